@@ -1,0 +1,55 @@
+"""Time as an argument: a monotonic clock, a virtual one for tests and simulation, and a detector of our own pauses."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds on a monotonic scale; only differences mean anything."""
+
+    def now(self) -> float: ...
+
+
+class MonotonicClock:
+    """The machine's own clock."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class VirtualClock:
+    """A clock that moves only when told to."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> float:
+        """Move forward by `seconds`; raises ValueError for a negative step, since time never runs back."""
+        if seconds < 0:
+            raise ValueError(f"a clock can't go back by {-seconds} s")
+        self._now += seconds
+        return self._now
+
+
+class PauseDetector:
+    """Tells a loop that it was itself paused (SIGSTOP, swap, a long step), so that it blames nobody for the silence.
+
+    A loop calls `tick(now)` once a turn and gets the seconds by which the turn overran `tolerance` (0.0 when it
+    didn't). Whoever gets more than zero drains its sockets and extends its timers by that much before judging anyone.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self._last: float | None = None
+
+    def tick(self, now: float) -> float:
+        last, self._last = self._last, now
+        if last is None:
+            return 0.0
+        gap = now - last
+        return gap if gap > self._tolerance else 0.0

@@ -1,0 +1,212 @@
+"""One typed configuration: a YAML file, with flags on top. Frozen; what a process finds out later is a message.
+
+Unknown keys, wrong types and impossible values raise `ConfigError` with the path of the setting and the reason.
+Sizes are bytes, or text such as "512MiB"; times are in the unit that ends the setting's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta, Struct
+
+from baton.errors import ConfigError
+
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*", re.IGNORECASE)
+_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+class Bytes(int):
+    """A size in bytes, which a file may also write as text with a unit."""
+
+    @classmethod
+    def parse(cls, value: object) -> Bytes:
+        """Raises ValueError for anything that is no positive size."""
+        if isinstance(value, int) and not isinstance(value, bool):
+            size = value
+        elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+            size = int(float(match[1]) * _UNITS[(match[2] or "B").lower()])
+        else:
+            raise ValueError(f'{value!r} is no size; write bytes, or a number with a unit such as "512MiB"')
+        if size <= 0:
+            raise ValueError(f"a size of {value!r} is not above zero")
+        return cls(size)
+
+
+class _Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class ModelConfig(_Section):
+    """What is served."""
+
+    path: str = ""  # directory of a Hugging Face checkpoint, or a hub id; required
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's own
+    name: str = ""  # the name clients use; default: the last part of path
+    device: str = "auto"  # torch device; auto: cuda where there is one, else cpu
+
+    @property
+    def served_name(self) -> str:
+        return self.name or Path(self.path).name
+
+
+class ClusterConfig(_Section):
+    """How many of what, and where they meet."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")] = "baton"
+    prefill: Natural = 1  # prefill workers; 0 is the colocated mode
+    decode: Positive = 1  # decode workers
+    log_dir: str = ""  # default: ~/.local/state/baton/<name>/logs
+    heartbeat_ms: Positive = 250  # every link, both ways
+    silence_ms: Positive = 3_000  # a peer silent for longer loses all it held
+    stuck_ms: Positive = 60_000  # a worker whose step takes longer counts as gone
+
+    @property
+    def state_dir(self) -> Path:
+        return Path.home() / ".local" / "state" / "baton" / self.name
+
+    @property
+    def logs(self) -> Path:
+        return Path(self.log_dir) if self.log_dir else self.state_dir / "logs"
+
+
+class PagesConfig(_Section):
+    """Pages, one shape per cluster."""
+
+    page_size: Annotated[int, Meta(ge=1, le=1_024)] = 16  # tokens
+
+
+class RouterConfig(_Section):
+    """The front door."""
+
+    host: str = "127.0.0.1"  # where every port of the router listens
+    grpc_port: Port = 50_051  # 0: any free port
+    internal_port: Port = 50_052  # where workers and stores connect
+    http_port: Port = 50_053  # /metrics and /discovery
+    max_attempts: Positive = 4  # per request; the last is always decode-local
+    max_queued: Natural = 1_024  # requests waiting for a worker; more are refused
+    queue_ms: Positive = 30_000  # longest wait for a worker
+    progress_ms: Positive = 120_000  # an attempt without any progress for longer is given up
+
+
+class StoreConfig(_Section):
+    """The node's store."""
+
+    arena_bytes: Bytes = Bytes(512 * 2**20)
+    hold_ms: Positive = 30_000  # a hold that its owner does not renew lasts this long
+    writer_share: Annotated[float, Meta(gt=0, le=1)] = 0.5  # of the slots, at most reserved by one writer
+    verify_pages: bool = False  # check the checksum of a page at every read, not only across tiers and nodes
+
+
+class PrefillConfig(_Section):
+    """Prefill workers."""
+
+    pool_bytes: Bytes = Bytes(512 * 2**20)  # device pages
+    chunk_tokens: Positive = 512  # tokens per step, over all prompts
+    max_prompts: Positive = 2  # prompts taken at a time; the others wait in the router
+    threads: Natural = 0  # of the tensor library; 0: all cores of the process
+
+
+class DecodeConfig(_Section):
+    """Decode workers."""
+
+    pool_bytes: Bytes = Bytes(512 * 2**20)  # device pages
+    step_tokens: Positive = 512  # tokens per step, decoding ones first
+    copies_per_step: Positive = 64  # pages copied from or to the arena per step
+    fetch_ms: Positive = 10_000  # a fetch without progress for longer ends with what is here
+    threads: Natural = 0
+
+
+class Config(_Section):
+    """The whole configuration."""
+
+    model: ModelConfig = ModelConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    pages: PagesConfig = PagesConfig()
+    router: RouterConfig = RouterConfig()
+    store: StoreConfig = StoreConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+
+
+def load(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> Config:
+    """Read `path` (none: defaults) and lay `overrides` ("section.setting" → value) over it. Raises ConfigError."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        tree = _read(path)
+    for dotted, value in (overrides or {}).items():
+        section, _, setting = dotted.partition(".")
+        if not setting:
+            raise ConfigError(f"{dotted!r} names no setting; write section.setting, such as router.grpc_port")
+        inner = tree.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{section} is {inner!r}; it must be a section with settings in it")
+        inner[setting] = value
+    try:
+        config = msgspec.convert(tree, Config, dec_hook=_decode_custom)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path or 'configuration'}: {error}") from None
+    _check(config)
+    return config
+
+
+def dump(config: Config) -> str:
+    """The configuration as YAML that `load` reads back to an equal one."""
+    return yaml.safe_dump(msgspec.to_builtins(config, enc_hook=int), sort_keys=False)
+
+
+def parse_override(text: str) -> tuple[str, object]:
+    """`section.setting=value` from a command line, the value read as YAML. Raises ConfigError."""
+    dotted, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is no setting; write section.setting=value")
+    try:
+        return dotted.strip(), yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of {dotted} is not YAML: {error}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds a {type(tree).__name__}; it must hold sections with settings")
+    return tree
+
+
+def _decode_custom(kind: type, value: object) -> object:
+    if kind is Bytes:
+        return Bytes.parse(value)
+    raise NotImplementedError(kind)
+
+
+def _check(config: Config) -> None:
+    cluster = config.cluster
+    if cluster.silence_ms < 4 * cluster.heartbeat_ms:
+        raise ConfigError(
+            f"cluster.silence_ms is {cluster.silence_ms}, less than four heartbeats of {cluster.heartbeat_ms} ms: "
+            "one lost message would look like a death; raise it, or lower cluster.heartbeat_ms"
+        )
+    fixed = [p for p in (config.router.grpc_port, config.router.internal_port, config.router.http_port) if p]
+    if len(fixed) != len(set(fixed)):
+        raise ConfigError(f"router ports {fixed} must differ from each other")
+    if config.prefill.chunk_tokens < config.pages.page_size:
+        raise ConfigError(
+            f"prefill.chunk_tokens is {config.prefill.chunk_tokens}, below one page of {config.pages.page_size} tokens"
+        )

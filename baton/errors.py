@@ -1,0 +1,217 @@
+"""Every error that Baton raises on purpose, each with the gRPC status a client sees.
+
+BatonError                        INTERNAL
+├── InvalidRequest                INVALID_ARGUMENT     the client's request can't be served as written
+│   └── ContextTooLong            INVALID_ARGUMENT     prompt + max_tokens exceed the model's context or every pool
+├── ModelMismatch                 NOT_FOUND            the client named a model this cluster does not serve
+├── Overloaded                    RESOURCE_EXHAUSTED   no room now; carries when to try again
+├── DeadlineExpired               DEADLINE_EXCEEDED    the client's deadline passed first
+├── RequestCancelled              CANCELLED            the client went away
+├── Unavailable                   UNAVAILABLE          no live worker can take the request, or its router is stopping
+│   └── AttemptsExhausted         UNAVAILABLE          every attempt, the decode-local one included, failed
+├── ProtocolError                 INTERNAL             a peer said what the protocol does not allow
+│   ├── MalformedMessage          INVALID_ARGUMENT     bytes that are no message of this link
+│   └── Incompatible              FAILED_PRECONDITION  Hello with another protocol, layout or namespace
+├── ConfigError                   INVALID_ARGUMENT     a setting that is unknown or impossible
+├── StartupError                  FAILED_PRECONDITION  a process can't start here
+│   ├── PortInUse                 FAILED_PRECONDITION
+│   ├── NotEnoughMemory           RESOURCE_EXHAUSTED
+│   └── RayUnusable               FAILED_PRECONDITION  Ray is absent, unreachable or wants another authentication
+├── ModelError                    FAILED_PRECONDITION  a checkpoint can't be served
+│   ├── ModelNotFound             NOT_FOUND
+│   ├── UnsupportedModel          UNIMPLEMENTED
+│   └── CorruptWeights            DATA_LOSS
+└── StoreError                    UNAVAILABLE          the node's store did not do as asked
+    ├── StoreGone                 UNAVAILABLE          its process is gone, or it no longer answers
+    └── PageCorrupt               DATA_LOSS            a page's bytes differ from the checksum they were sealed with
+
+A message says what was wrong, with the value, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+
+class BatonError(Exception):
+    """Root of the tree. `status` is the name of a `grpc.StatusCode`; `reason` is a bounded metric label."""
+
+    status: ClassVar[str] = "INTERNAL"
+    reason: ClassVar[str] = "internal"
+
+
+class InvalidRequest(BatonError):
+    """A request that no state of the cluster could serve as written."""
+
+    status = "INVALID_ARGUMENT"
+    reason = "invalid_request"
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and output together exceed the model's context, or the page pool of every decode worker."""
+
+    reason = "context_too_long"
+
+
+class ModelMismatch(BatonError):
+    """The client asked for a model by a name that this cluster does not serve."""
+
+    status = "NOT_FOUND"
+    reason = "model_mismatch"
+
+
+class Overloaded(BatonError):
+    """No room at present. `retry_after_ms` says when another try is worth it."""
+
+    status = "RESOURCE_EXHAUSTED"
+    reason = "overloaded"
+
+    def __init__(self, message: str, retry_after_ms: int = 1_000) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+class DeadlineExpired(BatonError):
+    """The client's deadline passed before the request ended."""
+
+    status = "DEADLINE_EXCEEDED"
+    reason = "deadline"
+
+
+class RequestCancelled(BatonError):
+    """The client cancelled, or its connection went away."""
+
+    status = "CANCELLED"
+    reason = "cancelled"
+
+
+class Unavailable(BatonError):
+    """Nobody can take the request: no live worker, or a router that is going down."""
+
+    status = "UNAVAILABLE"
+    reason = "unavailable"
+
+
+class AttemptsExhausted(Unavailable):
+    """Every attempt at a request failed, the decode-local one included."""
+
+    reason = "attempts_exhausted"
+
+
+class ProtocolError(BatonError):
+    """A peer said something the protocol does not allow."""
+
+    reason = "protocol"
+
+
+class MalformedMessage(ProtocolError):
+    """Bytes that are no message of this link."""
+
+    status = "INVALID_ARGUMENT"
+    reason = "malformed_message"
+
+
+class Incompatible(ProtocolError):
+    """A Hello whose protocol version, page layout or namespace differs from ours."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "incompatible"
+
+
+class ConfigError(BatonError):
+    """A setting that is unknown, of the wrong type or impossible."""
+
+    status = "INVALID_ARGUMENT"
+    reason = "config"
+
+
+class StartupError(BatonError):
+    """A process or a cluster that can't start on this machine."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "startup"
+
+
+class PortInUse(StartupError):
+    """Somebody else listens where we were told to listen."""
+
+    reason = "port_in_use"
+
+
+class NotEnoughMemory(StartupError):
+    """The arena or a page pool would not fit into what the machine or its cgroup has left."""
+
+    status = "RESOURCE_EXHAUSTED"
+    reason = "not_enough_memory"
+
+
+class RayUnusable(StartupError):
+    """Ray is absent, does not answer in time, or asks for another kind of authentication."""
+
+    reason = "ray"
+
+
+class ModelError(BatonError):
+    """A checkpoint that can't be served."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "model"
+
+
+class ModelNotFound(ModelError):
+    """No checkpoint lies where the model's name points."""
+
+    status = "NOT_FOUND"
+    reason = "model_not_found"
+
+
+class UnsupportedModel(ModelError):
+    """An architecture, or a variant of one, that the engine does not run."""
+
+    status = "UNIMPLEMENTED"
+    reason = "unsupported_model"
+
+
+class CorruptWeights(ModelError):
+    """Safetensors that are missing, truncated, or hold other tensors than the config asks for."""
+
+    status = "DATA_LOSS"
+    reason = "corrupt_weights"
+
+
+class StoreError(BatonError):
+    """The node's store refused, or failed at, what it was asked for."""
+
+    status = "UNAVAILABLE"
+    reason = "store"
+
+
+class StoreGone(StoreError):
+    """The store's process is gone, or has stopped answering."""
+
+    reason = "store_gone"
+
+
+class PageCorrupt(StoreError):
+    """A page whose bytes differ from the checksum it was sealed with."""
+
+    status = "DATA_LOSS"
+    reason = "page_corrupt"
+
+
+def all_errors() -> Iterator[type[BatonError]]:
+    """Every class of the tree, parents first."""
+    waiting: list[type[BatonError]] = [BatonError]
+    while waiting:
+        error = waiting.pop(0)
+        yield error
+        waiting.extend(error.__subclasses__())
+
+
+def from_reason(reason: str, message: str) -> BatonError:
+    """Rebuild an error that a peer reported by its `reason` label; an unknown reason becomes a plain BatonError."""
+    for error in all_errors():
+        if error.reason == reason:
+            return error(message)
+    return BatonError(message)

@@ -1,0 +1,495 @@
+"""The whole internal protocol on one page.
+
+Four links, one union of messages per direction. On the wire a message is plain MessagePack: a map of its fields, with
+its name under "type", inside an `Envelope`. Everything is validated on receipt; `baton.wire` does the carrying.
+
+    router  ⇄ decode worker     ToDecode    / FromDecode        ZMQ, worker connects
+    router  ⇄ prefill worker    ToPrefill   / FromPrefill       ZMQ, worker connects
+    router  ⇄ store             ToStore     / FromStore         ZMQ, store connects
+    worker  ⇄ its node's store  StoreCall   / StoreReply        Unix socket, worker connects
+
+KV events have a format of their own, vLLM's: see `kvstore/events.py`.
+
+Work is named (request, attempt); the router that owns a request numbers its attempts from 1. Who speaks is named by an
+incarnation, a random id per process start. Page keys travel packed, 16 bytes each; token ids as little-endian uint32.
+Durations are milliseconds left, never timestamps.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
+
+from msgspec import Meta, Struct
+
+PROTOCOL_VERSION = 1
+KEY_BYTES = 16
+TOKEN_BYTES = 4
+MAX_KEYS_PER_CALL = 1_024
+
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=128)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Key: TypeAlias = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+PackedKeys: TypeAlias = Annotated[bytes, Meta(max_length=MAX_KEYS_PER_CALL * KEY_BYTES)]
+PackedTokens: TypeAlias = bytes
+Checksum: TypeAlias = Annotated[int, Meta(ge=0)]
+Role: TypeAlias = Literal["router", "prefill", "decode", "store"]
+WorkerRole: TypeAlias = Literal["prefill", "decode"]
+FinishReason: TypeAlias = Literal["stop", "length"]
+Medium: TypeAlias = Literal["GPU", "CPU", "DISK"]  # vLLM's names for the tiers device, host and disk
+
+
+class Message(Struct, frozen=True, tag=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Base of every message: frozen, named on the wire by its class."""
+
+
+M = TypeVar("M")
+
+
+class Envelope(Struct, Generic[M], frozen=True, array_like=True):
+    """What travels: a message with the incarnations of both ends. `sequence` counts the sender's messages to this
+    peer from 1; a Hello is addressed to "" because its sender does not know yet who will hear it."""
+
+    sender: str
+    addressee: str
+    sequence: Count
+    message: M
+
+
+# --- who is who ---------------------------------------------------------------------------------------------------
+
+
+class Peer(Struct, frozen=True):
+    """One process of the cluster. `name` is stable over restarts, `incarnation` is new with each."""
+
+    role: Role
+    name: Name
+    node: Name
+    incarnation: Name
+    pid: Count
+
+
+class Namespace(Struct, frozen=True):
+    """What must agree before two processes may share pages: all that shapes a page's bytes besides its tokens."""
+
+    model: Key  # digest of config and weights
+    numerics: Count  # version of our own arithmetic
+    kv_dtype: str
+    page_size: Annotated[int, Meta(ge=1)]
+    layout: Count  # version of the page layout
+    adapter: str = ""
+
+
+class ModelCard(Struct, frozen=True):
+    """What a worker found out about its model and pool while loading."""
+
+    namespace: Namespace
+    page_bytes: Count
+    vocab_size: Count
+    max_context: Count  # tokens
+    pool_pages: Count
+
+
+class Hello(Message):
+    """First words on every link to a router, and again whenever the router asks or has changed."""
+
+    peer: Peer
+    protocol: int = PROTOCOL_VERSION
+    model: ModelCard | None = None  # none for a store
+    events: str = ""  # ZMQ endpoint of its KV events
+    metrics: str = ""  # host:port of its Prometheus page
+    data: str = ""  # a store's Unix address, for workers of its node
+
+
+class Welcome(Message):
+    """The router's answer to a Hello: from now on both send heartbeats."""
+
+    router: Peer
+    heartbeat_ms: Count
+    silence_ms: Count
+
+
+class Rejected(Message):
+    """The router's other answer: `reason` is an error's label, `message` what to do about it."""
+
+    reason: str
+    message: str
+
+
+class Introduce(Message):
+    """The router heard from an incarnation it does not know: say Hello."""
+
+
+# --- heartbeats: state is truth ------------------------------------------------------------------------------------
+
+
+class AttemptName(Struct, frozen=True, order=True):
+    """The name of a piece of work."""
+
+    request: Name
+    attempt: Annotated[int, Meta(ge=1)]
+
+
+class AttemptHeld(Struct, frozen=True):
+    """One attempt as its worker has it: `position` is how many tokens (prompt included) it knows."""
+
+    request: Name
+    attempt: Annotated[int, Meta(ge=1)]
+    position: Count
+    ended: bool = False
+
+
+class Load(Struct, frozen=True):
+    """How busy a process is. For a store, pages are arena slots and the rest is 0."""
+
+    running: Count = 0
+    waiting: Count = 0
+    pages_free: Count = 0
+    pages_total: Count = 0
+    tokens_queued: Count = 0
+
+
+class Heartbeat(Message):
+    """A worker's or store's full state. `heard` is the last router sequence that this state already reflects, so the
+    router never judges an attempt missing that the worker could not know of yet. `step_age_ms` grows when stuck."""
+
+    heard: Count
+    load: Load
+    step: Count = 0
+    step_age_ms: Count = 0
+    attempts: tuple[AttemptHeld, ...] = ()
+
+
+class RouterHeartbeat(Message):
+    """Every attempt that the router believes this worker has. What is not listed is dropped by the worker."""
+
+    attempts: tuple[AttemptName, ...] = ()
+
+
+# --- router → workers ----------------------------------------------------------------------------------------------
+
+
+class Sampling(Struct, frozen=True):
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 means no limit; `logprobs` counts the alternatives
+    reported with each token, none for no report."""
+
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Count = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Count = 0
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class Decode(Message):
+    """Generate from `tokens`, of which the first `prompt` are the prompt; the rest were generated by earlier attempts.
+
+    The pages `[own device's, fetch)` come from the node's store, where somebody seals them now or has sealed them;
+    the worker computes everything after them. `fetch` 0 is decode-local prefill."""
+
+    request: Name
+    attempt: Annotated[int, Meta(ge=1)]
+    root: Key
+    tokens: PackedTokens
+    prompt: Annotated[int, Meta(ge=1)]
+    max_tokens: Annotated[int, Meta(ge=1)]
+    sampling: Sampling
+    stop_token_ids: tuple[int, ...] = ()
+    fetch: Count = 0  # pages
+    awaited: bool = False  # some of the pages to fetch are only being made: wait for them
+    priority: int = 0  # lower is more urgent
+    deadline_ms: Count | None = None
+
+
+class Prefill(Message):
+    """Make every full page of `tokens` from page `first` on sealed and held in this worker's node store.
+    `tokens` is a whole number of pages. A prefill worker never samples."""
+
+    request: Name
+    attempt: Annotated[int, Meta(ge=1)]
+    root: Key
+    tokens: PackedTokens
+    first: Count = 0
+    priority: int = 0
+    deadline_ms: Count | None = None
+
+
+class Cancel(Message):
+    """Forget this attempt, running or ended, and free what it holds."""
+
+    request: Name
+    attempt: Annotated[int, Meta(ge=1)]
+
+
+class Resend(Message):
+    """Say again every token of this attempt from `position` on."""
+
+    request: Name
+    attempt: Annotated[int, Meta(ge=1)]
+    position: Count
+
+
+# --- workers → router ----------------------------------------------------------------------------------------------
+
+
+class Accepted(Message):
+    """Device pages for the prompt are reserved; `device` of its full pages were on this worker's device already."""
+
+    request: Name
+    attempt: Annotated[int, Meta(ge=1)]
+    device: Count = 0
+
+
+class Refused(Message):
+    """This worker does not take the attempt: `busy` may pass, `too_large` never will."""
+
+    request: Name
+    attempt: Annotated[int, Meta(ge=1)]
+    reason: Literal["busy", "too_large"]
+    message: str = ""
+
+
+class Have(Message):
+    """A fetch ended short: only the first `pages` pages are here, the others are not coming."""
+
+    request: Name
+    attempt: Annotated[int, Meta(ge=1)]
+    pages: Count
+    message: str = ""
+
+
+class Started(Message):
+    """The prompt is covered and the sequence has joined the batch. Counts are of prompt pages and tokens."""
+
+    request: Name
+    attempt: Annotated[int, Meta(ge=1)]
+    device_pages: Count = 0
+    fetched_pages: Count = 0
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """One token's log-probability under the unscaled distribution, and its likeliest alternatives."""
+
+    token: Count
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Delta(Struct, frozen=True, omit_defaults=True):
+    """New tokens of one attempt; the first stands at `position` (prompt tokens counted). With `finish` it ends."""
+
+    request: Name
+    attempt: Annotated[int, Meta(ge=1)]
+    position: Count
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+    computed: Count = 0  # prompt tokens that this worker computed itself; said with the first delta of an attempt
+
+
+class Tokens(Message):
+    """What one step produced for the whole batch."""
+
+    step: Count
+    deltas: tuple[Delta, ...]
+
+
+class Prefilled(Message):
+    """Every page asked for is sealed and held. Tokens computed, pages that were here already, pages written."""
+
+    request: Name
+    attempt: Annotated[int, Meta(ge=1)]
+    computed: Count  # tokens
+    hit: Count  # pages found in the store or on the device
+    shipped: Count  # pages written to the store
+    queue_ms: Count = 0
+    compute_ms: Count = 0
+
+
+class Failed(Message):
+    """The worker could not do it: `reason` is an error's label. The router decides whether to try again."""
+
+    request: Name
+    attempt: Annotated[int, Meta(ge=1)]
+    reason: str
+    message: str
+
+
+# --- KV snapshots: how the prefix map heals ---------------------------------------------------------------------------
+
+
+class SnapshotRequest(Message):
+    """The router's copy of this holder's pages has a gap, or never existed."""
+
+
+class PageRun(Struct, frozen=True, array_like=True):
+    """Consecutive pages of one chain, oldest first; `parent` is empty where the chain starts."""
+
+    parent: bytes
+    keys: PackedKeys
+    medium: Medium
+
+
+class Snapshot(Message):
+    """Every page held once the event numbered `sequence` had happened; parents stand before their children.
+    A large one comes in parts, of which only the last says `last`."""
+
+    sequence: Count
+    runs: tuple[PageRun, ...]
+    part: Count = 0
+    last: bool = True
+
+
+# --- worker ⇄ its node's store ----------------------------------------------------------------------------------------
+# A ticket, chosen by the worker, names one reservation or acquisition of one chain of keys. Indices count within it.
+
+
+class Attach(Message):
+    """First words on the Unix socket. The store checks the peer's uid, takes a pidfd, and answers with its arena."""
+
+    peer: Peer
+    namespace: Namespace
+    page_bytes: Annotated[int, Meta(ge=1)]
+    protocol: int = PROTOCOL_VERSION
+
+
+class Attached(Message):
+    """The arena's memfd travels beside this message: `slots` slots of `page_bytes` bytes."""
+
+    store: Peer
+    slots: Count
+    page_bytes: Count
+
+
+class Refusal(Message):
+    """The store will not serve this peer; it closes the connection after saying why."""
+
+    reason: str
+    message: str
+
+
+class Reserve(Message):
+    """Slots for `keys`, which follow `parent` (empty at the start of a chain). All or nothing."""
+
+    ticket: Count
+    parent: bytes
+    keys: PackedKeys
+
+
+class Reserved(Message):
+    """A slot to write for each key; none where the page is sealed already and nothing need be written."""
+
+    ticket: Count
+    slots: tuple[int | None, ...]
+
+
+class NotReserved(Message):
+    """`full`: no slots free now; `orphan`: the parent isn't here; `quota`: too much reserved by this writer."""
+
+    ticket: Count
+    reason: Literal["full", "orphan", "quota"]
+
+
+class Seal(Message):
+    """The pages `[first, first + len(checksums))` of this ticket are written; XXH3-64 of each. With `hold` the ticket
+    holds them from now on, so that they outlast eviction until released."""
+
+    ticket: Count
+    first: Count
+    checksums: tuple[Checksum, ...]
+    hold: bool = False
+
+
+class Sealed(Message):
+    """Those pages exist now."""
+
+    ticket: Count
+    first: Count
+    count: Count
+
+
+class Acquire(Message):
+    """Hold the pages of `keys` and say where they are. With `wait`, also those that are still to be sealed."""
+
+    ticket: Count
+    keys: PackedKeys
+    wait: bool = False
+
+
+class Page(Struct, frozen=True, array_like=True):
+    """A readable page: `index` within the ticket, its slot, and the checksum it was sealed with."""
+
+    index: Count
+    slot: Count
+    checksum: Checksum
+
+
+class Arrived(Message):
+    """These pages of the ticket are held for it and readable."""
+
+    ticket: Count
+    pages: tuple[Page, ...]
+
+
+class NotComing(Message):
+    """From `index` on, the pages of this ticket are neither here nor being made (or their maker has gone)."""
+
+    ticket: Count
+    index: Count
+
+
+class Release(Message):
+    """Done with the pages `indices` of this ticket."""
+
+    ticket: Count
+    indices: tuple[int, ...]
+
+
+class Released(Message):
+    """`held` tells, for each index, whether the hold had lasted until now: only then do the bytes read count."""
+
+    ticket: Count
+    indices: tuple[int, ...]
+    held: tuple[bool, ...]
+
+
+class Forget(Message):
+    """Give up everything under this ticket: unsealed reservations (the writer will not write again), holds, waits."""
+
+    ticket: Count
+
+
+class Corrupt(Message):
+    """A page's bytes did not match its checksum: drop it."""
+
+    ticket: Count
+    index: Count
+
+
+class Holding(Message):
+    """A worker's heartbeat to its store: every ticket it still cares about. The others are forgotten."""
+
+    tickets: tuple[int, ...] = ()
+
+
+class StoreHeartbeat(Message):
+    """The store's heartbeat to a worker: every ticket it knows of this worker."""
+
+    tickets: tuple[int, ...] = ()
+
+
+# --- one union per direction ------------------------------------------------------------------------------------------
+
+ToAny: TypeAlias = Welcome | Rejected | Introduce | RouterHeartbeat | SnapshotRequest
+ToDecode: TypeAlias = ToAny | Decode | Cancel | Resend
+ToPrefill: TypeAlias = ToAny | Prefill | Cancel
+ToStore: TypeAlias = ToAny
+FromDecode: TypeAlias = Hello | Heartbeat | Snapshot | Accepted | Refused | Have | Started | Tokens | Failed
+FromPrefill: TypeAlias = Hello | Heartbeat | Snapshot | Accepted | Refused | Prefilled | Failed
+FromStore: TypeAlias = Hello | Heartbeat | Snapshot
+ToRouter: TypeAlias = (
+    Hello | Heartbeat | Snapshot | Accepted | Refused | Have | Started | Tokens | Prefilled | Failed
+)  # a router hears all three on one socket
+StoreCall: TypeAlias = Attach | Reserve | Seal | Acquire | Release | Forget | Corrupt | Holding
+StoreReply: TypeAlias = (
+    Attached | Refusal | Reserved | NotReserved | Sealed | Arrived | NotComing | Released | StoreHeartbeat
+)
