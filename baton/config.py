@@ -47,7 +47,7 @@ class _Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     pass
 
 
-class ModelConfig(_Section):
+class ModelConfig(_Section, frozen=True):
     """What is served."""
 
     path: str = ""  # directory of a Hugging Face checkpoint, or a hub id; required
@@ -60,7 +60,7 @@ class ModelConfig(_Section):
         return self.name or Path(self.path).name
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(_Section, frozen=True):
     """How many of what, and where they meet."""
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")] = "baton"
@@ -80,13 +80,13 @@ class ClusterConfig(_Section):
         return Path(self.log_dir) if self.log_dir else self.state_dir / "logs"
 
 
-class PagesConfig(_Section):
+class PagesConfig(_Section, frozen=True):
     """Pages, one shape per cluster."""
 
     page_size: Annotated[int, Meta(ge=1, le=1_024)] = 16  # tokens
 
 
-class RouterConfig(_Section):
+class RouterConfig(_Section, frozen=True):
     """The front door."""
 
     host: str = "127.0.0.1"  # where every port of the router listens
@@ -99,7 +99,7 @@ class RouterConfig(_Section):
     progress_ms: Positive = 120_000  # an attempt without any progress for longer is given up
 
 
-class StoreConfig(_Section):
+class StoreConfig(_Section, frozen=True):
     """The node's store."""
 
     arena_bytes: Bytes = Bytes(512 * 2**20)
@@ -108,7 +108,7 @@ class StoreConfig(_Section):
     verify_pages: bool = False  # check the checksum of a page at every read, not only across tiers and nodes
 
 
-class PrefillConfig(_Section):
+class PrefillConfig(_Section, frozen=True):
     """Prefill workers."""
 
     pool_bytes: Bytes = Bytes(512 * 2**20)  # device pages
@@ -117,7 +117,7 @@ class PrefillConfig(_Section):
     threads: Natural = 0  # of the tensor library; 0: all cores of the process
 
 
-class DecodeConfig(_Section):
+class DecodeConfig(_Section, frozen=True):
     """Decode workers."""
 
     pool_bytes: Bytes = Bytes(512 * 2**20)  # device pages
@@ -127,7 +127,7 @@ class DecodeConfig(_Section):
     threads: Natural = 0
 
 
-class Config(_Section):
+class Config(_Section, frozen=True):
     """The whole configuration."""
 
     model: ModelConfig = ModelConfig()

@@ -1,0 +1,76 @@
+"""How a worker or store belongs to a router: Hello, Welcome, heartbeats both ways, silence, a router that was replaced.
+
+    (unknown) ──Hello──▶ ──Welcome──▶ joined ──router silent, or another incarnation of it speaks──▶ (unknown)
+
+Pure: time comes with every call, and what to send comes back. The owner's rule (DESIGN rule 2): a router that is gone
+loses everything it held here, so both calls tell when to forget all of its work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.errors import BatonError, from_reason
+from baton.messages import Envelope, Hello, Introduce, Message, Rejected, Welcome
+
+_HELLO_AGAIN = 1.0  # seconds between two Hellos that nobody answered
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a call changed. `lost`: the router that owned our work is gone; forget its work.
+    `deliver`: the message is from our router and meant for the state behind."""
+
+    send: tuple[Message, ...] = ()
+    lost: bool = False
+    deliver: bool = False
+
+
+class Membership:
+    """Which incarnation of the router this process works for, and since when it has been silent."""
+
+    def __init__(self, hello: Hello) -> None:
+        self._hello = hello
+        self.router: str | None = None  # incarnation, once welcomed
+        self.heard = 0  # the last sequence heard from it
+        self.heartbeat = 0.25  # seconds
+        self._silence = 5.0  # seconds
+        self._last_heard = 0.0
+        self._next_hello = float("-inf")
+        self.rejected: BatonError | None = None  # why the router will not have us
+
+    def handle(self, envelope: Envelope[Message], now: float) -> Verdict:
+        """Take an envelope that is addressed to this incarnation."""
+        match envelope.message:
+            case Welcome(router=router, heartbeat_ms=heartbeat_ms, silence_ms=silence_ms):
+                lost = self.router is not None and self.router != router.incarnation
+                self.router, self.heard = router.incarnation, envelope.sequence
+                self.heartbeat, self._silence = heartbeat_ms / 1_000, silence_ms / 1_000
+                self._last_heard, self.rejected = now, None
+                return Verdict(lost=lost)
+            case Rejected(reason=reason, message=message):
+                self.rejected = from_reason(reason, message)
+                return Verdict(lost=self._leave())
+            case Introduce():
+                # It has forgotten us or is new: either way it owns nothing of what we hold.
+                lost = self._leave()
+                self._next_hello = now + _HELLO_AGAIN
+                return Verdict(send=(self._hello,), lost=lost)
+            case _ if envelope.sender != self.router:
+                return Verdict()
+            case _:
+                self._last_heard, self.heard = now, envelope.sequence
+                return Verdict(deliver=True)
+
+    def tick(self, now: float, paused: float = 0.0) -> Verdict:
+        """Call every turn. `paused`: seconds by which our own loop was held up; nobody is blamed for those."""
+        self._last_heard += paused
+        lost = self.router is not None and now - self._last_heard > self._silence and self._leave()
+        if self.router is None and now >= self._next_hello:
+            self._next_hello = now + _HELLO_AGAIN
+            return Verdict(send=(self._hello,), lost=lost)
+        return Verdict(lost=lost)
+
+    def _leave(self) -> bool:
+        joined, self.router = self.router is not None, None
+        return joined

@@ -1,0 +1,252 @@
+"""Sockets that speak messages over ZMQ, and the only importer of zmq. (The local store link is `baton.unix`.)
+
+`Listener`   the router's end of every link: asyncio, one ROUTER socket
+`Link`       a worker's or store's end: synchronous and never blocking, one DEALER socket
+`Heart`      a thread that sends the worker's heartbeat whatever its main loop is doing
+`Publisher`, `Subscriber`   KV events
+`Poller`     waits for links and plain file descriptors together
+
+Sockets bind to loopback unless told otherwise. Nothing is unpickled: every frame goes through a typed decoder, and what
+does not decode is counted and dropped. A DEALER that reconnects hands queued messages to whoever listens there now, and
+a ROUTER drops what is for a peer that has gone; envelopes carry both incarnations and heartbeats repair the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from baton.clock import Clock
+from baton.errors import PortInUse, StartupError
+from baton.messages import Envelope, Heartbeat, Message, Peer, ToRouter
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+_QUEUE = 100_000  # messages kept for a peer that does not read; past it they are dropped and heartbeats repair
+_HEART_SUFFIX = b"/heart"
+
+M = TypeVar("M")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Listener:
+    """The router's socket. Peers are addressed by incarnation, which is also their ZMQ identity."""
+
+    def __init__(self, endpoint: str, me: Peer) -> None:
+        """Bind `endpoint` ("tcp://127.0.0.1:0" takes any free port). Raises PortInUse or StartupError."""
+        self._me = me
+        self._socket = _configure(zmq.asyncio.Context.instance().socket(zmq.ROUTER))
+        self.endpoint = _bind(self._socket, endpoint)
+        self._decoder = msgspec.msgpack.Decoder(Envelope[ToRouter])
+        self._sequences: dict[str, int] = {}
+        self.malformed = 0  # frames dropped because they are no message of this link
+
+    async def receive(self) -> Envelope[ToRouter]:
+        """The next message. What is malformed, or says to come from somebody else than its socket, is dropped."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                identity, body = frames
+                envelope = self._decoder.decode(body)
+                if identity.removesuffix(_HEART_SUFFIX) != envelope.sender.encode():
+                    raise ValueError(f"{identity!r} speaks as {envelope.sender!r}")
+            except (ValueError, msgspec.MsgspecError) as error:
+                self.malformed += 1
+                log.warning("dropped a malformed message of %d bytes: %s", sum(map(len, frames)), error)
+                continue
+            return envelope
+
+    def send(self, incarnation: str, message: Message) -> int:
+        """Send to the peer of that incarnation; returns the sequence it was given. Never blocks."""
+        sequence = self._sequences.get(incarnation, 0) + 1
+        self._sequences[incarnation] = sequence
+        envelope = Envelope(self._me.incarnation, incarnation, sequence, message)
+        # Sending on the plain socket below the asyncio one: a ROUTER never blocks, it drops.
+        zmq.Socket.shadow(self._socket.underlying).send_multipart(
+            [incarnation.encode(), _encoder.encode(envelope)], zmq.NOBLOCK
+        )
+        return sequence
+
+    def forget(self, incarnation: str) -> None:
+        """No more will be sent to this incarnation."""
+        self._sequences.pop(incarnation, None)
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+class Link(Generic[M]):
+    """A worker's (or store's) socket to one router. Every method returns at once."""
+
+    def __init__(self, endpoint: str, me: Peer, receives: Any) -> None:
+        """Connect to `endpoint`; `receives` is the union of messages that may come in, such as `ToDecode`."""
+        self._me = me
+        self._decoder: msgspec.msgpack.Decoder[Envelope[M]] = msgspec.msgpack.Decoder(Envelope[receives])
+        self.endpoint = endpoint
+        self.socket = _dealer(endpoint, me.incarnation.encode())
+        self._sequence = 0
+        self.malformed = 0
+        self.dropped = 0  # messages not sent because the router has not read for long
+
+    def send(self, addressee: str, message: Message) -> None:
+        """Queue `message` for the router of incarnation `addressee` ("" with a Hello)."""
+        self._sequence += 1
+        envelope = Envelope(self._me.incarnation, addressee, self._sequence, message)
+        try:
+            self.socket.send(_encoder.encode(envelope), zmq.NOBLOCK)
+        except zmq.Again:
+            self.dropped += 1
+
+    def receive(self) -> Iterator[Envelope[M]]:
+        """Everything that is here now and meant for this incarnation."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                envelope = self._decoder.decode(b"".join(frames))
+            except (ValueError, msgspec.MsgspecError) as error:
+                self.malformed += 1
+                log.warning("dropped a malformed message of %d bytes: %s", sum(map(len, frames)), error)
+                continue
+            if envelope.addressee == self._me.incarnation:
+                yield envelope
+
+    def close(self) -> None:
+        self.socket.close(0)
+
+
+class Heart:
+    """Sends the latest published `Heartbeat` at a fixed pace from a thread and socket of its own.
+
+    So the router can tell a dead worker from one whose step is long: the heartbeat goes on while the step runs, and
+    says how old it is. The main loop publishes an immutable snapshot; nothing else is shared."""
+
+    def __init__(self, endpoint: str, me: Peer, clock: Clock) -> None:
+        self._me = me
+        self._clock = clock
+        self._socket = _dealer(endpoint, me.incarnation.encode() + _HEART_SUFFIX)
+        self._stop = threading.Event()
+        self._latest: tuple[str, Heartbeat, float | None] | None = None
+        self._interval = 0.25
+        self._sequence = 0
+        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._thread.start()
+
+    def publish(self, router: str, heartbeat: Heartbeat, interval: float, step_started: float | None) -> None:
+        """From now on say `heartbeat` to that incarnation of the router every `interval` seconds. `step_started` is
+        the clock's time at which the running step began (none: idle); the age that is sent counts from it."""
+        self._interval = interval
+        self._latest = (router, heartbeat, step_started)
+
+    def quiet(self) -> None:
+        """Say nothing until the next publish: no router knows us."""
+        self._latest = None
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+        self._socket.close(0)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            if (latest := self._latest) is None:
+                continue
+            router, heartbeat, step_started = latest
+            age = 0 if step_started is None else int((self._clock.now() - step_started) * 1_000)
+            self._sequence += 1
+            beat = msgspec.structs.replace(heartbeat, step_age_ms=age)
+            try:
+                self._socket.send(
+                    _encoder.encode(Envelope(self._me.incarnation, router, self._sequence, beat)), zmq.NOBLOCK
+                )
+            except zmq.Again:
+                log.warning("the router does not read our heartbeats")
+
+
+class Publisher:
+    """A PUB socket for KV events: frames [topic, sequence, payload]. Slow subscribers lose batches and see the gap."""
+
+    def __init__(self, endpoint: str = "tcp://127.0.0.1:0") -> None:
+        self._socket = _configure(zmq.Context.instance().socket(zmq.PUB))
+        self.endpoint = _bind(self._socket, endpoint)
+
+    def send(self, topic: bytes, sequence: int, payload: bytes) -> None:
+        self._socket.send_multipart([topic, sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+class Subscriber:
+    """The router's ear for the KV events of one source: asyncio."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = _configure(zmq.asyncio.Context.instance().socket(zmq.SUB))
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.connect(endpoint)
+        self.malformed = 0
+
+    async def receive(self) -> tuple[bytes, int, bytes]:
+        """Topic, sequence and payload of the next batch."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            if len(frames) == 3 and len(frames[1]) == 8:
+                return frames[0], int.from_bytes(frames[1], "big"), frames[2]
+            self.malformed += 1
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+class Poller:
+    """Waits until one of some links and file descriptors can be read."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+
+    def add(self, source: Link[Any] | int) -> None:
+        self._poller.register(source.socket if isinstance(source, Link) else source, zmq.POLLIN)
+
+    def remove(self, source: Link[Any] | int) -> None:
+        self._poller.unregister(source.socket if isinstance(source, Link) else source)
+
+    def wait(self, seconds: float) -> set[int | Link[Any]]:
+        """What can be read, after at most `seconds`; file descriptors by number, anything of ZMQ as its socket."""
+        return {source for source, _ in self._poller.poll(max(0, int(seconds * 1_000)))}
+
+
+def _dealer(endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
+    socket = _configure(zmq.Context.instance().socket(zmq.DEALER))
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+    socket.connect(endpoint)
+    return socket
+
+
+def _configure(socket: Any) -> Any:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, _QUEUE)
+    socket.setsockopt(zmq.RCVHWM, _QUEUE)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    return socket
+
+
+def _bind(socket: Any, endpoint: str) -> str:
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        if error.errno == zmq.EADDRINUSE:
+            raise PortInUse(f"{endpoint} is in use; stop what listens there or choose another port") from None
+        raise StartupError(f"can't listen on {endpoint}: {error.strerror}") from None
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
