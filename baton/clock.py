@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed; for `paused` seconds of it our own loop stood still."""
+
+    paused: float = 0.0
 
 
 class Clock(Protocol):

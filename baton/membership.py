@@ -17,6 +17,18 @@ _HELLO_AGAIN = 1.0  # seconds between two Hellos that nobody answered
 
 
 @dataclass(frozen=True)
+class Say:
+    """A state's command: send this to our router."""
+
+    message: Message
+
+
+@dataclass(frozen=True)
+class OwnerLost:
+    """The router whose work we do is gone, or has been replaced: all of its work is to be forgotten."""
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What a call changed. `lost`: the router that owned our work is gone; forget its work.
     `deliver`: the message is from our router and meant for the state behind."""

@@ -201,14 +201,13 @@ class Decode(Message, frozen=True):
 
 
 class Prefill(Message, frozen=True):
-    """Make every full page of `tokens` from page `first` on sealed and held in this worker's node store.
-    `tokens` is a whole number of pages. A prefill worker never samples."""
+    """Make every page of `tokens`, a whole number of pages, sealed and held in this worker's node store.
+    A prefill worker never samples."""
 
     request: Name
     attempt: Annotated[int, Meta(ge=1)]
     root: Key
     tokens: PackedTokens
-    first: Count = 0
     priority: int = 0
     deadline_ms: Count | None = None
 
@@ -484,7 +483,7 @@ ToDecode: TypeAlias = ToAny | Decode | Cancel | Resend
 ToPrefill: TypeAlias = ToAny | Prefill | Cancel
 ToStore: TypeAlias = ToAny
 FromDecode: TypeAlias = Hello | Heartbeat | Snapshot | Accepted | Refused | Have | Started | Tokens | Failed
-FromPrefill: TypeAlias = Hello | Heartbeat | Snapshot | Accepted | Refused | Prefilled | Failed
+FromPrefill: TypeAlias = Hello | Heartbeat | Snapshot | Refused | Prefilled | Failed
 FromStore: TypeAlias = Hello | Heartbeat | Snapshot
 ToRouter: TypeAlias = (
     Hello | Heartbeat | Snapshot | Accepted | Refused | Have | Started | Tokens | Prefilled | Failed

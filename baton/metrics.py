@@ -1,0 +1,134 @@
+"""Every metric of every process, one table; and the page that Prometheus reads.
+
+Names are vLLM's where the meaning is the same, with `baton_` for `vllm:`; units are base units; labels are bounded and
+never name a request. States know nothing of this: a process publishes what it read from `stats()` and Prometheus reads
+the last published values. Only latencies are observed one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.errors import PortInUse
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the table. A counter's name gets `_total` from Prometheus."""
+
+    kind: Literal["gauge", "counter", "seconds"]
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+TABLE: Mapping[str, Entry] = {
+    # router
+    "time_to_first_token_seconds": Entry("seconds", "Request received to first token sent."),
+    "inter_token_latency_seconds": Entry("seconds", "Gap between two streamed tokens."),
+    "request_time_per_output_token_seconds": Entry("seconds", "(end - first token) / (tokens - 1)."),
+    "e2e_request_latency_seconds": Entry("seconds", "Request received to its end."),
+    "request_queue_time_seconds": Entry("seconds", "Request received to placed on a worker."),
+    "request_prefill_time_seconds": Entry("seconds", "Placed to the prompt covered."),
+    "request_decode_time_seconds": Entry("seconds", "First token to the end."),
+    "request_success": Entry("counter", "Requests finished.", ("finished_reason",)),
+    "request_errors": Entry("counter", "Requests failed or cancelled.", ("reason",)),
+    "request_attempts": Entry("counter", "Attempts at requests; more than requests when something died."),
+    "placements": Entry("counter", "Placements decided.", ("kind",)),
+    "prompt_tokens": Entry("counter", "Prompt tokens of finished requests."),
+    "generation_tokens": Entry("counter", "Tokens generated."),
+    "prefix_cache_queries": Entry("counter", "Prompt tokens looked up."),
+    "prefix_cache_hits": Entry("counter", "Prompt tokens that nobody had to compute."),
+    "peers": Entry("gauge", "Live processes.", ("role",)),
+    # router and workers
+    "num_requests_running": Entry("gauge", "Requests in the running batch."),
+    "num_requests_waiting": Entry("gauge", "Requests that wait."),
+    "malformed_messages": Entry("counter", "Frames dropped because they are no message of their link."),
+    # workers and stores
+    "kv_cache_usage_perc": Entry("gauge", "Share of the pages in use, 0 to 1.", ("tier",)),
+    "kv_pages": Entry("gauge", "Pages by what they are.", ("tier", "state")),
+    "pages_moved": Entry("counter", "Pages copied between device and arena.", ("direction",)),
+    "bytes_moved": Entry("counter", "Bytes copied between device and arena.", ("direction",)),
+    "num_preemptions": Entry("counter", "Sequences whose device pages were taken."),
+    "prompt_tokens_computed": Entry("counter", "Prompt tokens computed by this worker."),
+    "prompt_pages_cached": Entry("counter", "Prompt pages found instead of computed.", ("tier",)),
+    "fetches_short": Entry("counter", "Fetches that ended before every page was here."),
+    "pages_not_written": Entry("counter", "Write-throughs that the store had no room for."),
+    "step_seconds": Entry("seconds", "Time of an engine step."),
+    "checksum_failures": Entry("counter", "Pages dropped because their bytes did not match."),
+    "page_evictions": Entry("counter", "Pages evicted.", ("tier",)),
+    "store_calls": Entry("counter", "Calls from workers.", ("call",)),
+    "store_waits": Entry("gauge", "Pages that somebody waits for."),
+    "unproven_reservations": Entry("gauge", "Slots reserved by a writer that left without proof of its death."),
+}
+
+_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+Labels = tuple[str, ...]
+Sample = float | Mapping[Labels, float]
+
+
+class Metrics(Collector):
+    """The metrics of one process. Thread-safe: the loop publishes, Prometheus' thread reads."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._published: Mapping[str, Sample] = {}
+        self._histograms: dict[str, Histogram] = {}
+        self._lock = threading.Lock()
+        self._server: tuple[WSGIServer, threading.Thread] | None = None
+
+    def publish(self, values: Mapping[str, Sample]) -> None:
+        """Replace what gauges and counters say: a number, or numbers by label values. Raises KeyError for a name
+        that the table does not have."""
+        for name in values:
+            TABLE[name]
+        self._published = values
+
+    def observe(self, name: str, seconds: float) -> None:
+        """Add one duration to the histogram of that name."""
+        if name not in self._histograms:
+            with self._lock:
+                self._histograms.setdefault(
+                    name, Histogram(f"baton_{name}", TABLE[name].help, registry=self._registry, buckets=_BUCKETS)
+                )
+        self._histograms[name].observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        for name, value in self._published.items():
+            entry = TABLE[name]
+            family = (CounterMetricFamily if entry.kind == "counter" else GaugeMetricFamily)(
+                f"baton_{name}", entry.help, labels=entry.labels
+            )
+            for labels, number in (value if isinstance(value, Mapping) else {(): value}).items():
+                family.add_metric(labels, number)
+            yield family
+
+    def serve(self, host: str, port: int = 0) -> str:
+        """Serve /metrics on `host`:`port` (0: any free port) from a thread; returns "host:port". Raises PortInUse."""
+        try:
+            server, thread = start_http_server(port, addr=host, registry=self._registry)
+        except OSError as error:
+            raise PortInUse(f"can't serve metrics on {host}:{port}: {error.strerror}") from None
+        self._server = (server, thread)
+        return f"{host}:{server.server_port}"
+
+    def text(self) -> bytes:
+        """The page itself, for a process that has an HTTP server already."""
+        return generate_latest(self._registry)
+
+    def close(self) -> None:
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join(timeout=5)
+            self._server = None

@@ -1,0 +1,1 @@
+"""Decode workers: continuous batching, sampling, and the only producers of tokens."""

@@ -1,0 +1,106 @@
+"""One attempt at one request, as the decode worker has it.
+
+                        Decode
+                          │ pages reserved → Accepted
+                          ▼
+        ┌──────────▶  FETCHING ──── pages not coming, and a prefill was to make them → Have ────▶ SHORT
+        │                 │ every fetched page counts, or none was to be fetched                   │
+    resumed               ▼                                                                  Cancel, or the
+        │              RUNNING ──── stop token, max_tokens ────▶ ENDED ──── Cancel ────▶      next attempt
+        │                 │                                                                        ▼
+        └── PREEMPTED ◀───┘ pages ran out                                                     (forgotten)
+
+A sequence in any state is forgotten by Cancel, by a newer attempt of its request, by a router heartbeat that doesn't
+list it, and with its router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.messages import AttemptHeld, AttemptName, FinishReason, Sampling, TokenLogprob
+from kvstore.keys import pack_tokens, page_keys, split_keys
+from kvstore.transfer import Fetch
+
+
+class Phase(Enum):
+    FETCHING = "fetching"
+    SHORT = "short"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    ENDED = "ended"
+
+
+@dataclass
+class Sequence:
+    """Tokens, device pages and progress of one attempt."""
+
+    name: AttemptName
+    root: bytes
+    tokens: list[int]
+    prompt: int  # how many of the tokens are the prompt
+    max_tokens: int  # output tokens over all attempts
+    sampling: Sampling
+    stop_token_ids: frozenset[int]
+    priority: int
+    arrival: int  # order of arrival at this worker
+    page_size: int
+    deadline: float | None = None
+    phase: Phase = Phase.FETCHING
+    pages: list[int] = field(default_factory=list[int])
+    keys: list[bytes] = field(default_factory=list[bytes])  # of the full pages of `tokens`
+    computed: int = 0  # tokens from the start whose K and V lie in `pages`
+    published: int = 0  # pages from the start that this sequence has handed to the device cache
+    shipped: int = 0  # pages from the start that need no write-through any more
+    ships: bool = True  # write-through goes on; false once the store refused a page, since its children are orphans
+    device_pages: int = 0  # prompt pages found on the device
+    fetched_pages: int = 0  # prompt pages that came from the store
+    fetch: Fetch | None = None
+    started: bool = False  # it has run before, and the router knows
+    awaited: bool = False  # a prefill worker makes the pages to fetch
+    progress: float = 0.0  # when the fetch last went on
+    prompt_computed: int = 0  # prompt tokens computed by this attempt
+    first_new: int = 0  # tokens known when the attempt began
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # of tokens[first_new:]
+    finish: FinishReason | None = None
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt
+
+    @property
+    def pending(self) -> int:
+        """Tokens known but not computed; the last of them yields the next token."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of service: urgent first, then oldest first."""
+        return (self.priority, self.arrival)
+
+    @property
+    def needs(self) -> int:
+        """Device pages that all known tokens take."""
+        return -(-len(self.tokens) // self.page_size)
+
+    def extend_keys(self) -> None:
+        """Derive the keys of the pages that have filled up since."""
+        known = len(self.keys)
+        full = len(self.tokens) // self.page_size
+        if full > known:
+            parent = self.keys[-1] if self.keys else self.root
+            new = pack_tokens(self.tokens[known * self.page_size : full * self.page_size])
+            self.keys += split_keys(page_keys(parent, new, self.page_size))
+
+    def parent_of(self, page: int) -> bytes:
+        """Key of the page before `page`, empty at the start of the chain."""
+        return self.keys[page - 1] if page else b""
+
+    def reusable_keys(self) -> Items[bytes]:
+        """Keys of the pages that may come from elsewhere: the last token must be computed to sample from it."""
+        return self.keys[: (len(self.tokens) - 1) // self.page_size]
+
+    def held(self) -> AttemptHeld:
+        return AttemptHeld(self.name.request, self.name.attempt, len(self.tokens), self.phase is Phase.ENDED)

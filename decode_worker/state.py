@@ -1,0 +1,533 @@
+"""What a decode worker knows and decides: admission by pages, fetching, batching, preemption, write-through.
+
+Pure: `handle(event, now)` and `plan(now)` are called between two steps of the engine, so a page given back here is
+touched by no step and no copy any more. The service carries out the commands, the copies and the plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from baton.clock import Tick
+from baton.config import DecodeConfig
+from baton.errors import BatonError, MalformedMessage
+from baton.membership import OwnerLost, Say
+from baton.messages import (
+    Accepted,
+    AttemptName,
+    Cancel,
+    Decode,
+    Delta,
+    Failed,
+    FinishReason,
+    Forget,
+    Have,
+    Heartbeat,
+    Load,
+    Refused,
+    Resend,
+    RouterHeartbeat,
+    Started,
+    StoreCall,
+    StoreReply,
+    TokenLogprob,
+    Tokens,
+)
+from decode_worker.schedule import PlannedChunk, plan_step
+from decode_worker.sequence import Phase, Sequence
+from kvstore.device_cache import DeviceCache
+from kvstore.keys import unpack_tokens
+from kvstore.transfer import (
+    Call,
+    CopiedIn,
+    CopiedOut,
+    Copy,
+    CopyIn,
+    CopyOut,
+    Fetch,
+    Ship,
+    StoreLost,
+    StoreUp,
+    TransferEvent,
+)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The outcome of one chunk: a token and its logprobs, or none when the chunk ended before the last known token."""
+
+    name: AttemptName
+    count: int  # tokens that the chunk computed
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """The engine has run the plan."""
+
+    drawn: tuple[Drawn, ...]
+
+
+@dataclass(frozen=True)
+class StepFailed:
+    """The engine raised while running these attempts."""
+
+    names: tuple[AttemptName, ...]
+    message: str
+
+
+Command: TypeAlias = Say | Call
+Event: TypeAlias = (
+    Decode | Cancel | Resend | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
+    | OwnerLost | Tick | StepDone | StepFailed
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DecodeStats:
+    """Counts since the start, and the present size of things."""
+
+    running: int
+    waiting: int
+    ended: int
+    pages_free: int
+    pages_total: int
+    preemptions: int
+    tokens_generated: int
+    prompt_tokens_computed: int
+    prompt_pages_device: int
+    prompt_pages_fetched: int
+    fetches_short: int
+    pages_shipped: int
+    ships_refused: int
+
+
+@dataclass
+class _Shipment:
+    """A write-through on its way, with the device pages that stay referenced until it ends."""
+
+    ship: Ship
+    pages: list[int]
+    sequence: Sequence
+
+
+class DecodeState:
+    """The sequences of one decode worker and the device pages they own."""
+
+    def __init__(self, config: DecodeConfig, page_size: int, num_pages: int) -> None:
+        self._config = config
+        self._page_size = page_size
+        self._cache = DeviceCache(num_pages)
+        self._num_pages = num_pages
+        self._sequences: dict[str, Sequence] = {}  # by request: one attempt each
+        self._fetching: dict[int, Sequence] = {}  # by ticket
+        self._shipments: dict[int, _Shipment] = {}  # by ticket
+        self._copies: list[Copy] = []  # asked for and not handed out yet
+        self._tickets = itertools.count(1)
+        self._arrivals = itertools.count()
+        self._store_up = False
+        self._step = 0
+        self._preemptions = self._generated = self._computed = 0
+        self._device_pages = self._fetched_pages = self._short = self._shipped = self._refused = 0
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event; what it changes elsewhere comes back as commands, in order."""
+        match event:
+            case Decode():
+                return self._decode(event, now)
+            case Cancel(request=request, attempt=attempt):
+                sequence = self._sequences.get(request)
+                return self._forget(sequence) if sequence and sequence.name.attempt == attempt else []
+            case Resend(request=request, attempt=attempt, position=position):
+                return self._resend(AttemptName(request, attempt), position)
+            case RouterHeartbeat(attempts=listed):
+                keep = frozenset(listed)
+                return [c for s in list(self._sequences.values()) if s.name not in keep for c in self._forget(s)]
+            case OwnerLost():
+                return [c for s in list(self._sequences.values()) for c in self._forget(s)]
+            case StepDone(drawn=drawn):
+                return self._step_done(drawn)
+            case StepFailed(names=names, message=message):
+                return self._step_failed(names, message)
+            case StoreUp():
+                self._store_up = True
+                return []
+            case StoreLost():
+                return self._store_lost()
+            case Tick(paused=paused):
+                return self._tick(now, paused)
+            case _:
+                return self._transfer(event, now)
+
+    def _decode(self, order: Decode, now: float) -> list[Command]:
+        name = AttemptName(order.request, order.attempt)
+        commands: list[Command] = []
+        if (old := self._sequences.get(order.request)) is not None:
+            if old.name.attempt >= order.attempt:
+                return []
+            commands += self._forget(old)
+        try:
+            tokens = unpack_tokens(order.tokens)
+        except BatonError as error:
+            return [*commands, Say(Failed(*_named(name), error.reason, str(error)))]
+        if not order.prompt <= len(tokens) < order.prompt + order.max_tokens:
+            message = f"{len(tokens)} tokens with a prompt of {order.prompt} and {order.max_tokens} to generate"
+            return [*commands, Say(Failed(*_named(name), MalformedMessage.reason, message))]
+        sequence = Sequence(
+            name=name,
+            root=order.root,
+            tokens=tokens,
+            prompt=order.prompt,
+            max_tokens=order.max_tokens,
+            sampling=order.sampling,
+            stop_token_ids=frozenset(order.stop_token_ids),
+            priority=order.priority,
+            arrival=next(self._arrivals),
+            page_size=self._page_size,
+            deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
+            awaited=order.awaited,
+            progress=now,
+        )
+        sequence.first_new = len(sequence.tokens)
+        sequence.extend_keys()
+        most = -(-(order.prompt + order.max_tokens) // self._page_size)
+        if most > self._num_pages:
+            message = f"prompt and output take up to {most} pages and this worker has {self._num_pages}"
+            return [*commands, Say(Refused(*_named(name), "too_large", message))]
+        headroom = sum(s.phase is Phase.RUNNING for s in self._sequences.values())
+        if self._cache.available - sequence.needs < headroom or not self._reserve(sequence):
+            return [*commands, Say(Refused(*_named(name), "busy", f"{self._cache.available} pages are free"))]
+        self._sequences[order.request] = sequence
+        sequence.device_pages = sequence.computed // self._page_size
+        self._device_pages += sequence.device_pages
+        commands.append(Say(Accepted(*_named(name), sequence.device_pages)))
+        return commands + self._begin(sequence, order.fetch)
+
+    def _reserve(self, sequence: Sequence) -> bool:
+        """Device pages for every known token, the cached prefix among them; all or nothing."""
+        keys = sequence.reusable_keys()
+        cached = self._cache.match(keys)
+        pages = self._cache.take(keys, sequence.needs)
+        if pages is None:
+            return False
+        sequence.pages = pages
+        sequence.computed = cached * self._page_size
+        sequence.published = cached
+        sequence.shipped = max(sequence.shipped, cached)
+        return True
+
+    def _begin(self, sequence: Sequence, goal: int) -> list[Command]:
+        """Fetch the pages from the cached prefix up to `goal`, or run at once where there are none to fetch."""
+        have = sequence.computed // self._page_size
+        keys = sequence.reusable_keys()[have:goal]
+        if not keys:
+            return self._run(sequence)
+        if not self._store_up:
+            return self._end_fetch(sequence, "the node's store is gone")
+        fetch = Fetch(self._tickets, keys, sequence.pages[have : have + len(keys)], sequence.awaited)
+        sequence.phase, sequence.fetch = Phase.FETCHING, fetch
+        self._fetching |= dict.fromkeys(fetch.tickets, sequence)
+        return [Call(call) for call in fetch.start()]
+
+    def _run(self, sequence: Sequence) -> list[Command]:
+        sequence.phase = Phase.RUNNING
+        return [Say(Started(*_named(sequence.name), sequence.device_pages, sequence.fetched_pages))]
+
+    # --- transfers ----------------------------------------------------------------------------------------------
+
+    def _transfer(self, event: TransferEvent, now: float) -> list[Command]:
+        """Something about a ticket; one that we have forgotten meanwhile means nothing any more."""
+        ticket = getattr(event, "ticket", 0)
+        if (sequence := self._fetching.get(ticket)) is not None and sequence.fetch is not None:
+            fetch, before = sequence.fetch, sequence.fetch.covered
+            commands = self._take(fetch.handle(event))
+            sequence.progress = now
+            self._count_fetched(sequence, fetch.covered - before)
+            return commands + (self._end_fetch(sequence, "the store has no more") if fetch.ended else [])
+        if (shipment := self._shipments.get(ticket)) is not None:
+            commands = self._take(shipment.ship.handle(event))
+            if shipment.ship.refused:
+                self._refused += 1
+                shipment.sequence.ships = False
+            if shipment.ship.done or shipment.ship.refused:
+                commands += self._end_shipment(ticket)
+            return commands
+        return []
+
+    def _take(self, asked: Items[StoreCall | Copy]) -> list[Command]:
+        commands: list[Command] = []
+        for item in asked:
+            if isinstance(item, (CopyIn, CopyOut)):
+                self._copies.append(item)
+            else:
+                commands.append(Call(item))
+        return commands
+
+    def _count_fetched(self, sequence: Sequence, count: int) -> None:
+        first = sequence.computed // self._page_size
+        for page in range(first, first + count):
+            self._cache.publish(sequence.keys[page], sequence.parent_of(page), sequence.pages[page])
+        sequence.computed += count * self._page_size
+        sequence.published = sequence.shipped = first + count
+        sequence.fetched_pages += count
+        self._fetched_pages += count
+
+    def _end_fetch(self, sequence: Sequence, why: str) -> list[Command]:
+        """No more pages will come. A prefix that was merely cached is computed instead; pages that a prefill worker
+        was to make are the router's to decide about."""
+        complete = sequence.fetch is not None and sequence.fetch.complete
+        commands = self._drop_fetch(sequence)
+        self._short += not complete
+        if complete or not sequence.awaited:
+            return commands + self._run(sequence)
+        sequence.phase = Phase.SHORT
+        return [*commands, Say(Have(*_named(sequence.name), sequence.computed // self._page_size, why))]
+
+    def _drop_fetch(self, sequence: Sequence) -> list[Command]:
+        """Stop a fetch: its copies that have not been handed out are not made."""
+        fetch, sequence.fetch = sequence.fetch, None
+        if fetch is None:
+            return []
+        for ticket in fetch.tickets:
+            del self._fetching[ticket]
+            self._drop_copies(ticket)
+        return [Call(call) for call in fetch.forget()]
+
+    def _drop_copies(self, ticket: int) -> None:
+        self._copies = [copy for copy in self._copies if copy.ticket != ticket]
+
+    def _ship(self, sequence: Sequence) -> list[Command]:
+        """Write the pages that filled up through to the store, if it will have them: this never waits for space."""
+        full = sequence.computed // self._page_size
+        first, sequence.shipped = sequence.shipped, max(sequence.shipped, full)
+        if not (self._store_up and sequence.ships):
+            return []
+        commands: list[Command] = []
+        for start in range(first, full, 1_024):
+            end = min(start + 1_024, full)
+            ship = Ship(next(self._tickets), sequence.parent_of(start), sequence.keys[start:end], hold=False)
+            pages = sequence.pages[start:end]
+            self._cache.retain(pages)
+            self._shipments[ship.ticket] = _Shipment(ship, pages, sequence)
+            commands += self._take(ship.start())
+            for index, page in enumerate(pages):
+                commands += self._take(ship.ready(index, page))
+        return commands
+
+    def _end_shipment(self, ticket: int) -> list[Command]:
+        shipment = self._shipments.pop(ticket)
+        self._shipped += shipment.ship.written
+        self._drop_copies(ticket)
+        self._cache.free(shipment.pages)
+        return [Call(Forget(ticket))]
+
+    def _store_lost(self) -> list[Command]:
+        self._store_up = False
+        commands = [command for ticket in list(self._shipments) for command in self._end_shipment(ticket)]
+        for sequence in self._sequences.values():
+            if sequence.fetch is not None:
+                commands += self._end_fetch(sequence, "the node's store is gone")
+        return commands
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def take_copies(self) -> list[Copy]:
+        """The copies to make now, at most `copies_per_step` of them. Report each as CopiedIn or CopiedOut."""
+        count = self._config.copies_per_step
+        taken, self._copies = self._copies[:count], self._copies[count:]
+        return taken
+
+    @property
+    def busy(self) -> bool:
+        """There is something to do without waiting for a message."""
+        return bool(self._copies) or any(s.phase is Phase.RUNNING for s in self._sequences.values())
+
+    def prepare(self) -> list[Command]:
+        """Before a plan: give every running sequence the pages that its known tokens need, at the cost of the least
+        urgent, newest one where none are left; then resume preempted ones as far as there is room."""
+        commands: list[Command] = []
+        for sequence in sorted(self._sequences.values(), key=lambda s: s.rank):
+            while sequence.phase is Phase.RUNNING and (missing := sequence.needs - len(sequence.pages)):
+                if (grown := self._cache.grow(missing)) is not None:
+                    sequence.pages += grown
+                else:
+                    holders = (s for s in self._sequences.values() if s.phase in (Phase.RUNNING, Phase.FETCHING))
+                    commands += self._preempt(max(holders, key=lambda s: s.rank))
+        for sequence in sorted(self._sequences.values(), key=lambda s: s.rank):
+            if sequence.phase is Phase.PREEMPTED:
+                if not self._reserve(sequence):
+                    break
+                commands += self._begin(sequence, len(sequence.keys) if self._store_up else 0)
+        return commands
+
+    def plan(self) -> list[PlannedChunk]:
+        """The next step; empty when nothing runs."""
+        return plan_step(self._sequences.values(), self._config.step_tokens)
+
+    def _preempt(self, sequence: Sequence) -> list[Command]:
+        """Forget its device pages. What was published stays cached as long as there is room, and in the store."""
+        commands = self._drop_fetch(sequence)
+        self._preemptions += 1
+        self._cache.free(sequence.pages)
+        sequence.pages = []
+        sequence.computed = sequence.published = 0
+        sequence.phase = Phase.PREEMPTED
+        sequence.awaited = False  # what the store has by then is taken, the rest is computed here
+        return commands
+
+    def _step_done(self, drawn: Items[Drawn]) -> list[Command]:
+        self._step += 1
+        deltas: list[Delta] = []
+        commands: list[Command] = []
+        for result in drawn:
+            sequence = self._sequences.get(result.name.request)
+            if sequence is None or sequence.name != result.name or sequence.phase is not Phase.RUNNING:
+                continue
+            in_prompt = max(0, min(sequence.prompt, sequence.computed + result.count) - sequence.computed)
+            sequence.prompt_computed += in_prompt
+            self._computed += in_prompt
+            sequence.computed += result.count
+            if result.token is not None:
+                deltas.append(self._append(sequence, result.token, result.logprob))
+            self._publish(sequence)
+            commands += self._ship(sequence)
+            if sequence.phase is Phase.ENDED:
+                self._cache.free(sequence.pages)
+                sequence.pages = []
+        if deltas:
+            commands.insert(0, Say(Tokens(self._step, tuple(deltas))))
+        return commands
+
+    def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> Delta:
+        position = len(sequence.tokens)
+        sequence.tokens.append(token)
+        self._generated += 1
+        if logprob is not None:
+            sequence.logprobs.append(logprob)
+        sequence.finish = _finish(sequence, token)
+        if sequence.finish is not None:
+            sequence.phase = Phase.ENDED
+        sequence.extend_keys()
+        return Delta(
+            *_named(sequence.name),
+            position,
+            (token,),
+            () if logprob is None else (logprob,),
+            sequence.finish,
+            sequence.prompt_computed if position == sequence.first_new else 0,
+        )
+
+    def _publish(self, sequence: Sequence) -> None:
+        full = sequence.computed // self._page_size
+        for page in range(sequence.published, full):
+            self._cache.publish(sequence.keys[page], sequence.parent_of(page), sequence.pages[page])
+        sequence.published = full
+
+    def _step_failed(self, names: Items[AttemptName], message: str) -> list[Command]:
+        commands: list[Command] = []
+        for name in names:
+            sequence = self._sequences.get(name.request)
+            if sequence is not None and sequence.name == name:
+                commands += self._forget(sequence)
+                commands.append(Say(Failed(*_named(name), "internal", message)))
+        return commands
+
+    # --- ends ---------------------------------------------------------------------------------------------------
+
+    def _resend(self, name: AttemptName, position: int) -> list[Command]:
+        sequence = self._sequences.get(name.request)
+        if sequence is None or sequence.name != name:
+            return []
+        position = max(position, sequence.first_new)
+        tokens = tuple(sequence.tokens[position:])
+        if not tokens and sequence.finish is None:
+            return []
+        logprobs = tuple(sequence.logprobs[position - sequence.first_new :])
+        computed = sequence.prompt_computed if position == sequence.first_new else 0
+        delta = Delta(*_named(name), position, tokens, logprobs, sequence.finish, computed)
+        return [Say(Tokens(self._step, (delta,)))]
+
+    def _forget(self, sequence: Sequence) -> list[Command]:
+        """Free everything it holds. Its complete pages stay cached, which is what makes a new attempt cheap."""
+        commands = self._drop_fetch(sequence)
+        self._cache.free(sequence.pages)
+        sequence.pages = []
+        del self._sequences[sequence.name.request]
+        return commands
+
+    def _tick(self, now: float, paused: float) -> list[Command]:
+        commands: list[Command] = []
+        for sequence in list(self._sequences.values()):
+            sequence.progress += paused
+            if sequence.deadline is not None and now > sequence.deadline and sequence.phase is not Phase.ENDED:
+                commands += self._forget(sequence)
+                commands.append(Say(Failed(*_named(sequence.name), "deadline", "the request's deadline has passed")))
+            elif sequence.fetch is not None and now - sequence.progress > self._config.fetch_ms / 1_000:
+                commands += self._end_fetch(sequence, f"no page came for {self._config.fetch_ms} ms")
+        return commands
+
+    # --- what others read ---------------------------------------------------------------------------------------
+
+    @property
+    def cache(self) -> DeviceCache:
+        """For its KV events and its snapshot; never to change it."""
+        return self._cache
+
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        """Every ticket at the store that we still care about."""
+        return (*self._fetching, *self._shipments)
+
+    def heartbeat(self, heard: int) -> Heartbeat:
+        phases = [s.phase for s in self._sequences.values()]
+        running = sum(phase is Phase.RUNNING for phase in phases)
+        waiting = sum(phase in (Phase.FETCHING, Phase.SHORT, Phase.PREEMPTED) for phase in phases)
+        queued = sum(s.pending for s in self._sequences.values() if s.phase is not Phase.ENDED and s.pending > 1)
+        load = Load(running, waiting, self._cache.available, self._num_pages, queued)
+        return Heartbeat(heard, load, self._step, attempts=tuple(s.held() for s in self._sequences.values()))
+
+    def stats(self) -> DecodeStats:
+        phases = [s.phase for s in self._sequences.values()]
+        return DecodeStats(
+            running=sum(phase is Phase.RUNNING for phase in phases),
+            waiting=sum(phase in (Phase.FETCHING, Phase.SHORT, Phase.PREEMPTED) for phase in phases),
+            ended=sum(phase is Phase.ENDED for phase in phases),
+            pages_free=self._cache.available,
+            pages_total=self._num_pages,
+            preemptions=self._preemptions,
+            tokens_generated=self._generated,
+            prompt_tokens_computed=self._computed,
+            prompt_pages_device=self._device_pages,
+            prompt_pages_fetched=self._fetched_pages,
+            fetches_short=self._short,
+            pages_shipped=self._shipped,
+            ships_refused=self._refused,
+        )
+
+    def validate(self) -> None:
+        """Raise AssertionError unless every invariant holds. For tests."""
+        self._cache.validate()
+        for sequence in self._sequences.values():
+            assert sequence.computed <= len(sequence.tokens), sequence.name
+            assert sequence.computed <= len(sequence.pages) * self._page_size or not sequence.pages, sequence.name
+            assert (sequence.phase is Phase.FETCHING) == (sequence.fetch is not None), sequence.name
+            if sequence.phase in (Phase.PREEMPTED, Phase.ENDED):
+                assert not sequence.pages, sequence.name
+        assert set(self._fetching) == {t for s in self._sequences.values() if s.fetch for t in s.fetch.tickets}
+        assert {c.ticket for c in self._copies} <= {*self._fetching, *self._shipments}
+
+
+def _finish(sequence: Sequence, token: int) -> FinishReason | None:
+    if token in sequence.stop_token_ids:
+        return "stop"
+    return "length" if sequence.generated >= sequence.max_tokens else None
+
+
+def _named(name: AttemptName) -> tuple[str, int]:
+    return name.request, name.attempt

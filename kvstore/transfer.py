@@ -1,0 +1,261 @@
+"""Moving pages between a worker's device and its node's store, as pure state: what to ask, what to copy, what counts.
+
+    Lookup  what is there     Acquire ▶ Arrived, NotComing                              and held from then on
+    Fetch   store → device    Acquire ▶ Arrived ▶ CopyIn ▶ Release ▶ Released(held)   only then does the page count
+    Ship    device → store    Reserve ▶ Reserved ▶ CopyOut ▶ Seal ▶ Sealed            only then does the page exist
+
+All belong to one attempt of one request and name device pages that the attempt keeps reserved until they end. The
+worker's service carries out the copies between two steps of the engine and reports them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from baton.messages import (
+    MAX_KEYS_PER_CALL,
+    Acquire,
+    Arrived,
+    Corrupt,
+    Forget,
+    NotComing,
+    NotReserved,
+    Release,
+    Released,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    StoreCall,
+    StoreReply,
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A state's command: send this to the node's store. Dropped while there is none: its loss is told by StoreLost."""
+
+    call: StoreCall
+
+
+@dataclass(frozen=True)
+class CopyIn:
+    """Copy an arena slot into a device page."""
+
+    ticket: int
+    index: int
+    slot: int
+    page: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class CopyOut:
+    """Copy a device page into an arena slot."""
+
+    ticket: int
+    index: int
+    page: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class CopiedIn:
+    """Those pages of the ticket were copied in; `corrupt` ones did not match their checksum."""
+
+    ticket: int
+    indices: tuple[int, ...]
+    corrupt: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class CopiedOut:
+    """The page of the ticket was copied out and has this checksum."""
+
+    ticket: int
+    index: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class StoreUp:
+    """The node's store has attached this worker."""
+
+
+@dataclass(frozen=True)
+class StoreLost:
+    """The node's store is gone; every ticket with it."""
+
+
+Copy: TypeAlias = CopyIn | CopyOut
+TransferEvent: TypeAlias = StoreReply | CopiedIn | CopiedOut
+
+
+class Lookup:
+    """Finds, and holds, the prefix of a chain that the store has now."""
+
+    def __init__(self, tickets: Iterator[int], keys: Sequence[bytes]) -> None:
+        self._keys = keys
+        self._bases = {next(tickets): base for base in range(0, len(keys), MAX_KEYS_PER_CALL)}
+        self._limit = len(keys)
+        self._here: set[int] = set()
+
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        return tuple(self._bases)
+
+    @property
+    def found(self) -> int | None:
+        """Pages of the prefix; none until the store has answered."""
+        prefix = range(self._limit)
+        return self._limit if self._here.issuperset(prefix) else None
+
+    def start(self) -> list[StoreCall]:
+        return [
+            Acquire(ticket, b"".join(self._keys[base : base + MAX_KEYS_PER_CALL]))
+            for ticket, base in self._bases.items()
+        ]
+
+    def handle(self, event: TransferEvent) -> None:
+        match event:
+            case Arrived(ticket=ticket, pages=pages):
+                self._here |= {self._bases[ticket] + page.index for page in pages}
+            case NotComing(ticket=ticket, index=index):
+                self._limit = min(self._limit, self._bases[ticket] + index)
+            case _:
+                pass
+
+    def forget(self) -> list[StoreCall]:
+        return [Forget(ticket) for ticket in self._bases]
+
+
+class Fetch:
+    """Brings the pages of `keys` into the device pages `pages`, one for one, in order of the chain."""
+
+    def __init__(self, tickets: Iterator[int], keys: Sequence[bytes], pages: Sequence[int], wait: bool) -> None:
+        if len(keys) != len(pages):
+            raise ValueError(f"{len(keys)} keys for {len(pages)} device pages")
+        self._keys, self._pages, self._wait = keys, pages, wait
+        self._bases = {next(tickets): base for base in range(0, len(keys), MAX_KEYS_PER_CALL)}
+        self._counted: set[int] = set()
+        self.limit = len(keys)  # the first page that is known not to come
+        self.covered = 0  # pages from the start whose bytes count
+
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        return tuple(self._bases)
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come: all is covered, or all up to the first page that is not coming."""
+        return self.covered >= self.limit
+
+    @property
+    def complete(self) -> bool:
+        """Every page is here."""
+        return self.covered == len(self._keys)
+
+    def start(self) -> list[StoreCall]:
+        calls: list[StoreCall] = []
+        for ticket, base in self._bases.items():
+            keys = b"".join(self._keys[base : base + MAX_KEYS_PER_CALL])
+            calls.append(Acquire(ticket, keys, self._wait))
+        return calls
+
+    def handle(self, event: TransferEvent) -> list[StoreCall | Copy]:
+        """Take an event about one of this fetch's tickets."""
+        match event:
+            case Arrived(ticket=ticket, pages=arrived):
+                base = self._bases[ticket]
+                return [
+                    CopyIn(ticket, page.index, page.slot, self._pages[base + page.index], page.checksum)
+                    for page in arrived
+                ]
+            case CopiedIn(ticket=ticket, indices=indices, corrupt=corrupt):
+                for index in corrupt:
+                    self._stop_at(ticket, index)
+                calls: list[StoreCall | Copy] = [Corrupt(ticket, index) for index in corrupt]
+                return [*calls, Release(ticket, indices)] if indices else calls
+            case Released(ticket=ticket, indices=indices, held=held):
+                for index, counts in zip(indices, held, strict=True):
+                    if counts:
+                        self._counted.add(self._bases[ticket] + index)
+                    else:
+                        self._stop_at(ticket, index)
+                while self.covered in self._counted:
+                    self.covered += 1
+            case NotComing(ticket=ticket, index=index):
+                self._stop_at(ticket, index)
+            case _:
+                pass
+        return []
+
+    def forget(self) -> list[StoreCall]:
+        return [Forget(ticket) for ticket in self._bases]
+
+    def _stop_at(self, ticket: int, index: int) -> None:
+        self.limit = min(self.limit, self._bases[ticket] + index)
+
+
+class Ship:
+    """Writes the device pages of `keys` (at most 1,024), which follow `parent`, into the store.
+
+    Pages are handed over with `ready` as their contents become complete, in any order."""
+
+    def __init__(self, ticket: int, parent: bytes, keys: Sequence[bytes], hold: bool) -> None:
+        if not 0 < len(keys) <= MAX_KEYS_PER_CALL:
+            raise ValueError(f"a shipment takes 1 to {MAX_KEYS_PER_CALL} pages, not {len(keys)}")
+        self.ticket = ticket
+        self._parent, self._keys, self._hold = parent, keys, hold
+        self._slots: tuple[int | None, ...] | None = None
+        self._waiting: dict[int, int] = {}  # complete pages handed over before the slots were known: index → page
+        self._missing = set(range(len(keys)))  # not known to be in the store yet
+        self.refused: str | None = None  # why the store gave no slots
+        self.written = 0  # pages sealed by this shipment
+
+    @property
+    def count(self) -> int:
+        """Pages in this shipment."""
+        return len(self._keys)
+
+    @property
+    def done(self) -> bool:
+        """Every page is in the store."""
+        return not self._missing
+
+    def start(self) -> list[StoreCall]:
+        """Ask for slots; also a second time, after a refusal."""
+        self.refused = None
+        return [Reserve(self.ticket, self._parent, b"".join(self._keys))]
+
+    def ready(self, index: int, page: int) -> list[StoreCall | Copy]:
+        """The contents of page `index` lie complete in the device page `page`."""
+        if self._slots is None:
+            self._waiting[index] = page
+            return []
+        slot = self._slots[index]
+        return [] if slot is None else [CopyOut(self.ticket, index, page, slot)]
+
+    def handle(self, event: TransferEvent) -> list[StoreCall | Copy]:
+        """Take an event about this shipment's ticket."""
+        match event:
+            case Reserved(slots=slots):
+                self._slots = slots
+                self._missing -= {index for index, slot in enumerate(slots) if slot is None}
+                waiting, self._waiting = self._waiting, {}
+                return [copy for index, page in waiting.items() for copy in self.ready(index, page)]
+            case NotReserved(reason=reason):
+                self.refused = reason
+            case CopiedOut(ticket=ticket, index=index, checksum=checksum):
+                return [Seal(ticket, index, (checksum,), self._hold)]
+            case Sealed(first=first, count=count):
+                self._missing -= set(range(first, first + count))
+                self.written += count
+            case _:
+                pass
+        return []
+
+    def forget(self) -> list[StoreCall]:
+        return [Forget(self.ticket)]

@@ -1,0 +1,1 @@
+"""Prefill workers: the KV pages of prompts, computed in chunks and sealed into the store. They never sample."""

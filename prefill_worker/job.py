@@ -1,0 +1,74 @@
+"""One attempt at one prompt, as the prefill worker has it.
+
+    Prefill ─▶ LOOKING ─▶ (READING) ─▶ COMPUTING ─▶ SETTLING ─▶ DONE ─▶ Cancel ─▶ (forgotten)
+               what the    store pages   chunk by     every page   Prefilled said;
+               store has   that prefix   chunk        sealed       pages stay held
+
+`Prefill` asks for a result: every page of the prompt sealed in the node's store. What is there already is held; what
+the device has cached is copied; the rest is computed. Slots are reserved as soon as it is known what is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.messages import MAX_KEYS_PER_CALL, AttemptHeld, AttemptName
+from kvstore.transfer import Fetch, Lookup, Ship
+
+
+class Phase(Enum):
+    LOOKING = "looking"
+    READING = "reading"
+    COMPUTING = "computing"
+    SETTLING = "settling"
+    DONE = "done"
+
+
+@dataclass
+class Job:
+    """Tokens, device pages and progress of one prompt."""
+
+    name: AttemptName
+    tokens: list[int]
+    keys: list[bytes]
+    page_size: int
+    priority: int
+    arrival: float  # seconds
+    deadline: float | None
+    pages: list[int]
+    device: int  # pages from the start that the device had cached
+    phase: Phase = Phase.LOOKING
+    stored: int = 0  # pages from the start that the store had when we looked
+    computed: int = 0  # tokens from the start whose K and V lie in `pages`
+    turns: int = 0  # steps it has had a share of
+    lookup: Lookup | None = None
+    fetch: Fetch | None = None
+    ship: Ship | None = None
+    settled: int = 0  # pages from the start that are in the store; where the shipment begins
+    offered: int = 0  # pages from the start that were handed to a shipment
+    window: int = MAX_KEYS_PER_CALL  # pages per shipment
+    holds: bool = True  # what is sealed stays held; false for a prompt beyond our share of the arena
+    holding: list[int] = field(default_factory=list[int])  # tickets of shipments that are in the store
+    retry_at: float | None = None  # when to ask again for slots, seconds
+    progress: float = 0.0  # when it last went on, seconds
+    computed_here: int = 0  # tokens
+    shipped: int = 0  # pages written to the store
+    first_step: float | None = None  # when its first chunk was planned, seconds
+
+    @property
+    def total(self) -> int:
+        return len(self.keys)
+
+    @property
+    def ready(self) -> int:
+        """Pages from the start whose contents lie complete on the device."""
+        return self.computed // self.page_size
+
+    @property
+    def pending(self) -> int:
+        """Tokens still to compute."""
+        return len(self.tokens) - self.computed
+
+    def held(self) -> AttemptHeld:
+        return AttemptHeld(self.name.request, self.name.attempt, self.computed, self.phase is Phase.DONE)

@@ -1,0 +1,448 @@
+"""What a prefill worker knows and decides: which prompts it takes, what it computes next, what it ships and holds.
+
+Pure: `handle(event, now)` and `plan(now)` are called between two steps of the engine, so a device page given back here
+is touched by no step and no copy any more. The service carries out the commands, the copies and the plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from baton.clock import Tick
+from baton.config import PrefillConfig
+from baton.errors import BatonError, MalformedMessage, StoreError, StoreGone
+from baton.membership import OwnerLost, Say
+from baton.messages import (
+    AttemptName,
+    Cancel,
+    Failed,
+    Forget,
+    Heartbeat,
+    Load,
+    Prefill,
+    Prefilled,
+    Refused,
+    RouterHeartbeat,
+    StoreCall,
+    StoreReply,
+)
+from kvstore.device_cache import DeviceCache
+from kvstore.keys import page_keys, split_keys, unpack_tokens
+from kvstore.transfer import (
+    Call,
+    CopiedIn,
+    CopiedOut,
+    Copy,
+    CopyIn,
+    CopyOut,
+    Fetch,
+    Lookup,
+    Ship,
+    StoreLost,
+    StoreUp,
+    TransferEvent,
+)
+from prefill_worker.job import Job, Phase
+from prefill_worker.schedule import PlannedChunk, plan_step
+
+_SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """The engine has run the plan."""
+
+    chunks: tuple[PlannedChunk, ...]
+
+
+@dataclass(frozen=True)
+class StepFailed:
+    """The engine raised while running these attempts."""
+
+    names: tuple[AttemptName, ...]
+    message: str
+
+
+Command: TypeAlias = Say | Call
+Event: TypeAlias = (
+    Prefill | Cancel | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
+    | OwnerLost | Tick | StepDone | StepFailed
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PrefillStats:
+    """Counts since the start, and the present size of things."""
+
+    running: int
+    holding: int  # prompts that are done and whose pages we still hold
+    pages_free: int
+    pages_total: int
+    prompts_done: int
+    tokens_computed: int
+    pages_hit: int
+    pages_fetched: int
+    pages_shipped: int
+
+
+class PrefillState:
+    """The prompts of one prefill worker and the device pages they own."""
+
+    def __init__(self, config: PrefillConfig, page_size: int, num_pages: int) -> None:
+        self._config = config
+        self._page_size = page_size
+        self._num_pages = num_pages
+        self._cache = DeviceCache(num_pages)
+        self._jobs: dict[str, Job] = {}  # by request: one attempt each
+        self._owners: dict[int, Job] = {}  # by ticket
+        self._copies: list[Copy] = []  # asked for and not handed out yet
+        self._tickets = itertools.count(1)
+        self._store_up = False
+        self._step = 0
+        self._done = self._computed = self._hit = self._fetched = self._shipped = 0
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event; what it changes elsewhere comes back as commands, in order."""
+        match event:
+            case Prefill():
+                return self._prefill(event, now)
+            case Cancel(request=request, attempt=attempt):
+                job = self._jobs.get(request)
+                return self._forget(job) if job and job.name.attempt == attempt else []
+            case RouterHeartbeat(attempts=listed):
+                keep = frozenset(listed)
+                return [c for job in list(self._jobs.values()) if job.name not in keep for c in self._forget(job)]
+            case OwnerLost():
+                return [c for job in list(self._jobs.values()) for c in self._forget(job)]
+            case StepDone(chunks=chunks):
+                return self._step_done(chunks, now)
+            case StepFailed(names=names, message=message):
+                jobs = [self._jobs.get(name.request) for name in names]
+                return [c for job in jobs if job and job.name in names for c in self._fail(job, "internal", message)]
+            case StoreUp():
+                self._store_up = True
+                return []
+            case StoreLost():
+                self._store_up = False
+                # What was done is in that store no more either: the router must not count on it.
+                message = "the node's store is gone"
+                return [c for job in list(self._jobs.values()) for c in self._fail(job, StoreGone.reason, message)]
+            case Tick(paused=paused):
+                return self._tick(now, paused)
+            case _:
+                return self._transfer(event, now)
+
+    def _prefill(self, order: Prefill, now: float) -> list[Command]:
+        name = AttemptName(order.request, order.attempt)
+        commands: list[Command] = []
+        if (old := self._jobs.get(order.request)) is not None:
+            if old.name.attempt >= order.attempt:
+                return []
+            commands += self._forget(old)
+        try:
+            tokens = unpack_tokens(order.tokens)
+            if not tokens or len(tokens) % self._page_size:
+                raise MalformedMessage(f"{len(tokens)} tokens are no whole pages of {self._page_size}")
+        except BatonError as error:
+            return [*commands, Say(Failed(*_named(name), error.reason, str(error)))]
+        if not self._store_up:
+            return [*commands, Say(Failed(*_named(name), StoreGone.reason, "this worker's node has no store now"))]
+        keys = split_keys(page_keys(order.root, order.tokens, self._page_size))
+        if len(keys) > self._num_pages:
+            message = f"the prompt takes {len(keys)} pages and this worker has {self._num_pages}"
+            return [*commands, Say(Refused(*_named(name), "too_large", message))]
+        active = sum(job.phase is not Phase.DONE for job in self._jobs.values())
+        device = self._cache.match(keys)
+        pages = self._cache.take(keys, len(keys)) if active < self._config.max_prompts else None
+        if pages is None:
+            message = f"{active} prompts are being computed and {self._cache.available} pages are free"
+            return [*commands, Say(Refused(*_named(name), "busy", message))]
+        job = Job(
+            name=name,
+            tokens=tokens,
+            keys=keys,
+            page_size=self._page_size,
+            priority=order.priority,
+            arrival=now,
+            deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
+            pages=pages,
+            device=device,
+            computed=device * self._page_size,
+            progress=now,
+        )
+        self._jobs[order.request] = job
+        return commands + self._look(job)
+
+    # --- from phase to phase --------------------------------------------------------------------------------------
+
+    def _look(self, job: Job) -> list[Command]:
+        job.phase = Phase.LOOKING
+        job.lookup = Lookup(self._tickets, job.keys)
+        return self._ask(job, job.lookup.tickets, job.lookup.start())
+
+    def _read(self, job: Job, found: int, now: float) -> list[Command]:
+        """The store has a prefix of `found` pages: bring those that computing the rest needs to the device."""
+        job.stored = job.settled = job.offered = found
+        if found == job.total:
+            return self._finish(job, now)
+        have = job.ready
+        if found <= have:
+            return self._compute(job)
+        job.phase = Phase.READING
+        job.fetch = Fetch(self._tickets, job.keys[have:found], job.pages[have:found], wait=False)
+        return self._ask(job, job.fetch.tickets, job.fetch.start())
+
+    def _compute(self, job: Job) -> list[Command]:
+        job.phase = Phase.COMPUTING if job.pending else Phase.SETTLING
+        return self._reserve(job) + self._offer(job)
+
+    def _reserve(self, job: Job) -> list[Command]:
+        """Ask for slots for the next pages that the store lacks."""
+        first, last = job.settled, min(job.settled + job.window, job.total)
+        job.ship = Ship(next(self._tickets), job.keys[first - 1] if first else b"", job.keys[first:last], job.holds)
+        job.retry_at = None
+        return self._ask(job, (job.ship.ticket,), job.ship.start())
+
+    def _offer(self, job: Job) -> list[Command]:
+        """Hand the pages that are complete on the device to the shipment that covers them."""
+        ship = job.ship
+        if ship is None:
+            return []
+        commands: list[Command] = []
+        for page in range(job.offered, min(job.ready, job.settled + ship.count)):
+            commands += self._take(ship.ready(page - job.settled, job.pages[page]))
+            job.offered = page + 1
+        return commands
+
+    def _shipped_window(self, job: Job, ship: Ship, now: float) -> list[Command]:
+        """Every page of a shipment is in the store: go on with the next, or be done."""
+        job.shipped += ship.written
+        job.settled += ship.count
+        commands: list[Command] = []
+        if job.holds:
+            job.holding.append(ship.ticket)
+        else:
+            del self._owners[ship.ticket]
+            commands += [Call(call) for call in ship.forget()]
+        job.ship = None
+        if job.settled == job.total:
+            return commands + self._finish(job, now)
+        return commands + self._reserve(job) + self._offer(job)
+
+    def _no_slots(self, job: Job, ship: Ship, now: float) -> list[Command]:
+        commands = self._drop(ship.ticket)
+        job.ship, job.offered = None, job.settled
+        if ship.refused == "quota" and job.window > 1:
+            # A prompt beyond our share passes through a window. It must hold nothing, or it would wait for itself.
+            job.window, job.holds = max(1, ship.count // 2), False
+            held = [*job.holding, *(job.lookup.tickets if job.lookup else ())]
+            job.holding, job.lookup = [], None
+            commands += [c for ticket in held for c in self._drop(ticket)]
+            return commands + self._reserve(job) + self._offer(job)
+        if ship.refused == "orphan":
+            # What we found when we looked has gone since: look again.
+            tickets = [*job.holding, *(job.lookup.tickets if job.lookup else ())]
+            job.holding, job.lookup = [], None
+            return commands + [c for ticket in tickets for c in self._drop(ticket)] + self._look(job)
+        job.retry_at = now + _SLOTS_AGAIN
+        return commands
+
+    def _finish(self, job: Job, now: float) -> list[Command]:
+        job.phase = Phase.DONE
+        self._cache.free(job.pages)
+        job.pages = []
+        hit = job.total - job.computed_here // self._page_size
+        self._done += 1
+        self._hit += hit
+        self._shipped += job.shipped
+        begun = job.first_step if job.first_step is not None else now
+        return [
+            Say(
+                Prefilled(
+                    *_named(job.name),
+                    computed=job.computed_here,
+                    hit=hit,
+                    shipped=job.shipped,
+                    queue_ms=int((begun - job.arrival) * 1_000),
+                    compute_ms=int((now - begun) * 1_000),
+                )
+            )
+        ]
+
+    # --- transfers ----------------------------------------------------------------------------------------------
+
+    def _transfer(self, event: TransferEvent, now: float) -> list[Command]:
+        """Something about a ticket; one that we have forgotten meanwhile means nothing any more."""
+        ticket: int = getattr(event, "ticket", 0)
+        job = self._owners.get(ticket)
+        if job is None:
+            return []
+        job.progress = now
+        if job.lookup is not None and ticket in job.lookup.tickets:
+            job.lookup.handle(event)
+            if job.phase is Phase.LOOKING and (found := job.lookup.found) is not None:
+                return self._read(job, found, now)
+        elif job.fetch is not None and ticket in job.fetch.tickets:
+            return self._fetch_went_on(job, job.fetch, event)
+        elif job.ship is not None and ticket == job.ship.ticket:
+            ship = job.ship
+            commands = self._take(ship.handle(event))
+            if ship.refused:
+                return commands + self._no_slots(job, ship, now)
+            return commands + (self._shipped_window(job, ship, now) if ship.done else [])
+        return []
+
+    def _fetch_went_on(self, job: Job, fetch: Fetch, event: TransferEvent) -> list[Command]:
+        before = fetch.covered
+        commands = self._take(fetch.handle(event))
+        job.computed += (fetch.covered - before) * self._page_size
+        self._fetched += fetch.covered - before
+        self._publish(job, job.ready - (fetch.covered - before))
+        if fetch.ended:
+            job.fetch = None
+            commands += [c for ticket in fetch.tickets for c in self._drop(ticket)]
+            commands += self._compute(job)
+        return commands
+
+    def _ask(self, job: Job, tickets: Sequence[int], calls: Sequence[StoreCall]) -> list[Command]:
+        self._owners |= dict.fromkeys(tickets, job)
+        return [Call(call) for call in calls]
+
+    def _take(self, asked: Sequence[StoreCall | Copy]) -> list[Command]:
+        commands: list[Command] = []
+        for item in asked:
+            if isinstance(item, (CopyIn, CopyOut)):
+                self._copies.append(item)
+            else:
+                commands.append(Call(item))
+        return commands
+
+    def _drop(self, ticket: int) -> list[Command]:
+        """Forget a ticket, and the copies under it that have not been handed out."""
+        self._owners.pop(ticket, None)
+        self._copies = [copy for copy in self._copies if copy.ticket != ticket]
+        return [Call(Forget(ticket))]
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def take_copies(self) -> list[Copy]:
+        """The copies to make now. Report each as CopiedIn or CopiedOut."""
+        taken, self._copies = self._copies, []
+        return taken
+
+    @property
+    def busy(self) -> bool:
+        """There is something to do without waiting for a message."""
+        return bool(self._copies) or any(job.phase is Phase.COMPUTING for job in self._jobs.values())
+
+    def plan(self, now: float) -> list[PlannedChunk]:
+        """The next step; empty when nothing computes."""
+        chunks = plan_step(self._jobs.values(), self._config.chunk_tokens)
+        for chunk in chunks:
+            job = self._jobs[chunk.name.request]
+            job.turns += 1
+            job.first_step = now if job.first_step is None else job.first_step
+        return chunks
+
+    def _step_done(self, chunks: Sequence[PlannedChunk], now: float) -> list[Command]:
+        self._step += 1
+        commands: list[Command] = []
+        for chunk in chunks:
+            job = self._jobs.get(chunk.name.request)
+            if job is None or job.name != chunk.name:
+                continue
+            before = job.ready
+            job.computed += len(chunk.tokens)
+            job.computed_here += len(chunk.tokens)
+            self._computed += len(chunk.tokens)
+            job.progress = now
+            self._publish(job, before)
+            if not job.pending:
+                job.phase = Phase.SETTLING
+            commands += self._offer(job)
+        return commands
+
+    def _publish(self, job: Job, first: int) -> None:
+        for page in range(first, job.ready):
+            self._cache.publish(job.keys[page], job.keys[page - 1] if page else b"", job.pages[page])
+
+    # --- ends ---------------------------------------------------------------------------------------------------
+
+    def _forget(self, job: Job) -> list[Command]:
+        """Free everything it holds. Its complete pages stay cached, here and in the store."""
+        del self._jobs[job.name.request]
+        self._cache.free(job.pages)
+        job.pages = []
+        tickets = [ticket for ticket, owner in self._owners.items() if owner is job]
+        return [c for ticket in tickets for c in self._drop(ticket)]
+
+    def _fail(self, job: Job, reason: str, message: str) -> list[Command]:
+        return [*self._forget(job), Say(Failed(*_named(job.name), reason, message))]
+
+    def _tick(self, now: float, paused: float) -> list[Command]:
+        commands: list[Command] = []
+        for job in list(self._jobs.values()):
+            job.progress += paused
+            if job.phase is Phase.DONE:
+                continue
+            if job.deadline is not None and now > job.deadline:
+                commands += self._fail(job, "deadline", "the request's deadline has passed")
+            elif now - job.progress > self._config.store_ms / 1_000:
+                message = f"the store gave neither answer nor slots for {self._config.store_ms} ms"
+                commands += self._fail(job, StoreError.reason, message)
+            elif job.retry_at is not None and now >= job.retry_at:
+                commands += self._reserve(job) + self._offer(job)
+        return commands
+
+    # --- what others read ---------------------------------------------------------------------------------------
+
+    @property
+    def cache(self) -> DeviceCache:
+        """For its KV events and its snapshot; never to change it."""
+        return self._cache
+
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        """Every ticket at the store that we still care about."""
+        return tuple(self._owners)
+
+    def heartbeat(self, heard: int) -> Heartbeat:
+        active = [job for job in self._jobs.values() if job.phase is not Phase.DONE]
+        running = sum(job.phase is Phase.COMPUTING for job in active)
+        queued = sum(job.pending for job in active)
+        load = Load(running, len(active) - running, self._cache.available, self._num_pages, queued)
+        return Heartbeat(heard, load, self._step, attempts=tuple(job.held() for job in self._jobs.values()))
+
+    def stats(self) -> PrefillStats:
+        done = sum(job.phase is Phase.DONE for job in self._jobs.values())
+        return PrefillStats(
+            running=len(self._jobs) - done,
+            holding=done,
+            pages_free=self._cache.available,
+            pages_total=self._num_pages,
+            prompts_done=self._done,
+            tokens_computed=self._computed,
+            pages_hit=self._hit,
+            pages_fetched=self._fetched,
+            pages_shipped=self._shipped,
+        )
+
+    def validate(self) -> None:
+        """Raise AssertionError unless every invariant holds. For tests."""
+        self._cache.validate()
+        for job in self._jobs.values():
+            assert (job.phase is Phase.DONE) == (not job.pages), job.name
+            assert job.offered >= job.settled or job.phase is Phase.DONE, job.name
+            assert job.ready <= job.total, job.name
+        jobs = {id(job) for job in self._jobs.values()}
+        assert all(id(job) in jobs for job in self._owners.values())
+        assert {copy.ticket for copy in self._copies} <= set(self._owners)
+
+
+def _named(name: AttemptName) -> tuple[str, int]:
+    return name.request, name.attempt
