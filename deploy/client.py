@@ -1,0 +1,83 @@
+"""A small client of the public gRPC contract, for the command line, the supervisor and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.errors import BatonError, Unavailable, all_errors, from_reason
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+_REASON = "baton-reason"
+
+
+class Client:
+    """One channel to a router. Errors come back as the types they were raised as there."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        # A router that is restarted on the same port is found again at once, not after gRPC's long back-off.
+        options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
+        self._channel = grpc.insecure_channel(address, options=options)
+        self._cluster = cluster_pb2_grpc.ClusterStub(self._channel)
+        self._generation = generation_pb2_grpc.GenerationStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def status(self, timeout: float = 2.0) -> cluster_pb2.GetStatusResponse:
+        """Raises BatonError: Unavailable when no router answers."""
+        try:
+            return self._cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=timeout)
+        except grpc.RpcError as error:
+            raise typed(error, self.address) from None
+
+    def serving(self, timeout: float = 2.0) -> bool:
+        """Whether the router says that the cluster serves; a router that does not answer doesn't."""
+        try:
+            response = self._health.Check(  # pyright: ignore[reportAttributeAccessIssue] - the package has no stubs
+                health_pb2.HealthCheckRequest(), timeout=timeout
+            )
+        except grpc.RpcError:
+            return False
+        return response.status == health_pb2.HealthCheckResponse.SERVING
+
+    def generate(
+        self, request: generation_pb2.GenerateRequest, timeout: float | None = None
+    ) -> Iterator[generation_pb2.GenerateResponse]:
+        """The stream of one request. Closing the iterator cancels it. Raises BatonError."""
+        call = self._generation.Generate(request, timeout=timeout)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise typed(error, self.address) from None
+        finally:
+            call.cancel()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def typed(error: grpc.RpcError, address: str) -> BatonError:
+    """The error that the router raised, told by its reason; without one, by its status."""
+    if not isinstance(error, grpc.Call):
+        return Unavailable(f"the router at {address} can't be reached: {error}")
+    details = error.details() or ""
+    metadata: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # pyright: ignore[reportAssignmentType]
+    if reason := dict(metadata).get(_REASON):
+        return from_reason(str(reason), details)
+    name = error.code().name
+    if name == "UNAVAILABLE":
+        return Unavailable(f"no router answers at {address} ({details}); `baton status` tells whether it runs")
+    if name == "DEADLINE_EXCEEDED":
+        return Unavailable(f"the router at {address} did not answer in time")
+    kind = next((kind for kind in all_errors() if kind.status == name), BatonError)
+    return kind(f"{name}: {details}")

@@ -1,0 +1,226 @@
+"""A whole cluster as plain subprocesses of this one, without Ray: for tests, benchmarks and debugging.
+
+    with LocalCluster(config, directory) as cluster:
+        Client(cluster.address).generate(…)
+        cluster.kill("decode-0")
+        cluster.start("decode-0")
+
+Starts the router, which says its addresses in one line of JSON; then everything else at once. Every process dies with
+this one, however this one ends. Nobody is restarted unless asked: repairing is the supervisor's work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from baton.config import Config, dump
+from baton.errors import BatonError, StartupError
+from baton.v1 import cluster_pb2
+from deploy.client import Client
+from deploy.desired import Scale, Spec, plan, scale_of
+from deploy.processes import Identity, end
+
+_POLL = 0.05
+_MODULES = {"router": "router", "store": "kvstore", "prefill": "prefill_worker", "decode": "decode_worker"}
+
+
+class Addresses(msgspec.Struct, frozen=True):
+    """What a router says once it serves, each as host:port or a ZMQ endpoint."""
+
+    grpc: str
+    internal: str
+    http: str
+
+    def pin(self, config: Config) -> Config:
+        """The configuration with which a later router comes back at the same addresses."""
+        ports = {f"{kind}_port": int(getattr(self, kind).rpartition(":")[2]) for kind in ("grpc", "internal", "http")}
+        return msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, **ports))
+
+    @property
+    def endpoint(self) -> str:
+        """Where workers and stores connect."""
+        return self.internal if "://" in self.internal else f"tcp://{self.internal}"
+
+
+@dataclass
+class _Running:
+    process: subprocess.Popen[bytes]
+    identity: Identity
+
+
+class LocalCluster:
+    """Owns the processes it starts and the files below `directory`; ends exactly those."""
+
+    def __init__(
+        self, config: Config, directory: Path | None = None, *, node: str = "", patience: float = 90.0
+    ) -> None:
+        """Nothing starts yet. `directory` takes configuration, logs and output (none: a temporary one, removed at the
+        end); `node` is the name of this machine within the cluster, by default one of its own, so that clusters on
+        one machine never share a store; `patience` is how many seconds each start may take."""
+        self._cleanup = contextlib.ExitStack()
+        if directory is None:
+            directory = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
+        self.directory = directory
+        self.node = node or f"local-{secrets.token_hex(3)}"
+        self.config = config
+        if not config.cluster.log_dir:
+            logs = msgspec.structs.replace(config.cluster, log_dir=str(directory / "logs"))
+            self.config = msgspec.structs.replace(config, cluster=logs)
+        self.patience = patience
+        self.addresses: Addresses | None = None
+        self._specs = {spec.name: spec for spec in plan(self.config, scale_of(config), [self.node])}
+        self._running: dict[str, _Running] = {}
+        # A parent-death signal comes when the *thread* that started a child ends: so one thread starts them all.
+        self._spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
+
+    # --- the whole cluster -------------------------------------------------------------------------------------------
+
+    def up(self) -> Self:
+        """Start everything and wait until the router lists all of it as live. Raises StartupError with what the
+        process that failed said; then nothing is left running."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.start("router")
+            for name in self._specs:
+                if name != "router":
+                    self._spawn(self._specs[name])
+            self.wait_live(self._specs)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """End every process that this object started, stopped ones too."""
+        self._spawner.submit(end, [running.identity for running in self._running.values()], 5.0).result()
+        for running in self._running.values():
+            running.process.wait()
+        self._running.clear()
+        self._spawner.shutdown()
+        self._cleanup.close()
+
+    def __enter__(self) -> Self:
+        return self.up()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # --- one process -------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """host:port of the router's gRPC front door."""
+        if self.addresses is None:
+            raise StartupError("the router is not up; call up() first")
+        return self.addresses.grpc
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The pid of every process that runs, by name."""
+        return {name: running.identity.pid for name, running in self._running.items() if not running.identity.gone()}
+
+    def log(self, name: str) -> Path:
+        """What that process wrote to stderr; its log file lies in `directory`/logs."""
+        return self.directory / f"{name}.err"
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> Identity:
+        """Signal the process of that name; with SIGKILL, wait until it is gone."""
+        running = self._running[name]
+        running.identity.signal(number)
+        if number == signal.SIGKILL:
+            running.process.wait(timeout=10)
+        return running.identity
+
+    def start(self, name: str) -> int:
+        """Start one process (again), or add one: "decode-2" needs no configuration. For the router, wait until it
+        serves, at the same addresses as before. Returns the pid. Raises StartupError."""
+        if name in self.pids:
+            raise StartupError(f"{name} runs already, as pid {self.pids[name]}; kill it first")
+        spec = self._specs.get(name) or self._new_worker(name)
+        self._specs[name] = spec
+        pid = self._spawn(spec)
+        if spec.role == "router":
+            self.addresses = self._read_addresses()
+            self.config = self.addresses.pin(self.config)
+        return pid
+
+    def wait_live(self, names: Iterable[str], seconds: float | None = None) -> cluster_pb2.GetStatusResponse:
+        """Wait until the router lists these processes, with the pids they have now, as live. Raises StartupError when
+        one of them ends first or the time is up."""
+        names = list(names)
+        deadline = time.monotonic() + (self.patience if seconds is None else seconds)
+        problem = "the router has not answered"
+        with Client(self.address) as client:
+            while time.monotonic() < deadline:
+                for name in names:
+                    self._check_running(name)
+                try:
+                    status = client.status(timeout=2.0)
+                except BatonError as error:
+                    problem = str(error)
+                else:
+                    live = {p.name: p.pid for p in status.processes if p.state == cluster_pb2.PROCESS_STATE_LIVE}
+                    missing = [name for name in names if live.get(name) != self.pids.get(name)]
+                    if not missing:
+                        return status
+                    problem = f"the router does not list {', '.join(missing)} as live; see {self.directory}"
+                time.sleep(_POLL)
+        raise StartupError(f"the cluster is not ready in time: {problem}")
+
+    # --- internals ---------------------------------------------------------------------------------------------------
+
+    def _new_worker(self, name: str) -> Spec:
+        role, _, index = name.rpartition("-")
+        if role not in ("prefill", "decode") or not index.isdigit():
+            raise StartupError(f"{name!r} names no process; write prefill-N, decode-N, or one that was started before")
+        count = int(index) + 1
+        return {spec.name: spec for spec in plan(self.config, Scale(count, count), [self.node])}[name]
+
+    def _spawn(self, spec: Spec) -> int:
+        config = self.directory / "config.yaml"
+        config.write_text(dump(self.config))
+        command = [sys.executable, "-m", "deploy.child", str(os.getpid()), _MODULES[spec.role]]
+        command += ["--config", str(config), "--name", spec.name, "--node", spec.node]
+        if spec.role != "router":
+            if self.addresses is None:
+                raise StartupError(f"{spec.name} needs a router; start that first")
+            command += ["--router", self.addresses.endpoint]
+        with (self.directory / f"{spec.name}.out").open("wb") as out, self.log(spec.name).open("wb") as err:
+            process = self._spawner.submit(
+                subprocess.Popen, command, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            ).result()
+        self._running[spec.name] = _Running(process, Identity.of(process.pid))
+        return process.pid
+
+    def _check_running(self, name: str) -> None:
+        running = self._running[name]
+        if (code := running.process.poll()) is not None:
+            said = self.log(name).read_text(errors="replace").strip().splitlines()[-5:]
+            ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            raise StartupError("\n".join([f"{name} {ending}; its output is {self.log(name)}", *said]))
+
+    def _read_addresses(self) -> Addresses:
+        output = self.directory / "router.out"
+        deadline = time.monotonic() + self.patience
+        while time.monotonic() < deadline:
+            line, newline, _ = output.read_text().partition("\n")
+            if newline:
+                return msgspec.json.decode(line, type=Addresses)
+            self._check_running("router")
+            time.sleep(_POLL)
+        raise StartupError(f"the router did not say its addresses within {self.patience} s; see {self.log('router')}")
