@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import TypeAlias
 
-from baton.messages import AttemptName, Sampling
+from baton.messages import AttemptName
 from decode_worker.sequence import Phase, Sequence
+from engine.batch import Chunk, Draw
+
+Plan: TypeAlias = dict[AttemptName, Chunk]
 
 
-@dataclass(frozen=True)
-class Draw:
-    """Sample a token after a chunk: parameters, and the index of the token in the request's output."""
-
-    sampling: Sampling
-    index: int
-
-
-@dataclass(frozen=True)
-class PlannedChunk:
-    """New tokens of one sequence: `start` is the position of the first, `pages` cover everything up to the last."""
-
-    name: AttemptName
-    tokens: tuple[int, ...]
-    start: int
-    pages: tuple[int, ...]
-    draw: Draw | None
-
-
-def plan_step(sequences: Iterable[Sequence], budget: int) -> list[PlannedChunk]:
+def plan_step(sequences: Iterable[Sequence], budget: int) -> Plan:
     """Chunks for the running sequences, at most `budget` tokens in all.
 
     Iteration-level scheduling (Orca, OSDI'22) with chunked prefill (Sarathi-Serve, OSDI'24): sequences that wait for
@@ -37,19 +21,31 @@ def plan_step(sequences: Iterable[Sequence], budget: int) -> list[PlannedChunk]:
     running = sorted((s for s in sequences if s.phase is Phase.RUNNING), key=lambda s: s.rank)
     decoding = [s for s in running if s.pending == 1]
     tails = [s for s in running if s.pending > 1]
-    chunks: list[PlannedChunk] = []
+    plan: Plan = {}
     for sequence in decoding + tails:
         count = min(sequence.pending, budget)
         if count <= 0:
             break
         budget -= count
-        chunks.append(_chunk(sequence, count))
-    return chunks
+        plan[sequence.name] = _chunk(sequence, count)
+    return plan
 
 
-def _chunk(sequence: Sequence, count: int) -> PlannedChunk:
-    start = sequence.computed
-    end = start + count
-    draw = Draw(sequence.sampling, sequence.generated) if end == len(sequence.tokens) else None
-    pages = -(-end // sequence.page_size)
-    return PlannedChunk(sequence.name, tuple(sequence.tokens[start:end]), start, tuple(sequence.pages[:pages]), draw)
+def _chunk(sequence: Sequence, count: int) -> Chunk:
+    """The next `count` tokens; the last known one is followed by a draw."""
+    start, end = sequence.computed, sequence.computed + count
+    pages = sequence.pages[: -(-end // sequence.page_size)]
+    draw = _draw(sequence) if end == len(sequence.tokens) else None
+    return Chunk(sequence.tokens[start:end], start, pages, draw)
+
+
+def _draw(sequence: Sequence) -> Draw:
+    wanted = sequence.sampling
+    return Draw(
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        top_k=wanted.top_k,
+        min_p=wanted.min_p,
+        seed=wanted.seed,
+        logprobs=wanted.logprobs,
+    )

@@ -36,8 +36,9 @@ from baton.messages import (
     TokenLogprob,
     Tokens,
 )
-from decode_worker.schedule import PlannedChunk, plan_step
+from decode_worker.schedule import Plan, plan_step
 from decode_worker.sequence import Phase, Sequence
+from engine.batch import Sampled
 from kvstore.device_cache import DeviceCache
 from kvstore.keys import unpack_tokens
 from kvstore.transfer import (
@@ -56,20 +57,11 @@ from kvstore.transfer import (
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """The outcome of one chunk: a token and its logprobs, or none when the chunk ended before the last known token."""
-
-    name: AttemptName
-    count: int  # tokens that the chunk computed
-    token: int | None = None
-    logprob: TokenLogprob | None = None
-
-
-@dataclass(frozen=True)
 class StepDone:
-    """The engine has run the plan."""
+    """The engine has run the plan: for each chunk the token drawn, or none where it ended before the last known one."""
 
-    drawn: tuple[Drawn, ...]
+    plan: Plan
+    sampled: Items[Sampled | None]
 
 
 @dataclass(frozen=True)
@@ -151,8 +143,8 @@ class DecodeState:
                 return [c for s in list(self._sequences.values()) if s.name not in keep for c in self._forget(s)]
             case OwnerLost():
                 return [c for s in list(self._sequences.values()) for c in self._forget(s)]
-            case StepDone(drawn=drawn):
-                return self._step_done(drawn)
+            case StepDone(plan=plan, sampled=sampled):
+                return self._step_done(plan, sampled)
             case StepFailed(names=names, message=message):
                 return self._step_failed(names, message)
             case StoreUp():
@@ -366,7 +358,7 @@ class DecodeState:
                 commands += self._begin(sequence, len(sequence.keys) if self._store_up else 0)
         return commands
 
-    def plan(self) -> list[PlannedChunk]:
+    def plan(self) -> Plan:
         """The next step; empty when nothing runs."""
         return plan_step(self._sequences.values(), self._config.step_tokens)
 
@@ -381,47 +373,37 @@ class DecodeState:
         sequence.awaited = False  # what the store has by then is taken, the rest is computed here
         return commands
 
-    def _step_done(self, drawn: Items[Drawn]) -> list[Command]:
+    def _step_done(self, plan: Plan, sampled: Items[Sampled | None]) -> list[Command]:
         self._step += 1
         deltas: list[Delta] = []
         commands: list[Command] = []
-        for result in drawn:
-            sequence = self._sequences.get(result.name.request)
-            if sequence is None or sequence.name != result.name or sequence.phase is not Phase.RUNNING:
-                continue
-            in_prompt = max(0, min(sequence.prompt, sequence.computed + result.count) - sequence.computed)
+        for (name, chunk), drawn in zip(plan.items(), sampled, strict=True):
+            sequence = self._sequences[name.request]
+            in_prompt = max(0, min(sequence.prompt, chunk.end) - chunk.start)
             sequence.prompt_computed += in_prompt
             self._computed += in_prompt
-            sequence.computed += result.count
-            if result.token is not None:
-                deltas.append(self._append(sequence, result.token, result.logprob))
+            sequence.computed = chunk.end
+            if drawn is not None:
+                deltas.append(self._append(sequence, drawn))
             self._publish(sequence)
             commands += self._ship(sequence)
-            if sequence.phase is Phase.ENDED:
+            if sequence.finish is not None:
+                sequence.phase = Phase.ENDED
                 self._cache.free(sequence.pages)
                 sequence.pages = []
-        if deltas:
-            commands.insert(0, Say(Tokens(self._step, tuple(deltas))))
-        return commands
+        return [Say(Tokens(self._step, tuple(deltas))), *commands] if deltas else commands
 
-    def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> Delta:
+    def _append(self, sequence: Sequence, drawn: Sampled) -> Delta:
         position = len(sequence.tokens)
-        sequence.tokens.append(token)
-        self._generated += 1
-        if logprob is not None:
-            sequence.logprobs.append(logprob)
-        sequence.finish = _finish(sequence, token)
-        if sequence.finish is not None:
-            sequence.phase = Phase.ENDED
+        sequence.tokens.append(drawn.token)
         sequence.extend_keys()
-        return Delta(
-            *_named(sequence.name),
-            position,
-            (token,),
-            () if logprob is None else (logprob,),
-            sequence.finish,
-            sequence.prompt_computed if position == sequence.first_new else 0,
-        )
+        sequence.finish = _finish(sequence, drawn.token)
+        self._generated += 1
+        if drawn.logprob is not None:
+            sequence.logprobs.append(TokenLogprob(drawn.token, drawn.logprob, drawn.top))
+        computed = sequence.prompt_computed if position == sequence.first_new else 0
+        logprobs = tuple(sequence.logprobs[-1:])
+        return Delta(*_named(sequence.name), position, (drawn.token,), logprobs, sequence.finish, computed)
 
     def _publish(self, sequence: Sequence) -> None:
         full = sequence.computed // self._page_size

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from baton.messages import AttemptName
+from engine.batch import Chunk
 from prefill_worker.job import Job, Phase
 
-
-@dataclass(frozen=True)
-class PlannedChunk:
-    """New tokens of one prompt: `start` is the position of the first, `pages` cover everything up to the last."""
-
-    name: AttemptName
-    tokens: tuple[int, ...]
-    start: int
-    pages: tuple[int, ...]
+Plan: TypeAlias = dict[AttemptName, Chunk]
 
 
-def plan_step(jobs: Iterable[Job], budget: int) -> list[PlannedChunk]:
+def plan_step(jobs: Iterable[Job], budget: int) -> Plan:
     """Whole pages of the prompts that are computing, at most `budget` tokens in all (at least one page).
 
     Max-min fairness: every prompt may have an equal share, and what a short one leaves goes to the longer ones. Where
     the budget can't give everyone a page, those served least often come first."""
     ready = [job for job in jobs if job.phase is Phase.COMPUTING and job.pending]
     if not ready:
-        return []
+        return {}
     page_size = ready[0].page_size
     pages = max(1, budget // page_size)
     served = sorted(ready, key=lambda job: (job.priority, job.turns, job.arrival))[:pages]
-    chunks: list[PlannedChunk] = []
+    plan: Plan = {}
     for left, job in zip(range(len(served), 0, -1), sorted(served, key=lambda job: job.pending), strict=True):
         count = min(job.pending // page_size, pages // left)
         pages -= count
         end = job.ready + count
-        tokens = tuple(job.tokens[job.computed : end * page_size])
-        chunks.append(PlannedChunk(job.name, tokens, job.computed, tuple(job.pages[:end])))
-    return chunks
+        plan[job.name] = Chunk(job.tokens[job.computed : end * page_size], job.computed, job.pages[:end])
+    return plan

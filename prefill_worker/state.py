@@ -46,7 +46,7 @@ from kvstore.transfer import (
     TransferEvent,
 )
 from prefill_worker.job import Job, Phase
-from prefill_worker.schedule import PlannedChunk, plan_step
+from prefill_worker.schedule import Plan, plan_step
 
 _SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
 
@@ -55,7 +55,7 @@ _SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
 class StepDone:
     """The engine has run the plan."""
 
-    chunks: tuple[PlannedChunk, ...]
+    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class PrefillState:
                 return [c for job in list(self._jobs.values()) if job.name not in keep for c in self._forget(job)]
             case OwnerLost():
                 return [c for job in list(self._jobs.values()) for c in self._forget(job)]
-            case StepDone(chunks=chunks):
-                return self._step_done(chunks, now)
+            case StepDone(plan=plan):
+                return self._step_done(plan, now)
             case StepFailed(names=names, message=message):
                 jobs = [self._jobs.get(name.request) for name in names]
                 return [c for job in jobs if job and job.name in names for c in self._fail(job, "internal", message)]
@@ -340,24 +340,21 @@ class PrefillState:
         """There is something to do without waiting for a message."""
         return bool(self._copies) or any(job.phase is Phase.COMPUTING for job in self._jobs.values())
 
-    def plan(self, now: float) -> list[PlannedChunk]:
+    def plan(self, now: float) -> Plan:
         """The next step; empty when nothing computes."""
-        chunks = plan_step(self._jobs.values(), self._config.chunk_tokens)
-        for chunk in chunks:
-            job = self._jobs[chunk.name.request]
+        plan = plan_step(self._jobs.values(), self._config.chunk_tokens)
+        for name in plan:
+            job = self._jobs[name.request]
             job.turns += 1
             job.first_step = now if job.first_step is None else job.first_step
-        return chunks
+        return plan
 
-    def _step_done(self, chunks: Sequence[PlannedChunk], now: float) -> list[Command]:
+    def _step_done(self, plan: Plan, now: float) -> list[Command]:
         self._step += 1
         commands: list[Command] = []
-        for chunk in chunks:
-            job = self._jobs.get(chunk.name.request)
-            if job is None or job.name != chunk.name:
-                continue
-            before = job.ready
-            job.computed += len(chunk.tokens)
+        for name, chunk in plan.items():
+            job, before = self._jobs[name.request], self._jobs[name.request].ready
+            job.computed = chunk.end
             job.computed_here += len(chunk.tokens)
             self._computed += len(chunk.tokens)
             job.progress = now

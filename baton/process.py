@@ -1,0 +1,57 @@
+"""What the command lines of all processes have in common: `python -m router|kvstore|prefill_worker|decode_worker`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton import config, logs
+from baton.config import Config
+from baton.errors import BatonError
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How to start one process."""
+
+    config: Config
+    name: str
+    node: str
+    router: str  # ZMQ endpoint of the router; empty for the router itself
+
+
+def parse(program: str, argv: Sequence[str] | None, needs_router: bool) -> Arguments:
+    """Read a process's command line and configuration and send its log to its file.
+    Raises ConfigError; a wrong flag ends the process with a usage line, as everywhere."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}")
+    parser.add_argument("--config", type=Path, required=True, help="YAML configuration file")
+    parser.add_argument("--name", required=True, help="name of this process in the cluster, such as decode-0")
+    parser.add_argument("--node", default="local", help="name of the machine: its processes share one store")
+    if needs_router:
+        parser.add_argument("--router", required=True, help="ZMQ endpoint of the router, tcp://host:port")
+    given = parser.parse_args(argv)
+    settings = config.load(given.config)
+    logs.configure(given.name, settings.cluster.logs)
+    return Arguments(settings, given.name, given.node, given.router if needs_router else "")
+
+
+Run = Callable[[Config, str, str, str, threading.Event], None]
+
+
+def main(program: str, run: Run, argv: Sequence[str] | None = None) -> int:
+    """Run a process behind a router until SIGTERM or SIGINT; 0, or 1 with the reason on stderr."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        given = parse(program, argv, needs_router=True)
+        run(given.config, given.name, given.node, given.router, stop)
+    except BatonError as error:
+        print(f"{program}: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0

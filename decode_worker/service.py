@@ -1,0 +1,56 @@
+"""The decode worker's loop: it owns the engine, the sockets and the clock, and does what `DecodeState` says."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+
+from baton.config import Config
+from baton.messages import ToDecode
+from baton.metrics import Sample
+from decode_worker.schedule import Plan
+from decode_worker.state import DecodeState, DecodeStats, Event, StepDone, StepFailed
+from engine.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, name: str, node: str, router: str, stop: threading.Event) -> None:
+    """Serve until `stop` is set. `router` is the ZMQ endpoint of the router, `node` names the store to use.
+    Raises ModelError, NotEnoughMemory or PortInUse when it can't start."""
+    with Worker(config, "decode", name, node, router, ToDecode) as worker:
+        state = DecodeState(config.decode, config.pages.page_size, worker.num_pages)
+        log.info("decode worker %s serves with %d pages", worker.peer.incarnation, worker.num_pages)
+        while not stop.is_set():
+            for event in worker.events(state):
+                worker.do(state.handle(event, worker.clock.now()))
+            worker.copy(state)
+            worker.do(state.prepare())
+            if plan := state.plan():
+                worker.do(state.handle(_step(worker, state, plan), worker.clock.now()))
+            worker.publish(state, lambda: _values(state.stats()))
+
+
+def _step(worker: Worker, state: DecodeState, plan: Plan) -> Event:
+    try:
+        return StepDone(plan, worker.step(state, list(plan.values())))
+    except Exception as error:
+        log.exception("a step of %d sequences failed", len(plan))
+        return StepFailed(tuple(plan), f"{type(error).__name__}: {error}")
+
+
+def _values(stats: DecodeStats) -> Mapping[str, Sample]:
+    used = stats.pages_total - stats.pages_free
+    return {
+        "num_requests_running": stats.running,
+        "num_requests_waiting": stats.waiting,
+        "kv_cache_usage_perc": {("device",): used / stats.pages_total},
+        "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
+        "num_preemptions": stats.preemptions,
+        "generation_tokens": stats.tokens_generated,
+        "prompt_tokens_computed": stats.prompt_tokens_computed,
+        "prompt_pages_cached": {("device",): stats.prompt_pages_device, ("host",): stats.prompt_pages_fetched},
+        "fetches_short": stats.fetches_short,
+        "pages_not_written": stats.ships_refused,
+    }

@@ -1,0 +1,273 @@
+"""What surrounds a worker's state, prefill or decode: its links, heart, store and engine, and the turns of its loop.
+
+    events ──▶ state.handle ──▶ do            everything that has come in, then a Tick
+               state.take_copies ──▶ copy     pages between device and arena
+               state.plan ──▶ step            the engine
+                                publish       heartbeat, KV events, metrics
+
+All of it runs on one thread, so a state never changes while a step or a copy touches its pages; the heart alone has a
+thread of its own. A service's loop calls these in that order and shows what its worker adds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from baton.clock import MonotonicClock, PauseDetector, Tick
+from baton.config import Config
+from baton.errors import NotEnoughMemory, StoreError
+from baton.membership import Membership, OwnerLost, Say, Verdict
+from baton.messages import Heartbeat, Hello, Holding, ModelCard, Namespace, Peer, SnapshotRequest, WorkerRole
+from baton.metrics import Metrics, Sample
+from baton.wire import Heart, Link, Poller, Publisher
+from engine import files
+from engine.batch import Chunk, Sampled
+from engine.config import ModelConfig
+from engine.engine import Engine, layout_of
+from kvstore.changes import page_runs, snapshot_parts
+from kvstore.checksum import page_checksum
+from kvstore.client import StoreClient, store_address
+from kvstore.device_cache import DeviceCache
+from kvstore.events import EventLog
+from kvstore.memory import available_memory
+from kvstore.transfer import Call, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, StoreLost, StoreUp
+
+log = logging.getLogger(__name__)
+
+_IDLE = 0.05  # seconds between two turns of a loop that has nothing to do
+_CONNECT_AGAIN = 0.2  # seconds between two tries to reach the store
+_PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nobody for it
+
+
+class WorkerState(Protocol):
+    """What the loop needs of a state."""
+
+    @property
+    def busy(self) -> bool: ...
+    @property
+    def cache(self) -> DeviceCache: ...
+    @property
+    def tickets(self) -> tuple[int, ...]: ...
+    def handle(self, event: Any, now: float) -> Sequence[Say | Call]: ...
+    def take_copies(self) -> list[Copy]: ...
+    def heartbeat(self, heard: int) -> Heartbeat: ...
+
+
+class Worker:
+    """One worker process, but for its decisions."""
+
+    def __init__(self, config: Config, role: WorkerRole, name: str, node: str, router: str, receives: Any) -> None:
+        """Load the model and connect. `router`: the ZMQ endpoint; `receives`: what the router may say.
+        Raises ModelError, NotEnoughMemory, PortInUse."""
+        settings = config.decode if role == "decode" else config.prefill
+        self.clock = MonotonicClock()
+        self.peer = Peer(role, name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
+        self.engine = _load(config, role == "decode", settings.pool_bytes, settings.threads)
+        namespace = _namespace(self.engine, config.pages.page_size)
+        layout = self.engine.layout
+        self.num_pages = len(self.engine.pool)
+        self._page_size = config.pages.page_size
+        self._verify = config.store.verify_pages
+        self._model = config.model.served_name
+        self.metrics = Metrics()
+        self._publisher = Publisher()
+        self._events = EventLog(self.peer.incarnation, self._model, time.time())
+        card = ModelCard(
+            namespace,
+            layout.page_bytes,
+            self.engine.config.vocab_size,
+            self.engine.config.max_positions,
+            self.num_pages,
+        )
+        hello = Hello(
+            self.peer, model=card, events=self._publisher.endpoint, metrics=self.metrics.serve(config.router.host)
+        )
+        self._membership = Membership(hello)
+        self._link: Link[Any] = Link(router, self.peer, receives)
+        self._heart = Heart(router, self.peer, self.clock)
+        self._store = StoreClient(
+            store_address(config.cluster.name, node), self.peer, namespace, layout.page_bytes,
+            config.cluster.silence_ms / 1_000,
+        )  # fmt: skip
+        self._connect_at = 0.0
+        self._poller = Poller()
+        self._poller.add(self._link)
+        self._pauses = PauseDetector(_PAUSE)
+        self._step_started: float | None = None
+        self._next_beat = 0.0
+        self.pages_in = self.pages_out = self.corrupt = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._heart.close()
+        self._link.close()
+        self._publisher.close()
+        self._store.close()
+        self.metrics.close()
+
+    # --- in ---------------------------------------------------------------------------------------------------------
+
+    def events(self, state: WorkerState) -> Iterator[Any]:
+        """Wait until there is something to do, then everything that has come in, then a Tick."""
+        self._poller.wait(0.0 if state.busy else _IDLE)
+        now = self.clock.now()
+        paused = self._pauses.tick(now)
+        yield from self._from_store(now)
+        for envelope in self._link.receive():
+            verdict = self._membership.handle(envelope, now)
+            yield from self._follow(verdict)
+            if not verdict.deliver:
+                continue
+            if isinstance(envelope.message, SnapshotRequest):
+                self._send_snapshot(state.cache)
+            else:
+                yield envelope.message
+        yield from self._follow(self._membership.tick(now, paused))
+        yield Tick(paused)
+
+    def _follow(self, verdict: Verdict) -> Iterator[OwnerLost]:
+        for message in verdict.send:
+            self._link.send("", message)
+        if verdict.lost:
+            log.warning("lost the router; its work is forgotten")
+            self._heart.quiet()
+            yield OwnerLost()
+
+    def _from_store(self, now: float) -> Iterator[Any]:
+        if not self._store.connected:
+            if now >= self._connect_at:
+                self._connect_at = now + _CONNECT_AGAIN
+                try:
+                    self._store.connect()
+                except StoreError as error:
+                    log.debug("no store yet: %s", error)
+                else:
+                    self._poller.add(self._store.fileno())
+                    log.info("attached to the store, incarnation %s", self._store.incarnation)
+                    yield StoreUp()
+            return
+        try:
+            yield from self._store.receive()
+            self._store.tick(now)
+        except StoreError as error:
+            log.warning("lost the store: %s", error)
+            self._poller.remove(self._store.fileno())
+            self._store.disconnect()
+            yield StoreLost()
+
+    # --- out --------------------------------------------------------------------------------------------------------
+
+    def do(self, commands: Sequence[Say | Call]) -> None:
+        """Carry out a state's commands. What is for a router or store that is not there is dropped: the state hears
+        of the loss and starts over."""
+        for command in commands:
+            match command:
+                case Say(message=message):
+                    if self._membership.router is not None:
+                        self._link.send(self._membership.router, message)
+                case Call(call=call):
+                    if self._store.connected:
+                        self._store.call(call)
+
+    def copy(self, state: WorkerState) -> None:
+        """Make the copies that are due and report them to the state."""
+        copied_in: dict[int, list[CopyIn]] = {}
+        corrupt: dict[int, list[int]] = {}
+        for copy in state.take_copies() if self._store.connected else ():
+            slot = self._store.slot(copy.slot)
+            match copy:
+                case CopyIn():
+                    bad = self._verify and page_checksum(slot) != copy.checksum
+                    self.engine.copy_in(torch.frombuffer(slot, dtype=torch.uint8), copy.page)
+                    copied_in.setdefault(copy.ticket, []).append(copy)
+                    if bad:
+                        corrupt.setdefault(copy.ticket, []).append(copy.index)
+                    self.pages_in += 1
+                case CopyOut():
+                    self.engine.copy_out(copy.page, torch.frombuffer(slot, dtype=torch.uint8))
+                    self.pages_out += 1
+                    self.do(state.handle(CopiedOut(copy.ticket, copy.index, page_checksum(slot)), self.clock.now()))
+        for ticket, copies in copied_in.items():
+            bad = tuple(corrupt.get(ticket, ()))
+            self.corrupt += len(bad)
+            good = tuple(copy.index for copy in copies if copy.index not in bad)
+            self.do(state.handle(CopiedIn(ticket, good, bad), self.clock.now()))
+
+    def step(self, state: WorkerState, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+        """Run one step of the engine. While it runs, the heart tells how old it is."""
+        self._step_started = self.clock.now()
+        self._beat(state)
+        try:
+            return self.engine.step(chunks)
+        finally:
+            self.metrics.observe("step_seconds", self.clock.now() - self._step_started)
+            self._step_started = None
+
+    def publish(self, state: WorkerState, values: Callable[[], Mapping[str, Sample]]) -> None:
+        """After a turn: the heartbeat's snapshot and KV events; `values`, for the metrics page, once a heartbeat."""
+        now = self.clock.now()
+        self._beat(state)
+        if changes := state.cache.drain_events():
+            batch = self._events.append(changes, "GPU", self._page_size, time.time())
+            self._publisher.send(batch.topic, batch.sequence, batch.payload)
+        if now >= self._next_beat:
+            self._next_beat = now + self._membership.heartbeat
+            self.metrics.publish({**values(), **self._moved()})
+            if self._store.connected:
+                self._store.call(Holding(state.tickets))
+
+    def _beat(self, state: WorkerState) -> None:
+        if (router := self._membership.router) is not None:
+            heartbeat = state.heartbeat(self._membership.heard)
+            self._heart.publish(router, heartbeat, self._membership.heartbeat, self._step_started)
+
+    def _send_snapshot(self, cache: DeviceCache) -> None:
+        assert self._membership.router is not None
+        runs = page_runs(((page.key, page.parent) for page in cache.pages()), "GPU")
+        # What has changed since the last batch is in this snapshot; said again by the next batch it changes nothing.
+        for part in snapshot_parts(self._events.last, runs):
+            self._link.send(self._membership.router, part)
+
+    def _moved(self) -> Mapping[str, Sample]:
+        page_bytes = self.engine.layout.page_bytes
+        moved = {("in",): float(self.pages_in), ("out",): float(self.pages_out)}
+        return {
+            "pages_moved": moved,
+            "bytes_moved": {direction: pages * page_bytes for direction, pages in moved.items()},
+            "checksum_failures": self.corrupt,
+            "malformed_messages": self._link.malformed,
+        }
+
+
+def _load(config: Config, head: bool, pool_bytes: int, threads: int) -> Engine:
+    path = files.resolve(config.model.path)
+    model = ModelConfig.from_directory(path)
+    layout = layout_of(model, config.model.dtype, config.pages.page_size)
+    num_pages = Engine.pages_for(pool_bytes, layout)
+    if num_pages < 1:
+        raise NotEnoughMemory(f"a page takes {layout.page_bytes} bytes and the pool {pool_bytes}; raise pool_bytes")
+    room = available_memory()
+    if config.model.device == "cpu" and pool_bytes > room.available:
+        raise NotEnoughMemory(
+            f"the page pool takes {pool_bytes} bytes and {room.bound} leaves {room.available}; lower pool_bytes"
+        )
+    return Engine.load(
+        path, config.model.dtype, config.model.device, num_pages, config.pages.page_size, head, threads or None
+    )
+
+
+def _namespace(engine: Engine, page_size: int) -> Namespace:
+    layout = engine.layout
+    return Namespace(engine.fingerprint, engine.numerics_version, layout.dtype, page_size, layout.version)

@@ -1,0 +1,51 @@
+"""The prefill worker's loop: it owns the engine, the sockets and the clock, and does what `PrefillState` says."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+
+from baton.config import Config
+from baton.messages import ToPrefill
+from baton.metrics import Sample
+from engine.worker import Worker
+from prefill_worker.schedule import Plan
+from prefill_worker.state import Event, PrefillState, PrefillStats, StepDone, StepFailed
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, name: str, node: str, router: str, stop: threading.Event) -> None:
+    """Serve until `stop` is set. `router` is the ZMQ endpoint of the router, `node` names the store to use.
+    Raises ModelError, NotEnoughMemory or PortInUse when it can't start."""
+    with Worker(config, "prefill", name, node, router, ToPrefill) as worker:
+        state = PrefillState(config.prefill, config.pages.page_size, worker.num_pages)
+        log.info("prefill worker %s serves with %d pages", worker.peer.incarnation, worker.num_pages)
+        while not stop.is_set():
+            for event in worker.events(state):
+                worker.do(state.handle(event, worker.clock.now()))
+            worker.copy(state)
+            if plan := state.plan(worker.clock.now()):
+                worker.do(state.handle(_step(worker, state, plan), worker.clock.now()))
+            worker.publish(state, lambda: _values(state.stats()))
+
+
+def _step(worker: Worker, state: PrefillState, plan: Plan) -> Event:
+    try:
+        worker.step(state, list(plan.values()))
+        return StepDone(plan)
+    except Exception as error:
+        log.exception("a step of %d prompts failed", len(plan))
+        return StepFailed(tuple(plan), f"{type(error).__name__}: {error}")
+
+
+def _values(stats: PrefillStats) -> Mapping[str, Sample]:
+    used = stats.pages_total - stats.pages_free
+    return {
+        "num_requests_running": stats.running,
+        "kv_cache_usage_perc": {("device",): used / stats.pages_total},
+        "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
+        "prompt_tokens_computed": stats.tokens_computed,
+        "prompt_pages_cached": {("device",): stats.pages_hit - stats.pages_fetched, ("host",): stats.pages_fetched},
+    }

@@ -1,0 +1,33 @@
+"""Clocks and pauses."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.clock import MonotonicClock, PauseDetector, VirtualClock
+from baton.timeline import Timeline
+
+
+def test_a_virtual_clock_moves_only_when_told() -> None:
+    clock = VirtualClock(5.0)
+    assert clock.advance(2.5) == clock.now() == 7.5
+    with pytest.raises(ValueError, match="go back"):
+        clock.advance(-1)
+
+
+def test_the_real_clock_never_runs_back() -> None:
+    clock = MonotonicClock()
+    assert clock.now() <= clock.now()
+
+
+def test_a_pause_is_told_once_and_in_full() -> None:
+    pauses = PauseDetector(tolerance=1.0)
+    assert [pauses.tick(now) for now in (0.0, 0.5, 10.5, 11.0)] == [0.0, 0.0, 10.0, 0.0]
+
+
+def test_latencies_are_differences_of_instants() -> None:
+    timeline = Timeline(received=1.0, first_token=1.5, ended=2.5)
+    assert timeline.ttft == 0.5
+    assert timeline.tpot(5) == 0.25
+    assert timeline.tpot(1) is None
+    assert timeline.between("placed", "ended") is None

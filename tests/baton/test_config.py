@@ -1,0 +1,76 @@
+"""The configuration: defaults, files, overrides, and a clear refusal of everything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton import config
+from baton.errors import ConfigError
+
+
+def test_a_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
+    settings = config.load(None, {"model.path": "m", "store.arena_bytes": "1.5GiB", "cluster.decode": 3})
+    file = tmp_path / "baton.yaml"
+    file.write_text(config.dump(settings))
+    assert config.load(file) == settings
+    assert settings.store.arena_bytes == 3 * 2**29
+
+
+def test_overrides_lie_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("router:\n  grpc_port: 1\n  http_port: 2\n")
+    settings = config.load(file, dict([config.parse_override("router.grpc_port=7")]))
+    assert (settings.router.grpc_port, settings.router.http_port) == (7, 2)
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("")
+    assert config.load(file) == config.Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("router:\n  grp_port: 1\n", "unknown field `grp_port`"),
+        ("nonsense: {}\n", "unknown field `nonsense`"),
+        ("router: 5\n", "router"),
+        ("- 1\n", "list"),
+        ("a: [\n", "not YAML"),
+        ("cluster:\n  decode: 0\n", ">= 1"),
+        ("cluster:\n  name: Bad Name\n", "name"),
+        ("cluster:\n  silence_ms: 10\n", "four heartbeats"),
+        ("router:\n  grpc_port: 70000\n", "65535"),
+        ("router:\n  grpc_port: 50052\n", "differ"),
+        ("store:\n  arena_bytes: 12 parsecs\n", "no size"),
+        ("store:\n  arena_bytes: -1\n", "zero"),
+        ("store:\n  arena_bytes: true\n", "no size"),
+        ("store:\n  writer_share: .nan\n", "share"),
+        ("prefill:\n  chunk_tokens: 8\n", "below one page"),
+        ("model:\n  dtype: int4\n", "int4"),
+    ],
+)
+def test_what_is_impossible_is_refused_with_the_reason(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        config.load(file)
+    assert says in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        config.load(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize("text", ["router.grpc_port", "router.grpc_port=["])
+def test_an_override_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError):
+        config.parse_override(text)
+
+
+def test_an_override_without_a_section() -> None:
+    with pytest.raises(ConfigError, match=r"section\.setting"):
+        config.load(None, {"grpc_port": 1})

@@ -1,0 +1,95 @@
+"""How a worker belongs to a router: greeting, silence, replacement."""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton.errors import Incompatible
+from baton.membership import Membership
+from baton.messages import (
+    Envelope,
+    Hello,
+    Introduce,
+    Message,
+    Peer,
+    Rejected,
+    RouterHeartbeat,
+    Welcome,
+)
+
+ME = Peer("decode", "d0", "n0", "me", 1)
+HELLO = Hello(ME)
+
+
+def router(incarnation: str) -> Peer:
+    return Peer("router", "router", "n0", incarnation, 2)
+
+
+def said(incarnation: str, sequence: int, message: Message) -> Envelope[Message]:
+    return Envelope(incarnation, "me", sequence, message)
+
+
+def joined() -> Membership:
+    membership = Membership(HELLO)
+    assert membership.tick(0.0).send == (HELLO,)
+    membership.handle(said("r1", 1, Welcome(router("r1"), 100, 1_000)), 0.0)
+    return membership
+
+
+def test_hello_is_said_again_until_somebody_answers() -> None:
+    membership = Membership(HELLO)
+    assert [len(membership.tick(now).send) for now in (0.0, 0.5, 1.0, 1.5, 2.0)] == [1, 0, 1, 0, 1]
+
+
+def test_a_welcome_sets_the_pace() -> None:
+    membership = joined()
+    assert membership.router == "r1"
+    assert membership.heartbeat == 0.1
+    assert not membership.tick(0.9).lost
+
+
+def test_what_our_router_says_is_delivered_and_counted() -> None:
+    membership = joined()
+    assert membership.handle(said("r1", 2, RouterHeartbeat()), 0.5).deliver
+    assert membership.heard == 2
+    assert not membership.handle(said("r2", 9, RouterHeartbeat()), 0.5).deliver
+    assert membership.heard == 2
+
+
+def test_a_silent_router_loses_its_work_once() -> None:
+    membership = joined()
+    assert not membership.tick(1.0).lost
+    verdict = membership.tick(1.1)
+    assert verdict.lost
+    assert verdict.send == (HELLO,)
+    assert not membership.tick(1.2).lost
+
+
+def test_our_own_pause_is_not_the_routers_silence() -> None:
+    membership = joined()
+    assert not membership.tick(60.0, paused=60.0).lost
+    assert membership.tick(62.0).lost
+
+
+def test_a_replaced_router_loses_the_work_of_its_predecessor() -> None:
+    membership = joined()
+    verdict = membership.handle(said("r2", 1, Introduce()), 0.2)
+    assert verdict.lost
+    assert verdict.send == (HELLO,)
+    assert not membership.handle(said("r2", 2, Welcome(router("r2"), 100, 1_000)), 0.3).lost
+    assert membership.router == "r2"
+    assert membership.handle(said("r3", 1, Welcome(router("r3"), 100, 1_000)), 0.4).lost
+
+
+def test_a_rejection_says_why_and_is_tried_again() -> None:
+    membership = Membership(HELLO)
+    membership.tick(0.0)
+    membership.handle(said("r1", 1, Rejected("incompatible", "page size 16 is not 32")), 0.1)
+    assert isinstance(membership.rejected, Incompatible)
+    assert membership.tick(1.1).send == (HELLO,)
+    membership.handle(said("r1", 2, Welcome(router("r1"), 100, 1_000)), 1.2)
+    assert membership.rejected is None
+
+
+def test_messages_are_frozen() -> None:
+    assert msgspec.structs.replace(HELLO, events="x") != HELLO

@@ -1,0 +1,85 @@
+"""The wire: every message survives it, it is plain MessagePack, and its bytes don't change unnoticed."""
+
+from __future__ import annotations
+
+import typing
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton import messages
+from baton.messages import AttemptHeld, Delta, Envelope, Heartbeat, Load, Message, TokenLogprob, Tokens
+from tests import messages_strategy
+
+LINKS = "ToDecode ToPrefill ToStore FromDecode FromPrefill FromStore ToRouter StoreCall StoreReply"
+UNIONS = {name: getattr(messages, name) for name in LINKS.split()}
+MESSAGES = sorted(
+    {kind for union in UNIONS.values() for kind in typing.get_args(union)}, key=lambda kind: kind.__name__
+)
+
+
+def test_every_message_belongs_to_a_link() -> None:
+    def below(kind: type) -> set[type]:
+        return {kind, *(inner for child in kind.__subclasses__() for inner in below(child))}
+
+    assert below(Message) - {Message} == set(MESSAGES)
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_survives_the_wire_as_plain_messagepack(kind: type[Message], data: st.DataObject) -> None:
+    message = data.draw(messages_strategy.of(kind))
+    union = next(union for union in UNIONS.values() if kind in typing.get_args(union))
+    wire = msgspec.msgpack.encode(Envelope("a", "b", 1, message))
+    assert msgspec.msgpack.decode(wire, type=Envelope[union]) == Envelope("a", "b", 1, message)
+    sender, addressee, sequence, body = msgpack.unpackb(wire)
+    assert (sender, addressee, sequence, body["type"]) == ("a", "b", 1, kind.__name__)
+
+
+GOLDEN = [
+    (
+        Heartbeat(heard=7, load=Load(running=1, pages_total=4), step=9, attempts=(AttemptHeld("r", 2, 33),)),
+        "85a474797065a9486561727462656174a5686561726407a46c6f616485a772756e6e696e6701a777616974696e6700aa7061"
+        "6765735f6672656500ab70616765735f746f74616c04ad746f6b656e735f71756575656400a47374657009a8617474656d70"
+        "74739184a772657175657374a172a7617474656d707402a8706f736974696f6e21a5656e646564c2",
+    ),
+    (
+        Tokens(3, (Delta("r", 1, 5, (42,), (TokenLogprob(42, -0.5, ((42, -0.5),)),), "stop"),)),
+        "83a474797065a6546f6b656e73a47374657003a664656c7461739186a772657175657374a172a7617474656d707401a8706f"
+        "736974696f6e05a6746f6b656e73912aa86c6f6770726f627391932acbbfe000000000000091922acbbfe0000000000000a6"
+        "66696e697368a473746f70",
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "golden"), GOLDEN, ids=["Heartbeat", "Tokens"])
+def test_golden_bytes(message: Message, golden: str) -> None:
+    assert msgspec.msgpack.encode(message).hex() == golden
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_decode_error_and_nothing_else(junk: bytes) -> None:
+    for union in UNIONS.values():
+        try:
+            msgspec.msgpack.decode(junk, type=Envelope[union])
+        except (msgspec.MsgspecError, ValueError):
+            continue
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"type": "Cancel", "request": "r", "attempt": 0},
+        {"type": "Cancel", "request": "", "attempt": 1},
+        {"type": "Cancel", "request": "r", "attempt": 1, "extra": 1},
+        {"type": "Resend", "request": "r", "attempt": 1, "position": -1},
+        {"type": "Nonsense"},
+    ],
+)
+def test_what_the_protocol_does_not_allow_is_refused(body: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgpack.packb(["a", "b", 1, body]), type=Envelope[messages.ToDecode])

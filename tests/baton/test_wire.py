@@ -1,0 +1,244 @@
+"""Real sockets: messages between a router and workers, garbage among them; Unix sockets with descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from baton.clock import MonotonicClock
+from baton.errors import MalformedMessage, PortInUse, StoreGone
+from baton.messages import (
+    Cancel,
+    Forget,
+    Heartbeat,
+    Hello,
+    Holding,
+    Load,
+    Peer,
+    Refusal,
+    StoreCall,
+    StoreHeartbeat,
+    StoreReply,
+    ToDecode,
+)
+from baton.unix import UnixListener, UnixSocket
+from baton.wire import Heart, Link, Listener, Poller, Publisher, Subscriber
+
+ROUTER = Peer("router", "router", "n0", "router-1", 1)
+ME = Peer("decode", "d0", "n0", "worker-1", 2)
+DEADLINE = 10.0
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        time.sleep(0.005)
+
+
+def run(main: Callable[[], object]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE):
+            await main()  # type: ignore[misc]
+
+    asyncio.run(bounded())
+
+
+def test_messages_travel_both_ways_and_garbage_is_dropped() -> None:
+    async def main() -> None:
+        listener = Listener("tcp://127.0.0.1:0", ROUTER)
+        link: Link[ToDecode] = Link(listener.endpoint, ME, ToDecode)
+        junk = zmq.Context.instance().socket(zmq.DEALER)
+        junk.setsockopt(zmq.LINGER, 0)
+        junk.connect(listener.endpoint)
+        try:
+            for frames in ([b""], [b"\xff" * 50], [b"a", b"b"], [b"\x94\xa1x\xa0\x01\x81\xa4type\xa5Hello"]):
+                junk.send_multipart(frames)
+            link.send("", Hello(ME))
+            envelope = await listener.receive()
+            assert (envelope.sender, envelope.message) == ("worker-1", Hello(ME))
+            while listener.malformed < 4:
+                receiving = asyncio.create_task(listener.receive())
+                await asyncio.sleep(0.01)
+                receiving.cancel()
+            assert listener.send("worker-1", Cancel("r", 1)) == 1
+            assert listener.send("worker-1", Cancel("r", 2)) == 2
+            assert listener.send("nobody", Cancel("r", 2)) == 1
+            heard = []
+            while len(heard) < 2:
+                heard += link.receive()
+                await asyncio.sleep(0.005)
+            assert [(e.sequence, e.message) for e in heard] == [(1, Cancel("r", 1)), (2, Cancel("r", 2))]
+        finally:
+            junk.close(0)
+            link.close()
+            listener.close()
+
+    run(main)
+
+
+def test_nobody_speaks_in_anothers_name() -> None:
+    async def main() -> None:
+        listener = Listener("tcp://127.0.0.1:0", ROUTER)
+        impostor: Link[ToDecode] = Link(listener.endpoint, Peer("decode", "d0", "n0", "other", 3), ToDecode)
+        honest: Link[ToDecode] = Link(listener.endpoint, ME, ToDecode)
+        try:
+            impostor._me = ME  # what an attacker would do
+            impostor.send("", Hello(ME))
+            while not listener.malformed:
+                receiving = asyncio.create_task(listener.receive())
+                await asyncio.sleep(0.01)
+                assert not receiving.done() or receiving.cancelled()
+                receiving.cancel()
+            honest.send("", Hello(ME))
+            assert (await listener.receive()).message == Hello(ME)
+        finally:
+            impostor.close()
+            honest.close()
+            listener.close()
+
+    run(main)
+
+
+def test_the_heart_beats_while_the_loop_is_busy() -> None:
+    async def main() -> None:
+        listener = Listener("tcp://127.0.0.1:0", ROUTER)
+        clock = MonotonicClock()
+        heart = Heart(listener.endpoint, ME, clock)
+        try:
+            heart.publish("router-1", Heartbeat(3, Load(), step=8), 0.02, clock.now() - 1.0)
+            beats = [await listener.receive() for _ in range(3)]
+            assert [b.sequence for b in beats] == [1, 2, 3]
+            ages = [b.message.step_age_ms for b in beats]  # type: ignore[union-attr]
+            assert 1_000 <= ages[0] <= ages[1] <= ages[2]
+            heart.publish("router-1", Heartbeat(3, Load(), step=9), 0.02, None)
+            while (await listener.receive()).message != Heartbeat(3, Load(), step=9):
+                pass
+        finally:
+            heart.close()
+            listener.close()
+
+    run(main)
+
+
+def test_a_port_in_use_is_a_typed_error() -> None:
+    async def main() -> None:
+        listener = Listener("tcp://127.0.0.1:0", ROUTER)
+        try:
+            with pytest.raises(PortInUse, match="in use"):
+                Listener(listener.endpoint, ROUTER)
+        finally:
+            listener.close()
+
+    run(main)
+
+
+def test_events_are_published_with_their_sequence() -> None:
+    async def main() -> None:
+        publisher = Publisher()
+        subscriber = Subscriber(publisher.endpoint)
+        try:
+            receiving = asyncio.create_task(subscriber.receive())
+            while not receiving.done():  # until the subscription has arrived, batches are lost
+                publisher.send(b"topic", 7, b"payload")
+                await asyncio.sleep(0.01)
+            assert receiving.result() == (b"topic", 7, b"payload")
+        finally:
+            subscriber.close()
+            publisher.close()
+
+    run(main)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]]]:
+    address = f"baton-test/{secrets.token_hex(8)}"
+    listener: UnixListener[StoreCall] = UnixListener(address, StoreCall)
+    client: UnixSocket[StoreReply] = UnixSocket.connect(address, StoreReply)
+    server = listener.accept()
+    assert server is not None
+    yield server, client
+    client.close()
+    server.close()
+    listener.close()
+
+
+def test_a_unix_socket_carries_messages_descriptors_and_identity(
+    pair: tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]],
+) -> None:
+    server, client = pair
+    assert (server.pid, server.uid) == (os.getpid(), os.getuid())
+    assert server.receive() is None
+    client.send(Forget(4))
+    assert server.receive() == (Forget(4), [])
+    memory = os.memfd_create("test")
+    os.write(memory, b"shared")
+    server.send(StoreHeartbeat((1,)), [memory])
+    received = client.receive()
+    assert received is not None
+    message, (descriptor,) = received
+    assert message == StoreHeartbeat((1,))
+    assert os.pread(descriptor, 6, 0) == b"shared"
+    os.close(descriptor)
+    os.close(memory)
+
+
+def test_a_closed_unix_socket_is_told(pair: tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]]) -> None:
+    server, client = pair
+    server.send(Refusal("incompatible", "go away"))
+    server.close()
+    assert client.receive() == (Refusal("incompatible", "go away"), [])
+    with pytest.raises(StoreGone):
+        client.receive()
+
+
+def test_garbage_on_a_unix_socket_is_a_typed_error(
+    pair: tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]],
+) -> None:
+    server, client = pair
+    client._socket.send(b"\xc1garbage")
+    with pytest.raises(MalformedMessage):
+        server.receive()
+    client.send(Holding((1, 2)))
+    assert server.receive() == (Holding((1, 2)), [])
+
+
+def test_a_peer_that_does_not_read_is_given_up(pair: tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]]) -> None:
+    _, client = pair
+
+    def flood() -> None:
+        for ticket in range(100_000):
+            client.send(Holding(tuple(range(ticket, ticket + 500))))
+
+    with pytest.raises(StoreGone, match="unread"):
+        flood()
+
+
+def test_a_poller_wakes_for_either_kind(pair: tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]]) -> None:
+    server, client = pair
+    poller = Poller()
+    poller.add(server.fileno())
+    assert not poller.wait(0)
+    client.send(Forget(1))
+    assert server.fileno() in poller.wait(DEADLINE)
+    poller.remove(server.fileno())
+    assert not poller.wait(0)
+
+
+def test_nobody_listening_is_a_typed_error() -> None:
+    with pytest.raises(StoreGone, match="no store answers"):
+        UnixSocket.connect(f"baton-test/{secrets.token_hex(8)}", StoreReply)
+
+
+def test_an_address_in_use_is_a_typed_error() -> None:
+    address = f"baton-test/{secrets.token_hex(8)}"
+    listener: UnixListener[StoreCall] = UnixListener(address, StoreCall)
+    with pytest.raises(PortInUse):
+        UnixListener(address, StoreCall)
+    listener.close()
