@@ -1,0 +1,91 @@
+"""The shape of one KV page, in bytes. Nothing else knows it.
+
+A page is one contiguous blob, heads outermost:
+
+    [kv_head, layer, 2 (K then V), page_size, head_dim]
+
+so that a tensor-parallel rank's heads are one contiguous byte range, whatever the degree of parallelism on the other
+side of a hand-off, and a page moves between device, arena and disk with one plain copy.
+
+This module imports no torch: the store and the router use it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LAYOUT_VERSION = 1
+"""Raised whenever the meaning of a page's bytes changes; part of every page key's namespace."""
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Element types that a page may hold, with their size in bytes."""
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """How `page_size` tokens' keys and values lie in one page.
+
+    Raises ValueError for a dimension below one, or a dtype that no page holds.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"page layout: {name} is {value!r}; it must be a whole number above zero")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"page layout: dtype {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+
+    @property
+    def version(self) -> int:
+        return LAYOUT_VERSION
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """(num_kv_heads, num_layers, 2, page_size, head_dim), in elements."""
+        return (self.num_kv_heads, self.num_layers, 2, self.page_size, self.head_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token's keys and values take, all layers and heads together."""
+        return self.num_kv_heads * self.num_layers * 2 * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.token_bytes * self.page_size
+
+    def rank_slice(self, rank: int, size: int) -> slice:
+        """The byte range of a page that tensor-parallel rank `rank` of `size` owns.
+
+        Raises ValueError when the heads don't divide evenly, or there is no such rank.
+        """
+        if size < 1 or self.num_kv_heads % size:
+            raise ValueError(f"{self.num_kv_heads} KV heads can't be shared evenly by {size} ranks")
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not one of {size}")
+        share = self.page_bytes // size
+        return slice(rank * share, (rank + 1) * share)
+
+    def to_dict(self) -> dict[str, int | str]:
+        """Plain values for a message; `from_dict` is its inverse."""
+        return {"version": self.version} | asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> PageLayout:
+        """Raises ValueError for missing or unknown fields, impossible values, or another layout version."""
+        values = dict(fields)
+        version = values.pop("version", None)
+        if version != LAYOUT_VERSION:
+            raise ValueError(f"page layout version {version!r} is not ours ({LAYOUT_VERSION})")
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ValueError(f"page layout: {error}") from None
