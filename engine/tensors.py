@@ -1,0 +1,142 @@
+"""The tensors of a checkpoint on disk, each read once, and the digest of all that was read.
+
+Reads safetensors and nothing else: the format holds numbers only, so a checkpoint can't run code here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from baton.errors import CorruptWeights, ModelNotFound
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class TensorFiles:
+    """A checkpoint's safetensors, opened together; a context manager, since they stay mapped while it is open.
+
+    `read` digests as it goes, so that the fingerprint costs no second pass over the files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ModelNotFound when there are no safetensors, CorruptWeights when they can't be opened."""
+        self._stack = ExitStack()
+        self._files: dict[str, tuple[Path, Any]] = {}  # by tensor name
+        self._digests: dict[str, bytes] = {}
+        try:
+            self._open(directory)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._files)
+
+    @property
+    def seen(self) -> frozenset[str]:
+        """Names of the tensors read so far."""
+        return frozenset(self._digests)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor `name` on the CPU, in the dtype it was stored in.
+
+        Raises CorruptWeights when it is absent, of another shape, or not of a float dtype that we run.
+        """
+        if name not in self._files:
+            raise CorruptWeights(f"the checkpoint has no tensor {name}, which its config asks for; fetch it again")
+        tensor = self._take(name)
+        path, _ = self._files[name]
+        if tuple(tensor.shape) != shape:
+            raise CorruptWeights(f"{path.name}: {name} has shape {list(tensor.shape)}, its config says {list(shape)}")
+        if tensor.dtype not in _FLOATS:
+            raise CorruptWeights(f"{path.name}: {name} is {tensor.dtype}; known: {', '.join(_FLOATS.values())}")
+        return tensor
+
+    def fingerprint(self, config: bytes) -> bytes:
+        """16 bytes that name the config and every tensor's name, dtype, shape and bytes; reads what `read` has not."""
+        digest = hashlib.blake2b(config, digest_size=16)
+        for name in sorted(self._files):
+            if name not in self._digests:
+                self._take(name)
+            digest.update(self._digests[name])
+        return digest.digest()
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _open(self, directory: Path) -> None:
+        if (directory / INDEX).is_file():
+            shards = _shards(directory / INDEX)
+        elif (directory / SINGLE).is_file():
+            shards = {directory / SINGLE: None}
+        else:
+            raise ModelNotFound(
+                f"{directory} holds neither {SINGLE} nor {INDEX}; pickled weights are never loaded, "
+                "save the model as safetensors"
+            )
+        for path, promised in shards.items():
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+                found = set(file.keys())
+            except (SafetensorError, OSError) as error:
+                raise CorruptWeights(f"{path} can't be read: {error}; fetch the checkpoint again") from error
+            for name in found if promised is None else promised:
+                if name not in found:
+                    raise CorruptWeights(f"{path.name} lacks {name}, which {INDEX} promises; fetch it again")
+                self._files[name] = (path, file)
+
+    def _take(self, name: str) -> torch.Tensor:
+        path, file = self._files[name]
+        try:
+            tensor: torch.Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CorruptWeights(f"{path}: {name} can't be read: {error}; fetch the checkpoint again") from error
+        if name not in self._digests:
+            self._digests[name] = _digest(name, tensor)
+        return tensor
+
+
+def _digest(name: str, tensor: torch.Tensor) -> bytes:
+    """XXH3 for the bytes, since it runs at memory speed; the names around it keep tensors from changing places."""
+    content = xxhash.xxh3_128_digest(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    head = json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode()
+    return len(head).to_bytes(4, "little") + head + content
+
+
+def _shards(index: Path) -> dict[Path, list[str] | None]:
+    """The files that an index names, each with the tensors it is said to hold."""
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        pairs = [(str(name), str(file)) for name, file in weight_map.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptWeights(f"{index} has no readable weight_map: {error!r}; fetch the checkpoint again") from error
+    shards: dict[Path, list[str] | None] = {}
+    for name, file in pairs:
+        # An index comes from strangers: it may name files beside itself and no others.
+        if Path(file).name != file:
+            raise CorruptWeights(f"{index.name} puts {name} into {file!r}, which is not a file beside it")
+        path = index.parent / file
+        if not path.is_file():
+            raise CorruptWeights(f"{index.name} names {file}, which is missing; fetch the checkpoint again")
+        names = shards.setdefault(path, [])
+        assert names is not None
+        names.append(name)
+    return shards
