@@ -1,0 +1,123 @@
+"""A model, its page pool, and one step of work on them.
+
+Owns the weights and the device's pages. It never decides: which pages hold what, which chunks make a step and what
+becomes of a token are its caller's. Not thread-safe: one thread calls it, or callers take turns.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from baton.errors import ModelError, NotEnoughMemory
+from engine import sampler, weights
+from engine.attention import TorchAttention
+from engine.batch import Chunk, Sampled, flatten
+from engine.config import DTYPES, ModelConfig
+from engine.model import NUMERICS_VERSION, Model
+from engine.weights import TORCH_DTYPES, ModelWeights
+from kvstore.layout import PageLayout
+
+
+class Engine:
+    """Runs chunks. `pool` is [num_pages, *layout.shape], and page i of it is what a `Chunk` calls device page i."""
+
+    numerics_version = NUMERICS_VERSION
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model_weights: ModelWeights,
+        fingerprint: bytes,
+        layout: PageLayout,
+        pool: torch.Tensor,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.fingerprint = fingerprint
+        self.pool = pool
+        self._bytes = pool.view(torch.uint8).view(len(pool), layout.page_bytes)
+        self._model = Model(config, model_weights, TorchAttention(pool, layout))
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        dtype: str,
+        device: str,
+        num_pages: int,
+        page_size: int,
+        head: bool,
+        threads: int | None = None,
+    ) -> Engine:
+        """Load the checkpoint in the directory `path` and make a pool of `num_pages` empty pages.
+
+        `dtype` "auto" is the checkpoint's own, and is that of the pages too. `device` "auto" is cuda where there is
+        one. Without `head` the engine makes pages and never tokens. `threads` None is one for each CPU of this
+        process: the setting is torch's, so it holds for the whole process.
+        Raises ModelError (ModelNotFound, UnsupportedModel, CorruptWeights) and NotEnoughMemory.
+        """
+        # Ray sets OMP_NUM_THREADS to 1 in its actors, so leaving it to torch would use one core.
+        torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+        config = ModelConfig.from_directory(path)
+        layout = layout_of(config, dtype, page_size)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        loaded = weights.load(path, config, TORCH_DTYPES[layout.dtype], torch.device(device), head)
+        return cls(config, loaded.weights, loaded.fingerprint, layout, _make_pool(num_pages, layout, device))
+
+    @staticmethod
+    def pages_for(memory_bytes: int, layout: PageLayout) -> int:
+        """How many pages fit into so much memory."""
+        return memory_bytes // layout.page_bytes
+
+    @torch.inference_mode()
+    def step(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+        """Compute the chunks' K and V into their pages; draw a token for each chunk that asks for one.
+
+        The i-th result belongs to the i-th chunk: None without `sample`, and always without a head.
+        Raises ValueError, before it touches any page, for a chunk that this model and pool can't run.
+        """
+        if not chunks:
+            return []
+        batch = flatten(chunks, self.layout.page_size, len(self.pool), self.config.vocab_size)
+        hidden = self._model.forward(batch)
+        if hidden is None:
+            return [None] * len(chunks)
+        draws = [chunk.sample for chunk in chunks if chunk.sample is not None]
+        ends = [chunk.end for chunk in chunks if chunk.sample is not None]
+        sampled = iter(sampler.sample(self._model.logits(hidden), draws, ends))
+        return [None if chunk.sample is None else next(sampled) for chunk in chunks]
+
+    def page_bytes_view(self, page: int) -> torch.Tensor:
+        """The bytes of one device page, [layout.page_bytes] uint8; writing to it writes to the page."""
+        return self._bytes[page]
+
+    def copy_out(self, page: int, dest: torch.Tensor) -> None:
+        """Copy a device page into `dest`, [layout.page_bytes] uint8. It has ended when this returns."""
+        dest.copy_(self._bytes[page])
+
+    def copy_in(self, src: torch.Tensor, page: int) -> None:
+        """Copy `src`, [layout.page_bytes] uint8, into a device page. It has ended when this returns."""
+        self._bytes[page].copy_(src)
+
+
+def layout_of(config: ModelConfig, dtype: str, page_size: int) -> PageLayout:
+    """The pages of a model that runs in `dtype`; "auto" is the checkpoint's own. Raises ModelError for others."""
+    if dtype == "auto":
+        dtype = config.dtype or "float32"
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is none of auto, {', '.join(DTYPES)}")
+    return PageLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype)
+
+
+def _make_pool(num_pages: int, layout: PageLayout, device: str) -> torch.Tensor:
+    """Zeros, since attention reads, behind a mask, what was never written."""
+    try:
+        return torch.zeros((num_pages, *layout.shape), dtype=TORCH_DTYPES[layout.dtype], device=device)
+    except RuntimeError as error:
+        size = num_pages * layout.page_bytes
+        raise NotEnoughMemory(f"{num_pages} pages, {size:,} bytes, don't fit into {device}: {error}") from error

@@ -1,0 +1,138 @@
+"""From logits to tokens.
+
+Temperature, then top-k, top-p and min-p; among what is left, Gumbel-max with the noise of `engine.noise`. Since the
+noise belongs to the token and not to its rank or its share of the sum, a last-bit difference between two workers'
+logits moves a draw only where two candidates were tied to that bit, or where one crosses a filter's edge.
+
+Sorting a whole vocabulary costs more than a small model's step, so filters first look at the likeliest `PREFIX` tokens;
+where a filter might reach beyond, they look again at all of them. Both give the same candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine import noise
+from engine.batch import Draw, Ints, Sampled
+
+PREFIX = 256
+COLDEST = 1e-6
+"""Temperatures below this one count as this one, which keeps a scaled logit finite."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    """Tokens by falling logit, ties by rising id. Logits are scaled by the temperature and relative to the largest."""
+
+    logits: Floats
+    ids: Ints
+    whole: bool  # every token of the vocabulary is here
+    log_total: float  # log of the sum of exponentials over the whole vocabulary, same scale
+
+
+def sample(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[Sampled]:
+    """Draw one token from each row of `logits` [rows, vocab]; `positions` are those that the new tokens will have.
+
+    A row that is not finite gives some token of the vocabulary, and touches no other row.
+    """
+    logits = logits.float()
+    tokens: list[int] = logits.argmax(dim=-1).tolist()  # of equal logits the lowest id
+    warm = [row for row, draw in enumerate(draws) if draw.temperature > 0]
+    if warm:
+        picked = _draw_rows(logits[warm], [draws[row] for row in warm], [positions[row] for row in warm])
+        for row, token in zip(warm, picked, strict=True):
+            tokens[row] = token
+    return _report(logits, draws, tokens)
+
+
+def _draw_rows(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
+    """As `sample`, for rows with a temperature."""
+    vocab = logits.shape[-1]
+    heat = torch.tensor([max(draw.temperature, COLDEST) for draw in draws], dtype=torch.float32)
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / heat.to(logits.device)[:, None]
+    log_totals: list[float] = scaled.logsumexp(dim=-1).tolist()
+    best, best_ids = (part.cpu().numpy() for part in scaled.topk(min(PREFIX, vocab), dim=-1))
+    tokens: list[int] = []
+    for row, (draw, position) in enumerate(zip(draws, positions, strict=True)):
+        draw_key = noise.key(draw.seed, draw.index, position)
+        kept = None
+        if _filters(draw):
+            ranked = _rank(best[row], best_ids[row], best.shape[-1] == vocab, log_totals[row])
+            kept = _keep(ranked, draw)
+            if kept is None:
+                ranked = _rank(scaled[row].cpu().numpy(), np.arange(vocab), True, log_totals[row])
+                kept = _keep(ranked, draw)
+                assert kept is not None
+            candidates, ids = ranked.logits[:kept], ranked.ids[:kept]
+        else:
+            candidates, ids = scaled[row].cpu().numpy(), np.arange(vocab)
+        tokens.append(int(ids[np.argmax(candidates + noise.gumbel(draw_key, ids))]))
+    return tokens
+
+
+def _filters(draw: Draw) -> bool:
+    return draw.top_k > 0 or draw.top_p < 1 or draw.min_p > 0
+
+
+def _rank(logits: npt.NDArray[np.float32], ids: Ints, whole: bool, log_total: float) -> _Ranked:
+    order = np.lexsort((ids, -logits))
+    return _Ranked(logits[order].astype(np.float64), ids[order], whole, log_total)
+
+
+def _keep(ranked: _Ranked, draw: Draw) -> int | None:
+    """How many of the first tokens pass all filters, at least one; None when that can't be told from a prefix."""
+    logits, kept = ranked.logits, len(ranked.logits)
+    open_end = not ranked.whole  # tokens that are not here may pass too
+    edge = logits[-1] if open_end else -math.inf  # which tokens of this logit are here is chance
+    log_total = ranked.log_total
+
+    if draw.top_k > 0 and (open_end or draw.top_k < kept):
+        if draw.top_k > kept or logits[draw.top_k - 1] <= edge:
+            return None
+        kept = _count_from(logits, logits[draw.top_k - 1])  # the k-th token's equals pass with it
+        log_total = float(np.logaddexp.reduce(logits[:kept]))
+        open_end = False
+    if draw.top_p < 1:
+        cumulated = np.cumsum(np.exp(logits[:kept] - log_total))
+        nucleus = int(np.searchsorted(cumulated, draw.top_p)) + 1  # the smallest set that reaches top_p
+        if open_end and (nucleus > kept or logits[nucleus - 1] <= edge):
+            return None
+        kept = min(nucleus, kept)
+        open_end = False
+    if draw.min_p > 0:
+        limit = logits[0] + math.log(draw.min_p)
+        if open_end and limit <= edge:
+            return None
+        kept = min(kept, max(1, _count_from(logits, limit)))
+        open_end = False
+    return None if open_end else kept
+
+
+def _count_from(falling: Floats, limit: float) -> int:
+    """How many of the falling values are at least `limit`."""
+    return int(np.searchsorted(-falling, -limit, side="right"))
+
+
+def _report(logits: torch.Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[Sampled]:
+    """Tokens with the log-probabilities that their draws ask for."""
+    wanted = [(row, draw.logprobs) for row, draw in enumerate(draws) if draw.logprobs is not None]
+    sampled = [Sampled(token) for token in tokens]
+    if not wanted:
+        return sampled
+    rows = [row for row, _ in wanted]
+    logprobs = logits[rows].log_softmax(dim=-1)
+    most = min(max(count for _, count in wanted), logits.shape[-1])
+    best, best_ids = (part.tolist() for part in logprobs.topk(most, dim=-1))
+    chosen = logprobs[torch.arange(len(rows)), [tokens[row] for row in rows]].tolist()
+    for i, (row, count) in enumerate(wanted):
+        top = tuple(zip(best_ids[i][:count], best[i][:count], strict=True))
+        sampled[row] = Sampled(tokens[row], chosen[i], top)
+    return sampled
