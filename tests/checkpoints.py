@@ -1,0 +1,179 @@
+"""Small random checkpoints of each family, made by transformers, and its answers to compare ours with.
+
+`initializer_range` is 0.3: at the usual 0.02, and at this size even at 0.1, such a model repeats one token whatever its
+cache holds, and hides errors. What transformers initialises to zero (biases) or to one (norms) is drawn at random, for
+the same reason.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging
+
+VOCAB = 1000
+EOS = 2
+MAX_POSITIONS = 4096
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One kind of checkpoint. `settings` go on top of the common sizes."""
+
+    config: type[PreTrainedConfig]
+    model: type[PreTrainedModel]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    shard_size: str = "1GB"
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "llama": Recipe(LlamaConfig, LlamaForCausalLM, {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
+    "llama-sharded": Recipe(LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}, shard_size="200KB"),
+    "llama-bias": Recipe(LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    "mistral": Recipe(MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 24}),
+    "mistral-window": Recipe(MistralConfig, MistralForCausalLM, {"sliding_window": 23}),
+    "qwen2": Recipe(Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen2-window": Recipe(
+        Qwen2Config, Qwen2ForCausalLM, {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
+    ),
+    "qwen3": Recipe(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-linear": Recipe(
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0},
+        },
+    ),
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def make(name: str, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
+    """Write the checkpoint that `RECIPES[name]` describes into `path`: weights, config, tokenizer, generation config.
+
+    `settings` change the config further, so that a benchmark can ask for a larger one.
+    """
+    recipe = RECIPES[name]
+    config = recipe.config(**{**_SIZES, **recipe.settings, **settings})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = recipe.model(config)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith("bias"):
+                    parameter.normal_(std=0.3)
+                elif parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
+                    parameter.uniform_(1.0, 3.0)  # normed scores near zero attend to everything alike
+                elif "norm" in parameter_name:
+                    parameter.uniform_(0.5, 1.5)
+    logging.disable_progress_bar()
+    model.to(dtype).save_pretrained(path, max_shard_size=recipe.shard_size)
+    _tokenizer().save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"})
+    )
+    (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [EOS]}))
+    return path
+
+
+@lru_cache
+def _tokenizer() -> Tokenizer:
+    """Byte-level BPE over words made of syllables: enough repetition for merges of every length."""
+    rng = random.Random(0)
+    syllables = [a + b + c for a in "bcdfgklmnprst" for b in "aeiou" for c in ("", "n", "r", "s")]
+    words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(400)]
+    corpus = [" ".join(rng.choices(words, k=30)) + "." for _ in range(300)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint as transformers runs it, in float32."""
+
+    model: PreTrainedModel
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[tokens, vocab] float32."""
+        return self.model(torch.tensor([list(tokens)])).logits[0]
+
+    @torch.inference_mode()
+    def generate(self, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+        """`count` greedy tokens, past any end-of-sequence token, and for each the gap between the two best logits.
+
+        Where a gap is below 1e-3 another right implementation may choose otherwise.
+        """
+        tokens: list[int] = []
+        gaps: list[float] = []
+        step, cache = torch.tensor([list(prompt)]), None
+        for _ in range(count):
+            output = self.model(step, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            (best, second), (token, _) = output.logits[0, -1].topk(2)
+            tokens.append(int(token))
+            gaps.append(float(best - second))
+            step = token.view(1, 1)
+        return tokens, gaps
+
+
+def reference(path: Path) -> Reference:
+    """Load a checkpoint with transformers, in float32."""
+    config = json.loads((path / "config.json").read_text())
+    model: Callable[..., PreTrainedModel] = next(
+        recipe.model for recipe in RECIPES.values() if recipe.model.__name__ == config["architectures"][0]
+    ).from_pretrained
+    return Reference(model(path, dtype=torch.float32, attn_implementation="eager").eval())
