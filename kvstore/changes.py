@@ -1,0 +1,107 @@
+"""What happened to a set of cached pages, in the order it happened: the plain form of KV events and snapshots.
+
+Whoever owns pages (`DeviceCache`, `PageTable`) records changes here and never knows who listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from baton.messages import MAX_KEYS_PER_CALL, Medium, PageRun, Snapshot
+
+_KEYS_PER_PART = 65_536  # 1 MiB of keys in one message
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """`keys`, each following the one before, can be found now; the first follows `parent` (empty: a chain's start)."""
+
+    parent: bytes
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """`keys` are gone, children before parents."""
+
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Everything is gone."""
+
+
+Change: TypeAlias = Stored | Removed | Cleared
+
+
+class ChangeLog:
+    """Collects changes until they are drained, joining neighbours that belong together."""
+
+    def __init__(self) -> None:
+        self._done: list[Change] = []
+        self._parent = b""
+        self._stored: list[bytes] = []  # the run being collected; at most one of these two is not empty
+        self._removed: list[bytes] = []
+
+    def stored(self, key: bytes, parent: bytes) -> None:
+        if not self._stored or self._stored[-1] != parent:
+            self._close()
+            self._parent = parent
+        self._stored.append(key)
+
+    def removed(self, key: bytes) -> None:
+        if self._stored:
+            self._close()
+        self._removed.append(key)
+
+    def cleared(self) -> None:
+        self._done.clear()  # nobody needs to hear of pages that are gone
+        self._stored.clear()
+        self._removed.clear()
+        self._done.append(Cleared())
+
+    def drain(self) -> list[Change]:
+        """The changes since the last call."""
+        self._close()
+        done, self._done = self._done, []
+        return done
+
+    def _close(self) -> None:
+        if self._stored:
+            self._done.append(Stored(self._parent, tuple(self._stored)))
+            self._stored.clear()
+        if self._removed:
+            self._done.append(Removed(tuple(self._removed)))
+            self._removed.clear()
+
+
+def page_runs(pages: Iterable[tuple[bytes, bytes]], medium: Medium) -> Iterator[PageRun]:
+    """Join (key, parent) pairs, parents first, into runs for a snapshot."""
+    parent = b""
+    run: list[bytes] = []
+    for key, above in pages:
+        if run and (run[-1] != above or len(run) == MAX_KEYS_PER_CALL):
+            yield PageRun(parent, b"".join(run), medium)
+            run.clear()
+        if not run:
+            parent = above
+        run.append(key)
+    if run:
+        yield PageRun(parent, b"".join(run), medium)
+
+
+def snapshot_parts(sequence: int, runs: Iterable[PageRun]) -> list[Snapshot]:
+    """The messages that carry one snapshot: at least one, each of bounded size, the last marked."""
+    parts: list[list[PageRun]] = [[]]
+    keys = 0
+    for run in runs:
+        if keys >= _KEYS_PER_PART:
+            parts.append([])
+            keys = 0
+        parts[-1].append(run)
+        keys += len(run.keys) // 16 + 4  # the run's own fields weigh about as much as four keys
+    last = len(parts) - 1
+    return [Snapshot(sequence, tuple(part), number, number == last) for number, part in enumerate(parts)]

@@ -1,0 +1,92 @@
+"""Page keys: what a page is called, derived from what went into it.
+
+A key is 16 bytes, BLAKE2b-128 over the key of the page before and the page's own tokens; the first page of a chain
+follows a root, which digests everything else that shapes a page's bytes. So equal keys mean equal input, and a key
+commits to its whole prefix. `docs/page-keys.md` has the encoding byte by byte, with test vectors.
+
+Keys and tokens travel packed: `KEY_BYTES` each without separators, and little-endian uint32.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from baton.errors import InvalidRequest, MalformedMessage
+from baton.messages import KEY_BYTES, TOKEN_BYTES, Namespace
+
+START = b""
+"""Stands for "no page" where the parent of a chain's first page is asked for."""
+
+# As long as a key, so that what is hashed for a root can never be what is hashed for a page: no key reads like this.
+_ROOT_MAGIC = b"baton namespace1"
+
+
+def namespace_root(namespace: Namespace, tenant: str = "") -> bytes:
+    """The parent of every chain's first page in this namespace. `tenant` separates the caches of those who must not
+    share one; it comes from an authenticated identity, never from a request's own words."""
+    numbers = struct.pack("<QQQ", namespace.numerics, namespace.page_size, namespace.layout)
+    texts = b"".join(_counted(text) for text in (namespace.kv_dtype, namespace.adapter, tenant))
+    return blake2b(_ROOT_MAGIC + namespace.model + numbers + texts, digest_size=KEY_BYTES).digest()
+
+
+def page_keys(root: bytes, tokens: bytes, page_size: int) -> bytes:
+    """The packed keys of every full page of `tokens`. `root` is the namespace's root, or the key of the page right
+    before `tokens` to continue a chain. Raises MalformedMessage for lengths that can't be."""
+    if len(root) != KEY_BYTES:
+        raise MalformedMessage(f"a parent key has {KEY_BYTES} bytes, not {len(root)}")
+    if len(tokens) % TOKEN_BYTES:
+        raise MalformedMessage(f"{len(tokens)} bytes of tokens are no multiple of {TOKEN_BYTES}")
+    if page_size < 1:
+        raise InvalidRequest(f"a page holds at least one token, not {page_size}")
+    page_bytes = page_size * TOKEN_BYTES
+    keys: list[bytes] = []
+    key = root
+    for start in range(0, len(tokens) - page_bytes + 1, page_bytes):
+        key = blake2b(key + tokens[start : start + page_bytes], digest_size=KEY_BYTES).digest()
+        keys.append(key)
+    return b"".join(keys)
+
+
+def shippable_pages(prompt_tokens: int, page_size: int) -> int:
+    """How many pages of a prompt go through the store: the full ones among all but its last token, because whoever
+    decodes computes at least that one itself."""
+    return max(0, prompt_tokens - 1) // page_size
+
+
+def split_keys(packed: bytes) -> list[bytes]:
+    """The single keys of a packed run. Raises MalformedMessage for part of a key."""
+    if len(packed) % KEY_BYTES:
+        raise MalformedMessage(f"{len(packed)} bytes of keys are no multiple of {KEY_BYTES}")
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32. Raises InvalidRequest for an id that is no uint32."""
+    try:
+        packed = array("I", tokens)
+    except (OverflowError, TypeError) as error:
+        raise InvalidRequest(f"token ids are whole numbers from 0 to 2**32 - 1: {error}") from None
+    return _little_endian(packed).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """The token ids of a packed run. Raises MalformedMessage for part of a token."""
+    if len(packed) % TOKEN_BYTES:
+        raise MalformedMessage(f"{len(packed)} bytes of tokens are no multiple of {TOKEN_BYTES}")
+    return _little_endian(array("I", packed)).tolist()
+
+
+def _little_endian(tokens: array[int]) -> array[int]:
+    assert tokens.itemsize == TOKEN_BYTES
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
+
+def _counted(text: str) -> bytes:
+    encoded = text.encode()
+    return struct.pack("<I", len(encoded)) + encoded

@@ -1,0 +1,212 @@
+"""DeviceCache against a naive model: references, contents, room, eviction order, events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from kvstore.changes import Cleared, Removed, Stored
+from kvstore.device_cache import DeviceCache
+from tests.kvstore.chains import CHAINS, key, keys, parent
+
+PAGES = 8
+
+
+@dataclass
+class Sequence:
+    """A user of the cache: its word, its pages, and how many of them it has written and published."""
+
+    chain: str
+    pages: list[int]
+    done: int
+
+
+class DeviceCacheMachine(RuleBasedStateMachine):
+    """`contents` is what a device would hold: the word that was last written to each page."""
+
+    sequences = Bundle("sequences")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = DeviceCache(PAGES)
+        self.live: list[Sequence] = []
+        self.contents: dict[int, str] = {}
+        self.told: dict[bytes, bytes] = {}  # key → parent, as events tell
+
+    def referenced(self) -> set[int]:
+        return {page for sequence in self.live for page in sequence.pages}
+
+    def cached(self) -> dict[bytes, int]:
+        return {page.key: page.page for page in self.cache.pages()}
+
+    def evictable(self) -> set[bytes]:
+        """Keys with neither themselves nor anything below them in use."""
+        used = self.referenced()
+        cached = self.cached()
+        return {
+            name
+            for name in cached
+            if not any(other.lstrip(b".").startswith(name.lstrip(b".")) and cached[other] in used for other in cached)
+        }
+
+    @rule(target=sequences, chain=CHAINS, extra=st.integers(0, 3))
+    def start(self, chain: str, extra: int) -> Sequence:
+        wanted = len(chain) + extra
+        prefix = self.cache.match(keys(chain))
+        cached, events = self.cached(), self.cache.stats()
+        assert all(key(chain[: page + 1]) in cached for page in range(prefix))
+        assert prefix == len(chain) or key(chain[: prefix + 1]) not in cached
+        kept = set(keys(chain)[:prefix])
+        room = PAGES - len(self.referenced() | set(cached.values())) + len(self.evictable() - kept)
+        used = self.referenced()
+        pages = self.cache.take(keys(chain), wanted)
+        if pages is None:
+            assert wanted - prefix > room
+            assert self.cached() == cached
+            assert self.cache.stats() == events
+            return Sequence(chain, [], 0)
+        assert wanted - prefix <= room
+        assert len(pages) == len(set(pages)) == wanted
+        assert [self.contents[page] for page in pages[:prefix]] == [chain[: page + 1] for page in range(prefix)]
+        assert not used & set(pages[prefix:]), "a page in use was handed out"
+        sequence = Sequence(chain, pages, prefix)
+        self.live.append(sequence)
+        return sequence
+
+    @rule(sequence=sequences)
+    def write_next(self, sequence: Sequence) -> None:
+        if sequence not in self.live or sequence.done == len(sequence.chain):
+            return
+        word = sequence.chain[: sequence.done + 1]
+        page = sequence.pages[sequence.done]
+        assert sum(page in other.pages for other in self.live) == 1, "a shared page is written"
+        self.contents[page] = word
+        before = self.cached()
+        above = parent(sequence.chain, sequence.done)
+        self.cache.publish(key(word), above, page)
+        if key(word) in before or (above and above not in before):
+            assert self.cached() == before
+        else:
+            assert self.cached() == before | {key(word): page}
+        sequence.done += 1
+
+    @rule(sequence=sequences, letter=st.sampled_from("abc"))
+    def grow(self, sequence: Sequence, letter: str) -> None:
+        if sequence not in self.live:
+            return
+        used, available = self.referenced(), self.cache.available
+        pages = self.cache.grow(1)
+        assert (pages is None) == (available == 0)
+        if pages is not None:
+            assert not used & set(pages)
+            sequence.pages += pages
+            if len(sequence.pages) == len(sequence.chain) + 1:
+                sequence.chain += letter
+
+    @rule(sequence=consumes(sequences))
+    def finish(self, sequence: Sequence) -> None:
+        if sequence in self.live:
+            self.live.remove(sequence)
+            self.cache.free(sequence.pages)
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        assert not self.evictable()
+
+    @invariant()
+    def is_valid(self) -> None:
+        self.cache.validate()
+        cached = self.cached()
+        assert self.cache.available == PAGES - len(self.referenced() | set(cached.values())) + len(self.evictable())
+        for name, page in cached.items():
+            assert key(self.contents[page]) == name, "a key finds a page with other contents"
+        for change in self.cache.drain_events():
+            match change:
+                case Stored(parent=above, keys=stored):
+                    for name in stored:
+                        assert name not in self.told
+                        assert above == b"" or above in self.told, "a child is told of before its parent"
+                        self.told[name] = above
+                        above = name
+                case Removed(keys=removed):
+                    for name in removed:
+                        del self.told[name]
+                        assert name not in self.told.values(), "a parent is told gone before its child"
+                case Cleared():
+                    raise AssertionError
+        assert self.told == {page.key: page.parent for page in self.cache.pages()}
+
+
+DeviceCacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestDeviceCache = DeviceCacheMachine.TestCase
+
+
+def filled(chain: str, num_pages: int) -> tuple[DeviceCache, list[int]]:
+    cache = DeviceCache(num_pages)
+    pages = cache.take(keys(chain), len(chain))
+    assert pages is not None
+    for index, page in enumerate(pages):
+        cache.publish(key(chain[: index + 1]), parent(chain, index), page)
+    return cache, pages
+
+
+def test_leaves_go_first_and_the_least_recently_used_of_them() -> None:
+    cache, pages = filled("abc", 4)
+    cache.free(pages)
+    other = cache.take(keys("x"), 1)
+    assert other is not None
+    cache.publish(key("x"), b"", other[0])
+    cache.free(other)
+    assert cache.grow(1) is not None
+    assert cache.match(keys("abc")) == 2
+    assert cache.match(keys("x")) == 1
+    assert cache.grow(2) is not None
+    assert cache.match(keys("abc")) == 0
+    assert cache.match(keys("x")) == 1
+
+
+def test_a_second_copy_of_a_page_stays_private_and_is_free_at_once() -> None:
+    cache, _ = filled("a", 3)
+    copy = cache.grow(1)
+    assert copy is not None
+    cache.publish(key("a"), b"", copy[0])
+    assert [page.page for page in cache.pages()] != copy
+    free = cache.stats().free
+    cache.free(copy)
+    assert cache.stats().free == free + 1
+
+
+def test_a_child_in_use_protects_its_parent_though_nobody_refers_to_that() -> None:
+    cache, mine = filled("a", 3)
+    theirs = cache.take([], 2)  # a copy of "a" of their own, and its child
+    assert theirs is not None
+    cache.publish(key("a"), b"", theirs[0])
+    cache.publish(key("ab"), key("a"), theirs[1])
+    cache.free(mine)
+    assert cache.available == 0
+    assert cache.grow(1) is None
+    cache.free(theirs)
+    assert cache.available == 3
+
+
+def test_an_unknown_parent_keeps_a_page_private() -> None:
+    cache = DeviceCache(2)
+    pages = cache.grow(1)
+    assert pages is not None
+    cache.publish(key("ab"), key("a"), pages[0])
+    assert cache.pages() == []
+    cache.free(pages)
+    assert cache.stats().free == 2
+
+
+def test_misuse_is_our_own_bug_and_said_so() -> None:
+    cache = DeviceCache(1)
+    with pytest.raises(AssertionError):
+        cache.free([0])
+    with pytest.raises(AssertionError):
+        cache.publish(key("a"), b"", 0)

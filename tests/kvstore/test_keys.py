@@ -1,0 +1,89 @@
+"""Page keys: the vectors of docs/page-keys.md, and what keys must and must not depend on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import InvalidRequest, MalformedMessage
+from baton.messages import Namespace
+from kvstore.keys import namespace_root, pack_tokens, page_keys, shippable_pages, split_keys, unpack_tokens
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "page-keys.md"
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def vectors() -> list[dict[str, Any]]:
+    found = re.findall(r"```json\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert len(found) == 1
+    return json.loads(found[0])
+
+
+@pytest.mark.parametrize("vector", vectors())
+def test_vectors_of_the_documentation(vector: dict[str, Any]) -> None:
+    fields = vector["namespace"]
+    namespace = Namespace(**{**fields, "model": bytes.fromhex(fields["model"])})
+    root = namespace_root(namespace, vector["tenant"])
+    assert root.hex() == vector["root"]
+    keys = page_keys(root, pack_tokens(vector["tokens"]), namespace.page_size)
+    assert [key.hex() for key in split_keys(keys)] == vector["keys"]
+
+
+def test_every_vector_has_a_root_of_its_own_unless_its_namespace_and_tenant_are_equal() -> None:
+    roots = {(json.dumps(vector["namespace"]), vector["tenant"]): vector["root"] for vector in vectors()}
+    assert len(set(roots.values())) == len(roots)
+
+
+@given(TOKENS, st.integers(1, 8))
+def test_one_key_per_full_page_and_a_chain_can_be_continued(tokens: list[int], page_size: int) -> None:
+    root = bytes(16)
+    packed = pack_tokens(tokens)
+    keys = split_keys(page_keys(root, packed, page_size))
+    assert len(keys) == len(tokens) // page_size
+    for cut in range(1, len(keys)):
+        rest = page_keys(keys[cut - 1], packed[cut * page_size * 4 :], page_size)
+        assert split_keys(rest) == keys[cut:]
+
+
+@given(TOKENS, TOKENS)
+def test_keys_are_equal_exactly_as_far_as_tokens_are(left: list[int], right: list[int]) -> None:
+    a, b = (split_keys(page_keys(bytes(16), pack_tokens(tokens), 2)) for tokens in (left, right))
+    for page, (one, other) in enumerate(zip(a, b, strict=False)):
+        assert (one == other) == (left[: 2 * page + 2] == right[: 2 * page + 2])
+
+
+@given(TOKENS)
+def test_tokens_survive_packing(tokens: list[int]) -> None:
+    packed = pack_tokens(tokens)
+    assert packed == b"".join(token.to_bytes(4, "little") for token in tokens)
+    assert unpack_tokens(packed) == tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "page_size", "pages"),
+    [(0, 16, 0), (1, 16, 0), (16, 16, 0), (17, 16, 1), (33, 16, 2), (32, 16, 1), (5, 1, 4)],
+)
+def test_the_last_token_is_never_shipped(tokens: int, page_size: int, pages: int) -> None:
+    assert shippable_pages(tokens, page_size) == pages
+
+
+def test_lengths_that_cannot_be_are_typed_errors() -> None:
+    with pytest.raises(MalformedMessage):
+        split_keys(bytes(17))
+    with pytest.raises(MalformedMessage):
+        unpack_tokens(bytes(5))
+    with pytest.raises(MalformedMessage):
+        page_keys(bytes(16), bytes(5), 16)
+    with pytest.raises(MalformedMessage):
+        page_keys(bytes(15), b"", 16)
+    with pytest.raises(InvalidRequest):
+        page_keys(bytes(16), b"", 0)
+    for bad in ([-1], [2**32], [1.5], ["x"]):
+        with pytest.raises(InvalidRequest):
+            pack_tokens(bad)  # type: ignore[arg-type]
