@@ -1,0 +1,153 @@
+"""The arena's memory: limits before it is taken, its size sealed, and mappings that outlive it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.errors import NotEnoughMemory
+from kvstore.arena import Arena
+from kvstore.memory import Room, available_memory
+
+PAGE = 4_096
+MiB = 2**20
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(64 * PAGE)
+    yield arena
+    arena.close()
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:baton-arena")
+
+
+def test_two_mappings_are_one_memory(arena: Arena) -> None:
+    one, other = (Arena.attach(os.dup(arena.fd), 16, 4 * PAGE) for _ in range(2))
+    one.slot(3)[:5] = b"hello"
+    assert bytes(other.slot(3)[:5]) == b"hello"
+    assert bytes(other.slot(2)) == bytes(4 * PAGE)
+    assert len(one.slot(15)) == 4 * PAGE
+    one.close()
+    other.close()
+
+
+def test_the_size_is_sealed_and_the_seals_too(arena: Arena) -> None:
+    for size in (0, 1_000 * PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(arena.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+def test_its_memory_is_taken_at_once(arena: Arena) -> None:
+    assert os.fstat(arena.fd).st_blocks * 512 == 64 * PAGE
+
+
+def test_an_arena_that_does_not_fit_is_refused_with_figures() -> None:
+    with pytest.raises(
+        NotEnoughMemory, match=r"1048576 bytes does not fit: memory\.max of x leaves 1000; lower store\."
+    ):
+        Arena.create(MiB, Room(1_000, "memory.max of x"))
+    with pytest.raises(NotEnoughMemory, match="MemAvailable|memory"):
+        Arena.create(2**50)
+
+
+def test_what_the_kernel_refuses_is_the_same_error() -> None:
+    with pytest.raises(NotEnoughMemory, match="the kernel did not give"):
+        Arena.create(2**62, Room(2**63, "nothing"))
+
+
+def test_views_outlive_the_arena(arena: Arena) -> None:
+    before = mappings()
+    attached = Arena.attach(os.dup(arena.fd), 16, 4 * PAGE)
+    array = np.frombuffer(attached.slot(0), dtype=np.uint8)
+    attached.close()
+    array[0] = 7
+    with pytest.raises(IndexError):
+        attached.slot(0)
+    assert mappings() == before + 1
+    del array
+    assert mappings() == before
+
+
+def test_what_is_no_arena_is_not_mapped(arena: Arena) -> None:
+    with pytest.raises(ValueError, match="not within an arena of"):
+        Arena.attach(os.dup(arena.fd), 65, PAGE)
+    unsealed = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, PAGE)
+    with pytest.raises(ValueError, match="not sealed"):
+        Arena.attach(unsealed, 1, PAGE)
+    reading, writing = os.pipe()
+    os.close(writing)
+    with pytest.raises(ValueError, match="within an arena"):
+        Arena.attach(reading, 1, PAGE)
+    for fd in (unsealed, reading):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+def test_no_slot_beyond_the_last(arena: Arena) -> None:
+    attached = Arena.attach(os.dup(arena.fd), 16, PAGE)
+    for index in (-1, 16):
+        with pytest.raises(IndexError):
+            attached.slot(index)
+    attached.close()
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def machine(root: Path, available_kib: int, cgroup: str) -> tuple[Path, Path]:
+    write(root / "proc" / "meminfo", f"MemTotal: 99999999 kB\nMemAvailable:   {available_kib} kB\n")
+    write(root / "proc" / "self" / "cgroup", cgroup)
+    return root / "proc", root / "cgroup"
+
+
+def test_the_machine_bounds_where_no_cgroup_does(tmp_path: Path) -> None:
+    proc, cgroup = machine(tmp_path, 1_024, "0::/\n")
+    assert available_memory(proc, cgroup) == Room(MiB, f"MemAvailable of {proc}/meminfo")
+
+
+def test_a_cgroup_of_version_2_and_its_parents_bound(tmp_path: Path) -> None:
+    proc, cgroup = machine(tmp_path, 10_240, "0::/pod/container\n")
+    write(cgroup / "cgroup.controllers", "memory")
+    container = cgroup / "pod" / "container"
+    write(container / "memory.max", "max\n")
+    write(container / "memory.current", "1\n")
+    write(cgroup / "pod" / "memory.max", f"{5 * MiB}\n")
+    write(cgroup / "pod" / "memory.current", f"{3 * MiB}\n")
+    write(cgroup / "pod" / "memory.stat", f"anon 5\ninactive_file {MiB}\n")
+    assert available_memory(proc, cgroup) == Room(3 * MiB, f"memory.max of {cgroup / 'pod'}")
+    write(container / "memory.max", f"{MiB}\n")
+    assert available_memory(proc, cgroup) == Room(MiB - 1, f"memory.max of {container}")
+
+
+def test_a_cgroup_of_version_1_bounds(tmp_path: Path) -> None:
+    proc, cgroup = machine(tmp_path, 10_240, "9:name=systemd:/\n4:cpu,memory:/job\n0::/\n")
+    job = cgroup / "memory" / "job"
+    write(job / "memory.limit_in_bytes", f"{4 * MiB}\n")
+    write(job / "memory.usage_in_bytes", f"{5 * MiB}\n")
+    assert available_memory(proc, cgroup) == Room(0, f"memory.limit_in_bytes of {job}")
+    write(job / "memory.limit_in_bytes", "9223372036854771712\n")
+    assert available_memory(proc, cgroup).available == 10 * MiB
+
+
+def test_a_container_that_sees_only_its_own_group_is_bound_by_it(tmp_path: Path) -> None:
+    proc, cgroup = machine(tmp_path, 10_240, "4:memory:/host/path/of/container\n")
+    write(cgroup / "memory" / "memory.limit_in_bytes", f"{2 * MiB}\n")
+    write(cgroup / "memory" / "memory.usage_in_bytes", "0\n")
+    assert available_memory(proc, cgroup).available == 2 * MiB
+
+
+def test_nothing_readable_bounds_nothing(tmp_path: Path) -> None:
+    assert available_memory(tmp_path / "none", tmp_path / "none").available == 2**63 - 1

@@ -1,0 +1,141 @@
+"""KV events on the wire: what any reader of vLLM's format sees, and what we read back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+
+from baton.errors import MalformedMessage
+from kvstore.changes import Change, ChangeLog, Cleared, Removed, Stored, page_runs, snapshot_parts
+from kvstore.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, apply, decode
+from kvstore.prefix_map import PrefixMap
+from tests.kvstore.chains import key, keys, parent
+
+
+def log() -> EventLog:
+    return EventLog("store-0-abc", "tiny@model", 1.5)
+
+
+def test_a_plain_messagepack_reader_sees_vllms_fields() -> None:
+    changes: list[Change] = [Stored(b"", tuple(keys("ab"))), Stored(key("ab"), (key("abc"),)), Removed((key("abc"),))]
+    batch = log().append([*changes, Cleared()], "CPU", 16, 1700000000.25)
+    assert batch.topic == b"kv@store-0-abc@tiny@model"
+    assert batch.sequence == 1
+    stored = {
+        "type": "BlockStored",
+        "block_hashes": keys("ab"),
+        "parent_block_hash": None,
+        "token_ids": [],
+        "block_size": 16,
+        "lora_id": None,
+        "medium": "CPU",
+        "lora_name": None,
+    }
+    payload: list[Any] = msgpack.unpackb(batch.payload)
+    assert payload == [
+        1700000000.25,
+        [
+            stored,
+            stored | {"block_hashes": [key("abc")], "parent_block_hash": key("ab")},
+            {"type": "BlockRemoved", "block_hashes": [key("abc")], "medium": "CPU"},
+            {"type": "AllBlocksCleared"},
+        ],
+        0,
+    ]
+
+
+def test_a_new_log_begins_by_saying_that_nothing_is_held() -> None:
+    first = log().replay()
+    assert [(batch.sequence, msgpack.unpackb(batch.payload)) for batch in first] == [
+        (0, [1.5, [{"type": "AllBlocksCleared"}], 0])
+    ]
+
+
+def test_what_is_written_is_read_back() -> None:
+    batch = log().append([Stored(key("a"), (key("ab"),)), Removed((key("ab"),)), Cleared()], "DISK", 16, 2.0)
+    read = decode(batch.topic, batch.sequence, batch.payload)
+    assert read.holder == "store-0-abc"
+    assert read.sequence == 1
+    assert read.events == (
+        BlockStored((key("ab"),), key("a"), (), 16, None, "DISK", None),
+        BlockRemoved((key("ab"),), "DISK"),
+        AllBlocksCleared(),
+    )
+
+
+def test_the_log_keeps_the_last_batches() -> None:
+    events = EventLog("i", "m", 0.0, keep=3)
+    for _ in range(5):
+        events.append([Cleared()], "CPU", 16, 0.0)
+    assert [batch.sequence for batch in events.replay()] == [3, 4, 5]
+    assert [batch.sequence for batch in events.replay(5)] == [5]
+    assert events.last == 5
+
+
+@pytest.mark.parametrize(
+    ("topic", "payload"),
+    [
+        (b"kv@i@m", b"garbage"),
+        (b"kv@i@m", msgpack.packb([1.0, [{"type": "BlockMoved"}], 0])),
+        (b"kv@i@m", msgpack.packb([1.0, [{"type": "BlockRemoved", "block_hashes": [b"short"], "medium": "CPU"}], 0])),
+        (b"kv@i", msgpack.packb([1.0, [], 0])),
+        (b"kv@\xff@m", msgpack.packb([1.0, [], 0])),
+        (b"", b""),
+    ],
+)
+def test_what_is_no_batch_is_a_typed_error(topic: bytes, payload: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        decode(topic, 0, payload)
+
+
+def test_fields_that_others_add_do_not_disturb_us() -> None:
+    event = {"type": "BlockRemoved", "block_hashes": [key("a")], "medium": "CPU", "group_idx": None, "new": 1}
+    assert decode(b"kv@i@m", 7, msgpack.packb([1.0, [event], 0, "more"])).events == (BlockRemoved((key("a"),), "CPU"),)
+
+
+def test_events_fill_a_map_and_a_missing_parent_is_told() -> None:
+    prefixes = PrefixMap()
+    assert apply(prefixes, "h", [BlockStored(tuple(keys("ab")), None, (), 16, None, "CPU", None)])
+    assert not apply(prefixes, "h", [BlockStored((key("xyz"),), key("xy"), (), 16, None, "CPU", None)])
+    assert prefixes.match(keys("ab"))["h"].pages == 2
+    assert apply(prefixes, "h", [BlockRemoved((key("ab"),), "CPU")])
+    assert prefixes.pages("h") == 1
+    assert apply(prefixes, "h", [AllBlocksCleared()])
+    assert prefixes.pages("h") == 0
+
+
+def test_neighbouring_changes_are_joined_and_never_reordered() -> None:
+    changes = ChangeLog()
+    for page in range(3):
+        changes.stored(key("abc"[: page + 1]), parent("abc", page))
+    changes.stored(key("x"), b"")
+    changes.removed(key("abc"))
+    changes.removed(key("ab"))
+    changes.stored(key("ab"), key("a"))
+    assert changes.drain() == [
+        Stored(b"", tuple(keys("abc"))),
+        Stored(b"", (key("x"),)),
+        Removed((key("abc"), key("ab"))),
+        Stored(key("a"), (key("ab"),)),
+    ]
+    assert changes.drain() == []
+    changes.stored(key("a"), b"")
+    changes.cleared()
+    assert changes.drain() == [Cleared()]
+
+
+def test_snapshots_come_in_bounded_parts() -> None:
+    chain = [number.to_bytes(16, "big") for number in range(200_000)]
+    runs = list(page_runs(zip(chain, [b"", *chain], strict=False), "CPU"))
+    assert all(len(run.keys) <= 1_024 * 16 for run in runs)
+    parts = snapshot_parts(7, runs)
+    assert len(parts) > 1
+    assert [part.part for part in parts] == list(range(len(parts)))
+    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert {part.sequence for part in parts} == {7}
+    prefixes = PrefixMap()
+    prefixes.load_snapshot("h", [run for part in parts for run in part.runs])
+    assert prefixes.match(chain)["h"].pages == len(chain)
+    assert [part.last for part in snapshot_parts(0, [])] == [True]
