@@ -426,7 +426,7 @@ class DecodeState:
         sequence = self._sequences.get(name.request)
         if sequence is None or sequence.name != name:
             return []
-        position = max(position, sequence.first_new)
+        position = min(max(position, sequence.first_new), len(sequence.tokens))
         tokens = tuple(sequence.tokens[position:])
         if not tokens and sequence.finish is None:
             return []

@@ -156,7 +156,7 @@ class Worker:
                 else:
                     self._poller.add(self._store.fileno())
                     log.info("attached to the store, incarnation %s", self._store.incarnation)
-                    yield StoreUp()
+                    yield StoreUp(self._store.slots)
             return
         try:
             yield from self._store.receive()

@@ -81,7 +81,9 @@ class CopiedOut:
 
 @dataclass(frozen=True)
 class StoreUp:
-    """The node's store has attached this worker."""
+    """The node's store has attached this worker; its arena has `slots` slots."""
+
+    slots: int
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,8 @@ class Ship:
                 return [copy for index, page in waiting.items() for copy in self.ready(index, page)]
             case NotReserved(reason=reason):
                 self.refused = reason
+            case NotComing():
+                self.refused = "orphan"  # the chain that these pages follow has been dropped meanwhile
             case CopiedOut(ticket=ticket, index=index, checksum=checksum):
                 return [Seal(ticket, index, (checksum,), self._hold)]
             case Sealed(first=first, count=count):

@@ -100,7 +100,7 @@ class PrefillState:
         self._owners: dict[int, Job] = {}  # by ticket
         self._copies: list[Copy] = []  # asked for and not handed out yet
         self._tickets = itertools.count(1)
-        self._store_up = False
+        self._slots = 0  # of the arena; 0 without a store
         self._step = 0
         self._done = self._computed = self._hit = self._fetched = self._shipped = 0
 
@@ -124,11 +124,11 @@ class PrefillState:
             case StepFailed(names=names, message=message):
                 jobs = [self._jobs.get(name.request) for name in names]
                 return [c for job in jobs if job and job.name in names for c in self._fail(job, "internal", message)]
-            case StoreUp():
-                self._store_up = True
+            case StoreUp(slots=slots):
+                self._slots = slots
                 return []
             case StoreLost():
-                self._store_up = False
+                self._slots = 0
                 # What was done is in that store no more either: the router must not count on it.
                 message = "the node's store is gone"
                 return [c for job in list(self._jobs.values()) for c in self._fail(job, StoreGone.reason, message)]
@@ -150,9 +150,13 @@ class PrefillState:
                 raise MalformedMessage(f"{len(tokens)} tokens are no whole pages of {self._page_size}")
         except BatonError as error:
             return [*commands, Say(Failed(*_named(name), error.reason, str(error)))]
-        if not self._store_up:
+        if not self._slots:
             return [*commands, Say(Failed(*_named(name), StoreGone.reason, "this worker's node has no store now"))]
         keys = split_keys(page_keys(order.root, order.tokens, self._page_size))
+        if len(keys) > self._slots:
+            # No window helps: pages keep the pages before them, so a chain must fit as a whole.
+            message = f"the prompt takes {len(keys)} pages and the node's arena has {self._slots}"
+            return [*commands, Say(Refused(*_named(name), "too_large", message))]
         if len(keys) > self._num_pages:
             message = f"the prompt takes {len(keys)} pages and this worker has {self._num_pages}"
             return [*commands, Say(Refused(*_named(name), "too_large", message))]
@@ -223,6 +227,7 @@ class PrefillState:
         """Every page of a shipment is in the store: go on with the next, or be done."""
         job.shipped += ship.written
         job.settled += ship.count
+        job.offered = max(job.offered, job.settled)  # pages that others had sealed were never offered
         commands: list[Command] = []
         if job.holds:
             job.holding.append(ship.ticket)

@@ -1,0 +1,263 @@
+"""The decode worker's decisions, with a real store state and a device that notices a wrong page."""
+
+from __future__ import annotations
+
+from baton.clock import Tick
+from baton.config import DecodeConfig
+from baton.membership import OwnerLost
+from baton.messages import (
+    Accepted,
+    AttemptName,
+    Cancel,
+    Decode,
+    Failed,
+    Have,
+    Message,
+    Refused,
+    Resend,
+    RouterHeartbeat,
+    Sampling,
+    Started,
+    Tokens,
+)
+from decode_worker.state import StepFailed
+from kvstore.keys import pack_tokens
+from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
+
+GREEDY = Sampling(temperature=0)
+
+
+def order(
+    prompt: list[int],
+    count: int,
+    request: str = "r",
+    attempt: int = 1,
+    known: list[int] | None = None,
+    **more: object,
+) -> Decode:
+    tokens = pack_tokens(prompt + (known or []))
+    return Decode(request, attempt, ROOT, tokens, len(prompt), count, GREEDY, **more)  # type: ignore[arg-type]
+
+
+def worker(slots: int = 64, pages: int = 32, **config: int) -> RigWorker:
+    return Rig(slots).worker("decode", pages, DecodeConfig(**config))
+
+
+def tokens_of(said: list[Message], request: str = "r", attempt: int = 1) -> list[int]:
+    """The attempt's tokens, which must come in order and without a gap."""
+    found: dict[int, int] = {}
+    for message in said:
+        for delta in message.deltas if isinstance(message, Tokens) else ():
+            if (delta.request, delta.attempt) == (request, attempt):
+                found |= {delta.position + i: token for i, token in enumerate(delta.tokens)}
+    assert sorted(found) == list(range(min(found, default=0), min(found, default=0) + len(found)))
+    return [found[position] for position in sorted(found)]
+
+
+def finishes(said: list[Message]) -> list[str]:
+    return [d.finish for m in said if isinstance(m, Tokens) for d in m.deltas if d.finish]
+
+
+PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 5, 6, 1]
+
+
+def test_a_request_without_help_gets_the_reference_tokens() -> None:
+    one = worker()
+    one.handle(order(PROMPT, 20))
+    one.rig.settle()
+    assert isinstance(one.said[0], Accepted)
+    assert isinstance(one.said[1], Started)
+    assert tokens_of(one.said) == reference(PROMPT, 20)
+    assert finishes(one.said) == ["length"]
+    assert one.state.cache.available == one.num_pages
+
+
+def test_a_prompt_longer_than_the_budget_comes_in_chunks_behind_those_that_decode() -> None:
+    one = worker(step_tokens=5)
+    one.handle(order(PROMPT[:1], 30, "short"))
+    one.step()
+    one.handle(order(PROMPT * 2, 5, "long"))
+    produced = len(tokens_of(one.said, "short"))
+    while not tokens_of(one.said, "long"):
+        one.turn()
+        assert len(tokens_of(one.said, "short")) == (produced := produced + 1)
+    one.rig.settle()
+    assert tokens_of(one.said, "short") == reference(PROMPT[:1], 30)
+    assert tokens_of(one.said, "long") == reference(PROMPT * 2, 5)
+
+
+def test_a_stop_token_ends_it_and_is_said() -> None:
+    one = worker()
+    expected = reference(PROMPT, 20)
+    stop = expected[4]
+    one.handle(order(PROMPT, 20, stop_token_ids=(stop,)))
+    one.rig.settle()
+    assert tokens_of(one.said) == expected[: expected.index(stop) + 1]
+    assert finishes(one.said) == ["stop"]
+
+
+def test_full_pages_are_written_through_and_fetched_by_another() -> None:
+    one = worker()
+    one.handle(order(PROMPT, 10))
+    one.rig.settle()
+    assert one.rig.store.stats().sealed == (len(PROMPT) + 9) // PAGE
+    other = one.rig.worker("decode", 32, DecodeConfig())
+    other.handle(order(PROMPT, 10, fetch=2))
+    one.rig.settle()
+    assert other.said[1] == Started("r", 1, device_pages=0, fetched_pages=2)
+    assert tokens_of(other.said) == reference(PROMPT, 10)
+    first = next(m for m in other.said if isinstance(m, Tokens)).deltas[0]
+    assert first.computed == len(PROMPT) - 2 * PAGE
+
+
+def test_the_device_cache_serves_a_repeat() -> None:
+    one = worker()
+    for request in ("a", "b"):
+        one.handle(order(PROMPT, 3, request))
+        one.rig.settle()
+    assert [m.device for m in one.said if isinstance(m, Accepted)] == [0, 2]
+    assert tokens_of(one.said, "b") == reference(PROMPT, 3)
+
+
+def test_a_stale_hint_costs_a_recompute_and_no_token() -> None:
+    one = worker()
+    one.handle(order(PROMPT, 8, fetch=2))  # the store has nothing
+    one.rig.settle()
+    assert not [m for m in one.said if isinstance(m, Have)]
+    assert tokens_of(one.said) == reference(PROMPT, 8)
+
+
+def test_an_awaited_fetch_that_ends_short_is_the_routers_to_decide() -> None:
+    one = worker(fetch_ms=100)
+    one.handle(order(PROMPT, 8, fetch=2, awaited=True))
+    one.rig.settle()
+    assert not [m for m in one.said if isinstance(m, Have)]
+    one.rig.now += 0.2
+    one.handle(Tick())
+    assert [m.pages for m in one.said if isinstance(m, Have)] == [0]
+    assert one.state.heartbeat(0).attempts[0].position == len(PROMPT)
+    one.handle(order(PROMPT, 8, attempt=2))
+    one.rig.settle()
+    assert tokens_of(one.said, attempt=2) == reference(PROMPT, 8)
+    assert one.rig.store.stats().waits == 0
+
+
+def test_our_own_pause_does_not_end_a_fetch() -> None:
+    one = worker(fetch_ms=100)
+    one.handle(order(PROMPT, 8, fetch=2, awaited=True))
+    one.rig.now += 50.0
+    one.handle(Tick(paused=50.0))
+    assert not [m for m in one.said if isinstance(m, Have)]
+
+
+def test_a_lost_store_ends_what_is_awaited_and_disturbs_nobody_else() -> None:
+    one = worker()
+    one.handle(order(PROMPT, 30, "running"))
+    one.turn()
+    one.handle(order(PROMPT[::-1], 8, "waiting", fetch=2, awaited=True))
+    one.rig.restart_store()
+    assert [m.request for m in one.said if isinstance(m, Have)] == ["waiting"]
+    while one.turn():
+        pass
+    assert tokens_of(one.said, "running") == reference(PROMPT, 30)
+
+
+def test_failover_goes_on_where_the_tokens_end() -> None:
+    one = worker()
+    expected = reference(PROMPT, 20)
+    one.handle(order(PROMPT, 20, attempt=2, known=expected[:7]))
+    one.rig.settle()
+    assert tokens_of(one.said, attempt=2) == expected[7:]
+    assert finishes(one.said) == ["length"]
+
+
+def test_what_can_never_fit_is_refused_at_the_door_and_what_does_not_fit_now_is_busy() -> None:
+    one = worker(pages=8)
+    one.handle(order(PROMPT, 40, "never"))
+    assert [m.reason for m in one.said if isinstance(m, Refused)] == ["too_large"]
+    one.handle(order(PROMPT * 2, 4, "first"))
+    one.handle(order(PROMPT[::-1], 4, "second"))
+    assert [(m.request, m.reason) for m in one.said if isinstance(m, Refused)][1:] == [("second", "busy")]
+
+
+def test_too_small_a_pool_preempts_the_newest_and_loses_no_token() -> None:
+    one = worker(pages=12)
+    prompts = {f"r{i}": [i + 1, *PROMPT[:5]] for i in range(3)}
+    for request, prompt in prompts.items():
+        one.handle(order(prompt, 30, request))
+    one.rig.settle()
+    assert one.state.stats().preemptions > 0
+    for request, prompt in prompts.items():
+        assert tokens_of(one.said, request) == reference(prompt, 30)
+    assert one.state.cache.available == one.num_pages
+
+
+def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
+    for ending in (Cancel("r", 1), RouterHeartbeat(), OwnerLost()):
+        one = worker()
+        one.handle(order(PROMPT, 30))
+        one.turn()
+        one.handle(ending)
+        one.rig.settle()
+        assert one.state.cache.available == one.num_pages
+        assert not one.state.heartbeat(0).attempts
+        assert one.rig.store.stats().tickets == 0
+
+
+def test_a_router_heartbeat_keeps_what_it_lists() -> None:
+    one = worker()
+    one.handle(order(PROMPT, 5))
+    one.handle(RouterHeartbeat((AttemptName("r", 1),)))
+    one.rig.settle()
+    assert tokens_of(one.said) == reference(PROMPT, 5)
+
+
+def test_tokens_are_said_again_even_after_the_end_until_the_router_lets_go() -> None:
+    one = worker()
+    one.handle(order(PROMPT, 6))
+    one.rig.settle()
+    one.said.clear()
+    one.handle(Resend("r", 1, len(PROMPT) + 2))
+    assert tokens_of(one.said) == reference(PROMPT, 6)[2:]
+    assert finishes(one.said) == ["length"]
+    assert one.state.heartbeat(0).attempts[0].ended
+    one.handle(Cancel("r", 1))
+    one.said.clear()
+    one.handle(Resend("r", 1, 0))
+    assert not one.said
+
+
+def test_an_older_or_repeated_attempt_changes_nothing() -> None:
+    one = worker()
+    one.handle(order(PROMPT, 6, attempt=2))
+    one.handle(order(PROMPT, 6, attempt=1))
+    one.handle(order(PROMPT, 6, attempt=2))
+    one.rig.settle()
+    assert len([m for m in one.said if isinstance(m, Accepted)]) == 1
+    assert tokens_of(one.said, attempt=2) == reference(PROMPT, 6)
+
+
+def test_a_deadline_that_passes_is_said() -> None:
+    one = worker()
+    one.handle(order(PROMPT, 30, deadline_ms=100))
+    one.rig.now += 0.2
+    one.handle(Tick())
+    assert [m.reason for m in one.said if isinstance(m, Failed)] == ["deadline"]
+    assert one.state.cache.available == one.num_pages
+
+
+def test_a_failed_step_fails_its_requests_and_nobody_else() -> None:
+    one = worker()
+    one.handle(order(PROMPT, 5, "bad"))
+    one.handle(order(PROMPT, 5, "good"))
+    one.handle(StepFailed((AttemptName("bad", 1),), "RuntimeError: boom"))
+    one.rig.settle()
+    assert [(m.request, m.reason) for m in one.said if isinstance(m, Failed)] == [("bad", "internal")]
+    assert tokens_of(one.said, "good") == reference(PROMPT, 5)
+
+
+def test_tokens_that_make_no_sense_are_refused() -> None:
+    one = worker()
+    one.handle(Decode("r", 1, ROOT, b"123", 1, 5, GREEDY))
+    one.handle(Decode("s", 1, ROOT, pack_tokens([1]), 2, 5, GREEDY))
+    assert [m.reason for m in one.said if isinstance(m, Failed)] == ["malformed_message"] * 2

@@ -1,0 +1,230 @@
+"""The prefill worker's decisions, with a real store state and a device that notices a wrong page."""
+
+from __future__ import annotations
+
+from baton.clock import Tick
+from baton.config import DecodeConfig, PrefillConfig
+from baton.membership import OwnerLost
+from baton.messages import (
+    AttemptName,
+    Cancel,
+    Decode,
+    Failed,
+    Have,
+    Message,
+    Prefill,
+    Prefilled,
+    Refused,
+    RouterHeartbeat,
+    Sampling,
+    Started,
+)
+from kvstore.keys import pack_tokens, shippable_pages
+from prefill_worker.state import StepFailed
+from tests.decode_worker.test_state import tokens_of
+from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
+
+PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 5, 6, 1, 2, 3, 3]  # three full pages and two tokens
+
+
+def order(prompt: list[int], request: str = "r", attempt: int = 1, **more: object) -> Prefill:
+    full = shippable_pages(len(prompt), PAGE) * PAGE
+    return Prefill(request, attempt, ROOT, pack_tokens(prompt[:full]), **more)  # type: ignore[arg-type]
+
+
+def worker(slots: int = 64, pages: int = 32, **config: int) -> RigWorker:
+    return Rig(slots).worker("prefill", pages, PrefillConfig(**config))
+
+
+def done(said: list[Message]) -> list[Prefilled]:
+    return [m for m in said if isinstance(m, Prefilled)]
+
+
+def test_the_result_is_every_page_sealed_and_held() -> None:
+    one = worker()
+    one.handle(order(PROMPT))
+    one.rig.settle()
+    (result,) = done(one.said)
+    assert (result.computed, result.hit, result.shipped) == (3 * PAGE, 0, 3)
+    stats = one.rig.store.stats()
+    assert (stats.sealed, stats.held) == (3, 3)
+    assert one.state.cache.available == one.num_pages
+    one.handle(Cancel("r", 1))
+    assert one.rig.store.stats().held == 0
+
+
+def test_what_is_there_already_is_held_and_not_computed() -> None:
+    one = worker()
+    for request in ("a", "b"):
+        one.handle(order(PROMPT, request))
+        one.rig.settle()
+    assert [(m.computed, m.hit, m.shipped) for m in done(one.said)] == [(3 * PAGE, 0, 3), (0, 3, 0)]
+
+
+def test_what_the_device_has_is_copied_to_a_new_store() -> None:
+    one = worker()
+    one.handle(order(PROMPT, "a"))
+    one.rig.settle()
+    one.rig.restart_store()
+    one.attach()
+    one.handle(order(PROMPT, "b"))
+    one.rig.settle()
+    assert (done(one.said)[-1].computed, done(one.said)[-1].shipped) == (0, 3)
+
+
+def test_what_the_store_has_is_read_to_compute_what_follows() -> None:
+    one = worker()
+    one.handle(order(PROMPT[:9], "a"))
+    one.rig.settle()
+    other = one.rig.worker("prefill", 32, PrefillConfig())
+    other.handle(order(PROMPT, "b"))
+    one.rig.settle()
+    assert [(m.computed, m.hit, m.shipped) for m in done(other.said)] == [(PAGE, 2, 1)]
+    assert other.state.stats().pages_fetched == 2
+
+
+def test_pages_arrive_at_a_waiting_decode_worker_while_later_chunks_are_computed() -> None:
+    rig = Rig(64)
+    prefill = rig.worker("prefill", 32, PrefillConfig(chunk_tokens=PAGE))
+    decode = rig.worker("decode", 32, DecodeConfig())
+    tokens = pack_tokens(PROMPT)
+    decode.handle(Decode("r", 1, ROOT, tokens, len(PROMPT), 9, Sampling(temperature=0), fetch=3, awaited=True))
+    prefill.handle(order(PROMPT))
+    prefill.turn()
+    prefill.turn()
+    decode.turn()
+    assert 0 < decode.state.stats().prompt_pages_fetched < 3
+    rig.settle()
+    assert Started("r", 1, fetched_pages=3) in decode.said
+    assert tokens_of(decode.said) == reference(PROMPT, 9)
+
+
+def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
+    one = worker(chunk_tokens=2 * PAGE, pages=64)
+    one.handle(order([1] * 80, "long"))
+    one.turn()
+    one.handle(order(PROMPT, "short"))
+    one.rig.settle()
+    assert [m.request for m in done(one.said)] == ["short", "long"]
+
+
+def test_a_prompt_beyond_the_share_of_the_arena_passes_through_a_window() -> None:
+    rig = Rig(24)  # a writer may reserve 12 slots
+    prefill = rig.worker("prefill", 64, PrefillConfig())
+    decode = rig.worker("decode", 64, DecodeConfig())
+    prompt = [i % 7 for i in range(20 * PAGE + 1)]
+    tokens = pack_tokens(prompt)
+    decode.handle(Decode("r", 1, ROOT, tokens, len(prompt), 5, Sampling(temperature=0), fetch=20, awaited=True))
+    prefill.handle(order(prompt))
+    for _ in range(200):
+        rig.now += 0.05
+        prefill.handle(Tick())
+        rig.settle()
+    assert done(prefill.said)
+    assert tokens_of(decode.said) == reference(prompt, 5)
+    assert Started("r", 1, fetched_pages=20) in decode.said
+
+
+def test_a_full_store_is_asked_again_and_its_silence_ends_the_prompt() -> None:
+    rig = Rig(8)
+    holder = rig.worker("prefill", 32, PrefillConfig())
+    holder.handle(order([9] * (4 * PAGE + 1), "h1"))
+    rig.settle()
+    holder.handle(order([8] * (4 * PAGE + 1), "h2"))
+    rig.settle()
+    one = rig.worker("prefill", 32, PrefillConfig(store_ms=1_000))
+    one.handle(order(PROMPT))
+    rig.settle()
+    assert not done(one.said)
+    holder.handle(Cancel("h1", 1))
+    rig.now += 0.1
+    one.handle(Tick())
+    rig.settle()
+    assert [m.request for m in done(one.said)] == ["r"]
+
+    one.handle(order(PROMPT[::-1], "late"))
+    rig.settle()
+    rig.now += 1.1
+    one.handle(Tick())
+    assert [m.reason for m in one.said if isinstance(m, Failed)] == ["store"]
+    assert one.state.cache.available == one.num_pages
+
+
+def test_a_lost_store_fails_its_prompts() -> None:
+    one = worker(chunk_tokens=PAGE)
+    one.handle(order(PROMPT))
+    one.turn()
+    one.rig.restart_store()
+    assert [m.reason for m in one.said if isinstance(m, Failed)] == ["store_gone"]
+    one.handle(order(PROMPT, "too early"))
+    assert [m.reason for m in one.said if isinstance(m, Failed)] == ["store_gone"] * 2
+    assert one.state.cache.available == one.num_pages
+
+
+def test_a_writer_that_dies_lets_those_who_wait_know() -> None:
+    rig = Rig(64)
+    prefill = rig.worker("prefill", 32, PrefillConfig(chunk_tokens=PAGE))
+    decode = rig.worker("decode", 32, DecodeConfig())
+    tokens = pack_tokens(PROMPT)
+    decode.handle(Decode("r", 1, ROOT, tokens, len(PROMPT), 9, Sampling(temperature=0), fetch=3, awaited=True))
+    prefill.handle(order(PROMPT))
+    prefill.turn()
+    prefill.turn()
+    rig.kill(prefill)
+    decode.turn()
+    decode.turn()
+    (have,) = [m for m in decode.said if isinstance(m, Have)]
+    assert 0 <= have.pages < 3
+    decode.handle(Decode("r", 2, ROOT, tokens, len(PROMPT), 9, Sampling(temperature=0)))
+    rig.settle()
+    assert tokens_of(decode.said, attempt=2) == reference(PROMPT, 9)
+    assert rig.store.stats().reserved == 0
+
+
+def test_limits_are_said() -> None:
+    one = worker(slots=16, pages=4, max_prompts=1)
+    one.handle(order([1] * 80, "beyond the arena"))
+    one.handle(order([1] * 40, "beyond the device"))
+    one.handle(order(PROMPT, "a"))
+    one.handle(order(PROMPT[::-1], "b"))
+    assert [(m.request, m.reason) for m in one.said if isinstance(m, Refused)] == [
+        ("beyond the arena", "too_large"),
+        ("beyond the device", "too_large"),
+        ("b", "busy"),
+    ]
+    one.handle(Prefill("c", 1, ROOT, pack_tokens([1, 2, 3])))
+    assert [m.reason for m in one.said if isinstance(m, Failed)] == ["malformed_message"]
+
+
+def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
+    for ending in (Cancel("r", 1), RouterHeartbeat(), OwnerLost()):
+        one = worker(chunk_tokens=PAGE)
+        one.handle(order(PROMPT))
+        one.turn()
+        one.handle(ending)
+        one.rig.settle()
+        assert one.state.cache.available == one.num_pages
+        assert (one.rig.store.stats().tickets, one.rig.store.stats().reserved) == (0, 0)
+
+
+def test_a_newer_attempt_replaces_an_older_one() -> None:
+    one = worker(chunk_tokens=PAGE)
+    one.handle(order(PROMPT))
+    one.turn()
+    one.handle(order(PROMPT, attempt=2))
+    one.handle(order(PROMPT, attempt=1))
+    one.rig.settle()
+    assert [m.attempt for m in done(one.said)] == [2]
+
+
+def test_a_deadline_and_a_failed_step_are_said() -> None:
+    one = worker(chunk_tokens=PAGE)
+    one.handle(order(PROMPT, "late", deadline_ms=100))
+    one.handle(order(PROMPT[::-1], "bad"))
+    one.handle(StepFailed((AttemptName("bad", 1),), "boom"))
+    one.rig.now += 0.2
+    one.handle(Tick())
+    assert [(m.request, m.reason) for m in one.said if isinstance(m, Failed)] == [
+        ("bad", "internal"),
+        ("late", "deadline"),
+    ]
