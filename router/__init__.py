@@ -1,0 +1,1 @@
+"""The router: front doors, tokenizing, a request's life, placement and admission. The only control path."""

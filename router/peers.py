@@ -1,0 +1,230 @@
+"""What the router knows of each process: who it is, how it is, and the work it was given.
+
+    (stranger) ──Hello──▶ live ──silent, stuck, or replaced──▶ gone ──Hello──▶ live
+
+Names are stable and incarnations are not. One live process has a name at a time, and the newest keeps it: newest is
+the incarnation that said its first Hello to this router last. So a process that was stopped, replaced, and wakes up
+finds its name taken and is rejected for as long as its successor lives. After a restart of the router the first
+Hellos may arrive in any order; then the older process may be the one kept, which is as sound: nothing is shared by
+name, and every message names incarnations.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from baton.errors import Incompatible
+from baton.messages import (
+    PROTOCOL_VERSION,
+    AttemptName,
+    Hello,
+    Load,
+    ModelCard,
+    Namespace,
+    Peer,
+    Role,
+)
+
+_REMEMBERED = 4_096  # incarnations; far more than processes ever start while one of them is still around
+_SHOWN = 600.0  # seconds for which a process that went is still listed
+
+GoneReason: TypeAlias = Literal["silent", "stuck", "replaced", "rejected"]
+
+
+@dataclass
+class Work:
+    """One attempt that a worker was given and has not been told to forget."""
+
+    sequence: int  # of the message that gave it
+    pages: int  # how much work it is; 0 once it is done and merely held
+    missing: bool = False  # the last heartbeat should have listed it, and did not
+
+
+@dataclass
+class Member:
+    """A live process, or one that went."""
+
+    hello: Hello
+    heard_at: float  # when it last said anything, seconds
+    load: Load = field(default_factory=Load)
+    work: dict[AttemptName, Work] = field(default_factory=dict[AttemptName, Work])
+    slots: set[AttemptName] = field(default_factory=set[AttemptName])  # prompts a prefill worker is to make, or will be
+    unanswered: set[AttemptName] = field(default_factory=set[AttemptName])  # neither accepted nor refused
+    busy_since: int | None = None  # sequence of the work it had no room for; none: it may have room
+    positions: dict[AttemptName, int] = field(default_factory=dict[AttemptName, int])  # as last reported
+    gone: GoneReason | None = None
+
+    @property
+    def peer(self) -> Peer:
+        return self.hello.peer
+
+    @property
+    def incarnation(self) -> str:
+        return self.hello.peer.incarnation
+
+    @property
+    def pages(self) -> int:
+        """How much work it has been given, in pages."""
+        return sum(work.pages for work in self.work.values())
+
+    def drop(self, name: AttemptName) -> bool:
+        """It has nothing to do with this attempt any more. False: it was never given it."""
+        self.slots.discard(name)
+        self.unanswered.discard(name)
+        self.positions.pop(name, None)
+        return self.work.pop(name, None) is not None
+
+
+@dataclass
+class _Acquaintance:
+    order: int  # of first Hellos
+    sent: int = 0  # messages
+
+
+class Members:
+    """Every process that said Hello. Decides who may join; what follows from a leave is its owner's business."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._live: dict[str, Member] = {}  # by incarnation
+        self._gone: dict[str, Member] = {}  # by name, until replaced
+        self._known: dict[str, _Acquaintance] = {}  # by incarnation, oldest first
+        self._met = 0
+
+    def get(self, incarnation: str) -> Member | None:
+        """The live process of that incarnation."""
+        return self._live.get(incarnation)
+
+    def __iter__(self) -> Iterator[Member]:
+        """The live ones; members may leave meanwhile."""
+        return iter(list(self._live.values()))
+
+    def of(self, role: Role) -> list[Member]:
+        return [member for member in self._live.values() if member.peer.role == role]
+
+    def store_of(self, node: str) -> Member | None:
+        return next((member for member in self.of("store") if member.peer.node == node), None)
+
+    def named(self, name: str) -> Member | None:
+        """The live process of that name."""
+        return next((member for member in self._live.values() if member.peer.name == name), None)
+
+    def listed(self, now: float) -> list[Member]:
+        """The live ones, and those that went not long ago and have no successor."""
+        self._gone = {name: member for name, member in self._gone.items() if now - member.heard_at < _SHOWN}
+        return sorted([*self._live.values(), *self._gone.values()], key=lambda member: member.peer.name)
+
+    def stuck(self, incarnation: str) -> bool:
+        """Whether that incarnation went because it was stuck."""
+        return any(member.incarnation == incarnation and member.gone == "stuck" for member in self._gone.values())
+
+    @property
+    def card(self) -> ModelCard | None:
+        """The model that is served: that of the first live worker."""
+        return next((member.hello.model for member in self._live.values() if member.hello.model), None)
+
+    @property
+    def largest_pool(self) -> int | None:
+        """Pages of the largest decode worker; none while none is live."""
+        return max((m.hello.model.pool_pages for m in self.of("decode") if m.hello.model), default=None)
+
+    # --- coming and going -------------------------------------------------------------------------------------------
+
+    def check(self, hello: Hello) -> None:
+        """Raises Incompatible, naming what differs and both values, for a process that can't join."""
+        peer = hello.peer
+        if hello.protocol != PROTOCOL_VERSION:
+            raise Incompatible(f"protocol is {hello.protocol} and this cluster speaks {PROTOCOL_VERSION}")
+        if peer.role == "router":
+            raise Incompatible(f"role of {peer.name} is router, and so is mine; connect to a cluster of your own")
+        if peer.role == "store":
+            if (other := self.store_of(peer.node)) and other.peer.name != peer.name:
+                raise Incompatible(f"node {peer.node} has the store {other.peer.name}; {peer.name} would be a second")
+        elif hello.model is None:
+            raise Incompatible(f"model of {peer.name} is missing; a worker says Hello once it has loaded its model")
+        else:
+            self._check_card(hello.model)
+        rival = self.named(peer.name)
+        if rival and rival.incarnation != peer.incarnation and self._older(peer.incarnation, rival.incarnation):
+            raise Incompatible(
+                f"incarnation {peer.incarnation} of {peer.name} has been replaced by {rival.incarnation}, "
+                f"pid {rival.peer.pid} on node {rival.peer.node}; end this process"
+            )
+
+    def join(self, hello: Hello, now: float) -> Member:
+        """A process that has passed `check`; again for one that is live and says Hello again."""
+        if (member := self._live.get(hello.peer.incarnation)) is not None:
+            member.hello, member.heard_at = hello, now
+            return member
+        self._meet(hello.peer.incarnation)
+        self._gone.pop(hello.peer.name, None)
+        member = self._live[hello.peer.incarnation] = Member(hello, now)
+        return member
+
+    def leave(self, member: Member, why: GoneReason) -> None:
+        del self._live[member.incarnation]
+        member.gone = why
+        if why != "replaced":
+            self._gone[member.peer.name] = member
+
+    def extend(self, seconds: float) -> None:
+        """We did not listen for so long: nobody is to blame for silence."""
+        for member in self._live.values():
+            member.heard_at += seconds
+
+    def _check_card(self, card: ModelCard) -> None:
+        if card.namespace.page_size != self._page_size:
+            raise Incompatible(f"page_size is {card.namespace.page_size} and this cluster has {self._page_size}")
+        served = self.card
+        if served is None:
+            return
+        for field_ in Namespace.__struct_fields__:
+            theirs, ours = getattr(card.namespace, field_), getattr(served.namespace, field_)
+            if theirs != ours:
+                raise Incompatible(f"namespace.{field_} is {_shown(theirs)} and this cluster has {_shown(ours)}")
+        if card.page_bytes != served.page_bytes:
+            raise Incompatible(f"page_bytes is {card.page_bytes} and this cluster has {served.page_bytes}")
+
+    # --- counting along ---------------------------------------------------------------------------------------------
+
+    def count(self, incarnation: str) -> int | None:
+        """The sequence of the message that is sent to it now; none for a stranger."""
+        if (known := self._known.get(incarnation)) is None:
+            return None
+        known.sent += 1
+        return known.sent
+
+    def forgettable(self) -> list[str]:
+        """Incarnations that went so long ago that nothing of theirs can still be on its way; they are strangers now."""
+        excess = len(self._known) - _REMEMBERED
+        old = [incarnation for incarnation in self._known if incarnation not in self._live][: max(0, excess)]
+        for incarnation in old:
+            del self._known[incarnation]
+        return old
+
+    def _meet(self, incarnation: str) -> None:
+        # Whoever comes back keeps its order and its count: a heartbeat from before may still be on its way, and what
+        # that has heard must not pass for having heard what is sent from now on.
+        self._met += 1
+        self._known.setdefault(incarnation, _Acquaintance(self._met))
+
+    def _older(self, incarnation: str, than: str) -> bool:
+        mine, other = self._known.get(incarnation), self._known.get(than)
+        return mine is not None and other is not None and mine.order < other.order
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        names = [member.peer.name for member in self._live.values()]
+        assert len(names) == len(set(names)), f"two live processes of one name: {names}"
+        for member in self._live.values():
+            assert member.gone is None
+            assert member.incarnation in self._known
+            assert member.unanswered <= set(member.work), member.unanswered
+
+
+def _shown(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else repr(value)

@@ -1,0 +1,154 @@
+"""One request, as the router has it.
+
+    Submit ─▶ QUEUED ──Decode sent──▶ PLACED ──Accepted──▶ PREPARING ──Started, or tokens──▶ RUNNING ──finish──▶ (end)
+                ▲                        │                     │                                │
+                └── no worker is free ───┴─ busy / lost / dead ┴─── dead, failed, no progress ──┘
+                                               (the next attempt knows every token so far)
+
+It ends from any state: with its last token, an error, its deadline, a matched stop string, or its client's leaving.
+The budget bounds the accepted attempts in a row that brought no token: a request that kills its workers must stop, one
+whose workers happen to die must not. The time in the queue bounds the attempts that nobody accepted.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from baton.messages import TOKEN_BYTES, AttemptName, Sampling
+from baton.timeline import Timeline
+from kvstore.keys import pack_tokens, page_keys, shippable_pages, split_keys
+from router.events import Served, Submit, Summary, Usage
+from router.placement import Plan
+
+
+class Phase(Enum):
+    PLACED = "placed"
+    PREPARING = "preparing"
+    RUNNING = "running"
+
+
+@dataclass
+class Attempt:
+    """The one active attempt of a request. Who is not named here has no say in it."""
+
+    name: AttemptName
+    plan: Plan
+    start: int  # tokens known when it began
+    progress: float  # when it last got on, seconds
+    decode: str  # incarnation
+    prefill: str | None  # incarnation that is to make the pages: its slot is taken; none once it has nothing of ours
+    phase: Phase = Phase.PLACED
+    predicted: int = 0  # prompt tokens that its prefill worker has been asked to compute, until it says how many it did
+    prefill_sent: bool = False
+    prefilled: bool = False
+    sightings: int = 0  # heartbeats that listed it before its Accepted came
+    behind: int | None = None  # what we had when the last heartbeat showed that the worker has more
+    asked_from: int | None = None  # position of the last Resend that a gap made us send
+
+
+@dataclass
+class Request:
+    """Its tokens, its one attempt, and its account."""
+
+    name: str
+    arrival: int  # order of submission
+    prompt: int  # tokens
+    tokens: bytearray  # packed: the prompt and everything emitted
+    sampling: Sampling
+    stop_token_ids: tuple[int, ...]
+    tenant: str
+    priority: int
+    deadline: float | None
+    max_tokens: int | None  # none until a worker's pool tells how many fit
+    submitted: float
+    timeline: Timeline
+    attempt: Attempt | None = None
+    give_up: float | None = None  # when the wait in the queue ends, seconds; none while somebody has accepted it
+    attempts: int = 0  # started
+    failures: int = 0  # accepted attempts since the last token that came to nothing
+    local: bool = False  # the next attempts shall need nobody but a decode worker
+    failed_on: set[str] = field(default_factory=set[str])  # incarnations that said they could not do it
+    root: bytes = b""
+    keys: list[bytes] = field(default_factory=list[bytes])  # of the pages that may be shipped
+    # The account:
+    unreported: int = 0  # prompt tokens that prefill workers of earlier attempts may have computed without saying so
+    prefill_computed: int = 0
+    decode_computed: int | None = None
+    decode_workers: list[str] = field(default_factory=list[str])
+    prefill_worker: str = ""
+    pages_hit: int = 0
+    pages_shipped: int = 0
+    pages_on_device: int = 0
+    pages_fetched: int = 0
+    prefill_queue_ms: int | None = None
+    prefill_compute_ms: int | None = None
+
+    @classmethod
+    def from_submit(cls, submit: Submit, arrival: int, now: float) -> Request:
+        return cls(
+            name=submit.request,
+            arrival=arrival,
+            prompt=len(submit.tokens) // TOKEN_BYTES,
+            tokens=bytearray(submit.tokens),
+            sampling=submit.sampling,
+            stop_token_ids=submit.stop_token_ids,
+            tenant=submit.tenant,
+            priority=submit.priority,
+            deadline=submit.deadline,
+            max_tokens=submit.max_tokens,
+            submitted=now,
+            timeline=Timeline(received=submit.received),
+        )
+
+    @property
+    def known(self) -> int:
+        """Tokens of prompt and output together."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def generated(self) -> int:
+        return self.known - self.prompt
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of service: urgent first, then oldest first."""
+        return (self.priority, self.arrival)
+
+    def extend(self, tokens: tuple[int, ...]) -> None:
+        self.tokens += pack_tokens(tokens)
+
+    def derive_keys(self, root: bytes, page_size: int) -> None:
+        """Bring `keys` up to the tokens known now."""
+        pages = shippable_pages(self.known, page_size)
+        if root != self.root or pages != len(self.keys):
+            whole = bytes(self.tokens[: pages * page_size * TOKEN_BYTES])
+            self.root, self.keys = root, split_keys(page_keys(root, whole, page_size))
+
+    def missing_tokens(self, cached_pages: int, page_size: int) -> int:
+        """Prompt tokens in the shippable pages after the first `cached_pages`."""
+        end = min(self.prompt, len(self.keys) * page_size)
+        return max(0, end - cached_pages * page_size)
+
+    def summary(self, completion: int | None = None) -> Summary:
+        """The account as it stands. `completion` tokens count, where a stop string cut the output short."""
+        # A prefill that has not said what it computed has computed what it was expected to.
+        predicted = self.unreported + (self.attempt.predicted if self.attempt else 0)
+        computed = self.prefill_computed + predicted + (self.decode_computed or 0)
+        cached = 0 if self.decode_computed is None else max(0, self.prompt - computed)
+        usage = Usage(self.prompt, cached, self.generated if completion is None else completion)
+        served = Served(
+            attempts=self.attempts,
+            prefill_worker=self.prefill_worker,
+            decode_workers=tuple(self.decode_workers),
+            tokens_computed=self.prefill_computed,
+            pages_hit=self.pages_hit,
+            pages_shipped=self.pages_shipped,
+            pages_on_device=self.pages_on_device,
+            pages_fetched=self.pages_fetched,
+            prefill_queue_ms=self.prefill_queue_ms,
+            prefill_compute_ms=self.prefill_compute_ms,
+        )
+        return Summary(replace(self.timeline), self.submitted, usage, served)

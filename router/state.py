@@ -1,0 +1,377 @@
+"""What the router knows and decides: who is live, who does what, and what each heartbeat proves.
+
+Pure: `handle(event, now) -> list[Command]`. The parts: `peers` (who is who), `prefixes` (who has which pages),
+`life` (what becomes of each request). This module judges: every message is checked for its sender, its incarnation
+and its attempt here, and every heartbeat is compared with what the sender should have (rule 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton import messages
+from baton.clock import Tick
+from baton.config import Config
+from baton.errors import BatonError
+from baton.messages import (
+    AttemptHeld,
+    AttemptName,
+    Cancel,
+    Envelope,
+    Heartbeat,
+    Hello,
+    Introduce,
+    Load,
+    ModelCard,
+    Peer,
+    Rejected,
+    Role,
+    RouterHeartbeat,
+    Snapshot,
+    SnapshotRequest,
+    ToRouter,
+    Welcome,
+)
+from router.admission import ModelLimits
+from router.events import (
+    Cancelled,
+    ClientGone,
+    Command,
+    Event,
+    Finished,
+    Forget,
+    Heard,
+    KvEvents,
+    StopMatched,
+    Submit,
+    Subscribe,
+    Unsubscribe,
+)
+from router.life import Life
+from router.outbox import Outbox
+from router.peers import GoneReason, Member, Members
+from router.prefixes import Prefixes
+from router.request import Attempt, Phase, Request
+
+_SIGHTINGS = 2  # heartbeats after which we no longer wait for the message that would have said the same
+
+
+@dataclass(frozen=True)
+class ProcessView:
+    """One process, as the router sees it."""
+
+    peer: Peer
+    load: Load
+    gone: GoneReason | None
+    heartbeat_age: float  # seconds
+    metrics: str  # host:port
+    pages_known: int
+
+
+@dataclass(frozen=True)
+class RouterStats:
+    """Counts since the start, and the present size of things."""
+
+    queued: int
+    running: int
+    live: Mapping[Role, int]
+    finished: Mapping[str, int]  # by reason
+    failed: Mapping[str, int]  # by reason
+    cancelled: int
+    attempts: int
+    placed_split: int
+    placed_local: int
+    resends: int
+    prompt_tokens: int  # of finished requests
+    cached_tokens: int  # of finished requests
+    generated_tokens: int
+
+
+class RouterState:
+    """One router's whole knowledge."""
+
+    def __init__(self, me: Peer, config: Config, limits: ModelLimits) -> None:
+        self._me = me
+        self._config = config
+        self._members = Members(config.pages.page_size)
+        self._prefixes = Prefixes()
+        self._out = Outbox(self._members)
+        self._life = Life(config, limits, self._members, self._prefixes, self._out)
+        self._next_beat = float("-inf")
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event; returns what is to be done, in order. Raises InvalidRequest for a Submit whose name is in
+        use."""
+        match event:
+            case Heard(envelope=envelope):
+                self._heard(envelope, now)
+            case KvEvents(batch=batch):
+                self._ask(self._prefixes.batch(batch, now))
+            case Submit():
+                self._life.submit(event, now)
+            case ClientGone(request=name, why=why):
+                if (request := self._life.requests.get(name)) is not None:
+                    self._life.end(request, Cancelled(why), now)
+            case StopMatched(request=name, completion=completion):
+                if (request := self._life.requests.get(name)) is not None:
+                    self._life.end(request, Finished("stop"), now, completion)
+            case Tick(paused=paused):
+                self._tick(paused, now)
+        self._life.settle(now)
+        return self._out.take()
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _heard(self, envelope: Envelope[ToRouter], now: float) -> None:
+        message, sender = envelope.message, envelope.sender
+        if isinstance(message, Hello):
+            self._hello(message, sender, now)
+            return
+        member = self._members.get(sender)
+        if member is None:
+            still_stuck = self._members.stuck(sender) and self._is_stuck(message)
+            if not still_stuck:  # it could not answer
+                self._out.send(sender, Introduce())
+            return
+        if envelope.addressee != self._me.incarnation:
+            return
+        member.heard_at = now
+        match message:
+            case Heartbeat():
+                self._heartbeat(member, message, now)
+            case Snapshot():
+                self._ask(self._prefixes.snapshot(sender, message, now))
+            case messages.Tokens(deltas=deltas):
+                for delta in deltas:
+                    if found := self._current(member, delta.request, delta.attempt, "decode"):
+                        self._life.delta(*found, delta, now)
+            case _:
+                self._about_attempt(member, message, now)
+
+    def _about_attempt(
+        self,
+        member: Member,
+        message: messages.Accepted
+        | messages.Refused
+        | messages.Have
+        | messages.Started
+        | messages.Prefilled
+        | messages.Failed,
+        now: float,
+    ) -> None:
+        if found := self._current(member, message.request, message.attempt, "decode"):
+            request, attempt = found
+            match message:
+                case messages.Accepted(device=device):
+                    self._life.accepted(request, attempt, device, now)
+                case messages.Refused():
+                    self._life.refused(request, attempt, message, now)
+                case messages.Started():
+                    self._life.started(request, attempt, message, now)
+                case messages.Have(pages=pages, message=text):
+                    # It was accepted, or nothing could have been fetched: so this counts as an attempt.
+                    self._life.accepted(request, attempt, attempt.plan.fetch, now)
+                    why = f"{member.peer.name} has only {pages} of {attempt.plan.fetch} pages: {text}"
+                    self._life.retry(request, why, now)
+                case messages.Failed():
+                    self._life.worker_failed(request, attempt, member, message, now)
+                case messages.Prefilled():
+                    pass
+        elif found := self._current(member, message.request, message.attempt, "prefill"):
+            match message:
+                case messages.Prefilled():
+                    self._life.prefilled(*found, message, now)
+                case messages.Refused():
+                    self._life.prefill_refused(*found, message, now)
+                case messages.Failed():
+                    self._life.worker_failed(*found, member, message, now)
+                case _:
+                    pass
+
+    def _current(self, member: Member, request: str, attempt: int, role: Role) -> tuple[Request, Attempt] | None:
+        """The request and its attempt, if this member has a say in it in this role; all else is dropped (rule 1)."""
+        found = self._life.requests.get(request)
+        if found is None or found.attempt is None or found.attempt.name.attempt != attempt:
+            return None
+        if role == "decode":
+            has_a_say = found.attempt.decode == member.incarnation
+        else:
+            has_a_say = found.attempt.prefill == member.incarnation and found.attempt.prefill_sent
+        return (found, found.attempt) if has_a_say else None
+
+    # --- coming and going --------------------------------------------------------------------------------------------
+
+    def _hello(self, hello: Hello, sender: str, now: float) -> None:
+        peer = hello.peer
+        if peer.incarnation != sender:
+            self._out.note(f"{sender} says Hello as {peer.incarnation}: dropped", warning=True)
+            return
+        member = self._members.get(sender)
+        try:
+            self._members.check(hello)
+        except BatonError as error:
+            self._out.note(f"rejected {peer.name}: {error}", warning=True)
+            if member is not None:
+                self._gone(member, "rejected", now)
+            self._out.send(sender, Rejected(error.reason, str(error)))
+            return
+        if (predecessor := self._members.named(peer.name)) is not None and predecessor.incarnation != sender:
+            self._gone(predecessor, "replaced", now)
+        new = member is None
+        member = self._members.join(hello, now)
+        cluster = self._config.cluster
+        self._out.send(sender, Welcome(self._me, cluster.heartbeat_ms, cluster.silence_ms))
+        if new:
+            self._out.note(f"{peer.role} {peer.name} of node {peer.node} joins as {sender}, pid {peer.pid}")
+            if hello.events:
+                self._out.put(Subscribe(sender, hello.events))
+                self._ask(self._prefixes.follow(sender, now))
+            self._life.room = True
+
+    def _gone(self, member: Member, why: GoneReason, now: float) -> None:
+        """In one step it is no candidate any more, nothing of it is in the map, and its work goes elsewhere."""
+        self._out.note(f"{member.peer.role} {member.peer.name} ({member.incarnation}) is gone: {why}", warning=True)
+        self._members.leave(member, why)
+        self._prefixes.forget(member.incarnation)
+        if member.hello.events:
+            self._out.put(Unsubscribe(member.incarnation))
+        self._life.member_gone(member, now)
+
+    def _is_stuck(self, message: ToRouter) -> bool:
+        return isinstance(message, Heartbeat) and message.step_age_ms > self._config.cluster.stuck_ms
+
+    # --- heartbeats --------------------------------------------------------------------------------------------------
+
+    def _heartbeat(self, member: Member, beat: Heartbeat, now: float) -> None:
+        """Compare what it has with what it should have, and repair the difference."""
+        member.load = beat.load
+        if self._is_stuck(beat):
+            self._gone(member, "stuck", now)
+            return
+        listed = {AttemptName(held.request, held.attempt): held for held in beat.attempts}
+        for name in listed:
+            if name not in member.work:
+                self._out.send(member.incarnation, Cancel(name.request, name.attempt))
+        for name in list(member.work):
+            work = member.work.get(name)  # what one of them leads to may take others away
+            if work is None:
+                continue
+            if (held := listed.get(name)) is not None:
+                work.missing = False
+                self._listed(member, name, held, now)
+            elif work.sequence <= beat.heard:
+                # Heartbeats overtake other messages: only the second without it proves that no answer was on its way.
+                if work.missing:
+                    self._lost(member, name, now)
+                else:
+                    work.missing = True
+        if member.busy_since is not None and member.busy_since <= beat.heard:
+            member.busy_since = None
+            self._life.room = True
+
+    def _listed(self, member: Member, name: AttemptName, held: AttemptHeld, now: float) -> None:
+        """It has the attempt: take from that what messages should have told and perhaps did not."""
+        if found := self._current(member, name.request, name.attempt, "decode"):
+            request, attempt = found
+            if attempt.phase is Phase.PLACED:
+                attempt.sightings += 1
+                if attempt.sightings >= _SIGHTINGS:
+                    self._life.accepted(request, attempt, 0, now)
+                return
+            ahead = held.position > request.known or held.ended
+            if ahead and attempt.behind == request.known:
+                self._life.resend(request, attempt)
+            attempt.behind = request.known if ahead else None
+        elif held.position > member.positions.get(name, 0):
+            member.positions[name] = held.position
+            if found := self._current(member, name.request, name.attempt, "prefill"):
+                found[1].progress = now
+
+    def _lost(self, member: Member, name: AttemptName, now: float) -> None:
+        if found := self._current(member, name.request, name.attempt, "decode"):
+            self._life.retry(found[0], f"{member.peer.name} does not have it", now)
+        elif found := self._current(member, name.request, name.attempt, "prefill"):
+            request, attempt = found
+            if attempt.prefilled:  # its pages are sealed; should they go, the decode worker will say what it has
+                attempt.prefill = None
+                member.drop(name)
+            else:
+                self._life.retry(request, f"{member.peer.name} does not have it", now)
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def _tick(self, paused: float, now: float) -> None:
+        if paused > 0:  # rule 6: judge only what has been read
+            self._members.extend(paused)
+            self._life.extend(paused)
+            self._out.note(f"this router stood still for {paused:.3f} s", warning=True)
+        silence = self._config.cluster.silence_ms / 1_000
+        for member in self._members:
+            if now - member.heard_at > silence:
+                self._gone(member, "silent", now)
+        self._life.expire(now)
+        self._ask(self._prefixes.tick(now))
+        if now >= self._next_beat:
+            self._next_beat = now + self._config.cluster.heartbeat_ms / 1_000
+            for member in self._members:
+                self._out.send(member.incarnation, RouterHeartbeat(tuple(member.work)))
+            for incarnation in self._members.forgettable():
+                self._out.put(Forget(incarnation))
+
+    def _ask(self, holders: list[str]) -> None:
+        for holder in holders:
+            self._out.send(holder, SnapshotRequest())
+
+    # --- what others read --------------------------------------------------------------------------------------------
+
+    @property
+    def card(self) -> ModelCard | None:
+        """The served model as its workers know it; none before the first has joined."""
+        return self._members.card
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request that comes now can be placed: one decode worker is live."""
+        return bool(self._members.of("decode"))
+
+    def processes(self, now: float) -> list[ProcessView]:
+        """Every process but this one, by name."""
+        return [
+            ProcessView(
+                peer=member.peer,
+                load=member.load,
+                gone=member.gone,
+                heartbeat_age=now - member.heard_at,
+                metrics=member.hello.metrics,
+                pages_known=self._prefixes.pages(member.incarnation),
+            )
+            for member in self._members.listed(now)
+        ]
+
+    def stats(self) -> RouterStats:
+        life, counts = self._life, self._life.counts
+        roles: tuple[Role, ...] = ("prefill", "decode", "store")
+        return RouterStats(
+            queued=len(life.queue),
+            running=len(life.requests) - len(life.queue),
+            live={role: len(self._members.of(role)) for role in roles},
+            finished=dict(life.finished),
+            failed=dict(life.failed),
+            cancelled=life.cancelled,
+            attempts=counts.attempts,
+            placed_split=counts.split,
+            placed_local=counts.local,
+            resends=counts.resends,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            generated_tokens=counts.generated_tokens,
+        )
+
+    def validate(self) -> None:
+        """Raise AssertionError unless every invariant holds. For tests."""
+        self._members.validate()
+        self._prefixes.validate()
+        self._life.validate()
+        live = {member.incarnation for member in self._members}
+        assert set(self._prefixes.holders()) <= live, "pages of a holder that is gone"
