@@ -1,0 +1,105 @@
+"""Greedy output of whole clusters of real processes, token for token against transformers, in float32."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton import config
+from deploy.local import LocalCluster
+from engine.batch import Chunk, Draw
+from engine.engine import Engine
+from tests import checkpoints
+from tests.processes import workload
+
+SHAPES = {"1P+1D": (1, 1), "2P+2D": (2, 2), "colocated": (0, 1)}
+PROMPTS = workload.prompts()
+
+
+def settings(path: Path, prefill: int = 1, decode: int = 1, **more: object) -> config.Config:
+    return config.load(
+        None,
+        {
+            "model.path": str(path),
+            "model.dtype": "float32",
+            "cluster.prefill": prefill,
+            "cluster.decode": decode,
+            "router.grpc_port": 0,
+            "router.internal_port": 0,
+            "router.http_port": 0,
+            "store.arena_bytes": "128MiB",
+            "prefill.pool_bytes": "64MiB",
+            "decode.pool_bytes": "128MiB",
+            "prefill.chunk_tokens": 128,
+            "decode.step_tokens": 128,
+            "prefill.threads": 1,
+            "decode.threads": 1,
+            **more,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Callable[[str], Path]) -> Callable[[str], dict[tuple[int, ...], list[int]]]:
+    return cache(lambda family: workload.references(checkpoint(family), PROMPTS))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_64_requests_at_once_get_the_reference_tokens(
+    family: str,
+    shape: str,
+    checkpoint: Callable[[str], Path],
+    expected: Callable[[str], dict[tuple[int, ...], list[int]]],
+    tmp_path: Path,
+) -> None:
+    path = checkpoint(family)
+    with LocalCluster(settings(path, *SHAPES[shape]), tmp_path) as cluster:
+        answers = workload.ask_all(cluster.address, PROMPTS)
+        workload.compare(path, PROMPTS, answers, expected(family))
+        if shape != "colocated":
+            assert any(answer.finished.work.prefill_worker for answer in answers)
+            assert any(answer.finished.work.pages_fetched for answer in answers)
+        # Again, now that everything is cached somewhere.
+        repeats = PROMPTS[:16]
+        answers = workload.ask_all(cluster.address, repeats)
+        workload.compare(path, repeats, answers, expected(family))
+        for prompt, answer in zip(repeats, answers, strict=True):
+            assert (answer.usage.cached_tokens > 0) == (len(prompt) > 16)
+            assert answer.usage.cached_tokens <= (len(prompt) - 1) // 16 * 16
+
+
+def test_a_lost_page_is_seen(checkpoint: Callable[[str], Path]) -> None:
+    """The comparison can fail: zeroing any one page of the prompt changes at least 95 % of the outputs."""
+    rng = random.Random(1)
+    changed = total = 0
+    for family in checkpoints.FAMILIES:
+        engine = Engine.load(checkpoint(family), "float32", "cpu", 160, 16, head=True, threads=2)
+        for prompt in [p for p in PROMPTS if len(p) > 16][::8]:
+            pages = list(range(math.ceil((len(prompt) + workload.OUTPUT) / 16)))
+            engine.pool.zero_()
+            engine.step([Chunk(prompt[:-1], 0, pages)] if len(prompt) > 1 else [])
+            whole = engine.pool.clone()
+            right = _greedy(engine, prompt, pages)
+            for lost in rng.sample(range((len(prompt) - 1) // 16), min(2, (len(prompt) - 1) // 16)):
+                engine.pool.copy_(whole)
+                engine.pool[lost].zero_()
+                changed += _greedy(engine, prompt, pages) != right
+                total += 1
+    assert changed >= 0.95 * total, f"only {changed} of {total} outputs changed"
+
+
+@torch.inference_mode()
+def _greedy(engine: Engine, prompt: list[int], pages: list[int]) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(workload.OUTPUT):
+        (drawn,) = engine.step([Chunk(tokens[-1:], len(tokens) - 1, pages, Draw(temperature=0.0))])
+        assert drawn is not None
+        tokens.append(drawn.token)
+    return tokens[len(prompt) :]

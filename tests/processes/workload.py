@@ -1,0 +1,105 @@
+"""The prompts that exactness is tested with, what transformers says to them, and the comparison."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.v1 import generation_pb2
+from deploy.client import Client
+from tests import checkpoints
+
+TIE = 1e-4  # two best logits closer than this may swap between implementations
+TIES_ALLOWED = 0.005  # of all tokens
+OUTPUT = 16  # tokens
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the cluster said to one request."""
+
+    tokens: list[int]
+    finished: generation_pb2.Finished
+
+    @property
+    def usage(self) -> generation_pb2.Usage:
+        return self.finished.usage
+
+
+def prompts(page_size: int = 16, chunk: int = 128, seed: int = 0) -> list[list[int]]:
+    """64 prompts of 1 to 2,000 tokens: page and chunk boundaries and their neighbours, shared prefixes, repeats."""
+    rng = random.Random(seed)
+
+    def some(count: int) -> list[int]:
+        return [rng.randrange(3, checkpoints.VOCAB) for _ in range(count)]
+
+    edges = [page_size, 2 * page_size, 5 * page_size, chunk, 2 * chunk, 4 * chunk]
+    lengths = [1, 2, *(edge + step for edge in edges for step in (-1, 0, 1)), 700, 1_024, 1_500, 1_999, 2_000]
+    made = [some(length) for length in lengths]
+    shared = some(400)
+    made += [shared[: 16 * rng.randrange(3, 25)] + some(rng.randrange(1, 60)) for _ in range(20)]
+    made += [shared[: rng.randrange(40, 400)] for _ in range(5)]
+    made += [list(rng.choice(made)) for _ in range(64 - len(made))]
+    rng.shuffle(made)
+    assert len(made) == 64
+    return made
+
+
+def references(path: Path, wanted: Sequence[Sequence[int]], count: int = OUTPUT) -> dict[tuple[int, ...], list[int]]:
+    """transformers' greedy tokens for each prompt."""
+    model = checkpoints.reference(path)
+    return {key: model.generate(key, count)[0] for key in {tuple(prompt) for prompt in wanted}}
+
+
+def ask(address: str, prompt: Sequence[int], count: int = OUTPUT, **settings: object) -> Answer:
+    """One request by token ids, past any end-of-sequence token; greedy unless told otherwise."""
+    settings = {"temperature": 0.0, "ignore_eos": True, **settings}
+    request = generation_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=prompt), max_tokens=count, **settings
+    )  # type: ignore[arg-type]
+    tokens: list[int] = []
+    with Client(address) as client:
+        for response in client.generate(request, timeout=120):
+            tokens += response.delta.token_ids
+            if response.HasField("finished"):
+                return Answer(tokens, response.finished)
+    raise AssertionError("the stream ended without a Finished")
+
+
+def ask_all(address: str, wanted: Sequence[Sequence[int]], count: int = OUTPUT, **settings: object) -> list[Answer]:
+    """All at once."""
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        return list(pool.map(lambda prompt: ask(address, prompt, count, **settings), wanted))
+
+
+def compare(
+    path: Path,
+    wanted: Sequence[Sequence[int]],
+    answers: Sequence[Answer],
+    expected: Mapping[tuple[int, ...], list[int]],
+) -> None:
+    """Every token must be the reference's; where the two best logits all but tie, the reference follows ours and goes
+    on. Ties are printed, and more than a few of them fail."""
+    ties: list[dict[str, object]] = []
+    for prompt, answer in zip(wanted, answers, strict=True):
+        right = expected[tuple(prompt)]
+        assert len(answer.tokens) == len(right), f"{len(answer.tokens)} tokens instead of {len(right)}"
+        while answer.tokens != right:
+            at = next(i for i, (a, b) in enumerate(zip(answer.tokens, right, strict=True)) if a != b)
+            model = checkpoints.reference(path)
+            logits = model.logits([*prompt, *right[:at]])[-1]
+            gap = float(logits[right[at]] - logits[answer.tokens[at]])
+            tie = {"prompt": len(prompt), "position": at, "ours": answer.tokens[at], "reference": right[at], "gap": gap}
+            assert abs(gap) < TIE, f"a wrong token: {json.dumps(tie)}"
+            ties.append(tie)
+            forced = answer.tokens[: at + 1]
+            rest = model.generate([*prompt, *forced], len(right) - at - 1)[0] if at + 1 < len(right) else []
+            right = forced + rest
+    for tie in ties:
+        print(json.dumps(tie))
+    total = sum(len(answer.tokens) for answer in answers)
+    assert len(ties) <= TIES_ALLOWED * total, f"{len(ties)} ties among {total} tokens"
