@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton import config
 from deploy.local import LocalCluster
 from engine.batch import Chunk, Draw
 from engine.engine import Engine
@@ -20,29 +19,6 @@ from tests.processes import workload
 
 SHAPES = {"1P+1D": (1, 1), "2P+2D": (2, 2), "colocated": (0, 1)}
 PROMPTS = workload.prompts()
-
-
-def settings(path: Path, prefill: int = 1, decode: int = 1, **more: object) -> config.Config:
-    return config.load(
-        None,
-        {
-            "model.path": str(path),
-            "model.dtype": "float32",
-            "cluster.prefill": prefill,
-            "cluster.decode": decode,
-            "router.grpc_port": 0,
-            "router.internal_port": 0,
-            "router.http_port": 0,
-            "store.arena_bytes": "128MiB",
-            "prefill.pool_bytes": "64MiB",
-            "decode.pool_bytes": "128MiB",
-            "prefill.chunk_tokens": 128,
-            "decode.step_tokens": 128,
-            "prefill.threads": 1,
-            "decode.threads": 1,
-            **more,
-        },
-    )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +36,7 @@ def test_64_requests_at_once_get_the_reference_tokens(
     tmp_path: Path,
 ) -> None:
     path = checkpoint(family)
-    with LocalCluster(settings(path, *SHAPES[shape]), tmp_path) as cluster:
+    with LocalCluster(workload.settings(path, *SHAPES[shape]), tmp_path) as cluster:
         answers = workload.ask_all(cluster.address, PROMPTS)
         workload.compare(path, PROMPTS, answers, expected(family))
         if shape != "colocated":

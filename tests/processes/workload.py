@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton import config
 from baton.v1 import generation_pb2
 from deploy.client import Client
 from tests import checkpoints
@@ -28,6 +29,29 @@ class Answer:
     @property
     def usage(self) -> generation_pb2.Usage:
         return self.finished.usage
+
+
+def settings(path: Path, prefill: int = 1, decode: int = 1, **more: object) -> config.Config:
+    return config.load(
+        None,
+        {
+            "model.path": str(path),
+            "model.dtype": "float32",
+            "cluster.prefill": prefill,
+            "cluster.decode": decode,
+            "router.grpc_port": 0,
+            "router.internal_port": 0,
+            "router.http_port": 0,
+            "store.arena_bytes": "128MiB",
+            "prefill.pool_bytes": "64MiB",
+            "decode.pool_bytes": "128MiB",
+            "prefill.chunk_tokens": 128,
+            "decode.step_tokens": 128,
+            "prefill.threads": 1,
+            "decode.threads": 1,
+            **more,
+        },
+    )
 
 
 def prompts(page_size: int = 16, chunk: int = 128, seed: int = 0) -> list[list[int]]:

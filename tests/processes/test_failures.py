@@ -1,0 +1,212 @@
+"""Deaths, stops and clients that go away, with real processes: no token lost, repeated or changed, nothing held."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from baton.errors import Unavailable
+from baton.v1 import cluster_pb2, generation_pb2
+from deploy.client import Client
+from deploy.local import LocalCluster
+from tests import checkpoints
+from tests.processes import workload
+
+DEADLINE = 60.0
+LONG = [random.Random(7).randrange(3, checkpoints.VOCAB) for _ in range(1_500)]
+
+
+def eventually(condition: Callable[[], object], seconds: float = DEADLINE, what: str = "the condition") -> float:
+    """Wait until it holds; returns how long that took, seconds."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, f"{what} did not come true within {seconds} s"
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+def process(cluster: LocalCluster, name: str) -> cluster_pb2.Process | None:
+    """What the router says of that process."""
+    with Client(cluster.address) as client:
+        return next((p for p in client.status().processes if p.name == name), None)
+
+
+def load(cluster: LocalCluster, name: str) -> cluster_pb2.Load:
+    found = process(cluster, name)
+    return found.load if found else cluster_pb2.Load()
+
+
+def at_rest(cluster: LocalCluster) -> bool:
+    """Nobody runs, waits for or holds anything."""
+    with Client(cluster.address) as client:
+        status = client.status()
+    live = [p for p in status.processes if p.state == cluster_pb2.PROCESS_STATE_LIVE]
+    loads = [p.load for p in live if p.role != cluster_pb2.ROLE_ROUTER]
+    return all(not (x.running or x.waiting) and x.pages_free == x.pages_total for x in loads)
+
+
+class Streams:
+    """Requests in the background, whose tokens can be watched as they come."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+        self._pool = ThreadPoolExecutor(16)
+        self.seen: list[list[int]] = []
+
+    def start(self, prompt: Sequence[int], count: int) -> Future[generation_pb2.Finished]:
+        seen: list[int] = []
+        self.seen.append(seen)
+        return self._pool.submit(self._run, prompt, count, seen)
+
+    def _run(self, prompt: Sequence[int], count: int, seen: list[int]) -> generation_pb2.Finished:
+        request = generation_pb2.GenerateRequest(
+            token_ids=generation_pb2.TokenIds(ids=prompt), max_tokens=count, temperature=0.0, ignore_eos=True
+        )
+        with Client(self._cluster.address) as client:
+            for response in client.generate(request, timeout=DEADLINE):
+                seen += response.delta.token_ids
+                if response.HasField("finished"):
+                    return response.finished
+        raise AssertionError("the stream ended without a Finished")
+
+
+@pytest.fixture
+def path(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture
+def start(path: Path, tmp_path: Path) -> Iterator[Callable[..., LocalCluster]]:
+    running: list[LocalCluster] = []
+
+    def up(prefill: int, decode: int, **more: object) -> LocalCluster:
+        quick = {"cluster.heartbeat_ms": 100, "cluster.silence_ms": 1_000}
+        running.append(LocalCluster(workload.settings(path, prefill, decode, **quick, **more), tmp_path))
+        return running[-1].up()
+
+    yield up
+    for cluster in running:
+        cluster.close()
+
+
+def expected(path: Path, prompt: Sequence[int], count: int) -> list[int]:
+    return checkpoints.reference(path).generate(prompt, count)[0]
+
+
+def test_a_prefill_worker_killed_while_it_computes(start: Callable[..., LocalCluster], path: Path) -> None:
+    cluster = start(1, 1, **{"prefill.chunk_tokens": 16})
+    streams = Streams(cluster)
+    future = streams.start(LONG, 12)
+    eventually(lambda: load(cluster, "prefill-0").running, what="prefill at work")
+    cluster.kill("prefill-0")
+    finished = future.result(DEADLINE)
+    assert streams.seen[0] == expected(path, LONG, 12)
+    assert finished.work.attempts == 2
+    eventually(lambda: at_rest(cluster), what="everything freed")
+
+
+def test_a_decode_worker_killed_while_it_streams(start: Callable[..., LocalCluster], path: Path) -> None:
+    cluster = start(1, 2)
+    streams = Streams(cluster)
+    prompts = [LONG[:300], LONG[300:450], LONG[500:540], [5]]
+    futures = [streams.start(prompt, 150) for prompt in prompts]
+    eventually(lambda: all(len(seen) > 10 for seen in streams.seen), what="all streams under way")
+    victim = "decode-0" if load(cluster, "decode-0").running else "decode-1"
+    cluster.kill(victim)
+    for prompt, future, seen in zip(prompts, futures, streams.seen, strict=True):
+        future.result(DEADLINE)
+        assert seen == expected(path, prompt, 150)
+    eventually(lambda: at_rest(cluster), what="everything freed")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_store_killed_at_any_time(start: Callable[..., LocalCluster], path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    cluster = start(1, 1, **{"prefill.chunk_tokens": 32})
+    streams = Streams(cluster)
+    prompts = [LONG[i * 50 : i * 50 + rng.randrange(100, 700)] for i in range(8)]
+    futures = [streams.start(prompt, 30) for prompt in prompts]
+    eventually(lambda: sum(map(len, streams.seen)) >= rng.randrange(30), what="work under way")
+    cluster.kill("store-0")
+    for prompt, future, seen in zip(prompts, futures, streams.seen, strict=True):
+        future.result(DEADLINE)
+        assert seen == expected(path, prompt, 30)
+    cluster.start("store-0")
+    cluster.wait_live(["store-0", "prefill-0", "decode-0"])
+
+    def fetched() -> bool:
+        answer = workload.ask(cluster.address, [rng.randrange(3, 900) for _ in range(200)], 2)
+        return answer.finished.work.pages_fetched > 0
+
+    eventually(fetched, what="hand-off through the new store")
+    eventually(lambda: at_rest(cluster), what="everything freed")
+
+
+def test_a_prefill_worker_stopped_replaced_and_woken(start: Callable[..., LocalCluster], path: Path) -> None:
+    cluster = start(1, 1, **{"prefill.chunk_tokens": 16})
+    streams = Streams(cluster)
+    future = streams.start(LONG, 12)
+    eventually(lambda: load(cluster, "prefill-0").running, what="prefill at work")
+    cluster.kill("prefill-0", signal.SIGSTOP)
+    future.result(DEADLINE)
+    assert streams.seen[0] == expected(path, LONG, 12)
+    cluster.start("prefill-1")
+    cluster.wait_live(["prefill-1", "decode-0"])
+    other = LONG[::-1]
+    future = streams.start(other, 12)
+    cluster.kill("prefill-0", signal.SIGCONT)  # it goes on writing where it was, into slots that are still its own
+    future.result(DEADLINE)
+    assert streams.seen[1] == expected(path, other, 12)
+    for prompt in (LONG, other):
+        assert workload.ask(cluster.address, prompt, 12).tokens == expected(path, prompt, 12)
+    cluster.wait_live(["prefill-0", "prefill-1", "decode-0"])
+    eventually(lambda: at_rest(cluster), what="everything freed")
+
+
+def test_a_client_that_goes_away_frees_its_pages(start: Callable[..., LocalCluster]) -> None:
+    cluster = start(1, 1)
+    for tokens_first in (0, 5):
+        request = generation_pb2.GenerateRequest(
+            token_ids=generation_pb2.TokenIds(ids=LONG), max_tokens=2_000, temperature=0.0, ignore_eos=True
+        )
+        with Client(cluster.address) as client:
+            stream = client.generate(request)
+            if tokens_first:
+                for _ in range(tokens_first):
+                    next(stream)
+                stream.close()
+        # A second and a step; the status itself is as old as a heartbeat.
+        assert eventually(lambda: at_rest(cluster), what="everything freed") < 2.0
+
+
+def test_a_deadline_frees_everything_too(start: Callable[..., LocalCluster]) -> None:
+    cluster = start(1, 1)
+    request = generation_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=LONG), max_tokens=2_000, temperature=0.0, ignore_eos=True
+    )
+    with Client(cluster.address) as client, pytest.raises(Unavailable, match="in time"):
+        for _ in client.generate(request, timeout=0.7):
+            pass
+    assert eventually(lambda: at_rest(cluster), what="everything freed") < 2.0
+
+
+def test_a_router_that_dies_ends_its_streams_and_its_successor_serves(
+    start: Callable[..., LocalCluster], path: Path
+) -> None:
+    cluster = start(1, 1)
+    streams = Streams(cluster)
+    future = streams.start(LONG[:100], 1_500)
+    eventually(lambda: len(streams.seen[0]) > 5, what="the stream under way")
+    cluster.kill("router")
+    with pytest.raises(Unavailable):
+        future.result(DEADLINE)
+    cluster.start("router")
+    cluster.wait_live(["router", "store-0", "prefill-0", "decode-0"])
+    eventually(lambda: at_rest(cluster), what="the dead router's work forgotten")
+    assert workload.ask(cluster.address, LONG[:100], 12).tokens == expected(path, LONG[:100], 12)
