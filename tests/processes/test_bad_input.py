@@ -1,0 +1,187 @@
+"""Bad input from clients, peers, files and the machine: a clear typed error each, and the cluster goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from baton import config
+from baton.errors import BatonError, ContextTooLong, InvalidRequest, ModelMismatch, StartupError
+from baton.messages import Reserve
+from baton.unix import UnixSocket
+from baton.v1 import generation_pb2
+from deploy.client import Client
+from deploy.local import LocalCluster
+from kvstore.client import store_address
+from tests import checkpoints
+from tests.processes import workload
+from tests.processes.test_failures import at_rest, eventually
+
+
+@pytest.fixture(scope="module")
+def cluster(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    # A decode pool of 100 pages: less than the model's context of 4,096 tokens.
+    page = 4 * 2 * 2 * 16 * 16 * 4
+    more = {"decode.pool_bytes": 100 * page}
+    with LocalCluster(
+        workload.settings(checkpoint("llama"), 1, 1, **more), tmp_path_factory.mktemp("cluster")
+    ) as running:
+        yield running
+
+
+def refused(cluster: LocalCluster, **settings: object) -> BatonError:
+    request = generation_pb2.GenerateRequest(**settings)  # type: ignore[arg-type]
+    with Client(cluster.address) as client, pytest.raises(BatonError) as caught:
+        list(client.generate(request, timeout=20))
+    return caught.value
+
+
+def ids(*tokens: int) -> generation_pb2.TokenIds:
+    return generation_pb2.TokenIds(ids=tokens)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({}, InvalidRequest, "prompt"),
+        ({"text": ""}, InvalidRequest, "prompt"),
+        ({"token_ids": ids()}, InvalidRequest, "prompt"),
+        ({"token_ids": ids(checkpoints.VOCAB)}, InvalidRequest, str(checkpoints.VOCAB)),
+        ({"token_ids": ids(5), "max_tokens": 4_096}, ContextTooLong, "4096"),
+        ({"token_ids": ids(*[5] * 2_000), "max_tokens": 100}, ContextTooLong, "page"),
+        ({"token_ids": ids(5), "max_tokens": 0}, InvalidRequest, "max_tokens"),
+        ({"token_ids": ids(5), "temperature": -1.0}, InvalidRequest, "temperature"),
+        ({"token_ids": ids(5), "temperature": float("nan")}, InvalidRequest, "temperature"),
+        ({"token_ids": ids(5), "temperature": float("inf")}, InvalidRequest, "temperature"),
+        ({"token_ids": ids(5), "top_p": 0.0}, InvalidRequest, "top_p"),
+        ({"token_ids": ids(5), "top_p": 1.5}, InvalidRequest, "top_p"),
+        ({"token_ids": ids(5), "min_p": -0.1}, InvalidRequest, "min_p"),
+        ({"token_ids": ids(5), "logprobs": 21}, InvalidRequest, "logprobs"),
+        ({"token_ids": ids(5), "stop_token_ids": [checkpoints.VOCAB]}, InvalidRequest, "stop_token_ids"),
+        ({"token_ids": ids(5), "stop": [""]}, InvalidRequest, "stop"),
+        ({"token_ids": ids(5), "model": "gpt-17"}, ModelMismatch, "gpt-17"),
+    ],
+    ids=str,
+)
+def test_a_bad_request_is_named(
+    cluster: LocalCluster, settings: dict[str, object], error: type[BatonError], says: str
+) -> None:
+    caught = refused(cluster, **settings)
+    assert type(caught) is error
+    assert says in str(caught)
+    assert "Traceback" not in str(caught)
+    assert len(workload.ask(cluster.address, [5, 6], 3).tokens) == 3
+
+
+JUNK = [
+    b"",
+    b"\xc1",
+    b"\xff" * 1_000,
+    os.urandom(5_000),
+    b"\x94\xa1x\xa0\x01\x81\xa4type\xa5Hello",
+    b"GET / HTTP/1.0\r\n",
+]
+
+
+def test_garbage_on_every_internal_socket(cluster: LocalCluster) -> None:
+    assert cluster.addresses is not None
+    with Client(cluster.address) as client:
+        before = {p.name: p.incarnation for p in client.status().processes}
+    dealer = zmq.Context.instance().socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.connect(cluster.addresses.endpoint)
+    for junk in JUNK:
+        dealer.send(junk)
+        dealer.send_multipart([junk, junk, junk])
+    tcp = [cluster.addresses.endpoint.removeprefix("tcp://"), cluster.addresses.http, cluster.addresses.grpc]
+    with Client(cluster.address) as client:
+        tcp += [p.metrics_address for p in client.status().processes if p.metrics_address]
+    for address in tcp:
+        host, _, port = address.rpartition(":")
+        for junk in JUNK:
+            with socket.create_connection((host, int(port)), timeout=5) as connection:
+                connection.sendall(junk)
+    store = store_address(cluster.config.cluster.name, cluster.node)
+    for junk in JUNK:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(b"\0" + store.encode())
+            connection.send(junk or b"\0")
+    # Well-formed, and out of turn.
+    rude: UnixSocket[object] = UnixSocket.connect(store, Reserve)
+    rude.send(Reserve(1, b"", b"k" * 16))
+    prompt = list(range(3, 300))
+    answer = workload.ask(cluster.address, prompt, 4)
+    assert answer.tokens == checkpoints.reference(Path(cluster.config.model.path)).generate(prompt, 4)[0]
+    rude.close()
+    dealer.close(0)
+    with Client(cluster.address) as client:
+        assert {p.name: p.incarnation for p in client.status().processes} == before
+    eventually(lambda: at_rest(cluster), what="everything freed")
+
+
+def failing(settings: config.Config, folder: Path) -> str:
+    """What the cluster says when it can't start; nothing of it may be left."""
+    running = LocalCluster(settings, folder)
+    with pytest.raises(StartupError) as caught:
+        running.up()
+    assert not running.pids
+    assert "Traceback" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_unknown_model_path(tmp_path: Path) -> None:
+    assert "/nowhere" in failing(workload.settings(Path("/nowhere/at/all")), tmp_path)
+
+
+def test_corrupt_safetensors(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1_000])
+    assert "model.safetensors" in failing(workload.settings(model, 0, 1), tmp_path / "cluster")
+
+
+def test_an_unsupported_model(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), model)
+    settings = json.loads((model / "config.json").read_text())
+    settings |= {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+    (model / "config.json").write_text(json.dumps(settings))
+    assert "amba" in failing(workload.settings(model, 0, 1), tmp_path / "cluster")
+
+
+def test_a_port_in_use(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    for port in ("grpc_port", "internal_port", "http_port"):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            number = taken.getsockname()[1]
+            said = failing(workload.settings(checkpoint("llama"), 0, 1, **{f"router.{port}": number}), tmp_path / port)
+            assert str(number) in said
+
+
+def test_too_little_memory_for_the_arena(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    said = failing(workload.settings(checkpoint("llama"), 0, 1, **{"store.arena_bytes": "4TiB"}), tmp_path)
+    assert "store-0" in said
+    assert "arena" in said
+
+
+@pytest.mark.parametrize("module", ["router", "kvstore", "prefill_worker", "decode_worker"])
+def test_a_bad_configuration_file_ends_each_process_with_one_line(module: str, tmp_path: Path) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("nonsense: 1\n")
+    command = [sys.executable, "-m", module, "--config", str(file), "--name", "x"]
+    command += [] if module == "router" else ["--router", "tcp://127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "nonsense" in done.stderr
+    assert "Traceback" not in done.stderr
