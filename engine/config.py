@@ -86,9 +86,9 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
         """As `from_directory`, for parsed files."""
         family = _family(raw)
-        if raw.get("quantization_config") is not None:
-            method = _get(raw["quantization_config"], "quant_method", "unnamed", "quantization_config", str)
-            raise UnsupportedModel(f"quantization {method!r} is not supported; serve an unquantized checkpoint")
+        if (quantization := raw.get("quantization_config")) is not None:
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            raise UnsupportedModel(f"quantization_config {method!r} is not supported; serve an unquantized checkpoint")
         activation = raw.get("hidden_act", "silu")
         if activation != "silu":
             raise UnsupportedModel(f"hidden_act {activation!r} is not supported; only silu is")

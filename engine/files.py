@@ -9,7 +9,7 @@ from huggingface_hub import snapshot_download
 
 from baton.errors import ModelNotFound
 
-WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 """What a checkpoint is served from. Never pickled weights, never code."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -22,7 +22,7 @@ def resolve(model: str) -> Path:
     Raises ModelNotFound, saying which of the two was tried.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return path
     if not _HUB_ID.fullmatch(model):
         raise ModelNotFound(f"{model!r} is not a directory, and no hub id either (owner/name)")

@@ -61,21 +61,27 @@ def _draw_rows(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[
     log_totals: list[float] = scaled.logsumexp(dim=-1).tolist()
     best, best_ids = (part.cpu().numpy() for part in scaled.topk(min(PREFIX, vocab), dim=-1))
     tokens: list[int] = []
-    for row, (draw, position) in enumerate(zip(draws, positions, strict=True)):
-        draw_key = noise.key(draw.seed, draw.index, position)
-        kept = None
-        if _filters(draw):
-            ranked = _rank(best[row], best_ids[row], best.shape[-1] == vocab, log_totals[row])
-            kept = _keep(ranked, draw)
-            if kept is None:
-                ranked = _rank(scaled[row].cpu().numpy(), np.arange(vocab), True, log_totals[row])
-                kept = _keep(ranked, draw)
-                assert kept is not None
-            candidates, ids = ranked.logits[:kept], ranked.ids[:kept]
-        else:
-            candidates, ids = scaled[row].cpu().numpy(), np.arange(vocab)
-        tokens.append(int(ids[np.argmax(candidates + noise.gumbel(draw_key, ids))]))
+    with np.errstate(invalid="ignore"):  # said by rows that are not finite
+        for row, (draw, position) in enumerate(zip(draws, positions, strict=True)):
+            prefix = _rank(best[row], best_ids[row], len(best[row]) == vocab, log_totals[row])
+            kept, ids = _candidates(prefix, scaled[row], draw)
+            noisy = kept + noise.gumbel(noise.key(draw.seed, draw.index, position), ids)
+            tokens.append(int(ids[np.argmax(noisy)]))
     return tokens
+
+
+def _candidates(prefix: _Ranked, scaled: torch.Tensor, draw: Draw) -> tuple[Floats, Ints]:
+    """Scaled logits and ids of the tokens that pass all filters; `scaled` [vocab] is what `prefix` is the best of."""
+    ranked = prefix
+    count = _keep(ranked, draw)
+    if count is None:
+        everything = scaled.cpu().numpy()
+        if not _filters(draw):
+            return everything.astype(np.float64), np.arange(len(everything))
+        ranked = _rank(everything, np.arange(len(everything)), True, prefix.log_total)
+        count = _keep(ranked, draw)
+        assert count is not None
+    return ranked.logits[:count], ranked.ids[:count]
 
 
 def _filters(draw: Draw) -> bool:
@@ -83,19 +89,28 @@ def _filters(draw: Draw) -> bool:
 
 
 def _rank(logits: npt.NDArray[np.float32], ids: Ints, whole: bool, log_total: float) -> _Ranked:
-    order = np.lexsort((ids, -logits))
-    return _Ranked(logits[order].astype(np.float64), ids[order], whole, log_total)
+    """Sort by one integer made of both keys, an order of magnitude faster than by two.
+
+    The bits of a float32 that is not above zero, read as an integer, rise as the number falls; adding zero makes the
+    negative zero, which would stand apart, the plain one.
+    """
+    half = np.uint64(32)
+    keys = ((logits + np.float32(0)).view(np.uint32).astype(np.uint64) << half) | ids.astype(np.uint64)
+    keys.sort()
+    sorted_logits = (keys >> half).astype(np.uint32).view(np.float32)
+    sorted_ids = (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    return _Ranked(sorted_logits.astype(np.float64), sorted_ids, whole, log_total)
 
 
 def _keep(ranked: _Ranked, draw: Draw) -> int | None:
     """How many of the first tokens pass all filters, at least one; None when that can't be told from a prefix."""
     logits, kept = ranked.logits, len(ranked.logits)
     open_end = not ranked.whole  # tokens that are not here may pass too
-    edge = logits[-1] if open_end else -math.inf  # which tokens of this logit are here is chance
+    edge = logits[-1]  # of a prefix: which of the tokens with this logit are here is chance
     log_total = ranked.log_total
 
     if draw.top_k > 0 and (open_end or draw.top_k < kept):
-        if draw.top_k > kept or logits[draw.top_k - 1] <= edge:
+        if open_end and (draw.top_k > kept or logits[draw.top_k - 1] <= edge):
             return None
         kept = _count_from(logits, logits[draw.top_k - 1])  # the k-th token's equals pass with it
         log_total = float(np.logaddexp.reduce(logits[:kept]))

@@ -92,7 +92,7 @@ RECIPES: Mapping[str, Recipe] = {
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def make(name: str, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
+def make(name: str, path: Path, seed: int = 2, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
     """Write the checkpoint that `RECIPES[name]` describes into `path`: weights, config, tokenizer, generation config.
 
     `settings` change the config further, so that a benchmark can ask for a larger one.

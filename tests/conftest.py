@@ -1,0 +1,22 @@
+"""Fixtures that more than one folder of tests uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`checkpoint(name)`: the directory of that kind of checkpoint (see tests/checkpoints.py), made once a session."""
+
+    @cache
+    def made(name: str) -> Path:
+        from tests import checkpoints  # transformers takes seconds to import, and most tests need none of it
+
+        return checkpoints.make(name, tmp_path_factory.mktemp(name))
+
+    return made

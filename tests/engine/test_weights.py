@@ -1,0 +1,186 @@
+"""Loading: every way a checkpoint can be broken has its error, and the fingerprint names exactly what was loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.errors import CorruptWeights, ModelError, ModelNotFound, NotEnoughMemory
+from engine.engine import Engine
+
+Checkpoints = Callable[[str], Path]
+
+
+def load(path: Path, head: bool = True, dtype: str = "auto", num_pages: int = 2) -> Engine:
+    return Engine.load(path, dtype, "cpu", num_pages, 16, head, threads=1)
+
+
+@pytest.fixture
+def llama(checkpoint: Checkpoints, tmp_path: Path) -> Path:
+    """A checkpoint to break."""
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
+
+
+@pytest.fixture
+def sharded(checkpoint: Checkpoints, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint("llama-sharded"), tmp_path / "sharded"))
+
+
+def rewrite(path: Path, change: Mapping[str, torch.Tensor | None]) -> None:
+    """Save the single file again with some tensors replaced, added or (None) left out."""
+    tensors = load_file(path / "model.safetensors") | dict(change)
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "model.safetensors")
+
+
+def edit(path: Path, change: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(change)))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-sharded", "llama-bias", "qwen2", "qwen3"])
+def test_both_kinds_of_worker_agree_on_the_fingerprint(name: str, checkpoint: Checkpoints):
+    whole, headless = load(checkpoint(name)), load(checkpoint(name), head=False)
+    assert len(whole.fingerprint) == 16
+    assert whole.fingerprint == headless.fingerprint
+    assert whole.fingerprint == load(checkpoint(name), dtype="bfloat16").fingerprint
+
+
+def test_fingerprints_differ_between_checkpoints(checkpoint: Checkpoints):
+    names = ("llama", "llama-sharded", "mistral", "qwen2", "qwen3")
+    assert len({load(checkpoint(name)).fingerprint for name in names}) == len(names)
+
+
+@pytest.mark.parametrize(
+    "tensor", ["model.embed_tokens.weight", "model.norm.weight", "model.layers.3.mlp.up_proj.weight"]
+)
+@pytest.mark.parametrize("head", [True, False])
+def test_one_flipped_bit_changes_the_fingerprint(tensor: str, head: bool, llama: Path):
+    before = load(llama, head).fingerprint
+    weights = load_file(llama / "model.safetensors")[tensor]
+    weights.view(-1).view(torch.int32)[-1] ^= 1
+    rewrite(llama, {tensor: weights})
+    assert load(llama, head).fingerprint != before
+
+
+def test_the_fingerprint_covers_the_config(llama: Path):
+    before = load(llama).fingerprint
+    edit(llama / "config.json", {"rms_norm_eps": 1e-3})
+    assert load(llama).fingerprint != before
+
+
+def test_the_fingerprint_is_that_of_the_content_not_of_the_files(sharded: Path, tmp_path: Path):
+    before = load(sharded).fingerprint
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sharded.glob("*.safetensors"):
+        tensors |= load_file(shard)
+        shard.unlink()
+    (sharded / "model.safetensors.index.json").unlink()
+    save_file(tensors, sharded / "model.safetensors")
+    assert load(sharded).fingerprint == before
+
+
+def test_a_prefill_worker_keeps_no_head(checkpoint: Checkpoints):
+    weights = load(checkpoint("llama-sharded"), head=False)._model._weights
+    assert weights.head is None
+    assert weights.norm is None
+    assert len(weights.layers) == 3
+
+
+def test_a_tied_copy_and_old_rotary_buffers_are_welcome(llama: Path):
+    rewrite(
+        llama, {"lm_head.weight": torch.zeros(1000, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    )
+    load(llama)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model.norm.weight": None}, "model.norm.weight"),
+        ({"model.layers.3.self_attn.q_proj.weight": None}, "model.layers.3.self_attn.q_proj.weight"),
+        ({"model.norm.weight": torch.ones(65)}, r"model.norm.weight has shape \[65\], its config says \[64\]"),
+        ({"model.layers.1.self_attn.q_proj.bias": torch.ones(64)}, "model.layers.1.self_attn.q_proj.bias"),
+        ({"model.norm.weight": torch.ones(64, dtype=torch.int32)}, "int32"),
+        ({"model.norm.weight": torch.ones(64, dtype=torch.float64)}, "float64"),
+    ],
+)
+@pytest.mark.parametrize("head", [True, False])
+def test_tensors_that_the_config_does_not_ask_for(
+    change: dict[str, torch.Tensor | None], named: str, head: bool, llama: Path
+):
+    rewrite(llama, change)
+    with pytest.raises(CorruptWeights, match=named):
+        load(llama, head)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, 50_000])
+def test_a_truncated_file(size: int, llama: Path):
+    file = llama / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(CorruptWeights, match=r"model\.safetensors"):
+        load(llama)
+
+
+@pytest.mark.parametrize("garbage", [b"\x80\x04pickle", b"\xff" * 4096, b"<html>not found</html>" * 9])
+def test_a_file_that_is_no_safetensors(garbage: bytes, llama: Path):
+    (llama / "model.safetensors").write_bytes(garbage)
+    with pytest.raises(CorruptWeights, match=r"model\.safetensors"):
+        load(llama)
+
+
+def test_no_safetensors_at_all(llama: Path):
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(ModelNotFound, match="pickled"):
+        load(llama)
+
+
+def test_a_missing_shard(sharded: Path):
+    shard = sorted(sharded.glob("*.safetensors"))[2]
+    shard.unlink()
+    with pytest.raises(CorruptWeights, match=shard.name):
+        load(sharded)
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        {"model.norm.weight": "../elsewhere.safetensors"},
+        {"model.norm.weight": "/etc/passwd"},
+        ["model.norm.weight"],
+        None,
+    ],
+)
+def test_an_index_that_can_not_be_trusted(weight_map: object, sharded: Path):
+    edit(sharded / "model.safetensors.index.json", {"weight_map": weight_map})
+    with pytest.raises(CorruptWeights, match=r"model\.safetensors\.index\.json"):
+        load(sharded)
+
+
+def test_an_index_that_promises_too_much(sharded: Path):
+    index = sharded / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    edit(index, {"weight_map": weight_map | {"model.extra": next(iter(weight_map.values()))}})
+    with pytest.raises(CorruptWeights, match=r"model\.extra"):
+        load(sharded)
+
+
+def test_an_unknown_dtype(checkpoint: Checkpoints):
+    with pytest.raises(ModelError, match="int4"):
+        load(checkpoint("llama"), dtype="int4")
+
+
+def test_a_pool_that_does_not_fit(checkpoint: Checkpoints):
+    with pytest.raises(NotEnoughMemory, match="pages"):
+        load(checkpoint("llama"), num_pages=2**40)
+
+
+def test_pages_for_a_budget(checkpoint: Checkpoints):
+    layout = load(checkpoint("llama")).layout
+    assert Engine.pages_for(layout.page_bytes * 3 + 1, layout) == 3
+    assert Engine.pages_for(layout.page_bytes - 1, layout) == 0
