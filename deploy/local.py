@@ -31,30 +31,13 @@ import msgspec
 from baton.config import Config, dump
 from baton.errors import BatonError, StartupError
 from baton.v1 import cluster_pb2
+from deploy.addresses import Addresses
 from deploy.client import Client
 from deploy.desired import Scale, Spec, plan, scale_of
 from deploy.processes import Identity, end
 
 _POLL = 0.05
 _MODULES = {"router": "router", "store": "kvstore", "prefill": "prefill_worker", "decode": "decode_worker"}
-
-
-class Addresses(msgspec.Struct, frozen=True):
-    """What a router says once it serves, each as host:port or a ZMQ endpoint."""
-
-    grpc: str
-    internal: str
-    http: str
-
-    def pin(self, config: Config) -> Config:
-        """The configuration with which a later router comes back at the same addresses."""
-        ports = {f"{kind}_port": int(getattr(self, kind).rpartition(":")[2]) for kind in ("grpc", "internal", "http")}
-        return msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, **ports))
-
-    @property
-    def endpoint(self) -> str:
-        """Where workers and stores connect."""
-        return self.internal if "://" in self.internal else f"tcp://{self.internal}"
 
 
 @dataclass

@@ -1,0 +1,5 @@
+"""`python -m deploy` is the `baton` command."""
+
+from deploy.cli import main
+
+main()

@@ -1,0 +1,122 @@
+"""The Ray actors: each hosts one process of the cluster, and does nothing else. Ray is never on the path of a token.
+
+An actor first writes down which operating-system process it is, so that whoever must replace it can prove it gone; then
+it runs the same entry point that `python -m router`, `kvstore`, `prefill_worker` or `decode_worker` runs, on a thread.
+It is never restarted by Ray: a restart needs that proof.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from typing import Any
+
+import msgspec
+import ray
+
+from baton import logs
+from baton.config import Config
+from baton.errors import BatonError
+from baton.messages import Role
+from deploy.addresses import Addresses
+from deploy.kv import Keys
+from deploy.processes import Identity, end
+from deploy.reports import Failure, Record, Report
+
+PROCESS_KEY = "process/"
+STOP_PATIENCE = 3.0  # seconds that a service gets to end by itself
+
+log = logging.getLogger(__name__)
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What an actor is to host."""
+
+    namespace: str
+    name: str
+    role: Role
+    node: str
+    config: Config
+    router: str = ""  # where workers and stores connect; empty for the router itself
+
+
+class Host:
+    """Runs one service on a thread of this actor's process."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        node_id = ray.get_runtime_context().get_node_id()
+        self._record = Record(Identity.mine(), order.node, node_id)
+        Keys(order.namespace).put(PROCESS_KEY + order.name, msgspec.json.encode(self._record))
+        _ordinary_priority()
+        self._log = logs.configure(order.name, order.config.cluster.logs)
+        self._failure: Failure | None = None
+        self._addresses: Addresses | None = None
+        self._stop = threading.Event()
+        self._stop_router: Any = None
+        self._thread = threading.Thread(target=self._run, name=order.name, daemon=True)
+        self._thread.start()
+
+    def report(self) -> bytes:
+        return msgspec.json.encode(Report(self._record, self._failure, self._addresses))
+
+    def stop(self) -> bool:
+        """Let the service end; whether it has."""
+        self._stop.set()
+        if self._stop_router is not None:
+            self._stop_router()
+        self._thread.join(STOP_PATIENCE)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+            failure = Failure("internal", f"{self._order.name} has ended by itself", str(self._log or ""))
+        except BatonError as error:
+            failure = Failure(error.reason, str(error), str(self._log or ""))
+        except BaseException as error:
+            log.exception("%s has failed", self._order.name)
+            failure = Failure("internal", f"{type(error).__name__}: {error}", str(self._log or ""))
+        if not self._stop.is_set():
+            log.error("%s: %s", self._order.name, failure.message)
+            self._failure = failure
+
+    def _serve(self) -> None:
+        order = self._order
+        match order.role:
+            case "router":
+                asyncio.run(self._serve_router())
+                return
+            case "store":
+                from kvstore.service import run
+            case "prefill":
+                from prefill_worker.service import run
+            case "decode":
+                from decode_worker.service import run
+        run(order.config, order.name, order.node, order.router, self._stop)
+
+    async def _serve_router(self) -> None:
+        from router.service import serve
+
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        self._stop_router = lambda: loop.call_soon_threadsafe(stop.set)
+
+        def ready(addresses: Any) -> None:
+            self._addresses = Addresses(grpc=addresses.grpc, internal=addresses.internal, http=addresses.http)
+
+        await serve(self._order.config, self._order.name, self._order.node, stop, ready)
+
+
+def _ordinary_priority() -> None:
+    """Ray runs its workers at niceness 15, behind everything else on the machine. Threads inherit what we set here;
+    without the right to raise it we stay where we are."""
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+
+
+def end_here(identity: Identity) -> bool:
+    """End a process of this node; whether it is gone. It runs as a Ray task where the process is on another node."""
+    return not end([identity], patience=0.0)

@@ -1,0 +1,304 @@
+"""The `baton` command. Reads flags, calls, and shows; what it does stands in the modules it calls.
+
+Everything heavy is imported where it is used, so that `baton --help` and `baton status` answer at once. What is shown
+goes to stdout, progress and errors go to stderr; with --json, stdout holds exactly one JSON object. Exit status: 0, or
+1 with the message of a typed error, or 2 for wrong flags, or 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from baton import __version__
+from baton import config as configuration
+from baton.config import Config
+from baton.errors import BatonError, ConfigError
+
+app = typer.Typer(
+    name="baton",
+    help="Serve a large language model with prompt work and token work in separate processes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+_out = Console(highlight=False, soft_wrap=True)
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Dtype(StrEnum):
+    """What weights and KV cache are computed in."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class RayChoice(StrEnum):
+    """Which Ray to run on."""
+
+    AUTO = "auto"
+    OWN = "own"
+    JOIN = "join"
+
+
+Name = Annotated[str, typer.Option("--name", help="The cluster's name.", metavar="NAME")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML configuration; flags override it.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.SETTING=VALUE", help="One setting.")]
+
+
+def reported(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn whatever ends a command into one message and an exit status; never a traceback."""
+
+    @functools.wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        as_json = bool(kwargs.get("as_json"))
+        try:
+            return command(*args, **kwargs)
+        except BatonError as error:
+            _say_error(error.reason, str(error), as_json)
+        except KeyboardInterrupt:
+            _err.print("interrupted")
+            raise typer.Exit(130) from None
+        except (typer.Exit, typer.Abort, SystemExit):
+            raise
+        except Exception as error:
+            if os.environ.get("BATON_DEBUG"):
+                raise
+            message = f"{type(error).__name__}: {error} (a fault of Baton's own; BATON_DEBUG=1 shows where)"
+            _say_error("internal", message, as_json)
+        raise typer.Exit(1)
+
+    return wrapper
+
+
+def _say_error(reason: str, message: str, as_json: bool) -> None:
+    if as_json:
+        _print_json({"error": {"reason": reason, "message": message}})
+    else:
+        _err.print(f"[bold red]error[/] ({reason}): {escape(message)}")
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+@app.command()
+@reported
+def up(
+    model: Annotated[str, typer.Option(help="Directory of a Hugging Face checkpoint, or a hub id.")] = "",
+    dtype: Annotated[Dtype | None, typer.Option(help="Number format; auto is the checkpoint's own.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 is the colocated mode.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    name: Annotated[str, typer.Option(help="The cluster's name, by default baton.")] = "",
+    config: ConfigFile = None,
+    settings: Settings = None,
+    ray: Annotated[
+        RayChoice, typer.Option(help="join a running Ray, start our own, or whichever fits.")
+    ] = RayChoice.AUTO,
+    dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard along with our own Ray.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds until the cluster must serve.")] = 900.0,
+    as_json: Json = False,
+) -> None:
+    """Start a cluster; returns once it serves, or says what failed and leaves nothing behind."""
+    from deploy import state_file
+    from deploy.bring_up import bring_up
+    from deploy.progress import Progress
+
+    flags = {"model.path": model, "model.dtype": dtype and dtype.value, "cluster.name": name}
+    flags |= {"cluster.prefill": prefill, "cluster.decode": decode}
+    chosen = _load(config, settings, flags)
+    signal.signal(signal.SIGTERM, _interrupted)
+    signal.signal(signal.SIGHUP, _interrupted)
+    with state_file.locked(chosen.cluster.state_dir), Progress(_err) as progress:
+        state = bring_up(chosen, ray.value, dashboard, timeout, progress.say, progress.watch)
+    if as_json:
+        _print_json({key: getattr(state, key) for key in ("name", "model", "grpc", "http", "log_dir")})
+        return
+    flag = "" if state.name == "baton" else f" --name {state.name}"
+    _out.print(f"[bold green]{state.name} serves {escape(state.model)}[/]")
+    _out.print(f"  gRPC     {state.grpc}")
+    _out.print(f"  metrics  http://{state.http.removeprefix('http://')}/metrics")
+    _out.print(f"  logs     {escape(state.log_dir)}")
+    _out.print(f'  try      baton generate{flag} "Once upon a time" --max-tokens 32')
+
+
+@app.command()
+@reported
+def status(name: Name = "baton", as_json: Json = False) -> None:
+    """Show the cluster's processes, what they do, and where its logs are."""
+    from deploy import show
+    from deploy.status import collect
+
+    found = collect(_folder(name))
+    if as_json:
+        _print_json(found)
+    else:
+        show.status(_out, found)
+    if not found["serving"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@reported
+def generate(
+    text: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
+    token_ids: Annotated[str, typer.Option(help="The prompt as token ids: 1,2,3.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Above 0, up to 1.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 is no limit.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="0 to 1.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on after the model's end-of-sequence token.")] = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for the whole request.")] = None,
+    address: Annotated[str, typer.Option(help="host:port of a router, instead of --name.")] = "",
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Generate from a prompt, and show the text as it comes."""
+    from deploy import generate as generation
+    from deploy.client import Client
+    from deploy.status import find
+
+    ids = generation.parse_token_ids(token_ids) if token_ids else None
+    asked = generation.request(
+        text,
+        ids,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=stop or (),
+        ignore_eos=ignore_eos,
+    )
+    with Client(address or find(_folder(name)).grpc) as client:
+        made = generation.run(client, asked, timeout, None if as_json else lambda delta: _stream(delta.text))
+    if as_json:
+        _print_json(made.as_json())
+        return
+    _stream("\n")
+    usage = made.finished.usage
+    _err.print(
+        f"[dim]{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} generated"
+        f", ended by {made.finish_reason}[/]"
+    )
+
+
+@app.command()
+@reported
+def scale(
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers from now on.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers from now on.")] = None,
+    name: Name = "baton",
+    timeout: Annotated[float, typer.Option(help="Seconds until it must have come to that.")] = 900.0,
+    as_json: Json = False,
+) -> None:
+    """Change the number of workers while the cluster serves; returns once it has come to that."""
+    from deploy import state_file
+    from deploy.progress import Progress
+    from deploy.scale import rescale
+    from deploy.status import find
+
+    folder = _folder(name)
+    state = find(folder)
+    with state_file.locked(folder), Progress(_err) as progress:
+        done = rescale(state, prefill, decode, timeout, progress.watch)
+    if as_json:
+        _print_json({"name": state.name, "prefill": done.prefill, "decode": done.decode})
+    else:
+        _out.print(f"{state.name} has {done.prefill} prefill and {done.decode} decode workers")
+
+
+@app.command()
+@reported
+def down(name: Name = "baton", as_json: Json = False) -> None:
+    """End the cluster, and the Ray that `baton up` started for it; a Ray of yours stays up."""
+    from deploy import state_file
+    from deploy.progress import Progress
+    from deploy.teardown import tear_down
+
+    folder = _folder(name)
+    state = state_file.read(folder)
+    if state is None:
+        raise ConfigError(f"no cluster named {name!r} is up; nothing to do")
+    with state_file.locked(folder), Progress(_err) as progress:
+        tear_down(folder, state, progress.say)
+    if as_json:
+        _print_json({"name": name, "down": True})
+    else:
+        _out.print(f"{name} is down; its logs stay in {escape(state.log_dir)}")
+
+
+@app.command()
+@reported
+def doctor(config: ConfigFile = None, settings: Settings = None, as_json: Json = False) -> None:
+    """Look at Ray, memory, ports, torch and cores, and say what to do about what is wrong."""
+    from dataclasses import asdict
+
+    from deploy import show
+    from deploy.doctor import examine
+
+    findings = examine(_load(config, settings, {}))
+    if as_json:
+        _print_json({"findings": [asdict(finding) for finding in findings]})
+    else:
+        show.findings(_out, findings)
+    if any(finding.level == "bad" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+@reported
+def version(as_json: Json = False) -> None:
+    """Show the version."""
+    if as_json:
+        _print_json({"version": __version__})
+    else:
+        _out.print(f"baton {__version__}")
+
+
+def _load(file: Path | None, settings: list[str] | None, flags: dict[str, Any]) -> Config:
+    """The configuration: file, then --set, then flags that were given. Raises ConfigError."""
+    overrides: dict[str, object] = dict(configuration.parse_override(text) for text in settings or ())
+    overrides |= {key: value for key, value in flags.items() if value not in (None, "")}
+    return configuration.load(file, overrides)
+
+
+def _folder(name: str) -> Path:
+    return configuration.load(overrides={"cluster.name": name}).cluster.state_dir
+
+
+def _stream(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _interrupted(_number: int, _frame: FrameType | None) -> None:
+    """SIGTERM and SIGHUP are treated as Ctrl-C: `up` then takes down what it has started."""
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,217 @@
+"""The processes of a cluster as Ray actors: starting them, asking them, ending them with proof. No decisions here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from deploy.actors import PROCESS_KEY, STOP_PATIENCE, Host, Order, end_here
+from deploy.addresses import Addresses
+from deploy.kv import Keys
+from deploy.processes import Identity
+from deploy.reports import Failure, Record, Report
+
+SUPERVISOR = "supervisor"
+_REMOTE_PATIENCE = 30.0  # seconds, for a task on another node
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Member:
+    """One actor and what is known of its process."""
+
+    name: str
+    node: str
+    handle: Any = None  # none: only its record was found
+    record: Record | None = None
+    failure: Failure | None = None
+    addresses: Addresses | None = None
+    asked: Any = None  # a report under way
+    gone: bool = False  # proven
+    why_gone: str = ""
+
+
+class Crew:
+    """Every actor of one namespace, by name."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._keys = Keys(namespace)
+        self._members: dict[str, Member] = {}
+        self._here = ray.get_runtime_context().get_node_id()
+
+    def member(self, name: str) -> Member:
+        return self._members[name]
+
+    def nodes(self) -> list[str]:
+        """The names of the nodes that are up, ours first."""
+        return list(self._node_ids())
+
+    def rediscover(self) -> dict[str, str]:
+        """Find what runs already: actors by their names, and processes whose actor has gone by their records. Returns
+        the node of each."""
+        listed: Any = ray.util.list_named_actors(all_namespaces=True)
+        names = {actor["name"] for actor in listed if actor["namespace"] == self._namespace}
+        records = {n: msgspec.json.decode(value, type=Record) for n, value in self._keys.under(PROCESS_KEY)}
+        for name in sorted((names | set(records)) - {SUPERVISOR}):
+            record = records.get(name)
+            handle = None
+            with contextlib.suppress(ValueError):
+                handle = ray.get_actor(name, namespace=self._namespace)
+            node = record.node if record else self.nodes()[0]
+            self._members[name] = Member(name, node, handle, record)
+        return {name: member.node for name, member in self._members.items()}
+
+    def sign(self, name: str) -> Identity:
+        """Write down that the calling process is `name`."""
+        record = Record(Identity.mine(), "", self._here)
+        self._keys.put(PROCESS_KEY + name, msgspec.json.encode(record))
+        return record.identity
+
+    def start(self, order: Order) -> bool:
+        """Start an actor; False when Ray still keeps the name of the last one, or the node has gone meanwhile."""
+        node_id = self._node_ids().get(order.node)
+        if node_id is None:
+            return False
+        options: dict[str, Any] = {
+            "name": order.name,
+            "namespace": self._namespace,
+            "lifetime": "detached",
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "max_concurrency": 2,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+        }
+        try:
+            handle = ray.remote(Host).options(**options).remote(order)
+        except ValueError as error:
+            log.info("%s can't start yet: %s", order.name, error)
+            return False
+        self._members[order.name] = Member(order.name, order.node, handle)
+        return True
+
+    def poll(self, patience: float = 0.2) -> None:
+        """Ask everybody how they are, and take the answers that are here. Who does not answer is asked on."""
+        for member in self._members.values():
+            if member.asked is None and member.handle is not None and not member.gone:
+                member.asked = member.handle.report.remote()
+        waiting = {member.asked: member for member in self._members.values() if member.asked is not None}
+        if waiting:
+            done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=patience)
+            for answer in done:
+                waiting[answer].asked = None
+                self._take(waiting[answer], answer)
+        for member in self._members.values():
+            if not member.gone and member.record is not None and self._proven_gone(member.record):
+                member.gone, member.why_gone = True, member.why_gone or "its process has gone"
+
+    def end(self, name: str) -> bool:
+        """SIGKILL a process, and whether it is gone now. Works on a stopped process too, where Ray's own kill takes
+        seconds. Blocks."""
+        member = self._members[name]
+        record = member.record or self._kept_record(name)
+        if record is None:
+            # It never got as far as our first line: nothing of ours has run there.
+            self._kill_actor(member)
+            member.gone, member.why_gone = True, "its actor never started"
+            return True
+        member.record = record
+        if self._end_process(record):
+            member.gone, member.why_gone = True, member.why_gone or "it was ended"
+        return member.gone
+
+    def retire(self, name: str) -> bool:
+        """Let its service stop, then end it. Blocks."""
+        member = self._members[name]
+        if member.handle is not None:
+            with contextlib.suppress(RayError, GetTimeoutError):
+                ray.get(member.handle.stop.remote(), timeout=STOP_PATIENCE + 1)
+        return self.end(name)
+
+    def bury(self, name: str) -> None:
+        """Forget an actor whose process is gone, so that its name is free."""
+        member = self._members.pop(name)
+        self._kill_actor(member)
+        self._keys.delete(PROCESS_KEY + name)
+
+    def dismiss_supervisor(self) -> None:
+        """End the supervisor for good, stopped or not, so that nobody restores what is being taken down."""
+        supervisor = Member(SUPERVISOR, "", record=self._kept_record(SUPERVISOR))
+        self._kill_actor(supervisor)  # also tells Ray not to restart it
+        record = supervisor.record
+        if record is not None and not (record.node_id == self._here and record.identity.wait(1.0)):
+            self._end_process(record)
+        self._keys.delete(PROCESS_KEY + SUPERVISOR)
+
+    # --- internals ---------------------------------------------------------------------------------------------------
+
+    def _node_ids(self) -> dict[str, str]:
+        """Ray's id of every live node by our name for it, which no two nodes share."""
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        alive.sort(key=lambda node: (node["NodeID"] != self._here, node["NodeID"]))
+        return {node_name(node["NodeManagerHostname"], node["NodeID"]): node["NodeID"] for node in alive}
+
+    def _kept_record(self, name: str) -> Record | None:
+        kept = self._keys.get(PROCESS_KEY + name)
+        return None if kept is None else msgspec.json.decode(kept, type=Record)
+
+    def _take(self, member: Member, answer: Any) -> None:
+        try:
+            report = msgspec.json.decode(ray.get(answer), type=Report)
+        except RayActorError as error:
+            # Ray says that it died. That is a hint; the proof is its process.
+            member.handle, member.why_gone = None, first_line(error)
+            member.record = member.record or self._kept_record(member.name)
+            if member.record is None:
+                member.gone = True
+                member.failure = Failure("startup", f"its actor could not start: {first_line(error)}")
+        except RayError as error:
+            log.warning("%s can't be asked: %s", member.name, first_line(error))
+        else:
+            member.record, member.failure, member.addresses = report.record, report.failure, report.addresses
+
+    def _proven_gone(self, record: Record) -> bool:
+        if record.node_id == self._here:
+            return record.identity.gone()
+        # A node that Ray has given up takes its workers with it; on a live node only a look can tell (`end`).
+        return record.node_id not in self._node_ids().values()
+
+    def _end_process(self, record: Record) -> bool:
+        if record.node_id == self._here:
+            return end_here(record.identity)
+        if self._proven_gone(record):
+            return True
+        strategy = NodeAffinitySchedulingStrategy(record.node_id, soft=False)
+        task: Any = ray.remote(end_here).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+        try:
+            return ray.get(task.remote(record.identity), timeout=_REMOTE_PATIENCE)
+        except RayError as error:
+            log.warning("can't end %s on %s: %s", record.identity, record.node, first_line(error))
+            return False
+
+    def _kill_actor(self, member: Member) -> None:
+        handle = member.handle
+        if handle is None:
+            with contextlib.suppress(ValueError):
+                handle = ray.get_actor(member.name, namespace=self._namespace)
+        if handle is not None:
+            with contextlib.suppress(RayError):
+                ray.kill(handle, no_restart=True)
+
+
+def node_name(hostname: str, node_id: str) -> str:
+    return f"{hostname or socket.gethostname()}-{node_id[:6]}"
+
+
+def first_line(error: Exception) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

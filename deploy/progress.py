@@ -1,0 +1,48 @@
+"""Progress on a terminal: one line that changes, and one line for each thing that has happened."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from deploy.reports import Overview
+
+
+class Progress:
+    """Shows what a command is doing. On something that is no terminal it prints plain lines."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("…")
+        self._begin = time.monotonic()
+        self._told: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        self._status.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._status.stop()
+
+    def say(self, text: str) -> None:
+        """A new stage has begun."""
+        self._status.update(text)
+        self._console.print(f"[dim]{time.monotonic() - self._begin:5.1f} s[/]  {text}")
+
+    def watch(self, overview: Overview) -> None:
+        """Tell what has changed since the last time."""
+        for view in overview.processes:
+            if self._told.get(view.name) != view.condition:
+                self._told[view.name] = view.condition
+                if view.condition in ("live", "failed", "silent", "stuck"):
+                    self.say(
+                        f"{view.name} is {view.condition}" + (f", pid {view.identity.pid}" if view.identity else "")
+                    )
+        for name in set(self._told) - {view.name for view in overview.processes}:
+            del self._told[name]
+            self.say(f"{name} has ended")
+        waiting = [view.name for view in overview.processes if view.condition != "live"]
+        self._status.update(f"waiting for {', '.join(waiting)}" if waiting else "waiting for the router to serve")

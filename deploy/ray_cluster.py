@@ -1,0 +1,155 @@
+"""Getting a Ray to run on, and leaving it: joining the user's, or starting and ending one of our own.
+
+Ours is one `ray start --head --block` in a session of its own, on loopback, with a token that only this user can read.
+The session is the proof of ownership: whatever belongs to it descends from our process, and nothing else ever does. So
+it is ended by the ids of exactly these processes, and never by `ray stop`, which ends every Ray on the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from baton.errors import RayUnusable
+from deploy.processes import Identity, end, session_members
+from deploy.ray_probe import OWN_PREFIX, PATIENCE, Answer, ask
+from deploy.state_file import OwnRay, RayLink
+
+START_PATIENCE = 60.0  # seconds; about 4 on an idle machine
+_OBJECT_STORE_BYTES = 100_000_000  # Baton's pages never pass through Ray
+
+
+def launch(log: Path, dashboard: bool = False) -> OwnRay:
+    """Start a Ray of our own; returns at once. Its output goes to `log`. Raises RayUnusable."""
+    executable = Path(sys.executable).with_name("ray")
+    if not executable.exists():
+        raise RayUnusable(f"there is no {executable}; install Baton with its dependencies: pip install baton")
+    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    directory = Path(tempfile.mkdtemp(prefix=Path(OWN_PREFIX).name, dir=Path(OWN_PREFIX).parent))
+    token = _token_path(directory)
+    with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    command: list[str] = [str(executable), "start", "--head", "--block", "--port=0", "--node-ip-address=127.0.0.1"]
+    command += [f"--temp-dir={_temp_dir(directory)}", f"--object-store-memory={_OBJECT_STORE_BYTES}"]
+    command += [f"--include-dashboard={'true' if dashboard else 'false'}", "--include-log-monitor=false"]
+    # The two ports that Ray does not choose itself: two Rays on one machine must not meet on the defaults.
+    command += [f"--ray-client-server-port={_free_port()}", f"--dashboard-agent-listen-port={_free_port()}"]
+    command += ["--disable-usage-stats"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    environment |= {"RAY_worker_niceness": "0"}  # by default Ray runs actors at 15, behind everything else
+    with log.open("ab") as output:
+        process = subprocess.Popen(  # noqa: S603 - a list, no shell
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return OwnRay(Identity.of(process.pid), str(directory))
+
+
+def wait_ready(own: OwnRay, log: Path, patience: float = START_PATIENCE) -> RayLink:
+    """Wait until our Ray takes drivers. Raises RayUnusable with what it said."""
+    directory = Path(own.directory)
+    address_file = _temp_dir(directory) / "ray_current_cluster"
+    token = _token_path(directory)
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline and not own.leader.gone():
+        address = address_file.read_text().strip() if address_file.exists() else ""
+        if address and ask(address, token.read_text()) is Answer.WELCOME:
+            return RayLink(address, "token", str(token), own)
+        time.sleep(0.05)
+    problem = "has ended" if own.leader.gone() else f"is not ready after {patience:.0f} s"
+    last = "\n".join(log.read_text(errors="replace").strip().splitlines()[-5:])
+    raise RayUnusable(f"the Ray that Baton started {problem}; its output is {log}:\n{last}")
+
+
+def stop(own: OwnRay) -> list[int]:
+    """End our Ray, wholly, and remove its directory. Returns the pids that could not be ended: none, normally."""
+    left = end(session_members(own.leader), patience=1.5)
+    # Ray starts helpers while it goes down; what appeared since then is in the session as well.
+    left = [*left, *end(session_members(own.leader), patience=0)]
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(own.leader.pid, os.WNOHANG)  # where the command that started it is the one that ends it
+    if own.directory.startswith(OWN_PREFIX):
+        shutil.rmtree(own.directory, ignore_errors=True)
+    return [process.pid for process in left]
+
+
+def connect(link: RayLink, namespace: str, patience: float = PATIENCE) -> None:
+    """Make this process a driver of that Ray. Raises RayUnusable within about `patience` seconds."""
+    if ask(link.address, _token(link), patience) is not Answer.WELCOME:
+        raise RayUnusable(f"Ray at {link.address} has gone, or refuses our token; see `baton doctor`")
+    os.environ["RAY_AUTH_MODE"] = link.mode
+    if link.token_path:
+        os.environ["RAY_AUTH_TOKEN_PATH"] = link.token_path
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"  # else its C++ side writes to our stderr
+    problem: list[Exception] = []
+    thread = threading.Thread(target=_init, args=(link.address, namespace, problem), daemon=True)
+    thread.start()
+    thread.join(patience)
+    if thread.is_alive():
+        raise RayUnusable(
+            f"Ray at {link.address} answers, but takes no drivers from this machine within {patience:.0f} s; is this "
+            f"machine one of its nodes? Join it with `ray start --address={link.address}`, or restart Ray"
+        )
+    if problem:
+        raise RayUnusable(f"Ray at {link.address} can't be used: {str(problem[0]).strip()}")
+
+
+def disconnect() -> None:
+    """Stop being a driver."""
+    ray: Any = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        ray.shutdown()
+
+
+def _init(address: str, namespace: str, problem: list[Exception]) -> None:
+    try:
+        import ray
+        from ray._private import worker
+
+        ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.CRITICAL)
+        # Ray prints its opinion on every actor's death into the driver's output; the supervisor reports those.
+        worker.print_worker_logs = lambda *_args, **_kwargs: None
+    except Exception as error:  # noqa: BLE001 - whatever Ray raises is handed to the caller's thread
+        problem.append(error)
+
+
+def _token(link: RayLink) -> str | None:
+    if link.mode == "disabled":
+        return None
+    if not link.token_path:
+        return os.environ.get("RAY_AUTH_TOKEN", "")
+    try:
+        return Path(link.token_path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _token_path(directory: Path) -> Path:
+    return directory / "token"
+
+
+def _temp_dir(directory: Path) -> Path:
+    return directory / "ray"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,148 @@
+"""What the supervisor does next, decided purely from what shall run and what it found.
+
+                  Start                        the router lists it
+    (nothing) ──────────▶ JOINING ───────────────────────────────▶ LIVE
+        ▲                    │ typed failure, or silent for too long │ SILENT, STUCK or FAILED
+        │ after its          ▼                                       ▼
+        │ back-off        End: SIGKILL, and wait for the proof that the process is gone
+        └──────────────── Bury: forget the actor, count the crash ◀── GONE
+
+Nothing is started under a name as long as a process of that name may still run: a stopped writer that wakes up writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypeAlias
+
+from deploy.desired import Spec
+
+ROUTER = "router"
+JOIN_PATIENCE = 900.0  # seconds from start until the router lists it: large weights load slowly
+REJOIN_PATIENCE = 20.0  # seconds that a process may be unknown to the router after it had been live
+ROUTER_MISSES = 6  # probes of the router in a row without an answer, of a second each
+STEADY = 60.0  # seconds of being live after which earlier crashes no longer count
+FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0  # seconds; the first crash is repaired at once
+
+
+class Condition(Enum):
+    """How a process was found."""
+
+    JOINING = "joining"  # runs; the router has not listed it yet, or no longer does
+    LIVE = "live"
+    SILENT = "silent"  # the router has not heard from it for cluster.silence_ms
+    STUCK = "stuck"  # it speaks, but its step does not end
+    FAILED = "failed"  # its service gave up and said why
+    ENDING = "ending"  # somebody is ending it now
+    GONE = "gone"  # proven: it can't run another instruction
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One process as found this turn."""
+
+    name: str
+    node: str
+    condition: Condition
+    since: float  # when it got into this condition
+    was_live: bool = False  # at any time before
+    misses: int = 0  # unanswered probes in a row, of the router only
+    why: str = ""  # what it said when it failed, or how it ended
+
+
+@dataclass(frozen=True)
+class Crashes:
+    """The crashes in a row of one name; `not_before` is when it may start again."""
+
+    count: int = 0
+    not_before: float = 0.0
+    total: int = 0
+    last: str = ""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start this process: nothing runs under its name."""
+
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class End:
+    """SIGKILL it and wait for the proof. It is to be replaced."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Bury:
+    """It is gone: forget its actor and count the crash."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Retire:
+    """It is wanted no longer: let it stop by itself, then End it."""
+
+    name: str
+
+
+Action: TypeAlias = Start | End | Bury | Retire
+
+
+def reconcile(
+    desired: Sequence[Spec], actual: Mapping[str, Seen], crashes: Mapping[str, Crashes], now: float
+) -> list[Action]:
+    """The actions of this turn, at most one for each name. `desired` stands in start order."""
+    actions: list[Action] = []
+    wanted = {spec.name for spec in desired}
+    for seen in actual.values():
+        if seen.condition is Condition.GONE:
+            actions.append(Bury(seen.name, seen.why))
+        elif seen.condition is not Condition.ENDING:
+            if seen.name not in wanted:
+                actions.append(Retire(seen.name))
+            elif why := verdict(seen, now):
+                actions.append(End(seen.name, why))
+    # Workers and stores are told the router's address when they start, so it comes first. A worker finds its store
+    # whenever that appears; started right after it, both load at the same time.
+    router = actual.get(ROUTER)
+    router_serves = router is not None and router.condition is Condition.LIVE
+    for spec in desired:
+        if spec.name in actual or now < crashes.get(spec.name, Crashes()).not_before:
+            continue
+        if spec.role == "router" or router_serves:
+            actions.append(Start(spec))
+    return actions
+
+
+def verdict(seen: Seen, now: float) -> str:
+    """Why this process must be replaced; empty when it need not."""
+    elapsed = now - seen.since
+    match seen.condition:
+        case Condition.FAILED:
+            return seen.why
+        case Condition.SILENT:
+            return "the router has not heard from it for longer than cluster.silence_ms"
+        case Condition.STUCK:
+            return "its step has taken longer than cluster.stuck_ms"
+        case Condition.JOINING if seen.was_live and elapsed > REJOIN_PATIENCE:
+            return f"the router no longer lists it, for {elapsed:.0f} s"
+        case Condition.JOINING if elapsed > JOIN_PATIENCE:
+            return f"it had not joined the router after {elapsed:.0f} s"
+        case Condition.LIVE | Condition.JOINING if seen.misses >= ROUTER_MISSES:
+            return f"it has not answered {seen.misses} times in a row"
+        case _:
+            return ""
+
+
+def crashed(before: Crashes, why: str, lived: float, now: float) -> Crashes:
+    """The record after one more crash of a process that had been live for `lived` seconds."""
+    count = 1 if lived >= STEADY else before.count + 1
+    delay = 0.0 if count == 1 else min(LONGEST_DELAY, FIRST_DELAY * 2 ** (count - 2))
+    return replace(before, count=count, total=before.total + 1, not_before=now + delay, last=why)

@@ -1,0 +1,50 @@
+"""`baton scale`: tell the supervisor how many workers there shall be, and wait until there are."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from baton.errors import ConfigError, StartupError
+from deploy import ray_cluster
+from deploy.bring_up import Watch, ask_overview, why_failed
+from deploy.desired import Scale
+from deploy.state_file import State
+from deploy.teardown import namespace_of
+
+_POLL = 0.25
+_PATIENCE = 10.0  # seconds, for one answer of the supervisor
+
+
+def rescale(state: State, prefill: int | None, decode: int | None, patience: float, watch: Watch) -> Scale:
+    """Raises ConfigError for an impossible scale, StartupError when it does not come to it in time (the supervisor
+    goes on trying), RayUnusable and Unavailable when it can't be asked."""
+    if prefill is None and decode is None:
+        raise ConfigError("say how many: --prefill N, --decode M, or both")
+    if (prefill is not None and prefill < 0) or (decode is not None and decode < 1):
+        raise ConfigError("a cluster has at least one decode worker, and no fewer than zero prefill workers")
+    ray_cluster.connect(state.ray, namespace_of(state.name))
+    before = ask_overview(state.name, _PATIENCE)
+    wanted = Scale(
+        before.scale.prefill if prefill is None else prefill, before.scale.decode if decode is None else decode
+    )
+    _tell(state.name, wanted)
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        overview = ask_overview(state.name, _PATIENCE)
+        watch(overview)
+        if overview.scale == wanted and overview.settled:
+            return wanted
+        if (failure := why_failed(overview)) is not None:
+            raise failure
+        time.sleep(_POLL)
+    raise StartupError(f"it has not come to that after {patience:.0f} s; `baton status` shows what is missing")
+
+
+def _tell(name: str, wanted: Scale) -> None:
+    import ray
+
+    from deploy.crew import SUPERVISOR
+
+    supervisor: Any = ray.get_actor(SUPERVISOR, namespace=namespace_of(name))
+    ray.get(supervisor.scale.remote(wanted.prefill, wanted.decode), timeout=_PATIENCE)

@@ -1,0 +1,95 @@
+"""`baton status`: the router's view of the cluster laid beside the supervisor's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from baton.errors import BatonError, StartupError
+from baton.v1 import cluster_pb2
+from deploy import state_file
+from deploy.client import Client
+from deploy.reports import Overview, read_overview
+from deploy.state_file import State
+
+
+def find(folder: Path) -> State:
+    """The cluster of that folder. Raises StartupError when there is none."""
+    state = state_file.read(folder)
+    if state is None:
+        raise StartupError(f"no cluster named {folder.name!r} is up; start one with `baton up --model DIRECTORY`")
+    if not state.grpc:
+        raise StartupError(
+            f"the cluster {folder.name!r} never came up: its `baton up` was killed; `baton down --name {folder.name}` "
+            "clears away what is left"
+        )
+    return state
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """Everything that `baton status` shows, as plain data. Raises StartupError when there is no such cluster."""
+    state = find(folder)
+    overview = read_overview(folder)
+    status, problem, serving = None, "", False
+    with Client(state.grpc) as client:
+        try:
+            status = client.status()
+            serving = client.serving()
+        except BatonError as error:
+            problem = str(error)
+    dead = overview is None or overview.supervisor.gone()
+    if dead:
+        problem = problem or "the supervisor does not run; Ray restarts it, unless Ray itself has gone"
+    if dead and status is None:
+        problem += f". The cluster has died; `baton down --name {state.name}` clears away what is left"
+    return {
+        "cluster": state.name,
+        "model": state.model,
+        "serving": serving,
+        "problem": problem or (overview.problem if overview else ""),
+        "grpc": state.grpc,
+        "internal": state.internal,
+        "http": state.http,
+        "log_dir": state.log_dir,
+        "ray": {"address": state.ray.address, "mode": state.ray.mode, "started_by_baton": state.ray.own is not None},
+        "supervisor": {"pid": overview.supervisor.pid if overview else None, "alive": not dead},
+        "processes": _processes(status, overview),
+        "counts": _counts(status),
+    }
+
+
+def _processes(status: cluster_pb2.GetStatusResponse | None, overview: Overview | None) -> list[dict[str, Any]]:
+    views = {view.name: view for view in overview.processes} if overview is not None else {}
+    listed = {process.name: process for process in status.processes} if status is not None else {}
+    rows: list[dict[str, Any]] = []
+    for name in dict.fromkeys([*views, *listed]):
+        view, process = views.get(name), listed.get(name)
+        row: dict[str, Any] = {"name": name, "role": _role(process) if process else view.role if view else ""}
+        row["node"] = process.node if process else view.node if view else ""
+        row["pid"] = process.pid if process else view.identity.pid if view and view.identity else None
+        row["state"] = _state(process) if process else view.condition if view else ""
+        row["restarts"] = view.restarts if view else 0
+        row["retry_in_s"] = round(view.retry_in, 1) if view else 0.0
+        row["last_failure"] = view.failure.message if view and view.failure else ""
+        if process is not None:
+            load = process.load
+            row["load"] = {descriptor.name: getattr(load, descriptor.name) for descriptor in load.DESCRIPTOR.fields}
+            row["pages_known"] = process.pages_known
+            row["metrics"] = process.metrics_address
+            row["heartbeat_age_ms"] = process.heartbeat_age_ms if process.HasField("heartbeat_age_ms") else None
+        rows.append(row)
+    return rows
+
+
+def _counts(status: cluster_pb2.GetStatusResponse | None) -> dict[str, int]:
+    if status is None:
+        return {}
+    return {descriptor.name: getattr(status.counts, descriptor.name) for descriptor in status.counts.DESCRIPTOR.fields}
+
+
+def _role(process: cluster_pb2.Process) -> str:
+    return cluster_pb2.Role.Name(process.role).removeprefix("ROLE_").lower()
+
+
+def _state(process: cluster_pb2.Process) -> str:
+    return cluster_pb2.ProcessState.Name(process.state).removeprefix("PROCESS_STATE_").lower()

@@ -1,0 +1,191 @@
+"""The supervisor: an actor that holds the desired state and restores it, turn by turn.
+
+It decides nothing itself: the ledger does, purely, and the crew acts. Ray restarts the supervisor, and only it. A
+restart runs only `__init__` again; so the desired state lies in Ray's key-value store, and everything else is found by
+looking: the named actors of the namespace, and the record that each left of its process. Crash counts begin anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from baton import logs
+from baton.clock import PauseDetector
+from baton.config import Bytes, Config
+from baton.errors import BatonError
+from baton.v1 import cluster_pb2
+from deploy.actors import Order
+from deploy.addresses import Addresses
+from deploy.client import Client
+from deploy.crew import SUPERVISOR, Crew
+from deploy.desired import Scale, Spec, plan
+from deploy.kv import Keys
+from deploy.ledger import Ledger
+from deploy.observe import Facts, listed
+from deploy.reconcile import ROUTER, Action, Bury, End, Retire, Start
+from deploy.reports import OVERVIEW_FILE, Overview
+from deploy.state_file import replace
+
+DESIRED_KEY = "desired"
+TURN = 0.25  # seconds
+_PAUSED = 5.0  # a turn that took longer means that we were held up ourselves
+
+log = logging.getLogger(__name__)
+
+
+class Desired(msgspec.Struct, frozen=True):
+    """What shall be: survives the supervisor in Ray's key-value store."""
+
+    config: Config
+    scale: Scale
+    state_dir: str  # on the router's node
+    addresses: Addresses | None = None  # the router's; once known, it always comes back there
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self, enc_hook=int)
+
+    @classmethod
+    def decode(cls, text: bytes) -> Desired:
+        return msgspec.json.decode(text, type=cls, dec_hook=lambda _, value: Bytes.parse(value))
+
+
+class Supervisor:
+    """Owns the desired state. Its loop runs on a thread; its methods are called through Ray."""
+
+    def __init__(self, namespace: str, desired: Desired) -> None:
+        """`desired` counts only where none is kept: at the first start."""
+        logs.configure(SUPERVISOR, desired.config.cluster.logs)
+        self._namespace = namespace
+        self._keys = Keys(namespace)
+        kept = self._keys.get(DESIRED_KEY)
+        self._desired = Desired.decode(kept) if kept is not None else desired
+        self._keep(self._desired)
+        self._crew = Crew(namespace)
+        self._identity = self._crew.sign(SUPERVISOR)
+        self._ledger = Ledger()
+        for name, node in self._crew.rediscover().items():
+            log.info("found %s on %s", name, node)
+            self._ledger.started(name, node, time.monotonic())
+        self._endings: dict[str, Future[bool]] = {}
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="ending")
+        self._pauses = PauseDetector(_PAUSED)
+        self._client: Client | None = None
+        self._problem = ""
+        self._lock = threading.Lock()  # over desired state and ledger; never held while waiting for anybody
+        threading.Thread(target=self._run, name=SUPERVISOR, daemon=True).start()
+
+    # --- called through Ray ------------------------------------------------------------------------------------------
+
+    def overview(self) -> bytes:
+        with self._lock:
+            return msgspec.json.encode(self._overview())
+
+    def scale(self, prefill: int, decode: int) -> None:
+        """From now on so many workers. Returns at once; the overview tells when it has come to that."""
+        with self._lock:
+            log.info("scale: %d prefill, %d decode", prefill, decode)
+            self._keep(msgspec.structs.replace(self._desired, scale=Scale(prefill, decode)))
+
+    # --- one turn ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._turn()
+                self._problem = ""
+            except Exception as error:
+                log.exception("a turn failed; the next one tries again")
+                self._problem = f"{type(error).__name__}: {error}"
+            time.sleep(TURN)
+
+    def _turn(self) -> None:
+        status = self._ask_router()
+        self._crew.poll()
+        with self._lock:
+            now = time.monotonic()
+            facts = {name: self._facts(name, status) for name in self._ledger.names}
+            actions = self._ledger.turn(self._specs(), facts, status is not None, now, self._pauses.tick(now))
+            for action in actions:
+                self._do(action, now)
+            overview = self._overview()
+        replace(Path(self._desired.state_dir) / OVERVIEW_FILE, msgspec.json.encode(overview))
+
+    def _do(self, action: Action, now: float) -> None:
+        match action:
+            case Start(spec):
+                self._start(spec, now)
+            case End(name, why):
+                log.warning("ending %s: %s", name, why)
+                self._endings[name] = self._pool.submit(self._crew.end, name)
+            case Retire(name):
+                log.info("retiring %s", name)
+                self._endings[name] = self._pool.submit(self._crew.retire, name)
+            case Bury(name):
+                self._endings.pop(name, None)
+                self._crew.bury(name)
+
+    def _start(self, spec: Spec, now: float) -> None:
+        config, endpoint = self._desired.config, ""
+        if (addresses := self._desired.addresses) is not None:
+            config, endpoint = addresses.pin(config), addresses.endpoint
+        router = "" if spec.role == "router" else endpoint
+        if self._crew.start(Order(self._namespace, spec.name, spec.role, spec.node, config, router)):
+            log.info("started %s on %s", spec.name, spec.node)
+            self._ledger.started(spec.name, spec.node, now)
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def _ask_router(self) -> cluster_pb2.GetStatusResponse | None:
+        addresses = self._desired.addresses
+        if addresses is None or ROUTER not in self._ledger.names:
+            return None
+        if self._client is None:
+            self._client = Client(addresses.grpc)
+        try:
+            return self._client.status(timeout=1.0)
+        except BatonError as error:
+            log.info("no answer from the router: %s", error)
+            return None
+
+    def _facts(self, name: str, status: cluster_pb2.GetStatusResponse | None) -> Facts:
+        member = self._crew.member(name)
+        ending = self._endings.get(name)
+        if ending is not None and ending.done() and not member.gone:
+            ending = self._endings.pop(name) and None  # it could not be ended; the ledger will ask again
+        if name == ROUTER and member.addresses not in (None, self._desired.addresses):
+            self._keep(msgspec.structs.replace(self._desired, addresses=member.addresses))
+        identity = member.record.identity if member.record else None
+        return Facts(
+            gone=member.gone,
+            ending=ending is not None,
+            failure=member.failure,
+            listed=listed(status, name, identity),
+            why_gone=member.why_gone,
+            identity=identity,
+        )
+
+    def _specs(self) -> Sequence[Spec]:
+        return plan(self._desired.config, self._desired.scale, self._crew.nodes(), self._ledger.placed())
+
+    # --- telling -----------------------------------------------------------------------------------------------------
+
+    def _keep(self, desired: Desired) -> None:
+        self._keys.put(DESIRED_KEY, desired.encode())
+        self._desired = desired
+
+    def _overview(self) -> Overview:
+        return Overview(
+            cluster=self._desired.config.cluster.name,
+            supervisor=self._identity,
+            scale=self._desired.scale,
+            processes=self._ledger.views(self._specs(), time.monotonic()),
+            addresses=self._desired.addresses,
+            problem=self._problem,
+        )

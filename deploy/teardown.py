@@ -1,0 +1,69 @@
+"""Ending a cluster, in the order that leaves nothing: the supervisor first, so that nobody restores the rest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from baton.errors import RayUnusable, StartupError
+from deploy import ray_cluster, state_file
+from deploy.processes import Identity, end
+from deploy.reports import OVERVIEW_FILE, read_overview
+from deploy.state_file import State
+
+Say = Callable[[str], None]
+
+
+def namespace_of(cluster: str) -> str:
+    """The Ray namespace of a cluster."""
+    return f"baton-{cluster}"
+
+
+def tear_down(folder: Path, state: State, say: Say) -> None:
+    """End the cluster of that state file, and the Ray that Baton started for it. A Ray of the user's stays up.
+    Works as well when half of it, or Ray, has gone already. Raises StartupError when something is left."""
+    own = state.ray.own
+    known = _known(folder, state)
+    try:
+        ray_cluster.connect(state.ray, namespace_of(state.name))
+    except RayUnusable as error:
+        if own is None:
+            say(f"Ray can't be asked ({error}); ending the processes that are known")
+    else:
+        say("ending the cluster's processes")
+        _end_actors(namespace_of(state.name))
+        ray_cluster.disconnect()
+    left = [process.pid for process in end(known, patience=0)]
+    if own is not None:
+        say("ending the Ray that Baton started")
+        left += ray_cluster.stop(own)
+    if left:
+        raise StartupError(f"processes {left} can't be ended; look at them with `ps -fp {','.join(map(str, left))}`")
+    (folder / OVERVIEW_FILE).unlink(missing_ok=True)
+    state_file.remove(folder)
+
+
+def _known(folder: Path, state: State) -> list[Identity]:
+    overview = read_overview(folder)
+    views = overview.processes if overview is not None else ()
+    named = [state.supervisor, overview.supervisor if overview else None, *(view.identity for view in views)]
+    return [identity for identity in named if identity is not None]
+
+
+def _end_actors(namespace: str) -> None:
+    from deploy.crew import Crew
+    from deploy.kv import Keys
+    from deploy.supervisor import DESIRED_KEY
+
+    crew = Crew(namespace)
+    crew.dismiss_supervisor()
+    names = list(crew.rediscover())
+    crew.poll(1.0)
+    with ThreadPoolExecutor(max(1, len(names))) as pool:
+        list(pool.map(crew.retire, names))
+    for name in names:
+        with contextlib.suppress(KeyError):
+            crew.bury(name)
+    Keys(namespace).delete(DESIRED_KEY)
