@@ -1,0 +1,93 @@
+"""What the store's state hears, what it says, and what can be read off it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from baton.clock import Tick
+from baton.messages import StoreCall, StoreReply
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A connection was opened by process `pid`, which runs as our own user."""
+
+    connection: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A call came in."""
+
+    connection: int
+    call: StoreCall
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The connection has ended. Its process may live on."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriterGone:
+    """The kernel says that process `pid` is gone: it will never write again."""
+
+    pid: int
+
+
+Event: TypeAlias = Connected | Heard | Disconnected | WriterGone | Tick
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `reply`; with an `Attached` goes the arena's descriptor."""
+
+    connection: int
+    reply: StoreReply
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Close this connection once what was sent has gone out."""
+
+    connection: int
+
+
+Command: TypeAlias = Send | Drop
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A snapshot of the store. The first group counts what is so now, the second what has happened since the start."""
+
+    slots: int
+    page_bytes: int
+    free: int  # slots
+    evictable: int  # sealed pages that could make room
+    sealed: int  # pages that can be found
+    reserved: int  # slots
+    unproven: int  # of these, by processes that are disconnected but not known to be gone
+    held: int  # pages
+    dropped: int  # of these, those that can't be found any more
+    connections: int
+    tickets: int
+    waits: int  # pages waited for
+
+    hits: int  # pages that Acquire found
+    misses: int
+    sealed_total: int
+    duplicates: int  # pages sealed that another writer had sealed first
+    evictions: int
+    expired: int  # holds that their owner did not renew
+    corrupt: int  # pages reported
+    refusals: int  # connections closed for what they said

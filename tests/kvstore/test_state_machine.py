@@ -1,0 +1,427 @@
+"""StoreState under everything that workers can do to it, with a shadow of the arena's bytes.
+
+Workers here are as bad as real ones: they stop, wake and scribble, lose connections with calls under way, come back,
+die, and let holds expire. A worker may write to a slot from the moment the store reserves it until it has said Seal or
+Forget itself; what may be written is never readable and never anybody else's. What is read counts once `Released` says
+so; then it is what the key names.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.clock import Tick
+from baton.messages import (
+    Acquire,
+    Arrived,
+    Attach,
+    Attached,
+    Corrupt,
+    Forget,
+    Holding,
+    NotComing,
+    NotReserved,
+    Peer,
+    Refusal,
+    Release,
+    Released,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    StoreCall,
+    StoreHeartbeat,
+    StoreReply,
+)
+from kvstore.commands import Command, Connected, Disconnected, Drop, Event, Heard, Send, WriterGone
+from kvstore.state import StoreState
+from tests.kvstore.chains import key, keys, parent
+from tests.kvstore.store_fixtures import NAMESPACE, STORE
+
+SLOTS = 8
+SHARE = 0.6
+CHAINS = st.text(alphabet="abc", min_size=1, max_size=5)
+WORKERS = st.integers(0, 2)
+PICK = st.integers(0, 10)
+START = st.sampled_from([0, 0, 0, 1, 2])
+OFTEN = st.sampled_from([True, True, True, False])
+
+
+@dataclass
+class Ticket:
+    """A worker's view of a ticket."""
+
+    word: str
+    start: int = 0  # the pages from here on are the ticket's
+    reserving: bool = False
+    writable: dict[int, int] = field(default_factory=dict)  # index → slot that it may write to
+    arrived: dict[int, int] = field(default_factory=dict)
+    read: dict[int, str] = field(default_factory=dict)  # index → what it saw
+
+    def content(self, index: int) -> str:
+        return self.word[: self.start + index + 1]
+
+
+@dataclass
+class Worker:
+    """A worker's process. Calls wait in `calls` until the store hears them, replies in `replies`."""
+
+    pid: int
+    incarnation: str
+    alive: bool = True
+    connection: int | None = None
+    calls: deque[StoreCall] = field(default_factory=deque)
+    replies: deque[StoreReply] = field(default_factory=deque)
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = StoreState(STORE, SLOTS * 100 + 50, 1.0, SHARE, 0.25)
+        self.now = 0.0
+        self.workers = [Worker(100 + number, f"w{number}") for number in range(3)]
+        self.dead: list[Worker] = []  # whose death the kernel has not told of yet
+        self.orphans: list[int] = []  # connections whose end the store has not seen yet
+        self.memory = ["?"] * SLOTS
+        self.connections = 0
+        self.numbers = 0
+        self.misbehaved: set[int] = set()
+        self.told: dict[bytes, bytes] = {}
+
+    # --- the world --------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> list[Command]:
+        wanted = self.waited()
+        making = {name for name in wanted if self.made(name)}
+        commands = self.state.handle(event, self.now)
+        self.state.validate()
+        lost = {name for name in making if not self.made(name)}
+        assert not lost & self.waited(), "somebody waits for what nobody makes any more"
+        by_connection = {worker.connection: worker for worker in self.workers if worker.connection is not None}
+        for command in commands:
+            worker = by_connection.get(command.connection)
+            match command:
+                case Send(connection=connection, reply=reply):
+                    if isinstance(reply, Refusal):
+                        assert connection in self.misbehaved
+                    if worker is not None:
+                        self.note(worker, reply)
+                        worker.replies.append(reply)
+                case Drop():
+                    if worker is not None:
+                        worker.connection = None
+                        worker.calls.clear()
+        for change in self.state.drain_events():
+            match change:
+                case _ if hasattr(change, "parent"):
+                    above = change.parent
+                    for name in change.keys:
+                        assert name not in self.told
+                        assert above == b"" or above in self.told, "a child is told of before its parent"
+                        self.told[name] = above
+                        above = name
+                case _ if hasattr(change, "keys"):
+                    for name in change.keys:
+                        del self.told[name]
+                        assert name not in self.told.values(), "a parent is told gone before its child"
+                case _:
+                    self.told.clear()
+        return commands
+
+    def note(self, worker: Worker, reply: StoreReply) -> None:
+        """From the moment the store says Reserved the worker may be writing, read or unread."""
+        if isinstance(reply, Reserved) and reply.ticket in worker.tickets:
+            ticket = worker.tickets[reply.ticket]
+            ticket.writable = {index: slot for index, slot in enumerate(reply.slots) if slot is not None}
+
+    def waited(self) -> set[bytes]:
+        return set(self.state._waiting._waiting)
+
+    def made(self, name: bytes) -> bool:
+        node = self.state._pages._tree.find(name)
+        return node is not None
+
+    def say(self, worker: Worker, call: StoreCall) -> None:
+        if worker.connection is not None:
+            worker.calls.append(call)
+
+    def ticket(self, worker: Worker, pick: int) -> int | None:
+        numbers = list(worker.tickets)
+        return numbers[pick % len(numbers)] if numbers else None
+
+    def new_number(self) -> int:
+        self.numbers += 1
+        return self.numbers
+
+    # --- what workers do --------------------------------------------------------------------------------------------
+
+    @initialize()
+    def all_are_there(self) -> None:
+        for number in range(len(self.workers)):
+            self.attach(number)
+
+    def attach(self, number: int) -> None:
+        """Also while the old connection is still open, as far as the store knows."""
+        worker = self.workers[number]
+        if worker.connection is not None:
+            self.orphans.append(worker.connection)
+        self.connections += 1
+        worker.connection = self.connections
+        worker.calls.clear()
+        worker.replies.clear()
+        self.handle(Connected(self.connections, worker.pid))
+        peer = Peer("prefill", "w", "node", worker.incarnation, worker.pid)
+        worker.calls.append(Attach(peer, NAMESPACE, 100))
+        # What it read under an older connection no longer counts, but what it wrote may go on.
+        for ticket in worker.tickets.values():
+            ticket.arrived.clear()
+            ticket.read.clear()
+        worker.calls.append(Holding(tuple(n for n, ticket in worker.tickets.items() if ticket.writable)))
+        worker.tickets = {n: ticket for n, ticket in worker.tickets.items() if ticket.writable}
+        self.travel(worker, prompt=True)
+
+    def travel(self, worker: Worker, prompt: bool) -> None:
+        """Usually what is said is heard and answered at once; sometimes it waits for `hear` and `learn`."""
+        if prompt:
+            self.deliver(worker, 10)
+            self.learn(worker, 10)
+
+    @rule(number=WORKERS, word=CHAINS, start=START, prompt=OFTEN)
+    def reserve(self, number: int, word: str, start: int, prompt: bool) -> None:
+        worker = self.workers[number]
+        if worker.connection is None:
+            self.attach(number)
+        start = start % len(word)
+        ticket = self.new_number()
+        worker.tickets[ticket] = Ticket(word, start, reserving=True)
+        self.say(worker, Reserve(ticket, parent(word, start), b"".join(keys(word, start))))
+        self.travel(worker, prompt)
+
+    @rule(number=WORKERS, pick=PICK, first=START, count=st.integers(1, 5), hold=st.booleans(), prompt=OFTEN)
+    def seal(self, number: int, pick: int, first: int, count: int, hold: bool, prompt: bool) -> None:
+        worker = self.workers[number]
+        writing = [n for n, ticket in worker.tickets.items() if ticket.writable]
+        if not writing or worker.connection is None:
+            return
+        chosen = writing[pick % len(writing)]
+        ticket = worker.tickets[chosen]
+        indices = sorted(ticket.writable)
+        first = indices[first % len(indices)]
+        run = [index for index in range(first, first + count) if index in ticket.writable]
+        run = run[: next((place for place, index in enumerate(run) if index != first + place), len(run))]
+        for index in run:
+            self.memory[ticket.writable.pop(index)] = ticket.content(index)
+        self.say(worker, Seal(chosen, first, tuple(first + place for place in range(len(run))), hold))
+        self.travel(worker, prompt)
+
+    @rule(number=WORKERS, word=CHAINS, hold=st.booleans())
+    def write(self, number: int, word: str, hold: bool) -> None:
+        """What a good worker does: reserve a chain, seal all of it, and be done with it."""
+        worker = self.workers[number]
+        self.reserve(number, word, 0, prompt=True)
+        ticket = worker.tickets.get(self.numbers)
+        if ticket is None:
+            return
+        while ticket.writable:
+            self.seal(
+                number, [n for n, t in worker.tickets.items() if t.writable].index(self.numbers), 0, 5, hold, True
+            )
+        del worker.tickets[self.numbers]
+        self.say(worker, Forget(self.numbers))
+        self.travel(worker, prompt=True)
+
+    @rule(number=WORKERS, pick=PICK)
+    def scribble(self, number: int, pick: int) -> None:
+        """A writer half-way through, perhaps one that was stopped, or whose connection has gone."""
+        worker = self.workers[number]
+        slots = [slot for ticket in worker.tickets.values() for slot in ticket.writable.values()]
+        if slots:
+            self.memory[slots[pick % len(slots)]] = "rubbish"
+
+    @rule(number=WORKERS, word=CHAINS, wait=st.booleans(), prompt=OFTEN)
+    def acquire(self, number: int, word: str, wait: bool, prompt: bool) -> None:
+        """Often of a chain that is there."""
+        worker = self.workers[number]
+        if self.told and not wait:
+            word = sorted(self.told)[len(word) % len(self.told)].lstrip(b".").decode()
+        if worker.connection is None:
+            self.attach(number)
+        ticket = self.new_number()
+        worker.tickets[ticket] = Ticket(word)
+        self.say(worker, Acquire(ticket, b"".join(keys(word)), wait))
+        self.travel(worker, prompt)
+
+    @rule(number=WORKERS, pick=PICK, prompt=OFTEN)
+    def read(self, number: int, pick: int, prompt: bool) -> None:
+        """Copy what has arrived; whether it counts is told later."""
+        worker = self.workers[number]
+        reading = [n for n, ticket in worker.tickets.items() if ticket.arrived]
+        if not reading:
+            return
+        chosen = reading[pick % len(reading)]
+        ticket = worker.tickets[chosen]
+        arrived = tuple(ticket.arrived)
+        for index in arrived:
+            ticket.read[index] = self.memory[ticket.arrived.pop(index)]
+        if pick >= 8:
+            self.say(worker, Corrupt(chosen, arrived[0]))
+        self.say(worker, Release(chosen, arrived))
+        self.travel(worker, prompt)
+
+    @rule(number=WORKERS, pick=PICK)
+    def forget(self, number: int, pick: int) -> None:
+        worker = self.workers[number]
+        chosen = self.ticket(worker, pick)
+        if chosen is not None and worker.connection is not None:
+            del worker.tickets[chosen]
+            self.say(worker, Forget(chosen))
+
+    @rule(number=WORKERS, dropped=st.sets(PICK, max_size=2))
+    def beat(self, number: int, dropped: set[int]) -> None:
+        worker = self.workers[number]
+        if worker.connection is None:
+            return
+        gone = {self.ticket(worker, pick) for pick in dropped}
+        worker.tickets = {n: ticket for n, ticket in worker.tickets.items() if n not in gone}
+        self.say(worker, Holding(tuple(worker.tickets)))
+
+    def misbehave(self, worker: Worker, pick: int, kind: int) -> None:
+        """Calls that cost the caller its connection, or nothing; never anybody else anything."""
+        if worker.connection is None:
+            return
+        self.misbehaved.add(worker.connection)
+        ticket = self.ticket(worker, pick) or 0
+        calls: list[StoreCall] = [
+            Reserve(ticket, b"", bytes(17)),
+            Reserve(self.new_number(), b"short", key("a")),
+            Reserve(self.new_number(), b"", key("ab")),
+            Reserve(ticket, b"", key("a")),
+            Seal(ticket, 3, (1, 2, 3)),
+            Acquire(ticket, key("a") * 2),
+            Release(ticket, (-1,)),
+            Seal(ticket, 0, ()),
+        ]
+        self.say(worker, calls[kind % len(calls)])
+        self.travel(worker, prompt=True)
+
+    # --- what happens to them ---------------------------------------------------------------------------------------
+
+    @rule(number=WORKERS, mishap=st.sampled_from(["attach", "lose", "lose", "die", "misbehave"]), kind=PICK, pick=PICK)
+    def mishap(self, number: int, mishap: str, kind: int, pick: int) -> None:
+        worker = self.workers[number]
+        match mishap:
+            case "attach":
+                self.attach(number)
+            case "lose":
+                self.lose_connection(worker)
+            case "die":
+                self.die(number)
+            case _:
+                self.misbehave(worker, pick, kind)
+
+    @rule(number=WORKERS, calls=st.integers(0, 4), replies=st.integers(0, 4))
+    def some_travel(self, number: int, calls: int, replies: int) -> None:
+        self.deliver(self.workers[number], calls)
+        self.learn(self.workers[number], replies)
+
+    def deliver(self, worker: Worker, count: int) -> None:
+        for _ in range(count):
+            if worker.connection is not None and worker.calls:
+                self.handle(Heard(worker.connection, worker.calls.popleft()))
+
+    def learn(self, worker: Worker, count: int) -> None:
+        for _ in range(min(count, len(worker.replies))):
+            reply = worker.replies.popleft()
+            ticket = worker.tickets.get(getattr(reply, "ticket", -1))
+            if ticket is None:
+                continue
+            match reply:
+                case Arrived(pages=pages):
+                    ticket.arrived.update({page.index: page.slot for page in pages})
+                case Released(indices=indices, held=held):
+                    for index, counts in zip(indices, held, strict=True):
+                        seen = ticket.read.pop(index, None)
+                        assert not counts or seen == ticket.content(index), "read what no key names"
+                case Attached() | Reserved() | NotReserved() | Sealed() | NotComing() | StoreHeartbeat() | Refusal():
+                    pass
+
+    def lose_connection(self, worker: Worker) -> None:
+        if worker.connection is not None:
+            self.orphans.append(worker.connection)
+            worker.connection = None
+            worker.calls.clear()
+
+    def die(self, number: int) -> None:
+        worker = self.workers[number]
+        if worker.connection is not None:
+            self.orphans.append(worker.connection)
+        self.dead.append(worker)
+        self.workers[number] = Worker(worker.pid + 10, f"{worker.incarnation}'")
+
+    @precondition(lambda self: self.orphans)
+    @rule(pick=PICK)
+    def store_sees_disconnect(self, pick: int) -> None:
+        self.handle(Disconnected(self.orphans.pop(pick % len(self.orphans))))
+
+    @precondition(lambda self: self.dead)
+    @rule()
+    def kernel_tells_of_death(self) -> None:
+        worker = self.dead.pop(0)
+        self.handle(WriterGone(worker.pid))
+        assert not self.state.needs_proof(worker.pid)
+
+    @rule(seconds=st.sampled_from([0.1, 0.3, 1.1]), paused=st.booleans())
+    def time_passes(self, seconds: float, paused: bool) -> None:
+        self.now += seconds
+        self.handle(Tick(seconds if paused else 0.0))
+
+    # --- what always holds ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def what_may_be_written_is_nobody_elses(self) -> None:
+        writable = [s for w in self.workers for ticket in w.tickets.values() for s in ticket.writable.values()]
+        assert len(writable) == len(set(writable)), "two writers of one slot"
+        pages = self.state._pages
+        assert not set(writable) & set(pages._free), "a slot is free while its writer may write"
+        sealed = [node.value.page for node in pages._tree.preorder() if node.value.page is not None]
+        assert not {page.slot for page in sealed} & set(writable), "readable while its writer may write"
+        for page in sealed:
+            assert key(self.memory[page.slot]) == page.key, "a page does not hold what its key names"
+
+    @invariant()
+    def numbers_add_up(self) -> None:
+        stats = self.state.stats()
+        assert stats.free + stats.sealed + stats.reserved + stats.dropped == stats.slots
+        assert stats.evictable <= stats.sealed
+        assert stats.slots in (0, SLOTS)
+        snapshot = {
+            run.keys[at : at + 16]: (run.keys[at - 16 : at] if at else run.parent)
+            for run in self.state.snapshot()
+            for at in range(0, len(run.keys), 16)
+        }
+        assert snapshot == self.told
+        for process in self.state._processes.values():
+            assert process.reserved <= int(SLOTS * SHARE)
+
+    def teardown(self) -> None:
+        """When everybody has gone, every slot is free or holds a page, and nothing is left of anybody."""
+        for number in range(len(self.workers)):
+            self.die(number)
+        while self.dead:
+            self.kernel_tells_of_death()
+        while self.orphans:
+            self.store_sees_disconnect(0)
+        stats = self.state.stats()
+        assert stats.free + stats.sealed == stats.slots
+        assert stats.evictable == stats.sealed
+        assert stats.tickets == stats.waits == stats.held == stats.connections == stats.unproven == 0
+
+
+StoreMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestStore = StoreMachine.TestCase
