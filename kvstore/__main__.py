@@ -1,0 +1,9 @@
+"""`python -m kvstore --config FILE --name store-0 --node NODE --router tcp://127.0.0.1:50052`"""
+
+from __future__ import annotations
+
+from baton import process
+from kvstore.service import run
+
+if __name__ == "__main__":
+    raise SystemExit(process.main("kvstore", run))

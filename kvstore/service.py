@@ -1,0 +1,315 @@
+"""The store's process: one loop on one thread that owns the sockets, the arena and the clock, and does what
+`StoreState` says.
+
+    workers ⇄ Unix socket ──calls──▶ state ──replies──▶
+    a pidfd per worker process ──it is gone──▶ state
+    state ──changes──▶ KV events (PUB)          state.load() ──▶ heartbeats to the router
+    router ──SnapshotRequest──▶ Snapshot
+
+The loop never touches a page's bytes: workers copy them between their device and the arena themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from baton.clock import MonotonicClock, PauseDetector, Tick
+from baton.config import Config
+from baton.errors import MalformedMessage, StoreGone
+from baton.membership import Membership, Verdict
+from baton.messages import Attached, Heartbeat, Hello, Peer, Refusal, SnapshotRequest, StoreCall, ToStore
+from baton.metrics import Metrics, Sample
+from baton.unix import UnixListener, UnixSocket
+from baton.wire import Heart, Link, Poller, Publisher
+from kvstore.arena import Arena
+from kvstore.changes import snapshot_parts
+from kvstore.client import store_address
+from kvstore.commands import Command, Connected, Disconnected, Drop, Event, Heard, Send, StoreStats, WriterGone
+from kvstore.events import EventLog
+from kvstore.state import StoreState
+
+log = logging.getLogger(__name__)
+
+_TURN = 0.1  # seconds between two turns of a loop that has nothing to do
+_CONGESTED = 0.002  # the same while a worker is slow to read
+_PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nobody for it
+_CALLS_PER_TURN = 64  # of one connection, so that no worker keeps the others waiting
+
+
+def run(config: Config, name: str, node: str, router: str, stop: threading.Event) -> None:
+    """Serve until `stop` is set. `router` is the ZMQ endpoint of the router (empty: serve workers without one), `node`
+    the machine whose workers find this store. Raises NotEnoughMemory or PortInUse when it can't start."""
+    with Store(config, name, node, router) as store:
+        log.info("store %s serves %d bytes at %s", store.me.incarnation, config.store.arena_bytes, store.address)
+        while not stop.is_set():
+            store.turn()
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    number: int
+    socket: UnixSocket[StoreCall]
+    fd: int
+
+
+class Store:
+    """The process around the state."""
+
+    def __init__(self, config: Config, name: str, node: str, router: str) -> None:
+        """Allocate the arena and start listening. Raises NotEnoughMemory or PortInUse."""
+        self.me = Peer("store", name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
+        self.address = store_address(config.cluster.name, node)
+        self._clock = MonotonicClock()
+        self._pauses = PauseDetector(_PAUSE)
+        self._cleanup = contextlib.ExitStack()
+        with contextlib.ExitStack() as cleanup:
+            self._listener: UnixListener[StoreCall] = UnixListener(self.address, StoreCall)
+            cleanup.callback(self._listener.close)
+            self._arena = Arena.create(config.store.arena_bytes)
+            cleanup.callback(self._arena.close)
+            self._publisher = Publisher()
+            cleanup.callback(self._publisher.close)
+            self._metrics = Metrics()
+            cleanup.callback(self._metrics.close)
+            hello = Hello(
+                self.me,
+                events=self._publisher.endpoint,
+                metrics=self._metrics.serve(config.router.host),
+                data=self.address,
+            )
+            self._membership = Membership(hello)
+            self._poller = Poller()
+            self._poller.add(self._listener.fileno())
+            self._link: Link[Any] | None = None
+            if router:
+                self._link = Link(router, self.me, ToStore)
+                cleanup.callback(self._link.close)
+                self._poller.add(self._link)
+                self._heart = Heart(router, self.me, self._clock)
+                cleanup.callback(self._heart.close)
+            self._cleanup = cleanup.pop_all()
+        self._heartbeat_seconds = config.cluster.heartbeat_ms / 1_000
+        self._state = StoreState(
+            self.me,
+            config.store.arena_bytes,
+            config.store.hold_ms / 1_000,
+            config.store.writer_share,
+            self._heartbeat_seconds,
+        )
+        self._events = EventLog(self.me.incarnation, config.model.served_name, time.time())
+        self._connections: dict[int, _Connection] = {}
+        self._pidfds: dict[int, int] = {}  # pid → pidfd, of every process whose end matters
+        self._next_number = 0
+        self._next_metrics = 0.0
+        self._congested = False
+        self._calls: Counter[str] = Counter()
+        self._malformed = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for connection in self._connections.values():
+            connection.socket.close()
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._cleanup.close()
+
+    def turn(self) -> None:
+        """Wait for something to do, for a moment at most, and do it."""
+        ready = self._poller.wait(_CONGESTED if self._congested else _TURN)
+        now = self._clock.now()
+        paused = self._pauses.tick(now)
+        for connection in [connection for connection in self._connections.values() if connection.fd in ready]:
+            self._hear(connection, _CALLS_PER_TURN)
+        for pid in [pid for pid, pidfd in self._pidfds.items() if pidfd in ready]:
+            self._bury(pid)
+        if self._listener.fileno() in ready:
+            self._accept()
+        if self._link is not None:
+            self._attend_router(self._link, now, paused)
+        self._handle(Tick(paused))
+        self._flush()
+        self._publish(now)
+
+    # --- workers ----------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while (socket := self._listener.accept()) is not None:
+            if socket.uid != os.getuid():
+                log.warning("user %d (process %d) may not attach to this store", socket.uid, socket.pid)
+                socket.close()
+                continue
+            if not self._watch(socket):
+                socket.close()
+                continue
+            self._next_number += 1
+            connection = _Connection(self._next_number, socket, socket.fileno())
+            self._connections[connection.number] = connection
+            self._poller.add(connection.fd)
+            self._handle(Connected(connection.number, socket.pid))
+
+    def _watch(self, socket: UnixSocket[StoreCall]) -> bool:
+        """Make sure that the kernel tells us of the end of the peer's process. False when it has ended already."""
+        known = self._pidfds.get(socket.pid)
+        if known is not None:
+            if not select.select([known], [], [], 0)[0]:
+                return True
+            self._bury(socket.pid)  # another process has its number now
+        try:
+            self._pidfds[socket.pid] = socket.pidfd()
+        except ProcessLookupError:
+            return False
+        self._poller.add(self._pidfds[socket.pid])
+        return True
+
+    def _hear(self, connection: _Connection, limit: int | None = None) -> None:
+        """Take at most `limit` calls of one worker (none: all there are)."""
+        heard = 0
+        while connection.number in self._connections and (limit is None or heard < limit):
+            heard += 1
+            try:
+                received = connection.socket.receive()
+            except StoreGone:
+                self._lose(connection)
+                return
+            except MalformedMessage as error:
+                self._malformed += 1
+                log.warning("closing the connection of process %d: %s", connection.socket.pid, error)
+                with contextlib.suppress(StoreGone):
+                    connection.socket.send(Refusal(error.reason, str(error)))
+                self._lose(connection)
+                return
+            if received is None:
+                return
+            call, descriptors = received
+            for fd in descriptors:
+                os.close(fd)
+            self._calls[type(call).__name__] += 1
+            self._handle(Heard(connection.number, call))
+
+    def _bury(self, pid: int) -> None:
+        """The kernel has told of a process's end; what it had said before still counts."""
+        for connection in [each for each in self._connections.values() if each.socket.pid == pid]:
+            self._hear(connection)
+        self._handle(WriterGone(pid))
+        self._unwatch(pid)
+
+    def _lose(self, connection: _Connection) -> None:
+        self._close(connection)
+        self._handle(Disconnected(connection.number))
+        self._unwatch_if_done(connection.socket.pid)
+
+    def _close(self, connection: _Connection) -> None:
+        del self._connections[connection.number]
+        self._poller.remove(connection.fd)
+        connection.socket.close()
+
+    def _unwatch_if_done(self, pid: int) -> None:
+        here = any(connection.socket.pid == pid for connection in self._connections.values())
+        if not here and not self._state.needs_proof(pid):
+            self._unwatch(pid)
+
+    def _unwatch(self, pid: int) -> None:
+        if (pidfd := self._pidfds.pop(pid, None)) is not None:
+            self._poller.remove(pidfd)
+            os.close(pidfd)
+
+    # --- the state's commands ---------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        waiting: deque[Command] = deque(self._state.handle(event, self._clock.now()))
+        while waiting:
+            command = waiting.popleft()
+            connection = self._connections.get(command.connection)
+            if connection is None:
+                continue
+            match command:
+                case Send(reply=reply):
+                    try:
+                        connection.socket.send(reply, [self._arena.fd] if isinstance(reply, Attached) else ())
+                    except StoreGone as error:
+                        log.warning("closing a connection: %s", error)
+                        self._close(connection)
+                        waiting += self._state.handle(Disconnected(connection.number), self._clock.now())
+                        self._unwatch_if_done(connection.socket.pid)
+                case Drop():
+                    self._close(connection)
+                    self._unwatch_if_done(connection.socket.pid)
+
+    def _flush(self) -> None:
+        """Push on what workers have been slow to read."""
+        self._congested = False
+        for connection in list(self._connections.values()):
+            try:
+                self._congested |= not connection.socket.flush()
+            except StoreGone:
+                self._lose(connection)
+
+    # --- the router -------------------------------------------------------------------------------------------------
+
+    def _attend_router(self, link: Link[Any], now: float, paused: float) -> None:
+        for envelope in link.receive():
+            verdict = self._membership.handle(envelope, now)
+            self._follow(link, verdict)
+            if verdict.deliver and isinstance(envelope.message, SnapshotRequest):
+                self._publish_changes()  # so that the snapshot is of exactly the last event's state
+                for part in snapshot_parts(self._events.last, self._state.snapshot()):
+                    link.send(envelope.sender, part)
+        self._follow(link, self._membership.tick(now, paused))
+        if (router := self._membership.router) is not None:
+            heartbeat = Heartbeat(self._membership.heard, self._state.load())
+            self._heart.publish(router, heartbeat, self._membership.heartbeat, None)
+
+    def _follow(self, link: Link[Any], verdict: Verdict) -> None:
+        for message in verdict.send:
+            link.send("", message)
+        if verdict.lost:
+            log.warning("lost the router; its pages stay for the next")
+            self._heart.quiet()
+
+    # --- what others read -------------------------------------------------------------------------------------------
+
+    def _publish(self, now: float) -> None:
+        self._publish_changes()
+        if now >= self._next_metrics:
+            self._next_metrics = now + self._heartbeat_seconds
+            malformed = self._malformed + (self._link.malformed if self._link else 0)
+            self._metrics.publish(_values(self._state.stats(), self._calls, malformed))
+
+    def _publish_changes(self) -> None:
+        if changes := self._state.drain_events():
+            batch = self._events.append(changes, "CPU", self._state.page_size, time.time())
+            self._publisher.send(batch.topic, batch.sequence, batch.payload)
+
+
+def _values(stats: StoreStats, calls: Mapping[str, int], malformed: int) -> Mapping[str, Sample]:
+    states: Iterable[tuple[str, int]] = (
+        ("free", stats.free),
+        ("sealed", stats.sealed),
+        ("reserved", stats.reserved),
+        ("held", stats.held),
+    )
+    return {
+        "kv_cache_usage_perc": {("host",): (stats.slots - stats.free - stats.evictable) / max(1, stats.slots)},
+        "kv_pages": {("host", state): count for state, count in states},
+        "page_evictions": {("host",): stats.evictions},
+        "checksum_failures": stats.corrupt,
+        "store_calls": {(call,): count for call, count in calls.items()},
+        "store_waits": stats.waits,
+        "unproven_reservations": stats.unproven,
+        "malformed_messages": malformed + stats.refusals,
+    }
