@@ -201,7 +201,7 @@ class Rig:
     def settle(self, limit: int = 2_000) -> None:
         """Let every worker take turns until nobody has anything to do."""
         for _ in range(limit):
-            going_on = [worker.turn() or worker.inbox for worker in list(self.workers.values())]
+            going_on = [worker.turn() or worker.inbox or worker.state.busy for worker in list(self.workers.values())]
             if not any(going_on):
                 return
         raise AssertionError("the workers never came to rest")
