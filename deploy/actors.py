@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -43,28 +44,21 @@ class Order(msgspec.Struct, frozen=True):
     router: str = ""  # where workers and stores connect; empty for the router itself
 
 
-class Host:
-    """Runs one service on a thread of this actor's process."""
+class Service:
+    """Runs one entry point on a thread, and remembers how it ended."""
 
     def __init__(self, order: Order) -> None:
+        self.failure: Failure | None = None
+        self.addresses: Addresses | None = None
         self._order = order
-        node_id = ray.get_runtime_context().get_node_id()
-        self._record = Record(Identity.mine(), order.node, node_id)
-        Keys(order.namespace).put(PROCESS_KEY + order.name, msgspec.json.encode(self._record))
-        _ordinary_priority()
         self._log = logs.configure(order.name, order.config.cluster.logs)
-        self._failure: Failure | None = None
-        self._addresses: Addresses | None = None
         self._stop = threading.Event()
-        self._stop_router: Any = None
+        self._stop_router: Callable[[], object] | None = None
         self._thread = threading.Thread(target=self._run, name=order.name, daemon=True)
         self._thread.start()
 
-    def report(self) -> bytes:
-        return msgspec.json.encode(Report(self._record, self._failure, self._addresses))
-
     def stop(self) -> bool:
-        """Let the service end; whether it has."""
+        """Let it end; whether it has."""
         self._stop.set()
         if self._stop_router is not None:
             self._stop_router()
@@ -74,15 +68,15 @@ class Host:
     def _run(self) -> None:
         try:
             self._serve()
-            failure = Failure("internal", f"{self._order.name} has ended by itself", str(self._log or ""))
+            reason, message = "internal", "it has ended by itself"
         except BatonError as error:
-            failure = Failure(error.reason, str(error), str(self._log or ""))
+            reason, message = error.reason, str(error)
         except BaseException as error:
-            log.exception("%s has failed", self._order.name)
-            failure = Failure("internal", f"{type(error).__name__}: {error}", str(self._log or ""))
+            log.exception("the service has failed")
+            reason, message = "internal", f"{type(error).__name__}: {error}"
         if not self._stop.is_set():
-            log.error("%s: %s", self._order.name, failure.message)
-            self._failure = failure
+            log.error("given up (%s): %s", reason, message)
+            self.failure = Failure(reason, message, str(self._log or ""))
 
     def _serve(self) -> None:
         order = self._order
@@ -105,9 +99,27 @@ class Host:
         self._stop_router = lambda: loop.call_soon_threadsafe(stop.set)
 
         def ready(addresses: Any) -> None:
-            self._addresses = Addresses(grpc=addresses.grpc, internal=addresses.internal, http=addresses.http)
+            self.addresses = Addresses(grpc=addresses.grpc, internal=addresses.internal, http=addresses.http)
 
         await serve(self._order.config, self._order.name, self._order.node, stop, ready)
+
+
+class Host:
+    """The actor: one service in this process."""
+
+    def __init__(self, order: Order) -> None:
+        node_id = ray.get_runtime_context().get_node_id()
+        self._record = Record(Identity.mine(), order.node, node_id)
+        Keys(order.namespace).put(PROCESS_KEY + order.name, msgspec.json.encode(self._record))
+        _ordinary_priority()
+        self._service = Service(order)
+
+    def report(self) -> bytes:
+        return msgspec.json.encode(Report(self._record, self._service.failure, self._service.addresses))
+
+    def stop(self) -> bool:
+        """Let the service end; whether it has."""
+        return self._service.stop()
 
 
 def _ordinary_priority() -> None:

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from deploy.reports import Overview
 
+_HAPPENED = {"live": "is live", "failed": "has failed", "silent": "has gone silent", "stuck": "is stuck"}
+
 
 class Progress:
     """Shows what a command is doing. On something that is no terminal it prints plain lines."""
@@ -37,10 +39,9 @@ class Progress:
         for view in overview.processes:
             if self._told.get(view.name) != view.condition:
                 self._told[view.name] = view.condition
-                if view.condition in ("live", "failed", "silent", "stuck"):
-                    self.say(
-                        f"{view.name} is {view.condition}" + (f", pid {view.identity.pid}" if view.identity else "")
-                    )
+                if view.condition in _HAPPENED:
+                    pid = f", pid {view.identity.pid}" if view.identity else ""
+                    self.say(f"{view.name} {_HAPPENED[view.condition]}{pid}")
         for name in set(self._told) - {view.name for view in overview.processes}:
             del self._told[name]
             self.say(f"{name} has ended")

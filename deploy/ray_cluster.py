@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from deploy.ray_probe import OWN_PREFIX, PATIENCE, Answer, ask
 from deploy.state_file import OwnRay, RayLink
 
 START_PATIENCE = 60.0  # seconds; about 4 on an idle machine
+_ROUNDS = 5  # of looking for what is left of our Ray
 _OBJECT_STORE_BYTES = 100_000_000  # Baton's pages never pass through Ray
 
 
@@ -79,9 +81,13 @@ def wait_ready(own: OwnRay, log: Path, patience: float = START_PATIENCE) -> RayL
 
 def stop(own: OwnRay) -> list[int]:
     """End our Ray, wholly, and remove its directory. Returns the pids that could not be ended: none, normally."""
-    left = end(session_members(own.leader), patience=1.5)
-    # Ray starts helpers while it goes down; what appeared since then is in the session as well.
-    left = [*left, *end(session_members(own.leader), patience=0)]
+    # No SIGTERM: the head would drain for up to 30 s, and nothing of it is worth saving. The leader goes first; what
+    # the others may start while they go down belongs to the session as well.
+    left = end([own.leader], patience=0)
+    for _ in range(_ROUNDS):
+        if not (members := session_members(own.leader)):
+            break
+        left = end(members, patience=0)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(own.leader.pid, os.WNOHANG)  # where the command that started it is the one that ends it
     if own.directory.startswith(OWN_PREFIX):
@@ -97,11 +103,12 @@ def connect(link: RayLink, namespace: str, patience: float = PATIENCE) -> None:
     if link.token_path:
         os.environ["RAY_AUTH_TOKEN_PATH"] = link.token_path
     os.environ.pop("RAY_ADDRESS", None)
-    os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"  # else its C++ side writes to our stderr
+    os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"
     problem: list[Exception] = []
     thread = threading.Thread(target=_init, args=(link.address, namespace, problem), daemon=True)
-    thread.start()
-    thread.join(patience)
+    with _native_stderr_muted():
+        thread.start()
+        thread.join(patience)
     if thread.is_alive():
         raise RayUnusable(
             f"Ray at {link.address} answers, but takes no drivers from this machine within {patience:.0f} s; is this "
@@ -128,6 +135,22 @@ def _init(address: str, namespace: str, problem: list[Exception]) -> None:
         worker.print_worker_logs = lambda *_args, **_kwargs: None
     except Exception as error:  # noqa: BLE001 - whatever Ray raises is handed to the caller's thread
         problem.append(error)
+
+
+@contextlib.contextmanager
+def _native_stderr_muted() -> Iterator[None]:
+    """Ray's C++ side writes its log to file descriptor 2 while it starts, whatever its level. Python's own stderr goes
+    where it always went."""
+    python_stderr, kept = sys.stderr, os.dup(2)
+    try:
+        with Path(os.devnull).open("w") as nowhere, os.fdopen(os.dup(kept), "w", buffering=1) as still_stderr:
+            sys.stderr = still_stderr
+            os.dup2(nowhere.fileno(), 2)
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        sys.stderr = python_stderr
 
 
 def _token(link: RayLink) -> str | None:

@@ -1,0 +1,167 @@
+"""What the command says when something is wrong, and how: no Ray is needed for any of it."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from baton.config import load
+from baton.errors import NotEnoughMemory
+from deploy import demo_model, preflight
+from deploy.cli import app
+from kvstore.memory import Room
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # nothing answers there
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo_model.write(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def call(*arguments: str | Path | int) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def error(*arguments: str | Path | int) -> tuple[str, str]:
+    """The reason and the message with which the command fails."""
+    result = call(*arguments, "--json")
+    assert result.exit_code == 1, result.output
+    told = json.loads(result.stdout)["error"]
+    assert "Traceback" not in result.output
+    return told["reason"], told["message"]
+
+
+def test_version():
+    assert json.loads(call("version", "--json").stdout).keys() == {"version"}
+    assert call("version").stdout.startswith("baton ")
+
+
+def test_a_person_reads_the_same_error_on_stderr():
+    result = call("up", "--model", "/no/such/model")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "error (model_not_found): /no/such/model is not a directory" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason", "says"),
+    [
+        ([], "config", "no model is given"),
+        (["--model", "/no/such/model"], "model_not_found", "/no/such/model"),
+        (["--model", "m", "--set", "router.grpc_prot=1"], "config", "grpc_prot"),
+        (["--model", "m", "--set", "nonsense"], "config", "section.setting"),
+        (["--model", "m", "--decode", "0"], "config", "decode"),
+        (["--model", "m", "--prefill", "-1"], "config", "prefill"),
+        (["--model", "m", "--name", "Not A Name"], "config", "name"),
+        (["--model", "m", "--config", "/no/such/file.yaml"], "config", "/no/such/file.yaml"),
+        (["--model", "m", "--set", "router.grpc_port=70000"], "config", "grpc_port"),
+        (["--model", "m", "--set", "store.arena_bytes=-3"], "config", "arena_bytes"),
+    ],
+)
+def test_up_refuses_before_anything_starts(flags: list[str], reason: str, says: str):
+    assert error("up", *flags)[0] == reason
+    assert says in error("up", *flags)[1]
+
+
+def test_an_empty_directory_is_no_model(tmp_path: Path):
+    assert error("up", "--model", tmp_path) == (
+        "model_not_found",
+        f"{tmp_path} holds no config.json; give the directory of a Hugging Face checkpoint",
+    )
+
+
+def test_a_port_in_use(model: Path, taken: int):
+    reason, message = error("up", "--model", model, "--set", f"router.http_port={taken}")
+    assert reason == "port_in_use"
+    assert str(taken) in message
+    assert "router.http_port=0" in message
+
+
+def test_too_little_memory(model: Path):
+    reason, message = error("up", "--model", model, "--set", "store.arena_bytes=100TiB")
+    assert reason == "not_enough_memory"
+    assert "store.arena_bytes" in message
+
+
+def test_memory_counts_arena_pools_and_weights(model: Path):
+    config = load(overrides={"model.path": str(model), "cluster.decode": 2})
+    needed = config.store.arena_bytes + 3 * (512 + 300) * 2**20 + 3 * (model / "model.safetensors").stat().st_size
+    preflight.check_memory(config, Room(needed, "a test"))
+    with pytest.raises(NotEnoughMemory, match="a test"):
+        preflight.check_memory(config, Room(needed - 1, "a test"))
+
+
+def test_a_ray_that_does_not_answer(model: Path):
+    reason, message = error("up", "--model", model, "--set", "router.grpc_port=0")
+    assert reason == "ray"
+    assert "ray start --head" in message
+
+
+@pytest.mark.parametrize("command", [["status"], ["generate", "x"], ["scale", "--decode", "2"], ["down"]])
+def test_commands_without_a_cluster(command: list[str]):
+    assert "no cluster named 'baton' is up" in error(*command)[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ([], "either a text or --token-ids"),
+        (["text", "--token-ids", "1"], "either a text or --token-ids"),
+        (["--token-ids", "1,x"], "list of token ids"),
+        (["--token-ids", "-1"], "no token id"),
+        (["text", "--max-tokens", "-1"], "can't be sent"),
+        (["text", "--seed", "-1"], "can't be sent"),
+    ],
+)
+def test_requests_that_the_wire_cannot_carry(flags: list[str], says: str):
+    reason, message = error("generate", *flags)
+    assert reason == "invalid_request"
+    assert says in message
+
+
+def test_a_router_that_is_not_there():
+    reason, message = error("generate", "x", "--address", "127.0.0.1:1")
+    assert reason == "unavailable"
+    assert "127.0.0.1:1" in message
+
+
+def test_doctor_looks_at_everything():
+    result = call("doctor", "--json")
+    findings = json.loads(result.stdout)["findings"]
+    assert {"Ray", "memory", "ports", "torch", "cores", "open files"} <= {finding["subject"] for finding in findings}
+    assert result.exit_code == 1  # the Ray that RAY_ADDRESS names does not answer
+    assert all(finding["advice"] for finding in findings if finding["level"] == "bad")
+    assert "→" in call("doctor").stdout
+
+
+def test_a_wrong_flag_is_a_usage_error():
+    assert call("up", "--no-such-flag").exit_code == 2
+
+
+def test_the_command_answers_at_once():
+    """Nothing heavy is imported before it is needed."""
+    script = (
+        "import sys; import deploy.cli, deploy.status, deploy.generate\n"
+        "print([m for m in ('torch', 'ray', 'transformers', 'tokenizers') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,73 @@
+"""Which processes on which node."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.config import Config, RouterConfig
+from deploy.desired import START_ORDER, Scale, Spec, plan, scale_of
+
+OPEN = Config(router=RouterConfig(host="0.0.0.0"))
+
+
+def names(specs: list[Spec]) -> list[str]:
+    return [spec.name for spec in specs]
+
+
+def test_the_default_cluster():
+    assert names(plan(Config(), scale_of(Config()), ["here"])) == ["router", "store-0", "prefill-0", "decode-0"]
+
+
+def test_colocated_has_no_prefill_worker():
+    assert names(plan(Config(), Scale(0, 2), ["here"])) == ["router", "store-0", "decode-0", "decode-1"]
+
+
+def test_a_router_on_loopback_keeps_everything_on_its_node():
+    assert {spec.node for spec in plan(Config(), Scale(2, 2), ["a", "b", "c"])} == {"a"}
+
+
+def test_workers_go_round_the_nodes_and_each_of_those_has_a_store():
+    specs = plan(OPEN, Scale(2, 2), ["a", "b"])
+    assert [(s.name, s.node) for s in specs] == [
+        ("router", "a"),
+        ("store-0", "a"),
+        ("store-1", "b"),
+        ("prefill-0", "a"),
+        ("prefill-1", "b"),
+        ("decode-0", "b"),
+        ("decode-1", "a"),
+    ]
+
+
+def test_a_node_without_workers_has_no_store():
+    assert [s.node for s in plan(OPEN, Scale(0, 1), ["a", "b", "c"]) if s.role == "store"] == ["c"]
+
+
+def test_what_runs_stays_where_it_is():
+    placed = {"router": "b", "decode-0": "b", "store-0": "b"}
+    specs = {spec.name: spec.node for spec in plan(OPEN, Scale(0, 1), ["a", "b"], placed)}
+    assert specs == placed
+
+
+def test_a_worker_of_a_lost_node_moves():
+    specs = {spec.name: spec.node for spec in plan(OPEN, Scale(0, 1), ["a"], {"decode-0": "lost", "store-0": "lost"})}
+    assert specs["decode-0"] == "a"
+
+
+@given(
+    prefill=st.integers(0, 5),
+    decode=st.integers(1, 5),
+    nodes=st.lists(st.sampled_from("abcdef"), min_size=1, unique=True),
+    lost=st.sets(st.sampled_from("abcdef")),
+)
+def test_every_plan_is_whole_and_stable(prefill: int, decode: int, nodes: list[str], lost: set[str]):
+    specs = plan(OPEN, Scale(prefill, decode), nodes)
+    assert len(names(specs)) == len(set(names(specs)))
+    assert [START_ORDER.index(s.role) for s in specs] == sorted(START_ORDER.index(s.role) for s in specs)
+    stores = [s.node for s in specs if s.role == "store"]
+    assert sorted(stores) == sorted({s.node for s in specs if s.role in ("prefill", "decode")})
+    placed = {s.name: s.node for s in specs}
+    assert plan(OPEN, Scale(prefill, decode), nodes, placed) == specs
+    if left := [node for node in nodes if node not in lost]:
+        after = plan(OPEN, Scale(prefill, decode), left, {n: node for n, node in placed.items() if node in left})
+        assert {s.node for s in after} <= set(left)
+        assert all(s.node == placed[s.name] for s in after if s.role != "store" and placed[s.name] in left)

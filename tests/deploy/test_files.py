@@ -1,0 +1,68 @@
+"""The state file, the overview file, and the lock."""
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.errors import StartupError
+from deploy import state_file
+from deploy.preflight import check_name_free
+from deploy.processes import Identity
+from deploy.state_file import OwnRay, RayLink, State
+
+ME = Identity.mine()
+DEAD = Identity(ME.pid, ME.started - 1)
+
+
+def state(**more: object) -> State:
+    own = OwnRay(DEAD, "/tmp/baton-ray-x")
+    given = {"name": "baton", "ray": RayLink("127.0.0.1:1", "token", "/t", own), "log_dir": "/l", "grpc": "127.0.0.1:2"}
+    return State(**(given | more))  # pyright: ignore[reportArgumentType]
+
+
+def test_it_comes_back_as_it_was_and_is_private(tmp_path: Path):
+    written = state(supervisor=ME)
+    state_file.write(tmp_path / "baton", written)
+    assert state_file.read(tmp_path / "baton") == written
+    path = state_file.path(tmp_path / "baton")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert list(path.parent.iterdir()) == [path]
+    state_file.remove(tmp_path / "baton")
+    assert state_file.read(tmp_path / "baton") is None
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"name": 3}', "\x00"])
+def test_a_file_that_is_not_ours_is_refused(tmp_path: Path, content: str):
+    state_file.path(tmp_path).write_text(content)
+    with pytest.raises(StartupError, match="remove it"):
+        state_file.read(tmp_path)
+
+
+def test_a_name_is_free_when_its_cluster_has_died(tmp_path: Path):
+    check_name_free(tmp_path)
+    state_file.write(tmp_path, state(supervisor=DEAD))
+    check_name_free(tmp_path)
+    state_file.write(tmp_path, state(supervisor=ME, grpc=""))  # an `up` that was killed
+    check_name_free(tmp_path)
+    state_file.write(tmp_path, state(supervisor=ME))
+    with pytest.raises(StartupError, match="is up already"):
+        check_name_free(tmp_path)
+
+
+def test_one_command_at_a_time(tmp_path: Path):
+    holder = (
+        "import sys, pathlib; from deploy.state_file import locked\n"
+        f"with locked(pathlib.Path({str(tmp_path)!r})): print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(StartupError, match="another baton command"), state_file.locked(tmp_path):
+            pass
+        other.kill()
+    with state_file.locked(tmp_path):
+        pass

@@ -1,0 +1,241 @@
+"""What the supervisor does, replayed without Ray: conditions, actions, back-off."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.v1 import cluster_pb2
+from deploy.desired import Spec
+from deploy.ledger import Ledger
+from deploy.observe import Facts, listed, observe, observe_router
+from deploy.processes import Identity
+from deploy.reconcile import (
+    JOIN_PATIENCE,
+    LONGEST_DELAY,
+    REJOIN_PATIENCE,
+    ROUTER_MISSES,
+    STEADY,
+    Action,
+    Bury,
+    Condition,
+    Crashes,
+    End,
+    Retire,
+    Seen,
+    Start,
+    crashed,
+    reconcile,
+)
+from deploy.reports import Failure
+
+ROUTER = Spec("router", "router", "a")
+STORE = Spec("store-0", "store", "a")
+DECODE = Spec("decode-0", "decode", "a")
+ALL = [ROUTER, STORE, DECODE]
+
+
+def seen(name: str, condition: Condition, **more: object) -> Seen:
+    return Seen(name, "a", condition, **({"since": 0.0} | more))  # pyright: ignore[reportArgumentType]
+
+
+LIVE = {spec.name: seen(spec.name, Condition.LIVE) for spec in ALL}
+
+
+def test_the_router_comes_first():
+    assert reconcile(ALL, {}, {}, 0.0) == [Start(ROUTER)]
+    assert reconcile(ALL, {"router": seen("router", Condition.JOINING)}, {}, 0.0) == []
+    assert reconcile(ALL, {"router": LIVE["router"]}, {}, 0.0) == [Start(STORE), Start(DECODE)]
+
+
+def test_a_whole_cluster_needs_nothing():
+    assert reconcile(ALL, LIVE, {}, 10_000.0) == []
+
+
+@pytest.mark.parametrize("condition", [Condition.SILENT, Condition.STUCK, Condition.FAILED])
+def test_what_is_broken_is_ended_and_not_yet_replaced(condition: Condition):
+    actual = LIVE | {"decode-0": seen("decode-0", condition, why="because")}
+    (action,) = reconcile(ALL, actual, {}, 1.0)
+    assert isinstance(action, End)
+    assert action.name == "decode-0"
+    assert action.why
+
+
+def test_nothing_starts_under_a_name_before_its_process_is_proven_gone():
+    for condition in Condition:
+        actions = reconcile(ALL, LIVE | {"decode-0": seen("decode-0", condition)}, {}, 10_000.0)
+        assert Start(DECODE) not in actions
+    gone = LIVE | {"decode-0": seen("decode-0", Condition.GONE, why="killed")}
+    assert reconcile(ALL, gone, {}, 0.0) == [Bury("decode-0", "killed")]
+    assert reconcile(ALL, {n: s for n, s in LIVE.items() if n != "decode-0"}, {}, 0.0) == [Start(DECODE)]
+
+
+def test_what_is_wanted_no_longer_is_retired_once():
+    assert reconcile([ROUTER, STORE], LIVE, {}, 0.0) == [Retire("decode-0")]
+    ending = LIVE | {"decode-0": seen("decode-0", Condition.ENDING)}
+    assert reconcile([ROUTER, STORE], ending, {}, 0.0) == []
+
+
+def test_a_process_that_never_joins_and_one_that_was_forgotten():
+    joining = LIVE | {"decode-0": seen("decode-0", Condition.JOINING)}
+    assert reconcile(ALL, joining, {}, JOIN_PATIENCE) == []
+    assert isinstance(reconcile(ALL, joining, {}, JOIN_PATIENCE + 1)[0], End)
+    lost = LIVE | {"decode-0": seen("decode-0", Condition.JOINING, was_live=True)}
+    assert reconcile(ALL, lost, {}, REJOIN_PATIENCE) == []
+    assert isinstance(reconcile(ALL, lost, {}, REJOIN_PATIENCE + 1)[0], End)
+
+
+def test_a_router_is_judged_by_unanswered_probes_and_nobody_else_meanwhile():
+    router = seen("router", Condition.LIVE, was_live=True)
+    worker = seen("decode-0", Condition.LIVE, was_live=True)
+    for turn in range(ROUTER_MISSES):
+        assert reconcile([ROUTER, DECODE], {"router": router, "decode-0": worker}, {}, float(turn)) == []
+        router = observe_router(router, Facts(), False, float(turn))
+        worker = observe(worker, Facts(listed="unknown"), float(turn))
+    (action,) = reconcile([ROUTER, DECODE], {"router": router, "decode-0": worker}, {}, 100.0)
+    assert action == End("router", f"it has not answered {ROUTER_MISSES} times in a row")
+    assert observe_router(router, Facts(), True, 100.0).misses == 0
+
+
+def test_back_off_grows_is_bounded_and_forgives():
+    record, delays = Crashes(), []
+    for turn in range(9):
+        record = crashed(record, "killed", 0.0, 100.0 * turn)
+        delays.append(record.not_before - 100.0 * turn)
+    assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_DELAY, LONGEST_DELAY, LONGEST_DELAY]
+    forgiven = crashed(record, "killed", STEADY, 1_000.0)
+    assert (forgiven.count, forgiven.not_before, forgiven.total) == (1, 1_000.0, 10)
+
+
+def test_a_crash_loop_waits():
+    router = {"router": LIVE["router"]}
+    crashes = {"decode-0": Crashes(count=3, not_before=7.0)}
+    assert reconcile([ROUTER, DECODE], router, crashes, 6.9) == []
+    assert reconcile([ROUTER, DECODE], router, crashes, 7.0) == [Start(DECODE)]
+
+
+def test_the_router_must_mean_this_very_process():
+    status = cluster_pb2.GetStatusResponse(
+        processes=[cluster_pb2.Process(name="decode-0", pid=7, state=cluster_pb2.PROCESS_STATE_SILENT)]
+    )
+    assert listed(status, "decode-0", Identity(7, 1)) == "silent"
+    assert listed(status, "decode-0", Identity(8, 1)) == "absent"
+    assert listed(status, "decode-1", Identity(7, 1)) == "absent"
+    assert listed(None, "decode-0", Identity(7, 1)) == "unknown"
+    assert listed(status, "decode-0", None) == "unknown"
+
+
+def test_proof_outweighs_everything():
+    facts = Facts(gone=True, ending=True, failure=Failure("model", "no"), listed="live")
+    after = observe(seen("decode-0", Condition.LIVE), facts, 1.0)
+    assert after.condition is Condition.GONE
+    assert after.why == "no"
+
+
+@given(st.lists(st.sampled_from(["live", "silent", "stuck", "absent", "unknown"]), min_size=1))
+def test_since_changes_exactly_with_the_condition(found: list):
+    before = seen("decode-0", Condition.JOINING)
+    for now, word in enumerate(found, 1):
+        after = observe(before, Facts(listed=word), float(now))
+        assert (after.since == before.since) == (after.condition is before.condition)
+        assert word != "unknown" or after.condition is before.condition
+        before = after
+
+
+def test_a_supervisor_that_was_held_up_blames_nobody():
+    ledger = Ledger()
+    ledger.started("router", "a", 0.0)
+    ledger.started("decode-0", "a", 0.0)
+    wanted = [ROUTER, DECODE]
+    live = {"router": Facts(), "decode-0": Facts(listed="live")}
+    assert ledger.turn(wanted, live, True, 1.0) == []
+    lost = {"router": Facts(), "decode-0": Facts(listed="absent")}
+    assert ledger.turn(wanted, lost, True, 2.0) == []
+    assert ledger.turn(wanted, lost, True, 500.0, held_up=498.0) == []
+    assert isinstance(ledger.turn(wanted, lost, True, 503.0 + REJOIN_PATIENCE)[0], End)
+
+
+def test_the_ledger_tells_restarts_and_the_last_failure():
+    ledger = Ledger()
+    ledger.started("router", "a", 0.0)
+    ledger.turn([ROUTER], {"router": Facts(failure=Failure("port_in_use", "taken"))}, False, 1.0)
+    ledger.turn([ROUTER], {"router": Facts(gone=True)}, False, 2.0)
+    (view,) = ledger.views([ROUTER], 2.0)
+    assert (view.condition, view.restarts, view.failure) == ("waiting", 1, Failure("port_in_use", "taken"))
+
+
+@dataclass
+class World:
+    """A machine on which processes run, die, stop and fail; it does what the ledger says, late or at once."""
+
+    running: dict[str, str] = field(default_factory=dict)  # name → "well" | "stopped" | "failed" | "ending" | "gone"
+    started: int = 0
+
+
+class SupervisorMachine(RuleBasedStateMachine):
+    """Whatever happens, no name ever has two processes, and a quiet world becomes whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger, self.world, self.now = Ledger(), World(), 0.0
+        self.desired = ALL
+
+    def facts(self, name: str) -> Facts:
+        state = self.world.running[name]
+        router_well = self.world.running.get("router") == "well"
+        word = {"well": "live", "stopped": "silent"}.get(state, "unknown") if router_well else "unknown"
+        failure = Failure("internal", "broken") if state == "failed" else None
+        return Facts(gone=state == "gone", ending=state == "ending", failure=failure, listed=word)  # pyright: ignore[reportArgumentType]
+
+    def carry_out(self, action: Action) -> None:
+        match action:
+            case Start(spec):
+                assert spec.name not in self.world.running, "two processes under one name"
+                self.world.running[spec.name] = "well"
+                self.ledger.started(spec.name, spec.node, self.now)
+            case End(name) | Retire(name):
+                assert self.world.running[name] not in ("ending", "gone")
+                self.world.running[name] = "ending"
+            case Bury(name):
+                assert self.world.running.pop(name) == "gone"
+
+    @rule(seconds=st.sampled_from([0.25, 1.0, 40.0]))
+    def turn(self, seconds: float) -> None:
+        self.now += seconds
+        facts = {name: self.facts(name) for name in self.ledger.names}
+        answers = self.world.running.get("router") == "well"
+        for action in self.ledger.turn(self.desired, facts, answers, self.now):
+            self.carry_out(action)
+
+    @precondition(lambda self: self.world.running)
+    @rule(data=st.data(), fate=st.sampled_from(["gone", "stopped", "failed"]))
+    def strike(self, data: st.DataObject, fate: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.world.running)))
+        if self.world.running[name] == "well":
+            self.world.running[name] = fate
+
+    @precondition(lambda self: "ending" in self.world.running.values())
+    @rule()
+    def endings_end(self) -> None:
+        for name, state in self.world.running.items():
+            if state == "ending":
+                self.world.running[name] = "gone"
+
+    @rule(decode=st.booleans())
+    def scale(self, decode: bool) -> None:
+        self.desired = ALL if decode else [ROUTER, STORE]
+
+    @invariant()
+    def the_book_knows_every_process(self) -> None:
+        assert set(self.ledger.names) == set(self.world.running)
+
+    def teardown(self) -> None:
+        for _ in range(ROUTER_MISSES + 12):
+            self.endings_end()
+            self.turn(40.0)
+        assert self.world.running == {spec.name: "well" for spec in self.desired}
+
+
+TestSupervisor = SupervisorMachine.TestCase
