@@ -2,4 +2,12 @@
 
 In reading order: `batch` (what a step is asked), `engine` (one step), `model` (the transformer), `attention` (pages),
 `sampler` (the draw), `config`, `weights` and `files` (where all of it comes from).
+
+Import this package before torch: what it sets below is read once, when torch loads its OpenMP library.
 """
+
+import os
+
+# A thread that waits for its siblings by spinning takes the core that they need, as soon as anything else runs on the
+# node: measured with 2 threads on 2 busy cores, a decode step of 13 ms took 468. A setting of the user's own stands.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
