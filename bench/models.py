@@ -1,0 +1,106 @@
+"""Checkpoints of random weights to measure with: what a step costs does not depend on what the weights say."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import string
+import tempfile
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from deploy import demo_model
+from engine.config import ModelConfig
+from engine.weights import expected_tensors
+
+SEED = 20_260_201
+LLAMA_100M: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 768,
+    "intermediate_size": 2_048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 500_000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+_VERSION = 1  # of what is written; a cache of another version is left alone
+
+
+def directory(name: str) -> Path:
+    """`tiny` (1 M parameters, float32) and `100m` (100 M, bfloat16) are made once and kept in the user's cache; any
+    other name is a directory already."""
+    made = {"tiny": demo_model.write, "100m": write_100m}.get(name)
+    if made is None:
+        return Path(name)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton-bench"
+    cached = cache / f"{name}-{_VERSION}"
+    if not cached.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        # Made beside its place and moved there whole: two scripts may start at once, and one may be killed.
+        building = Path(tempfile.mkdtemp(dir=cache))
+        try:
+            made(building)
+            building.rename(cached)
+        except OSError:
+            if not cached.exists():
+                raise
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    return cached
+
+
+def write_100m(folder: Path) -> Path:
+    """Write the checkpoint into `folder`, which exists, and return it."""
+    generator = torch.Generator().manual_seed(SEED)
+    weights = {
+        name: torch.ones(shape, dtype=torch.bfloat16)
+        if name.endswith("norm.weight")
+        # Wide enough that greedy output does not end up repeating one token.
+        else torch.randn(shape, generator=generator).mul_(0.1).bfloat16()
+        for name, shape in expected_tensors(ModelConfig.from_dict(LLAMA_100M)).items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(LLAMA_100M, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
+    _tokenizer(LLAMA_100M["vocab_size"]).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _tokenizer(size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer with a text for every one of `size` ids, so that detokenizing costs what it costs."""
+    vocab = {piece: index for index, piece in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    merges: list[tuple[str, str]] = []
+    for left, right in islice(_pairs(), size - len(vocab)):
+        vocab[left + right] = len(vocab)
+        merges.append((left, right))
+    made = Tokenizer(models.BPE(vocab, merges))
+    made.add_special_tokens(["<s>", "</s>"])
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _pairs() -> Iterator[tuple[str, str]]:
+    """Every merge of a piece with one more letter, shortest pieces first; "Ġ" is the space of byte-level BPE."""
+    pieces = ["Ġ", *string.ascii_lowercase]
+    while True:
+        pairs = [(piece, letter) for piece in pieces for letter in string.ascii_lowercase]
+        yield from pairs
+        pieces = [left + right for left, right in pairs]

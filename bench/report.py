@@ -1,0 +1,86 @@
+"""How every script here says what it measured: one JSON object per line and result on stdout; all else on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+_ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Result:
+    """One figure. What does not apply is None and left out of the line.
+
+    `limit` was measured in the same run, and `ratio` is value / limit; `runs` are the values that `value` is the
+    median of.
+    """
+
+    bench: str
+    case: str
+    value: float
+    unit: str
+    limit: float | None = None
+    ratio: float | None = None
+    target: float | None = None
+    ok: bool | None = None
+    runs: tuple[float, ...] | None = None
+
+    def line(self) -> str:
+        told = {key: _short(value) for key, value in asdict(self).items() if value is not None}
+        return json.dumps(told, allow_nan=False)
+
+
+def median_of(bench: str, case: str, unit: str, runs: Sequence[float]) -> Result:
+    """The median of one figure over several runs."""
+    return Result(bench, case, statistics.median(runs), unit, runs=tuple(runs) if len(runs) > 1 else None)
+
+
+def judged(result: Result, *, limit: float, ratio: float, target: float, better: Literal["low", "high"]) -> Result:
+    """The result beside its limit: `ok` when the ratio is on the better side of the target."""
+    ok = ratio <= target if better == "low" else ratio >= target
+    return Result(result.bench, result.case, result.value, result.unit, limit, ratio, target, ok, result.runs)
+
+
+def emit(result: Result) -> None:
+    print(result.line(), flush=True)
+
+
+def say(text: str) -> None:
+    """To whoever watches; never to whoever reads the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def machine() -> str:
+    """What a figure depends on besides the code."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "grpcio", "pyzmq"))
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    return f"commit {_commit()}, {cores} cores, load {load:.1f}, Python {platform.python_version()}, {versions}"
+
+
+def _commit() -> str:
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return said.stdout.strip()
+
+
+def _short(value: object) -> object:
+    """Five significant digits: more would be noise."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, tuple):
+        return [_short(one) for one in value]
+    return value

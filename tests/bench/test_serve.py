@@ -1,0 +1,59 @@
+"""The load generator's command line, and against real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import cluster, models, serve
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        ([], "x4 256->64"),
+        (["--quick"], "x4 uniform:32:256->32"),
+        (["--quick", "--concurrency", "2", "--output", "5"], "x2 uniform:32:256->5"),
+        (["--rate", "2.5", "--prefix-groups", "3", "--prefix-tokens", "64"], "2.5/s 3(64)+256->64"),
+        (["--trace", "t/toolagent.jsonl", "--length-scale", "0.1"], "toolagent time x1 length x0.1"),
+    ],
+)
+def test_flags_win_over_defaults_and_name_the_load(argv: list[str], name: str) -> None:
+    assert serve.load_name(serve.parse(argv)) == name
+
+
+def test_a_trace_takes_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.parse(["--trace", "t.jsonl", "--rate", "1"])
+    assert "a trace has its own times" in capsys.readouterr().err
+
+
+def test_nobody_at_the_address_is_an_error_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["--address", "127.0.0.1:1"]) == 1
+    assert "no router answers at 127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_open_and_closed_loops_against_a_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "small.jsonl"
+    lines = [{"timestamp": 50 * i, "input_length": 1_200, "output_length": 80, "hash_ids": [1, i]} for i in range(4)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    small = ["--runs", "1", "--warmup", "1", "--requests", "4", "--prompt", "40", "--output", "6"]
+    with cluster.local(models.directory("tiny"), prefill=1, decode=1) as running:
+        loads = (
+            ["--concurrency", "2", "--prefix-groups", "1", "--prefix-tokens", "64"],
+            ["--rate", "20"],
+            ["--trace", str(trace), "--length-scale", "0.1"],
+        )
+        for argv in loads:
+            assert serve.main(["--address", running.address, *small, *argv]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {result["bench"] for result in told} == {"serve"}
+    assert [result["value"] for result in told if result["case"].endswith(": errors")] == [0, 0, 0]
+    for start in ("1P+1D, x2 1(64)+40->6", "1P+1D, 20/s 40->6", "1P+1D, small time x1 length x0.1"):
+        names = {r["case"].partition(": ")[2] for r in told if r["case"].partition(" ")[2].startswith(start)}
+        assert {"ttft p99", "itl p50", "tpot p50", "e2e p90", "requests", "cached prompt tokens"} <= names
+    cached = [result["value"] for result in told if result["case"].endswith(": cached prompt tokens")]
+    assert cached[0] > 0
+    assert cached[2] > 0
