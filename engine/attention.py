@@ -56,7 +56,7 @@ class TorchAttention:
     """
 
     def __init__(self, pool: torch.Tensor, layout: PageLayout) -> None:
-        """`pool` is [pages, *layout.shape], contiguous. Every value in it must be finite: masked positions are read."""
+        """`pool` is [pages, *layout.shape], contiguous."""
         self.pool = pool
         self.layout = layout
         self.token_rows = pool.view(-1, layout.head_dim)
