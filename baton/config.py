@@ -63,7 +63,7 @@ class ModelConfig(_Section, frozen=True):
 class ClusterConfig(_Section, frozen=True):
     """How many of what, and where they meet."""
 
-    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")] = "baton"
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")] = "baton"  # tells clusters of one machine apart
     prefill: Natural = 1  # prefill workers; 0 is the colocated mode
     decode: Positive = 1  # decode workers
     log_dir: str = ""  # default: ~/.local/state/baton/<name>/logs
@@ -102,7 +102,7 @@ class RouterConfig(_Section, frozen=True):
 class StoreConfig(_Section, frozen=True):
     """The node's store."""
 
-    arena_bytes: Bytes = Bytes(512 * 2**20)
+    arena_bytes: Bytes = Bytes(512 * 2**20)  # the host tier of one node, taken at start
     hold_ms: Positive = 30_000  # a hold that its owner does not renew lasts this long
     writer_share: Annotated[float, Meta(gt=0, le=1)] = 0.5  # of the slots, at most reserved by one writer
     verify_pages: bool = False  # check the checksum of a page at every read, not only across tiers and nodes
@@ -125,7 +125,7 @@ class DecodeConfig(_Section, frozen=True):
     step_tokens: Positive = 512  # tokens per step, decoding ones first
     copies_per_step: Positive = 64  # pages copied from or to the arena per step
     fetch_ms: Positive = 10_000  # a fetch without progress for longer ends with what is here
-    threads: Natural = 0
+    threads: Natural = 0  # of the tensor library; 0: all cores of the process
 
 
 class Config(_Section, frozen=True):

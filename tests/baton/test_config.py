@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
+import yaml
 
 from baton import config
 from baton.errors import ConfigError
@@ -74,3 +77,16 @@ def test_an_override_that_is_none(text: str) -> None:
 def test_an_override_without_a_section() -> None:
     with pytest.raises(ConfigError, match=r"section\.setting"):
         config.load(None, {"grpc_port": 1})
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    for section in msgspec.structs.fields(config.Config):
+        settings = getattr(config.Config(), section.name)
+        table = text.split(f"## {section.name}\n")[1].split("\n## ")[0]
+        rows = dict(re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)? \| .+ \|$", table, re.M))
+        assert rows.keys() == {field.name for field in msgspec.structs.fields(settings)}
+        for name, default in rows.items():
+            value = getattr(settings, name)
+            documented = config.Bytes.parse(default) if isinstance(value, config.Bytes) else yaml.safe_load(default)
+            assert (documented or "") == (value or ""), name

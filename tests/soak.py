@@ -1,0 +1,130 @@
+"""`make soak`: a cluster of real processes under load, with deaths and stops at random, for as long as you like.
+
+    .venv/bin/python -m tests.soak [--minutes 20] [--seed N]
+
+Every request must end with the reference's tokens, whatever died meanwhile, while one decode worker lives; and when
+the load ends, nothing may be left running or held. Prints its seed first and a line of JSON last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from deploy.client import Client
+from deploy.local import LocalCluster
+from tests import checkpoints
+from tests.processes import workload
+from tests.processes.test_failures import at_rest, eventually
+
+STREAMS = 6
+BETWEEN_FAULTS = (0.5, 4.0)  # seconds
+
+
+class Chaos:
+    """Kills, stops and restarts processes, always leaving one decode worker that runs."""
+
+    def __init__(self, cluster: LocalCluster, rng: random.Random) -> None:
+        self._cluster = cluster
+        self._rng = rng
+        self._stopped: dict[str, float] = {}  # name → when to wake it
+        self.faults: Counter[str] = Counter()
+
+    def act(self, now: float) -> None:
+        for name in [name for name, wake in self._stopped.items() if wake <= now]:
+            del self._stopped[name]
+            self._cluster.kill(name, signal.SIGCONT)
+        victim = self._rng.choice(["store-0", "prefill-0", "prefill-1", "decode-0", "decode-1"])
+        if victim in self._stopped:
+            return
+        other = {"decode-0": "decode-1", "decode-1": "decode-0"}.get(victim)
+        if other and (other in self._stopped or not self._live(other)):
+            return
+        if self._rng.random() < 0.3:
+            self._cluster.kill(victim, signal.SIGSTOP)
+            self._stopped[victim] = now + self._rng.uniform(0.2, 4.0)
+            self.faults[f"stop {victim}"] += 1
+        else:
+            self._cluster.kill(victim)
+            self._cluster.start(victim)
+            self.faults[f"kill {victim}"] += 1
+
+    def settle(self) -> None:
+        for name in self._stopped:
+            self._cluster.kill(name, signal.SIGCONT)
+        self._stopped.clear()
+
+    def _live(self, name: str) -> bool:
+        with Client(self._cluster.address) as client:
+            return any(p.name == name and p.state == 1 for p in client.status().processes)
+
+
+def soak(seconds: float, seed: int, folder: Path) -> dict[str, object]:
+    """Run it; raises AssertionError at the first wrong or lost token."""
+    rng = random.Random(seed)
+    path = checkpoints.make("llama", folder / "model")
+    prompts = [prompt for prompt in workload.prompts(seed=seed) if len(prompt) < 800][:24]
+    count = 48
+    expected = workload.references(path, prompts, count)
+    quick = {"cluster.heartbeat_ms": 100, "cluster.silence_ms": 1_000, "decode.fetch_ms": 3_000}
+    settings = workload.settings(path, 2, 2, **quick)
+    done = cached = attempts = 0
+    with LocalCluster(settings, folder / "cluster") as cluster, ThreadPoolExecutor(STREAMS) as pool:
+        chaos = Chaos(cluster, rng)
+        running: dict[Future[workload.Answer], list[int]] = {}
+        start = time.monotonic()
+        next_fault = start + 1.0
+        while time.monotonic() - start < seconds or running:
+            now = time.monotonic()
+            while len(running) < STREAMS and now - start < seconds:
+                prompt = rng.choice(prompts)
+                running[pool.submit(workload.ask, cluster.address, prompt, count)] = prompt
+            if now >= next_fault and now - start < seconds:
+                chaos.act(now)
+                next_fault = now + rng.uniform(*BETWEEN_FAULTS)
+            if now - start >= seconds:
+                chaos.settle()
+            finished, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
+            for future in finished:
+                prompt = running.pop(future)
+                answer = future.result()
+                assert answer.tokens == expected[tuple(prompt)], f"wrong tokens for a prompt of {len(prompt)}"
+                done += 1
+                cached += answer.usage.cached_tokens
+                attempts += answer.finished.work.attempts
+        eventually(lambda: at_rest(cluster), what="everything freed")
+    return {
+        "seed": seed,
+        "seconds": round(seconds),
+        "requests": done,
+        "tokens": done * count,
+        "attempts": attempts,
+        "cached_tokens": cached,
+        "faults": dict(sorted(chaos.faults.items())),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak")
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
+    given = parser.parse_args(argv)
+    print(f"seed {given.seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="baton-soak-") as folder:
+        result = soak(given.minutes * 60, given.seed, Path(folder))
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    print(json.dumps({**result, "commit": commit.stdout.strip()}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
