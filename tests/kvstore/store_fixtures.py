@@ -1,8 +1,82 @@
-"""Names that the store's tests share."""
+"""What the store's tests share."""
 
 from __future__ import annotations
 
-from baton.messages import Namespace, Peer
+from baton.messages import (
+    Attach,
+    Attached,
+    Forget,
+    Namespace,
+    Peer,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    StoreCall,
+    StoreReply,
+)
+from kvstore.changes import Change
+from kvstore.commands import Command, Connected, Event, Heard, Send
+from kvstore.state import StoreState
+from tests.kvstore.chains import key, keys, parent
 
 NAMESPACE = Namespace(bytes(16), 1, "float32", 16, 1)
 STORE = Peer("store", "store-0", "node", "store-0-1", 1)
+
+
+class Rig:
+    """A store's state with workers that say one thing at a time. Every step is validated."""
+
+    def __init__(self, slots: int = 8, hold_seconds: float = 10.0, share: float = 1.0) -> None:
+        self.state = StoreState(STORE, slots * 100, hold_seconds, share, 0.25)
+        self.now = 0.0
+        self._connections = 0
+
+    def do(self, event: Event) -> list[Command]:
+        commands = self.state.handle(event, self.now)
+        self.state.validate()
+        return commands
+
+    def connect(self, pid: int) -> int:
+        """A connection that has not attached yet."""
+        self._connections += 1
+        self.do(Connected(self._connections, pid))
+        return self._connections
+
+    def attach(self, pid: int, incarnation: str = "i", namespace: Namespace = NAMESPACE, page_bytes: int = 100) -> int:
+        connection = self.connect(pid)
+        answer = self.say(connection, Attach(Peer("decode", "w", "node", incarnation, pid), namespace, page_bytes))
+        assert isinstance(answer[-1], Attached)
+        return connection
+
+    def say(self, connection: int, call: StoreCall) -> list[StoreReply]:
+        """What the caller hears at once."""
+        return self.tell(connection, call).get(connection, [])
+
+    def tell(self, connection: int, call: StoreCall) -> dict[int, list[StoreReply]]:
+        """What anybody hears at once, by connection."""
+        return replies(self.do(Heard(connection, call)))
+
+    def write(self, connection: int, ticket: int, chain: str, start: int = 0, hold: bool = False) -> None:
+        """Reserve and seal the pages of a chain, and forget the ticket unless it is to hold them."""
+        (reserved,) = self.say(connection, Reserve(ticket, parent(chain, start), b"".join(keys(chain, start))))
+        assert isinstance(reserved, Reserved), reserved
+        count = len(chain) - start
+        assert Sealed(ticket, 0, count) in self.say(connection, Seal(ticket, 0, tuple(range(count)), hold))
+        if not hold:
+            self.say(connection, Forget(ticket))
+
+    def has(self, chain: str) -> bool:
+        """Whether the last page of a chain can be found."""
+        return any(run.keys.endswith(key(chain)) or key(chain) in run.keys for run in self.state.snapshot())
+
+    def changes(self) -> list[Change]:
+        return self.state.drain_events()
+
+
+def replies(commands: list[Command]) -> dict[int, list[StoreReply]]:
+    heard: dict[int, list[StoreReply]] = {}
+    for command in commands:
+        if isinstance(command, Send):
+            heard.setdefault(command.connection, []).append(command.reply)
+    return heard

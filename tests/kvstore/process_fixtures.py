@@ -1,0 +1,215 @@
+"""A real store, and workers that talk to it over the real socket; also workers in processes of their own.
+
+As a program: `python -m tests.kvstore.process_fixtures CLUSTER COMMAND` is such a worker. It attaches, does what the
+command says, prints "ready", and stays, saying its heartbeats, until its input ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from baton.config import Bytes, ClusterConfig, Config, StoreConfig, dump
+from baton.errors import StoreError, StoreGone
+from baton.messages import (
+    Attach,
+    Holding,
+    Peer,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    StoreCall,
+    StoreHeartbeat,
+    StoreReply,
+)
+from kvstore.checksum import page_checksum
+from kvstore.client import StoreClient, store_address
+from tests.kvstore.chains import keys, parent
+from tests.kvstore.store_fixtures import NAMESPACE
+
+ROOT = Path(__file__).parents[2]
+PAGE = 4_096
+NODE = "here"
+PATIENCE = 20.0  # seconds; only a failing test waits that long
+HEARTBEAT = 0.05
+
+T = TypeVar("T")
+_numbers = itertools.count()
+
+
+def eventually(condition: Callable[[], T | None], what: str) -> T:
+    """The first result that is true; fails with `what` when none comes."""
+    deadline = time.monotonic() + PATIENCE
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"not within {PATIENCE} s: {what}"
+        time.sleep(0.005)
+    return result
+
+
+def config_of(cluster: str, slots: int, hold_ms: int = 400) -> Config:
+    return Config(
+        cluster=ClusterConfig(name=cluster, heartbeat_ms=int(HEARTBEAT * 1_000), silence_ms=1_000),
+        store=StoreConfig(arena_bytes=Bytes(slots * PAGE), hold_ms=hold_ms, writer_share=1.0),
+    )
+
+
+class StoreProcess:
+    """`python -m kvstore`, started and, in the end, killed."""
+
+    def __init__(self, directory: Path, slots: int = 8, router: str = "tcp://127.0.0.1:1") -> None:
+        self.cluster = f"test-{os.getpid()}-{next(_numbers)}"
+        self.config = directory / f"{self.cluster}.yaml"
+        self.errors = directory / f"{self.cluster}.err"
+        text = dump(config_of(self.cluster, slots))
+        self.config.write_text(text.replace("log_dir: ''", f"log_dir: {directory}"))
+        self._router = router
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "kvstore", "--config", str(self.config), "--name", "store-0", "--node", NODE]
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen([*command, "--router", self._router], stderr=errors, cwd=ROOT)
+        return self.process
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def descriptors(self) -> int:
+        return sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
+
+
+class TestClient:
+    """A worker in this process that asks one thing at a time."""
+
+    __test__ = False
+
+    def __init__(self, cluster: str, silence_s: float = PATIENCE) -> None:
+        incarnation = f"worker-{os.getpid()}-{next(_numbers)}"
+        peer = Peer("prefill", "worker", NODE, incarnation, os.getpid())
+        self.store = StoreClient(store_address(cluster, NODE), peer, NAMESPACE, PAGE, silence_s)
+        self.attach = Attach(peer, NAMESPACE, PAGE)
+        self.tickets: set[int] = set()
+        self._beat = 0.0
+        self._unread: list[StoreReply] = []
+
+    def __enter__(self) -> TestClient:
+        self.connect()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.store.close()
+
+    def connect(self) -> None:
+        def attached() -> bool:
+            try:
+                self.store.connect()
+            except StoreGone:
+                return False
+            return True
+
+        eventually(attached, "attached to the store")
+
+    def turn(self) -> list[StoreReply]:
+        """What has come in, after a heartbeat if one is due. Raises StoreGone."""
+        if time.monotonic() >= self._beat:
+            self._beat = time.monotonic() + HEARTBEAT
+            self.store.call(Holding(tuple(self.tickets)))
+        select.select([self.store.fileno()], [], [], 0.02)
+        replies = self.store.receive()
+        self.store.tick(time.monotonic())
+        return replies
+
+    def next(self, kind: type[T], ticket: int | None = None) -> T:
+        """The next reply of this kind (and ticket); others that come before it are kept."""
+
+        def found() -> T | None:
+            for reply in self._unread:
+                if isinstance(reply, kind) and ticket in (None, getattr(reply, "ticket", None)):
+                    self._unread.remove(reply)
+                    return reply
+            self._unread += [reply for reply in self.turn() if kind is StoreHeartbeat or not _is_beat(reply)]
+            return None
+
+        return eventually(found, f"{kind.__name__} of ticket {ticket}")
+
+    def ask(self, call: StoreCall, kind: type[T]) -> T:
+        """Say something under a ticket that is kept from now on, and await the answer."""
+        ticket: int = call.ticket  # type: ignore[union-attr]
+        self.tickets.add(ticket)
+        self.store.call(call)
+        return self.next(kind, ticket)
+
+    def reserve(self, ticket: int, chain: str, start: int = 0) -> Sequence[int | None]:
+        call = Reserve(ticket, parent(chain, start), b"".join(keys(chain, start)))
+        return self.ask(call, Reserved).slots
+
+    def write(self, ticket: int, chain: str, hold: bool = False) -> None:
+        """Write every page of a chain: its bytes are its letter."""
+        sums: list[int] = []
+        for letter, slot in zip(chain, self.reserve(ticket, chain), strict=True):
+            if slot is not None:
+                self.store.slot(slot)[:] = letter.encode() * PAGE
+            sums.append(page_checksum(letter.encode() * PAGE))
+        self.ask(Seal(ticket, 0, tuple(sums), hold), Sealed)
+
+
+def _is_beat(reply: StoreReply) -> bool:
+    return isinstance(reply, StoreHeartbeat)
+
+
+@contextmanager
+def worker_process(cluster: str, command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker in a process of its own that has done `command` and says its heartbeats."""
+    arguments = [sys.executable, "-m", "tests.kvstore.process_fixtures", cluster, command]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def _main(cluster: str, command: str) -> None:
+    client = TestClient(cluster)
+    client.connect()
+    match command.split():
+        case ["reserve", chain]:
+            client.reserve(1, chain)
+        case ["leave", chain]:
+            client.reserve(1, chain)
+            client.store.disconnect()
+        case ["write", chain]:
+            client.write(1, chain, hold=True)
+        case _:
+            raise SystemExit(f"unknown command {command!r}")
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    while True:
+        if select.select([sys.stdin], [], [], 0.01)[0]:
+            word = sys.stdin.readline().strip()
+            if word != "seal":
+                return
+            client.store.call(Seal(1, 0, (0,)))
+        if client.store.connected:
+            try:
+                client.turn()
+            except StoreError:
+                return
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,375 @@
+"""The real store under real workers: deaths, stops, lost connections, rubbish. Nothing here waits for time to pass but
+for something to happen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.errors import PortInUse, StoreError, StoreGone
+from baton.messages import (
+    Acquire,
+    Arrived,
+    Attach,
+    Forget,
+    Heartbeat,
+    Hello,
+    Holding,
+    NotComing,
+    NotReserved,
+    Peer,
+    Release,
+    Released,
+    Reserve,
+    Snapshot,
+    SnapshotRequest,
+    StoreHeartbeat,
+    Welcome,
+)
+from baton.wire import Listener, Subscriber
+from kvstore.checksum import page_checksum
+from kvstore.client import StoreClient, store_address
+from kvstore.events import BlockStored, decode
+from kvstore.service import run
+from tests.kvstore.chains import key, keys
+from tests.kvstore.process_fixtures import (
+    NODE,
+    PAGE,
+    PATIENCE,
+    StoreProcess,
+    TestClient,
+    config_of,
+    eventually,
+    worker_process,
+)
+from tests.kvstore.store_fixtures import NAMESPACE
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StoreProcess]:
+    store = StoreProcess(tmp_path)
+    yield store
+    store.kill()
+
+
+def packed(chain: str) -> bytes:
+    return b"".join(keys(chain))
+
+
+def is_full(client: TestClient, ticket: int, chain: str) -> bool:
+    """Whether the store has no room for a chain now; it is given back if it has."""
+    call = Reserve(ticket, b"", packed(chain))
+    client.tickets.add(ticket)
+    client.store.call(call)
+    reply = client.next(object, ticket)  # type: ignore[type-abstract]
+    client.store.call(Forget(ticket))
+    return isinstance(reply, NotReserved)
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_written_by_one_process_is_read_by_another(store: StoreProcess) -> None:
+    with worker_process(store.cluster, "write abc"), TestClient(store.cluster) as reader:
+        pages = reader.ask(Acquire(1, packed("abc")), Arrived).pages
+        for page, letter in zip(pages, b"abc", strict=True):
+            assert bytes(reader.store.slot(page.slot)) == bytes([letter]) * PAGE
+            assert page_checksum(reader.store.slot(page.slot)) == page.checksum
+        assert all(reader.ask(Release(1, (0, 1, 2)), Released).held)
+
+
+def test_a_waiter_gets_its_pages_as_they_are_sealed(store: StoreProcess) -> None:
+    with TestClient(store.cluster) as writer, TestClient(store.cluster) as reader:
+        reader.tickets.add(1)
+        reader.store.call(Acquire(1, packed("ab"), wait=True))
+        writer.write(1, "a")
+        assert [page.index for page in reader.next(Arrived).pages] == [0]
+        writer.write(2, "ab")
+        assert [page.index for page in reader.next(Arrived).pages] == [1]
+
+
+# --- workers that die, stop, leave ------------------------------------------------------------------------------------
+
+
+def test_a_killed_writers_slots_come_back_and_its_waiters_are_told(store: StoreProcess) -> None:
+    with worker_process(store.cluster, "reserve abcdef") as writer, TestClient(store.cluster) as client:
+        assert is_full(client, 1, "uvwxyz")
+        client.tickets.add(2)
+        client.store.call(Acquire(2, packed("abc"), wait=True))
+        assert 2 in client.next(StoreHeartbeat).tickets
+        started = time.monotonic()
+        writer.kill()
+        assert client.next(NotComing, 2).index == 0
+        assert time.monotonic() - started < 2
+        client.tickets.discard(2)
+        assert not is_full(client, 3, "uvwxyz")
+
+
+def test_a_stopped_writer_keeps_its_slots_and_may_go_on(store: StoreProcess) -> None:
+    """Longer than a hold lasts and than silence is suffered: it could be writing when it wakes."""
+    with worker_process(store.cluster, "reserve abcdef") as writer, TestClient(store.cluster) as client:
+        writer.send_signal(signal.SIGSTOP)
+        client.tickets.add(1)
+        client.store.call(Acquire(1, key("a"), wait=True))
+        for _ in range(40):  # two seconds of the store's own time
+            client.next(StoreHeartbeat)
+        assert is_full(client, 2, "uvwxyz")
+        writer.send_signal(signal.SIGCONT)
+        assert writer.stdin is not None
+        writer.stdin.write(b"seal\n")
+        writer.stdin.flush()
+        assert client.next(Arrived, 1).pages[0].index == 0
+
+
+def test_a_writer_that_only_lost_its_connection_keeps_its_slots_until_it_ends(store: StoreProcess) -> None:
+    with worker_process(store.cluster, "leave abcdef") as writer, TestClient(store.cluster) as client:
+        for _ in range(20):
+            client.next(StoreHeartbeat)
+        assert is_full(client, 1, "uvwxyz")
+        writer.kill()
+        eventually(lambda: not is_full(client, 2, "uvwxyz"), "room after the writer's death")
+
+
+def test_a_stopped_reader_loses_its_holds(store: StoreProcess) -> None:
+    with worker_process(store.cluster, "write abcdef") as reader, TestClient(store.cluster) as client:
+        assert is_full(client, 1, "uvwxyz")
+        reader.send_signal(signal.SIGSTOP)
+        eventually(lambda: not is_full(client, 2, "uvwxyz"), "room once the hold has expired")
+
+
+def test_workers_that_come_and_go_leave_nothing(store: StoreProcess) -> None:
+    with TestClient(store.cluster) as client:
+        client.next(StoreHeartbeat)
+        before = store.descriptors()
+        for _ in range(100):
+            with TestClient(store.cluster) as other:
+                other.ask(Acquire(1, key("a")), NotComing)
+        with worker_process(store.cluster, "reserve xyz"):
+            assert store.descriptors() > before
+        eventually(lambda: store.descriptors() == before, "every descriptor closed")
+        assert not is_full(client, 1, "abcdefgh")
+
+
+# --- the store dies, stops --------------------------------------------------------------------------------------------
+
+
+def gone(client: TestClient) -> bool:
+    try:
+        client.turn()
+    except StoreGone:
+        return True
+    return False
+
+
+def test_a_killed_store_is_noticed_at_once_and_its_successor_is_another(store: StoreProcess) -> None:
+    with TestClient(store.cluster) as client:
+        client.write(1, "a")
+        view = client.store.slot(0)
+        first, before = client.store.incarnation, bytes(view)
+        started = time.monotonic()
+        store.kill()
+        eventually(lambda: gone(client), "StoreGone")
+        assert time.monotonic() - started < 1
+        client.store.call(Holding())  # says nothing, raises nothing
+        client.store.disconnect()
+        assert not client.store.connected
+        with pytest.raises(StoreGone):
+            client.store.slot(0)
+        with pytest.raises(StoreGone):
+            client.store.connect()
+        store.start()
+        client.tickets.clear()
+        client.connect()
+        assert client.store.incarnation not in ("", first)
+        assert client.ask(Acquire(1, key("a")), NotComing).index == 0
+        assert bytes(view) == before, "the old memory is still there"
+
+
+def test_a_stopped_store_is_silence(store: StoreProcess) -> None:
+    client = TestClient(store.cluster, silence_s=0.5)
+    with client:
+        client.next(StoreHeartbeat)
+        incarnation = client.store.incarnation
+        store.signal(signal.SIGSTOP)
+        eventually(lambda: gone(client), "StoreGone")
+        client.store.disconnect()
+        with pytest.raises(StoreGone, match="not answered"):
+            client.store.connect()
+        store.signal(signal.SIGCONT)
+        client.connect()
+        assert client.store.incarnation == incarnation
+
+
+def test_sigterm_ends_a_store_cleanly(store: StoreProcess) -> None:
+    with TestClient(store.cluster) as client:
+        store.signal(signal.SIGTERM)
+        assert store.process.wait(PATIENCE) == 0
+        eventually(lambda: gone(client), "StoreGone")
+    assert store.errors.read_text() == ""
+
+
+# --- rubbish and strangers --------------------------------------------------------------------------------------------
+
+
+def raw(cluster: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(PATIENCE)
+    connection.connect(b"\0" + store_address(cluster, NODE).encode())
+    return connection
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """The last thing heard before the other end closed."""
+    last = b""
+    try:
+        while packet := connection.recv(65_536):
+            last = packet
+    except ConnectionResetError:
+        pass
+    return last
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        os.urandom(500),
+        b"\xc1",
+        msgspec.msgpack.encode({"type": "Decode"}),
+        msgspec.msgpack.encode({"type": "Seal", "ticket": -1, "first": 0, "checksums": []}),
+        msgspec.msgpack.encode({"type": "Acquire", "ticket": 1, "keys": bytes(16 * 1_025)}),
+        msgspec.msgpack.encode({"type": "Acquire", "ticket": 1, "keys": bytes(17)}),
+        bytes(100_000),
+    ],
+    ids=["random", "reserved byte", "another link's", "negative", "too many keys", "half a key", "large"],
+)
+def test_rubbish_ends_its_connection_and_nothing_else(store: StoreProcess, rubbish: bytes, attached: bool) -> None:
+    with TestClient(store.cluster) as client, raw(store.cluster) as connection:
+        client.write(1, "ab", hold=True)
+        if attached:
+            peer = Peer("decode", "bad", NODE, "bad", os.getpid())
+            connection.send(msgspec.msgpack.encode(Attach(peer, NAMESPACE, PAGE)))
+            assert b"Attached" in connection.recv(65_536)
+        connection.send(rubbish)
+        assert b"Refusal" in until_closed(connection)
+        assert client.ask(Acquire(2, packed("ab")), Arrived)
+        assert store.process.poll() is None
+
+
+def test_a_worker_with_other_pages_is_told_why_not(store: StoreProcess) -> None:
+    with TestClient(store.cluster):
+        peer = Peer("decode", "other", NODE, "other", os.getpid())
+        other = StoreClient(store_address(store.cluster, NODE), peer, NAMESPACE, 2 * PAGE, PATIENCE)
+        with pytest.raises(StoreError, match=r"incompatible.*one store and its workers per model"):
+            other.connect(wait_s=PATIENCE)
+        other.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_another_user_is_not_served(store: StoreProcess) -> None:
+    with TestClient(store.cluster) as client:
+        code = (
+            "import os, socket, sys\n"
+            "os.setuid(65534)\n"
+            "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+            "s.connect(b'\\0' + sys.argv[1].encode())\n"
+            "s.settimeout(20)\n"
+            "sys.exit(0 if s.recv(1000) == b'' else 1)\n"
+        )
+        subprocess.run([sys.executable, "-c", code, store_address(store.cluster, NODE)], check=True, timeout=PATIENCE)
+        client.next(StoreHeartbeat)
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_store_per_node(store: StoreProcess) -> None:
+    with TestClient(store.cluster), pytest.raises(PortInUse, match="another process listens"):
+        run(config_of(store.cluster, 8), "store-1", NODE, "", threading.Event())
+
+
+def test_an_arena_that_does_not_fit_is_said_at_start(tmp_path: Path) -> None:
+    store = StoreProcess(tmp_path, slots=2**40)
+    assert store.process.wait(PATIENCE) == 1
+    assert "lower store.arena_bytes" in store.errors.read_text()
+
+
+def test_it_runs_on_a_thread_and_stops_when_told() -> None:
+    cluster = f"thread-{os.getpid()}"
+    stop = threading.Event()
+    thread = threading.Thread(target=run, args=(config_of(cluster, 4), "store-0", NODE, "", stop))
+    thread.start()
+    try:
+        with TestClient(cluster) as client:
+            client.write(1, "abc")
+    finally:
+        stop.set()
+        thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+# --- the router's side ------------------------------------------------------------------------------------------------
+
+
+def test_a_router_hears_of_its_pages_by_events_and_by_snapshot(tmp_path: Path) -> None:
+    asyncio.run(asyncio.wait_for(_router(tmp_path), PATIENCE))
+
+
+async def _router(directory: Path) -> None:
+    me = Peer("router", "router", NODE, "router-1", os.getpid())
+    listener = Listener("tcp://127.0.0.1:0", me)
+    store = StoreProcess(directory, router=listener.endpoint)
+    subscriber: Subscriber | None = None
+    client = TestClient(store.cluster)
+    try:
+        hello = await listener.receive()
+        assert isinstance(hello.message, Hello)
+        assert hello.message.peer.role == "store"
+        assert hello.message.data == store_address(store.cluster, NODE)
+        assert hello.message.model is None
+        listener.send(hello.sender, Welcome(me, 50, 1_000))
+        subscriber = Subscriber(hello.message.events)
+        await asyncio.to_thread(client.connect)
+        stored: list[bytes] = []
+        for number in range(1_000):  # a subscriber hears nothing until its subscription has arrived
+            await asyncio.to_thread(client.write, number, f"{number}")
+            try:
+                batch = decode(*await asyncio.wait_for(subscriber.receive(), 0.05))
+            except TimeoutError:
+                continue
+            assert batch.holder == hello.sender
+            assert batch.sequence > 0
+            stored = [name for event in batch.events if isinstance(event, BlockStored) for name in event.block_hashes]
+            if stored:
+                break
+        assert stored
+        listener.send(hello.sender, SnapshotRequest())
+        beats = 0
+        while True:
+            message = (await listener.receive()).message
+            if isinstance(message, Heartbeat):
+                beats += 1
+                assert message.load.pages_total in (0, 8)
+            elif isinstance(message, Snapshot):
+                assert message.sequence >= batch.sequence
+                assert stored[-1] in b"".join(run.keys for run in message.runs)
+                break
+        while not beats:
+            beats += isinstance((await listener.receive()).message, Heartbeat)
+    finally:
+        client.store.close()
+        if subscriber is not None:
+            subscriber.close()
+        listener.close()
+        store.kill()

@@ -1,0 +1,494 @@
+"""StoreState, rule by rule."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from baton.clock import Tick
+from baton.messages import (
+    Acquire,
+    Arrived,
+    Attach,
+    Attached,
+    Corrupt,
+    Forget,
+    Holding,
+    NotComing,
+    NotReserved,
+    Page,
+    Peer,
+    Refusal,
+    Release,
+    Released,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    StoreCall,
+    StoreHeartbeat,
+)
+from kvstore.changes import Cleared, Removed, Stored
+from kvstore.commands import Disconnected, Drop, Heard, Send, WriterGone
+from tests.kvstore.chains import key, keys, parent
+from tests.kvstore.store_fixtures import NAMESPACE, STORE, Rig, replies
+
+
+def packed(chain: str, start: int = 0) -> bytes:
+    return b"".join(keys(chain, start))
+
+
+def reserve(ticket: int, chain: str, start: int = 0) -> Reserve:
+    return Reserve(ticket, parent(chain, start), packed(chain, start))
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_readable_once_sealed_and_not_before() -> None:
+    rig = Rig()
+    writer, reader = rig.attach(1), rig.attach(2)
+    (reserved,) = rig.say(writer, reserve(1, "abc"))
+    assert isinstance(reserved, Reserved)
+    assert len(set(reserved.slots)) == 3
+    assert rig.say(reader, Acquire(1, packed("abc"))) == [NotComing(1, 0)]
+    assert rig.say(writer, Seal(1, 0, (7, 8))) == [Sealed(1, 0, 2)]
+    slots = reserved.slots
+    assert rig.say(reader, Acquire(2, packed("abc"))) == [
+        Arrived(2, (Page(0, slots[0] or 0, 7), Page(1, slots[1] or 0, 8))),
+        NotComing(2, 2),
+    ]
+    assert rig.changes() == [Cleared(), Stored(b"", tuple(keys("ab")))]
+
+
+def test_all_or_nothing_when_slots_run_out() -> None:
+    rig = Rig(slots=4)
+    writer, other = rig.attach(1), rig.attach(2)
+    assert isinstance(rig.say(writer, reserve(1, "abc"))[0], Reserved)
+    assert rig.say(other, reserve(2, "xy")) == [NotReserved(2, "full")]
+    assert rig.state.stats().reserved == 3
+    assert isinstance(rig.say(other, reserve(2, "x"))[0], Reserved)
+
+
+def test_a_chain_never_evicts_what_it_stands_on() -> None:
+    rig = Rig(slots=4)
+    writer = rig.attach(1)
+    rig.write(writer, 1, "abc")
+    assert rig.say(writer, reserve(2, "abcde")) == [NotReserved(2, "full")]
+    assert rig.say(writer, reserve(2, "abcde", 3)) == [NotReserved(2, "full")]
+    assert rig.has("abc")
+    assert rig.state.stats().evictions == 0
+
+
+def test_one_writer_reserves_its_share_at_most() -> None:
+    rig = Rig(slots=8, share=0.5)
+    writer, other = rig.attach(1), rig.attach(2)
+    assert isinstance(rig.say(writer, reserve(1, "abc"))[0], Reserved)
+    assert rig.say(writer, reserve(2, "xy")) == [NotReserved(2, "quota")]
+    assert isinstance(rig.say(other, reserve(1, "xy"))[0], Reserved)
+    rig.say(writer, Seal(1, 0, (1,)))
+    assert isinstance(rig.say(writer, reserve(2, "xy"))[0], Reserved)
+
+
+def test_a_parent_must_be_here_or_the_same_writers() -> None:
+    rig = Rig()
+    writer, other = rig.attach(1), rig.attach(2)
+    assert rig.say(writer, reserve(1, "ab", 1)) == [NotReserved(1, "orphan")]
+    rig.say(writer, reserve(2, "a"))
+    assert rig.say(other, reserve(1, "ab", 1)) == [NotReserved(1, "orphan")]
+    assert isinstance(rig.say(writer, reserve(3, "ab", 1))[0], Reserved)
+    rig.say(writer, Seal(2, 0, (1,)))
+    assert isinstance(rig.say(other, reserve(1, "ac", 1))[0], Reserved)
+
+
+def test_keys_that_contradict_what_is_here_harm_nobody() -> None:
+    rig = Rig()
+    writer = rig.attach(1)
+    rig.write(writer, 1, "ab")
+    assert rig.say(writer, Reserve(2, b"", key("ab"))) == [NotReserved(2, "orphan")]
+    assert rig.has("ab")
+
+
+def test_what_is_here_already_need_not_be_written_and_is_held() -> None:
+    rig = Rig(slots=4)
+    writer, other = rig.attach(1), rig.attach(2)
+    rig.write(writer, 1, "ab")
+    (reserved,) = rig.say(other, reserve(1, "abc"))
+    assert isinstance(reserved, Reserved)
+    assert reserved.slots[:2] == (None, None)
+    assert reserved.slots[2] is not None
+    rig.say(other, Seal(1, 0, (0, 0, 5), hold=True))
+    assert rig.state.stats().held == 3
+    assert rig.say(writer, reserve(2, "xy")) == [NotReserved(2, "full")]
+    rig.say(other, Forget(1))
+    assert isinstance(rig.say(writer, reserve(2, "xy"))[0], Reserved)
+
+
+def test_the_first_seal_wins_and_the_second_holds_the_winners_page() -> None:
+    rig = Rig()
+    first, second, reader = (rig.attach(pid) for pid in (1, 2, 3))
+    (a,) = rig.say(first, reserve(1, "a"))
+    (b,) = rig.say(second, reserve(1, "a"))
+    assert isinstance(a, Reserved)
+    assert isinstance(b, Reserved)
+    assert a.slots != b.slots
+    rig.say(first, Seal(1, 0, (1,)))
+    assert rig.say(second, Seal(1, 0, (2,), hold=True)) == [Sealed(1, 0, 1)]
+    stats = rig.state.stats()
+    assert (stats.free, stats.sealed, stats.held, stats.duplicates) == (7, 1, 1, 1)
+    assert rig.say(reader, Acquire(1, key("a"))) == [Arrived(1, (Page(0, a.slots[0] or 0, 1),))]
+
+
+def test_pages_may_be_sealed_in_any_order_and_are_told_of_in_the_chains() -> None:
+    rig = Rig()
+    writer, reader = rig.attach(1), rig.attach(2)
+    rig.say(writer, reserve(1, "abc"))
+    rig.changes()
+    assert rig.say(writer, Seal(1, 2, (1,))) == [Sealed(1, 2, 1)]
+    assert rig.say(writer, Seal(1, 1, (1,))) == [Sealed(1, 1, 1)]
+    assert rig.changes() == []
+    assert rig.state.snapshot() == []
+    assert rig.say(reader, Acquire(1, packed("abc"))) == [NotComing(1, 0)]
+    rig.say(writer, Seal(1, 0, (1,)))
+    assert rig.changes() == [Stored(b"", tuple(keys("abc")))]
+
+
+def test_an_abandoned_parent_takes_its_sealed_children_along() -> None:
+    rig = Rig()
+    writer = rig.attach(1)
+    rig.say(writer, reserve(1, "ab"))
+    rig.say(writer, Seal(1, 1, (1,)))
+    rig.say(writer, Forget(1))
+    assert rig.state.stats().free == 8
+
+
+def test_a_page_whose_chain_was_dropped_can_not_be_sealed() -> None:
+    rig = Rig()
+    writer, reader, other = (rig.attach(pid) for pid in (1, 2, 3))
+    rig.write(other, 1, "a")
+    rig.say(writer, reserve(1, "abc", 1))
+    rig.say(writer, Seal(1, 0, (1,)))
+    rig.say(reader, Acquire(1, packed("abc"), wait=True))
+    heard = rig.tell(reader, Corrupt(1, 0))
+    assert heard == {reader: [NotComing(1, 2)]}
+    assert rig.say(writer, Seal(1, 1, (1,))) == [NotComing(1, 1)]
+    assert not rig.has("a")
+    rig.say(reader, Forget(1))
+    assert rig.state.stats().free == 8
+
+
+def test_eviction_takes_the_least_recently_used_leaf() -> None:
+    rig = Rig(slots=4)
+    writer = rig.attach(1)
+    rig.write(writer, 1, "ab")
+    rig.write(writer, 2, "xy")
+    rig.say(writer, Acquire(3, packed("ab")))
+    rig.say(writer, Forget(3))
+    rig.changes()
+    rig.write(writer, 4, "m")
+    assert rig.changes() == [Removed((key("xy"),)), Stored(b"", (key("m"),))]
+    rig.write(writer, 5, "n")
+    assert rig.changes() == [Removed((key("x"),)), Stored(b"", (key("n"),))]
+    assert rig.has("ab")
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_waiter_holds_the_page_in_the_step_that_seals_it() -> None:
+    rig = Rig(slots=2)
+    writer, reader = rig.attach(1), rig.attach(2)
+    assert rig.say(reader, Acquire(1, packed("ab"), wait=True)) == []
+    (reserved,) = rig.say(writer, reserve(1, "ab"))
+    assert isinstance(reserved, Reserved)
+    heard = rig.tell(writer, Seal(1, 0, (5, 6)))
+    pages = tuple(Page(index, slot or 0, 5 + index) for index, slot in enumerate(reserved.slots))
+    assert heard == {writer: [Sealed(1, 0, 2)], reader: [Arrived(1, pages)]}
+    rig.say(writer, Forget(1))
+    assert rig.say(writer, reserve(2, "x")) == [NotReserved(2, "full")]
+    assert rig.say(reader, Release(1, (0, 1))) == [Released(1, (0, 1), (True, True))]
+    assert isinstance(rig.say(writer, reserve(2, "x"))[0], Reserved)
+
+
+def test_waiters_hear_when_a_maker_gives_up_but_not_while_another_goes_on() -> None:
+    rig = Rig()
+    one, two, reader = (rig.attach(pid) for pid in (1, 2, 3))
+    rig.say(one, reserve(1, "ab"))
+    rig.say(two, reserve(1, "ab"))
+    rig.say(reader, Acquire(1, packed("abc"), wait=True))
+    assert rig.tell(one, Forget(1)) == {}
+    assert rig.state.stats().waits == 3
+    rig.say(two, Seal(1, 0, (1,)))
+    assert rig.tell(two, Forget(1)) == {reader: [NotComing(1, 1)]}
+    assert rig.state.stats().waits == 0
+    assert rig.say(reader, Release(1, (0,))) == [Released(1, (0,), (True,))]
+
+
+def test_waiting_for_what_nobody_makes_yet_lasts_until_forgotten() -> None:
+    rig = Rig()
+    reader = rig.attach(1)
+    rig.say(reader, Acquire(1, packed("ab"), wait=True))
+    rig.now = 5.0
+    rig.say(reader, Holding((1,)))
+    rig.now = 11.0
+    assert rig.state.handle(Tick(), rig.now) == [Send(reader, StoreHeartbeat((1,)))]
+    assert rig.state.stats().waits == 2
+    rig.say(reader, Forget(1))
+    assert rig.state.stats().waits == 0
+
+
+# --- holding ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_hold_that_is_not_renewed_expires_and_its_bytes_do_not_count() -> None:
+    rig = Rig()
+    writer, reader = rig.attach(1), rig.attach(2)
+    rig.write(writer, 1, "ab")
+    rig.say(reader, Acquire(1, packed("abc"), wait=True))
+    rig.now = 9.9
+    rig.do(Tick())
+    assert rig.state.stats().held == 2
+    rig.now = 10.2
+    assert NotComing(1, 2) in replies(rig.do(Tick()))[reader]
+    assert rig.state.stats().expired == 2
+    assert rig.say(reader, Release(1, (0, 1))) == [Released(1, (0, 1), (False, False))]
+
+
+def test_a_store_that_stood_still_blames_nobody() -> None:
+    rig = Rig()
+    writer, reader = rig.attach(1), rig.attach(2)
+    rig.write(writer, 1, "ab")
+    rig.say(reader, Acquire(1, packed("ab")))
+    rig.now = 100.0
+    rig.do(Tick(paused=99.0))
+    assert rig.say(reader, Release(1, (0, 1))) == [Released(1, (0, 1), (True, True))]
+
+
+def test_release_tells_the_truth_about_each_page() -> None:
+    rig = Rig()
+    writer, reader = rig.attach(1), rig.attach(2)
+    rig.write(writer, 1, "ab")
+    rig.say(reader, Acquire(1, packed("abc"), wait=True))
+    assert rig.say(reader, Release(1, (1, 2))) == [Released(1, (1, 2), (True, False))]
+    assert rig.say(reader, Release(1, (0, 1))) == [Released(1, (0, 1), (True, False))]
+    rig.say(reader, Forget(1))
+    assert rig.say(reader, Release(1, (0,))) == [Released(1, (0,), (False,))]
+
+
+def test_what_a_heartbeat_leaves_out_is_forgotten() -> None:
+    rig = Rig()
+    worker, reader = rig.attach(1), rig.attach(2)
+    rig.say(worker, reserve(1, "a"))
+    rig.say(worker, reserve(2, "x"))
+    rig.say(reader, Acquire(1, packed("a"), wait=True))
+    assert rig.tell(worker, Holding((2, 99))) == {reader: [NotComing(1, 0)]}
+    assert rig.state.stats().reserved == 1
+    assert replies(rig.do(Tick())) == {worker: [StoreHeartbeat((2,))], reader: [StoreHeartbeat((1,))]}
+
+
+# --- corruption -------------------------------------------------------------------------------------------------------
+
+
+def test_a_corrupt_page_can_not_be_found_and_is_free_after_its_last_hold() -> None:
+    rig = Rig()
+    writer, one, two = (rig.attach(pid) for pid in (1, 2, 3))
+    rig.write(writer, 1, "abc")
+    rig.changes()
+    rig.say(one, Acquire(1, packed("abc")))
+    rig.say(two, Acquire(1, packed("ab")))
+    rig.say(one, Corrupt(1, 1))
+    assert rig.changes() == [Removed((key("abc"), key("ab")))]
+    assert rig.say(writer, Acquire(2, packed("abc"))) == [Arrived(2, (Page(0, 0, 0),)), NotComing(2, 1)]
+    stats = rig.state.stats()
+    assert (stats.sealed, stats.dropped, stats.corrupt) == (1, 2, 1)
+    # A page that was dropped does not count as held, though its slot has not been used again.
+    assert rig.say(two, Release(1, (0, 1))) == [Released(1, (0, 1), (True, False))]
+    assert rig.state.stats().dropped == 2
+    rig.say(one, Forget(1))
+    assert rig.state.stats().dropped == 0
+    assert rig.state.stats().free == 7
+
+
+def test_only_a_holder_is_believed() -> None:
+    rig = Rig()
+    writer, reader = rig.attach(1), rig.attach(2)
+    rig.write(writer, 1, "a")
+    rig.say(reader, Acquire(1, packed("a")))
+    rig.say(reader, Release(1, (0,)))
+    rig.say(reader, Corrupt(1, 0))
+    rig.say(reader, Corrupt(5, 0))
+    assert rig.has("a")
+
+
+# --- coming and going -------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_connection_ends_holds_and_waits_but_never_reservations() -> None:
+    rig = Rig(slots=4)
+    writer, other = rig.attach(1), rig.attach(2)
+    rig.write(other, 1, "x")
+    rig.say(writer, reserve(1, "ab"))
+    rig.say(writer, Acquire(2, packed("xy"), wait=True))
+    assert rig.do(Disconnected(writer)) == []
+    stats = rig.state.stats()
+    assert (stats.reserved, stats.unproven, stats.held, stats.waits, stats.tickets) == (2, 2, 0, 0, 1)
+    rig.now = 1e6
+    rig.do(Tick())
+    assert rig.say(other, reserve(2, "mno")) == [NotReserved(2, "full")]
+    assert rig.state.needs_proof(1)
+    rig.do(WriterGone(1))
+    assert not rig.state.needs_proof(1)
+    assert isinstance(rig.say(other, reserve(2, "mno"))[0], Reserved)
+
+
+def test_waiters_hear_of_a_makers_death_once_it_is_proven() -> None:
+    rig = Rig()
+    writer, reader = rig.attach(1), rig.attach(2)
+    rig.say(writer, reserve(1, "ab"))
+    rig.say(reader, Acquire(1, packed("ab"), wait=True))
+    rig.say(writer, Seal(1, 0, (1,)))
+    assert rig.do(Disconnected(writer)) == []
+    assert rig.do(WriterGone(1)) == [Send(reader, NotComing(1, 1))]
+    assert rig.do(WriterGone(1)) == []
+
+
+def test_death_before_the_end_of_the_connection_closes_it() -> None:
+    rig = Rig()
+    writer = rig.attach(1)
+    rig.say(writer, reserve(1, "ab"))
+    assert rig.do(WriterGone(1)) == [Drop(writer)]
+    assert rig.do(Disconnected(writer)) == []
+    assert rig.state.stats().free == 8
+
+
+def test_a_process_that_comes_back_finds_its_reservations_and_may_seal_them() -> None:
+    rig = Rig()
+    first = rig.attach(1)
+    rig.say(first, reserve(1, "ab"))
+    rig.say(first, reserve(2, "xy"))
+    rig.do(Disconnected(first))
+    again = rig.attach(1)
+    assert rig.state.stats().unproven == 0
+    rig.say(again, Holding((1,)))
+    assert rig.state.stats().reserved == 2
+    assert rig.say(again, Seal(1, 0, (1, 2))) == [Sealed(1, 0, 2)]
+
+
+def test_a_new_incarnation_or_another_process_is_somebody_else() -> None:
+    rig = Rig()
+    first = rig.attach(1, "old")
+    rig.say(first, reserve(1, "ab"))
+    rig.do(Disconnected(first))
+    for connection in (rig.attach(2, "old"), rig.attach(1, "new")):
+        rig.say(connection, Holding())
+        assert rig.state.stats().unproven == 2
+
+
+def test_a_second_connection_of_a_process_replaces_the_first() -> None:
+    rig = Rig()
+    first = rig.attach(1)
+    rig.say(first, reserve(1, "ab"))
+    second = rig.connect(1)
+    commands = rig.state.handle(
+        heard_over_the_wire(second, Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100)), rig.now
+    )
+    assert commands == [Drop(first), Send(second, Attached(STORE, 8, 100))]
+    assert rig.say(first, Forget(1)) == []
+    assert rig.state.stats().reserved == 2
+
+
+def test_pages_of_another_kind_are_refused_while_anybody_is_here_and_else_divide_the_arena_anew() -> None:
+    rig = Rig(slots=8)
+    other = msgspec.structs.replace(NAMESPACE, kv_dtype="bfloat16")
+    first = rig.attach(1)
+    rig.say(first, reserve(1, "a"))
+    rig.write(first, 2, "xy")
+    rig.do(Disconnected(first))
+    for namespace, size in ((other, 100), (NAMESPACE, 50)):
+        second = rig.connect(2)
+        (refusal,) = rig.say(second, Attach(Peer("decode", "w", "node", "j", 2), namespace, size))
+        assert isinstance(refusal, Refusal)
+        assert refusal.reason == "incompatible"
+    rig.do(WriterGone(1))
+    rig.changes()
+    rig.attach(2, namespace=NAMESPACE)
+    assert rig.has("xy"), "pages outlast those who use them"
+    rig.do(WriterGone(2))
+    rig.attach(3, namespace=other, page_bytes=50)
+    assert rig.changes() == [Cleared()]
+    assert rig.state.stats().slots == 16
+    assert rig.state.snapshot() == []
+
+
+def test_a_page_larger_than_the_arena_is_refused() -> None:
+    rig = Rig(slots=1)
+    (refusal,) = rig.say(rig.connect(1), Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 101))
+    assert isinstance(refusal, Refusal)
+    assert "raise store.arena_bytes" in refusal.message
+
+
+# --- what may not be said ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Reserve(9, b"", bytes(17)),
+        Reserve(9, b"", b""),
+        Reserve(9, b"12345", key("q")),
+        Reserve(9, b"", key("q") * 2),
+        Reserve(1, b"", key("q")),
+        Acquire(1, key("q")),
+        Acquire(9, b""),
+        Seal(9, 0, (1,)),
+        Seal(1, 0, ()),
+        Seal(1, 1, (1, 1)),
+        Seal(1, 2, (1,)),
+        Seal(1, 0, (1,)),
+        Seal(2, 0, (1,)),
+        Release(2, (1,)),
+        Release(2, (-1,)),
+        Corrupt(2, 1),
+        Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100),
+    ],
+)
+def test_what_makes_no_sense_costs_the_connection_and_nobody_else_anything(call: StoreCall) -> None:
+    rig = Rig()
+    bad, good = rig.attach(1), rig.attach(2)
+    rig.say(bad, reserve(1, "ab"))
+    rig.say(bad, Seal(1, 0, (1,)))
+    rig.say(bad, Acquire(2, key("a")))
+    rig.say(good, Acquire(1, key("a")))
+    commands = rig.state.handle(heard_over_the_wire(bad, call), rig.now)
+    rig.state.validate()
+    refusal, drop = commands
+    assert isinstance(refusal, Send)
+    assert isinstance(refusal.reply, Refusal)
+    assert drop == Drop(bad)
+    assert rig.state.stats().reserved == 1, "it may still be writing"
+    assert rig.say(good, Release(1, (0,))) == [Released(1, (0,), (True,))]
+    assert rig.say(bad, Forget(1)) == []
+
+
+def test_who_has_not_attached_is_not_served() -> None:
+    rig = Rig()
+    (refusal,) = rig.say(rig.connect(1), Holding())
+    assert isinstance(refusal, Refusal)
+    stranger = rig.connect(2)
+    (refusal,) = rig.say(stranger, Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100, protocol=99))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "incompatible"
+
+
+def test_tickets_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.state.MAX_TICKETS", 2)
+    rig = Rig()
+    worker = rig.attach(1)
+    for ticket in (1, 2):
+        rig.say(worker, Acquire(ticket, key("a"), wait=True))
+    assert isinstance(rig.say(worker, Acquire(3, key("a")))[0], Refusal)
+
+
+def heard_over_the_wire(connection: int, call: StoreCall) -> Heard:
+    """The call as it looks after a journey over the wire."""
+    return Heard(connection, msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=StoreCall))
