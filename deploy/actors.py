@@ -115,7 +115,10 @@ class Host:
         self._service = Service(order)
 
     def report(self) -> bytes:
-        return msgspec.json.encode(Report(self._record, self._service.failure, self._service.addresses))
+        addresses = self._service.addresses
+        if addresses is not None:
+            addresses = addresses.reached_at(ray.util.get_node_ip_address())
+        return msgspec.json.encode(Report(self._record, self._service.failure, addresses))
 
     def stop(self) -> bool:
         """Let the service end; whether it has."""

@@ -19,6 +19,14 @@ class Addresses(msgspec.Struct, frozen=True):
         ports = {f"{kind}_port": int(getattr(self, kind).rpartition(":")[2]) for kind in ("grpc", "internal", "http")}
         return msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, **ports))
 
+    def reached_at(self, ip: str) -> Addresses:
+        """The same with `ip` in place of "every interface", which means nothing on another machine."""
+        wildcards = ("0.0.0.0", "[::]", "*")  # noqa: S104 - recognised here, not listened on
+        fixed = {kind: getattr(self, kind) for kind in ("grpc", "internal", "http")}
+        for wildcard in wildcards:
+            fixed = {kind: address.replace(f"{wildcard}:", f"{ip}:") for kind, address in fixed.items()}
+        return Addresses(**fixed)
+
     @property
     def endpoint(self) -> str:
         """Where workers and stores connect."""

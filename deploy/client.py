@@ -22,6 +22,7 @@ class Client:
         self.address = address
         # A router that is restarted on the same port is found again at once, not after gRPC's long back-off.
         options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
+        options += [("grpc.enable_http_proxy", 0)]
         self._channel = grpc.insecure_channel(address, options=options)
         self._cluster = cluster_pb2_grpc.ClusterStub(self._channel)
         self._generation = generation_pb2_grpc.GenerationStub(self._channel)

@@ -86,7 +86,7 @@ def link(address: str, environment: Mapping[str, str] = os.environ) -> RayLink:
 def ask(address: str, token: str | None, patience: float = PATIENCE) -> Answer:
     """Make one call that changes nothing."""
     metadata = (("authorization", f"Bearer {token}"),) if token is not None else None
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         call = channel.unary_unary(_PING)
         try:
             call(b"", timeout=patience, metadata=metadata, wait_for_ready=False)

@@ -1,0 +1,105 @@
+"""A cluster on a Ray that Baton starts itself."""
+
+import signal
+import time
+
+import pytest
+
+from tests.cluster.machine import HOME, MODEL, Machine
+
+pytestmark = pytest.mark.cluster
+
+GREEDY = ["--temperature", 0, "--max-tokens", 24, "--ignore-eos"]
+
+
+def names(machine: Machine) -> set[str]:
+    return {process["name"] for process in machine.status()["processes"]}
+
+
+def test_a_day_with_a_cluster(machine: Machine):
+    up = machine.up("--prefill", 1, "--decode", 1)
+    assert up.status == 0, up
+    assert up.json["grpc"] == "127.0.0.1:50051"
+
+    first = machine.generate("The router carries the prompt", *GREEDY)
+    assert first["finish_reason"] == "length"
+    assert len(first["token_ids"]) == first["usage"]["completion_tokens"] == 24
+    ids = ",".join(str(token) for token in range(3, 100))
+    one = machine.generate("--token-ids", ids, *GREEDY)
+    two = machine.generate("--token-ids", ids, *GREEDY)
+    assert one["token_ids"] == two["token_ids"]
+    assert two["usage"]["cached_tokens"] > 0
+    streamed = machine.baton("generate", "The router carries the prompt", *GREEDY)
+    assert streamed.out == first["text"] + "\n"
+    refused = machine.baton("generate", "x", "--temperature", "nan", "--json")
+    assert refused.status == 1
+    assert refused.json["error"]["reason"] == "invalid_request"
+
+    status = machine.status()
+    assert status["serving"]
+    assert {process["state"] for process in status["processes"]} == {"live"}
+    assert names(machine) == {"router", "store-0", "prefill-0", "decode-0"}
+    assert machine.run("ls", status["log_dir"]).out.split() >= ["decode-0.log", "prefill-0.log"]
+    assert "decode-0" in machine.baton("status").out
+
+    again = machine.up()
+    assert again.status == 1
+    assert "is up already" in again.json["error"]["message"]
+
+    assert machine.baton("scale", "--prefill", 0, "--decode", 2, "--json").json == {
+        "name": "baton",
+        "prefill": 0,
+        "decode": 2,
+    }
+    assert names(machine) == {"router", "store-0", "decode-0", "decode-1"}
+    assert machine.generate("The router carries the prompt", *GREEDY)["token_ids"] == first["token_ids"]
+
+    assert machine.baton("down").status == 0
+    assert machine.left_behind() == []
+    assert machine.baton("down").status == 1
+
+
+def test_an_up_that_fails_leaves_nothing(machine: Machine):
+    """The weights are cut short, which only a worker finds out: by then Ray, router and store run."""
+    weights = f"{MODEL}/model.safetensors"
+    machine.run("truncate", "--size=1000000", weights)
+    up = machine.up()
+    assert up.status == 1
+    error = up.json["error"]
+    assert error["reason"] == "corrupt_weights"
+    assert "model.safetensors" in error["message"]
+    assert f"{HOME}/.local/state/baton/baton/logs/" in error["message"]
+    assert machine.left_behind() == []
+
+
+def test_an_up_that_is_interrupted_or_killed_leaves_nothing(machine: Machine):
+    for number, left in ((signal.SIGTERM, False), (signal.SIGKILL, True)):
+        up = machine.start("python", "-m", "deploy", "up", "--model", MODEL)
+        machine.wait("Ray is starting", lambda: any("gcs_server" in c for c in machine.processes().values()))
+        (pid,) = (pid for pid, command in machine.processes().items() if command.startswith("python -m deploy up"))
+        machine.kill(pid, number)
+        up.communicate(timeout=30)
+        assert up.returncode != 0
+        if left:  # nobody could clean up after a SIGKILL; the next command does
+            assert "never came up" in machine.baton("status", "--json").json["error"]["message"]
+            assert machine.baton("down").status == 0
+        assert machine.left_behind() == []
+
+
+def test_after_sigkill_of_everything_nothing_is_left(machine: Machine):
+    assert machine.up("--prefill", 0).status == 0
+    assert machine.unix_sockets()
+    # In one stroke, Ray first: it would restart the supervisor.
+    machine.run("kill", "-9", *sorted(machine.processes()))
+    machine.wait("every process is gone", lambda: not machine.processes(), 15)
+    assert machine.unix_sockets() == []
+    assert machine.run("ls", "-A", "/dev/shm").out == ""
+    status = machine.baton("status", "--json")
+    assert status.status == 1
+    assert "has died" in status.json["problem"]
+    # The next one under that name clears away what the dead one left, and is not disturbed by it.
+    assert machine.up("--prefill", 0).status == 0
+    begin = time.monotonic()
+    assert machine.baton("down").status == 0
+    assert time.monotonic() - begin < 15
+    assert machine.left_behind() == []
