@@ -68,7 +68,12 @@ class KvEvents:
     batch: Batch
 
 
-Event: TypeAlias = Submit | ClientGone | StopMatched | Heard | KvEvents | Tick
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """This router is about to stop: end everything, and let nothing in."""
+
+
+Event: TypeAlias = Submit | ClientGone | StopMatched | Heard | KvEvents | Tick | Shutdown
 
 # --- outcomes ------------------------------------------------------------------------------------------------------
 

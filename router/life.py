@@ -62,6 +62,7 @@ class Life:
         self._prefixes = prefixes
         self._out = outbox
         self._arrivals = 0
+        self._shut = False
         self.requests: dict[str, Request] = {}
         self.queue = Queue()
         self.room = False  # something has changed that may let a queued request be placed
@@ -81,6 +82,8 @@ class Life:
         request = Request.from_submit(submit, self._arrivals, now)
         self.requests[request.name] = request
         try:
+            if self._shut:
+                raise Unavailable("this router is stopping")
             check_tokens(submit.tokens, self._limits.vocab_size)
             self._settle_length(request)
         except BatonError as error:
@@ -463,6 +466,12 @@ class Life:
                 self.end(request, Failed(self._no_place(now)), now)
             elif attempt is not None and now - attempt.progress >= self._config.router.progress_ms / 1_000:
                 self.retry(request, f"no progress for {self._config.router.progress_ms} ms", now, blame=True)
+
+    def shut(self, now: float) -> None:
+        """Nobody is served any more, and the workers need not find that out by our silence."""
+        self._shut = True
+        for request in list(self.requests.values()):
+            self.end(request, Failed(Unavailable("this router is stopping")), now)
 
     def _no_place(self, now: float) -> BatonError:
         waited = f"no worker took the request within {self._config.router.queue_ms} ms"

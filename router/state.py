@@ -43,6 +43,7 @@ from router.events import (
     Forget,
     Heard,
     KvEvents,
+    Shutdown,
     StopMatched,
     Submit,
     Subscribe,
@@ -118,6 +119,8 @@ class RouterState:
                     self._life.end(request, Finished("stop"), now, completion)
             case Tick(paused=paused):
                 self._tick(paused, now)
+            case Shutdown():
+                self._life.shut(now)
         self._life.settle(now)
         return self._out.take()
 

@@ -1,0 +1,40 @@
+"""`python -m router`: a router without Ray. Says where it listens in one line of JSON on stdout, once it does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from baton.errors import BatonError
+from baton.process import Arguments, parse
+from router.service import Addresses, serve
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; 0, or 1 with the reason on stderr."""
+    try:
+        given = parse("router", argv, needs_router=False)
+        asyncio.run(_serve(given))
+    except BatonError as error:
+        print(f"router: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+async def _serve(given: Arguments) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await serve(given.config, given.name, given.node, stop, _say)
+
+
+def _say(addresses: Addresses) -> None:
+    print(json.dumps(asdict(addresses)), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())

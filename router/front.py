@@ -1,0 +1,168 @@
+"""The gRPC front door: `Generation` and `Cluster` of `proto/baton/v1`, health and reflection.
+
+Owns nothing but the conversation. Errors leave through one seam, `status_of` and `_abort`: a `BatonError` becomes the
+status it names; anything else is our own mistake, is logged, and shows the client no more than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, NoReturn
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.clock import Clock
+from baton.errors import BatonError, Overloaded, PortInUse, RequestCancelled
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
+from router import replies
+from router.events import Cancelled, End, Failed, Finished
+from router.intake import Intake, take_in
+from router.relay import Relay
+from router.stream import Stream
+
+log = logging.getLogger(__name__)
+
+REASON = "baton-reason"
+RETRY_AFTER = "retry-after-ms"
+_MAX_MESSAGE_BYTES = 16 * 2**20
+_LONG_TEXT = 4_000  # characters; longer prompts are tokenized on a thread, so that nobody's tokens wait for them
+_SERVICES = ("baton.v1.Generation", "baton.v1.Cluster")
+
+
+def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:
+    """The status and trailing metadata that a client gets for an error."""
+    metadata = [(REASON, error.reason)]
+    if isinstance(error, Overloaded):
+        metadata.append((RETRY_AFTER, str(error.retry_after_ms)))
+    return grpc.StatusCode[error.status], tuple(metadata)
+
+
+class GenerationFront(generation_pb2_grpc.GenerationServicer):
+    """Streams of tokens."""
+
+    def __init__(self, relay: Relay, clock: Clock) -> None:
+        self._relay = relay
+        self._clock = clock
+
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802 gRPC's name
+        received = self._clock.now()
+        left = context.time_remaining()
+        deadline = None if left is None else received + left
+        stream: Stream | None = None
+        try:
+            intake = await self._take_in(request)
+            stream = self._relay.submit(intake, received, deadline)
+            await self._pass_on(intake, stream, context)
+        except BatonError as error:
+            await _abort(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:
+            log.exception("a request failed in the router")
+            await _abort(context, BatonError("internal error; the router's log says more"))
+        finally:
+            if stream is not None and not stream.ended:
+                self._relay.abandon(stream)
+
+    async def _take_in(self, request: generation_pb2.GenerateRequest) -> Intake:
+        if len(request.text) < _LONG_TEXT:
+            return take_in(request, self._relay.model, self._relay.draw_seed)
+        return await asyncio.to_thread(take_in, request, self._relay.model, self._relay.draw_seed)
+
+    async def _pass_on(self, intake: Intake, stream: Stream, context: Any) -> None:
+        """Write what comes, as fast as the client reads. Raises BatonError when the request ends in one."""
+        while True:
+            news = await stream.read()
+            if not isinstance(news, End):
+                await context.write(replies.delta(news))
+                continue
+            match news.outcome:
+                case Finished(reason=reason):
+                    name = intake.request_id or news.request
+                    await context.write(replies.finished(reason, news.summary, name, intake.sampling.seed))
+                    return
+                case Failed(error=error):
+                    raise error
+                case Cancelled(why=why):
+                    raise RequestCancelled(why)
+
+
+class ClusterFront(cluster_pb2_grpc.ClusterServicer):
+    """What the cluster looks like from here."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+
+    async def GetStatus(  # noqa: N802 gRPC's name
+        self, request: cluster_pb2.GetStatusRequest, context: Any
+    ) -> cluster_pb2.GetStatusResponse:
+        relay = self._relay
+        me, others = relay.processes()
+        first = replies.process(me)
+        first.ClearField("heartbeat_age_ms")
+        card = relay.state.card
+        return cluster_pb2.GetStatusResponse(
+            processes=[first, *map(replies.process, others)],
+            model=replies.model_card(card) if card else None,
+            log_dir=str(relay.config.cluster.logs),
+            counts=replies.counts(relay.state.stats()),
+            cluster=relay.config.cluster.name,
+            model_name=relay.model.name,
+        )
+
+
+class Front:
+    """The gRPC server with everything on it."""
+
+    def __init__(self, relay: Relay, clock: Clock) -> None:
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),  # or two routers would share a port, and each get some of the requests
+            ]
+        )
+        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationFront(relay, clock), self._server)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterFront(relay), self._server)
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] - no stubs
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self._serving: bool | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; returns "host:port". Raises PortInUse."""
+        try:
+            bound = self._server.add_insecure_port(f"{_bracketed(host)}:{port}")
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise PortInUse(f"can't listen on {host}:{port}; stop what listens there or change router.grpc_port")
+        await self.set_serving(False)
+        await self._server.start()
+        return f"{_bracketed(host)}:{bound}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks are told. The router itself answers, so `Cluster` always serves."""
+        if serving == self._serving:
+            return
+        self._serving = serving
+        kinds = health_pb2.HealthCheckResponse  # pyright: ignore[reportAttributeAccessIssue] - no stubs
+        for service in ("", "baton.v1.Generation"):
+            await self._health.set(service, kinds.SERVING if serving else kinds.NOT_SERVING)
+        await self._health.set("baton.v1.Cluster", kinds.SERVING)
+
+    async def stop(self, grace: float) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace)
+
+
+async def _abort(context: Any, error: BatonError) -> NoReturn:
+    code, metadata = status_of(error)
+    await context.abort(code, str(error), metadata)
+    raise AssertionError("abort returned")
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

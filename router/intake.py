@@ -1,0 +1,118 @@
+"""From the public request to what the state is told: every field checked, every default filled in, the seed drawn.
+
+What needs no knowledge of the cluster is checked here, by field and value; the rest is the state's to check.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.errors import InvalidRequest, ModelMismatch
+from baton.messages import Sampling
+from baton.v1 import generation_pb2 as pb
+from kvstore.keys import pack_tokens
+from router.model_files import ServedModel
+
+MAX_STOPS = 16
+_MAX_STOP_LENGTH = 1_000
+_MAX_STOP_TOKENS = 1_000
+_MAX_LOGPROBS = 20
+_MAX_SEED = 2**63 - 1
+_MAX_ID = 80
+
+
+@dataclass(frozen=True)
+class Intake:
+    """A checked request, before it has a name."""
+
+    tokens: bytes  # packed
+    prompt: Sequence[int]
+    sampling: Sampling
+    max_tokens: int | None
+    stops: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    request_id: str  # the client's name for it; may be empty
+    priority: int
+
+
+def take_in(request: pb.GenerateRequest, model: ServedModel, draw_seed: Callable[[], int]) -> Intake:
+    """Check a request. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
+    if request.model not in ("", model.name):
+        raise ModelMismatch(f"model {request.model!r} is not served here; this cluster serves {model.name!r}")
+    stop_ids = tuple(dict.fromkeys(request.stop_token_ids))
+    if bad := [token for token in stop_ids if token >= model.limits.vocab_size]:
+        raise InvalidRequest(f"stop_token_ids has {bad[0]}, and the vocabulary ends at {model.limits.vocab_size - 1}")
+    if len(stop_ids) > _MAX_STOP_TOKENS:
+        raise InvalidRequest(f"stop_token_ids has {len(stop_ids)} tokens; at most {_MAX_STOP_TOKENS} are allowed")
+    prompt = _prompt(request, model)
+    eos = () if request.ignore_eos else model.eos
+    return Intake(
+        tokens=pack_tokens(prompt),
+        prompt=prompt,
+        sampling=_sampling(request, model.defaults, draw_seed),
+        max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+        stops=_stops(request, model),
+        stop_token_ids=tuple(dict.fromkeys((*eos, *stop_ids))),
+        request_id=_request_id(request.request_id),
+        priority=request.priority,
+    )
+
+
+def _prompt(request: pb.GenerateRequest, model: ServedModel) -> Sequence[int]:
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("the request has no prompt; set text or token_ids")
+    if kind == "token_ids":
+        return request.token_ids.ids
+    if not request.text:
+        raise InvalidRequest("the prompt's text is empty; send at least one character")
+    if model.tokenizer is None:
+        raise InvalidRequest(f"{model.name} has no tokenizer.json, so its prompt can't be text; send token_ids")
+    return model.tokenizer.encode(request.text)
+
+
+def _sampling(request: pb.GenerateRequest, defaults: Sampling, draw_seed: Callable[[], int]) -> Sampling:
+    temperature = request.temperature if request.HasField("temperature") else defaults.temperature
+    top_p = request.top_p if request.HasField("top_p") else defaults.top_p
+    min_p = request.min_p if request.HasField("min_p") else defaults.min_p
+    # Written so that NaN, which compares false with everything, is refused.
+    if not (temperature >= 0 and math.isfinite(temperature)):
+        raise InvalidRequest(f"temperature is {temperature}; it must be 0 (greedy) or a finite number above")
+    if not 0 < top_p <= 1:
+        raise InvalidRequest(f"top_p is {top_p}; it must be above 0 and at most 1")
+    if not 0 <= min_p <= 1:
+        raise InvalidRequest(f"min_p is {min_p}; it must be from 0 to 1")
+    if request.HasField("seed") and request.seed > _MAX_SEED:
+        raise InvalidRequest(f"seed is {request.seed}; it must be below 2**63")
+    if request.HasField("logprobs") and request.logprobs > _MAX_LOGPROBS:
+        raise InvalidRequest(f"logprobs is {request.logprobs}; at most {_MAX_LOGPROBS} alternatives are reported")
+    return Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=request.top_k if request.HasField("top_k") else defaults.top_k,
+        min_p=min_p,
+        seed=request.seed if request.HasField("seed") else draw_seed(),
+        logprobs=request.logprobs if request.HasField("logprobs") else None,
+    )
+
+
+def _stops(request: pb.GenerateRequest, model: ServedModel) -> tuple[str, ...]:
+    stops = tuple(dict.fromkeys(request.stop))
+    if stops and model.tokenizer is None:
+        raise InvalidRequest(f"{model.name} has no tokenizer.json, so there is no text to find stop strings in")
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed")
+    for stop in stops:
+        if not 0 < len(stop) <= _MAX_STOP_LENGTH:
+            raise InvalidRequest(f"stop has a string of {len(stop)} characters; 1 to {_MAX_STOP_LENGTH} are allowed")
+    return stops
+
+
+def _request_id(given: str) -> str:
+    if len(given) > _MAX_ID or not given.isprintable() or " " in given:
+        raise InvalidRequest(
+            f"request_id is {given[:_MAX_ID]!r}; it must have at most {_MAX_ID} printable characters without spaces"
+        )
+    return given

@@ -1,0 +1,209 @@
+"""Between the state and the world: feeds it events, carries out its commands, and keeps its clients' streams.
+
+Owns the state and the streams; sends through a `Wire`, which the service implements with sockets and a test with a
+list. Everything runs on one event loop, and an event is handled to its end before the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from baton.clock import Clock
+from baton.config import Config
+from baton.logs import RequestLog
+from baton.messages import Load, Message, Peer
+from baton.metrics import Metrics
+from router.events import (
+    ClientGone,
+    Command,
+    Emit,
+    End,
+    Event,
+    Finished,
+    Forget,
+    Note,
+    Send,
+    Shutdown,
+    StopMatched,
+    Submit,
+    Subscribe,
+    Unsubscribe,
+)
+from router.intake import Intake
+from router.model_files import ServedModel
+from router.state import ProcessView, RouterState
+from router.stream import Stream, Verdict
+from router.text import TextStream
+
+log = logging.getLogger(__name__)
+
+
+class Wire(Protocol):
+    """What reaches other processes."""
+
+    def send(self, incarnation: str, message: Message) -> None: ...
+
+    def forget(self, incarnation: str) -> None: ...
+
+    def subscribe(self, incarnation: str, endpoint: str) -> None: ...
+
+    def unsubscribe(self, incarnation: str) -> None: ...
+
+
+class Relay:
+    """The router without its sockets."""
+
+    def __init__(
+        self, me: Peer, config: Config, model: ServedModel, wire: Wire, clock: Clock, metrics: Metrics
+    ) -> None:
+        self.me = me
+        self.config = config
+        self.model = model
+        self.state = RouterState(me, config, model.limits)
+        self.metrics = metrics
+        self.address = ""  # host:port of our own metrics
+        self.draw_seed: Callable[[], int] = lambda: random.SystemRandom().getrandbits(63)
+        self._wire = wire
+        self._clock = clock
+        self._streams: dict[str, Stream] = {}
+        self._last_token: dict[str, float] = {}
+        self._numbered = 0
+        self._events: deque[Event] = deque()
+        self._handling = False
+
+    # --- clients -----------------------------------------------------------------------------------------------------
+
+    def submit(self, intake: Intake, received: float, deadline: float | None) -> Stream:
+        """Begin with a request; its output and its end come through the stream."""
+        self._numbered += 1
+        # A client may use a name twice; the cluster never does.
+        name = f"{intake.request_id or secrets.token_hex(4)}-{self._numbered:x}"
+        silent = frozenset(intake.stop_token_ids)
+        text = TextStream(self.model.tokenizer, intake.prompt, intake.stops, silent)
+        stream = self._streams[name] = Stream(name, text)
+        self.handle(
+            Submit(
+                request=name,
+                tokens=intake.tokens,
+                sampling=intake.sampling,
+                received=received,
+                max_tokens=intake.max_tokens,
+                stop_token_ids=intake.stop_token_ids,
+                priority=intake.priority,
+                deadline=deadline,
+            )
+        )
+        return stream
+
+    def abandon(self, stream: Stream) -> None:
+        """The client has gone before the end."""
+        self.handle(ClientGone(stream.name))
+
+    def stop(self) -> None:
+        """End every stream: whoever is served gets Unavailable, and may ask the router that comes after this one."""
+        self.handle(Shutdown())
+
+    # --- the state ---------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """Tell the state, and do what it says. What comes of that is handled after it."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                for command in self.state.handle(self._events.popleft(), self._clock.now()):
+                    self._carry_out(command)
+        finally:
+            self._handling = False
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Send(incarnation=incarnation, message=message):
+                self._wire.send(incarnation, message)
+            case Emit():
+                self._emit(command)
+            case End():
+                self._end(command)
+            case Note(text=text, request=request, warning=warning):
+                logger = RequestLog(log, request) if request else log
+                logger.log(logging.WARNING if warning else logging.INFO, text)
+            case Forget(incarnation=incarnation):
+                self._wire.forget(incarnation)
+            case Subscribe(incarnation=incarnation, endpoint=endpoint):
+                self._wire.subscribe(incarnation, endpoint)
+            case Unsubscribe(incarnation=incarnation):
+                self._wire.unsubscribe(incarnation)
+
+    def _emit(self, command: Emit) -> None:
+        name, now = command.request, self._clock.now()
+        if (stream := self._streams.get(name)) is None:
+            return
+        if (last := self._last_token.get(name)) is not None:
+            self.metrics.observe("inter_token_latency_seconds", now - last)
+        self._last_token[name] = now
+        match stream.emit(command.tokens, command.logprobs):
+            case Verdict.STOPPED:
+                self._events.append(StopMatched(name, stream.taken))
+            case Verdict.UNREAD:
+                self._events.append(ClientGone(name, "the client does not read its tokens"))
+            case Verdict.GOES_ON:
+                pass
+
+    def _end(self, end: End) -> None:
+        stream = self._streams.pop(end.request, None)
+        self._last_token.pop(end.request, None)
+        if stream is not None:
+            stream.end(end)
+        self._observe(end)
+
+    # --- what others read --------------------------------------------------------------------------------------------
+
+    def processes(self) -> tuple[ProcessView, list[ProcessView]]:
+        """This process, and the others by name."""
+        stats = self.state.stats()
+        load = Load(running=stats.running, waiting=stats.queued)
+        return ProcessView(self.me, load, None, 0.0, self.address, 0), self.state.processes(self._clock.now())
+
+    def publish(self, malformed: int) -> None:
+        """Let Prometheus see the state as it is now."""
+        stats = self.state.stats()
+        errors = {(reason,): float(count) for reason, count in stats.failed.items()}
+        errors[("cancelled",)] = errors.get(("cancelled",), 0.0) + stats.cancelled
+        self.metrics.publish(
+            {
+                "num_requests_running": stats.running,
+                "num_requests_waiting": stats.queued,
+                "request_success": {(reason,): float(count) for reason, count in stats.finished.items()},
+                "request_errors": errors,
+                "request_attempts": stats.attempts,
+                "placements": {("split",): stats.placed_split, ("local",): stats.placed_local},
+                "prompt_tokens": stats.prompt_tokens,
+                "generation_tokens": stats.generated_tokens,
+                "prefix_cache_queries": stats.prompt_tokens,
+                "prefix_cache_hits": stats.cached_tokens,
+                "peers": {(role,): float(count) for role, count in stats.live.items()},
+                "malformed_messages": malformed,
+            }
+        )
+
+    def _observe(self, end: End) -> None:
+        line, usage = end.summary.timeline, end.summary.usage
+        spans = {
+            "request_queue_time_seconds": line.between("received", "placed"),
+            "request_prefill_time_seconds": line.between("placed", "started"),
+            "time_to_first_token_seconds": line.ttft,
+        }
+        if isinstance(end.outcome, Finished):
+            spans["request_decode_time_seconds"] = line.between("first_token", "ended")
+            spans["request_time_per_output_token_seconds"] = line.tpot(usage.completion)
+            spans["e2e_request_latency_seconds"] = line.between("received", "ended")
+        for name, seconds in spans.items():
+            if seconds is not None:
+                self.metrics.observe(name, seconds)

@@ -1,0 +1,140 @@
+"""The public contract's messages, made from what the router knows. Pure."""
+
+from __future__ import annotations
+
+from baton.messages import FinishReason, ModelCard, Role, TokenLogprob
+from baton.timeline import Timeline
+from baton.v1 import cluster_pb2, generation_pb2
+from router.events import Summary
+from router.peers import GoneReason
+from router.state import ProcessView, RouterStats
+from router.stream import Output
+
+_REASONS: dict[FinishReason, generation_pb2.FinishReason] = {
+    "stop": generation_pb2.FINISH_REASON_STOP,
+    "length": generation_pb2.FINISH_REASON_LENGTH,
+}
+_ROLES: dict[Role, cluster_pb2.Role] = {
+    "router": cluster_pb2.ROLE_ROUTER,
+    "prefill": cluster_pb2.ROLE_PREFILL,
+    "decode": cluster_pb2.ROLE_DECODE,
+    "store": cluster_pb2.ROLE_STORE,
+}
+_STATES: dict[GoneReason | None, cluster_pb2.ProcessState] = {
+    None: cluster_pb2.PROCESS_STATE_LIVE,
+    "silent": cluster_pb2.PROCESS_STATE_SILENT,
+    "stuck": cluster_pb2.PROCESS_STATE_STUCK,
+    "rejected": cluster_pb2.PROCESS_STATE_SILENT,
+    "replaced": cluster_pb2.PROCESS_STATE_SILENT,
+}
+
+
+def delta(output: Output) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(
+        delta=generation_pb2.Delta(
+            text=output.text, token_ids=output.tokens, logprobs=[_logprob(one) for one in output.logprobs]
+        )
+    )
+
+
+def finished(reason: FinishReason, summary: Summary, request_id: str, seed: int) -> generation_pb2.GenerateResponse:
+    usage, served = summary.usage, summary.served
+    return generation_pb2.GenerateResponse(
+        finished=generation_pb2.Finished(
+            finish_reason=_REASONS[reason],
+            usage=generation_pb2.Usage(
+                prompt_tokens=usage.prompt, cached_tokens=usage.cached, completion_tokens=usage.completion
+            ),
+            timing=timing(summary),
+            work=generation_pb2.Work(
+                attempts=served.attempts,
+                prefill_worker=served.prefill_worker,
+                decode_workers=served.decode_workers,
+                tokens_computed=served.tokens_computed,
+                pages_hit=served.pages_hit,
+                pages_shipped=served.pages_shipped,
+                pages_on_device=served.pages_on_device,
+                pages_fetched=served.pages_fetched,
+            ),
+            request_id=request_id,
+            seed=seed,
+        )
+    )
+
+
+def timing(summary: Summary) -> generation_pb2.Timing:
+    """Milliseconds since receipt of what happened; the rest stays unset."""
+    line = summary.timeline
+    return generation_pb2.Timing(
+        submitted=(summary.submitted - line.received) * 1_000,
+        placed=_since(line, "placed"),
+        accepted=_since(line, "accepted"),
+        prefilled=_since(line, "prefilled"),
+        started=_since(line, "started"),
+        first_token=_since(line, "first_token"),
+        finished=_since(line, "ended"),
+        prefill_queue=summary.served.prefill_queue_ms,
+        prefill_compute=summary.served.prefill_compute_ms,
+    )
+
+
+def process(view: ProcessView) -> cluster_pb2.Process:
+    load = view.load
+    return cluster_pb2.Process(
+        name=view.peer.name,
+        role=_ROLES[view.peer.role],
+        node=view.peer.node,
+        incarnation=view.peer.incarnation,
+        pid=view.peer.pid,
+        state=_STATES[view.gone],
+        load=cluster_pb2.Load(
+            running=load.running,
+            waiting=load.waiting,
+            pages_free=load.pages_free,
+            pages_total=load.pages_total,
+            tokens_queued=load.tokens_queued,
+        ),
+        heartbeat_age_ms=view.heartbeat_age * 1_000,
+        metrics_address=view.metrics,
+        pages_known=view.pages_known,
+    )
+
+
+def model_card(card: ModelCard) -> cluster_pb2.ModelCard:
+    return cluster_pb2.ModelCard(
+        digest=card.namespace.model,
+        kv_dtype=card.namespace.kv_dtype,
+        page_size=card.namespace.page_size,
+        page_bytes=card.page_bytes,
+        vocab_size=card.vocab_size,
+        max_context=card.max_context,
+    )
+
+
+def counts(stats: RouterStats) -> cluster_pb2.Counts:
+    return cluster_pb2.Counts(
+        queued=stats.queued,
+        running=stats.running,
+        finished=sum(stats.finished.values()),
+        failed=sum(stats.failed.values()),
+        cancelled=stats.cancelled,
+        attempts=stats.attempts,
+        placed_split=stats.placed_split,
+        placed_local=stats.placed_local,
+        prompt_tokens=stats.prompt_tokens,
+        cached_tokens=stats.cached_tokens,
+        generated_tokens=stats.generated_tokens,
+    )
+
+
+def _since(line: Timeline, instant: str) -> float | None:
+    seconds = line.between("received", instant)
+    return None if seconds is None else seconds * 1_000
+
+
+def _logprob(one: TokenLogprob) -> generation_pb2.TokenLogprob:
+    return generation_pb2.TokenLogprob(
+        token_id=one.token,
+        logprob=one.logprob,
+        top=[generation_pb2.Alternative(token_id=token, logprob=logprob) for token, logprob in one.top],
+    )

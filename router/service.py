@@ -1,0 +1,171 @@
+"""The router's loop: it owns the sockets and the clock, and does what `RouterState` says.
+
+`serve` runs in whatever event loop its caller has (a Ray actor's, `python -m router`'s) and installs no signal
+handlers. Should one of its tasks fail, which is a mistake of ours, the whole router ends: its streams get
+UNAVAILABLE, its workers free what it owned, and whoever started it starts another. That is better than half a router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from baton.clock import Clock, MonotonicClock, PauseDetector, Tick
+from baton.config import Config
+from baton.errors import MalformedMessage
+from baton.messages import Message, Peer
+from baton.metrics import Metrics
+from baton.wire import Listener, Subscriber
+from kvstore.events import Batch, decode
+from router.events import Heard, KvEvents
+from router.front import Front
+from router.http import Http
+from router.model_files import load
+from router.relay import Relay
+
+log = logging.getLogger(__name__)
+
+_TURN = 64  # messages read before others get a turn of the loop: a socket that is never empty never yields
+_GRACE = 1.0  # seconds that clients get to read how their streams ended
+_BATCHES = 1_000  # batches of KV events waiting to be read; more wait in their sockets
+_WILDCARDS = ("0.0.0.0", "::", "*")  # noqa: S104 compared with, not bound to
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the router listens, once it does. `grpc` and `http` are host:port, `internal` is a ZMQ endpoint."""
+
+    grpc: str
+    internal: str
+    http: str
+
+
+async def serve(
+    config: Config, name: str, node: str, stop: asyncio.Event, ready: Callable[[Addresses], object]
+) -> None:
+    """Serve until `stop` is set; `ready` is called once every port listens. Raises PortInUse, StartupError or
+    ModelError when it can't start."""
+    model = await asyncio.to_thread(load, config.model)
+    router, clock = config.router, MonotonicClock()
+    me = Peer("router", name, node, f"{name}.{secrets.token_hex(8)}", os.getpid())
+    async with contextlib.AsyncExitStack() as cleanup:
+        listener = Listener(f"tcp://{_bracketed(router.host)}:{router.internal_port}", me)
+        cleanup.callback(listener.close)
+        sockets = Sockets(listener)
+        cleanup.push_async_callback(sockets.close)
+        relay = Relay(me, config, model, sockets, clock, Metrics())
+        http = Http(relay)
+        cleanup.push_async_callback(http.stop)
+        http_address = await http.start(router.host, router.http_port)
+        front = Front(relay, clock)
+        cleanup.push_async_callback(front.stop, _GRACE)
+        grpc_address = await front.start(router.host, router.grpc_port)
+        cleanup.callback(relay.stop)  # before the front stops: its streams still say why they end
+        relay.address = _reachable(http_address, router.host)
+        log.info("router %s serves %s: gRPC %s, http %s", me.incarnation, model.name, grpc_address, http_address)
+        ready(Addresses(grpc_address, listener.endpoint, http_address))
+        loops = _listen(relay, listener), _follow(relay, sockets), _watch(relay, front, listener, clock)
+        await _until_stopped(stop, *loops)
+
+
+async def _until_stopped(stop: asyncio.Event, *loops: Coroutine[Any, Any, None]) -> None:
+    """Run the loops until `stop`, or until one of them fails: then with its error."""
+    tasks = [*map(asyncio.create_task, loops), asyncio.create_task(stop.wait())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _listen(relay: Relay, listener: Listener) -> None:
+    """Hand every message from workers and stores to the state."""
+    while True:
+        for _ in range(_TURN):
+            relay.handle(Heard(await listener.receive()))
+        await asyncio.sleep(0)
+
+
+async def _watch(relay: Relay, front: Front, listener: Listener, clock: Clock) -> None:
+    """Time, for the state: and whether this loop was itself held up, which is nobody else's fault (rule 6)."""
+    beat = relay.config.cluster.heartbeat_ms / 1_000
+    pauses = PauseDetector(tolerance=beat)
+    while True:
+        relay.handle(Tick(pauses.tick(clock.now())))
+        relay.publish(listener.malformed)
+        await front.set_serving(relay.state.serving)
+        await asyncio.sleep(beat / 5)
+
+
+async def _follow(relay: Relay, sockets: Sockets) -> None:
+    """Hand every batch of KV events to the state."""
+    while True:
+        relay.handle(KvEvents(await sockets.batches.get()))
+
+
+class Sockets:
+    """The relay's wire: one listener for all messages, one subscription for each holder of pages."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.batches: asyncio.Queue[Batch] = asyncio.Queue(_BATCHES)
+        self._listener = listener
+        self._ears: dict[str, asyncio.Task[None]] = {}
+
+    def send(self, incarnation: str, message: Message) -> None:
+        self._listener.send(incarnation, message)
+
+    def forget(self, incarnation: str) -> None:
+        self._listener.forget(incarnation)
+
+    def subscribe(self, incarnation: str, endpoint: str) -> None:
+        self._ears[incarnation] = asyncio.create_task(self._hear(incarnation, endpoint))
+
+    def unsubscribe(self, incarnation: str) -> None:
+        if (task := self._ears.pop(incarnation, None)) is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        tasks = list(self._ears.values())
+        self._ears.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _hear(self, incarnation: str, endpoint: str) -> None:
+        """Queue one holder's batches. Without them the map knows less, and nothing else suffers."""
+        try:
+            subscriber = Subscriber(endpoint)
+        except Exception as error:  # noqa: BLE001 only baton.wire knows the errors of its sockets
+            log.warning("can't follow the KV events of %s at %r: %s", incarnation, endpoint, error)
+            return
+        try:
+            while True:
+                frames = await subscriber.receive()
+                try:
+                    batch = decode(*frames)
+                except MalformedMessage as error:
+                    log.warning("dropped KV events of %s: %s", incarnation, error)
+                    continue
+                if batch.holder == incarnation:  # an endpoint may have passed to somebody else
+                    await self.batches.put(batch)
+        finally:
+            subscriber.close()
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _reachable(address: str, host: str) -> str:
+    """Where others reach what listens at `address`, if it listens everywhere."""
+    return f"{socket.gethostname()}:{address.rpartition(':')[2]}" if host in _WILDCARDS else address

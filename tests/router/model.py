@@ -1,0 +1,427 @@
+"""A cluster that exists only as data: a router state, workers that follow the protocol, and links that misbehave.
+
+Workers join through the real `baton.membership`. What they compute is a function of the request's seed and a token's
+position, so that a test knows every request's output beforehand, whoever makes it and however often it is begun anew.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton import config as settings
+from baton.clock import Tick
+from baton.membership import Membership
+from baton.messages import (
+    Accepted,
+    AttemptHeld,
+    AttemptName,
+    Cancel,
+    Decode,
+    Delta,
+    Envelope,
+    Failed,
+    Have,
+    Heartbeat,
+    Hello,
+    Load,
+    Message,
+    ModelCard,
+    Namespace,
+    Peer,
+    Prefill,
+    Prefilled,
+    Refused,
+    Resend,
+    RouterHeartbeat,
+    Sampling,
+    Snapshot,
+    SnapshotRequest,
+    Started,
+    Tokens,
+)
+from kvstore.keys import pack_tokens, unpack_tokens
+from router.admission import ModelLimits
+from router.events import Command, Emit, End, Event, Forget, Heard, Send, Submit
+from router.state import RouterState
+
+PAGE = 4
+VOCAB = 1_000
+EOS = 7
+CONTEXT = 4_096
+NAMESPACE = Namespace(model=b"m" * 16, numerics=1, kv_dtype="float32", page_size=PAGE, layout=1)
+CONFIG = settings.Config(
+    cluster=settings.ClusterConfig(heartbeat_ms=250, silence_ms=1_000, stuck_ms=5_000),
+    pages=settings.PagesConfig(page_size=PAGE),
+    router=settings.RouterConfig(max_attempts=3, max_queued=20, queue_ms=5_000, progress_ms=4_000),
+    prefill=settings.PrefillConfig(max_prompts=2),
+)
+ROUTER = Peer("router", "router", "a", "router.1", 1)
+
+
+def card(pool_pages: int = 64, namespace: Namespace = NAMESPACE) -> ModelCard:
+    return ModelCard(namespace, page_bytes=1_024, vocab_size=VOCAB, max_context=CONTEXT, pool_pages=pool_pages)
+
+
+def token_at(seed: int, position: int) -> int:
+    """The model: never end of sequence but where `position` and seed say so."""
+    if (seed * 31 + position) % 23 == 0:
+        return EOS
+    return 8 + (seed * 7 + position * 13) % (VOCAB - 8)
+
+
+def expected(seed: int, prompt: int, max_tokens: int) -> tuple[list[int], str]:
+    """A request's whole output, and why it ends."""
+    tokens: list[int] = []
+    while len(tokens) < max_tokens:
+        tokens.append(token_at(seed, prompt + len(tokens)))
+        if tokens[-1] == EOS:
+            return tokens, "stop"
+    return tokens, "length"
+
+
+def submit(name: str, prompt: int = 10, max_tokens: int | None = 6, seed: int = 1, **more: Any) -> Submit:
+    tokens = pack_tokens([1 + (seed + i) % 100 for i in range(prompt)])
+    sampling = Sampling(seed=seed)
+    received = more.pop("received", 0.0)
+    return Submit(name, tokens, sampling, received, max_tokens, stop_token_ids=(EOS,), **more)
+
+
+@dataclass
+class Sequence:
+    """One attempt, as a decode worker has it."""
+
+    order: Decode
+    tokens: list[int]
+    start: int
+    waiting: bool  # for pages
+    short: bool = False
+    ended: bool = False
+    finish: str | None = None
+
+    @property
+    def name(self) -> AttemptName:
+        return AttemptName(self.order.request, self.order.attempt)
+
+
+@dataclass
+class Job:
+    """One prompt, as a prefill worker has it."""
+
+    order: Prefill
+    left: int  # steps
+    done: bool = False
+    position: int = 0
+
+
+@dataclass
+class Process:
+    """One process and its three one-way links. Links keep their order; between them there is none."""
+
+    peer: Peer
+    hello: Hello
+    inbox: deque[Envelope[Any]] = field(default_factory=deque)
+    outbox: deque[Envelope[Any]] = field(default_factory=deque)
+    heart: deque[Envelope[Any]] = field(default_factory=deque)
+    stopped: bool = False
+    full: bool = False
+    slots: int = 100
+    sequences: dict[str, Sequence] = field(default_factory=dict)
+    jobs: dict[str, Job] = field(default_factory=dict)
+    sent: int = 0
+    beat_at: float = 0.0
+    step_age_ms: int = 0
+
+    def __post_init__(self) -> None:
+        self.membership = Membership(self.hello)
+
+    def say(self, message: Message) -> None:
+        addressee = "" if isinstance(message, Hello) else (self.membership.router or "")
+        self.sent += 1
+        self.outbox.append(Envelope(self.peer.incarnation, addressee, self.sent, message))
+
+    def forget_all(self) -> None:
+        self.sequences.clear()
+        self.jobs.clear()
+
+
+class Cluster:
+    """The state, its processes, and the outcome of every request."""
+
+    def __init__(self, config: settings.Config = CONFIG) -> None:
+        self.now = 100.0
+        self.config = config
+        self.state = RouterState(ROUTER, config, ModelLimits(VOCAB, CONTEXT))
+        self.processes: dict[str, Process] = {}  # by incarnation: dead ones are gone
+        self.sequences: dict[str, int] = {}  # the listener's counts
+        self.submitted: dict[str, Submit] = {}
+        self.emitted: dict[str, list[int]] = {}
+        self.ended: dict[str, End] = {}
+        self.sealed: set[tuple[str, AttemptName]] = set()  # (node, whose pages)
+        self.accepted: set[AttemptName] = set()
+        self.births = 0
+        self.random = random.Random(0)
+
+    # --- processes ----------------------------------------------------------------------------------------
+
+    def start(self, role: Any, name: str, node: str = "a", pool_pages: int = 256, slots: int = 100) -> Process:
+        self.births += 1
+        peer = Peer(role, name, node, f"{name}.{self.births}", self.births)
+        hello = Hello(peer, model=None if role == "store" else card(pool_pages))
+        process = self.processes[peer.incarnation] = Process(peer, hello, slots=slots)
+        return process
+
+    def named(self, name: str) -> list[Process]:
+        return [process for process in self.processes.values() if process.peer.name == name]
+
+    def kill(self, process: Process) -> None:
+        del self.processes[process.peer.incarnation]
+        if process.peer.role == "store":
+            self.sealed = {(node, name) for node, name in self.sealed if node != process.peer.node}
+
+    # --- the router ----------------------------------------------------------------------------------------
+
+    def tell(self, event: Event) -> list[Command]:
+        """Hand the state an event and carry out what it says."""
+        commands = self.state.handle(event, self.now)
+        for command in commands:
+            self._carry_out(command)
+        self.state.validate()
+        return commands
+
+    def submit(self, event: Submit) -> None:
+        self.submitted[event.request] = event
+        self.emitted[event.request] = []
+        self.tell(event)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Send(incarnation=incarnation, message=message):
+                sequence = self.sequences[incarnation] = self.sequences.get(incarnation, 0) + 1
+                if (process := self.processes.get(incarnation)) is not None:
+                    process.inbox.append(Envelope(ROUTER.incarnation, incarnation, sequence, message))
+            case Forget(incarnation=incarnation):
+                self.sequences.pop(incarnation, None)
+            case Emit(request=request, tokens=tokens):
+                assert request not in self.ended, "tokens after the end"
+                self.emitted[request] += tokens
+                assert self.emitted[request] == self.expected(request)[0][: len(self.emitted[request])]
+            case End(request=request):
+                assert request not in self.ended, f"{request} ended twice"
+                self.ended[request] = command
+            case _:
+                pass
+
+    def expected(self, request: str) -> tuple[list[int], str]:
+        order = self.submitted[request]
+        prompt = len(order.tokens) // 4
+        return expected(order.sampling.seed, prompt, order.max_tokens or CONTEXT)
+
+    # --- time and links ----------------------------------------------------------------------------------------
+
+    def advance(self, seconds: float, *, paused: bool = False) -> None:
+        self.now += seconds
+        self.tell(Tick(seconds if paused else 0.0))
+
+    def hear(self, process: Process, link: deque[Envelope[Any]]) -> None:
+        """The router reads the next message of one of a process's links."""
+        self.tell(Heard(link.popleft()))
+
+    def receive(self, process: Process) -> None:
+        """A process reads its next message."""
+        envelope = process.inbox.popleft()
+        verdict = process.membership.handle(envelope, self.now)
+        for message in verdict.send:
+            process.say(message)
+        if verdict.lost:
+            process.forget_all()
+        if verdict.deliver:
+            self._obey(process, envelope.message)
+
+    def turn(self, process: Process, *, beats: bool = True) -> None:
+        """A process's own time: membership and heartbeat."""
+        verdict = process.membership.tick(self.now)
+        if verdict.lost:
+            process.forget_all()
+        for message in verdict.send:
+            process.say(message)
+        if beats and process.membership.router and self.now >= process.beat_at:
+            process.beat_at = self.now + process.membership.heartbeat
+            self.beat(process)
+
+    def beat(self, process: Process) -> None:
+        held = [
+            AttemptHeld(s.order.request, s.order.attempt, len(s.tokens), s.ended) for s in process.sequences.values()
+        ] + [AttemptHeld(j.order.request, j.order.attempt, j.position, j.done) for j in process.jobs.values()]
+        beat = Heartbeat(process.membership.heard, Load(), step_age_ms=process.step_age_ms, attempts=tuple(held))
+        process.heart.append(Envelope(process.peer.incarnation, process.membership.router or "", 0, beat))
+
+    # --- workers ----------------------------------------------------------------------------------------
+
+    def _obey(self, process: Process, message: Message) -> None:
+        match message:
+            case Decode():
+                self._decode(process, message)
+            case Prefill():
+                self._prefill(process, message)
+            case Cancel(request=request, attempt=attempt):
+                if (s := process.sequences.get(request)) and s.order.attempt == attempt:
+                    del process.sequences[request]
+                if (j := process.jobs.get(request)) and j.order.attempt == attempt:
+                    del process.jobs[request]
+            case RouterHeartbeat(attempts=listed):
+                for request, s in list(process.sequences.items()):
+                    if s.name not in listed:
+                        del process.sequences[request]
+                for request, j in list(process.jobs.items()):
+                    if AttemptName(request, j.order.attempt) not in listed:
+                        del process.jobs[request]
+            case Resend(request=request, attempt=attempt, position=position):
+                s = process.sequences.get(request)
+                if s and s.order.attempt == attempt:
+                    self._say_tokens(process, s, max(position, s.start))
+            case SnapshotRequest():
+                process.say(Snapshot(0, ()))
+            case _:
+                pass
+
+    def _decode(self, process: Process, order: Decode) -> None:
+        old = process.sequences.get(order.request)
+        if old is not None and old.order.attempt >= order.attempt:
+            return
+        process.sequences.pop(order.request, None)
+        if process.full or len(process.sequences) >= process.slots:
+            process.say(Refused(order.request, order.attempt, "busy"))
+            return
+        tokens = unpack_tokens(order.tokens)
+        assert order.prompt <= len(tokens) < order.prompt + order.max_tokens
+        sequence = Sequence(order, tokens, len(tokens), waiting=order.awaited)
+        process.sequences[order.request] = sequence
+        self.accepted.add(sequence.name)
+        process.say(Accepted(order.request, order.attempt, 0))
+        if not sequence.waiting:
+            process.say(Started(order.request, order.attempt))
+
+    def _prefill(self, process: Process, order: Prefill) -> None:
+        assert AttemptName(order.request, order.attempt) in self.accepted, "a prefill before its decode was accepted"
+        old = process.jobs.get(order.request)
+        if old is not None and old.order.attempt >= order.attempt:
+            return
+        process.jobs.pop(order.request, None)
+        if process.full or len(process.jobs) >= process.slots:
+            process.say(Refused(order.request, order.attempt, "busy"))
+            return
+        process.jobs[order.request] = Job(order, left=1 + len(order.tokens) // 4 // 16)
+
+    def step(self, process: Process) -> None:
+        """One step of a worker: a token for everything that runs, one message for all; or a chunk of every prompt."""
+        for job in process.jobs.values():
+            if job.done:
+                continue
+            job.left -= 1
+            job.position += 16
+            if job.left <= 0:
+                job.done = True
+                name = AttemptName(job.order.request, job.order.attempt)
+                self.sealed.add((process.peer.node, name))
+                process.say(Prefilled(name.request, name.attempt, len(job.order.tokens) // 4, 0, 1))
+        deltas: list[Delta] = []
+        for sequence in process.sequences.values():
+            if sequence.waiting and (process.peer.node, sequence.name) in self.sealed:
+                sequence.waiting = False
+                process.say(Started(*_named(sequence), 0, sequence.order.fetch))
+            elif not (sequence.waiting or sequence.short or sequence.ended):
+                deltas.append(self._generate(sequence))
+        if deltas:
+            process.say(Tokens(0, tuple(deltas)))
+
+    def _generate(self, sequence: Sequence) -> Delta:
+        position = len(sequence.tokens)
+        token = token_at(sequence.order.sampling.seed, position)
+        sequence.tokens.append(token)
+        if token in sequence.order.stop_token_ids:
+            sequence.finish = "stop"
+        elif len(sequence.tokens) - sequence.order.prompt >= sequence.order.max_tokens:
+            sequence.finish = "length"
+        sequence.ended = sequence.finish is not None
+        return Delta(*_named(sequence), position, (token,), finish=sequence.finish, computed=1)  # type: ignore[arg-type]
+
+    def _say_tokens(self, process: Process, sequence: Sequence, position: int) -> None:
+        tokens = tuple(sequence.tokens[position:])
+        if tokens or sequence.finish:
+            delta = Delta(*_named(sequence), position, tokens, finish=sequence.finish)  # type: ignore[arg-type]
+            process.say(Tokens(0, (delta,)))
+
+    def give_up_fetch(self, process: Process, pages: int) -> None:
+        """Every fetch that still waits ends short."""
+        for sequence in process.sequences.values():
+            if sequence.waiting:
+                sequence.waiting, sequence.short = False, True
+                process.say(Have(*_named(sequence), min(pages, sequence.order.fetch)))
+
+    def fail(self, process: Process, reason: str = "internal") -> None:
+        """The worker gives up everything it has."""
+        for order in [w.order for w in (*process.sequences.values(), *process.jobs.values())]:
+            process.say(Failed(order.request, order.attempt, reason, "as the test asked"))
+        process.forget_all()
+
+    # --- many turns ----------------------------------------------------------------------------------------
+
+    def links(self) -> Iterator[deque[Envelope[Any]]]:
+        for process in self.processes.values():
+            yield from (process.inbox, process.outbox, process.heart)
+
+    def round(self, seconds: float = 0.02, loss: float = 0.0, lag: float = 0.0) -> None:
+        """Everybody has a turn. `loss`: probability that a message is lost (and, as likely, that it comes twice);
+        `lag`: that a link delivers nothing more in this round."""
+        for process in list(self.processes.values()):
+            if process.stopped:
+                continue
+            self.turn(process)
+            self._drain(process.inbox, lambda p=process: self.receive(p), loss, lag)
+            self.step(process)
+        for process in list(self.processes.values()):
+            links = [process.outbox, process.heart]
+            self.random.shuffle(links)
+            for link in links:
+                self._drain(link, lambda p=process, link=link: self.hear(p, link), loss, lag)
+        self.advance(seconds)
+
+    def _drain(self, link: deque[Envelope[Any]], take: Any, loss: float, lag: float) -> None:
+        for _ in range(len(link)):
+            if lag and self.random.random() < lag:
+                return
+            chance = self.random.random() if loss else 1.0
+            if chance < loss:
+                link.popleft()
+                continue
+            if chance < 2 * loss:
+                link.appendleft(link[0])
+                take()
+            take()
+
+    def run(self, seconds: float) -> None:
+        for _ in range(int(seconds / 0.02)):
+            self.round()
+
+    def settle(self, limit: float = 300.0) -> None:
+        """No more faults: run until every request has ended, then long enough for heartbeats to repair the rest."""
+        deadline = self.now + limit
+        while len(self.ended) < len(self.submitted):
+            assert self.now < deadline, f"still alive: {set(self.submitted) - set(self.ended)}"
+            self.round()
+        for process in self.processes.values():
+            process.stopped = process.full = False
+            process.step_age_ms = 0
+        for _ in range(100):
+            self.round(0.05)
+        for process in self.processes.values():
+            assert not process.sequences, process.peer.name
+            assert not process.jobs, process.peer.name
+
+
+def _named(sequence: Sequence) -> tuple[str, int]:
+    return sequence.order.request, sequence.order.attempt

@@ -1,0 +1,215 @@
+"""Whatever links and processes do, every request ends exactly once, with the right tokens, and nothing is left over."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from router.events import Cancelled, ClientGone, Failed, Finished, StopMatched
+from tests.router.model import Cluster, Process, submit
+
+FAULTS = (
+    "dies",
+    "restarts",
+    "is replaced",
+    "stops",
+    "is full",
+    "is stuck",
+    "fails",
+    "says a deadline",
+    "fetches short",
+)
+
+
+def break_process(cluster: Cluster, process: Process, fault: str) -> None:
+    peer = process.peer
+    match fault:
+        case "dies":
+            cluster.kill(process)
+        case "restarts":
+            cluster.kill(process)
+            cluster.start(peer.role, peer.name, peer.node, slots=process.slots)
+        case "is replaced":  # though it lives
+            if len(cluster.processes) < 8:
+                cluster.start(peer.role, peer.name, peer.node, slots=process.slots)
+        case "stops":
+            process.stopped = not process.stopped
+        case "is full":
+            process.full = not process.full
+        case "is stuck":
+            process.step_age_ms = 0 if process.step_age_ms else 10_000
+        case "fails":
+            cluster.fail(process)
+        case "says a deadline":
+            cluster.fail(process, "deadline")
+        case "fetches short":
+            cluster.give_up_fetch(process, 1)
+
+
+def check_ends(cluster: Cluster) -> None:
+    for name, end in cluster.ended.items():
+        tokens, reason = cluster.expected(name)
+        emitted = cluster.emitted[name]
+        match end.outcome:
+            case Finished("length"):
+                assert emitted == tokens
+                assert reason == "length"
+            case Finished("stop"):  # by a token, or by a string at the edge
+                assert emitted == tokens or len(emitted) == end.summary.usage.completion
+            case Failed(error=error):
+                assert str(error)
+            case Cancelled():
+                pass
+        assert emitted == tokens[: len(emitted)]
+        assert 0 <= end.summary.usage.cached <= end.summary.usage.prompt
+
+
+class Faults(RuleBasedStateMachine):
+    """Requests come, processes die, stop, wake up, refuse and fail, links lose, repeat and delay messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster = Cluster()
+
+    @initialize(
+        decoders=st.integers(1, 3), prefillers=st.integers(0, 2), nodes=st.integers(1, 2), seed=st.integers(0, 2**16)
+    )
+    def begin(self, decoders: int, prefillers: int, nodes: int, seed: int) -> None:
+        self.cluster.random.seed(seed)
+        names = "ab"[:nodes]
+        for node in names:
+            self.cluster.start("store", f"store-{node}", node)
+        for i in range(decoders):
+            self.cluster.start("decode", f"decode-{i}", names[i % nodes], slots=4)
+        for i in range(prefillers):
+            self.cluster.start("prefill", f"prefill-{i}", names[i % nodes], slots=2)
+        self.cluster.run(0.2)
+
+    def _pick(self, index: int) -> Process | None:
+        processes = list(self.cluster.processes.values())
+        return processes[index % len(processes)] if processes else None
+
+    def _request(self, index: int) -> str | None:
+        names = list(self.cluster.submitted)
+        return names[index % len(names)] if names else None
+
+    # --- clients ---
+
+    @rule(
+        count=st.integers(1, 4),
+        prompt=st.integers(1, 60),
+        max_tokens=st.integers(1, 60),
+        seed=st.integers(0, 1_000),
+        priority=st.integers(0, 2),
+        deadline=st.none() | st.floats(0.1, 5.0),
+    )
+    def come(self, count: int, prompt: int, max_tokens: int, seed: int, priority: int, deadline: float | None) -> None:
+        cluster = self.cluster
+        at = None if deadline is None else cluster.now + deadline
+        for i in range(count):
+            name = f"r{len(cluster.submitted)}"
+            cluster.submit(
+                submit(name, prompt + i, max_tokens, seed + i, priority=priority, deadline=at, received=cluster.now)
+            )
+
+    @rule(index=st.integers(0, 50), stopped=st.booleans())
+    def leaves_or_is_stopped(self, index: int, stopped: bool) -> None:
+        if name := self._request(index):
+            emitted = len(self.cluster.emitted[name])
+            self.cluster.tell(StopMatched(name, emitted) if stopped else ClientGone(name))
+
+    # --- processes ---
+
+    @rule(index=st.integers(0, 10), fault=st.sampled_from(FAULTS))
+    def goes_wrong(self, index: int, fault: str) -> None:
+        if process := self._pick(index):
+            break_process(self.cluster, process, fault)
+
+    @rule(node=st.sampled_from("ab"), role=st.sampled_from(["store", "decode", "prefill"]))
+    def joins(self, node: str, role: Any) -> None:
+        if len(self.cluster.processes) < 8:
+            name = f"store-{node}" if role == "store" else f"{role}-{self.cluster.births}"
+            self.cluster.start(role, name, node, slots=2)
+
+    # --- links and time ---
+
+    @rule(index=st.integers(0, 30), repeated=st.booleans())
+    def loses_or_repeats(self, index: int, repeated: bool) -> None:
+        if links := [link for link in self.cluster.links() if link]:
+            link = links[index % len(links)]
+            if repeated:
+                link.appendleft(link[0])
+            else:
+                link.popleft()
+
+    @rule(rounds=st.integers(1, 40), loss=st.sampled_from([0.0, 0.05, 0.3]), lag=st.sampled_from([0.0, 0.3, 0.7]))
+    def goes_on(self, rounds: int, loss: float, lag: float) -> None:
+        for _ in range(rounds):
+            self.cluster.round(loss=loss, lag=lag)
+
+    @rule(seconds=st.floats(0.05, 3.0), paused=st.booleans())
+    def time_passes(self, seconds: float, paused: bool) -> None:
+        live = sum(self.cluster.state.stats().live.values())
+        self.cluster.advance(seconds, paused=paused)
+        assert not paused or sum(self.cluster.state.stats().live.values()) == live, "blamed for our own pause"
+
+    @precondition(lambda self: self.cluster.submitted)
+    @rule()
+    def everything_ends(self) -> None:
+        self.cluster.settle()
+
+    @invariant()
+    def ends_are_right(self) -> None:
+        check_ends(self.cluster)
+
+    def teardown(self) -> None:
+        self.cluster.settle()
+        self.ends_are_right()
+
+
+Faults.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestFaults = Faults.TestCase
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_busy_cluster_survives_random_faults(seed: int) -> None:
+    """Longer than the machine above goes, and always under load."""
+    dice = random.Random(seed)
+    cluster = Cluster()
+    cluster.random.seed(seed)
+    for node in "ab":
+        cluster.start("store", f"store-{node}", node)
+    for i in range(3):
+        cluster.start("decode", f"decode-{i}", "ab"[i % 2], slots=6)
+        cluster.start("prefill", f"prefill-{i}", "ab"[i % 2], slots=2)
+    cluster.run(0.2)
+    loss, lag = dice.choice([(0.0, 0.0), (0.01, 0.2), (0.1, 0.5)])
+    for turn in range(600):
+        if dice.random() < 0.15 and len(cluster.submitted) - len(cluster.ended) < 20:
+            name = f"r{len(cluster.submitted)}"
+            cluster.submit(submit(name, dice.randint(1, 80), dice.randint(1, 60), dice.randint(0, 99)))
+        if dice.random() < 0.03 and cluster.processes:
+            break_process(cluster, dice.choice(list(cluster.processes.values())), dice.choice(FAULTS))
+        if turn % 100 == 99:  # somebody repairs the cluster now and then
+            for role, name, node in [
+                ("decode", "decode-0", "a"),
+                ("prefill", "prefill-0", "a"),
+                ("store", "store-a", "a"),
+            ]:
+                for old in cluster.named(name):
+                    cluster.kill(old)
+                cluster.start(role, name, node, slots=6)
+        cluster.round(loss=loss, lag=lag)
+    cluster.settle()
+    check_ends(cluster)
+    assert cluster.state.stats().finished
