@@ -1,0 +1,207 @@
+"""StoreClient against stores that misbehave: what it tells, when, and what it never does."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from baton.errors import StoreError, StoreGone
+from baton.messages import (
+    MAX_KEYS_PER_CALL,
+    Acquire,
+    Attach,
+    Attached,
+    Message,
+    Peer,
+    Refusal,
+    StoreCall,
+    StoreHeartbeat,
+)
+from baton.unix import UnixListener, UnixSocket
+from kvstore.arena import Arena
+from kvstore.client import StoreClient, store_address
+from tests.kvstore.store_fixtures import NAMESPACE, STORE
+
+PAGE = 4_096
+SILENCE = 3.0
+
+
+class FakeStore:
+    """A store that says what a test tells it to."""
+
+    def __init__(self, address: str) -> None:
+        self.listener: UnixListener[StoreCall] = UnixListener(address, StoreCall)
+        self.arena = Arena.create(4 * PAGE)
+        self.socket: UnixSocket[StoreCall] | None = None
+
+    def accept(self) -> UnixSocket[StoreCall]:
+        self.hang_up()
+        self.socket = self.listener.accept()
+        assert self.socket is not None
+        received = self.socket.receive()
+        assert received is not None
+        assert isinstance(received[0], Attach)
+        return self.socket
+
+    def attached(self, slots: int = 4, page_bytes: int = PAGE) -> Attached:
+        return Attached(STORE, slots, page_bytes)
+
+    def hang_up(self) -> None:
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None
+
+    def close(self) -> None:
+        self.hang_up()
+        self.listener.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def address(request: pytest.FixtureRequest) -> str:
+    return store_address(f"fake-{os.getpid()}", request.node.name)
+
+
+@pytest.fixture
+def fake(address: str) -> Iterator[FakeStore]:
+    fake = FakeStore(address)
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[StoreClient]:
+    client = StoreClient(address, Peer("decode", "w", "node", "w-1", os.getpid()), NAMESPACE, PAGE, SILENCE)
+    yield client
+    client.close()
+
+
+def attach(fake: FakeStore, client: StoreClient) -> UnixSocket[StoreCall]:
+    with pytest.raises(StoreGone, match="not answered yet"):
+        client.connect(0)
+    socket = fake.accept()
+    socket.send(fake.attached(), [fake.arena.fd])
+    client.connect(0)
+    return socket
+
+
+def test_connecting_goes_on_where_it_stood_and_never_waits_long(fake: FakeStore, client: StoreClient) -> None:
+    for _ in range(3):
+        with pytest.raises(StoreGone):
+            client.connect(0)
+    fake.accept().send(fake.attached(), [fake.arena.fd])
+    client.connect(0)
+    client.connect(0)
+    assert client.connected
+    assert client.incarnation == STORE.incarnation
+    assert client.slots == 4
+    assert len(client.slot(3)) == PAGE
+    assert fake.listener.accept() is None, "one connection was enough"
+
+
+def test_nobody_there_is_said_at_once(client: StoreClient) -> None:
+    started = time.monotonic()
+    with pytest.raises(StoreGone, match="no store answers"):
+        client.connect(10)
+    assert time.monotonic() - started < 1
+    for told in (client.fileno, client.receive, lambda: client.slot(0)):
+        with pytest.raises(StoreGone):
+            told()
+    client.call(Acquire(1, bytes(16)))
+    client.tick(0.0)
+
+
+@pytest.mark.parametrize("slots", [0, 5])
+def test_an_arena_smaller_than_its_slots_is_not_used(fake: FakeStore, client: StoreClient, slots: int) -> None:
+    with pytest.raises(StoreGone):
+        client.connect(0)
+    fake.accept().send(fake.attached(slots), [fake.arena.fd])
+    with pytest.raises(StoreError, match="arena can't be used"):
+        client.connect(0)
+    assert not client.connected
+
+
+def test_pages_of_another_size_are_not_used(fake: FakeStore, client: StoreClient) -> None:
+    with pytest.raises(StoreGone):
+        client.connect(0)
+    fake.accept().send(fake.attached(2, 2 * PAGE), [fake.arena.fd])
+    with pytest.raises(StoreError, match="8192 bytes, ours 4096"):
+        client.connect(0)
+
+
+@pytest.mark.parametrize("answer", [StoreHeartbeat(), Refusal("incompatible", "no"), Attached(STORE, 4, PAGE)])
+def test_what_is_no_attachment_is_a_typed_error(fake: FakeStore, client: StoreClient, answer: Message) -> None:
+    """The last one comes without a descriptor."""
+    with pytest.raises(StoreGone):
+        client.connect(0)
+    fake.accept().send(answer)
+    with pytest.raises(StoreError, match="does not attach us"):
+        client.connect(0)
+    with pytest.raises(StoreGone, match="not answered"):
+        client.connect(0)  # a new try
+
+
+def test_a_loss_is_told_once_by_receive_after_the_last_replies(fake: FakeStore, client: StoreClient) -> None:
+    socket = attach(fake, client)
+    socket.send(StoreHeartbeat((1,)))
+    fake.hang_up()
+    client.call(Acquire(1, bytes(16)))  # found out here, told by receive
+    client.call(Acquire(2, bytes(16)))
+    with pytest.raises(StoreGone):
+        client.receive()
+    assert client.connected, "until told to disconnect"
+    client.disconnect()
+    assert not client.connected
+    assert client.incarnation == ""
+
+
+def test_replies_before_the_end_are_not_lost(fake: FakeStore, client: StoreClient) -> None:
+    attach(fake, client).send(StoreHeartbeat((1,)))
+    fake.hang_up()
+    assert client.receive() == [StoreHeartbeat((1,))]
+    with pytest.raises(StoreGone):
+        client.receive()
+
+
+def test_a_refusal_is_the_end(fake: FakeStore, client: StoreClient) -> None:
+    attach(fake, client).send(Refusal("malformed_message", "ticket 1 is in use"))
+    with pytest.raises(StoreGone, match="ticket 1 is in use"):
+        client.receive()
+
+
+def test_silence_is_judged_by_what_was_read_and_not_by_our_own_pauses(fake: FakeStore, client: StoreClient) -> None:
+    socket = attach(fake, client)
+    now = 100.0
+    client.tick(now)
+    for _ in range(10):
+        now += 0.5
+        socket.send(StoreHeartbeat())
+        client.receive()
+        client.tick(now)
+    now += 1_000.0  # a step of the engine that took this long
+    client.tick(now)
+    for _ in range(6):
+        now += SILENCE / 6
+        client.tick(now)
+    with pytest.raises(StoreGone, match="silent for"):
+        client.tick(now + 0.1)
+
+
+def test_a_store_that_does_not_read_never_holds_us_up(fake: FakeStore, client: StoreClient) -> None:
+    attach(fake, client)
+    started = time.monotonic()
+    for ticket in range(10_000):
+        client.call(Acquire(ticket, bytes(16 * MAX_KEYS_PER_CALL)))
+    assert time.monotonic() - started < 5
+    with pytest.raises(StoreGone, match="unread"):
+        client.tick(0.0)
+
+
+def test_addresses_are_bounded_and_differ() -> None:
+    assert store_address("a", "b") == store_address("a", "b")
+    long = store_address("c" * 31, "n" * 128)
+    assert len(long.encode()) <= 100
+    assert len({long, store_address("c" * 31, "m" * 128), store_address("a", "b"), store_address("a", "c")}) == 4
