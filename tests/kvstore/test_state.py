@@ -224,6 +224,17 @@ def test_waiters_hear_when_a_maker_gives_up_but_not_while_another_goes_on() -> N
     assert rig.say(reader, Release(1, (0,))) == [Released(1, (0,), (True,))]
 
 
+def test_not_coming_names_the_first_page_lost_and_leaves_the_waits_before_it() -> None:
+    rig = Rig()
+    one, two, reader = (rig.attach(pid) for pid in (1, 2, 3))
+    rig.say(one, reserve(1, "a"))
+    rig.say(two, reserve(1, "abc"))
+    rig.say(reader, Acquire(1, packed("abcd"), wait=True))
+    assert rig.tell(two, Forget(1)) == {reader: [NotComing(1, 1)]}
+    assert rig.state.stats().waits == 1
+    assert [reply.ticket for reply in rig.tell(one, Seal(1, 0, (1,)))[reader] if isinstance(reply, Arrived)] == [1]
+
+
 def test_waiting_for_what_nobody_makes_yet_lasts_until_forgotten() -> None:
     rig = Rig()
     reader = rig.attach(1)
