@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -45,10 +45,10 @@ def median_of(bench: str, case: str, unit: str, runs: Sequence[float]) -> Result
     return Result(bench, case, statistics.median(runs), unit, runs=tuple(runs) if len(runs) > 1 else None)
 
 
-def judged(result: Result, *, limit: float, ratio: float, target: float, better: Literal["low", "high"]) -> Result:
-    """The result beside its limit: `ok` when the ratio is on the better side of the target."""
-    ok = ratio <= target if better == "low" else ratio >= target
-    return Result(result.bench, result.case, result.value, result.unit, limit, ratio, target, ok, result.runs)
+def judged(result: Result, target: float, better: Literal["low", "high"]) -> Result:
+    """The result, which has a ratio: `ok` when that is on the better side of the target."""
+    assert result.ratio is not None
+    return replace(result, target=target, ok=result.ratio <= target if better == "low" else result.ratio >= target)
 
 
 def emit(result: Result) -> None:

@@ -9,6 +9,7 @@ import pytest
 from bench import overhead
 from bench.figures import Objectives, Outcome, errors, figures, percentile
 from bench.report import Result, judged, median_of
+from bench.workload import Lengths, Workload
 
 
 def outcome(sent: float = 0.0, *tokens: float, failed: str = "", cached: int = 0) -> Outcome:
@@ -76,10 +77,10 @@ def test_a_result_is_one_line_without_what_does_not_apply() -> None:
 
 
 def test_a_target_is_met_on_its_better_side() -> None:
-    result = Result("b", "c", 11.0, "ms")
-    assert judged(result, limit=10.0, ratio=1.1, target=1.15, better="low").ok is True
-    assert judged(result, limit=10.0, ratio=1.1, target=0.9, better="high").ok is True
-    assert judged(result, limit=10.0, ratio=1.2, target=1.15, better="low").ok is False
+    result = Result("b", "c", 11.0, "ms", limit=10.0, ratio=1.1)
+    assert judged(result, 1.15, better="low").ok is True
+    assert judged(result, 0.9, better="high").ok is True
+    assert judged(result, 1.05, better="low").ok is False
 
 
 def test_a_machine_that_slows_down_does_not_change_the_overhead() -> None:
@@ -98,9 +99,13 @@ def test_sides_take_turns_and_the_bare_engine_frames_them() -> None:
 
         return gaps
 
-    rounds = overhead.alternate({"bare": side("bare", 0.010), "1D": side("1D", 0.012)}, count=2, tokens=4)
-    assert turns == ["bare", "1D", *["bare", "1D"] * 2, "bare"]  # one warm-up of each, then the rounds
+    workload = Workload(Lengths.parse("8"), Lengths.parse("4"), vocab=100)
+    rounds = overhead.alternate({"bare": side("bare", 0.010), "1P+1D": side("1P+1D", 0.012)}, workload, count=2)
+    assert turns == ["bare", "1P+1D", "bare", "1P+1D", "bare"]
     told = {result.case: result for result in overhead.results(rounds, threads=1)}
-    judged_median = told["1D ITL p50, 1 threads"]
+    judged_median = told["1P+1D ITL p50, threads=1"]
     assert (judged_median.value, judged_median.limit, judged_median.ok) == (12.0, 10.0, False)
     assert judged_median.ratio == pytest.approx(1.2)
+    inside, outside = overhead.parts(rounds, step=0.018, threads=1)  # of a mean gap of 20 ms
+    assert inside.ratio == pytest.approx(18 / (50 / 3))
+    assert outside.value == pytest.approx(2.0)
