@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -38,6 +39,7 @@ _SETTINGS = [
     "decode.pool_bytes=64MiB",
     "prefill.threads=1",
     "decode.threads=1",
+    "cluster.silence_ms=1500",
 ]
 _LONG_STREAM = 600  # tokens: seconds of streaming, of which the kill comes early
 _KILL_AFTER = 60  # tokens
@@ -73,30 +75,40 @@ def _show_requests(client: Client) -> None:
     _title("three requests")
     sentences = demo_model.text()
     story = " ".join(sentences[:110])
-    short = _stream(client, "short", "The supervisor remembers", 24)
-    long = _stream(client, "long", story, 24)
-    again = _stream(client, "long again", f"{story} {sentences[200]}", 24)
-    table = Table(title="who did what", title_justify="left")
-    for column in ("request", "prompt", "cached", "prefill worker", "decode worker"):
-        table.add_column(column)
-    for column in ("tokens computed", "pages hit", "pages shipped", "fetched", "TTFT", "ITL"):
-        table.add_column(column, justify="right")
-    for name, made in (("short", short), ("long", long), ("long again", again)):
-        usage, work = made.finished.usage, made.finished.work
-        table.add_row(
-            name,
-            f"{usage.prompt_tokens} tokens",
-            str(usage.cached_tokens),
-            work.prefill_worker or "– (decode did it)",
-            ", ".join(work.decode_workers),
-            str(work.tokens_computed),
-            str(work.pages_hit),
-            str(work.pages_shipped),
-            str(work.pages_fetched),
-            f"{made.ttft_ms or 0:.0f} ms",
-            f"{made.itl_ms or 0:.1f} ms",
-        )
+    short = _stream(client, "short", "The supervisor remembers", 32)
+    long = _stream(client, "long", story, 48)
+    again = _stream(client, "long again", f"{story} {sentences[200]}", 48)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in ("short", "long", "long again"):
+        table.add_column(name, justify="right")
+    facts = [_facts(made) for made in (short, long, again)]
+    for row in facts[0]:
+        table.add_row(row, *(column[row] for column in facts))
     console.print(table)
+
+
+def _facts(made: Generated) -> dict[str, str]:
+    usage, timing, work = made.finished.usage, made.finished.timing, made.finished.work
+    return {
+        "prompt tokens": str(usage.prompt_tokens),
+        "of them cached": str(usage.cached_tokens),
+        "prefill worker": work.prefill_worker or "none needed",
+        "  tokens it computed": str(work.tokens_computed),
+        "  pages it found (hit)": str(work.pages_hit),
+        "  pages it shipped": str(work.pages_shipped),
+        "decode worker": _workers(made),
+        "  pages it had on its device": str(work.pages_on_device),
+        "  pages it fetched": str(work.pages_fetched),
+        "time to first token": f"{timing.first_token:.1f} ms",
+        "time between tokens": f"{_itl(made):.2f} ms",
+    }
+
+
+def _itl(made: Generated) -> float:
+    """As the router measured it: the mean, over all gaps."""
+    timing = made.finished.timing
+    return (timing.finished - timing.first_token) / max(1, made.finished.usage.completion_tokens - 1)
 
 
 def _show_failover(client: Client) -> bool:
@@ -111,19 +123,21 @@ def _show_failover(client: Client) -> bool:
         console.print("[red]the stream ended before its worker could be killed[/]")
         return False
     gap = max(b - a for a, b in zip(disturbed.arrivals, disturbed.arrivals[1:], strict=False))
-    console.print(
-        f"[bold]{assassin.victim.name}[/] (pid {assassin.victim.pid}) killed after {assassin.seen} tokens; the stream "
-        f"went on, {_workers(disturbed)}: {len(disturbed.token_ids)} tokens, longest gap {gap:.2f} s"
-    )
     same = disturbed.token_ids == undisturbed.token_ids and disturbed.text == undisturbed.text
-    console.print("[bold green]the same tokens to the end[/]" if same else "[bold red]other tokens[/]")
     whole = _wait_whole(client, assassin.victim)
-    console.print(
-        f"the supervisor has replaced {assassin.victim.name}, {time.monotonic() - begin:.1f} s after the request began"
-        if whole
-        else f"[red]{assassin.victim.name} was not replaced within {_REPAIR_PATIENCE:.0f} s[/]"
-    )
+    name, pid = assassin.victim.name, assassin.victim.pid
+    console.print(f"disturbed: [bold]{name}, pid {pid}, killed after {assassin.seen} tokens[/]")
+    console.print(f"  the stream stood still for {gap:.2f} s, and went on on {_successor(disturbed, name)}")
+    console.print(f"  {len(disturbed.token_ids)} tokens, {disturbed.finished.work.attempts} attempts")
+    console.print("  [bold green]the same tokens to the end[/]" if same else "  [bold red]other tokens[/]")
+    replaced = f"{time.monotonic() - begin:.1f} s after the request began" if whole else "[red]not in time[/]"
+    console.print(f"  the supervisor has replaced {name}: {replaced}")
     return same and whole
+
+
+def _successor(made: Generated, victim: str) -> str:
+    last = made.finished.work.decode_workers[-1]
+    return f"{last}, freshly restarted" if last == victim else last
 
 
 class _Assassin:

@@ -25,18 +25,6 @@ class Generated:
     def finish_reason(self) -> str:
         return pb.FinishReason.Name(self.finished.finish_reason).removeprefix("FINISH_REASON_").lower()
 
-    @property
-    def ttft_ms(self) -> float | None:
-        """Time to first token, as it was seen here."""
-        return self.arrivals[0] * 1_000 if self.arrivals else None
-
-    @property
-    def itl_ms(self) -> float | None:
-        """Mean gap between tokens, as it was seen here."""
-        if len(self.arrivals) < 2:
-            return None
-        return (self.arrivals[-1] - self.arrivals[0]) / (len(self.arrivals) - 1) * 1_000
-
     def as_json(self) -> dict[str, Any]:
         usage, timing, work = self.finished.usage, self.finished.timing, self.finished.work
         return {

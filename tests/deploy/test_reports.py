@@ -1,0 +1,110 @@
+"""What is said about a cluster, and what is concluded from it."""
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from baton.config import Config, load
+from baton.errors import CorruptWeights, Unavailable
+from baton.v1 import generation_pb2 as pb
+from deploy import show
+from deploy.addresses import Addresses
+from deploy.bring_up import why_failed
+from deploy.desired import Scale
+from deploy.generate import Generated
+from deploy.local import LocalCluster
+from deploy.processes import Identity
+from deploy.progress import Progress
+from deploy.reports import Failure, Overview, View
+
+ADDRESSES = Addresses("127.0.0.1:1001", "tcp://127.0.0.1:1002", "127.0.0.1:1003")
+
+
+def overview(*views: View) -> Overview:
+    return Overview("baton", Identity(1, 1), Scale(1, 1), views, ADDRESSES)
+
+
+def decode(condition: str, failure: Failure | None = None, restarts: int = 0) -> View:
+    return View("decode-0", "decode", "here", condition, restarts=restarts, failure=failure)
+
+
+def test_a_router_comes_back_at_its_addresses():
+    pinned = ADDRESSES.pin(load(overrides={"router.grpc_port": 0, "router.internal_port": 0, "router.http_port": 0}))
+    assert (pinned.router.grpc_port, pinned.router.internal_port, pinned.router.http_port) == (1001, 1002, 1003)
+    assert ADDRESSES.endpoint == "tcp://127.0.0.1:1002"
+
+
+def test_every_interface_means_nothing_elsewhere():
+    everywhere = Addresses("0.0.0.0:1", "tcp://0.0.0.0:2", "0.0.0.0:3")
+    assert everywhere.reached_at("10.1.2.3") == Addresses("10.1.2.3:1", "tcp://10.1.2.3:2", "10.1.2.3:3")
+    assert ADDRESSES.reached_at("10.1.2.3") == ADDRESSES
+
+
+def test_a_reason_ends_the_start_and_a_mere_death_does_not():
+    told = why_failed(overview(decode("waiting", Failure("corrupt_weights", "cut short", "/l/decode-0.log"), 1)))
+    assert isinstance(told, CorruptWeights)
+    assert str(told) == "decode-0: cut short (log: /l/decode-0.log)"
+    died = Failure("unavailable", "its process has gone")
+    assert why_failed(overview(decode("joining", died, 1))) is None
+    assert isinstance(why_failed(overview(decode("joining", died, 3))), Unavailable)
+    assert why_failed(overview(decode("live", Failure("corrupt_weights", "before"), 1))) is None
+
+
+def test_settled_means_everything_is_live():
+    assert overview(decode("live")).settled
+    assert not overview(decode("live"), decode("joining")).settled
+    assert not overview().settled
+
+
+def test_the_table_fits_a_screen_and_tells_failures():
+    process = {"name": "decode-0", "state": "waiting", "node": "here", "pid": None, "restarts": 3, "retry_in_s": 4.0}
+    found = {
+        "cluster": "baton",
+        "model": "m[odel]",
+        "serving": False,
+        "problem": "it is broken",
+        "grpc": "127.0.0.1:1",
+        "http": "127.0.0.1:3",
+        "log_dir": "/logs",
+        "ray": {"address": "127.0.0.1:6379", "mode": "disabled", "started_by_baton": False},
+        "processes": [process | {"last_failure": "cut [short]"}],
+        "counts": {},
+    }
+    console = Console(file=io.StringIO(), width=100)
+    show.status(console, found)
+    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    for part in ("does not serve", "m[odel]", "/logs", "no token", "again in 4 s", "cut [short]", "it is broken"):
+        assert part in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_progress_tells_each_change_once():
+    console = Console(file=io.StringIO(), width=200)
+    with Progress(console) as progress:
+        for _ in range(3):
+            progress.watch(overview(decode("joining")))
+            progress.watch(overview(decode("live")))
+        progress.watch(overview())
+    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert text.count("decode-0 has ended") == 1
+    assert "decode-0 is live" in text
+
+
+def test_what_generate_prints():
+    made = Generated("ab", [1, 2], [0.1, 0.3])
+    made.finished.CopyFrom(
+        pb.Finished(
+            finish_reason=pb.FINISH_REASON_LENGTH,
+            usage=pb.Usage(prompt_tokens=3, cached_tokens=1, completion_tokens=2),
+            timing=pb.Timing(first_token=1.5),
+        )
+    )
+    printed = made.as_json()
+    assert printed["finish_reason"] == "length"
+    assert printed["usage"] == {"prompt_tokens": 3, "cached_tokens": 1, "completion_tokens": 2}
+    assert printed["timing"] == {"first_token": 1.5}
+
+
+def test_local_clusters_never_share_a_node(tmp_path: Path):
+    assert LocalCluster(Config(), tmp_path / "a").node != LocalCluster(Config(), tmp_path / "b").node
