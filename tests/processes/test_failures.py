@@ -107,7 +107,7 @@ def test_a_prefill_worker_killed_while_it_computes(start: Callable[..., LocalClu
     cluster.kill("prefill-0")
     finished = future.result(DEADLINE)
     assert streams.seen[0] == expected(path, LONG, 12)
-    assert finished.work.attempts == 2
+    assert finished.work.attempts >= 2
     eventually(lambda: at_rest(cluster), what="everything freed")
 
 
