@@ -223,7 +223,7 @@ def scale(
 
     folder = _folder(name)
     state = find(folder)
-    with state_file.locked(folder), Progress(_err) as progress:
+    with state_file.locked(folder), Progress(_err, tell_first=False) as progress:
         done = rescale(state, prefill, decode, timeout, progress.watch)
     if as_json:
         _print_json({"name": state.name, "prefill": done.prefill, "decode": done.decode})

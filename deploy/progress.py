@@ -16,8 +16,10 @@ _HAPPENED = {"live": "is live", "failed": "has failed", "silent": "has gone sile
 class Progress:
     """Shows what a command is doing. On something that is no terminal it prints plain lines."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, tell_first: bool = True) -> None:
+        """Without `tell_first`, the first overview is what was known before, and no news."""
         self._console = console
+        self._tell = tell_first
         self._status = console.status("…")
         self._begin = time.monotonic()
         self._told: dict[str, str] = {}
@@ -39,11 +41,12 @@ class Progress:
         for view in overview.processes:
             if self._told.get(view.name) != view.condition:
                 self._told[view.name] = view.condition
-                if view.condition in _HAPPENED:
+                if self._tell and view.condition in _HAPPENED:
                     pid = f", pid {view.identity.pid}" if view.identity else ""
                     self.say(f"{view.name} {_HAPPENED[view.condition]}{pid}")
         for name in set(self._told) - {view.name for view in overview.processes}:
             del self._told[name]
             self.say(f"{name} has ended")
+        self._tell = True
         waiting = [view.name for view in overview.processes if view.condition != "live"]
         self._status.update(f"waiting for {', '.join(waiting)}" if waiting else "waiting for the router to serve")

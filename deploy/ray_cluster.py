@@ -29,6 +29,9 @@ from deploy.state_file import OwnRay, RayLink
 
 START_PATIENCE = 60.0  # seconds; about 4 on an idle machine
 _ROUNDS = 5  # of looking for what is left of our Ray
+# Ray takes 127.0.0.1 for "find my real address" and then listens on every interface; except where it was told that it
+# can't have other nodes, which is Ray's way of asking on desktops. Then it listens on loopback only.
+_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _OBJECT_STORE_BYTES = 100_000_000  # Baton's pages never pass through Ray
 
 
@@ -42,7 +45,7 @@ def launch(log: Path, dashboard: bool = False) -> OwnRay:
     token = _token_path(directory)
     with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
-    command: list[str] = [str(executable), "start", "--head", "--block", "--port=0", "--node-ip-address=127.0.0.1"]
+    command: list[str] = [str(executable), "start", "--head", "--block", "--port=0"]
     command += [f"--temp-dir={_temp_dir(directory)}", f"--object-store-memory={_OBJECT_STORE_BYTES}"]
     command += [f"--include-dashboard={'true' if dashboard else 'false'}", "--include-log-monitor=false"]
     # The two ports that Ray does not choose itself: two Rays on one machine must not meet on the defaults.
@@ -50,6 +53,7 @@ def launch(log: Path, dashboard: bool = False) -> OwnRay:
     command += ["--disable-usage-stats"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    environment |= _ON_LOOPBACK
     environment |= {"RAY_worker_niceness": "0"}  # by default Ray runs actors at 15, behind everything else
     with log.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - a list, no shell
@@ -102,6 +106,8 @@ def connect(link: RayLink, namespace: str, patience: float = PATIENCE) -> None:
     os.environ["RAY_AUTH_MODE"] = link.mode
     if link.token_path:
         os.environ["RAY_AUTH_TOKEN_PATH"] = link.token_path
+    if link.own is not None:
+        os.environ |= _ON_LOOPBACK
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"
     problem: list[Exception] = []

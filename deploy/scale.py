@@ -25,6 +25,7 @@ def rescale(state: State, prefill: int | None, decode: int | None, patience: flo
         raise ConfigError("a cluster has at least one decode worker, and no fewer than zero prefill workers")
     ray_cluster.connect(state.ray, namespace_of(state.name))
     before = ask_overview(state.name, _PATIENCE)
+    watch(before)
     wanted = Scale(
         before.scale.prefill if prefill is None else prefill, before.scale.decode if decode is None else decode
     )

@@ -25,22 +25,23 @@ def status(console: Console, found: dict[str, Any]) -> None:
     console.print(f"Ray {ray['address']} ({owner}, {'token' if ray['mode'] == 'token' else '[yellow]no token[/]'})")
     console.print(f"logs {escape(found['log_dir'])}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("process", "state", "node"):
-        table.add_column(column)
-    for column in ("pid", "running", "waiting", "pages used", "restarts"):
+    table.add_column("process")
+    table.add_column("state")
+    for column in ("pid", "running", "waiting", "pages", "restarts"):
         table.add_column(column, justify="right")
+    table.add_column("node")
     for row in found["processes"]:
         load = row.get("load", {})
         total = load.get("pages_total", 0)
         table.add_row(
             row["name"],
             _coloured(row["state"]) + (f", again in {row['retry_in_s']:.0f} s" if row["retry_in_s"] else ""),
-            row["node"],
             str(row["pid"] or ""),
             str(load.get("running", "")),
             str(load.get("waiting", "")),
-            f"{total - load['pages_free']:,} of {total:,}" if total else "",
+            f"{total - load['pages_free']}/{total}" if total else "",
             str(row["restarts"] or ""),
+            row["node"],
         )
     console.print(table)
     for row in found["processes"]:

@@ -62,6 +62,10 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: Overview 
     views = {view.name: view for view in overview.processes} if overview is not None else {}
     listed = {process.name: process for process in status.processes} if status is not None else {}
     rows: list[dict[str, Any]] = []
+    if overview is not None and not overview.supervisor.gone():
+        # The router remembers who is gone. Whom the supervisor no longer knows either was retired, and is no news.
+        live = cluster_pb2.PROCESS_STATE_LIVE
+        listed = {name: process for name, process in listed.items() if name in views or process.state == live}
     for name in dict.fromkeys([*views, *listed]):
         view, process = views.get(name), listed.get(name)
         row: dict[str, Any] = {"name": name, "role": _role(process) if process else view.role if view else ""}
