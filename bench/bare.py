@@ -2,8 +2,8 @@
 
     python -m bench.bare DIRECTORY DTYPE THREADS
 
-For each line of JSON on stdin, `{"prompt": [ids], "count": n}`, one line on stdout: the `n` − 1 gaps between the
-tokens, in seconds.
+For each line of JSON on stdin, `{"prompt": [ids], "count": n}`, one line on stdout: `gaps`, the `n` − 1 gaps between
+the tokens, and `cpu`, the CPU time of one, all in seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
+from msgspec import Struct
+
 from baton.errors import StartupError
 from engine.batch import Chunk, Draw
 from engine.engine import Engine
@@ -26,18 +29,26 @@ _PAGE_SIZE, _PAGES, _STEP_TOKENS = 16, 512, 512
 _GREEDY = Draw(temperature=0)
 
 
-def generate(engine: Engine, prompt: Sequence[int], count: int) -> list[float]:
-    """When each of `count` greedy tokens was there."""
+class Stream(Struct, frozen=True):
+    """How one stream of tokens went, in seconds."""
+
+    gaps: list[float]
+    cpu: float  # of the loop's thread, for one token
+
+
+def generate(engine: Engine, prompt: Sequence[int], count: int) -> Stream:
+    """Generate `count` greedy tokens."""
     pages = range(-(-(len(prompt) + count) // _PAGE_SIZE))
     for start in range(0, len(prompt) - 1, _STEP_TOKENS):
         engine.step([Chunk(prompt[start : min(start + _STEP_TOKENS, len(prompt) - 1)], start, pages)])
-    token, times = prompt[-1], []
+    token, times, cpu = prompt[-1], [], time.thread_time()
     for position in range(len(prompt) - 1, len(prompt) - 1 + count):
         (drawn,) = engine.step([Chunk([token], position, pages, _GREEDY)])
         assert drawn is not None
         token = drawn.token
         times.append(time.perf_counter())
-    return times
+    spent = time.thread_time() - cpu
+    return Stream([later - earlier for earlier, later in pairwise(times)], spent / count)
 
 
 def main() -> None:
@@ -46,8 +57,7 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        times = generate(engine, asked["prompt"], asked["count"])
-        print(json.dumps([later - earlier for earlier, later in pairwise(times)]), flush=True)
+        print(msgspec.json.encode(generate(engine, asked["prompt"], asked["count"])).decode(), flush=True)
 
 
 class BareEngine:
@@ -59,11 +69,10 @@ class BareEngine:
         if self._answer() != "ready":
             raise StartupError("the bare engine did not start; its reason stands above")
 
-    def gaps(self, prompt: Sequence[int], count: int) -> list[float]:
-        """Seconds between `count` tokens generated after `prompt`."""
+    def generate(self, prompt: Sequence[int], count: int) -> Stream:
         assert self._process.stdin is not None
         print(json.dumps({"prompt": list(prompt), "count": count}), file=self._process.stdin, flush=True)
-        return json.loads(self._answer())
+        return msgspec.json.decode(self._answer(), type=Stream)
 
     def _answer(self) -> str:
         assert self._process.stdout is not None

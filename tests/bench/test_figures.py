@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from bench import overhead
 from bench.figures import Objectives, Outcome, errors, figures, percentile
+from bench.overhead import Round, Turn
 from bench.report import Result, judged, median_of
-from bench.workload import Lengths, Workload
+from bench.workload import Lengths, Planned, Workload
 
 
 def outcome(sent: float = 0.0, *tokens: float, failed: str = "", cached: int = 0) -> Outcome:
@@ -84,28 +87,55 @@ def test_a_target_is_met_on_its_better_side() -> None:
 
 
 def test_a_machine_that_slows_down_does_not_change_the_overhead() -> None:
-    """Bare steps grow from 10 to 40 ms while the cluster always takes a tenth more than bare does at that moment."""
-    bare, through = [10.0, 20.0, 30.0, 40.0], [16.5, 27.5, 38.5]
-    assert overhead.ratios(through, bare) == pytest.approx([1.1, 1.1, 1.1])
+    """Bare steps grow from 10 to 80 ms while the cluster always takes a fifth more than bare does at that moment."""
+    bare = [turn(seconds) for seconds in (0.010, 0.020, 0.040, 0.080)]
+    between = [turn(1.2 * (a.median + b.median) / 2) for a, b in pairwise(bare)]
+    rounds = [Round(a, {"1P+1D": t, "1D": t}, b) for (a, b), t in zip(pairwise(bare), between, strict=True)]
+    told = {result.case: result for result in overhead.results(rounds, threads=1)}
+    median = told["1P+1D ITL p50, threads=1"]
+    assert median.ratio == pytest.approx(1.2)
+    assert median.ok is False
+
+
+def test_only_the_quietest_rounds_count() -> None:
+    def one(seconds: float, others: float) -> Round:
+        return Round(turn(0.010), {"1P+1D": turn(seconds, others), "1D": turn(0.010)}, turn(0.010))
+
+    rounds = [one(0.030, 1.5), one(0.011, 0.1), one(0.030, 0.9), one(0.010, 0.2), one(0.030, 2.0), one(0.030, 0.5)]
+    assert [one.others for one in overhead.quietest(rounds)] == [0.1, 0.2]
+    told = {result.case: result for result in overhead.results(rounds, threads=1)}
+    median = told["1P+1D ITL p50, threads=1"]
+    assert (median.value, median.limit, median.ok) == (pytest.approx(10.5), pytest.approx(10.0), True)
+
+
+def test_the_mean_gap_is_the_step_and_the_rest_of_the_turn() -> None:
+    made = Turn.of([0.010, 0.010, 0.040], cpu=0.012, step=0.018)
+    assert (made.median, made.mean) == (0.010, pytest.approx(0.020))
+    told = {r.case: r for r in overhead.results([Round(turn(0.015), {"1P+1D": made, "1D": made}, turn(0.015))], 1)}
+    assert told["1P+1D engine step, mean, threads=1"].ratio == pytest.approx(18 / 15)
+    assert told["1P+1D CPU of the loop for a token, threads=1"].ratio == pytest.approx(12 / 15)
+    assert told["1P+1D ITL outside the step, mean, threads=1"].value == pytest.approx(2.0)
 
 
 def test_sides_take_turns_and_the_bare_engine_frames_them() -> None:
     turns: list[str] = []
+    prompts: set[tuple[int, ...]] = set()
 
-    def side(name: str, gap: float) -> overhead.Gaps:
-        def gaps(request: object) -> list[float]:
+    def side(name: str) -> overhead.Side:
+        def generate(request: Planned) -> Turn:
             turns.append(name)
-            return [gap, gap, 3 * gap]
+            prompts.add(request.prompt)
+            return turn(0.010)
 
-        return gaps
+        return generate
 
     workload = Workload(Lengths.parse("8"), Lengths.parse("4"), vocab=100)
-    rounds = overhead.alternate({"bare": side("bare", 0.010), "1P+1D": side("1P+1D", 0.012)}, workload, count=2)
-    assert turns == ["bare", "1P+1D", "bare", "1P+1D", "bare"]
-    told = {result.case: result for result in overhead.results(rounds, threads=1)}
-    judged_median = told["1P+1D ITL p50, threads=1"]
-    assert (judged_median.value, judged_median.limit, judged_median.ok) == (12.0, 10.0, False)
-    assert judged_median.ratio == pytest.approx(1.2)
-    inside, outside = overhead.parts(rounds, step=0.018, threads=1)  # of a mean gap of 20 ms
-    assert inside.ratio == pytest.approx(18 / (50 / 3))
-    assert outside.value == pytest.approx(2.0)
+    rounds = overhead.alternate(side("bare"), {"1P+1D": side("1P+1D")}, workload, count=2)
+    assert turns == ["bare", *["1P+1D", "bare"] * 3]  # the first round warms up
+    assert len(rounds) == 2
+    assert len(prompts) == len(turns)  # nothing is found in a cache
+
+
+def turn(seconds: float, others: float = 0.0) -> Turn:
+    """A turn whose gaps are all of that length."""
+    return replace(Turn.of([seconds] * 3, cpu=seconds), others=others)

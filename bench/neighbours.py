@@ -1,0 +1,32 @@
+"""How busy others keep this machine while we measure on it."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+
+class Neighbours:
+    """Counts the CPU time that went to anybody but this process and its descendants, as they were at the start."""
+
+    def __init__(self) -> None:
+        me = psutil.Process()
+        self._ours = [me, *me.children(recursive=True)]
+        self._last = self._read()
+
+    def lap(self) -> float:
+        """Cores that others used, on average, since the last lap."""
+        (then, others_then), self._last = self._last, self._read()
+        now, others = self._last
+        return max(0.0, (others - others_then) / (now - then))
+
+    def _read(self) -> tuple[float, float]:
+        """The time, and the CPU seconds of others."""
+        machine = psutil.cpu_times()
+        busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
+        own = 0.0
+        for process in self._ours:
+            spent = process.cpu_times()
+            own += spent.user + spent.system
+        return time.perf_counter(), busy - own
