@@ -43,8 +43,11 @@ def decode_candidates(
     return candidates
 
 
-def prefill_candidates(members: Members, held: Mapping[str, int], most: int) -> list[PrefillCandidate]:
-    """Every live prefill worker, also those without a slot; each takes `most` prompts."""
+def prefill_candidates(
+    members: Members, held: Mapping[str, int], most: int, avoid: Collection[str]
+) -> list[PrefillCandidate]:
+    """Live prefill workers, also those without a slot; each takes `most` prompts. Those to `avoid` are never asked:
+    the decode worker can always do without."""
     return [
         PrefillCandidate(
             incarnation=member.incarnation,
@@ -55,4 +58,5 @@ def prefill_candidates(members: Members, held: Mapping[str, int], most: int) -> 
             slots=0 if member.busy_since is not None else most - len(member.slots),
         )
         for member in members.of("prefill")
+        if member.incarnation not in avoid
     ]

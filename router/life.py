@@ -141,7 +141,7 @@ class Life:
         held = {holder: match.pages for holder, match in self._prefixes.match(request.keys).items()}
         needs = -(-(request.prompt + (request.max_tokens or 1)) // self._config.pages.page_size)
         decoders = decode_candidates(self._members, held, needs, request.failed_on)
-        prefillers = prefill_candidates(self._members, held, self._config.prefill.max_prompts)
+        prefillers = prefill_candidates(self._members, held, self._config.prefill.max_prompts, request.failed_on)
         choice = place(len(request.keys), decoders, prefillers, local=final or request.local)
         if isinstance(choice, Wait):
             return False
@@ -229,6 +229,16 @@ class Life:
             request.pages_on_device, request.pages_fetched = event.device_pages, event.fetched_pages
         self._run(request, attempt, now)
 
+    def short(self, request: Request, attempt: Attempt, event: messages.Have, now: float) -> None:
+        """A fetch ended short: the prefill worker has died, perhaps, and we have not noticed yet; or its pages have been
+        evicted since. Whichever, it is not asked again for this request."""
+        self._accept(request, attempt, now)  # or nothing could have been fetched: so this counts as an attempt
+        if attempt.prefill is not None:
+            request.failed_on.add(attempt.prefill)
+        member = self._member(attempt.decode)
+        why = f"{member.peer.name} has only {event.pages} of {attempt.plan.fetch} pages: {event.message}"
+        self.retry(request, why, now)
+
     def _run(self, request: Request, attempt: Attempt, now: float) -> None:
         """The prompt is covered: nobody needs the prefill worker's holds any more."""
         if attempt.phase is Phase.RUNNING:
@@ -309,15 +319,9 @@ class Life:
             member.busy_since = member.work[attempt.name].sequence
         member.drop(attempt.name)
         attempt.prefill, attempt.prefill_sent, attempt.predicted = None, False, 0
-        other = pick_prefill(
-            [
-                candidate
-                for candidate in prefill_candidates(self._members, {}, self._config.prefill.max_prompts)
-                if candidate.incarnation != member.incarnation
-            ],
-            member.peer.node,
-        )
-        if other is not None:
+        avoid = {*request.failed_on, member.incarnation}
+        others = prefill_candidates(self._members, {}, self._config.prefill.max_prompts, avoid)
+        if (other := pick_prefill(others, member.peer.node)) is not None:
             attempt.prefill = other.incarnation
             self._member(other.incarnation).slots.add(attempt.name)
             self._send_prefill(request, attempt, other.incarnation, now)

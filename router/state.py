@@ -172,11 +172,8 @@ class RouterState:
                     self._life.refused(request, attempt, message, now)
                 case messages.Started():
                     self._life.started(request, attempt, message, now)
-                case messages.Have(pages=pages, message=text):
-                    # It was accepted, or nothing could have been fetched: so this counts as an attempt.
-                    self._life.accepted(request, attempt, attempt.plan.fetch, now)
-                    why = f"{member.peer.name} has only {pages} of {attempt.plan.fetch} pages: {text}"
-                    self._life.retry(request, why, now)
+                case messages.Have():
+                    self._life.short(request, attempt, message, now)
                 case messages.Failed():
                     self._life.worker_failed(request, attempt, member, message, now)
                 case messages.Prefilled():

@@ -1,0 +1,155 @@
+"""A router state with peers that say exactly what a test lets them say."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from baton import config as settings
+from baton.clock import Tick
+from baton.messages import (
+    AttemptHeld,
+    AttemptName,
+    Cancel,
+    Decode,
+    Delta,
+    Envelope,
+    Heartbeat,
+    Hello,
+    Load,
+    Message,
+    ModelCard,
+    Peer,
+    Prefill,
+    Tokens,
+)
+from kvstore.events import Batch, BlockStored
+from kvstore.keys import namespace_root, page_keys, split_keys
+from router.admission import ModelLimits
+from router.events import Command, Emit, End, Event, Heard, KvEvents, Send, Submit
+from router.state import RouterState
+from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, ROUTER, VOCAB, card, submit
+
+M = TypeVar("M", bound=Message)
+
+
+class Lab:
+    """Time stands still unless a test moves it."""
+
+    def __init__(self, config: settings.Config = CONFIG) -> None:
+        self.config = config
+        self.state = RouterState(ROUTER, config, ModelLimits(VOCAB, CONTEXT))
+        self.now = 100.0
+        self.log: list[Command] = []
+        self.counts: dict[str, int] = {}
+
+    def tell(self, event: Event) -> list[Command]:
+        commands = self.state.handle(event, self.now)
+        for command in commands:
+            if isinstance(command, Send):
+                self.counts[command.incarnation] = self.counts.get(command.incarnation, 0) + 1
+        self.state.validate()
+        self.log += commands
+        return commands
+
+    # --- peers ---
+
+    def hello(self, role: Any, name: str, node: str = "a", incarnation: str = "", **more: Any) -> list[Command]:
+        incarnation = incarnation or f"{name}.1"
+        more = {"events": f"tcp://{name}"} | more
+        model: ModelCard | None = more.pop("model", None if role == "store" else card())
+        peer = Peer(role, name, node, incarnation, 7)
+        return self.tell(Heard(Envelope(incarnation, "", 1, Hello(peer, model=model, **more))))
+
+    def join(self, role: Any, name: str, node: str = "a", incarnation: str = "", **more: Any) -> str:
+        self.hello(role, name, node, incarnation, **more)
+        return incarnation or f"{name}.1"
+
+    def colocated(self, decoders: int = 1) -> list[str]:
+        return [self.join("decode", f"decode-{i}") for i in range(decoders)]
+
+    def split(self) -> tuple[str, str, str]:
+        """A decode worker, a prefill worker and a store, all of one node."""
+        return self.join("decode", "decode-0"), self.join("prefill", "prefill-0"), self.join("store", "store-0")
+
+    def say(self, sender: str, message: Any, addressee: str = ROUTER.incarnation) -> list[Command]:
+        return self.tell(Heard(Envelope(sender, addressee, 1, message)))
+
+    def beat(self, sender: str, *held: AttemptHeld, heard: int | None = None, age: int = 0) -> list[Command]:
+        """A heartbeat that lists exactly this; by default its sender has heard everything."""
+        heard = self.counts[sender] if heard is None else heard
+        return self.say(sender, Heartbeat(heard, Load(), step_age_ms=age, attempts=held))
+
+    def holds(self, sender: str, order: Submit, pages: int, medium: Any = "CPU", sequence: int = 0) -> None:
+        """Let the prefix map know that `sender` has the first pages of a request's prompt."""
+        from baton.messages import PageRun, Snapshot
+
+        root = namespace_root(NAMESPACE, order.tenant)
+        keys = page_keys(root, order.tokens[: pages * PAGE * 4], PAGE)
+        self.say(sender, Snapshot(sequence, (PageRun(b"", keys, medium),) if keys else ()))
+
+    def event(self, sender: str, order: Submit, pages: int, sequence: int) -> list[Command]:
+        root = namespace_root(NAMESPACE, order.tenant)
+        keys = tuple(split_keys(page_keys(root, order.tokens[: pages * PAGE * 4], PAGE)))
+        stored = BlockStored(keys, None, (), PAGE, None, "CPU", None)
+        return self.tell(KvEvents(Batch(sender, sequence, (stored,))))
+
+    # --- requests ---
+
+    def submit(self, name: str = "r", prompt: int = 10, max_tokens: int | None = 6, **more: Any) -> Submit:
+        order = submit(name, prompt, max_tokens, received=self.now, **more)
+        self.tell(order)
+        return order
+
+    def tokens(
+        self, sender: str, request: str, attempt: int, position: int, *tokens: int, **more: Any
+    ) -> list[Command]:
+        return self.say(sender, Tokens(1, (Delta(request, attempt, position, tokens, **more),)))
+
+    # --- time ---
+
+    def advance(self, seconds: float) -> list[Command]:
+        self.now += seconds
+        return self.tell(Tick())
+
+    # --- what was said ---
+
+    def sent(self, kind: type[M], to: str | None = None) -> list[M]:
+        """Every message of that kind so far (to that peer)."""
+        sends = [command for command in self.log if isinstance(command, Send)]
+        return [s.message for s in sends if isinstance(s.message, kind) and to in (None, s.incarnation)]
+
+    def to(self, message: Message) -> str:
+        """Whom a message was sent to."""
+        return next(c.incarnation for c in self.log if isinstance(c, Send) and c.message is message)
+
+    @property
+    def decode(self) -> Decode:
+        """The latest Decode."""
+        return self.sent(Decode)[-1]
+
+    @property
+    def prefill(self) -> Prefill:
+        return self.sent(Prefill)[-1]
+
+    def emitted(self, request: str = "r") -> list[int]:
+        return [t for c in self.log if isinstance(c, Emit) and c.request == request for t in c.tokens]
+
+    def end(self, request: str = "r") -> End:
+        ends = [c for c in self.log if isinstance(c, End) and c.request == request]
+        assert len(ends) == 1, f"{len(ends)} ends"
+        return ends[0]
+
+    def alive(self, request: str = "r") -> bool:
+        return not any(isinstance(c, End) and c.request == request for c in self.log)
+
+    def cancelled(self, peer: str, request: str = "r") -> list[int]:
+        """Attempts that the peer was told to forget."""
+        return [c.attempt for c in self.sent(Cancel, peer) if c.request == request]
+
+
+def held(request: str, attempt: int, position: int, *, ended: bool = False) -> AttemptHeld:
+    return AttemptHeld(request, attempt, position, ended)
+
+
+def named(request: str, attempt: int) -> AttemptName:
+    return AttemptName(request, attempt)

@@ -1,0 +1,543 @@
+"""A request's life, message by message."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from baton.errors import (
+    AttemptsExhausted,
+    BatonError,
+    ContextTooLong,
+    DeadlineExpired,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
+from baton.messages import Accepted, Cancel, Decode, Failed, Have, Prefill, Prefilled, Refused, Resend, Started
+from kvstore.keys import unpack_tokens
+from router.events import Cancelled, ClientGone, Finished, Shutdown, StopMatched
+from router.events import Failed as Ended
+from tests.router.lab import Lab, held
+from tests.router.model import CONFIG, CONTEXT, EOS, PAGE, VOCAB, card
+
+
+def error(lab: Lab, request: str = "r") -> BatonError:
+    outcome = lab.end(request).outcome
+    assert isinstance(outcome, Ended)
+    return outcome.error
+
+
+def with_router(**settings: int) -> Lab:
+    return Lab(msgspec.structs.replace(CONFIG, router=msgspec.structs.replace(CONFIG.router, **settings)))
+
+
+# --- the plain cases ---
+
+
+def test_a_local_request_from_decode_to_end() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    order = lab.submit(prompt=10, max_tokens=3)
+    assert lab.decode.tokens == order.tokens
+    assert (lab.decode.prompt, lab.decode.max_tokens, lab.decode.fetch, lab.decode.awaited) == (10, 3, 0, False)
+    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, Started("r", 1))
+    lab.tokens(decode, "r", 1, 10, 50, computed=10)
+    lab.tokens(decode, "r", 1, 11, 51)
+    lab.now += 1.0
+    lab.tokens(decode, "r", 1, 12, 52, finish="length")
+    assert lab.emitted() == [50, 51, 52]
+    end = lab.end()
+    assert end.outcome == Finished("length")
+    assert end.summary.usage.prompt == 10
+    assert end.summary.usage.cached == 0
+    assert end.summary.usage.completion == 3
+    assert end.summary.served.decode_workers == ("decode-0",)
+    assert end.summary.timeline.ttft == 0
+    assert end.summary.timeline.tpot(3) == 0.5
+    assert lab.cancelled(decode) == [1]
+    stats = lab.state.stats()
+    assert (stats.finished, stats.placed_local, stats.placed_split, stats.running) == ({"length": 1}, 1, 0, 0)
+
+
+def test_a_split_request_prefills_only_once_decode_has_accepted() -> None:
+    lab = Lab()
+    decode, prefill, _ = lab.split()
+    order = lab.submit(prompt=14)  # 3 shippable pages of 4, and 2 tokens
+    assert (lab.decode.fetch, lab.decode.awaited) == (3, True)
+    assert not lab.sent(Prefill)
+    lab.say(decode, Accepted("r", 1))
+    assert lab.to(lab.prefill) == prefill
+    assert lab.prefill.tokens == order.tokens[: 12 * 4]
+    lab.say(prefill, Prefilled("r", 1, computed=12, hit=0, shipped=3, queue_ms=4, compute_ms=5))
+    assert not lab.sent(Cancel)  # its holds are still needed
+    lab.say(decode, Started("r", 1, device_pages=0, fetched_pages=3))
+    assert lab.cancelled(prefill) == [1]
+    lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
+    end = lab.end()
+    assert end.summary.usage.cached == 0
+    served = end.summary.served
+    assert (served.prefill_worker, served.pages_fetched, served.pages_shipped) == ("prefill-0", 3, 3)
+    assert (served.prefill_queue_ms, served.prefill_compute_ms) == (4, 5)
+    assert lab.state.stats().placed_split == 1
+
+
+def test_what_is_cached_is_counted_once_whoever_had_it() -> None:
+    lab = Lab()
+    decode, prefill, _ = lab.split()
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1))
+    lab.say(prefill, Prefilled("r", 1, computed=4, hit=2, shipped=1))
+    lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
+    assert lab.end().summary.usage.cached == 8
+
+
+def test_a_prompt_whose_pages_are_in_the_store_is_fetched_without_a_prefill() -> None:
+    lab = Lab()
+    decode, _, store = lab.split()
+    lab.holds(store, lab.submit("first", prompt=14), 3)
+    lab.submit(prompt=14)
+    assert (lab.decode.request, lab.decode.fetch, lab.decode.awaited) == ("r", 3, False)
+    lab.say(decode, Accepted("r", 1))
+    assert not lab.sent(Prefill)
+
+
+def test_a_prompt_whose_pages_are_on_the_device_fetches_nothing() -> None:
+    lab = Lab()
+    decode, _, _ = lab.split()
+    lab.holds(decode, lab.submit("first", prompt=14), 3, "GPU")
+    lab.submit(prompt=14)
+    assert (lab.decode.request, lab.decode.fetch, lab.decode.awaited) == ("r", 0, False)
+
+
+def test_a_decode_worker_that_had_the_pages_all_along_spares_the_prefill() -> None:
+    lab = Lab()
+    decode, _, _ = lab.split()
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1, device=3))
+    assert not lab.sent(Prefill)
+    lab.submit("next", prompt=14)
+    lab.submit("third", prompt=14)
+    assert [d.request for d in lab.sent(Decode)] == ["r", "next", "third"]  # the slot was given back
+
+
+def test_without_a_store_on_its_node_nothing_is_split() -> None:
+    lab = Lab()
+    lab.join("decode", "decode-0", "a")
+    lab.join("prefill", "prefill-0", "b")
+    lab.join("store", "store-b", "b")
+    lab.submit(prompt=100)
+    assert not lab.decode.awaited
+
+
+# --- limits ---
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "kind", "says"),
+    [
+        (0, 5, InvalidRequest, "no tokens"),
+        (5, 0, InvalidRequest, "max_tokens is 0"),
+        (CONTEXT, 1, ContextTooLong, str(CONTEXT)),
+        (5, CONTEXT, ContextTooLong, str(CONTEXT)),
+        (200, 100, ContextTooLong, "pages"),
+    ],
+)
+def test_limits(prompt: int, max_tokens: int, kind: type[BatonError], says: str) -> None:
+    lab = Lab()
+    lab.colocated()
+    lab.submit(prompt=prompt, max_tokens=max_tokens)
+    assert type(error(lab)) is kind
+    assert says in str(error(lab))
+    assert not lab.sent(Decode)
+
+
+def test_a_token_outside_the_vocabulary() -> None:
+    lab = Lab()
+    lab.tell(msgspec_replace(lab, tokens=(VOCAB).to_bytes(4, "little")))
+    assert str(VOCAB) in str(error(lab))
+
+
+def msgspec_replace(lab: Lab, tokens: bytes):
+    from dataclasses import replace
+
+    from tests.router.model import submit
+
+    return replace(submit("r"), tokens=tokens)
+
+
+def test_open_length_is_what_the_largest_pool_has_left() -> None:
+    lab = Lab()
+    lab.submit(prompt=10, max_tokens=None)  # nobody knows the pools yet
+    lab.join("decode", "decode-0", model=card(pool_pages=8))
+    assert lab.decode.max_tokens == 8 * PAGE - 10
+
+
+def test_a_request_too_large_for_a_worker_goes_to_a_larger_one() -> None:
+    lab = Lab()
+    lab.join("decode", "decode-0", model=card(pool_pages=8))
+    large = lab.join("decode", "decode-1", model=card(pool_pages=80))
+    lab.submit(prompt=40, max_tokens=10)
+    assert lab.to(lab.decode) == large
+
+
+def test_a_worker_that_finds_it_too_large_ends_it() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit()
+    lab.say(decode, Refused("r", 1, "too_large", "no way"))
+    assert type(error(lab)) is ContextTooLong
+
+
+def test_a_name_in_use_is_refused() -> None:
+    lab = Lab()
+    lab.submit()
+    with pytest.raises(InvalidRequest, match="'r'"):
+        lab.submit()
+
+
+# --- waiting ---
+
+
+def test_a_busy_worker_is_asked_again_after_a_heartbeat_that_knows_of_it() -> None:
+    lab = Lab()
+    one, two = lab.colocated(2)
+    lab.submit()
+    first = lab.to(lab.decode)
+    other = two if first == one else one
+    lab.say(first, Refused("r", 1, "busy"))
+    assert lab.to(lab.decode) == other
+    lab.say(other, Refused("r", 2, "busy"))
+    assert len(lab.sent(Decode)) == 2
+    lab.beat(first, heard=0)  # it does not reflect the refusal yet
+    assert len(lab.sent(Decode)) == 2
+    lab.beat(first)
+    assert lab.decode.attempt == 3
+    assert lab.to(lab.decode) == first
+    assert not lab.sent(Cancel)  # who refused holds nothing
+
+
+def test_refusals_are_no_failures_and_waiting_ends() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit()
+    for attempt in range(1, 40):
+        lab.say(decode, Refused("r", attempt, "busy"))
+        lab.advance(0.25)
+        if not lab.alive():
+            break
+        lab.beat(decode)
+    assert type(error(lab)) is Overloaded
+    assert "5000 ms" in str(error(lab))
+
+
+def test_without_any_worker_a_request_waits_and_then_is_unavailable() -> None:
+    lab = Lab()
+    lab.submit()
+    lab.advance(4.9)
+    assert lab.alive()
+    lab.advance(0.2)
+    assert type(error(lab)) is Unavailable
+
+
+def test_a_full_queue_turns_newcomers_away() -> None:
+    lab = with_router(max_queued=2)
+    for name in "abc":
+        lab.submit(name)
+    refusal = error(lab, "c")
+    assert isinstance(refusal, Overloaded)
+    assert refusal.retry_after_ms > 0
+    assert lab.alive("a")
+    assert lab.alive("b")
+
+
+def test_the_queue_serves_urgent_requests_first_and_then_the_oldest() -> None:
+    lab = Lab()
+    for name, priority in [("a", 1), ("b", 0), ("c", 1), ("d", -1)]:
+        lab.submit(name, priority=priority)
+    lab.colocated()
+    assert [decode.request for decode in lab.sent(Decode)] == ["d", "b", "a", "c"]
+
+
+def test_prompts_wait_in_the_router_while_the_prefill_workers_are_full() -> None:
+    lab = Lab()
+    decode, prefill, store = lab.split()
+    cached = lab.submit("warm", prompt=14, seed=50)
+    lab.holds(store, cached, 3)
+    for name in ("a", "b", "c"):
+        lab.submit(name, prompt=14, seed=ord(name))
+    assert [d.request for d in lab.sent(Decode)] == ["warm", "a"]  # two slots: warm had no page cached when it came
+    lab.submit("d", prompt=14, seed=50)
+    assert lab.decode.request == "d"  # it needs no prefill, so it does not wait for those that do
+    lab.say(decode, Accepted("warm", 1))
+    lab.say(prefill, Prefilled("warm", 1, 12, 0, 3))
+    assert lab.decode.request == "b"
+    assert lab.state.stats().queued == 1
+
+
+# --- tokens ---
+
+
+def test_a_duplicate_prefix_is_skipped_and_a_gap_is_asked_for_once() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit(prompt=10, max_tokens=20)
+    lab.tokens(decode, "r", 1, 10, 50, 51)
+    lab.tokens(decode, "r", 1, 10, 50, 51, 52)
+    lab.tokens(decode, "r", 1, 10, 50)
+    assert lab.emitted() == [50, 51, 52]
+    lab.tokens(decode, "r", 1, 15, 55)
+    lab.tokens(decode, "r", 1, 16, 56, finish="stop")
+    assert lab.sent(Resend) == [Resend("r", 1, 13)]
+    assert lab.alive()
+    lab.tokens(decode, "r", 1, 13, 53, 54, 55, 56, finish="stop")
+    assert lab.emitted() == [50, 51, 52, 53, 54, 55, 56]
+    assert lab.end().outcome == Finished("stop")
+
+
+def test_log_probabilities_are_cut_with_their_tokens() -> None:
+    from baton.messages import TokenLogprob
+    from router.events import Emit
+
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit(prompt=10)
+    lab.tokens(decode, "r", 1, 10, 50)
+    both = (TokenLogprob(50, -1.0), TokenLogprob(51, -2.0))
+    commands = lab.tokens(decode, "r", 1, 10, 50, 51, logprobs=both)
+    assert [c for c in commands if isinstance(c, Emit)] == [Emit("r", (51,), both[1:])]
+
+
+@pytest.mark.parametrize("tokens", [(VOCAB,), (-1,), (2**40,), tuple(range(8, 15))])
+def test_a_worker_out_of_its_mind_loses_the_attempt(tokens: tuple[int, ...]) -> None:
+    lab = Lab()
+    one, _ = lab.colocated(2)
+    lab.submit(prompt=10, max_tokens=6)
+    lab.tokens(one, "r", 1, 10, *tokens)
+    assert lab.emitted() == []
+    assert lab.cancelled(one) == [1]
+    assert lab.to(lab.decode) != one
+
+
+def test_the_next_attempt_knows_the_tokens_so_far() -> None:
+    lab = Lab()
+    one, two = lab.colocated(2)
+    order = lab.submit(prompt=10, max_tokens=6)
+    lab.tokens(one, "r", 1, 10, 50, 51, computed=10)
+    lab.say(one, Failed("r", 1, "internal", "a step failed"))
+    assert unpack_tokens(lab.decode.tokens) == [*unpack_tokens(order.tokens), 50, 51]
+    assert (lab.decode.attempt, lab.decode.prompt, lab.decode.max_tokens) == (2, 10, 6)
+    assert lab.to(lab.decode) == two
+    lab.tokens(one, "r", 1, 12, 99)  # the old attempt speaks up again
+    lab.tokens(two, "r", 1, 12, 99)  # the right worker, the wrong attempt
+    lab.tokens(one, "r", 2, 12, 99)  # the right attempt, the wrong worker
+    lab.tokens(two, "r", 2, 12, 52, finish="stop", computed=0)
+    assert lab.emitted() == [50, 51, 52]
+    assert lab.end().summary.served.decode_workers == ("decode-0", "decode-1")
+
+
+# --- failures ---
+
+
+def test_a_short_fetch_is_a_new_attempt_without_that_prefill_worker() -> None:
+    lab = Lab()
+    decode, one, _ = lab.split()
+    two = lab.join("prefill", "prefill-1")
+    lab.submit(prompt=14)
+    for attempt, prefill in ((1, one), (2, two)):
+        assert lab.decode.awaited
+        lab.say(decode, Accepted("r", attempt))
+        assert lab.to(lab.prefill) == prefill
+        lab.say(decode, Have("r", attempt, 1, "gone"))
+        assert lab.cancelled(prefill) == [attempt]
+    assert lab.cancelled(decode) == [1, 2]
+    assert (lab.decode.attempt, lab.decode.fetch, lab.decode.awaited) == (3, 0, False)
+    lab.say(decode, Accepted("r", 3))
+    lab.say(decode, Failed("r", 3, "internal", "out of luck"))
+    assert type(error(lab)) is AttemptsExhausted
+    assert "out of luck" in str(error(lab))
+
+
+def test_the_last_attempt_needs_neither_prefill_worker_nor_store() -> None:
+    lab = Lab()
+    decode, _, store = lab.split()
+    lab.holds(store, lab.submit("first", prompt=14), 2)
+    lab.submit(prompt=14)
+    for attempt in (1, 2):
+        assert lab.decode.fetch == 3
+        lab.say(decode, Accepted("r", attempt))
+        lab.say(decode, Failed("r", attempt, "internal", "a step failed"))
+    assert (lab.decode.attempt, lab.decode.fetch, lab.decode.awaited) == (3, 0, False)
+
+
+def test_attempts_that_brought_tokens_do_not_count_against_the_budget() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit(prompt=10, max_tokens=20)
+    for attempt in range(1, 10):
+        lab.say(decode, Accepted("r", attempt))
+        lab.tokens(decode, "r", attempt, 9 + attempt, 50)
+        lab.say(decode, Failed("r", attempt, "internal", "again"))
+    assert lab.alive()
+    assert lab.decode.attempt == 10
+
+
+def test_a_prefill_worker_that_is_busy_is_replaced_by_another_or_by_nobody() -> None:
+    lab = Lab()
+    decode, one, _ = lab.split()
+    two = lab.join("prefill", "prefill-1")
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1))
+    assert lab.to(lab.prefill) == one
+    lab.say(one, Refused("r", 1, "busy"))
+    assert lab.to(lab.prefill) == two
+    assert lab.prefill.attempt == 1
+    lab.say(two, Refused("r", 1, "busy"))
+    assert (lab.decode.attempt, lab.decode.fetch, lab.decode.awaited) == (2, 0, False)
+    assert lab.state.stats().attempts == 2
+
+
+def test_a_prefill_worker_that_can_not_is_not_asked_again() -> None:
+    lab = Lab()
+    decode, prefill, _ = lab.split()
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1))
+    lab.say(prefill, Failed("r", 1, "store", "no slots"))
+    assert lab.cancelled(decode) == [1]
+    assert (lab.decode.attempt, lab.decode.awaited) == (2, False)
+
+
+def test_what_a_worker_says_about_the_request_is_final() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit()
+    lab.say(decode, Failed("r", 1, "invalid_request", "nonsense"))
+    assert type(error(lab)) is InvalidRequest
+    lab.submit("s", deadline=lab.now + 5)
+    lab.say(decode, Failed("s", 1, "deadline", "too late"))
+    assert type(error(lab, "s")) is DeadlineExpired
+
+
+@pytest.mark.parametrize("who", ["decode", "prefill", "store"])
+def test_a_death_while_the_prompt_is_made_is_a_new_attempt(who: str) -> None:
+    lab = Lab()
+    peers = dict(zip(("decode", "prefill", "store"), lab.split(), strict=True))
+    spare = lab.join("decode", "decode-1", "b")
+    lab.submit(prompt=14)
+    lab.say(peers["decode"], Accepted("r", 1))
+    lab.now += 0.9
+    for name, peer in [*peers.items(), ("spare", spare)]:
+        if name != who:
+            lab.beat(
+                peer, *([held("r", 1, 14)] if name == "decode" else [held("r", 1, 4)] if name == "prefill" else [])
+            )
+    lab.advance(0.2)
+    assert lab.decode.attempt == 2
+    for name in ("decode", "prefill"):
+        assert lab.cancelled(peers[name]) == ([] if name == who else [1])
+
+
+def test_a_prefill_worker_may_die_once_its_pages_are_sealed() -> None:
+    lab = Lab()
+    decode, prefill, store = lab.split()
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1))
+    lab.say(prefill, Prefilled("r", 1, 12, 0, 3))
+    lab.now += 0.9
+    lab.beat(decode, held("r", 1, 14))
+    lab.beat(store)
+    lab.advance(0.2)
+    assert lab.state.stats().live["prefill"] == 0
+    assert len(lab.sent(Decode)) == 1
+    lab.say(decode, Started("r", 1))
+    assert not lab.cancelled(prefill)
+
+
+def test_an_attempt_without_progress_is_given_up() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit()
+    lab.say(decode, Accepted("r", 1))
+    for _ in range(40):
+        lab.advance(0.12)
+        lab.beat(decode, held("r", lab.decode.attempt, 10))
+    assert lab.decode.attempt == 2
+    assert lab.cancelled(decode) == [1]
+
+
+def test_a_prefill_that_gets_on_is_progress() -> None:
+    lab = Lab()
+    decode, prefill, store = lab.split()
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1))
+    for turn in range(100):
+        lab.advance(0.1)
+        lab.beat(decode, held("r", 1, 14))
+        lab.beat(prefill, held("r", 1, turn))
+        lab.beat(store)
+    assert lab.decode.attempt == 1
+
+
+# --- ends ---
+
+
+def test_a_client_that_leaves_cancels_everywhere() -> None:
+    lab = Lab()
+    decode, prefill, _ = lab.split()
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1))
+    lab.tell(ClientGone("r"))
+    assert isinstance(lab.end().outcome, Cancelled)
+    assert lab.cancelled(decode) == lab.cancelled(prefill) == [1]
+    lab.tell(ClientGone("r"))  # means nothing any more
+    lab.tell(StopMatched("r", 1))
+
+
+def test_a_stop_string_finishes_the_request() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit(prompt=10, max_tokens=20)
+    lab.tokens(decode, "r", 1, 10, 50, 51, 52)
+    lab.tell(StopMatched("r", 2))
+    assert lab.end().outcome == Finished("stop")
+    assert lab.end().summary.usage.completion == 2
+    assert lab.cancelled(decode) == [1]
+
+
+def test_deadlines_travel_as_what_is_left_and_expire() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit(deadline=lab.now + 2.5)
+    assert lab.decode.deadline_ms == 2_500
+    lab.now += 0.9
+    lab.beat(decode, held("r", 1, 10))
+    lab.advance(0.9)
+    lab.beat(decode, held("r", 1, 10))
+    lab.advance(0.9)
+    assert type(error(lab)) is DeadlineExpired
+    assert lab.cancelled(decode) == [1]
+
+
+def test_shutdown_ends_everything_and_lets_nobody_in() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit()
+    lab.tell(Shutdown())
+    assert type(error(lab)) is Unavailable
+    assert lab.cancelled(decode) == [1]
+    lab.submit("late")
+    assert type(error(lab, "late")) is Unavailable
+
+
+def test_a_replaced_model_never_continues_anothers_output() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit("begun", prompt=10, max_tokens=20)
+    lab.tokens(decode, "begun", 1, 10, 50)
+    lab.submit("fresh", prompt=10)
+    lab.advance(1.5)  # the worker falls silent
+    namespace = msgspec.structs.replace(card().namespace, model=b"n" * 16)
+    lab.join("decode", "other", model=card(namespace=namespace))
+    assert type(error(lab, "begun")) is Unavailable
+    assert lab.decode.request == "fresh"
