@@ -117,7 +117,8 @@ def test_every_process_is_discovered_scraped_and_counted(
                 "baton_prompt_tokens_computed_total{role='prefill'} == 192",
                 "baton_pages_moved_total{role='prefill',direction='out'} == 12",
                 "baton_pages_moved_total{role='decode',direction='in'} == 12",
-                "baton_kv_cache_usage_perc{tier='host'} > 0",
+                "baton_kv_cache_usage_perc{tier='host'} == 0",
+                "baton_kv_pages{tier='host',state='sealed'} > 0",
                 "baton_num_preemptions_total == 0",
             ):
                 until(address, expression, 1)
