@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.actors import PROCESS_KEY, STOP_PATIENCE, Host, Order, end_here
@@ -167,9 +167,11 @@ class Crew:
     def _take(self, member: Member, answer: Any) -> None:
         try:
             report = msgspec.json.decode(ray.get(answer), type=Report)
+        except ActorUnavailableError as error:
+            log.info("%s can't be reached now: %s", member.name, first_line(error))
         except RayActorError as error:
             # Ray says that it died. That is a hint; the proof is its process.
-            member.handle, member.why_gone = None, first_line(error)
+            member.handle = None
             member.record = member.record or self._kept_record(member.name)
             if member.record is None:
                 member.gone = True

@@ -69,6 +69,7 @@ def end(processes: Iterable[Identity], patience: float, kill_wait: float = 5.0) 
     if patience > 0:
         for process in waiting:
             process.signal(signal.SIGTERM)
+            process.signal(signal.SIGCONT)  # a stopped one would not hear of it
         waiting = _still_running(waiting, patience)
     for process in waiting:
         process.signal(signal.SIGKILL)

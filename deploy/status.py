@@ -9,7 +9,7 @@ from baton.errors import BatonError, StartupError
 from baton.v1 import cluster_pb2
 from deploy import state_file
 from deploy.client import Client
-from deploy.reports import Overview, read_overview
+from deploy.reports import Overview, View, read_overview
 from deploy.state_file import State
 
 
@@ -35,13 +35,13 @@ def collect(folder: Path) -> dict[str, Any]:
         try:
             status = client.status()
             serving = client.serving()
-        except BatonError as error:
-            problem = str(error)
+        except BatonError:
+            problem = f"the router at {state.grpc} does not answer"
     dead = overview is None or overview.supervisor.gone()
-    if dead:
-        problem = problem or "the supervisor does not run; Ray restarts it, unless Ray itself has gone"
     if dead and status is None:
-        problem += f". The cluster has died; `baton down --name {state.name}` clears away what is left"
+        problem = f"the cluster has died; `baton down --name {state.name}` clears away what is left"
+    elif dead:
+        problem = problem or "the supervisor does not run; Ray restarts it, unless Ray itself has gone"
     return {
         "cluster": state.name,
         "model": state.model,
@@ -71,7 +71,7 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: Overview 
         row: dict[str, Any] = {"name": name, "role": _role(process) if process else view.role if view else ""}
         row["node"] = process.node if process else view.node if view else ""
         row["pid"] = process.pid if process else view.identity.pid if view and view.identity else None
-        row["state"] = _state(process) if process else view.condition if view else ""
+        row["state"] = _state(process) if process else _condition(view)
         row["restarts"] = view.restarts if view else 0
         row["retry_in_s"] = round(view.retry_in, 1) if view else 0.0
         row["last_failure"] = view.failure.message if view and view.failure else ""
@@ -83,6 +83,13 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: Overview 
             row["heartbeat_age_ms"] = process.heartbeat_age_ms if process.HasField("heartbeat_age_ms") else None
         rows.append(row)
     return rows
+
+
+def _condition(view: View | None) -> str:
+    """The supervisor's word, which is stale once the supervisor has gone as well."""
+    if view is None:
+        return ""
+    return "gone" if view.identity is not None and view.identity.gone() else view.condition
 
 
 def _counts(status: cluster_pb2.GetStatusResponse | None) -> dict[str, int]:

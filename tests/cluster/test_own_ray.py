@@ -72,6 +72,20 @@ def test_an_up_that_fails_leaves_nothing(machine: Machine):
     assert machine.left_behind() == []
 
 
+def test_a_port_that_is_taken(machine: Machine):
+    script = "import socket; s = socket.create_server(('127.0.0.1', 50052)); print('on', flush=True); s.accept()"
+    with machine.start("python", "-c", script) as listener:
+        assert listener.stdout is not None
+        assert listener.stdout.readline() == "on\n"
+        up = machine.up()
+        (pid,) = machine.processes()
+        machine.kill(pid)
+    assert up.status == 1
+    assert up.json["error"]["reason"] == "port_in_use"
+    assert "127.0.0.1:50052" in up.json["error"]["message"]
+    assert machine.left_behind() == []
+
+
 def test_an_up_that_is_interrupted_or_killed_leaves_nothing(machine: Machine):
     for number, left in ((signal.SIGTERM, False), (signal.SIGKILL, True)):
         up = machine.start("python", "-m", "deploy", "up", "--model", MODEL)

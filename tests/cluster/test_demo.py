@@ -1,0 +1,18 @@
+"""`make demo` does what it says, where nothing else runs."""
+
+import sys
+
+import pytest
+
+from tests.cluster.machine import Machine
+
+pytestmark = pytest.mark.cluster
+
+
+def test_the_demo(machine: Machine):
+    demo = machine.run(sys.executable, "-m", "deploy.demo", timeout=120)
+    assert demo.status == 0, demo
+    assert "the same tokens to the end" in demo.out
+    assert "2 attempts" in demo.out
+    assert "nothing is left" in demo.out
+    assert machine.left_behind() == []
