@@ -8,6 +8,7 @@ pidfd taken from it tells of the process's death. SOCK_SEQPACKET keeps message b
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import struct
@@ -22,6 +23,7 @@ from baton.messages import Message
 
 MAX_PACKET_BYTES = 160 * 1_024  # below Linux's default socket buffer
 _QUEUE = 4_096  # packets kept for a peer that does not read
+_SO_PEERPIDFD = 77  # Linux 6.5 and later; Python has no name for it
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 M = TypeVar("M")
@@ -57,7 +59,13 @@ class UnixSocket(Generic[M]):
     def pidfd(self) -> int:
         """A descriptor that turns readable when the peer's process is gone. The caller closes it.
         Raises ProcessLookupError when it is gone already."""
-        return os.pidfd_open(self.pid)
+        try:
+            return self._socket.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        except OSError as error:
+            if error.errno == errno.ENOPROTOOPT:
+                # An older kernel: by number, which could in principle have been given to another process since.
+                return os.pidfd_open(self.pid)
+            raise ProcessLookupError(f"process {self.pid} is gone") from None
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send now, or queue and send with the next `flush`. Raises StoreGone when the peer has closed or has not
@@ -93,18 +101,18 @@ class UnixSocket(Generic[M]):
         except OSError as error:
             raise StoreGone(f"process {self.pid} has closed its connection: {error.strerror}") from None
         descriptors = _descriptors(ancillary)
-        if not packet:
-            raise StoreGone(f"process {self.pid} has closed its connection")
         try:
+            if not packet:
+                raise StoreGone(f"process {self.pid} has closed its connection")
             if flags & socket.MSG_TRUNC:
-                raise MalformedMessage(f"a packet above {MAX_PACKET_BYTES} bytes")
+                raise MalformedMessage(f"process {self.pid} sent a packet above {MAX_PACKET_BYTES} bytes")
             return self._decoder.decode(packet), descriptors
-        except (MalformedMessage, msgspec.MsgspecError, ValueError) as error:
+        except Exception as error:
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise MalformedMessage(
-                f"process {self.pid} sent {len(packet)} bytes that are no message: {error}"
-            ) from None
+            if isinstance(error, ValueError | msgspec.MsgspecError):
+                raise MalformedMessage(f"process {self.pid} sent {len(packet)} bytes, no message: {error}") from None
+            raise
 
     def close(self) -> None:
         self._socket.close()

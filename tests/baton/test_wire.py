@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import select
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -187,6 +192,39 @@ def test_a_unix_socket_carries_messages_descriptors_and_identity(
     assert os.pread(descriptor, 6, 0) == b"shared"
     os.close(descriptor)
     os.close(memory)
+
+
+def test_a_pidfd_tells_of_the_peers_death() -> None:
+    address = f"baton-test/{secrets.token_hex(8)}"
+    listener: UnixListener[StoreCall] = UnixListener(address, StoreCall)
+    program = f"import socket; s = socket.socket(1, 5); s.connect(b'\\0{address}'); s.recv(1)"
+    child = subprocess.Popen([sys.executable, "-c", program])
+    eventually(lambda: select.select([listener], [], [], 0)[0] != [])
+    server = listener.accept()
+    assert server is not None
+    assert server.pid == child.pid
+    pidfd = server.pidfd()
+    assert select.select([pidfd], [], [], 0)[0] == []
+    child.kill()
+    assert select.select([pidfd], [], [], DEADLINE)[0] == [pidfd]
+    child.wait()
+    os.close(pidfd)
+    server.close()
+    listener.close()
+
+
+def test_descriptors_beside_garbage_are_closed(
+    pair: tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]],
+) -> None:
+    server, client = pair
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for junk in (b"", b"junk"):
+        memory = os.memfd_create("test")
+        socket.send_fds(client._socket, [junk], [memory])
+        os.close(memory)
+        with pytest.raises((StoreGone, MalformedMessage)):
+            server.receive()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_closed_unix_socket_is_told(pair: tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]]) -> None:
