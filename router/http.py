@@ -22,12 +22,12 @@ class Http:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/discovery", self._discovery)
         app.router.add_get("/healthz", self._healthz)
-        self._runner = web.AppRunner(app, access_log=_ACCESS_LOG, handle_signals=False)
+        self._runner = web.AppRunner(app, access_log=_ACCESS_LOG, handle_signals=False, shutdown_timeout=1.0)
 
     async def start(self, host: str, port: int) -> str:
         """Listen; returns "host:port". Raises PortInUse or StartupError."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, reuse_port=False, shutdown_timeout=1.0)
+        site = web.TCPSite(self._runner, host, port, reuse_port=False)
         try:
             await site.start()
         except OSError as error:

@@ -230,8 +230,8 @@ class Life:
         self._run(request, attempt, now)
 
     def short(self, request: Request, attempt: Attempt, event: messages.Have, now: float) -> None:
-        """A fetch ended short: the prefill worker has died, perhaps, and we have not noticed yet; or its pages have been
-        evicted since. Whichever, it is not asked again for this request."""
+        """A fetch ended short: the prefill worker has died, perhaps, and we have not noticed yet; or its pages have
+        been evicted since. Whichever, it is not asked again for this request."""
         self._accept(request, attempt, now)  # or nothing could have been fetched: so this counts as an attempt
         if attempt.prefill is not None:
             request.failed_on.add(attempt.prefill)
@@ -453,7 +453,9 @@ class Life:
                 self._out.note(f"finished: {reason}, {summary.usage}", request.name)
             case Failed(error=error):
                 self.failed[error.reason] += 1
-                self._out.note(f"failed: {error.reason}: {error}", request.name, warning=True)
+                self._out.note(
+                    f"failed: {error.reason}: {error}", request.name, warning=not isinstance(error, InvalidRequest)
+                )
             case Cancelled(why=why):
                 self.cancelled += 1
                 self._out.note(f"cancelled: {why}", request.name)

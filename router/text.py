@@ -89,12 +89,14 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Text that is safe to give out, and whether a stop string was met; then the text ends before it."""
+        """Text that is safe to give out, and whether a stop string was met; then the text ends before it.
+
+        The first is the one that is complete first, so that it does not depend on how the text was cut into pieces."""
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            return text[: min(found)[1]], True
         safe = len(text) - self._overhang(text)
         self._held = text[safe:]
         return text[:safe], False

@@ -1,0 +1,126 @@
+"""A real router on real sockets, with workers of the model cluster behind it, all in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+
+from baton import config as settings
+from baton.v1 import generation_pb2
+from baton.wire import Link
+from router.service import Addresses, serve
+from tests.router import tokenizers
+from tests.router.model import CONFIG, CONTEXT, EOS, VOCAB, Cluster, Process
+
+
+def model_folder(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    config = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "eos_token_id": EOS}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizers.byte_level().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def settings_for(folder: Path, **router: Any) -> settings.Config:
+    ports = {"grpc_port": 0, "internal_port": 0, "http_port": 0} | router
+    return msgspec.structs.replace(
+        CONFIG,
+        model=settings.ModelConfig(path=str(model_folder(folder / "small"))),
+        cluster=msgspec.structs.replace(CONFIG.cluster, heartbeat_ms=50, silence_ms=1_000),
+        router=msgspec.structs.replace(CONFIG.router, **ports),
+    )
+
+
+class Served:
+    """A running router, and the workers that a test starts behind it."""
+
+    def __init__(self, addresses: Addresses) -> None:
+        self.addresses = addresses
+        self.cluster = Cluster()
+        self.step_seconds = 0.002
+        self._links: dict[str, Link[Any]] = {}
+
+    def start(self, role: Any, name: str, **more: Any) -> Process:
+        process = self.cluster.start(role, name, **more)
+        self._links[process.peer.incarnation] = Link(self.addresses.internal, process.peer, _heard(role))
+        return process
+
+    def kill(self, process: Process) -> None:
+        self.cluster.kill(process)
+        self._links.pop(process.peer.incarnation).close()
+
+    async def work(self) -> None:
+        """The workers' loops."""
+        while True:
+            self.cluster.now = time.monotonic()
+            for process in list(self.cluster.processes.values()):
+                if not process.stopped:
+                    self._turn(process, self._links[process.peer.incarnation])
+            await asyncio.sleep(self.step_seconds)
+
+    def _turn(self, process: Process, link: Link[Any]) -> None:
+        process.inbox.extend(link.receive())
+        while process.inbox:
+            self.cluster.receive(process)
+        self.cluster.turn(process)
+        self.cluster.step(process)
+        for queue in (process.outbox, process.heart):
+            while queue:
+                envelope = queue.popleft()
+                link.send(envelope.addressee, envelope.message)
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+    def generation(self, channel: grpc.aio.Channel) -> Any:
+        from baton.v1 import generation_pb2_grpc
+
+        return generation_pb2_grpc.GenerationStub(channel)
+
+
+def _heard(role: str) -> Any:
+    from baton import messages
+
+    return {"decode": messages.ToDecode, "prefill": messages.ToPrefill, "store": messages.ToStore}[role]
+
+
+@contextlib.asynccontextmanager
+async def served(config: settings.Config) -> AsyncIterator[Served]:
+    """A router that serves until the block is left."""
+    stop = asyncio.Event()
+    ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
+    router = asyncio.create_task(serve(config, "router", "a", stop, ready.set_result))
+    await asyncio.wait([router, ready], return_when=asyncio.FIRST_COMPLETED, timeout=20)
+    if router.done():
+        router.result()
+    running = Served(await ready)
+    workers = asyncio.create_task(running.work())
+    try:
+        yield running
+    finally:
+        stop.set()
+        await asyncio.wait_for(router, 10)
+        workers.cancel()
+        running.close()
+        with contextlib.suppress(asyncio.CancelledError):
+            await workers
+
+
+async def collect(call: Any) -> tuple[str, list[int], generation_pb2.Finished]:
+    """A whole stream: its text, its tokens, and how it finished."""
+    text, tokens = "", list[int]()
+    async for response in call:
+        if response.HasField("finished"):
+            return text, tokens, response.finished
+        text += response.delta.text
+        tokens += response.delta.token_ids
+    raise AssertionError("the stream ended without a Finished")

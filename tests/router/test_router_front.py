@@ -1,0 +1,377 @@
+"""The front doors, with a real gRPC server, real ZMQ sockets, and workers whose output is known beforehand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from baton import config as settings
+from baton.errors import BatonError, ModelNotFound, Overloaded, PortInUse, all_errors
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
+from router import front
+from router.relay import Relay
+from tests.router import tokenizers
+from tests.router.model import expected
+from tests.router.served import Served, collect, served, settings_for
+
+PROMPT = list(range(20, 40))
+SEED = 4  # with which the model has no end of sequence in the first tokens after PROMPT
+
+
+def request(**fields: Any) -> generation_pb2.GenerateRequest:
+    if "text" not in fields:
+        fields["token_ids"] = generation_pb2.TokenIds(ids=fields.pop("tokens", PROMPT))
+    return generation_pb2.GenerateRequest(**{"seed": SEED, "max_tokens": 12, **fields})
+
+
+async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    """Wait for a condition, which may be a coroutine."""
+    async with asyncio.timeout(seconds):
+        while True:
+            met = condition()
+            if await met if asyncio.iscoroutine(met) else met:
+                return
+            await asyncio.sleep(0.01)
+
+
+class Client:
+    def __init__(self, router: Served, channel: grpc.aio.Channel) -> None:
+        self.router = router
+        self.generation: Any = generation_pb2_grpc.GenerationStub(channel)
+        self.cluster: Any = cluster_pb2_grpc.ClusterStub(channel)
+        self.health: Any = health_pb2_grpc.HealthStub(channel)
+        self.reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+
+    async def status(self) -> cluster_pb2.GetStatusResponse:
+        return await self.cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=5)
+
+    async def serving(self, service: str = "") -> bool:
+        answer = await self.health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    async def joined(self, count: int) -> None:
+        async def all_here() -> bool:
+            return len((await self.status()).processes) > count
+
+        await until(all_here)
+
+    async def refused(self, asked: generation_pb2.GenerateRequest, **options: Any) -> tuple[Any, str, dict[str, str]]:
+        """Status, details and trailing metadata of a request that must fail."""
+        call = self.generation.Generate(asked, **options)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(call)
+        error = caught.value
+        return error.code(), error.details() or "", dict(error.trailing_metadata() or ())
+
+
+@contextlib.asynccontextmanager
+async def cluster(config: settings.Config, *processes: str) -> AsyncIterator[Client]:
+    """A router with these workers, each named after its role."""
+    async with served(config) as router, grpc.aio.insecure_channel(router.addresses.grpc) as channel:
+        for name in processes:
+            router.start(name.partition("-")[0], name)
+        client = Client(router, channel)
+        await client.joined(len(processes))
+        yield client
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_a_stream_of_tokens(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(settings_for(tmp_path), "decode-0", "prefill-0", "store-0") as client:
+            text, tokens, finished = await collect(client.generation.Generate(request(request_id="mine")))
+            assert tokens == expected(SEED, len(PROMPT), 12)[0]
+            assert text == tokenizers.byte_level().decode(tokens)
+            assert finished.finish_reason == generation_pb2.FINISH_REASON_LENGTH
+            assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (20, 12)
+            assert (finished.request_id, finished.seed) == ("mine", SEED)
+            work, timing = finished.work, finished.timing
+            assert (work.attempts, work.prefill_worker, list(work.decode_workers)) == (1, "prefill-0", ["decode-0"])
+            order = [timing.submitted, timing.placed, timing.accepted, timing.prefilled, timing.started]
+            order += [timing.first_token, timing.finished]
+            assert order == sorted(order)
+            assert all(timing.HasField(name) for name in ("prefilled", "started", "prefill_queue"))
+            await until(lambda: not any(p.sequences or p.jobs for p in client.router.cluster.processes.values()))
+
+    run(test)
+
+
+def test_text_stop_strings_and_drawn_seeds(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(settings_for(tmp_path), "decode-0") as client:
+            prompt = tokenizers.byte_level().encode("The quick brown fox").ids
+            whole, tokens, finished = await collect(
+                client.generation.Generate(request(text="The quick brown fox", max_tokens=40, ignore_eos=True))
+            )
+            assert finished.usage.prompt_tokens == len(prompt)
+            assert tokens[:3] == expected(SEED, len(prompt), 3)[0]
+            stop = whole[len(whole) // 2 :][:3]
+            text, cut, finished = await collect(
+                client.generation.Generate(
+                    request(text="The quick brown fox", max_tokens=40, ignore_eos=True, stop=[stop])
+                )
+            )
+            assert text == whole[: whole.index(stop)]
+            assert cut == tokens[: len(cut)]
+            assert finished.finish_reason == generation_pb2.FINISH_REASON_STOP
+            assert finished.usage.completion_tokens == len(cut)
+            drawn = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[5]), max_tokens=1)
+            seeds = {(await collect(client.generation.Generate(drawn)))[2].seed for _ in range(3)}
+            assert len(seeds) == 3
+
+    run(test)
+
+
+def test_a_death_is_not_seen_by_the_client(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(settings_for(tmp_path), "decode-0", "decode-1") as client:
+            client.router.step_seconds = 0.01
+            call = client.generation.Generate(request(max_tokens=150, ignore_eos=True))
+            tokens: list[int] = []
+            killed = False
+            async for response in call:
+                tokens += response.delta.token_ids
+                if len(tokens) >= 20 and not killed:
+                    killed = True
+                    busy = next(p for p in client.router.cluster.processes.values() if p.sequences)
+                    client.router.kill(busy)
+                if response.HasField("finished"):
+                    assert response.finished.work.attempts == 2
+                    assert len(response.finished.work.decode_workers) == 2
+            assert len(tokens) == 150
+            position = len(PROMPT)
+            from tests.router.model import token_at
+
+            assert tokens == [token_at(SEED, position + i) for i in range(150)]
+
+    run(test)
+
+
+def test_errors_are_statuses_with_a_reason(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(settings_for(tmp_path, max_queued=0)) as client:
+            code, details, metadata = await client.refused(request(model="gpt-17"))
+            assert (code, metadata[front.REASON]) == (grpc.StatusCode.NOT_FOUND, "model_mismatch")
+            assert "gpt-17" in details
+            code, details, _ = await client.refused(request(temperature=-1.0))
+            assert code == grpc.StatusCode.INVALID_ARGUMENT
+            assert "temperature is -1.0" in details
+            code, _, metadata = await client.refused(request(max_tokens=4_096))
+            assert (code, metadata[front.REASON]) == (grpc.StatusCode.INVALID_ARGUMENT, "context_too_long")
+            code, _, metadata = await client.refused(request())
+            assert (code, metadata[front.REASON]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
+            assert int(metadata[front.RETRY_AFTER]) > 0
+            code, _, _ = await client.refused(request(text="x" * 17 * 2**20))
+            assert code == grpc.StatusCode.RESOURCE_EXHAUSTED  # larger than any message may be
+
+    run(test)
+
+
+def test_our_own_mistakes_are_logged_and_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a secret of the router")
+
+    monkeypatch.setattr(Relay, "submit", broken)
+
+    async def test() -> None:
+        async with cluster(settings_for(tmp_path), "decode-0") as client:
+            code, details, _ = await client.refused(request())
+            assert code == grpc.StatusCode.INTERNAL
+            assert "secret" not in details
+            assert "Traceback" not in details
+
+    run(test)
+
+
+def test_a_client_that_leaves_frees_its_worker(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(settings_for(tmp_path), "decode-0") as client:
+            (worker,) = client.router.cluster.processes.values()
+            call = client.generation.Generate(request(max_tokens=900, ignore_eos=True))
+            await call.read()
+            assert worker.sequences
+            call.cancel()
+            await until(lambda: not worker.sequences)
+            assert (await client.status()).counts.cancelled == 1
+            code, _, _ = await client.refused(request(max_tokens=900, ignore_eos=True), timeout=0.2)
+            assert code == grpc.StatusCode.DEADLINE_EXCEEDED
+            await until(lambda: not worker.sequences)
+
+    run(test)
+
+
+def test_a_router_that_stops_says_so(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            router = await stack.enter_async_context(served(settings_for(tmp_path)))
+            async with grpc.aio.insecure_channel(router.addresses.grpc) as channel:
+                worker = router.start("decode", "decode-0")
+                call = Client(router, channel).generation.Generate(request(max_tokens=900, ignore_eos=True))
+                reading = asyncio.create_task(collect(call))
+                await until(lambda: worker.sequences)
+                await stack.pop_all().aclose()
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await reading
+                assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+                assert "stopping" in (caught.value.details() or "")
+
+    run(test)
+
+
+def test_status_health_and_reflection(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(settings_for(tmp_path)) as client:
+            assert not await client.serving()
+            assert await client.serving("baton.v1.Cluster")
+            assert not (await client.status()).HasField("model")
+            decode = client.router.start("decode", "decode-0")
+            client.router.start("store", "store-0")
+            await client.joined(2)
+            await until(lambda: client.serving("baton.v1.Generation"))
+            await collect(client.generation.Generate(request()))
+            status = await client.status()
+            by_name = {process.name: process for process in status.processes}
+            assert list(by_name) == ["router", "decode-0", "store-0"]
+            assert by_name["router"].role == cluster_pb2.ROLE_ROUTER
+            assert by_name["router"].metrics_address == client.router.addresses.http
+            assert by_name["decode-0"].incarnation == decode.peer.incarnation
+            assert by_name["decode-0"].state == cluster_pb2.PROCESS_STATE_LIVE
+            assert by_name["decode-0"].heartbeat_age_ms < 1_000
+            assert (status.model.page_size, status.model_name, status.cluster) == (4, "small", "baton")
+            assert status.log_dir.endswith("logs")
+            assert (status.counts.finished, status.counts.placed_local) == (1, 1)
+            client.router.kill(decode)
+
+            async def not_serving() -> bool:
+                return not await client.serving()
+
+            await until(not_serving)
+            states = {process.name: process.state for process in (await client.status()).processes}
+            assert states["decode-0"] == cluster_pb2.PROCESS_STATE_SILENT
+            call = client.reflection.ServerReflectionInfo()
+            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            services = {service.name for service in (await call.read()).list_services_response.service}
+            assert {"baton.v1.Generation", "baton.v1.Cluster", "grpc.health.v1.Health"} <= services
+            await call.done_writing()
+
+    run(test)
+
+
+def test_the_http_port(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(settings_for(tmp_path)) as client, aiohttp.ClientSession() as http:
+            base = f"http://{client.router.addresses.http}"
+            async with http.get(f"{base}/healthz") as answer:
+                assert answer.status == 503
+            client.router.start("decode", "decode-0")
+            await client.joined(1)
+            await collect(client.generation.Generate(request()))
+            async with http.get(f"{base}/healthz") as answer:
+                assert answer.status == 200
+            async with http.get(f"{base}/discovery") as answer:
+                assert answer.content_type == "application/json"
+                assert await answer.json() == [
+                    {
+                        "targets": [client.router.addresses.http],
+                        "labels": {"role": "router", "node": "a", "name": "router"},
+                    }
+                ]
+            await asyncio.sleep(0.1)
+            async with http.get(f"{base}/metrics") as answer:
+                page = await answer.text()
+            assert 'baton_request_success_total{finished_reason="length"} 1.0' in page
+            assert "baton_generation_tokens_total 12.0" in page
+            assert "baton_time_to_first_token_seconds_count 1.0" in page
+
+    run(test)
+
+
+@pytest.mark.parametrize("port", ["grpc_port", "internal_port", "http_port"])
+def test_a_port_in_use_is_named(tmp_path: Path, port: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+
+        async def test() -> None:
+            async with served(settings_for(tmp_path, **{port: number})):
+                pass
+
+        with pytest.raises(PortInUse, match=str(number)):
+            run(test)
+
+
+def test_the_command_says_where_it_listens_and_ends_when_told(tmp_path: Path) -> None:
+    file = tmp_path / "baton.yaml"
+    config = settings_for(tmp_path)
+    file.write_text(settings.dump(config))
+    with subprocess.Popen(
+        [sys.executable, "-m", "router", "--config", str(file), "--name", "router", "--node", "a"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        addresses = json.loads(process.stdout.readline())
+        assert set(addresses) == {"grpc", "internal", "http"}
+        taken = addresses["grpc"].rpartition(":")[2]
+        file.write_text(settings.dump(settings_for(tmp_path, grpc_port=int(taken))))
+        second = subprocess.run(
+            [sys.executable, "-m", "router", "--config", str(file), "--name", "router"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert second.returncode == 1
+        assert taken in second.stderr
+        assert "Traceback" not in second.stderr
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_an_unknown_model_is_named(tmp_path: Path) -> None:
+    config = settings.Config(model=settings.ModelConfig(path=str(tmp_path)))
+
+    async def test() -> None:
+        async with served(config):
+            pass
+
+    with pytest.raises(ModelNotFound, match=str(tmp_path)):
+        run(test)
+
+
+# --- the seam ---
+
+
+@pytest.mark.parametrize("error", list(all_errors()), ids=lambda error: error.__name__)
+def test_every_error_has_a_status_and_a_reason(error: type[BatonError]) -> None:
+    code, metadata = front.status_of(error("what was wrong"))
+    assert code.name == error.status
+    assert code is not grpc.StatusCode.OK
+    assert dict(metadata)[front.REASON] == error.reason
+    assert error.reason.isascii()
+
+
+def test_an_overload_says_when_to_come_again() -> None:
+    _, metadata = front.status_of(Overloaded("full", retry_after_ms=1_234))
+    assert dict(metadata)[front.RETRY_AFTER] == "1234"

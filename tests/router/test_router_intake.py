@@ -1,0 +1,159 @@
+"""What clients send and what checkpoints say, checked field by field."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.config import ModelConfig
+from baton.errors import BatonError, InvalidRequest, ModelError, ModelMismatch, ModelNotFound
+from baton.messages import Sampling
+from baton.v1 import generation_pb2 as pb
+from kvstore.keys import unpack_tokens
+from router.admission import ModelLimits
+from router.intake import take_in
+from router.model_files import ServedModel, load
+from router.text import Tokenizer
+from tests.router import tokenizers
+
+MODEL = ServedModel(
+    name="small",
+    tokenizer=Tokenizer(tokenizers.byte_level()),
+    limits=ModelLimits(400, 1_000),
+    eos=(1,),
+    defaults=Sampling(temperature=0.6, top_p=0.9, top_k=20, min_p=0.05),
+)
+BARE = ServedModel("bare", None, MODEL.limits, (), Sampling())
+
+
+def seed() -> int:
+    return 42
+
+
+def ids(*tokens: int) -> pb.TokenIds:
+    return pb.TokenIds(ids=tokens)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "says"),
+    [
+        ({}, InvalidRequest, "prompt"),
+        ({"text": ""}, InvalidRequest, "prompt"),
+        ({"model": "large"}, ModelMismatch, "'large'"),
+        ({"temperature": -0.5}, InvalidRequest, "temperature is -0.5"),
+        ({"temperature": math.nan}, InvalidRequest, "temperature is nan"),
+        ({"temperature": math.inf}, InvalidRequest, "temperature is inf"),
+        ({"top_p": 0.0}, InvalidRequest, "top_p is 0.0"),
+        ({"top_p": 1.5}, InvalidRequest, "top_p is 1.5"),
+        ({"top_p": math.nan}, InvalidRequest, "top_p is nan"),
+        ({"min_p": -0.5}, InvalidRequest, "min_p is -0.5"),
+        ({"min_p": 1.5}, InvalidRequest, "min_p is 1.5"),
+        ({"min_p": math.nan}, InvalidRequest, "min_p is nan"),
+        ({"seed": 2**63}, InvalidRequest, "seed is 9223372036854775808"),
+        ({"logprobs": 21}, InvalidRequest, "logprobs is 21"),
+        ({"stop": [""]}, InvalidRequest, "stop has a string of 0"),
+        ({"stop": ["x" * 2_000]}, InvalidRequest, "stop has a string of 2000"),
+        ({"stop": [str(i) for i in range(17)]}, InvalidRequest, "stop has 17"),
+        ({"stop_token_ids": [400]}, InvalidRequest, "stop_token_ids has 400"),
+        ({"request_id": "a b"}, InvalidRequest, "request_id is 'a b'"),
+        ({"request_id": "x" * 81}, InvalidRequest, "request_id"),
+        ({"request_id": "line\nbreak"}, InvalidRequest, "request_id"),
+    ],
+)
+def test_bad_fields_are_named_with_their_value(fields: dict[str, Any], kind: type[BatonError], says: str) -> None:
+    prompt = {} if "text" in fields or not fields else {"token_ids": ids(5)}
+    with pytest.raises(kind, match=says):
+        take_in(pb.GenerateRequest(**prompt, **fields), MODEL, seed)
+
+
+def test_what_is_open_is_filled_in() -> None:
+    intake = take_in(pb.GenerateRequest(text="fox"), MODEL, seed)
+    assert intake.sampling == Sampling(0.6, 0.9, 20, 0.05, 42)
+    assert intake.stop_token_ids == (1,)
+    assert intake.max_tokens is None
+    assert unpack_tokens(intake.tokens) == list(intake.prompt) == tokenizers.byte_level().encode("fox").ids
+
+
+def test_what_is_given_wins() -> None:
+    request = pb.GenerateRequest(
+        token_ids=ids(5, 6),
+        model="small",
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        seed=7,
+        max_tokens=3,
+        stop=["a", "b", "a"],
+        stop_token_ids=[9, 9],
+        ignore_eos=True,
+        logprobs=0,
+        request_id="mine",
+        priority=-2,
+    )
+    intake = take_in(request, MODEL, seed)
+    assert intake.sampling == Sampling(0.0, 1.0, 0, 0.0, 7, 0)
+    assert (intake.stops, intake.stop_token_ids) == (("a", "b"), (9,))
+    assert (intake.max_tokens, intake.request_id, intake.priority) == (3, "mine", -2)
+
+
+@pytest.mark.parametrize("fields", [{"text": "fox"}, {"token_ids": ids(5), "stop": ["x"]}])
+def test_without_a_tokenizer_there_is_no_text(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
+        take_in(pb.GenerateRequest(**fields), BARE, seed)
+
+
+# --- checkpoints ---
+
+
+def checkpoint(folder: Path, config: object, generation: object = None) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    tokenizers.byte_level().save(str(folder / "tokenizer.json"))
+    return ModelConfig(path=str(folder))
+
+
+CONFIG = {"vocab_size": 400, "max_position_embeddings": 1_000, "eos_token_id": 1}
+
+
+def test_a_checkpoint_is_read(tmp_path: Path) -> None:
+    model = load(checkpoint(tmp_path, CONFIG))
+    assert (model.name, model.eos, model.limits) == (tmp_path.name, (1,), ModelLimits(400, 1_000))
+    assert model.defaults == Sampling()
+    assert model.tokenizer is not None
+
+
+def test_generation_settings_win_and_count_only_where_sampling_is_recommended(tmp_path: Path) -> None:
+    recommended = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [2, 3]}
+    model = load(checkpoint(tmp_path, CONFIG, recommended))
+    assert model.defaults == Sampling(temperature=0.6, top_k=20)
+    assert model.eos == (2, 3)
+    assert load(checkpoint(tmp_path, CONFIG, recommended | {"do_sample": False})).defaults == Sampling()
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "kind", "says"),
+    [
+        ([], None, ModelError, "list"),
+        ({}, None, ModelError, "vocab_size is None"),
+        (CONFIG | {"eos_token_id": "x"}, None, ModelError, "eos_token_id is 'x'"),
+        (CONFIG, {"do_sample": True, "top_p": 7}, ModelError, "top_p"),
+    ],
+)
+def test_a_checkpoint_that_makes_no_sense(
+    tmp_path: Path, config: object, generation: object, kind: type[BatonError], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        load(checkpoint(tmp_path, config, generation))
+
+
+def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=str(tmp_path)):
+        load(ModelConfig(path=str(tmp_path)))
+    with pytest.raises(ModelNotFound, match="empty"):
+        load(ModelConfig())

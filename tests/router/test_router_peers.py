@@ -1,0 +1,307 @@
+"""Who is who, and what heartbeats prove: joining, leaving, being replaced, waking up; lost and late messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.clock import Tick
+from baton.messages import (
+    Accepted,
+    Cancel,
+    Decode,
+    Envelope,
+    Hello,
+    Introduce,
+    Peer,
+    Prefill,
+    Rejected,
+    Resend,
+    RouterHeartbeat,
+    SnapshotRequest,
+    Started,
+    Welcome,
+)
+from kvstore.events import AllBlocksCleared, Batch
+from router.events import Finished, Forget, Heard, KvEvents, Send, Subscribe, Unsubscribe
+from tests.router.lab import Lab, held, named
+from tests.router.model import NAMESPACE, ROUTER, card
+
+
+def names(lab: Lab) -> dict[str, str | None]:
+    return {view.peer.name: view.gone for view in lab.state.processes(lab.now)}
+
+
+# --- joining ---
+
+
+def test_a_hello_is_welcomed_followed_and_asked_for_its_pages() -> None:
+    lab = Lab()
+    commands = lab.hello("decode", "decode-0", events="tcp://127.0.0.1:5")
+    assert Send("decode-0.1", Welcome(ROUTER, 250, 1_000)) in commands
+    assert Subscribe("decode-0.1", "tcp://127.0.0.1:5") in commands
+    assert Send("decode-0.1", SnapshotRequest()) in commands
+    assert lab.state.serving
+    again = lab.hello("decode", "decode-0", events="tcp://127.0.0.1:5")
+    assert [type(c) for c in again] == [Send]  # welcomed again, and nothing else
+
+
+def changed(**fields: Any):
+    return card(namespace=msgspec.structs.replace(NAMESPACE, **fields))
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"protocol": 99}, ("protocol is 99", "speaks 1")),
+        ({"model": None}, ("model", "missing")),
+        ({"model": changed(page_size=32)}, ("page_size is 32", "has 4")),
+        ({"model": changed(kv_dtype="bfloat16")}, ("namespace.kv_dtype is 'bfloat16'", "has 'float32'")),
+        ({"model": changed(model=b"x" * 16)}, ("namespace.model is " + b"x".hex() * 16, b"m".hex() * 16)),
+        ({"model": msgspec.structs.replace(card(), page_bytes=1)}, ("page_bytes is 1", "has 1024")),
+        ({"role": "router"}, ("role", "router")),
+        ({"role": "store", "node": "a", "name": "store-9"}, ("node a", "store-0")),
+    ],
+)
+def test_who_does_not_fit_is_rejected_by_field_and_both_values(more: dict[str, Any], says: tuple[str, ...]) -> None:
+    lab = Lab()
+    lab.split()
+    arguments = {"role": "decode", "name": "decode-9", "node": "b"} | more
+    commands = lab.hello(**arguments)
+    (rejected,) = lab.sent(Rejected)
+    assert rejected.reason == "incompatible"
+    assert all(part in rejected.message for part in says), rejected.message
+    assert commands[-1] == Forget(f"{arguments['name']}.1")
+    assert len(names(lab)) == 3
+
+
+def test_the_first_live_worker_sets_the_namespace_until_nobody_of_it_is_left() -> None:
+    lab = Lab()
+    lab.join("decode", "decode-0")
+    lab.join("decode", "decode-1", model=changed(numerics=2))
+    assert lab.sent(Rejected)
+    lab.advance(1.1)
+    lab.join("decode", "decode-1", model=changed(numerics=2))
+    assert lab.state.card == changed(numerics=2)
+
+
+def test_nobody_speaks_for_another() -> None:
+    lab = Lab()
+    peer = Peer("decode", "decode-0", "a", "victim", 1)
+    lab.tell(Heard(Envelope("thief", "", 1, Hello(peer, model=card()))))
+    assert not names(lab)
+
+
+def test_a_stranger_is_asked_to_introduce_itself() -> None:
+    lab = Lab()
+    assert lab.say("nobody.1", Accepted("r", 1)) == [Send("nobody.1", Introduce()), Forget("nobody.1")]
+
+
+# --- leaving ---
+
+
+def test_a_silent_peer_is_gone_with_its_pages_in_one_step() -> None:
+    lab = Lab()
+    decode, _, store = lab.split()
+    order = lab.submit("first", prompt=14)
+    lab.holds(store, order, 3)
+    assert {v.peer.name: v.pages_known for v in lab.state.processes(lab.now)}["store-0"] == 3
+    lab.now += 0.9
+    lab.beat(decode, held("first", 1, 14))
+    commands = lab.advance(0.2)
+    assert Unsubscribe(store) in commands
+    assert names(lab) == {"decode-0": None, "prefill-0": "silent", "store-0": "silent"}
+    lab.submit("second", prompt=14)
+    assert lab.decode.fetch == 0
+
+
+def test_a_stuck_worker_is_gone_though_its_heart_beats_and_is_left_alone_until_it_gets_on() -> None:
+    lab = Lab()
+    one, two = lab.colocated(2)
+    lab.submit()
+    assert lab.beat(one, held("r", 1, 10), age=5_001)
+    assert lab.to(lab.decode) == two
+    assert names(lab) == {"decode-0": "stuck", "decode-1": None}
+    assert lab.beat(one, held("r", 1, 10), age=9_000) == []
+    assert [type(c.message) for c in lab.beat(one, age=0) if isinstance(c, Send)] == [Introduce]
+
+
+def test_a_hello_of_the_same_name_replaces_the_live_one_at_once() -> None:
+    lab = Lab()
+    old = lab.join("decode", "decode-0")
+    lab.submit()
+    new = lab.join("decode", "decode-0", incarnation="decode-0.2")
+    assert lab.to(lab.decode) == new
+    assert lab.decode.attempt == 2
+    lab.tokens(old, "r", 1, 10, 50)
+    lab.tokens(old, "r", 2, 10, 50)
+    assert lab.emitted() == []
+    assert len(lab.sent(Introduce, old)) == 2
+
+
+def test_a_stopped_worker_that_wakes_is_rejected_while_its_successor_lives_and_no_longer() -> None:
+    lab = Lab()
+    old = lab.join("decode", "decode-0")
+    lab.advance(1.1)
+    new = lab.join("decode", "decode-0", incarnation="decode-0.2")
+    lab.say(old, Accepted("r", 1))
+    assert lab.sent(Introduce, old)
+    lab.hello("decode", "decode-0", incarnation=old)
+    (rejected,) = lab.sent(Rejected, old)
+    assert "replaced by decode-0.2" in rejected.message
+    lab.advance(1.1)  # now the successor is gone too
+    lab.hello("decode", "decode-0", incarnation=old)
+    assert lab.state.stats().live["decode"] == 1
+    lab.hello("decode", "decode-0", incarnation=new)
+    assert [view.peer.incarnation for view in lab.state.processes(lab.now)] == [new]
+
+
+def test_who_comes_back_is_not_judged_by_what_it_had_heard_before() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    for _ in range(20):
+        lab.advance(0.3)
+        lab.beat(decode)
+    stale = lab.counts[decode]
+    lab.advance(1.1)
+    lab.hello("decode", "decode-0")
+    lab.submit()
+    for _ in range(3):
+        lab.beat(decode, heard=stale)
+    assert lab.decode.attempt == 1
+
+
+def test_our_own_pause_is_nobodys_fault() -> None:
+    lab = Lab()
+    lab.split()
+    lab.submit(prompt=14)
+    lab.now += 30
+    lab.tell(Tick(paused=30))
+    assert set(names(lab).values()) == {None}
+    assert lab.alive()
+    lab.advance(1.1)
+    assert None not in names(lab).values()
+
+
+# --- heartbeats ---
+
+
+def test_heartbeats_list_what_a_worker_has_been_given() -> None:
+    lab = Lab()
+    decode, prefill, store = lab.split()
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1))
+    lab.advance(0.3)
+    for peer, attempts in ((decode, (named("r", 1),)), (prefill, (named("r", 1),)), (store, ())):
+        assert lab.sent(RouterHeartbeat, peer)[-1].attempts == attempts
+    lab.say(decode, Started("r", 1))
+    lab.advance(0.3)
+    assert lab.sent(RouterHeartbeat, prefill)[-1].attempts == ()
+
+
+def test_an_attempt_is_lost_once_two_heartbeats_that_should_know_it_do_not() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit()
+    sent_at = lab.counts[decode]
+    for _ in range(5):
+        lab.beat(decode, heard=sent_at - 1)
+    assert lab.decode.attempt == 1
+    lab.beat(decode, heard=sent_at)
+    assert lab.decode.attempt == 1
+    lab.beat(decode, heard=sent_at)
+    assert lab.decode.attempt == 2
+
+
+def test_a_lost_prefill_is_a_new_attempt() -> None:
+    lab = Lab()
+    decode, prefill, _ = lab.split()
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1))
+    lab.beat(prefill)
+    lab.beat(prefill)
+    assert lab.decode.attempt == 2
+    assert lab.cancelled(decode) == [1]
+
+
+def test_what_the_router_does_not_know_is_cancelled() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit()
+    commands = lab.beat(decode, held("r", 1, 10), held("old", 3, 5))
+    assert [c.message for c in commands if isinstance(c, Send)] == [Cancel("old", 3)]
+
+
+def test_a_lost_accepted_is_made_up_for_by_two_heartbeats() -> None:
+    lab = Lab()
+    decode, prefill, _ = lab.split()
+    lab.submit(prompt=14)
+    lab.beat(decode, held("r", 1, 14))
+    assert not lab.sent(Prefill)
+    lab.beat(decode, held("r", 1, 14))
+    assert lab.to(lab.prefill) == prefill
+    lab.say(decode, Accepted("r", 1))
+    assert len(lab.sent(Prefill)) == 1
+
+
+def test_lost_tokens_are_asked_for_after_two_heartbeats_that_show_more() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit(prompt=10, max_tokens=20)
+    lab.tokens(decode, "r", 1, 10, 50)
+    lab.beat(decode, held("r", 1, 12))
+    assert not lab.sent(Resend)
+    lab.tokens(decode, "r", 1, 11, 51)  # they had only been overtaken
+    lab.beat(decode, held("r", 1, 14))
+    assert not lab.sent(Resend)
+    lab.beat(decode, held("r", 1, 14))
+    assert lab.sent(Resend) == [Resend("r", 1, 12)]
+    lab.tokens(decode, "r", 1, 12, 52, 53)
+    assert lab.emitted() == [50, 51, 52, 53]
+
+
+def test_a_lost_end_is_asked_for_too() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit(prompt=10, max_tokens=20)
+    lab.tokens(decode, "r", 1, 10, 50)
+    for _ in range(2):
+        lab.beat(decode, held("r", 1, 11, ended=True))
+    assert lab.sent(Resend) == [Resend("r", 1, 11)]
+    lab.tokens(decode, "r", 1, 11, finish="stop")
+    assert lab.end().outcome == Finished("stop")
+
+
+def test_a_message_for_another_incarnation_of_the_router_is_dropped() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit(prompt=10)
+    from baton.messages import Delta, Tokens
+
+    lab.say(decode, Tokens(1, (Delta("r", 1, 10, (50,)),)), addressee="router.0")
+    assert lab.emitted() == []
+
+
+# --- pages ---
+
+
+def test_a_gap_in_the_events_asks_for_a_snapshot() -> None:
+    lab = Lab()
+    _, _, store = lab.split()
+    order = lab.submit("first", prompt=14)
+    lab.holds(store, order, 1, sequence=4)
+    before = len(lab.sent(SnapshotRequest, store))
+    lab.tell(KvEvents(Batch(store, 5, (AllBlocksCleared(),))))
+    assert len(lab.sent(SnapshotRequest, store)) == before
+    lab.tell(KvEvents(Batch(store, 9, (AllBlocksCleared(),))))
+    assert len(lab.sent(SnapshotRequest, store)) == before + 1
+
+
+def test_work_in_flight_counts_from_its_dispatch() -> None:
+    lab = Lab()
+    one, two = lab.colocated(2)
+    for name in "abcd":
+        lab.submit(name, prompt=20)
+    assert [lab.to(decode) for decode in lab.sent(Decode)] == [one, two, one, two]
