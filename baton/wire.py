@@ -68,10 +68,9 @@ class Listener:
         sequence = self._sequences.get(incarnation, 0) + 1
         self._sequences[incarnation] = sequence
         envelope = Envelope(self._me.incarnation, incarnation, sequence, message)
-        # Sending on the plain socket below the asyncio one: a ROUTER never blocks, it drops.
-        zmq.Socket.shadow(self._socket.underlying).send_multipart(
-            [incarnation.encode(), _encoder.encode(envelope)], zmq.NOBLOCK
-        )
+        # A ROUTER never blocks, it drops: so this is done when it returns. It must be the asyncio socket's own send:
+        # ZMQ signals its descriptor once, and a send that takes the signal must wake the receiver for what lies waiting.
+        self._socket.send_multipart([incarnation.encode(), _encoder.encode(envelope)])
         return sequence
 
     def forget(self, incarnation: str) -> None:

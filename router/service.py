@@ -56,7 +56,7 @@ async def serve(
     router, clock = config.router, MonotonicClock()
     me = Peer("router", name, node, f"{name}.{secrets.token_hex(8)}", os.getpid())
     async with contextlib.AsyncExitStack() as cleanup:
-        listener = _Ear(f"tcp://{_bracketed(router.host)}:{router.internal_port}", me)
+        listener = Listener(f"tcp://{_bracketed(router.host)}:{router.internal_port}", me)
         cleanup.callback(listener.close)
         sockets = Sockets(listener)
         cleanup.push_async_callback(sockets.close)
@@ -111,18 +111,6 @@ async def _follow(relay: Relay, sockets: Sockets) -> None:
     """Hand every batch of KV events to the state."""
     while True:
         relay.handle(KvEvents(await sockets.batches.get()))
-
-
-class _Ear(Listener):
-    """A listener whose sends wake its waiting receive.
-
-    ZMQ signals its file descriptor once, and any operation on the socket takes that signal: a send that does so while
-    messages lie waiting must itself see to it that they are read, or the router goes deaf to everybody at once."""
-
-    def send(self, incarnation: str, message: Message) -> int:
-        sequence = super().send(incarnation, message)
-        self._socket._schedule_remaining_events()
-        return sequence
 
 
 class Sockets:
