@@ -69,7 +69,7 @@ class Listener:
         self._sequences[incarnation] = sequence
         envelope = Envelope(self._me.incarnation, incarnation, sequence, message)
         # A ROUTER never blocks, it drops: so this is done when it returns. It must be the asyncio socket's own send:
-        # ZMQ signals its descriptor once, and a send that takes the signal must wake the receiver for what lies waiting.
+        # ZMQ signals its descriptor once, and a send that takes the signal must wake the receiver for what waits.
         self._socket.send_multipart([incarnation.encode(), _encoder.encode(envelope)])
         return sequence
 
