@@ -7,12 +7,13 @@ goes to stdout, progress and errors go to stderr; with --json, stdout holds exac
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -25,7 +26,7 @@ from rich.markup import escape
 from baton import __version__
 from baton import config as configuration
 from baton.config import Config
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, StartupError
 
 app = typer.Typer(
     name="baton",
@@ -126,9 +127,7 @@ def up(
     flags = {"model.path": model, "model.dtype": dtype and dtype.value, "cluster.name": name}
     flags |= {"cluster.prefill": prefill, "cluster.decode": decode}
     chosen = _load(config, settings, flags)
-    signal.signal(signal.SIGTERM, _interrupted)
-    signal.signal(signal.SIGHUP, _interrupted)
-    with state_file.locked(chosen.cluster.state_dir), Progress(_err) as progress:
+    with _interruptible(), state_file.locked(chosen.cluster.state_dir), Progress(_err) as progress:
         state = bring_up(chosen, ray.value, dashboard, timeout, progress.say, progress.watch)
     if as_json:
         _print_json({key: getattr(state, key) for key in ("name", "model", "grpc", "http", "log_dir")})
@@ -240,10 +239,12 @@ def down(name: Name = "baton", as_json: Json = False) -> None:
     from deploy.teardown import tear_down
 
     folder = _folder(name)
-    state = state_file.read(folder)
-    if state is None:
-        raise ConfigError(f"no cluster named {name!r} is up; nothing to do")
+    if not folder.exists():
+        raise _no_cluster(name)
     with state_file.locked(folder), Progress(_err) as progress:
+        state = state_file.read(folder)
+        if state is None:
+            raise _no_cluster(name)
         tear_down(folder, state, progress.say)
     if as_json:
         _print_json({"name": name, "down": True})
@@ -295,9 +296,27 @@ def _stream(text: str) -> None:
     sys.stdout.flush()
 
 
-def _interrupted(_number: int, _frame: FrameType | None) -> None:
-    """SIGTERM and SIGHUP are treated as Ctrl-C: `up` then takes down what it has started."""
-    raise KeyboardInterrupt
+def _no_cluster(name: str) -> StartupError:
+    return StartupError(f"no cluster named {name!r} is up; there is nothing to end")
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP are treated as Ctrl-C: `up` then takes down what it has started. From the first of them on the
+    others are ignored, so that an impatient second Ctrl-C does not leave half of it standing."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def main() -> None:

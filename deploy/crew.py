@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from deploy.processes import Identity
 from deploy.reports import Failure, Record, Report
 
 SUPERVISOR = "supervisor"
+_TAKEN_BACK = 0.5  # seconds until an actor that was killed before it had started runs no more
 _REMOTE_PATIENCE = 30.0  # seconds, for a task on another node
 
 log = logging.getLogger(__name__)
@@ -120,8 +122,11 @@ class Crew:
         member = self._members[name]
         record = member.record or self._kept_record(name)
         if record is None:
-            # It never got as far as our first line: nothing of ours has run there.
+            # It has not got as far as our first line. Once Ray has taken it back, it never will.
             self._kill_actor(member)
+            time.sleep(_TAKEN_BACK)
+            record = self._kept_record(name)
+        if record is None:
             member.gone, member.why_gone = True, "its actor never started"
             return True
         member.record = record

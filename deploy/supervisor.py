@@ -156,15 +156,14 @@ class Supervisor:
 
     def _facts(self, name: str, status: cluster_pb2.GetStatusResponse | None) -> Facts:
         member = self._crew.member(name)
-        ending = self._endings.get(name)
-        if ending is not None and ending.done() and not member.gone:
-            ending = self._endings.pop(name) and None  # it could not be ended; the ledger will ask again
+        if (ending := self._endings.get(name)) is not None and ending.done() and not member.gone:
+            del self._endings[name]  # it could not be ended; the ledger will ask again
         if name == ROUTER and member.addresses not in (None, self._desired.addresses):
             self._keep(msgspec.structs.replace(self._desired, addresses=member.addresses))
         identity = member.record.identity if member.record else None
         return Facts(
             gone=member.gone,
-            ending=ending is not None,
+            ending=name in self._endings,
             failure=member.failure,
             listed=listed(status, name, identity),
             why_gone=member.why_gone,

@@ -106,7 +106,8 @@ def test_after_sigkill_of_everything_nothing_is_left(machine: Machine):
     # In one stroke, Ray first: it would restart the supervisor.
     machine.run("kill", "-9", *sorted(machine.processes()))
     machine.wait("every process is gone", lambda: not machine.processes(), 15)
-    assert machine.unix_sockets() == []
+    # A process that shows as a zombie may have a thread left that has not closed its files yet.
+    machine.wait("every socket is gone", lambda: not machine.unix_sockets(), 5)
     assert machine.run("ls", "-A", "/dev/shm").out == ""
     status = machine.baton("status", "--json")
     assert status.status == 1
