@@ -113,6 +113,7 @@ class PrefillConfig(_Section, frozen=True):
 
     pool_bytes: Bytes = Bytes(512 * 2**20)  # device pages
     chunk_tokens: Positive = 512  # tokens per step, over all prompts
+    copies_per_step: Positive = 256  # pages copied from or to the arena per step
     max_prompts: Positive = 2  # prompts taken at a time; the others wait in the router
     store_ms: Positive = 10_000  # a prompt that gets no answer or no slots from the store for longer fails
     threads: Natural = 0  # of the tensor library; 0: all cores of the process

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
 
-from baton.messages import AttemptName
 from decode_worker.sequence import Phase, Sequence
 from engine.batch import Chunk, Draw
-
-Plan: TypeAlias = dict[AttemptName, Chunk]
+from engine.steps import Plan
 
 
 def plan_step(sequences: Iterable[Sequence], budget: int) -> Plan:

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from baton.config import Config
 from baton.messages import ToDecode
 from baton.metrics import Sample
-from decode_worker.schedule import Plan
-from decode_worker.state import DecodeState, DecodeStats, Event, StepDone, StepFailed
+from decode_worker.state import DecodeState, DecodeStats
 from engine.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -28,16 +27,8 @@ def run(config: Config, name: str, node: str, router: str, stop: threading.Event
             worker.copy(state)
             worker.do(state.prepare())
             if plan := state.plan():
-                worker.do(state.handle(_step(worker, state, plan), worker.clock.now()))
+                worker.do(state.handle(worker.step(state, plan), worker.clock.now()))
             worker.publish(state, lambda: _values(state.stats()))
-
-
-def _step(worker: Worker, state: DecodeState, plan: Plan) -> Event:
-    try:
-        return StepDone(plan, worker.step(state, list(plan.values())))
-    except Exception as error:
-        log.exception("a step of %d sequences failed", len(plan))
-        return StepFailed(tuple(plan), f"{type(error).__name__}: {error}")
 
 
 def _values(stats: DecodeStats) -> Mapping[str, Sample]:

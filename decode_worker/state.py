@@ -31,14 +31,14 @@ from baton.messages import (
     Resend,
     RouterHeartbeat,
     Started,
-    StoreCall,
     StoreReply,
     TokenLogprob,
     Tokens,
 )
-from decode_worker.schedule import Plan, plan_step
+from decode_worker.schedule import plan_step
 from decode_worker.sequence import Phase, Sequence
 from engine.batch import Sampled
+from engine.steps import Plan, StepDone, StepFailed
 from kvstore.device_cache import DeviceCache
 from kvstore.keys import unpack_tokens
 from kvstore.transfer import (
@@ -46,31 +46,13 @@ from kvstore.transfer import (
     CopiedIn,
     CopiedOut,
     Copy,
-    CopyIn,
-    CopyOut,
+    CopyQueue,
     Fetch,
     Ship,
     StoreLost,
     StoreUp,
     TransferEvent,
 )
-
-
-@dataclass(frozen=True)
-class StepDone:
-    """The engine has run the plan: for each chunk the token drawn, or none where it ended before the last known one."""
-
-    plan: Plan
-    sampled: Items[Sampled | None]
-
-
-@dataclass(frozen=True)
-class StepFailed:
-    """The engine raised while running these attempts."""
-
-    names: tuple[AttemptName, ...]
-    message: str
-
 
 Command: TypeAlias = Say | Call
 Event: TypeAlias = (
@@ -118,7 +100,7 @@ class DecodeState:
         self._sequences: dict[str, Sequence] = {}  # by request: one attempt each
         self._fetching: dict[int, Sequence] = {}  # by ticket
         self._shipments: dict[int, _Shipment] = {}  # by ticket
-        self._copies: list[Copy] = []  # asked for and not handed out yet
+        self._copies = CopyQueue()
         self._tickets = itertools.count(1)
         self._arrivals = itertools.count()
         self._store_up = False
@@ -145,8 +127,8 @@ class DecodeState:
                 return [c for s in list(self._sequences.values()) for c in self._forget(s)]
             case StepDone(plan=plan, sampled=sampled):
                 return self._step_done(plan, sampled)
-            case StepFailed(names=names, message=message):
-                return self._step_failed(names, message)
+            case StepFailed(plan=plan, message=message):
+                return self._step_failed(plan, message)
             case StoreUp():
                 self._store_up = True
                 return []
@@ -238,12 +220,12 @@ class DecodeState:
         ticket = getattr(event, "ticket", 0)
         if (sequence := self._fetching.get(ticket)) is not None and sequence.fetch is not None:
             fetch, before = sequence.fetch, sequence.fetch.covered
-            commands = self._take(fetch.handle(event))
+            commands: list[Command] = [*self._copies.add(fetch.handle(event))]
             sequence.progress = now
             self._count_fetched(sequence, fetch.covered - before)
             return commands + (self._end_fetch(sequence, "the store has no more") if fetch.ended else [])
         if (shipment := self._shipments.get(ticket)) is not None:
-            commands = self._take(shipment.ship.handle(event))
+            commands = [*self._copies.add(shipment.ship.handle(event))]
             if shipment.ship.refused:
                 self._refused += 1
                 shipment.sequence.ships = False
@@ -251,15 +233,6 @@ class DecodeState:
                 commands += self._end_shipment(ticket)
             return commands
         return []
-
-    def _take(self, asked: Items[StoreCall | Copy]) -> list[Command]:
-        commands: list[Command] = []
-        for item in asked:
-            if isinstance(item, (CopyIn, CopyOut)):
-                self._copies.append(item)
-            else:
-                commands.append(Call(item))
-        return commands
 
     def _count_fetched(self, sequence: Sequence, count: int) -> None:
         first = sequence.computed // self._page_size
@@ -288,11 +261,8 @@ class DecodeState:
             return []
         for ticket in fetch.tickets:
             del self._fetching[ticket]
-            self._drop_copies(ticket)
+            self._copies.drop(ticket)
         return [Call(call) for call in fetch.forget()]
-
-    def _drop_copies(self, ticket: int) -> None:
-        self._copies = [copy for copy in self._copies if copy.ticket != ticket]
 
     def _ship(self, sequence: Sequence) -> list[Command]:
         """Write the pages that filled up through to the store, if it will have them: this never waits for space."""
@@ -307,15 +277,15 @@ class DecodeState:
             pages = sequence.pages[start:end]
             self._cache.retain(pages)
             self._shipments[ship.ticket] = _Shipment(ship, pages, sequence)
-            commands += self._take(ship.start())
+            commands += self._copies.add(ship.start())
             for index, page in enumerate(pages):
-                commands += self._take(ship.ready(index, page))
+                commands += self._copies.add(ship.ready(index, page))
         return commands
 
     def _end_shipment(self, ticket: int) -> list[Command]:
         shipment = self._shipments.pop(ticket)
         self._shipped += shipment.ship.written
-        self._drop_copies(ticket)
+        self._copies.drop(ticket)
         self._cache.free(shipment.pages)
         return [Call(Forget(ticket))]
 
@@ -331,9 +301,7 @@ class DecodeState:
 
     def take_copies(self) -> list[Copy]:
         """The copies to make now, at most `copies_per_step` of them. Report each as CopiedIn or CopiedOut."""
-        count = self._config.copies_per_step
-        taken, self._copies = self._copies[:count], self._copies[count:]
-        return taken
+        return self._copies.take(self._config.copies_per_step)
 
     @property
     def busy(self) -> bool:
@@ -411,13 +379,11 @@ class DecodeState:
             self._cache.publish(sequence.keys[page], sequence.parent_of(page), sequence.pages[page])
         sequence.published = full
 
-    def _step_failed(self, names: Items[AttemptName], message: str) -> list[Command]:
+    def _step_failed(self, plan: Plan, message: str) -> list[Command]:
         commands: list[Command] = []
-        for name in names:
-            sequence = self._sequences.get(name.request)
-            if sequence is not None and sequence.name == name:
-                commands += self._forget(sequence)
-                commands.append(Say(Failed(*_named(name), "internal", message)))
+        for name in plan:
+            commands += self._forget(self._sequences[name.request])
+            commands.append(Say(Failed(*_named(name), "internal", message)))
         return commands
 
     # --- ends ---------------------------------------------------------------------------------------------------
@@ -502,7 +468,7 @@ class DecodeState:
             if sequence.phase in (Phase.PREEMPTED, Phase.ENDED):
                 assert not sequence.pages, sequence.name
         assert set(self._fetching) == {t for s in self._sequences.values() if s.fetch for t in s.fetch.tickets}
-        assert {c.ticket for c in self._copies} <= {*self._fetching, *self._shipments}
+        assert self._copies.tickets <= {*self._fetching, *self._shipments}
 
 
 def _finish(sequence: Sequence, token: int) -> FinishReason | None:

@@ -29,9 +29,9 @@ from baton.messages import Heartbeat, Hello, Holding, ModelCard, Namespace, Peer
 from baton.metrics import Metrics, Sample
 from baton.wire import Heart, Link, Poller, Publisher
 from engine import files
-from engine.batch import Chunk, Sampled
 from engine.config import ModelConfig
 from engine.engine import Engine, layout_of
+from engine.steps import Plan, StepDone, StepFailed
 from kvstore.changes import page_runs, snapshot_parts
 from kvstore.checksum import page_checksum
 from kvstore.client import StoreClient, store_address
@@ -205,12 +205,15 @@ class Worker:
             good = tuple(copy.index for copy in copies if copy.index not in bad)
             self.do(state.handle(CopiedIn(ticket, good, bad), self.clock.now()))
 
-    def step(self, state: WorkerState, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+    def step(self, state: WorkerState, plan: Plan) -> StepDone | StepFailed:
         """Run one step of the engine. While it runs, the heart tells how old it is."""
         self._step_started = self.clock.now()
         self._beat(state)
         try:
-            return self.engine.step(chunks)
+            return StepDone(plan, self.engine.step(list(plan.values())))
+        except Exception as error:  # one bad batch must not end the worker; its requests hear of it
+            log.exception("a step failed for %s", ", ".join(name.request for name in plan))
+            return StepFailed(plan, f"{type(error).__name__}: {error}")
         finally:
             self.metrics.observe("step_seconds", self.clock.now() - self._step_started)
             self._step_started = None

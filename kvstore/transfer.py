@@ -263,3 +263,31 @@ class Ship:
 
     def forget(self) -> list[StoreCall]:
         return [Forget(self.ticket)]
+
+
+class CopyQueue:
+    """The copies that transfers have asked for and that have not been handed out to be made."""
+
+    def __init__(self) -> None:
+        self._copies: list[Copy] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
+    def add(self, asked: Sequence[StoreCall | Copy]) -> list[Call]:
+        """Keep the copies of what a transfer asks for; the calls come back as commands."""
+        self._copies += [item for item in asked if isinstance(item, CopyIn | CopyOut)]
+        return [Call(item) for item in asked if not isinstance(item, CopyIn | CopyOut)]
+
+    def drop(self, ticket: int) -> None:
+        """The copies of that ticket are not wanted any more."""
+        self._copies = [copy for copy in self._copies if copy.ticket != ticket]
+
+    def take(self, count: int) -> list[Copy]:
+        """Hand out at most `count`, oldest first."""
+        taken, self._copies = self._copies[:count], self._copies[count:]
+        return taken
+
+    @property
+    def tickets(self) -> set[int]:
+        return {copy.ticket for copy in self._copies}

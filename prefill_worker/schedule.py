@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
 
-from baton.messages import AttemptName
 from engine.batch import Chunk
+from engine.steps import Plan
 from prefill_worker.job import Job, Phase
-
-Plan: TypeAlias = dict[AttemptName, Chunk]
 
 
 def plan_step(jobs: Iterable[Job], budget: int) -> Plan:

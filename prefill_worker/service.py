@@ -10,8 +10,7 @@ from baton.config import Config
 from baton.messages import ToPrefill
 from baton.metrics import Sample
 from engine.worker import Worker
-from prefill_worker.schedule import Plan
-from prefill_worker.state import Event, PrefillState, PrefillStats, StepDone, StepFailed
+from prefill_worker.state import PrefillState, PrefillStats
 
 log = logging.getLogger(__name__)
 
@@ -27,17 +26,8 @@ def run(config: Config, name: str, node: str, router: str, stop: threading.Event
                 worker.do(state.handle(event, worker.clock.now()))
             worker.copy(state)
             if plan := state.plan(worker.clock.now()):
-                worker.do(state.handle(_step(worker, state, plan), worker.clock.now()))
+                worker.do(state.handle(worker.step(state, plan), worker.clock.now()))
             worker.publish(state, lambda: _values(state.stats()))
-
-
-def _step(worker: Worker, state: PrefillState, plan: Plan) -> Event:
-    try:
-        worker.step(state, list(plan.values()))
-        return StepDone(plan)
-    except Exception as error:
-        log.exception("a step of %d prompts failed", len(plan))
-        return StepFailed(tuple(plan), f"{type(error).__name__}: {error}")
 
 
 def _values(stats: PrefillStats) -> Mapping[str, Sample]:

@@ -29,6 +29,7 @@ from baton.messages import (
     StoreCall,
     StoreReply,
 )
+from engine.steps import Plan, StepDone, StepFailed
 from kvstore.device_cache import DeviceCache
 from kvstore.keys import page_keys, split_keys, unpack_tokens
 from kvstore.transfer import (
@@ -36,8 +37,7 @@ from kvstore.transfer import (
     CopiedIn,
     CopiedOut,
     Copy,
-    CopyIn,
-    CopyOut,
+    CopyQueue,
     Fetch,
     Lookup,
     Ship,
@@ -46,24 +46,9 @@ from kvstore.transfer import (
     TransferEvent,
 )
 from prefill_worker.job import Job, Phase
-from prefill_worker.schedule import Plan, plan_step
+from prefill_worker.schedule import plan_step
 
 _SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
-
-
-@dataclass(frozen=True)
-class StepDone:
-    """The engine has run the plan."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class StepFailed:
-    """The engine raised while running these attempts."""
-
-    names: tuple[AttemptName, ...]
-    message: str
 
 
 Command: TypeAlias = Say | Call
@@ -98,7 +83,7 @@ class PrefillState:
         self._cache = DeviceCache(num_pages)
         self._jobs: dict[str, Job] = {}  # by request: one attempt each
         self._owners: dict[int, Job] = {}  # by ticket
-        self._copies: list[Copy] = []  # asked for and not handed out yet
+        self._copies = CopyQueue()
         self._tickets = itertools.count(1)
         self._slots = 0  # of the arena; 0 without a store
         self._step = 0
@@ -121,9 +106,8 @@ class PrefillState:
                 return [c for job in list(self._jobs.values()) for c in self._forget(job)]
             case StepDone(plan=plan):
                 return self._step_done(plan, now)
-            case StepFailed(names=names, message=message):
-                jobs = [self._jobs.get(name.request) for name in names]
-                return [c for job in jobs if job and job.name in names for c in self._fail(job, "internal", message)]
+            case StepFailed(plan=plan, message=message):
+                return [c for name in plan for c in self._fail(self._jobs[name.request], "internal", message)]
             case StoreUp(slots=slots):
                 self._slots = slots
                 return []
@@ -219,7 +203,7 @@ class PrefillState:
             return []
         commands: list[Command] = []
         for page in range(job.offered, min(job.ready, job.settled + ship.count)):
-            commands += self._take(ship.ready(page - job.settled, job.pages[page]))
+            commands += self._copies.add(ship.ready(page - job.settled, job.pages[page]))
             job.offered = page + 1
         return commands
 
@@ -296,7 +280,7 @@ class PrefillState:
             return self._fetch_went_on(job, job.fetch, event)
         elif job.ship is not None and ticket == job.ship.ticket:
             ship = job.ship
-            commands = self._take(ship.handle(event))
+            commands: list[Command] = [*self._copies.add(ship.handle(event))]
             if ship.refused:
                 return commands + self._no_slots(job, ship, now)
             return commands + (self._shipped_window(job, ship, now) if ship.done else [])
@@ -304,7 +288,7 @@ class PrefillState:
 
     def _fetch_went_on(self, job: Job, fetch: Fetch, event: TransferEvent) -> list[Command]:
         before = fetch.covered
-        commands = self._take(fetch.handle(event))
+        commands: list[Command] = [*self._copies.add(fetch.handle(event))]
         job.computed += (fetch.covered - before) * self._page_size
         self._fetched += fetch.covered - before
         self._publish(job, job.ready - (fetch.covered - before))
@@ -318,27 +302,17 @@ class PrefillState:
         self._owners |= dict.fromkeys(tickets, job)
         return [Call(call) for call in calls]
 
-    def _take(self, asked: Sequence[StoreCall | Copy]) -> list[Command]:
-        commands: list[Command] = []
-        for item in asked:
-            if isinstance(item, (CopyIn, CopyOut)):
-                self._copies.append(item)
-            else:
-                commands.append(Call(item))
-        return commands
-
     def _drop(self, ticket: int) -> list[Command]:
         """Forget a ticket, and the copies under it that have not been handed out."""
         self._owners.pop(ticket, None)
-        self._copies = [copy for copy in self._copies if copy.ticket != ticket]
+        self._copies.drop(ticket)
         return [Call(Forget(ticket))]
 
     # --- steps --------------------------------------------------------------------------------------------------
 
     def take_copies(self) -> list[Copy]:
-        """The copies to make now. Report each as CopiedIn or CopiedOut."""
-        taken, self._copies = self._copies, []
-        return taken
+        """The copies to make now, at most `copies_per_step` of them. Report each as CopiedIn or CopiedOut."""
+        return self._copies.take(self._config.copies_per_step)
 
     @property
     def busy(self) -> bool:
@@ -443,7 +417,7 @@ class PrefillState:
             assert job.ready <= job.total, job.name
         jobs = {id(job) for job in self._jobs.values()}
         assert all(id(job) in jobs for job in self._owners.values())
-        assert {copy.ticket for copy in self._copies} <= set(self._owners)
+        assert self._copies.tickets <= set(self._owners)
 
 
 def _named(name: AttemptName) -> tuple[str, int]:

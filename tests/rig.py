@@ -15,13 +15,12 @@ from baton.config import DecodeConfig, PrefillConfig
 from baton.membership import Say
 from baton.messages import Attach, Attached, Holding, Message, Namespace, Peer, Role
 from decode_worker.state import DecodeState
-from decode_worker.state import StepDone as DecodeDone
 from engine.batch import Chunk, Sampled
+from engine.steps import StepDone
 from kvstore.commands import Connected, Disconnected, Drop, Heard, Send, Tick, WriterGone
 from kvstore.state import StoreState
 from kvstore.transfer import Call, CopiedIn, CopiedOut, CopyIn, StoreLost, StoreUp
 from prefill_worker.state import PrefillState
-from prefill_worker.state import StepDone as PrefillDone
 
 PAGE = 4
 VOCAB = 50
@@ -127,7 +126,7 @@ class RigWorker:
             for name, chunk in plan.items():
                 self.device.run(self.state._jobs[name.request].tokens, chunk)
             if plan:
-                self.handle(PrefillDone(plan))
+                self.handle(StepDone(plan, [None] * len(plan)))
         else:
             for command in self.state.prepare():
                 match command:
@@ -138,7 +137,7 @@ class RigWorker:
             plan = self.state.plan()
             sampled = [self.device.run(self.state._sequences[n.request].tokens, c) for n, c in plan.items()]
             if plan:
-                self.handle(DecodeDone(plan, sampled))
+                self.handle(StepDone(plan, sampled))
         self.state.validate()
         return bool(plan)
 

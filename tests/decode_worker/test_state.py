@@ -20,7 +20,8 @@ from baton.messages import (
     Started,
     Tokens,
 )
-from decode_worker.state import StepFailed
+from engine.batch import Chunk
+from engine.steps import StepFailed
 from kvstore.keys import pack_tokens
 from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
 
@@ -250,7 +251,7 @@ def test_a_failed_step_fails_its_requests_and_nobody_else() -> None:
     one = worker()
     one.handle(order(PROMPT, 5, "bad"))
     one.handle(order(PROMPT, 5, "good"))
-    one.handle(StepFailed((AttemptName("bad", 1),), "RuntimeError: boom"))
+    one.handle(StepFailed({AttemptName("bad", 1): Chunk([], 0, [])}, "RuntimeError: boom"))
     one.rig.settle()
     assert [(m.request, m.reason) for m in one.said if isinstance(m, Failed)] == [("bad", "internal")]
     assert tokens_of(one.said, "good") == reference(PROMPT, 5)

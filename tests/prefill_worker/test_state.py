@@ -19,8 +19,9 @@ from baton.messages import (
     Sampling,
     Started,
 )
+from engine.batch import Chunk
+from engine.steps import StepFailed
 from kvstore.keys import pack_tokens, shippable_pages
-from prefill_worker.state import StepFailed
 from tests.decode_worker.test_state import tokens_of
 from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
 
@@ -221,7 +222,7 @@ def test_a_deadline_and_a_failed_step_are_said() -> None:
     one = worker(chunk_tokens=PAGE)
     one.handle(order(PROMPT, "late", deadline_ms=100))
     one.handle(order(PROMPT[::-1], "bad"))
-    one.handle(StepFailed((AttemptName("bad", 1),), "boom"))
+    one.handle(StepFailed({AttemptName("bad", 1): Chunk([], 0, [])}, "boom"))
     one.rig.now += 0.2
     one.handle(Tick())
     assert [(m.request, m.reason) for m in one.said if isinstance(m, Failed)] == [

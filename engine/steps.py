@@ -1,0 +1,29 @@
+"""A step of the engine as a worker's state sees it: what it plans, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from baton.messages import AttemptName
+from engine.batch import Chunk, Sampled
+
+Plan: TypeAlias = dict[AttemptName, Chunk]
+"""One chunk for each attempt in the step, in the order in which they are run."""
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """The engine has run the plan: for each chunk the token drawn, or none where no draw was asked for."""
+
+    plan: Plan
+    sampled: Sequence[Sampled | None]
+
+
+@dataclass(frozen=True)
+class StepFailed:
+    """The engine raised while running the plan."""
+
+    plan: Plan
+    message: str
