@@ -6,9 +6,12 @@ import time
 from typing import Any
 
 from baton.errors import ConfigError, StartupError
+from baton.v1 import cluster_pb2
 from deploy import ray_cluster
 from deploy.bring_up import Watch, ask_overview, why_failed
+from deploy.client import Client
 from deploy.desired import Scale
+from deploy.reports import Overview
 from deploy.state_file import State
 from deploy.teardown import namespace_of
 
@@ -34,12 +37,21 @@ def rescale(state: State, prefill: int | None, decode: int | None, patience: flo
     while time.monotonic() < deadline:
         overview = ask_overview(state.name, _PATIENCE)
         watch(overview)
-        if overview.scale == wanted and overview.settled:
+        if overview.scale == wanted and overview.settled and not _mourned(state, overview):
             return wanted
         if (failure := why_failed(overview)) is not None:
             raise failure
         time.sleep(_POLL)
     raise StartupError(f"it has not come to that after {patience:.0f} s; `baton status` shows what is missing")
+
+
+def _mourned(state: State, overview: Overview) -> set[str]:
+    """Retired processes that the router still takes for live: until it has missed their heartbeats for
+    cluster.silence_ms it may still place work on them."""
+    with Client(state.grpc) as client:
+        listed = client.status().processes
+    live = {process.name for process in listed if process.state == cluster_pb2.PROCESS_STATE_LIVE}
+    return live - {view.name for view in overview.processes}
 
 
 def _tell(name: str, wanted: Scale) -> None:
