@@ -35,7 +35,10 @@ def test_nobody_at_the_address_is_an_error_in_words(capsys: pytest.CaptureFixtur
     assert "no router answers at 127.0.0.1:1" in capsys.readouterr().err
 
 
-def test_open_and_closed_loops_against_a_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_open_and_closed_loops_against_a_cluster(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where the model is made
     trace = tmp_path / "small.jsonl"
     lines = [{"timestamp": 50 * i, "input_length": 1_200, "output_length": 80, "hash_ids": [1, i]} for i in range(4)]
     trace.write_text("\n".join(map(json.dumps, lines)))
