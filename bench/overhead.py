@@ -46,12 +46,13 @@ _POOL = "64MiB"
 @dataclass(frozen=True)
 class Turn:
     """One stream: seconds between its tokens, of an engine step, and of the CPU that the loop's thread used for a
-    token. `others`: cores that others used meanwhile."""
+    token. `split`: a prefill worker computed of the prompt. `others`: cores that others used meanwhile."""
 
     median: float
     mean: float
     step: float
     cpu: float
+    split: bool = False
     others: float = 0.0
 
     @classmethod
@@ -98,7 +99,7 @@ class Through:
             raise BatonError(f"a request failed: {outcome.failed}")
         before, self._before = self._before, self._read()
         steps, seconds, cpu = (now - then for now, then in zip(self._before, before, strict=True))
-        return Turn.of(outcome.gaps, cpu / len(outcome.tokens), seconds / steps)
+        return replace(Turn.of(outcome.gaps, cpu / len(outcome.tokens), seconds / steps), split=outcome.split)
 
     def _read(self) -> tuple[float, float, float]:
         """Of the decode worker: steps, the seconds they took, and the CPU seconds of its loop's thread."""
@@ -187,6 +188,9 @@ def results(rounds: Sequence[Round], threads: int) -> list[report.Result]:
     lines.append(told(f"{_SPLIT} engine step, mean", [t.step for t in split], "step"))
     lines.append(told(f"{_SPLIT} ITL outside the step, mean", [t.mean - t.step for t in split]))
     lines.append(told(f"{_SPLIT} CPU of the loop for a token", [t.cpu for t in split], "cpu"))
+    lines.append(
+        report.Result("overhead", f"{_SPLIT} prefilled apart", statistics.fmean(t.split for t in split), "share")
+    )
     others = [one.others for one in quiet]
     return [*lines, report.median_of("overhead", "used by others meanwhile", "cores", others)]
 
