@@ -99,6 +99,12 @@ class Members:
         """The live process of that incarnation."""
         return self._live.get(incarnation)
 
+    def live(self, incarnation: str) -> Member:
+        """The same, of one that must be live: somebody with a current attempt."""
+        member = self._live.get(incarnation)
+        assert member is not None, f"{incarnation} has an attempt and is not live"
+        return member
+
     def __iter__(self) -> Iterator[Member]:
         """The live ones; members may leave meanwhile."""
         return iter(list(self._live.values()))

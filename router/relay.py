@@ -7,10 +7,10 @@ list. Everything runs on one event loop, and an event is handled to its end befo
 from __future__ import annotations
 
 import logging
-import random
 import secrets
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from baton.clock import Clock
@@ -67,7 +67,7 @@ class Relay:
         self.state = RouterState(me, config, model.limits)
         self.metrics = metrics
         self.address = ""  # host:port of our own metrics
-        self.draw_seed: Callable[[], int] = lambda: random.SystemRandom().getrandbits(63)
+        self.draw_seed: Callable[[], int] = partial(secrets.randbits, 63)
         self._wire = wire
         self._clock = clock
         self._streams: dict[str, Stream] = {}

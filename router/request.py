@@ -117,6 +117,10 @@ class Request:
         """Order of service: urgent first, then oldest first."""
         return (self.priority, self.arrival)
 
+    def left_ms(self, now: float) -> int | None:
+        """Milliseconds until its deadline."""
+        return None if self.deadline is None else max(1, int((self.deadline - now) * 1_000))
+
     def extend(self, tokens: tuple[int, ...]) -> None:
         self.tokens += pack_tokens(tokens)
 

@@ -1,8 +1,9 @@
 """What the router knows and decides: who is live, who does what, and what each heartbeat proves.
 
-Pure: `handle(event, now) -> list[Command]`. The parts: `peers` (who is who), `prefixes` (who has which pages),
-`life` (what becomes of each request). This module judges: every message is checked for its sender, its incarnation
-and its attempt here, and every heartbeat is compared with what the sender should have (rule 2).
+Pure: `handle(event, now) -> list[Command]`. The parts: `peers` (who is who), `prefixes` (who has which pages), `life`
+(what becomes of each request), `answers` (what a worker's message means for its attempt). This module judges: every
+message is checked for its sender, its incarnation and its attempt here, and every heartbeat is compared with what its
+sender should have (rule 2).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from baton.messages import (
     Welcome,
 )
 from router.admission import ModelLimits
+from router.answers import Answers
 from router.events import (
     Cancelled,
     ClientGone,
@@ -99,6 +101,7 @@ class RouterState:
         self._prefixes = Prefixes()
         self._out = Outbox(self._members)
         self._life = Life(config, limits, self._members, self._prefixes, self._out)
+        self._answers = Answers(config, limits, self._members, self._life, self._out)
         self._next_beat = float("-inf")
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -148,7 +151,7 @@ class RouterState:
             case messages.Tokens(deltas=deltas):
                 for delta in deltas:
                     if found := self._current(member, delta.request, delta.attempt, "decode"):
-                        self._life.delta(*found, delta, now)
+                        self._answers.delta(*found, delta, now)
             case _:
                 self._about_attempt(member, message, now)
 
@@ -167,25 +170,25 @@ class RouterState:
             request, attempt = found
             match message:
                 case messages.Accepted(device=device):
-                    self._life.accepted(request, attempt, device, now)
+                    self._answers.accepted(request, attempt, device, now)
                 case messages.Refused():
-                    self._life.refused(request, attempt, message, now)
+                    self._answers.refused(request, attempt, message, now)
                 case messages.Started():
-                    self._life.started(request, attempt, message, now)
+                    self._answers.started(request, attempt, message, now)
                 case messages.Have():
-                    self._life.short(request, attempt, message, now)
+                    self._answers.short(request, attempt, message, now)
                 case messages.Failed():
-                    self._life.worker_failed(request, attempt, member, message, now)
+                    self._answers.worker_failed(request, attempt, member, message, now)
                 case messages.Prefilled():
                     pass
         elif found := self._current(member, message.request, message.attempt, "prefill"):
             match message:
                 case messages.Prefilled():
-                    self._life.prefilled(*found, message, now)
+                    self._answers.prefilled(*found, message, now)
                 case messages.Refused():
-                    self._life.prefill_refused(*found, message, now)
+                    self._answers.prefill_refused(*found, message, now)
                 case messages.Failed():
-                    self._life.worker_failed(*found, member, message, now)
+                    self._answers.worker_failed(*found, member, message, now)
                 case _:
                     pass
 
@@ -277,11 +280,11 @@ class RouterState:
             if attempt.phase is Phase.PLACED:
                 attempt.sightings += 1
                 if attempt.sightings >= _SIGHTINGS:
-                    self._life.accepted(request, attempt, 0, now)
+                    self._answers.accepted(request, attempt, 0, now)
                 return
             ahead = held.position > request.known or held.ended
             if ahead and attempt.behind == request.known:
-                self._life.resend(request, attempt)
+                self._answers.resend(request, attempt)
             attempt.behind = request.known if ahead else None
         elif held.position > member.positions.get(name, 0):
             member.positions[name] = held.position

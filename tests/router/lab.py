@@ -18,14 +18,15 @@ from baton.messages import (
     Load,
     Message,
     ModelCard,
+    PageRun,
     Peer,
     Prefill,
+    Snapshot,
     Tokens,
 )
-from kvstore.events import Batch, BlockStored
-from kvstore.keys import namespace_root, page_keys, split_keys
+from kvstore.keys import namespace_root, page_keys
 from router.admission import ModelLimits
-from router.events import Command, Emit, End, Event, Heard, KvEvents, Send, Submit
+from router.events import Command, Emit, End, Event, Heard, Send, Submit
 from router.state import RouterState
 from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, ROUTER, VOCAB, card, submit
 
@@ -81,17 +82,9 @@ class Lab:
 
     def holds(self, sender: str, order: Submit, pages: int, medium: Any = "CPU", sequence: int = 0) -> None:
         """Let the prefix map know that `sender` has the first pages of a request's prompt."""
-        from baton.messages import PageRun, Snapshot
-
         root = namespace_root(NAMESPACE, order.tenant)
         keys = page_keys(root, order.tokens[: pages * PAGE * 4], PAGE)
         self.say(sender, Snapshot(sequence, (PageRun(b"", keys, medium),) if keys else ()))
-
-    def event(self, sender: str, order: Submit, pages: int, sequence: int) -> list[Command]:
-        root = namespace_root(NAMESPACE, order.tenant)
-        keys = tuple(split_keys(page_keys(root, order.tokens[: pages * PAGE * 4], PAGE)))
-        stored = BlockStored(keys, None, (), PAGE, None, "CPU", None)
-        return self.tell(KvEvents(Batch(sender, sequence, (stored,))))
 
     # --- requests ---
 

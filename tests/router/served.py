@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import msgspec
 
 from baton import config as settings
+from baton import messages
 from baton.v1 import generation_pb2
 from baton.wire import Link
 from router.service import Addresses, serve
@@ -81,15 +81,8 @@ class Served:
         for link in self._links.values():
             link.close()
 
-    def generation(self, channel: grpc.aio.Channel) -> Any:
-        from baton.v1 import generation_pb2_grpc
-
-        return generation_pb2_grpc.GenerationStub(channel)
-
 
 def _heard(role: str) -> Any:
-    from baton import messages
-
     return {"decode": messages.ToDecode, "prefill": messages.ToPrefill, "store": messages.ToStore}[role]
 
 

@@ -213,3 +213,21 @@ def test_a_busy_cluster_survives_random_faults(seed: int) -> None:
     cluster.settle()
     check_ends(cluster)
     assert cluster.state.stats().finished
+
+
+def test_without_faults_every_request_takes_one_attempt() -> None:
+    cluster = Cluster()
+    cluster.start("store", "store-0")
+    for i in range(2):
+        cluster.start("decode", f"decode-{i}")
+        cluster.start("prefill", f"prefill-{i}")
+    cluster.run(0.2)
+    for i in range(20):
+        cluster.submit(submit(f"r{i}", 5 + 7 * i, 20, i))
+        cluster.round()
+    cluster.settle()
+    check_ends(cluster)
+    stats = cluster.state.stats()
+    assert sum(stats.finished.values()) == stats.attempts == 20
+    assert stats.resends == 0
+    assert stats.placed_split > 0

@@ -25,7 +25,7 @@ from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_p
 from router import front
 from router.relay import Relay
 from tests.router import tokenizers
-from tests.router.model import expected
+from tests.router.model import expected, token_at
 from tests.router.served import Served, collect, served, settings_for
 
 PROMPT = list(range(20, 40))
@@ -156,10 +156,7 @@ def test_a_death_is_not_seen_by_the_client(tmp_path: Path) -> None:
                     assert response.finished.work.attempts == 2
                     assert len(response.finished.work.decode_workers) == 2
             assert len(tokens) == 150
-            position = len(PROMPT)
-            from tests.router.model import token_at
-
-            assert tokens == [token_at(SEED, position + i) for i in range(150)]
+            assert tokens == [token_at(SEED, len(PROMPT) + i) for i in range(150)]
 
     run(test)
 

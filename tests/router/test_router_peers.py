@@ -12,6 +12,7 @@ from baton.messages import (
     Accepted,
     Cancel,
     Decode,
+    Delta,
     Envelope,
     Hello,
     Introduce,
@@ -22,6 +23,7 @@ from baton.messages import (
     RouterHeartbeat,
     SnapshotRequest,
     Started,
+    Tokens,
     Welcome,
 )
 from kvstore.events import AllBlocksCleared, Batch
@@ -278,8 +280,6 @@ def test_a_message_for_another_incarnation_of_the_router_is_dropped() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit(prompt=10)
-    from baton.messages import Delta, Tokens
-
     lab.say(decode, Tokens(1, (Delta("r", 1, 10, (50,)),)), addressee="router.0")
     assert lab.emitted() == []
 

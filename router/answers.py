@@ -1,0 +1,210 @@
+"""What each message from a worker means for the attempt it is about, once it is known to be the current one.
+
+Reads and moves the attempt; what follows for the request (a new attempt, its end) is `router.life`'s to do. Pure.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from baton import messages
+from baton.config import Config
+from baton.errors import ContextTooLong, DeadlineExpired, InvalidRequest, from_reason
+from baton.messages import Delta, Prefill, Resend
+from router.admission import ModelLimits
+from router.candidates import prefill_candidates
+from router.events import Emit, Failed, Finished
+from router.life import Life
+from router.outbox import Outbox
+from router.peers import Member, Members, Work
+from router.placement import pick_prefill
+from router.request import Attempt, Phase, Request
+
+
+class Answers:
+    """The workers' side of a request's life."""
+
+    def __init__(self, config: Config, limits: ModelLimits, members: Members, life: Life, outbox: Outbox) -> None:
+        self._config = config
+        self._limits = limits
+        self._members = members
+        self._life = life
+        self._out = outbox
+
+    # --- what decode workers say -------------------------------------------------------------------------------------
+
+    def accepted(self, request: Request, attempt: Attempt, device: int, now: float) -> None:
+        """The decode worker has reserved its pages: only now may a prefill worker be set to work (rule 4)."""
+        if attempt.phase is not Phase.PLACED:
+            return
+        self._accept(request, attempt, now)
+        if attempt.prefill is None:
+            return
+        if device >= attempt.plan.fetch:
+            self._life.release_prefill(request, attempt)  # nothing is missing after all
+        else:
+            self._send_prefill(request, attempt, attempt.prefill, now)
+
+    def _accept(self, request: Request, attempt: Attempt, now: float) -> None:
+        """It has been accepted, whether or not we ever heard it said."""
+        self._members.live(attempt.decode).unanswered.discard(attempt.name)
+        self._life.room = True
+        if attempt.phase is Phase.PLACED:
+            attempt.phase, attempt.progress = Phase.PREPARING, now
+            request.timeline.accepted = now
+            request.give_up = None
+
+    def refused(self, request: Request, attempt: Attempt, refusal: messages.Refused, now: float) -> None:
+        """The decode worker has no room. Nothing was done, so the budget of attempts is not touched."""
+        if attempt.phase is not Phase.PLACED:
+            return
+        member = self._members.live(attempt.decode)
+        if refusal.reason == "too_large":
+            self._life.end(request, Failed(ContextTooLong(f"{member.peer.name}: {refusal.message}")), now)
+            return
+        member.busy_since = member.work[attempt.name].sequence
+        member.drop(attempt.name)
+        self._out.note(f"attempt {attempt.name.attempt}: {member.peer.name} is busy", request.name)
+        self._life.withdraw(request)
+        self._life.enqueue(request, now)
+
+    def started(self, request: Request, attempt: Attempt, event: messages.Started, now: float) -> None:
+        attempt.progress = now
+        if attempt.phase is not Phase.RUNNING:  # a preempted sequence says it again when it resumes
+            request.pages_on_device, request.pages_fetched = event.device_pages, event.fetched_pages
+        self._run(request, attempt, now)
+
+    def short(self, request: Request, attempt: Attempt, event: messages.Have, now: float) -> None:
+        """A fetch ended short: the prefill worker has died, perhaps, and we have not noticed yet; or its pages have
+        been evicted since. Whichever, it is not asked again for this request."""
+        self._accept(request, attempt, now)  # or nothing could have been fetched: so this counts as an attempt
+        if attempt.prefill is not None:
+            request.failed_on.add(attempt.prefill)
+        member = self._members.live(attempt.decode)
+        why = f"{member.peer.name} has only {event.pages} of {attempt.plan.fetch} pages: {event.message}"
+        self._life.retry(request, why, now)
+
+    def _run(self, request: Request, attempt: Attempt, now: float) -> None:
+        """The prompt is covered: nobody needs the prefill worker's holds any more."""
+        if attempt.phase is Phase.RUNNING:
+            return
+        self._accept(request, attempt, now)
+        attempt.phase = Phase.RUNNING
+        request.timeline.started = now
+        self._life.release_prefill(request, attempt)
+
+    def delta(self, request: Request, attempt: Attempt, delta: Delta, now: float) -> None:
+        """Emit what is new of it, once and in order."""
+        skip = request.known - delta.position
+        if skip < 0:
+            self._gap(request, attempt)
+            return
+        if skip > len(delta.tokens):
+            return
+        new, logprobs = delta.tokens[skip:], delta.logprobs[skip:]
+        if problem := self._problem(request, new, logprobs):
+            self._life.retry(request, f"{self._members.live(attempt.decode).peer.name} sent {problem}", now, blame=True)
+            return
+        self._run(request, attempt, now)
+        if request.decode_computed is None and delta.position == attempt.start:
+            request.decode_computed = delta.computed
+        if new:
+            request.extend(new)
+            attempt.progress = now
+            request.failures = 0
+            if request.timeline.first_token is None:
+                request.timeline.first_token = now
+            self._life.counts.generated_tokens += len(new)
+            self._out.put(Emit(request.name, new, logprobs))
+        if delta.finish is not None:
+            self._life.end(request, Finished(delta.finish), now)
+
+    def _problem(self, request: Request, tokens: tuple[int, ...], logprobs: tuple[object, ...]) -> str:
+        """What no worker in its right mind says; empty: all is well."""
+        if any(not 0 <= token < self._limits.vocab_size for token in tokens):
+            return "tokens that are not in the vocabulary"
+        if request.max_tokens is not None and request.generated + len(tokens) > request.max_tokens:
+            return f"more than {request.max_tokens} tokens"
+        if logprobs and len(logprobs) != len(tokens):
+            return f"{len(logprobs)} log-probabilities for {len(tokens)} tokens"
+        return ""
+
+    def _gap(self, request: Request, attempt: Attempt) -> None:
+        if attempt.asked_from != request.known:  # once; if that gets lost, heartbeats will tell
+            attempt.asked_from = request.known
+            self.resend(request, attempt)
+
+    def resend(self, request: Request, attempt: Attempt) -> None:
+        self._life.counts.resends += 1
+        self._out.send(attempt.decode, Resend(request.name, attempt.name.attempt, request.known))
+
+    # --- what prefill workers say ------------------------------------------------------------------------------------
+
+    def prefilled(self, request: Request, attempt: Attempt, event: messages.Prefilled, now: float) -> None:
+        if attempt.prefilled:
+            return
+        attempt.prefilled, attempt.predicted, attempt.progress = True, 0, now
+        request.timeline.prefilled = now
+        request.prefill_computed += event.computed
+        request.pages_hit += event.hit
+        request.pages_shipped += event.shipped
+        request.prefill_queue_ms, request.prefill_compute_ms = event.queue_ms, event.compute_ms
+        if attempt.prefill is not None:  # it still holds the pages, but has a slot for another prompt
+            member = self._members.live(attempt.prefill)
+            member.slots.discard(attempt.name)
+            member.work[attempt.name].pages = 0
+            member.busy_since = None
+            self._life.room = True
+
+    def prefill_refused(self, request: Request, attempt: Attempt, refusal: messages.Refused, now: float) -> None:
+        """Another one of that node, or the decode worker itself."""
+        assert attempt.prefill is not None, attempt.name
+        member = self._members.live(attempt.prefill)
+        if refusal.reason == "busy":
+            member.busy_since = member.work[attempt.name].sequence
+        member.drop(attempt.name)
+        attempt.prefill, attempt.prefill_sent, attempt.predicted = None, False, 0
+        avoid = {*request.failed_on, member.incarnation}
+        others = prefill_candidates(self._members, {}, self._config.prefill.max_prompts, avoid)
+        if (other := pick_prefill(others, member.peer.node)) is not None:
+            attempt.prefill = other.incarnation
+            self._members.live(other.incarnation).slots.add(attempt.name)
+            self._send_prefill(request, attempt, other.incarnation, now)
+            return
+        request.local = True
+        self._life.retry(request, f"{member.peer.name} refuses to prefill: {refusal.message}", now, free=True)
+
+    def _send_prefill(self, request: Request, attempt: Attempt, prefill: str, now: float) -> None:
+        size = self._config.pages.page_size
+        tokens = bytes(request.tokens[: attempt.plan.fetch * size * messages.TOKEN_BYTES])
+        message = Prefill(
+            request=request.name,
+            attempt=attempt.name.attempt,
+            root=request.root,
+            tokens=tokens,
+            priority=request.priority,
+            deadline_ms=request.left_ms(now),
+        )
+        member = self._members.live(prefill)
+        work = Work(self._out.send(prefill, message), attempt.plan.fetch - attempt.plan.cached)
+        member.work[attempt.name] = work
+        attempt.prefill_sent = True
+        attempt.predicted = request.missing_tokens(attempt.plan.cached, size)
+        request.prefill_worker = member.peer.name
+        request.timeline.prefill_sent = now
+
+    # --- what both say -----------------------------------------------------------------------------------------------
+
+    def worker_failed(
+        self, request: Request, attempt: Attempt, member: Member, event: messages.Failed, now: float
+    ) -> None:
+        """A worker gives an attempt up. What it says about the request itself is final; about itself, it is not."""
+        member.drop(attempt.name)
+        error = from_reason(event.reason, event.message)
+        if isinstance(error, InvalidRequest | DeadlineExpired):
+            self._life.end(request, Failed(error), now)
+            return
+        if member.incarnation == attempt.prefill:
+            request.local = True  # who can't, or whose store can't, is not asked again for this prompt
+        why = f"{member.peer.name} failed: {event.reason}: {event.message}"
+        self._life.retry(request, why, now, blame=member.incarnation == attempt.decode)
