@@ -55,12 +55,11 @@ def plan(config: Config, scale: Scale, nodes: Sequence[str], placed: Mapping[str
     workers: list[Spec] = []
     roles: list[tuple[Role, int]] = [("prefill", scale.prefill), ("decode", scale.decode)]
     for role, count in roles:
-        # Decode workers start on the other end of the round, so that one of each does not share a node needlessly.
-        round_ = usable if role == "prefill" else tuple(reversed(usable))
+        # Both roles go round in the same order: pages pass between workers of one node only, through its store.
         for index in range(count):
             name = f"{role}-{index}"
             there = placed.get(name, "")
-            workers.append(Spec(name, role, there if there in usable else round_[index % len(round_)]))
+            workers.append(Spec(name, role, there if there in usable else usable[index % len(usable)]))
     # A store is named after its node's place in the list, and keeps its name while it runs.
     stores = _stores(usable, {w.node for w in workers}, placed)
     return [Spec("router", "router", router_node), *stores, *workers]

@@ -74,6 +74,10 @@ def _ports(config: Config) -> list[Finding]:
         str(port) if port else "any" for port in (router.grpc_port, router.internal_port, router.http_port)
     )
     try:
+        preflight.check_name_free(config.cluster.state_dir)
+    except BatonError:
+        return [Finding("ok", "ports", f"{ports} on {router.host}: this cluster is up and has its ports")]
+    try:
         preflight.check_ports(config)
     except BatonError as error:
         return [Finding("bad", "ports", f"{ports} on {router.host}: not all free", str(error))]

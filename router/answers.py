@@ -85,13 +85,15 @@ class Answers:
         self._life.retry(request, why, now)
 
     def _run(self, request: Request, attempt: Attempt, now: float) -> None:
-        """The prompt is covered: nobody needs the prefill worker's holds any more."""
+        """The prompt is covered: nobody needs the prefill worker's holds any more. Its account, which may come a moment
+        later than the pages, is waited for."""
         if attempt.phase is Phase.RUNNING:
             return
         self._accept(request, attempt, now)
         attempt.phase = Phase.RUNNING
         request.timeline.started = now
-        self._life.release_prefill(request, attempt)
+        if attempt.prefilled or not attempt.prefill_sent:
+            self._life.release_prefill(request, attempt)
 
     def delta(self, request: Request, attempt: Attempt, delta: Delta, now: float) -> None:
         """Emit what is new of it, once and in order."""
@@ -155,10 +157,15 @@ class Answers:
             member.work[attempt.name].pages = 0
             member.busy_since = None
             self._life.room = True
+            if attempt.phase is Phase.RUNNING:
+                self._life.release_prefill(request, attempt)
 
     def prefill_refused(self, request: Request, attempt: Attempt, refusal: messages.Refused, now: float) -> None:
         """Another one of that node, or the decode worker itself."""
         assert attempt.prefill is not None, attempt.name
+        if not attempt.needs_prefill:
+            self._life.release_prefill(request, attempt)
+            return
         member = self._members.live(attempt.prefill)
         if refusal.reason == "busy":
             member.busy_since = member.work[attempt.name].sequence
@@ -199,6 +206,9 @@ class Answers:
         self, request: Request, attempt: Attempt, member: Member, event: messages.Failed, now: float
     ) -> None:
         """A worker gives an attempt up. What it says about the request itself is final; about itself, it is not."""
+        if member.incarnation == attempt.prefill and not attempt.needs_prefill:
+            self._life.release_prefill(request, attempt)
+            return
         member.drop(attempt.name)
         error = from_reason(event.reason, event.message)
         if isinstance(error, InvalidRequest | DeadlineExpired):

@@ -16,10 +16,11 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded, PortInUse, RequestCancelled
+from baton.logs import RequestLog
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 from router import replies
 from router.events import Cancelled, End, Failed, Finished
-from router.intake import Intake, take_in
+from router.intake import Intake, name_of, take_in
 from router.relay import Relay
 from router.stream import Stream
 
@@ -52,25 +53,27 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
         left = context.time_remaining()
         deadline = None if left is None else received + left
         stream: Stream | None = None
+        request_id = ""
         try:
-            intake = await self._take_in(request)
+            request_id = name_of(request)
+            intake = await self._take_in(request, request_id)
             stream = self._relay.submit(intake, received, deadline)
             await self._pass_on(intake, stream, context)
         except BatonError as error:
-            await _abort(context, error)
+            await _abort(context, error, request_id)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
-        except Exception:
-            log.exception("a request failed in the router")
-            await _abort(context, BatonError("internal error; the router's log says more"))
+        except Exception:  # noqa: BLE001 whatever it is, the client gets a status and never a traceback
+            RequestLog(log, request_id).exception("failed in the router")
+            await _abort(context, BatonError("internal error; the router's log says more"), request_id)
         finally:
             if stream is not None and not stream.ended:
                 self._relay.abandon(stream)
 
-    async def _take_in(self, request: generation_pb2.GenerateRequest) -> Intake:
+    async def _take_in(self, request: generation_pb2.GenerateRequest, request_id: str) -> Intake:
         if len(request.text) < _LONG_TEXT:
-            return take_in(request, self._relay.model, self._relay.draw_seed)
-        return await asyncio.to_thread(take_in, request, self._relay.model, self._relay.draw_seed)
+            return take_in(request, request_id, self._relay.model, self._relay.draw_seed)
+        return await asyncio.to_thread(take_in, request, request_id, self._relay.model, self._relay.draw_seed)
 
     async def _pass_on(self, intake: Intake, stream: Stream, context: Any) -> None:
         """Write what comes, as fast as the client reads. Raises BatonError when the request ends in one."""
@@ -81,8 +84,7 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
                 continue
             match news.outcome:
                 case Finished(reason=reason):
-                    name = intake.request_id or news.request
-                    await context.write(replies.finished(reason, news.summary, name, intake.sampling.seed))
+                    await context.write(replies.finished(reason, news.summary, intake.request_id, intake.sampling.seed))
                     return
                 case Failed(error=error):
                     raise error
@@ -158,9 +160,10 @@ class Front:
         await self._server.stop(grace)
 
 
-async def _abort(context: Any, error: BatonError) -> NoReturn:
+async def _abort(context: Any, error: BatonError, request_id: str) -> NoReturn:
     code, metadata = status_of(error)
-    await context.abort(code, str(error), metadata)
+    named = f"{error} (request {request_id})" if request_id else str(error)
+    await context.abort(code, named, metadata)
     raise AssertionError("abort returned")
 
 

@@ -6,6 +6,7 @@ What needs no knowledge of the cluster is checked here, by field and value; the 
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,11 +34,21 @@ class Intake:
     max_tokens: int | None
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
-    request_id: str  # the client's name for it; may be empty
+    request_id: str  # the client's name for it, or one that we made
     priority: int
 
 
-def take_in(request: pb.GenerateRequest, model: ServedModel, draw_seed: Callable[[], int]) -> Intake:
+def name_of(request: pb.GenerateRequest) -> str:
+    """What the request is called in logs, errors and its last message. Raises InvalidRequest."""
+    given = request.request_id
+    if len(given) > _MAX_ID or not given.isprintable() or " " in given:
+        raise InvalidRequest(
+            f"request_id is {given[:_MAX_ID]!r}; it must have at most {_MAX_ID} printable characters without spaces"
+        )
+    return given or secrets.token_hex(8)
+
+
+def take_in(request: pb.GenerateRequest, request_id: str, model: ServedModel, draw_seed: Callable[[], int]) -> Intake:
     """Check a request. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
     if request.model not in ("", model.name):
         raise ModelMismatch(f"model {request.model!r} is not served here; this cluster serves {model.name!r}")
@@ -55,7 +66,7 @@ def take_in(request: pb.GenerateRequest, model: ServedModel, draw_seed: Callable
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
         stops=_stops(request, model),
         stop_token_ids=tuple(dict.fromkeys((*eos, *stop_ids))),
-        request_id=_request_id(request.request_id),
+        request_id=request_id,
         priority=request.priority,
     )
 
@@ -108,11 +119,3 @@ def _stops(request: pb.GenerateRequest, model: ServedModel) -> tuple[str, ...]:
         if not 0 < len(stop) <= _MAX_STOP_LENGTH:
             raise InvalidRequest(f"stop has a string of {len(stop)} characters; 1 to {_MAX_STOP_LENGTH} are allowed")
     return stops
-
-
-def _request_id(given: str) -> str:
-    if len(given) > _MAX_ID or not given.isprintable() or " " in given:
-        raise InvalidRequest(
-            f"request_id is {given[:_MAX_ID]!r}; it must have at most {_MAX_ID} printable characters without spaces"
-        )
-    return given

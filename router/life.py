@@ -197,7 +197,7 @@ class Life:
             if request is None or request.attempt is None or request.attempt.name != name:
                 continue
             attempt = request.attempt
-            needed = member.incarnation != attempt.prefill or not attempt.prefilled
+            needed = member.incarnation != attempt.prefill or attempt.needs_prefill
             if member.incarnation == attempt.prefill:
                 attempt.prefill = None
             if needed:

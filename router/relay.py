@@ -82,7 +82,7 @@ class Relay:
         """Begin with a request; its output and its end come through the stream."""
         self._numbered += 1
         # A client may use a name twice; the cluster never does.
-        name = f"{intake.request_id or secrets.token_hex(4)}-{self._numbered:x}"
+        name = f"{intake.request_id}-{self._numbered:x}"
         silent = frozenset(intake.stop_token_ids)
         text = TextStream(self.model.tokenizer, intake.prompt, intake.stops, silent)
         stream = self._streams[name] = Stream(name, text)

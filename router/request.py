@@ -48,6 +48,11 @@ class Attempt:
     behind: int | None = None  # what we had when the last heartbeat showed that the worker has more
     asked_from: int | None = None  # position of the last Resend that a gap made us send
 
+    @property
+    def needs_prefill(self) -> bool:
+        """Somebody still waits for pages of its prefill worker. Afterwards that one is only listened to."""
+        return not self.prefilled and self.phase is not Phase.RUNNING
+
 
 @dataclass
 class Request:

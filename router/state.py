@@ -296,7 +296,7 @@ class RouterState:
             self._life.retry(found[0], f"{member.peer.name} does not have it", now)
         elif found := self._current(member, name.request, name.attempt, "prefill"):
             request, attempt = found
-            if attempt.prefilled:  # its pages are sealed; should they go, the decode worker will say what it has
+            if not attempt.needs_prefill:  # should its pages go, the decode worker will say what it has
                 attempt.prefill = None
                 member.drop(name)
             else:

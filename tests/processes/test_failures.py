@@ -7,11 +7,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from baton.errors import Unavailable
+from baton.errors import DeadlineExpired, Unavailable
 from baton.v1 import cluster_pb2, generation_pb2
 from deploy.client import Client
 from deploy.local import LocalCluster
@@ -19,7 +20,9 @@ from tests import checkpoints
 from tests.processes import workload
 
 DEADLINE = 60.0
-LONG = [random.Random(7).randrange(3, checkpoints.VOCAB) for _ in range(1_500)]
+_RNG = random.Random(7)
+LONG = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(1_500)]
+VERY_LONG = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(3_500)]  # its prefill, a page a step, takes a while
 
 
 def eventually(condition: Callable[[], object], seconds: float = DEADLINE, what: str = "the condition") -> float:
@@ -35,6 +38,14 @@ def process(cluster: LocalCluster, name: str) -> cluster_pb2.Process | None:
     """What the router says of that process."""
     with Client(cluster.address) as client:
         return next((p for p in client.status().processes if p.name == name), None)
+
+
+@contextmanager
+def watching(cluster: LocalCluster, name: str) -> Iterator[Callable[[], bool]]:
+    """Whether that process runs something now, asked often: what is watched for may last less than a second."""
+    with Client(cluster.address) as client:
+        client.status()
+        yield lambda: any(p.name == name and p.load.running for p in client.status().processes)
 
 
 def load(cluster: LocalCluster, name: str) -> cluster_pb2.Load:
@@ -102,11 +113,12 @@ def expected(path: Path, prompt: Sequence[int], count: int) -> list[int]:
 def test_a_prefill_worker_killed_while_it_computes(start: Callable[..., LocalCluster], path: Path) -> None:
     cluster = start(1, 1, **{"prefill.chunk_tokens": 16})
     streams = Streams(cluster)
-    future = streams.start(LONG, 12)
-    eventually(lambda: load(cluster, "prefill-0").running, what="prefill at work")
+    with watching(cluster, "prefill-0") as running:
+        future = streams.start(VERY_LONG, 12)
+        eventually(running, what="prefill at work")
     cluster.kill("prefill-0")
     finished = future.result(DEADLINE)
-    assert streams.seen[0] == expected(path, LONG, 12)
+    assert streams.seen[0] == expected(path, VERY_LONG, 12)
     assert finished.work.attempts >= 2
     eventually(lambda: at_rest(cluster), what="everything freed")
 
@@ -151,19 +163,20 @@ def test_a_store_killed_at_any_time(start: Callable[..., LocalCluster], path: Pa
 def test_a_prefill_worker_stopped_replaced_and_woken(start: Callable[..., LocalCluster], path: Path) -> None:
     cluster = start(1, 1, **{"prefill.chunk_tokens": 16})
     streams = Streams(cluster)
-    future = streams.start(LONG, 12)
-    eventually(lambda: load(cluster, "prefill-0").running, what="prefill at work")
+    with watching(cluster, "prefill-0") as running:
+        future = streams.start(VERY_LONG, 12)
+        eventually(running, what="prefill at work")
     cluster.kill("prefill-0", signal.SIGSTOP)
     future.result(DEADLINE)
-    assert streams.seen[0] == expected(path, LONG, 12)
+    assert streams.seen[0] == expected(path, VERY_LONG, 12)
     cluster.start("prefill-1")
     cluster.wait_live(["prefill-1", "decode-0"])
-    other = LONG[::-1]
+    other = VERY_LONG[::-1]
     future = streams.start(other, 12)
     cluster.kill("prefill-0", signal.SIGCONT)  # it goes on writing where it was, into slots that are still its own
     future.result(DEADLINE)
     assert streams.seen[1] == expected(path, other, 12)
-    for prompt in (LONG, other):
+    for prompt in (VERY_LONG, other):
         assert workload.ask(cluster.address, prompt, 12).tokens == expected(path, prompt, 12)
     cluster.wait_live(["prefill-0", "prefill-1", "decode-0"])
     eventually(lambda: at_rest(cluster), what="everything freed")
@@ -190,7 +203,8 @@ def test_a_deadline_frees_everything_too(start: Callable[..., LocalCluster]) -> 
     request = generation_pb2.GenerateRequest(
         token_ids=generation_pb2.TokenIds(ids=LONG), max_tokens=2_000, temperature=0.0, ignore_eos=True
     )
-    with Client(cluster.address) as client, pytest.raises(Unavailable, match="in time"):
+    # Either side may notice first: the router says so, or gRPC does.
+    with Client(cluster.address) as client, pytest.raises((DeadlineExpired, Unavailable)):
         for _ in client.generate(request, timeout=0.7):
             pass
     assert eventually(lambda: at_rest(cluster), what="everything freed") < 2.0

@@ -15,7 +15,7 @@ from baton.messages import Sampling
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import unpack_tokens
 from router.admission import ModelLimits
-from router.intake import take_in
+from router.intake import Intake, name_of, take_in
 from router.model_files import ServedModel, load
 from router.text import Tokenizer
 from tests.router import tokenizers
@@ -32,6 +32,10 @@ BARE = ServedModel("bare", None, MODEL.limits, (), Sampling())
 
 def seed() -> int:
     return 42
+
+
+def taken(request: pb.GenerateRequest, model: ServedModel) -> Intake:
+    return take_in(request, name_of(request), model, seed)
 
 
 def ids(*tokens: int) -> pb.TokenIds:
@@ -67,11 +71,11 @@ def ids(*tokens: int) -> pb.TokenIds:
 def test_bad_fields_are_named_with_their_value(fields: dict[str, Any], kind: type[BatonError], says: str) -> None:
     prompt = {} if "text" in fields or not fields else {"token_ids": ids(5)}
     with pytest.raises(kind, match=says):
-        take_in(pb.GenerateRequest(**prompt, **fields), MODEL, seed)
+        taken(pb.GenerateRequest(**prompt, **fields), MODEL)
 
 
 def test_what_is_open_is_filled_in() -> None:
-    intake = take_in(pb.GenerateRequest(text="fox"), MODEL, seed)
+    intake = taken(pb.GenerateRequest(text="fox"), MODEL)
     assert intake.sampling == Sampling(0.6, 0.9, 20, 0.05, 42)
     assert intake.stop_token_ids == (1,)
     assert intake.max_tokens is None
@@ -95,7 +99,7 @@ def test_what_is_given_wins() -> None:
         request_id="mine",
         priority=-2,
     )
-    intake = take_in(request, MODEL, seed)
+    intake = taken(request, MODEL)
     assert intake.sampling == Sampling(0.0, 1.0, 0, 0.0, 7, 0)
     assert (intake.stops, intake.stop_token_ids) == (("a", "b"), (9,))
     assert (intake.max_tokens, intake.request_id, intake.priority) == (3, "mine", -2)
@@ -104,7 +108,7 @@ def test_what_is_given_wins() -> None:
 @pytest.mark.parametrize("fields", [{"text": "fox"}, {"token_ids": ids(5), "stop": ["x"]}])
 def test_without_a_tokenizer_there_is_no_text(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
-        take_in(pb.GenerateRequest(**fields), BARE, seed)
+        taken(pb.GenerateRequest(**fields), BARE)
 
 
 # --- checkpoints ---

@@ -97,6 +97,45 @@ def test_a_split_request_prefills_only_once_decode_has_accepted() -> None:
     assert lab.state.stats().placed_split == 1
 
 
+def test_a_prefill_account_that_comes_after_its_pages_is_counted() -> None:
+    """The decode worker has the last page before the prefill worker has heard that it is sealed."""
+    lab = Lab()
+    decode, prefill, _ = lab.split()
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, Started("r", 1, device_pages=0, fetched_pages=3))
+    assert not lab.sent(Cancel)
+    lab.say(prefill, Prefilled("r", 1, computed=8, hit=1, shipped=2))
+    assert lab.cancelled(prefill) == [1]
+    lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
+    assert lab.end().summary.served.pages_shipped == 2
+    assert lab.end().summary.usage.cached == 4
+
+
+@pytest.mark.parametrize("ending", ["failed", "refused", "silent", "forgotten"])
+def test_a_prefill_worker_that_is_needed_no_more_disturbs_nobody(ending: str) -> None:
+    lab = Lab()
+    decode, prefill, store = lab.split()
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1))
+    lab.say(decode, Started("r", 1, device_pages=0, fetched_pages=3))
+    match ending:
+        case "failed":
+            lab.say(prefill, Failed("r", 1, "store_gone", "the store is gone"))
+        case "refused":
+            lab.say(prefill, Refused("r", 1, "busy"))
+        case "silent":
+            for _ in range(40):
+                lab.advance(0.1)
+                lab.beat(decode, held("r", 1, 14))
+                lab.beat(store)
+        case _:
+            for _ in range(3):
+                lab.beat(prefill)
+    lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
+    assert lab.end().summary.served.attempts == 1
+
+
 def test_what_is_cached_is_counted_once_whoever_had_it() -> None:
     lab = Lab()
     decode, prefill, _ = lab.split()
