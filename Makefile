@@ -29,4 +29,4 @@ soak: setup
 	$(BIN)/python -m tests.soak
 
 stubs: setup
-	PYTHON=$(BIN)/python proto/generate.sh
+	PYTHON=$(CURDIR)/$(BIN)/python sh proto/generate.sh

@@ -313,6 +313,13 @@ class Failed(Message, frozen=True):
     message: str
 
 
+class Departed(Message, frozen=True):
+    """A store's word that a worker of its node is gone: the kernel told it so, within a millisecond (pidfd)."""
+
+    incarnation: Name
+    pid: Count
+
+
 # --- KV snapshots: how the prefix map heals ---------------------------------------------------------------------------
 
 
@@ -484,9 +491,9 @@ ToPrefill: TypeAlias = ToAny | Prefill | Cancel
 ToStore: TypeAlias = ToAny
 FromDecode: TypeAlias = Hello | Heartbeat | Snapshot | Accepted | Refused | Have | Started | Tokens | Failed
 FromPrefill: TypeAlias = Hello | Heartbeat | Snapshot | Refused | Prefilled | Failed
-FromStore: TypeAlias = Hello | Heartbeat | Snapshot
+FromStore: TypeAlias = Hello | Heartbeat | Snapshot | Departed
 ToRouter: TypeAlias = (
-    Hello | Heartbeat | Snapshot | Accepted | Refused | Have | Started | Tokens | Prefilled | Failed
+    Hello | Heartbeat | Snapshot | Departed | Accepted | Refused | Have | Started | Tokens | Prefilled | Failed
 )  # a router hears all three on one socket
 StoreCall: TypeAlias = Attach | Reserve | Seal | Acquire | Release | Forget | Corrupt | Holding
 StoreReply: TypeAlias = (

@@ -28,7 +28,18 @@ from baton.clock import MonotonicClock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import MalformedMessage, StoreGone
 from baton.membership import Membership, Verdict
-from baton.messages import Attached, Heartbeat, Hello, Peer, Refusal, SnapshotRequest, StoreCall, ToStore
+from baton.messages import (
+    Attach,
+    Attached,
+    Departed,
+    Heartbeat,
+    Hello,
+    Peer,
+    Refusal,
+    SnapshotRequest,
+    StoreCall,
+    ToStore,
+)
 from baton.metrics import Metrics, Sample
 from baton.unix import UnixListener, UnixSocket
 from baton.wire import Heart, Link, Poller, Publisher
@@ -110,6 +121,7 @@ class Store:
         self._events = EventLog(self.me.incarnation, config.model.served_name, time.time())
         self._connections: dict[int, _Connection] = {}
         self._pidfds: dict[int, int] = {}  # pid → pidfd, of every process whose end matters
+        self._workers: dict[int, set[str]] = {}  # pid → incarnations that have attached; the router hears of their end
         self._next_number = 0
         self._next_metrics = 0.0
         self._congested = False
@@ -199,6 +211,8 @@ class Store:
             for fd in descriptors:
                 os.close(fd)
             self._calls[type(call).__name__] += 1
+            if isinstance(call, Attach):
+                self._workers.setdefault(connection.socket.pid, set()).add(call.peer.incarnation)
             self._handle(Heard(connection.number, call))
 
     def _bury(self, pid: int) -> None:
@@ -207,6 +221,10 @@ class Store:
             self._hear(connection)
         self._handle(WriterGone(pid))
         self._unwatch(pid)
+        for incarnation in self._workers.pop(pid, ()):
+            log.info("process %d, %s, is gone", pid, incarnation)
+            if self._link is not None and self._membership.router is not None:
+                self._link.send(self._membership.router, Departed(incarnation, pid))
 
     def _lose(self, connection: _Connection) -> None:
         self._close(connection)
@@ -220,7 +238,7 @@ class Store:
 
     def _unwatch_if_done(self, pid: int) -> None:
         here = any(connection.socket.pid == pid for connection in self._connections.values())
-        if not here and not self._state.needs_proof(pid):
+        if not here and pid not in self._workers and not self._state.needs_proof(pid):
             self._unwatch(pid)
 
     def _unwatch(self, pid: int) -> None:

@@ -1,6 +1,6 @@
 """What the router knows of each process: who it is, how it is, and the work it was given.
 
-    (stranger) ──Hello──▶ live ──silent, stuck, or replaced──▶ gone ──Hello──▶ live
+    (stranger) ──Hello──▶ live ──silent, stuck, dead or replaced──▶ gone ──Hello──▶ live
 
 Names are stable and incarnations are not. One live process has a name at a time, and the newest keeps it: newest is
 the incarnation that said its first Hello to this router last. So a process that was stopped, replaced, and wakes up
@@ -32,7 +32,7 @@ from baton.messages import (
 _REMEMBERED = 4_096  # incarnations; far more than processes ever start while one of them is still around
 _SHOWN = 600.0  # seconds for which a process that went is still listed
 
-GoneReason: TypeAlias = Literal["silent", "stuck", "replaced", "rejected"]
+GoneReason: TypeAlias = Literal["silent", "stuck", "dead", "replaced", "rejected"]
 
 
 @dataclass

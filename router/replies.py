@@ -24,6 +24,7 @@ _STATES: dict[GoneReason | None, cluster_pb2.ProcessState] = {
     None: cluster_pb2.PROCESS_STATE_LIVE,
     "silent": cluster_pb2.PROCESS_STATE_SILENT,
     "stuck": cluster_pb2.PROCESS_STATE_STUCK,
+    "dead": cluster_pb2.PROCESS_STATE_DEAD,
     "rejected": cluster_pb2.PROCESS_STATE_SILENT,
     "replaced": cluster_pb2.PROCESS_STATE_SILENT,
 }

@@ -146,6 +146,11 @@ class RouterState:
         match message:
             case Heartbeat():
                 self._heartbeat(member, message, now)
+            case messages.Departed(incarnation=incarnation, pid=pid):
+                departed = self._members.get(incarnation)
+                of_its_node = departed is not None and departed.peer.node == member.peer.node
+                if departed is not None and of_its_node and departed.peer.pid == pid:
+                    self._gone(departed, "dead", now)
             case Snapshot():
                 self._ask(self._prefixes.snapshot(sender, message, now))
             case messages.Tokens(deltas=deltas):

@@ -21,6 +21,7 @@ class ProcessState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PROCESS_STATE_LIVE: _ClassVar[ProcessState]
     PROCESS_STATE_SILENT: _ClassVar[ProcessState]
     PROCESS_STATE_STUCK: _ClassVar[ProcessState]
+    PROCESS_STATE_DEAD: _ClassVar[ProcessState]
 ROLE_UNSPECIFIED: Role
 ROLE_ROUTER: Role
 ROLE_PREFILL: Role
@@ -30,6 +31,7 @@ PROCESS_STATE_UNSPECIFIED: ProcessState
 PROCESS_STATE_LIVE: ProcessState
 PROCESS_STATE_SILENT: ProcessState
 PROCESS_STATE_STUCK: ProcessState
+PROCESS_STATE_DEAD: ProcessState
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

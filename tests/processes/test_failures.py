@@ -97,8 +97,8 @@ def start(path: Path, tmp_path: Path) -> Iterator[Callable[..., LocalCluster]]:
     running: list[LocalCluster] = []
 
     def up(prefill: int, decode: int, **more: object) -> LocalCluster:
-        quick = {"cluster.heartbeat_ms": 100, "cluster.silence_ms": 1_000}
-        running.append(LocalCluster(workload.settings(path, prefill, decode, **quick, **more), tmp_path))
+        quick: dict[str, object] = {"cluster.heartbeat_ms": 100, "cluster.silence_ms": 1_000}
+        running.append(LocalCluster(workload.settings(path, prefill, decode, **(quick | more)), tmp_path))
         return running[-1].up()
 
     yield up
@@ -135,6 +135,25 @@ def test_a_decode_worker_killed_while_it_streams(start: Callable[..., LocalClust
         future.result(DEADLINE)
         assert seen == expected(path, prompt, 150)
     eventually(lambda: at_rest(cluster), what="everything freed")
+
+
+def test_a_death_is_told_by_the_store_and_not_only_by_silence(start: Callable[..., LocalCluster], path: Path) -> None:
+    cluster = start(1, 2, **{"cluster.silence_ms": 3_600_000, "prefill.chunk_tokens": 16})
+    streams = Streams(cluster)
+    future = streams.start(LONG[:300], 150)
+    eventually(lambda: len(streams.seen[0]) > 10, what="the stream under way")
+    cluster.kill("decode-0" if load(cluster, "decode-0").running else "decode-1")
+    future.result(DEADLINE)
+    assert streams.seen[0] == expected(path, LONG[:300], 150)
+    with watching(cluster, "prefill-0") as running:
+        future = streams.start(VERY_LONG, 12)
+        eventually(running, what="prefill at work")
+    cluster.kill("prefill-0")
+    future.result(DEADLINE)
+    assert streams.seen[1] == expected(path, VERY_LONG, 12)
+    found = process(cluster, "prefill-0")
+    assert found is not None
+    assert found.state == cluster_pb2.PROCESS_STATE_DEAD
 
 
 @pytest.mark.parametrize("seed", [1, 2])

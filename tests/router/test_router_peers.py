@@ -13,6 +13,7 @@ from baton.messages import (
     Cancel,
     Decode,
     Delta,
+    Departed,
     Envelope,
     Hello,
     Introduce,
@@ -189,6 +190,22 @@ def test_our_own_pause_is_nobodys_fault() -> None:
 
 
 # --- heartbeats ---
+
+
+def test_a_stores_word_that_a_worker_of_its_node_is_gone_is_enough() -> None:
+    lab = Lab()
+    decode, _, store = lab.split()
+    other = lab.join("decode", "decode-1", node="b")
+    lab.submit()
+    assert lab.to(lab.decode) == decode
+    for nonsense in (Departed(decode, 8), Departed(other, 7), Departed("nobody", 7)):
+        lab.say(store, nonsense)
+    assert len(lab.sent(Decode)) == 1
+    lab.say(store, Departed(decode, 7))
+    assert lab.to(lab.decode) == other
+    assert names(lab)["decode-0"] == "dead"
+    lab.say(store, Departed(decode, 7))
+    assert names(lab)["decode-0"] == "dead"
 
 
 def test_heartbeats_list_what_a_worker_has_been_given() -> None:
