@@ -89,6 +89,8 @@ RECIPES: Mapping[str, Recipe] = {
         },
     ),
 }
+WIDE: Mapping[str, Any] = {"initializer_range": 0.1, "hidden_size": 256, "intermediate_size": 512}
+"""Settings for a checkpoint that is wide enough to need no larger weights: its output depends on every page too."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 

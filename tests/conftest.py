@@ -16,12 +16,14 @@ settings.load_profile("baton")
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`checkpoint(name)`: the directory of that kind of checkpoint (see tests/checkpoints.py), made once a session."""
+    """`checkpoint(name)`: the directory of that kind of checkpoint (see tests/checkpoints.py), made once a session;
+    `checkpoint("wide-" + name)` is the wider kind that whole clusters are compared with."""
 
     @cache
     def made(name: str) -> Path:
         from tests import checkpoints  # transformers takes seconds to import, and most tests need none of it
 
-        return checkpoints.make(name, tmp_path_factory.mktemp(name))
+        wide = checkpoints.WIDE if name.startswith("wide-") else {}
+        return checkpoints.make(name.removeprefix("wide-"), tmp_path_factory.mktemp(name), **wide)
 
     return made

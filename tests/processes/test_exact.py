@@ -23,7 +23,7 @@ PROMPTS = workload.prompts()
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Callable[[str], Path]) -> Callable[[str], dict[tuple[int, ...], list[int]]]:
-    return cache(lambda family: workload.references(checkpoint(family), PROMPTS))
+    return cache(lambda family: workload.references(checkpoint(f"wide-{family}"), PROMPTS))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -35,7 +35,7 @@ def test_64_requests_at_once_get_the_reference_tokens(
     expected: Callable[[str], dict[tuple[int, ...], list[int]]],
     tmp_path: Path,
 ) -> None:
-    path = checkpoint(family)
+    path = checkpoint(f"wide-{family}")
     with LocalCluster(workload.settings(path, *SHAPES[shape]), tmp_path) as cluster:
         answers = workload.ask_all(cluster.address, PROMPTS)
         workload.compare(path, PROMPTS, answers, expected(family))
@@ -56,7 +56,7 @@ def test_a_lost_page_is_seen(checkpoint: Callable[[str], Path]) -> None:
     rng = random.Random(1)
     changed = total = 0
     for family in checkpoints.FAMILIES:
-        engine = Engine.load(checkpoint(family), "float32", "cpu", 160, 16, head=True, threads=2)
+        engine = Engine.load(checkpoint(f"wide-{family}"), "float32", "cpu", 160, 16, head=True, threads=2)
         for prompt in [p for p in PROMPTS if len(p) > 16][::8]:
             pages = list(range(math.ceil((len(prompt) + workload.OUTPUT) / 16)))
             engine.pool.zero_()
