@@ -24,11 +24,28 @@ HOME = "/tmp/home"
 MODEL = "/tmp/model"
 _UNSHARE = ["unshare", "--pid", "--fork", "--mount", "--net", "--mount-proc", "--kill-child"]
 
+
+def _kept() -> list[Path]:
+    """What the tests themselves need of the /tmp outside, when the project or its Python lies there."""
+    needed = {ROOT.resolve(), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}
+    below = sorted(path for path in needed if path.is_relative_to("/tmp"))
+    return [path for path in below if not any(path != other and path.is_relative_to(other) for other in below)]
+
+
 # The first process of the new namespaces; it must reap the orphans that every process of a pid namespace leaves to it.
 _INIT = f"""
 import os, signal, subprocess
-for command in ("ip link set lo up", "mount -t tmpfs tmpfs /tmp", "mount -t tmpfs tmpfs /dev/shm", "mkdir {HOME}"):
-    subprocess.run(command.split(), check=True)
+def run(*command):
+    subprocess.run(command, check=True)
+run("ip", "link", "set", "lo", "up")
+run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+run("mount", "-t", "tmpfs", "tmpfs", "/mnt")
+for path in {[str(path) for path in _kept()]}:
+    inside = "/mnt" + path.removeprefix("/tmp")
+    os.makedirs(inside)
+    run("mount", "--bind", path, inside)
+run("mount", "--move", "/mnt", "/tmp")
+os.mkdir("{HOME}")
 os.chmod("/tmp", 0o1777)
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 print("ready", flush=True)
@@ -146,7 +163,9 @@ class Machine:
         left = [f"process {pid}: {command[:120]}" for pid, command in self.processes().items()]
         left += [f"in /dev/shm: {name}" for name in self.run("ls", "-A", "/dev/shm").out.split()]
         left += [f"socket {name}" for name in self.unix_sockets()]
-        left += [f"in /tmp: {name}" for name in self.run("ls", "-A", "/tmp").out.split() if name.startswith("baton")]
+        ours = {path.relative_to("/tmp").parts[0] for path in _kept()}
+        names = set(self.run("ls", "-A", "/tmp").out.split()) - ours
+        left += [f"in /tmp: {name}" for name in sorted(names) if name.startswith("baton")]
         state = f"{HOME}/.local/state/baton"
         found = self.run("find", state, "-name", "*.json").out.split()
         return left + [f"file {name}" for name in found]
