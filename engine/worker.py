@@ -212,7 +212,7 @@ class Worker:
         try:
             return StepDone(plan, self.engine.step(list(plan.values())))
         except Exception as error:  # one bad batch must not end the worker; its requests hear of it
-            log.exception("a step failed for %s", ", ".join(name.request for name in plan))
+            log.exception("request=%s a step failed", ",".join(name.request for name in plan))
             return StepFailed(plan, f"{type(error).__name__}: {error}")
         finally:
             self.metrics.observe("step_seconds", self.clock.now() - self._step_started)
