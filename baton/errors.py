@@ -22,8 +22,7 @@ BatonError                        INTERNAL
 │   ├── UnsupportedModel          UNIMPLEMENTED
 │   └── CorruptWeights            DATA_LOSS
 └── StoreError                    UNAVAILABLE          the node's store did not do as asked
-    ├── StoreGone                 UNAVAILABLE          its process is gone, or it no longer answers
-    └── PageCorrupt               DATA_LOSS            a page's bytes differ from the checksum they were sealed with
+    └── StoreGone                 UNAVAILABLE          its process is gone, or it no longer answers
 
 A message says what was wrong, with the value, and what to do.
 """
@@ -191,13 +190,6 @@ class StoreGone(StoreError):
     """The store's process is gone, or has stopped answering."""
 
     reason = "store_gone"
-
-
-class PageCorrupt(StoreError):
-    """A page whose bytes differ from the checksum it was sealed with."""
-
-    status = "DATA_LOSS"
-    reason = "page_corrupt"
 
 
 def all_errors() -> Iterator[type[BatonError]]:
