@@ -58,7 +58,6 @@ class Sequence:
     device_pages: int = 0  # prompt pages found on the device
     fetched_pages: int = 0  # prompt pages that came from the store
     fetch: Fetch | None = None
-    started: bool = False  # it has run before, and the router knows
     awaited: bool = False  # a prefill worker makes the pages to fetch
     progress: float = 0.0  # when the fetch last went on
     prompt_computed: int = 0  # prompt tokens computed by this attempt

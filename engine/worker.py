@@ -222,9 +222,7 @@ class Worker:
         """After a turn: the heartbeat's snapshot and KV events; `values`, for the metrics page, once a heartbeat."""
         now = self.clock.now()
         self._beat(state)
-        if changes := state.cache.drain_events():
-            batch = self._events.append(changes, "GPU", self._page_size, time.time())
-            self._publisher.send(batch.topic, batch.sequence, batch.payload)
+        self._publish_changes(state.cache)
         if now >= self._next_beat:
             self._next_beat = now + self._membership.heartbeat
             self.metrics.publish({**values(), **self._moved()})
@@ -238,10 +236,15 @@ class Worker:
 
     def _send_snapshot(self, cache: DeviceCache) -> None:
         assert self._membership.router is not None
+        self._publish_changes(cache)  # so that the snapshot is of exactly the last event's state
         runs = page_runs(((page.key, page.parent) for page in cache.pages()), "GPU")
-        # What has changed since the last batch is in this snapshot; said again by the next batch it changes nothing.
         for part in snapshot_parts(self._events.last, runs):
             self._link.send(self._membership.router, part)
+
+    def _publish_changes(self, cache: DeviceCache) -> None:
+        if changes := cache.drain_events():
+            batch = self._events.append(changes, "GPU", self._page_size, time.time())
+            self._publisher.send(batch.topic, batch.sequence, batch.payload)
 
     def _moved(self) -> Mapping[str, Sample]:
         page_bytes = self.engine.layout.page_bytes
@@ -262,7 +265,8 @@ def _load(config: Config, head: bool, pool_bytes: int, threads: int) -> Engine:
     if num_pages < 1:
         raise NotEnoughMemory(f"a page takes {layout.page_bytes} bytes and the pool {pool_bytes}; raise pool_bytes")
     room = available_memory()
-    if config.model.device == "cpu" and pool_bytes > room.available:
+    on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())
+    if on_cpu and pool_bytes > room.available:
         raise NotEnoughMemory(
             f"the page pool takes {pool_bytes} bytes and {room.bound} leaves {room.available}; lower pool_bytes"
         )

@@ -37,5 +37,8 @@ def _values(stats: PrefillStats) -> Mapping[str, Sample]:
         "kv_cache_usage_perc": {("device",): used / stats.pages_total},
         "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
         "prompt_tokens_computed": stats.tokens_computed,
-        "prompt_pages_cached": {("device",): stats.pages_hit - stats.pages_fetched, ("host",): stats.pages_fetched},
+        "prompt_pages_cached": {
+            ("device",): stats.pages_hit - stats.pages_hit_in_store,
+            ("host",): stats.pages_hit_in_store,
+        },
     }

@@ -69,7 +69,7 @@ class PrefillStats:
     prompts_done: int
     tokens_computed: int
     pages_hit: int
-    pages_fetched: int
+    pages_hit_in_store: int  # of these, those that the store had; the device had the others
     pages_shipped: int
 
 
@@ -87,7 +87,7 @@ class PrefillState:
         self._tickets = itertools.count(1)
         self._slots = 0  # of the arena; 0 without a store
         self._step = 0
-        self._done = self._computed = self._hit = self._fetched = self._shipped = 0
+        self._done = self._computed = self._hit = self._hit_in_store = self._shipped = 0
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -248,6 +248,7 @@ class PrefillState:
         hit = job.total - job.computed_here // self._page_size
         self._done += 1
         self._hit += hit
+        self._hit_in_store += min(hit, job.stored)
         self._shipped += job.shipped
         begun = job.first_step if job.first_step is not None else now
         return [
@@ -290,7 +291,6 @@ class PrefillState:
         before = fetch.covered
         commands: list[Command] = [*self._copies.add(fetch.handle(event))]
         job.computed += (fetch.covered - before) * self._page_size
-        self._fetched += fetch.covered - before
         self._publish(job, job.ready - (fetch.covered - before))
         if fetch.ended:
             job.fetch = None
@@ -404,7 +404,7 @@ class PrefillState:
             prompts_done=self._done,
             tokens_computed=self._computed,
             pages_hit=self._hit,
-            pages_fetched=self._fetched,
+            pages_hit_in_store=self._hit_in_store,
             pages_shipped=self._shipped,
         )
 

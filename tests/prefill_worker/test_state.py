@@ -81,7 +81,7 @@ def test_what_the_store_has_is_read_to_compute_what_follows() -> None:
     other.handle(order(PROMPT, "b"))
     one.rig.settle()
     assert [(m.computed, m.hit, m.shipped) for m in done(other.said)] == [(PAGE, 2, 1)]
-    assert other.state.stats().pages_fetched == 2
+    assert other.state.stats().pages_hit_in_store == 2
 
 
 def test_pages_arrive_at_a_waiting_decode_worker_while_later_chunks_are_computed() -> None:

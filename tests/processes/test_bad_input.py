@@ -175,6 +175,12 @@ def test_too_little_memory_for_the_arena(checkpoint: Callable[[str], Path], tmp_
     assert "arena" in said
 
 
+def test_too_little_memory_for_a_page_pool(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    said = failing(workload.settings(checkpoint("llama"), 0, 1, **{"decode.pool_bytes": "4TiB"}), tmp_path)
+    assert "decode-0" in said
+    assert "page pool" in said
+
+
 @pytest.mark.parametrize("module", ["router", "kvstore", "prefill_worker", "decode_worker"])
 def test_a_bad_configuration_file_ends_each_process_with_one_line(module: str, tmp_path: Path) -> None:
     file = tmp_path / "baton.yaml"
