@@ -70,6 +70,7 @@ class ClusterConfig(_Section, frozen=True):
     heartbeat_ms: Positive = 250  # every link, both ways
     silence_ms: Positive = 3_000  # a peer silent for longer loses all it held
     stuck_ms: Positive = 60_000  # a worker whose step takes longer counts as gone
+    key_file: str = ""  # the cluster's CURVE keys: needed by sockets that are not on loopback; made by baton up
 
     @property
     def state_dir(self) -> Path:
@@ -105,7 +106,20 @@ class StoreConfig(_Section, frozen=True):
     arena_bytes: Bytes = Bytes(512 * 2**20)  # the host tier of one node, taken at start
     hold_ms: Positive = 30_000  # a hold that its owner does not renew lasts this long
     writer_share: Annotated[float, Meta(gt=0, le=1)] = 0.5  # of the slots, at most reserved by one writer
+    load_share: Annotated[float, Meta(gt=0, le=1)] = 0.25  # of the slots, at most waiting for pages from lower tiers
+    pin_bytes: Bytes = Bytes(128 * 2**20)  # at most pinned for one tenant in one store
+    event_tokens: bool = False  # put token ids, which are the users' prompts, into KV events; needs cluster.key_file
     verify_pages: bool = False  # check the checksum of a page at every read, not only across tiers and nodes
+
+
+class DiskConfig(_Section, frozen=True):
+    """The disk tier of each node's store."""
+
+    path: str = ""  # directory of the disk tier; each node takes a folder of its own name in it; "": none
+    max_bytes: Bytes = Bytes(10 * 2**30)  # of one node
+    segment_bytes: Bytes = Bytes(64 * 2**20)  # one file
+    admit_after: Positive = 2  # uses after which a page is written; 1: every page, also those used once
+    queue_pages: Positive = 256  # waiting to be written; more are dropped
 
 
 class PrefillConfig(_Section, frozen=True):
@@ -137,6 +151,7 @@ class Config(_Section, frozen=True):
     pages: PagesConfig = PagesConfig()
     router: RouterConfig = RouterConfig()
     store: StoreConfig = StoreConfig()
+    disk: DiskConfig = DiskConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
 

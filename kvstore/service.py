@@ -97,7 +97,6 @@ class Store:
                 self.me,
                 events=self._publisher.endpoint,
                 metrics=self._metrics.serve(config.router.host),
-                data=self.address,
             )
             self._membership = Membership(hello)
             self._poller = Poller()

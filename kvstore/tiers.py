@@ -1,83 +1,223 @@
-"""Tiers below the arena: what a disk tier and a remote tier must offer. No implementation lives here yet.
+"""Below the arena: what the store's state asks of the disk and of other stores, and what it hears from them.
 
-A tier moves sealed pages between itself and arena slots. The store's loop owns the slots and never touches a page's
-bytes; tiers work on threads of their own and report what has happened. They never wait for space: a demotion or
-promotion that finds no room is dropped, and the page is made again if it is needed.
+The state is pure and decides; these are its words with the threads that touch page bytes:
+
+    state ──DiskOrder──▶ disk tier (kvstore.disk)        ──DiskEvent──▶ state
+    state ──PeerOrder──▶ page transport (kvstore.peers)  ──PeerEvent──▶ state
+
+A slot that an order names belongs to that order until its event has come: whoever reads or writes its bytes says when
+it is done, and nothing is ever reused before. Nobody here waits for space; what finds no room is given up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from baton.messages import Medium
+from baton.messages import PageReply, PageRequest, SentPage, Source
+
+# --- other stores -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class TierPage:
-    """A sealed page on its way: where it stands in its chain, and the checksum it was sealed with."""
+class Expect:
+    """Pages of this fetch may be written to these slots as they come: (index, slot). Before the words that ask."""
 
-    key: bytes
-    parent: bytes
+    fetch: int
+    slots: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Say this to the store that `source` names."""
+
+    source: Source
+    request: PageRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Retract:
+    """Write no more pages of this fetch; answered by Retracted when that is certain."""
+
+    fetch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Say this to the store that asked."""
+
+    peer: str  # incarnation
+    reply: PageReply
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Send these pages from these slots, which stay held until Served names `number`."""
+
+    number: int
+    peer: str  # incarnation
+    fetch: int
+    pages: tuple[SentPage, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Compare the bytes of a slot, which stays held until Checked, with its checksum."""
+
+    number: int
+    slot: int
     checksum: int
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A page has come back. `intact` is False when its bytes did not match its checksum: the slot holds rubbish."""
+PeerOrder: TypeAlias = Expect | Ask | Retract | Answer | Serve | Check
 
-    key: bytes
-    slot: int
+
+@dataclass(frozen=True, slots=True)
+class PeerAsked:
+    """Another store said this."""
+
+    peer: str  # incarnation
+    request: PageRequest
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAnswered:
+    """A store that we ask said this; never Pages, whose bytes come as Landed."""
+
+    peer: str  # incarnation
+    reply: PageReply
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """Pages of a fetch lie in their slots: (index, checksum they were sealed with). `damaged` indices came with bytes
+    that do not match: what is in their slots is rubbish, and the slots are expected to be written again."""
+
+    fetch: int
+    pages: tuple[tuple[int, int], ...]
+    damaged: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Retracted:
+    """No page of this fetch will be written any more."""
+
+    fetch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The transport is done with the slots of that Serve, whether or not they arrived."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The outcome of a Check."""
+
+    number: int
     intact: bool
 
 
-class DiskTier(Protocol):
-    """Pages in files of this node. They survive a restart; one process at a time owns the directory."""
+PeerEvent: TypeAlias = PeerAsked | PeerAnswered | Landed | Retracted | Served | Checked
+
+
+class PageTransport(Protocol):
+    """Carries pages between stores, on threads of its own: ZMQ over TCP, or RDMA. Every method returns at once."""
 
     @property
-    def medium(self) -> Medium: ...
-
-    def contains(self, keys: Sequence[bytes]) -> int:
-        """How many pages at the start of `keys` are here."""
+    def endpoint(self) -> str:
+        """Where other stores reach this one."""
         ...
 
-    def store(self, page: TierPage, source: memoryview) -> bool:
-        """Start writing a page, which the caller keeps held until `poll` names its key. False: no room, dropped."""
+    def use(self, arena: memoryview, page_bytes: int) -> None:
+        """From now on slots are pages of that size in this memory. Orders about earlier slots have all ended."""
         ...
 
-    def load(self, key: bytes, slot: int, target: memoryview) -> bool:
-        """Start reading a page into a reserved slot; `poll` tells when. False: it is not here."""
-        ...
+    def submit(self, order: PeerOrder) -> None: ...
 
     def fileno(self) -> int:
         """A descriptor that can be read when `poll` has something to tell."""
         ...
 
-    def poll(self) -> tuple[list[bytes], list[Loaded]]:
-        """Keys whose writing has ended, and pages that have been read, since the last call. Never blocks."""
+    def poll(self) -> list[PeerEvent]:
+        """What has happened since the last call."""
         ...
 
     def close(self) -> None: ...
 
 
-class RemoteTier(Protocol):
-    """Pages in the stores of other nodes, over ZMQ or RDMA. The receiver reserves slots and gives credits."""
+# --- the disk ---------------------------------------------------------------------------------------------------------
 
-    def fetch(self, store: str, pages: Sequence[TierPage], slots: Sequence[int]) -> int:
-        """Ask the store at endpoint `store` for pages, into reserved slots. Returns a number that `poll` names."""
-        ...
 
-    def cancel(self, number: int) -> None:
-        """Stop asking. Slots still being written to come back through `poll`, never before."""
-        ...
+@dataclass(frozen=True, slots=True)
+class DiskPage:
+    """A sealed page on its way to disk: where it stands in its chain, its slot, and the checksum it was sealed with."""
+
+    key: bytes
+    parent: bytes
+    slot: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteEnded:
+    """The disk tier needs the page's slot no longer. `intact` is False when its bytes did not match its checksum: the
+    arena holds rubbish. Whether it is on the disk now is told by KV events only."""
+
+    key: bytes
+    slot: int
+    intact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """The page is in its slot, or (`ok` False) what is there is rubbish: it was unreadable or did not match its
+    checksum, and is on the disk no more."""
+
+    key: bytes
+    slot: int
+    checksum: int
+    ok: bool
+
+
+DiskOutcome: TypeAlias = WriteEnded | ReadEnded
+
+
+class DiskOrder:
+    """Base of what the index asks the disk's threads to do; opaque to the store's state."""
+
+    __slots__ = ()
+
+
+class DiskEvent:
+    """Base of what the disk's threads tell the index; opaque to the store's state."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DiskResult:
+    """What a call of the index leads to: orders for the threads, in order, and what has ended for the caller."""
+
+    orders: Sequence[DiskOrder] = ()
+    ended: Sequence[DiskOutcome] = ()
+
+
+class DiskThreads(Protocol):
+    """The threads that own the files. Every method returns at once."""
+
+    def submit(self, order: DiskOrder) -> None: ...
 
     def fileno(self) -> int:
         """A descriptor that can be read when `poll` has something to tell."""
         ...
 
-    def poll(self) -> list[tuple[int, list[Loaded], bool]]:
-        """For each fetch with news: its number, the pages that have come, whether it has ended. Never blocks."""
+    def poll(self) -> list[DiskEvent]:
+        """What has happened since the last call."""
         ...
 
     def close(self) -> None: ...

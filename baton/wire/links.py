@@ -1,14 +1,11 @@
-"""Sockets that speak messages over ZMQ, and the only importer of zmq. (The local store link is `baton.unix`.)
+"""Links between the router and everybody else.
 
 `Listener`   the router's end of every link: asyncio, one ROUTER socket
 `Link`       a worker's or store's end: synchronous and never blocking, one DEALER socket
 `Heart`      a thread that sends the worker's heartbeat whatever its main loop is doing
-`Publisher`, `Subscriber`   KV events
-`Poller`     waits for links and plain file descriptors together
 
-Sockets bind to loopback unless told otherwise. Nothing is unpickled: every frame goes through a typed decoder, and what
-does not decode is counted and dropped. A DEALER that reconnects hands queued messages to whoever listens there now, and
-a ROUTER drops what is for a peer that has gone; envelopes carry both incarnations and heartbeats repair the rest.
+A DEALER that reconnects hands queued messages to whoever listens there now, and a ROUTER drops what is for a peer that
+has gone; envelopes carry both incarnations and heartbeats repair the rest.
 """
 
 from __future__ import annotations
@@ -23,13 +20,11 @@ import zmq
 import zmq.asyncio
 
 from baton.clock import Clock
-from baton.errors import PortInUse, StartupError
 from baton.messages import Envelope, Heartbeat, Message, Peer, ToRouter
+from baton.wire.sockets import bind, configure
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 64 * 2**20
-_QUEUE = 100_000  # messages kept for a peer that does not read; past it they are dropped and heartbeats repair
 _HEART_SUFFIX = b"/heart"
 
 M = TypeVar("M")
@@ -42,8 +37,8 @@ class Listener:
     def __init__(self, endpoint: str, me: Peer) -> None:
         """Bind `endpoint` ("tcp://127.0.0.1:0" takes any free port). Raises PortInUse or StartupError."""
         self._me = me
-        self._socket = _configure(zmq.asyncio.Context.instance().socket(zmq.ROUTER))
-        self.endpoint = _bind(self._socket, endpoint)
+        self._socket = configure(zmq.asyncio.Context.instance().socket(zmq.ROUTER))
+        self.endpoint = bind(self._socket, endpoint)
         self._decoder = msgspec.msgpack.Decoder(Envelope[ToRouter])
         self._sequences: dict[str, int] = {}
         self.malformed = 0  # frames dropped because they are no message of this link
@@ -171,81 +166,10 @@ class Heart:
                 log.warning("the router does not read our heartbeats")
 
 
-class Publisher:
-    """A PUB socket for KV events: frames [topic, sequence, payload]. Slow subscribers lose batches and see the gap."""
-
-    def __init__(self, endpoint: str = "tcp://127.0.0.1:0") -> None:
-        self._socket = _configure(zmq.Context.instance().socket(zmq.PUB))
-        self.endpoint = _bind(self._socket, endpoint)
-
-    def send(self, topic: bytes, sequence: int, payload: bytes) -> None:
-        self._socket.send_multipart([topic, sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
-
-    def close(self) -> None:
-        self._socket.close(0)
-
-
-class Subscriber:
-    """The router's ear for the KV events of one source: asyncio."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._socket = _configure(zmq.asyncio.Context.instance().socket(zmq.SUB))
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.connect(endpoint)
-        self.malformed = 0
-
-    async def receive(self) -> tuple[bytes, int, bytes]:
-        """Topic, sequence and payload of the next batch."""
-        while True:
-            frames = await self._socket.recv_multipart()
-            if len(frames) == 3 and len(frames[1]) == 8:
-                return frames[0], int.from_bytes(frames[1], "big"), frames[2]
-            self.malformed += 1
-
-    def close(self) -> None:
-        self._socket.close(0)
-
-
-class Poller:
-    """Waits until one of some links and file descriptors can be read."""
-
-    def __init__(self) -> None:
-        self._poller = zmq.Poller()
-
-    def add(self, source: Link[Any] | int) -> None:
-        self._poller.register(source.socket if isinstance(source, Link) else source, zmq.POLLIN)
-
-    def remove(self, source: Link[Any] | int) -> None:
-        self._poller.unregister(source.socket if isinstance(source, Link) else source)
-
-    def wait(self, seconds: float) -> set[int | Link[Any]]:
-        """What can be read, after at most `seconds`; file descriptors by number, anything of ZMQ as its socket."""
-        return {source for source, _ in self._poller.poll(max(0, int(seconds * 1_000)))}
-
-
 def _dealer(endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
-    socket = _configure(zmq.Context.instance().socket(zmq.DEALER))
+    socket = configure(zmq.Context.instance().socket(zmq.DEALER))
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
     socket.connect(endpoint)
     return socket
-
-
-def _configure(socket: Any) -> Any:
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, _QUEUE)
-    socket.setsockopt(zmq.RCVHWM, _QUEUE)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    return socket
-
-
-def _bind(socket: Any, endpoint: str) -> str:
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        socket.close(0)
-        if error.errno == zmq.EADDRINUSE:
-            raise PortInUse(f"{endpoint} is in use; stop what listens there or choose another port") from None
-        raise StartupError(f"can't listen on {endpoint}: {error.strerror}") from None
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,0 +1,91 @@
+"""Load or recompute: which cached pages are worth bringing in from a lower tier. One pure function.
+
+The router predicts with it, the worker decides with it, from the same figures: how fast the tier has brought pages
+lately, and how fast the worker computes prompts. It is about *cached* prefixes only; a hand-off is always delivered.
+
+A prefix is loaded up to some page and computed from there on, so the choice is where to stop. Both costs are linear in
+pages, so only the ends of runs need be compared:
+
+    time(stop at run i) = Σ over runs before i of (latency + pages · bytes / rate)  +  tokens left / prefill rate
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.messages import LowerTier, TierRun, TierSpeed
+
+DEFAULT_SPEEDS: Mapping[LowerTier, TierSpeed] = {
+    "disk": TierSpeed("disk", latency=0.002, bytes_per_second=1e9),
+    "remote": TierSpeed("remote", latency=0.005, bytes_per_second=1e9),
+}
+"""Used until a tier has been measured: a plain NVMe drive, a ten-gigabit link."""
+
+DEFAULT_PREFILL_RATE = 2_000.0
+"""Tokens per second, until a worker has computed a prompt. Low, so that the first loads happen and are measured."""
+
+_WEIGHT = 0.2  # of the newest measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Load the first `pages` of what lower tiers have. Predicted seconds of doing so, and of computing those pages
+    instead; both 0 where nothing is loaded."""
+
+    pages: int
+    load_seconds: float
+    compute_seconds: float
+
+
+def choose(runs: Sequence[TierRun], page_bytes: int, page_size: int, prefill_rate: float) -> Choice:
+    """How far to load. `runs` lie one after the other in the chain; `page_size` in tokens, `prefill_rate` in tokens
+    per second (0: not measured). Ties go to computing, which depends on nobody."""
+    seconds_per_page = page_size / (prefill_rate or DEFAULT_PREFILL_RATE)
+    best = Choice(0, 0.0, 0.0)
+    pages, load = 0, 0.0
+    for run in runs:
+        pages += run.pages
+        load += load_seconds(run, page_bytes)
+        compute = pages * seconds_per_page
+        if load - compute < best.load_seconds - best.compute_seconds:
+            best = Choice(pages, load, compute)
+    return best
+
+
+def load_seconds(run: TierRun, page_bytes: int) -> float:
+    """Seconds until the last page of a run is here."""
+    return run.speed.latency + run.pages * page_bytes / run.speed.bytes_per_second
+
+
+class SpeedMeter:
+    """Measures one tier: an exponential average over loads, starting from the defaults."""
+
+    def __init__(self, tier: LowerTier) -> None:
+        self.speed = DEFAULT_SPEEDS[tier]
+
+    def loaded(self, first_seconds: float, seconds: float, size: int) -> None:
+        """A load brought `size` bytes in `seconds`, of which `first_seconds` passed before the first page was here."""
+        old = self.speed
+        latency = max(first_seconds, 1e-6)
+        rate = size / max(seconds, 1e-6)
+        if old.measured:
+            latency = old.latency + _WEIGHT * (latency - old.latency)
+            rate = old.bytes_per_second + _WEIGHT * (rate - old.bytes_per_second)
+        self.speed = TierSpeed(old.tier, latency, rate, measured=True)
+
+
+class RateMeter:
+    """Measures how many tokens a worker computes per second: an exponential average over its steps."""
+
+    def __init__(self) -> None:
+        self.rate = 0.0  # tokens per second; 0 until the first step
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step computed `tokens` of prompts in `seconds`."""
+        if tokens <= 0 or seconds <= 0:
+            return
+        rate = tokens / seconds
+        self.rate = rate if not self.rate else self.rate + _WEIGHT * (rate - self.rate)
