@@ -5,7 +5,7 @@ from __future__ import annotations
 import zmq
 import zmq.asyncio
 
-from baton.wire.sockets import bind, configure
+from baton.wire.sockets import bind, configure, connect
 
 
 class Publisher:
@@ -28,7 +28,7 @@ class Subscriber:
     def __init__(self, endpoint: str) -> None:
         self._socket = configure(zmq.asyncio.Context.instance().socket(zmq.SUB))
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.connect(endpoint)
+        connect(self._socket, endpoint)
         self.malformed = 0
 
     async def receive(self) -> tuple[bytes, int, bytes]:

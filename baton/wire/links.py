@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from baton.clock import Clock
 from baton.messages import Envelope, Heartbeat, Message, Peer, ToRouter
-from baton.wire.sockets import bind, configure
+from baton.wire.sockets import bind, configure, connect
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,5 @@ class Heart:
 def _dealer(endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
     socket = configure(zmq.Context.instance().socket(zmq.DEALER))
     socket.setsockopt(zmq.IDENTITY, identity)
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-    socket.connect(endpoint)
+    connect(socket, endpoint)
     return socket

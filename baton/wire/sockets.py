@@ -29,3 +29,10 @@ def bind(socket: Any, endpoint: str) -> str:
             raise PortInUse(f"{endpoint} is in use; stop what listens there or choose another port") from None
         raise StartupError(f"can't listen on {endpoint}: {error.strerror}") from None
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def connect(socket: Any, endpoint: str) -> None:
+    """Connect; returns at once, and goes on trying for as long as the socket lives."""
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+    socket.connect(endpoint)
