@@ -1,7 +1,10 @@
 """Which processes a cluster shall have, and on which node: pure arithmetic over the configuration.
 
 The router runs on the first node. A router that listens on loopback can only be reached from its own node, so then
-everything runs there. Otherwise workers go round the nodes, and each node that has a worker has one store.
+everything runs there. Otherwise decode workers go round the nodes, and prefill workers go on where those stopped: with
+a worker of each kind and two nodes each has a node to itself. Pages cross between the nodes' stores, so no pair of
+workers need share one; that a pair on one node is cheaper is for the router's placement to weigh, request by request.
+Each node that has a worker has one store.
 """
 
 from __future__ import annotations
@@ -43,23 +46,31 @@ def reachable_nodes(config: Config, nodes: Sequence[str]) -> Sequence[str]:
     return nodes[:1] if config.router.host.startswith(_LOOPBACK) else nodes
 
 
-def plan(config: Config, scale: Scale, nodes: Sequence[str], placed: Mapping[str, str] | None = None) -> list[Spec]:
-    """Every process of the cluster in start order. `placed` says where processes run now (name → node): as long as
-    that node is still here they stay where they are."""
+def plan(
+    config: Config,
+    scale: Scale,
+    nodes: Sequence[str],
+    placed: Mapping[str, str] | None = None,
+    *,
+    one_machine: bool = False,
+) -> list[Spec]:
+    """Every process of the cluster in start order. `placed` says where processes run now, or shall run (name → node):
+    as long as that node is still here they stay where they are. `one_machine`: the nodes are names on one machine, so
+    that a router on loopback is reached from each."""
     if not nodes:
         raise ValueError("a cluster needs at least one node")
     placed = placed or {}
     router_node = placed.get("router", nodes[0])
     ordered = [router_node, *(node for node in nodes if node != router_node)]
-    usable = reachable_nodes(config, ordered)
-    workers: list[Spec] = []
-    roles: list[tuple[Role, int]] = [("prefill", scale.prefill), ("decode", scale.decode)]
-    for role, count in roles:
-        # Both roles go round in the same order: pages pass between workers of one node only, through its store.
-        for index in range(count):
-            name = f"{role}-{index}"
-            there = placed.get(name, "")
-            workers.append(Spec(name, role, there if there in usable else usable[index % len(usable)]))
+    usable = ordered if one_machine else reachable_nodes(config, ordered)
+
+    def worker(role: Role, index: int, turn: int) -> Spec:
+        there = placed.get(f"{role}-{index}", "")
+        return Spec(f"{role}-{index}", role, there if there in usable else usable[turn % len(usable)])
+
+    decode = [worker("decode", index, index) for index in range(scale.decode)]
+    prefill = [worker("prefill", index, scale.decode + index) for index in range(scale.prefill)]
+    workers = [*prefill, *decode]
     # A store is named after its node's place in the list, and keeps its name while it runs.
     stores = _stores(usable, {w.node for w in workers}, placed)
     return [Spec("router", "router", router_node), *stores, *workers]

@@ -5,6 +5,10 @@
         cluster.kill("decode-0")
         cluster.start("decode-0")
 
+One machine may stand in for several nodes, each with a store of its own:
+
+    LocalCluster(config, nodes=["a", "b"], placed={"prefill-0": "a", "decode-0": "b"})
+
 Starts the router, which says its addresses in one line of JSON; then everything else at once. Every process dies with
 this one, however this one ends. Nobody is restarted unless asked: repairing is the supervisor's work.
 """
@@ -19,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,23 +54,34 @@ class LocalCluster:
     """Owns the processes it starts and the files below `directory`; ends exactly those."""
 
     def __init__(
-        self, config: Config, directory: Path | None = None, *, node: str = "", patience: float = 90.0
+        self,
+        config: Config,
+        directory: Path | None = None,
+        *,
+        nodes: Sequence[str] = (),
+        placed: Mapping[str, str] | None = None,
+        patience: float = 90.0,
     ) -> None:
         """Nothing starts yet. `directory` takes configuration, logs and output (none: a temporary one, removed at the
-        end); `node` is the name of this machine within the cluster, by default one of its own, so that clusters on
-        one machine never share a store; `patience` is how many seconds each start may take."""
+        end). `nodes` are the nodes that this machine plays, by default one; `placed` says on which of them a process
+        runs (name → node), the others go where `plan` puts them. `patience` is how many seconds each start may take.
+        Every object makes the cluster's name its own, so that clusters on one machine never share a store."""
         self._cleanup = contextlib.ExitStack()
         if directory is None:
             directory = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
         self.directory = directory
-        self.node = node or f"local-{secrets.token_hex(3)}"
-        self.config = config
-        if not config.cluster.log_dir:
-            logs = msgspec.structs.replace(config.cluster, log_dir=str(directory / "logs"))
-            self.config = msgspec.structs.replace(config, cluster=logs)
+        self.nodes = list(nodes) or ["local"]
+        if strange := set((placed or {}).values()) - set(self.nodes):
+            raise StartupError(f"there is no node {', '.join(sorted(strange))}; this cluster has {self.nodes}")
+        name = f"{config.cluster.name[:24]}-{secrets.token_hex(3)}"
+        own = msgspec.structs.replace(
+            config.cluster, name=name, log_dir=config.cluster.log_dir or str(directory / "logs")
+        )
+        self.config = msgspec.structs.replace(config, cluster=own)
         self.patience = patience
         self.addresses: Addresses | None = None
-        self._specs = {spec.name: spec for spec in plan(self.config, scale_of(config), [self.node])}
+        planned = plan(self.config, scale_of(config), self.nodes, placed, one_machine=True)
+        self._specs = {spec.name: spec for spec in planned}
         self._running: dict[str, _Running] = {}
         # A parent-death signal comes when the *thread* that started a child ends: so one thread starts them all.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
@@ -106,6 +121,11 @@ class LocalCluster:
     # --- one process -------------------------------------------------------------------------------------------------
 
     @property
+    def node(self) -> str:
+        """The first node, where the router runs."""
+        return self.nodes[0]
+
+    @property
     def address(self) -> str:
         """host:port of the router's gRPC front door."""
         if self.addresses is None:
@@ -129,13 +149,17 @@ class LocalCluster:
             running.process.wait(timeout=10)
         return running.identity
 
-    def start(self, name: str) -> int:
-        """Start one process (again), or add one: "decode-2" needs no configuration. For the router, wait until it
-        serves, at the same addresses as before. Returns the pid. Raises StartupError."""
+    def start(self, name: str, node: str = "") -> int:
+        """Start one process (again), or add one: "decode-2" needs no configuration. A worker starts on `node`, by
+        default where it was before; a node without a store gets one. For the router, wait until it serves, at the same
+        addresses as before. Returns the pid. Raises StartupError."""
         if name in self.pids:
             raise StartupError(f"{name} runs already, as pid {self.pids[name]}; kill it first")
-        spec = self._specs.get(name) or self._new_worker(name)
-        self._specs[name] = spec
+        spec = self._specs.get(name)
+        if spec is None or node not in ("", spec.node):
+            for store in self._place(name, node):
+                self._spawn(store)
+            spec = self._specs[name]
         pid = self._spawn(spec)
         if spec.role == "router":
             self.addresses = self._read_addresses()
@@ -167,12 +191,23 @@ class LocalCluster:
 
     # --- internals ---------------------------------------------------------------------------------------------------
 
-    def _new_worker(self, name: str) -> Spec:
+    def _place(self, name: str, node: str) -> list[Spec]:
+        """Give a worker a place, `node` if that says one. Returns the stores that must start for it."""
         role, _, index = name.rpartition("-")
         if role not in ("prefill", "decode") or not index.isdigit():
             raise StartupError(f"{name!r} names no process; write prefill-N, decode-N, or one that was started before")
-        count = int(index) + 1
-        return {spec.name: spec for spec in plan(self.config, Scale(count, count), [self.node])}[name]
+        if node and node not in self.nodes:
+            raise StartupError(f"there is no node {node!r}; this cluster has {self.nodes}")
+        placed = {spec.name: spec.node for spec in self._specs.values() if spec.name != name}
+        placed |= {name: node} if node else {}
+        count = max(int(known.rpartition("-")[2]) for known in (name, *placed) if known != "router") + 1
+        planned = plan(self.config, Scale(count, count), self.nodes, placed, one_machine=True)
+        worker = next(spec for spec in planned if spec.name == name)
+        served = {spec.node for spec in self._specs.values() if spec.role == "store"}
+        lacks_store = worker.node not in served
+        stores = [spec for spec in planned if lacks_store and spec.role == "store" and spec.node == worker.node]
+        self._specs |= {spec.name: spec for spec in (*stores, worker)}
+        return stores
 
     def _spawn(self, spec: Spec) -> int:
         config = self.directory / "config.yaml"

@@ -25,17 +25,31 @@ def test_a_router_on_loopback_keeps_everything_on_its_node():
     assert {spec.node for spec in plan(Config(), Scale(2, 2), ["a", "b", "c"])} == {"a"}
 
 
-def test_workers_go_round_the_nodes_and_each_of_those_has_a_store():
-    specs = plan(OPEN, Scale(2, 2), ["a", "b"])
+def test_prefill_goes_on_where_decode_stopped_and_each_node_in_use_has_a_store():
+    specs = plan(OPEN, Scale(1, 1), ["a", "b"])
     assert [(s.name, s.node) for s in specs] == [
         ("router", "a"),
         ("store-0", "a"),
         ("store-1", "b"),
-        ("prefill-0", "a"),
-        ("prefill-1", "b"),
+        ("prefill-0", "b"),
         ("decode-0", "a"),
-        ("decode-1", "b"),
     ]
+
+
+def test_workers_go_round_the_nodes():
+    nodes = {spec.name: spec.node for spec in plan(OPEN, Scale(2, 3), ["a", "b", "c", "d"])}
+    assert [nodes[f"decode-{index}"] for index in range(3)] == ["a", "b", "c"]
+    assert [nodes[f"prefill-{index}"] for index in range(2)] == ["d", "a"]
+
+
+def test_names_of_one_machine_need_no_open_router():
+    specs = plan(Config(), Scale(1, 1), ["a", "b"], {"prefill-0": "a", "decode-0": "b"}, one_machine=True)
+    assert {spec.name: spec.node for spec in specs if spec.role != "router"} == {
+        "store-0": "a",
+        "store-1": "b",
+        "prefill-0": "a",
+        "decode-0": "b",
+    }
 
 
 def test_a_node_without_workers_has_no_store():

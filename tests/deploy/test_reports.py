@@ -3,10 +3,11 @@
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from baton.config import Config, load
-from baton.errors import CorruptWeights, Unavailable
+from baton.errors import CorruptWeights, StartupError, Unavailable
 from baton.v1 import generation_pb2 as pb
 from deploy import show
 from deploy.addresses import Addresses
@@ -106,5 +107,11 @@ def test_what_generate_prints():
     assert printed["timing"] == {"first_token": 1.5}
 
 
-def test_local_clusters_never_share_a_node(tmp_path: Path):
-    assert LocalCluster(Config(), tmp_path / "a").node != LocalCluster(Config(), tmp_path / "b").node
+def test_local_clusters_never_share_a_store(tmp_path: Path):
+    one, other = LocalCluster(Config(), tmp_path / "a"), LocalCluster(Config(), tmp_path / "b")
+    assert one.config.cluster.name != other.config.cluster.name
+
+
+def test_a_process_is_placed_only_on_a_node_that_there_is(tmp_path: Path):
+    with pytest.raises(StartupError, match="no node c"):
+        LocalCluster(Config(), tmp_path, nodes=["a", "b"], placed={"prefill-0": "c"})
