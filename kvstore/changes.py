@@ -5,13 +5,17 @@ Whoever owns pages (`DeviceCache`, `PageTable`) records changes here and never k
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+import numpy as np
 
 from baton.messages import MAX_KEYS_PER_CALL, Medium, PageRun, Snapshot
 
 _KEYS_PER_PART = 65_536  # 1 MiB of keys in one message
+_FEW = 16  # keys that are not worth an array
+_TURNS: Mapping[Medium, int] = {"GPU": 0, "CPU": 21, "DISK": 42}  # by how many bits a tier's digest is turned
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,22 @@ class ChangeLog:
         if self._removed:
             self._done.append(Removed(tuple(self._removed)))
             self._removed.clear()
+
+
+def digest(keys: Sequence[bytes], medium: Medium) -> int:
+    """64 bits that tell one set of pages from another. That of two sets without a common page is the XOR of theirs, so
+    publisher and follower each keep one up to date as pages come and go, and find out whether they still agree.
+
+    A key is a cryptographic hash: its first half is as good as any digest of it. Each tier turns it by another number
+    of bits, because a page that is on another tier than believed is a difference too."""
+    if len(keys) <= _FEW:
+        folded = 0
+        for key in keys:
+            folded ^= int.from_bytes(key[:8], "little")
+    else:
+        folded = int(np.bitwise_xor.reduce(np.frombuffer(b"".join(keys), "<u8")[::2]))
+    turn = _TURNS[medium]
+    return (folded << turn | folded >> 64 - turn) & 0xFFFF_FFFF_FFFF_FFFF
 
 
 def page_runs(pages: Iterable[tuple[bytes, bytes]], medium: Medium) -> Iterator[PageRun]:

@@ -1,48 +1,74 @@
-"""PrefixMap against a naive model, and what it does with events that can't be."""
+"""PrefixMap against a naive model, what it does with events that can't be, and what a single event may cost."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from hypothesis import settings
+import pytest
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from baton.messages import Medium
-from kvstore.changes import page_runs
+from baton.messages import Medium, PageRun
+from kvstore import runs as runs_module
+from kvstore.changes import digest, page_runs
 from kvstore.prefix_map import MEDIA, Match, PrefixMap
+from kvstore.runs import Run, Runs
 from tests.kvstore.chains import CHAINS, key, keys, parent
 
 HOLDERS = st.sampled_from(["one", "two", "three"])
 MEDIUM = st.sampled_from(MEDIA)
+ANY_KEYS = st.lists(CHAINS.map(key), max_size=8)
+"""Keys of several chains in any order, some of them twice: what no honest holder says."""
 
 
 class PrefixMapMachine(RuleBasedStateMachine):
-    """The model: which (holder, word, tier) there are."""
+    """The model: which (holder, key, tier) there are. Runs are kept short, so that they are full soon."""
+
+    max_run = 3
 
     def __init__(self) -> None:
         super().__init__()
+        runs_module.MAX_RUN, self.restored = self.max_run, runs_module.MAX_RUN
         self.map = PrefixMap()
         self.model: set[tuple[str, bytes, Medium]] = set()
         self.known: set[str] = set()
 
+    def teardown(self) -> None:
+        runs_module.MAX_RUN = self.restored
+
     def has(self, holder: str, name: bytes) -> bool:
         return any((holder, name, medium) in self.model for medium in MEDIA)
+
+    def tell(self, holder: str, above: bytes, names: Sequence[bytes], medium: Medium) -> None:
+        fits = self.map.stored(holder, above, names, medium)
+        assert fits == (not above or self.has(holder, above))
+        self.known.add(holder)
+        if fits:
+            self.model |= {(holder, name, medium) for name in names}
 
     @rule(holder=HOLDERS, chain=CHAINS, start=st.integers(0, 5), medium=MEDIUM)
     def stored(self, holder: str, chain: str, start: int, medium: Medium) -> None:
         start = min(start, len(chain) - 1)
-        above = parent(chain, start)
-        fits = self.map.stored(holder, above, keys(chain, start), medium)
-        assert fits == (start == 0 or self.has(holder, above))
-        self.known.add(holder)
-        if fits:
-            self.model |= {(holder, name, medium) for name in keys(chain, start)}
+        self.tell(holder, parent(chain, start), keys(chain, start), medium)
 
-    @rule(holder=HOLDERS, chain=CHAINS, medium=MEDIUM)
-    def removed(self, holder: str, chain: str, medium: Medium) -> None:
-        self.map.removed(holder, [key(chain)], medium)
-        self.model.discard((holder, key(chain), medium))
+    @rule(holder=HOLDERS, above=st.just(b"") | CHAINS.map(key), names=ANY_KEYS, medium=MEDIUM)
+    def stored_nonsense(self, holder: str, above: bytes, names: list[bytes], medium: Medium) -> None:
+        self.tell(holder, above, tuple(names), medium)
+
+    @rule(holder=HOLDERS, chain=CHAINS, start=st.integers(0, 5), medium=MEDIUM, backwards=st.booleans())
+    def removed(self, holder: str, chain: str, start: int, medium: Medium, backwards: bool) -> None:
+        names = keys(chain, min(start, len(chain) - 1))
+        self.take(holder, names[::-1] if backwards else names, medium)
+
+    @rule(holder=HOLDERS, names=ANY_KEYS, medium=MEDIUM)
+    def removed_nonsense(self, holder: str, names: list[bytes], medium: Medium) -> None:
+        self.take(holder, tuple(names), medium)
+
+    def take(self, holder: str, names: Sequence[bytes], medium: Medium) -> None:
+        self.map.removed(holder, names, medium)
+        self.model -= {(holder, name, medium) for name in names}
 
     @rule(holder=HOLDERS)
     def cleared(self, holder: str) -> None:
@@ -59,7 +85,7 @@ class PrefixMapMachine(RuleBasedStateMachine):
     @rule(holder=HOLDERS, chains=st.lists(CHAINS, max_size=3), medium=MEDIUM)
     def loaded(self, holder: str, chains: list[str], medium: Medium) -> None:
         pages = {key(chain[: page + 1]): parent(chain, page) for chain in chains for page in range(len(chain))}
-        self.map.load_snapshot(holder, page_runs(pages.items(), medium))
+        assert self.map.load_snapshot(holder, page_runs(pages.items(), medium))
         self.known.add(holder)
         self.model = {entry for entry in self.model if entry[0] != holder} | {(holder, name, medium) for name in pages}
 
@@ -81,14 +107,91 @@ class PrefixMapMachine(RuleBasedStateMachine):
     def is_valid(self) -> None:
         self.map.validate()
         assert set(self.map.holders()) == self.known
-        assert self.map.stats().pages == len({name for _, name, _ in self.model})
-        assert self.map.stats().entries == len({(holder, name) for holder, name, _ in self.model})
+        stats = self.map.stats()
+        assert stats.pages == len({name for _, name, _ in self.model})
+        assert stats.entries == len({(holder, name) for holder, name, _ in self.model})
         for holder in self.known:
             assert self.map.pages(holder) == len({name for other, name, _ in self.model if other == holder})
+            assert self.map.digest(holder) == self.digest(holder)
+
+    def digest(self, holder: str) -> int:
+        told = 0
+        for other, name, medium in self.model:
+            told ^= digest([name], medium) if other == holder else 0
+        return told
 
 
-PrefixMapMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+class WithLongRuns(PrefixMapMachine):
+    """The same with runs as long as they are."""
+
+    max_run = runs_module.MAX_RUN
+
+
+PrefixMapMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestPrefixMap = PrefixMapMachine.TestCase
+WithLongRuns.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWithLongRuns = WithLongRuns.TestCase
+
+
+# --- the model test finds what it is there to find --------------------------------------------------------------------
+
+
+def join_whatever_the_holders(self: Runs, run: Run, after: Run) -> Run:
+    self._point(after.keys, run)
+    run.keys += after.keys
+    run.next = after.next
+    self._leave(after)
+    after.keys = []
+    return run
+
+
+def never_join(self: Runs, run: Run) -> None:
+    pass
+
+
+def point_nowhere(self: Runs, names: Sequence[bytes], run: Run) -> None:
+    for name in names:
+        self.index.setdefault(name, run)
+
+
+def count_what_is_not_there(self: PrefixMap, holder: str, names: Iterable[bytes], medium: Medium) -> None:
+    names = list(names)
+    before = self.digest(holder)
+    _removed(self, holder, names, medium)
+    if (me := self._holders.get(holder)) is not None and names:
+        me.digest = before ^ digest(names, medium)
+
+
+def strip_nothing(self: Runs, field: int) -> None:
+    pass
+
+
+_removed = PrefixMap.removed
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "mutant"),
+    [
+        (Runs, "_join", join_whatever_the_holders),
+        (Runs, "_settle", never_join),
+        (Runs, "_point", point_nowhere),
+        (Runs, "strip", strip_nothing),
+        (PrefixMap, "removed", count_what_is_not_there),
+    ],
+)
+def test_a_mistake_would_be_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, mutant: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(owner, method, mutant)
+    once = settings(
+        max_examples=200, stateful_step_count=30, deadline=None, database=None, derandomize=True,
+        phases=[Phase.generate], print_blob=False,
+    )  # fmt: skip
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        run_state_machine_as_test(PrefixMapMachine, settings=once)
+
+
+# --- by example -------------------------------------------------------------------------------------------------------
 
 
 def test_a_prefix_counts_only_without_a_gap_and_by_the_fastest_tier() -> None:
@@ -104,12 +207,123 @@ def test_a_prefix_counts_only_without_a_gap_and_by_the_fastest_tier() -> None:
     assert prefixes.match([]) == {}
 
 
-def test_a_long_prompt_is_matched_in_time() -> None:
-    """128 thousand tokens in pages of 16, held by 8: a hint must not cost more than what it saves."""
+def test_runs_part_where_holders_do_and_join_when_they_agree_again() -> None:
     prefixes = PrefixMap()
-    chain = [number.to_bytes(16, "big") for number in range(8_192)]
-    for holder in range(8):
-        prefixes.stored(str(holder), b"", chain, "CPU")
-    started = time.perf_counter()
-    assert prefixes.match(chain)["7"].pages == 8_192
-    assert time.perf_counter() - started < 1.0
+    chain = numbered(100)
+    prefixes.stored("one", b"", chain, "CPU")
+    assert prefixes.stats().runs == 1
+    prefixes.stored("two", b"", chain[:60], "GPU")
+    assert prefixes.stats().runs == 2
+    for page in chain[59::-1]:  # one by one, children first, as pages are evicted
+        prefixes.removed("two", [page], "GPU")
+        assert prefixes.stats().runs <= 2
+    assert prefixes.stats().runs == 1
+    prefixes.stored("two", b"", chain[:60], "GPU")
+    prefixes.stored("two", chain[59], chain[60:], "GPU")
+    assert prefixes.stats().runs == 1
+    prefixes.remove_holder("one")
+    assert prefixes.match(chain) == {"two": Match(100, {"GPU": 100})}
+    assert prefixes.stats().runs == 1
+    prefixes.validate()
+
+
+def test_a_place_is_used_again_and_brings_nothing_with_it() -> None:
+    prefixes = PrefixMap()
+    for number in range(50):
+        prefixes.stored(str(number), b"", keys("abc"), "CPU")
+        assert list(prefixes.match(keys("abc"))) == [str(number)]
+        prefixes.remove_holder(str(number))
+    assert prefixes.stats().pages == 0
+    prefixes.stored("next", b"", keys("a"), "GPU")
+    assert prefixes._runs.index[key("a")].mask == 1
+
+
+def test_part_of_a_key_is_left_out_and_told() -> None:
+    prefixes = PrefixMap()
+    good = PageRun(b"", b"".join(keys("ab")), "CPU")
+    assert not prefixes.load_snapshot("h", [good, PageRun(b"", b"x" * 17, "CPU"), PageRun(key("z"), key("zz"), "CPU")])
+    assert prefixes.match(keys("ab"))["h"].pages == 2
+    assert prefixes.pages("h") == 2
+
+
+def test_the_same_set_has_the_same_digest_however_it_came_about() -> None:
+    one, two = PrefixMap(), PrefixMap()
+    chain = numbered(3_000)
+    one.stored("h", b"", chain, "CPU")
+    for start in range(0, 3_000, 7):
+        two.stored("h", chain[start - 1] if start else b"", chain[start : start + 7], "CPU")
+        two.stored("h", chain[start - 1] if start else b"", chain[start : start + 9], "CPU")
+    assert one.digest("h") == two.digest("h") != 0
+    two.stored("h", b"", chain, "GPU")
+    assert one.digest("h") != two.digest("h")
+    two.removed("h", chain, "CPU")
+    assert one.digest("h") != two.digest("h"), "the same pages on another tier"
+    two.removed("h", chain[::-1], "GPU")
+    assert two.digest("h") == 0
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def touched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many keys each change of the table touched."""
+    counts: list[int] = []
+    point = Runs._point
+
+    def counting(self: Runs, names: Sequence[bytes], run: Run) -> None:
+        counts.append(len(names))
+        point(self, names, run)
+
+    monkeypatch.setattr(Runs, "_point", counting)
+    return counts
+
+
+def test_a_page_costs_no_more_in_a_long_chain(touched: list[int]) -> None:
+    """Whatever is said about one page touches the keys of a few runs at most, not those of its chain."""
+    prefixes = PrefixMap()
+    chain = numbered(50_000)
+    prefixes.stored("one", b"", chain, "CPU")
+    prefixes.stored("two", b"", chain, "CPU")
+    touched.clear()
+    events = 0
+    for page in range(10, 50_000, 97):
+        prefixes.removed("one", [chain[page]], "CPU")
+        prefixes.removed("two", [chain[page]], "CPU")
+        prefixes.stored("two", chain[page - 1], [chain[page]], "CPU")
+        prefixes.stored("one", chain[page - 1], [chain[page]], "CPU")
+        events += 4
+    assert sum(touched) <= 3 * runs_module.MAX_RUN * events
+    prefixes.validate()
+
+
+def test_evicting_a_chain_page_by_page_touches_each_page_a_few_times(touched: list[int]) -> None:
+    prefixes = PrefixMap()
+    chain = numbered(20_000)
+    for holder in "abc":
+        prefixes.stored(holder, b"", chain, "GPU")
+    touched.clear()
+    for page in reversed(chain):
+        prefixes.removed("a", [page], "GPU")
+    assert sum(touched) <= 4 * len(chain)
+    assert prefixes.stats().runs <= 2 + len(chain) // runs_module.MAX_RUN
+
+
+def test_pages_said_twice_in_one_breath_are_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+    are_new = PrefixMap._are_new
+
+    def counting(self: PrefixMap, names: list[bytes]) -> bool:
+        looked_at.append(len(names))
+        return are_new(self, names)
+
+    monkeypatch.setattr(PrefixMap, "_are_new", counting)
+    prefixes = PrefixMap()
+    prefixes.stored("h", b"", [name for name in numbered(10_000) for _ in range(2)], "CPU")
+    assert sum(looked_at) <= 20_000
+    assert prefixes.pages("h") == 10_000
+    prefixes.validate()
+
+
+def numbered(count: int) -> list[bytes]:
+    return [number.to_bytes(16, "little") for number in range(1, count + 1)]
