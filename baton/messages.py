@@ -372,8 +372,8 @@ class Unpin(Message, frozen=True):
 
 
 class Pinned(Message, frozen=True):
-    """The answer to Pin: so many pages are kept. Fewer than asked for with the `reason`: `missing`, they are not all
-    here; `quota`, they exceed what this tenant may pin (then none are kept)."""
+    """The answer to Pin: these pages are kept. With a `reason` none are: `missing`, only the first `pages` are here;
+    `quota`, they are more than this tenant may pin."""
 
     pin: Name
     pages: Count
@@ -607,8 +607,9 @@ class Unwant(Message, frozen=True):
 
 
 class Wanting(Message, frozen=True):
-    """The wanting store's heartbeat: every fetch it still expects something of. The others are forgotten."""
+    """The wanting store's heartbeat, numbered: every fetch it still expects something of. Others are forgotten."""
 
+    beat: Count
     fetches: tuple[int, ...] = ()
 
 
@@ -634,9 +635,10 @@ class Gone(Message, frozen=True):
 
 
 class Serving(Message, frozen=True):
-    """The serving store's heartbeat: every fetch it knows of this peer, with how many pages it has sent. It is sent
-    behind the pages, so whoever has received fewer has lost some, and wants them anew."""
+    """The answer to Wanting: every fetch it knows of this peer, with how many pages it has sent, repeated ones
+    included. It comes behind the pages, so whoever has received fewer has lost some, and wants them anew."""
 
+    beat: Count
     fetches: tuple[tuple[int, int], ...] = ()
 
 

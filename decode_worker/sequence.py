@@ -20,7 +20,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.messages import AttemptHeld, AttemptName, FinishReason, Sampling, TokenLogprob
+from baton.messages import AttemptHeld, AttemptName, FinishReason, Sampling, Source, TokenLogprob
+from kvstore.cost import Loading
 from kvstore.keys import pack_tokens, page_keys, split_keys
 from kvstore.transfer import Fetch
 
@@ -59,6 +60,9 @@ class Sequence:
     fetched_pages: int = 0  # prompt pages that came from the store
     fetch: Fetch | None = None
     awaited: bool = False  # a prefill worker makes the pages to fetch
+    sources: tuple[Source, ...] = ()  # other stores to get them from
+    loading: Loading | None = None  # what the store was asked to bring from lower tiers
+    loaded_from: int = 0  # page of the fetch from which on that was
     progress: float = 0.0  # when the fetch last went on
     prompt_computed: int = 0  # prompt tokens computed by this attempt
     first_new: int = 0  # tokens known when the attempt began

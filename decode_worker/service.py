@@ -25,8 +25,8 @@ def run(config: Config, name: str, node: str, router: str, stop: threading.Event
             for event in worker.events(state):
                 worker.do(state.handle(event, worker.clock.now()))
             worker.copy(state)
-            worker.do(state.prepare())
-            if plan := state.plan():
+            worker.do(state.prepare(worker.clock.now()))
+            if plan := state.plan(worker.clock.now()):
                 worker.do(state.handle(worker.step(state, plan), worker.clock.now()))
             worker.publish(state, lambda: _values(state.stats()))
 

@@ -7,6 +7,7 @@ touched by no step and no copy any more. The service carries out the commands, t
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -27,9 +28,11 @@ from baton.messages import (
     Have,
     Heartbeat,
     Load,
+    LowerTier,
     Refused,
     Resend,
     RouterHeartbeat,
+    Source,
     Started,
     StoreReply,
     TokenLogprob,
@@ -39,6 +42,7 @@ from decode_worker.schedule import plan_step
 from decode_worker.sequence import Phase, Sequence
 from engine.batch import Sampled
 from engine.steps import Plan, StepDone, StepFailed
+from kvstore.cost import Loading, RateMeter, choose
 from kvstore.device_cache import DeviceCache
 from kvstore.keys import unpack_tokens
 from kvstore.transfer import (
@@ -53,6 +57,8 @@ from kvstore.transfer import (
     StoreUp,
     TransferEvent,
 )
+
+_RATE_FROM = 16  # tokens per sequence from which on a step tells how fast prompts are computed
 
 Command: TypeAlias = Say | Call
 Event: TypeAlias = (
@@ -78,6 +84,7 @@ class DecodeStats:
     fetches_short: int
     pages_shipped: int
     ships_refused: int
+    load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
 
 
 @dataclass
@@ -104,6 +111,10 @@ class DecodeState:
         self._tickets = itertools.count(1)
         self._arrivals = itertools.count()
         self._store_up = False
+        self._page_bytes = 0
+        self._rate = RateMeter()
+        self._planned = 0.0  # when the step that runs was planned, seconds
+        self._regret: dict[LowerTier, float] = {}
         self._step = 0
         self._preemptions = self._generated = self._computed = 0
         self._device_pages = self._fetched_pages = self._short = self._shipped = self._refused = 0
@@ -126,14 +137,14 @@ class DecodeState:
             case OwnerLost():
                 return [c for s in list(self._sequences.values()) for c in self._forget(s)]
             case StepDone(plan=plan, sampled=sampled):
-                return self._step_done(plan, sampled)
+                return self._step_done(plan, sampled, now)
             case StepFailed(plan=plan, message=message):
                 return self._step_failed(plan, message)
-            case StoreUp():
-                self._store_up = True
+            case StoreUp(page_bytes=page_bytes):
+                self._store_up, self._page_bytes = True, page_bytes
                 return []
             case StoreLost():
-                return self._store_lost()
+                return self._store_lost(now)
             case Tick(paused=paused):
                 return self._tick(now, paused)
             case _:
@@ -166,6 +177,7 @@ class DecodeState:
             page_size=self._page_size,
             deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
             awaited=order.awaited,
+            sources=order.sources,
             progress=now,
         )
         sequence.first_new = len(sequence.tokens)
@@ -181,7 +193,7 @@ class DecodeState:
         sequence.device_pages = sequence.computed // self._page_size
         self._device_pages += sequence.device_pages
         commands.append(Say(Accepted(*_named(name), sequence.device_pages)))
-        return commands + self._begin(sequence, order.fetch)
+        return commands + self._begin(sequence, order.fetch, now)
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Device pages for every known token, the cached prefix among them; all or nothing."""
@@ -196,22 +208,27 @@ class DecodeState:
         sequence.shipped = max(sequence.shipped, cached)
         return True
 
-    def _begin(self, sequence: Sequence, goal: int) -> list[Command]:
+    def _begin(self, sequence: Sequence, goal: int, now: float) -> list[Command]:
         """Fetch the pages from the cached prefix up to `goal`, or run at once where there are none to fetch."""
         have = sequence.computed // self._page_size
         keys = sequence.reusable_keys()[have:goal]
         if not keys:
             return self._run(sequence)
         if not self._store_up:
-            return self._end_fetch(sequence, "the node's store is gone")
-        fetch = Fetch(self._tickets, keys, sequence.pages[have : have + len(keys)], sequence.awaited)
+            return self._end_fetch(sequence, "the node's store is gone", now)
+        sources = [Source(s.store, s.endpoint, s.pages - have) for s in sequence.sources if s.pages > have]
+        pages = sequence.pages[have : have + len(keys)]
+        fetch = Fetch(self._tickets, keys, pages, sequence.awaited, sequence.parent_of(have), sources)
         sequence.phase, sequence.fetch = Phase.FETCHING, fetch
         self._fetching |= dict.fromkeys(fetch.tickets, sequence)
         return [Call(call) for call in fetch.start()]
 
     def _run(self, sequence: Sequence) -> list[Command]:
         sequence.phase = Phase.RUNNING
-        return [Say(Started(*_named(sequence.name), sequence.device_pages, sequence.fetched_pages))]
+        loading = sequence.loading
+        predicted, took = (loading.predicted, loading.seconds) if loading else (0.0, 0.0)
+        pages = (sequence.device_pages, sequence.fetched_pages)
+        return [Say(Started(*_named(sequence.name), *pages, int(predicted * 1_000), int(took * 1_000)))]
 
     # --- transfers ----------------------------------------------------------------------------------------------
 
@@ -223,7 +240,9 @@ class DecodeState:
             commands: list[Command] = [*self._copies.add(fetch.handle(event))]
             sequence.progress = now
             self._count_fetched(sequence, fetch.covered - before)
-            return commands + (self._end_fetch(sequence, "the store has no more") if fetch.ended else [])
+            if fetch.undecided:
+                commands += self._decide(sequence, fetch, now)
+            return commands + (self._end_fetch(sequence, "the store has no more", now) if fetch.ended else [])
         if (shipment := self._shipments.get(ticket)) is not None:
             commands = [*self._copies.add(shipment.ship.handle(event))]
             if shipment.ship.refused:
@@ -234,6 +253,15 @@ class DecodeState:
             return commands
         return []
 
+    def _decide(self, sequence: Sequence, fetch: Fetch, now: float) -> list[Command]:
+        """How much of a cached prefix that lower tiers have is worth loading."""
+        runs = fetch.runs
+        choice = choose(runs, self._page_bytes, self._page_size, self._rate.rate)
+        if choice.pages:
+            sequence.loading = Loading(choice, runs, now)
+            sequence.loaded_from = fetch.here
+        return [Call(call) for call in fetch.decide(choice.pages)]
+
     def _count_fetched(self, sequence: Sequence, count: int) -> None:
         first = sequence.computed // self._page_size
         for page in range(first, first + count):
@@ -243,10 +271,14 @@ class DecodeState:
         sequence.fetched_pages += count
         self._fetched_pages += count
 
-    def _end_fetch(self, sequence: Sequence, why: str) -> list[Command]:
+    def _end_fetch(self, sequence: Sequence, why: str, now: float) -> list[Command]:
         """No more pages will come. A prefix that was merely cached is computed instead; pages that a prefill worker
         was to make are the router's to decide about."""
         complete = sequence.fetch is not None and sequence.fetch.complete
+        if sequence.loading is not None and sequence.fetch is not None:
+            sequence.loading.end(max(0, sequence.fetch.covered - sequence.loaded_from), now)
+            tier = sequence.loading.tier
+            self._regret[tier] = self._regret.get(tier, 0.0) + sequence.loading.regret
         commands = self._drop_fetch(sequence)
         self._short += not complete
         if complete or not sequence.awaited:
@@ -289,12 +321,12 @@ class DecodeState:
         self._cache.free(shipment.pages)
         return [Call(Forget(ticket))]
 
-    def _store_lost(self) -> list[Command]:
+    def _store_lost(self, now: float) -> list[Command]:
         self._store_up = False
         commands = [command for ticket in list(self._shipments) for command in self._end_shipment(ticket)]
         for sequence in self._sequences.values():
             if sequence.fetch is not None:
-                commands += self._end_fetch(sequence, "the node's store is gone")
+                commands += self._end_fetch(sequence, "the node's store is gone", now)
         return commands
 
     # --- steps --------------------------------------------------------------------------------------------------
@@ -308,7 +340,7 @@ class DecodeState:
         """There is something to do without waiting for a message."""
         return bool(self._copies) or any(s.phase is Phase.RUNNING for s in self._sequences.values())
 
-    def prepare(self) -> list[Command]:
+    def prepare(self, now: float) -> list[Command]:
         """Before a plan: give every running sequence the pages that its known tokens need, at the cost of the least
         urgent, newest one where none are left; then resume preempted ones as far as there is room."""
         commands: list[Command] = []
@@ -323,11 +355,12 @@ class DecodeState:
             if sequence.phase is Phase.PREEMPTED:
                 if not self._reserve(sequence):
                     break
-                commands += self._begin(sequence, len(sequence.keys) if self._store_up else 0)
+                commands += self._begin(sequence, len(sequence.keys) if self._store_up else 0, now)
         return commands
 
-    def plan(self) -> Plan:
+    def plan(self, now: float) -> Plan:
         """The next step; empty when nothing runs."""
+        self._planned = now
         return plan_step(self._sequences.values(), self._config.step_tokens)
 
     def _preempt(self, sequence: Sequence) -> list[Command]:
@@ -338,11 +371,15 @@ class DecodeState:
         sequence.pages = []
         sequence.computed = sequence.published = 0
         sequence.phase = Phase.PREEMPTED
+        sequence.sources, sequence.loading = (), None
         sequence.awaited = False  # what the store has by then is taken, the rest is computed here
         return commands
 
-    def _step_done(self, plan: Plan, sampled: Items[Sampled | None]) -> list[Command]:
+    def _step_done(self, plan: Plan, sampled: Items[Sampled | None], now: float) -> list[Command]:
         self._step += 1
+        tokens = sum(len(chunk.tokens) for chunk in plan.values())
+        if tokens >= _RATE_FROM * len(plan):  # mostly prompts
+            self._rate.computed(tokens, now - self._planned)
         deltas: list[Delta] = []
         commands: list[Command] = []
         for (name, chunk), drawn in zip(plan.items(), sampled, strict=True):
@@ -417,7 +454,7 @@ class DecodeState:
                 commands += self._forget(sequence)
                 commands.append(Say(Failed(*_named(sequence.name), "deadline", "the request's deadline has passed")))
             elif sequence.fetch is not None and now - sequence.progress > self._config.fetch_ms / 1_000:
-                commands += self._end_fetch(sequence, f"no page came for {self._config.fetch_ms} ms")
+                commands += self._end_fetch(sequence, f"no page came for {self._config.fetch_ms} ms", now)
         return commands
 
     # --- what others read ---------------------------------------------------------------------------------------
@@ -437,7 +474,7 @@ class DecodeState:
         running = sum(phase is Phase.RUNNING for phase in phases)
         waiting = sum(phase in (Phase.FETCHING, Phase.SHORT, Phase.PREEMPTED) for phase in phases)
         queued = sum(s.pending for s in self._sequences.values() if s.phase is not Phase.ENDED and s.pending > 1)
-        load = Load(running, waiting, self._cache.available, self._num_pages, queued)
+        load = Load(running, waiting, self._cache.available, self._num_pages, queued, self._rate.rate)
         return Heartbeat(heard, load, self._step, attempts=tuple(s.held() for s in self._sequences.values()))
 
     def stats(self) -> DecodeStats:
@@ -456,6 +493,7 @@ class DecodeState:
             fetches_short=self._short,
             pages_shipped=self._shipped,
             ships_refused=self._refused,
+            load_regret=dict(self._regret),
         )
 
     def validate(self) -> None:

@@ -156,7 +156,7 @@ class Worker:
                 else:
                     self._poller.add(self._store.fileno())
                     log.info("attached to the store, incarnation %s", self._store.incarnation)
-                    yield StoreUp(self._store.slots)
+                    yield StoreUp(self._store.slots, self.engine.layout.page_bytes)
             return
         try:
             yield from self._store.receive()

@@ -65,6 +65,17 @@ class Arena:
             raise ValueError(str(error)) from None
         return cls(fd, size, slots, page_bytes)
 
+    def divide(self, page_bytes: int) -> None:
+        """Cut the arena into slots of that size, and map it. The store does, once it knows what its workers store."""
+        self._view.release()
+        self.slots, self.page_bytes = self.size // page_bytes, page_bytes
+        self._view = memoryview(mmap.mmap(self.fd, self.slots * page_bytes)) if self.slots else memoryview(b"")
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes of all slots."""
+        return self._view
+
     def slot(self, index: int) -> memoryview:
         """The bytes of one slot, writable. Keeps the mapping alive for as long as it is referred to."""
         if not 0 <= index < self.slots:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from baton.clock import Tick
-from baton.messages import StoreCall, StoreReply
+from baton.messages import FromStore, StoreCall, StoreReply, ToStore
+from kvstore.loads import LoadStats
+from kvstore.serving import ServingStats
+from kvstore.tiers import DiskEvent, DiskOrder, PeerEvent, PeerOrder
+
+if TYPE_CHECKING:
+    from kvstore.disk_index import DiskStats
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
@@ -41,7 +47,14 @@ class WriterGone:
     pid: int
 
 
-Event: TypeAlias = Connected | Heard | Disconnected | WriterGone | Tick
+@dataclass(frozen=True, slots=True)
+class RouterSaid:
+    """Our router said this."""
+
+    message: ToStore
+
+
+Event: TypeAlias = Connected | Heard | Disconnected | WriterGone | RouterSaid | PeerEvent | DiskEvent | Tick
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
@@ -61,7 +74,21 @@ class Drop:
     connection: int
 
 
-Command: TypeAlias = Send | Drop
+@dataclass(frozen=True, slots=True)
+class TellRouter:
+    """Say this to our router."""
+
+    message: FromStore
+
+
+@dataclass(frozen=True, slots=True)
+class Divide:
+    """From now on the arena is cut into slots of `page_bytes`; nothing is on its way to or from any slot."""
+
+    page_bytes: int
+
+
+Command: TypeAlias = Send | Drop | TellRouter | Divide | PeerOrder | DiskOrder
 
 # --- statistics -------------------------------------------------------------------------------------------------------
 
@@ -78,10 +105,13 @@ class StoreStats:
     reserved: int  # slots
     unproven: int  # of these, by processes that are disconnected but not known to be gone
     held: int  # pages
-    dropped: int  # of these, those that can't be found any more
+    unlisted: int  # of these, those that can't be found (any more)
     connections: int
     tickets: int
     waits: int  # pages waited for
+    oldest_hold: float  # seconds since the oldest ticket that holds something was made
+    pins: int
+    pinned_bytes: int
 
     hits: int  # pages that Acquire found
     misses: int
@@ -91,3 +121,6 @@ class StoreStats:
     expired: int  # holds that their owner did not renew
     corrupt: int  # pages reported
     refusals: int  # connections closed for what they said
+    loads: LoadStats
+    serving: ServingStats
+    disk: DiskStats

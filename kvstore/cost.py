@@ -40,16 +40,17 @@ class Choice:
     compute_seconds: float
 
 
-def choose(runs: Sequence[TierRun], page_bytes: int, page_size: int, prefill_rate: float) -> Choice:
+def choose(runs: Sequence[TierRun], page_bytes: int, page_size: int, prefill_rate: float, on_device: int = 0) -> Choice:
     """How far to load. `runs` lie one after the other in the chain; `page_size` in tokens, `prefill_rate` in tokens
-    per second (0: not measured). Ties go to computing, which depends on nobody."""
+    per second (0: not measured); the first `on_device` pages need not be computed, whatever is loaded. Ties go to
+    computing, which depends on nobody."""
     seconds_per_page = page_size / (prefill_rate or DEFAULT_PREFILL_RATE)
     best = Choice(0, 0.0, 0.0)
     pages, load = 0, 0.0
     for run in runs:
         pages += run.pages
         load += load_seconds(run, page_bytes)
-        compute = pages * seconds_per_page
+        compute = max(0, pages - on_device) * seconds_per_page
         if load - compute < best.load_seconds - best.compute_seconds:
             best = Choice(pages, load, compute)
     return best
@@ -89,3 +90,26 @@ class RateMeter:
             return
         rate = tokens / seconds
         self.rate = rate if not self.rate else self.rate + _WEIGHT * (rate - self.rate)
+
+
+class Loading:
+    """One load that was chosen, until it has ended: what it was to take, and what it took."""
+
+    def __init__(self, choice: Choice, runs: Sequence[TierRun], began: float) -> None:
+        self._choice = choice
+        self._began = began
+        self.tier: LowerTier = max(runs, key=lambda run: run.pages).speed.tier
+        """Where most of it came from."""
+        self.seconds = 0.0
+        self.regret = 0.0
+        """Seconds lost, where computing would have been quicker than the load was."""
+
+    @property
+    def predicted(self) -> float:
+        return self._choice.load_seconds
+
+    def end(self, pages: int, now: float) -> None:
+        """`pages` of it came. Those that did not save nothing."""
+        self.seconds = now - self._began
+        saved = self._choice.compute_seconds * min(1.0, pages / self._choice.pages)
+        self.regret = max(0.0, self.seconds - saved)

@@ -11,6 +11,9 @@ without ever being sealed, its whole subtree goes with it, so that no page is ev
 - sealed pages can no longer be found, at once; a slot that is held is free after the last hold;
 - reservations below stay with their writers, who may be writing, but are *detached*: sealing one only frees its slot.
 
+A page that the store itself brings in from a lower tier may be *loose*: what it follows is not here, because whoever
+wants it has that on its device. It is never in the tree, so never an orphan, and lives as long as its holds.
+
 Knows nothing of connections, tickets or time: `kvstore.state` decides when, this what follows.
 """
 
@@ -26,24 +29,25 @@ from kvstore.radix import Node, RadixTree
 
 
 class Page:
-    """A sealed page. `node` is none once it has been dropped: it lives on only for those who hold it."""
+    """A sealed page. `node` is none when it is loose, or has been `dropped`: it lives only for those who hold it."""
 
-    __slots__ = ("checksum", "holds", "key", "node", "slot")
+    __slots__ = ("checksum", "dropped", "holds", "key", "node", "slot")
 
-    def __init__(self, key: bytes, slot: int, checksum: int, node: Node[Entry]) -> None:
+    def __init__(self, key: bytes, slot: int, checksum: int, node: Node[Entry] | None) -> None:
         self.key = key
         self.slot = slot
         self.checksum = checksum
         self.holds = 0
+        self.dropped = False
         self.node: Node[Entry] | None = node
 
 
 class Reservation:
-    """A slot that `writer` may be writing to. `node` is none when it is detached."""
+    """A slot that `writer` may be writing to. `node` is none when it is detached or loose."""
 
     __slots__ = ("key", "node", "slot", "writer")
 
-    def __init__(self, key: bytes, slot: int, writer: Hashable, node: Node[Entry]) -> None:
+    def __init__(self, key: bytes, slot: int, writer: Hashable, node: Node[Entry] | None) -> None:
         self.key = key
         self.slot = slot
         self.writer = writer
@@ -68,7 +72,7 @@ class PageTable:
         self.slots = slots
         self.evictions = 0
         self.reserved = 0  # slots, detached reservations included
-        self.dropped = 0  # slots of dropped pages that somebody still holds
+        self.unlisted = 0  # slots of pages that can't be found, dropped or loose, and that somebody still holds
         self.held = 0  # slots with at least one hold, dropped ones included
         self._free = list(range(slots - 1, -1, -1))
         self._tree: RadixTree[Entry] = RadixTree()
@@ -88,7 +92,7 @@ class PageTable:
     @property
     def sealed(self) -> int:
         """Pages that can be found."""
-        return self.slots - len(self._free) - self.reserved - self.dropped
+        return self.slots - len(self._free) - self.reserved - self.unlisted
 
     def find(self, key: bytes) -> Page | None:
         """The sealed page of `key`."""
@@ -136,6 +140,35 @@ class PageTable:
             self._lru.unpin(deepest)
         return result
 
+    def claim(self, writer: Hashable, parent: bytes, key: bytes) -> Reservation | None:
+        """A slot for a page that is not here, below `parent` if that is sealed or claimed by the same writer, else
+        loose. None when no slot is free or evictable."""
+        result = self.reserve(writer, parent, [key])
+        if isinstance(result, list):
+            (reservation,) = result
+            assert isinstance(reservation, Reservation), "claimed a page that is here"
+            return reservation
+        if result == "full" or not (self._free or len(self._lru)):
+            return None
+        if not self._free:
+            self._evict()
+        self.reserved += 1
+        return Reservation(key, self._free.pop(), writer, None)
+
+    def land(self, reservation: Reservation, checksum: int) -> Page:
+        """What was claimed has come. Returns the page, held once for the caller: the one that its key has now, or a
+        loose one."""
+        if reservation.node is not None:
+            page = self.seal(reservation, checksum, hold=True)
+            assert page is not None
+            return page
+        self._end(reservation)
+        page = Page(reservation.key, reservation.slot, checksum, None)
+        page.holds = 1
+        self.held += 1
+        self.unlisted += 1
+        return page
+
     def seal(self, reservation: Reservation, checksum: int, hold: bool) -> Page | None:
         """The writer is done. Returns the page that its key has now (another writer's, if that was first), held once
         more with `hold`; none when the reservation is detached. In both those cases the slot is free again."""
@@ -155,19 +188,48 @@ class PageTable:
 
     def abort(self, reservation: Reservation) -> list[bytes]:
         """The writer gives up, or is gone. Returns the keys that nobody is making any more because of it."""
-        node = self._end(reservation)
-        self._free.append(reservation.slot)
+        unmade = self.detach(reservation)
+        self.release(reservation)
+        return unmade
+
+    def detach(self, reservation: Reservation) -> list[bytes]:
+        """The first half of `abort`: nothing will come of it, but its writer may still write to the slot."""
+        node, reservation.node = reservation.node, None
         if node is None:
             return []
+        node.value.reservations.remove(reservation)
         if node.value.page is None and not node.value.reservations:
             return self._drop(node)
         self._lru.unpin(node)
         return []
 
+    def release(self, reservation: Reservation) -> None:
+        """The second half: its writer writes no more, and the slot is free."""
+        assert reservation.node is None
+        self.reserved -= 1
+        self._free.append(reservation.slot)
+
+    def making(self, key: bytes) -> bool:
+        """Whether somebody has reserved a slot for this key, which is not sealed."""
+        node = self._tree.find(key)
+        return node is not None and node.value.page is None
+
+    def chain(self, page: Page) -> list[Page]:
+        """This page and those before it, first one first, as far as they are sealed; empty if one is not."""
+        chain: list[Page] = []
+        node = page.node
+        while node is not None:
+            if (here := node.value.page) is None:
+                return []
+            chain.append(here)
+            node = node.parent
+        return chain[::-1]
+
     def hold(self, page: Page) -> None:
-        """Keep a page that was just found from being evicted, until as many calls of `unhold`."""
-        assert page.node is not None
-        self._lru.pin(page.node)
+        """Keep a page that was just found, or is held, from being evicted, until as many calls of `unhold`."""
+        assert page.node is not None or page.holds
+        if page.node is not None:
+            self._lru.pin(page.node)
         page.holds += 1
         self.held += page.holds == 1
 
@@ -179,11 +241,12 @@ class PageTable:
         if page.node is not None:
             self._lru.unpin(page.node)
         elif not page.holds:
-            self.dropped -= 1
+            self.unlisted -= 1
             self._free.append(page.slot)
 
     def drop(self, page: Page) -> list[bytes]:
         """The page is no good: it and its subtree go. Returns the keys that nobody is making any more."""
+        page.dropped = True
         return [] if page.node is None else self._drop(page.node)
 
     def clear(self) -> None:
@@ -223,7 +286,7 @@ class PageTable:
             assert node.pins == holds + len(entry.reservations)
         assert len(used) == len(set(used)), "one slot, two owners"
         attached = sum(len(node.value.reservations) for node in self._tree.preorder())
-        assert len(used) + self.dropped + self.reserved - attached == self.slots, "a slot is lost"
+        assert len(used) + self.unlisted + self.reserved - attached == self.slots, "a slot is lost"
         assert self.sealed == sum(node.value.page is not None for node in self._tree.preorder())
 
     def _claim(self, node: Node[Entry], writer: Hashable) -> Page | Reservation:
@@ -263,9 +326,9 @@ class PageTable:
             if (page := entry.page) is None:
                 unmade.append(node.key)
             else:
-                page.node = None
+                page.node, page.dropped = None, True
                 if page.holds:
-                    self.dropped += 1
+                    self.unlisted += 1
                 else:
                     self._free.append(page.slot)
             if entry.whole:

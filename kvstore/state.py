@@ -18,7 +18,10 @@ A ticket lives until its owner forgets it, by Forget or by leaving it out of its
 so an unlisted ticket is one that the owner has done with), until it ends by the death of its process, or, when nothing
 is reserved under it, by the end of the connection.
 
-Pure: events and the time in, commands out. The slots themselves are `kvstore.pages`' matter.
+What is not in the arena may lie below: on this node's disk, or in another store. A hand-off (`Acquire` with `wait`) is
+always delivered; of a cached prefix the worker is told what lies `Below`, and says what to `Promote`.
+
+Pure: events and the time in, commands out. Pages, their slots and tiers are `kvstore.tiered`'s matter.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.clock import Tick
+from baton.config import StoreConfig
 from baton.errors import Incompatible, MalformedMessage, ProtocolError
 from baton.messages import (
     KEY_BYTES,
@@ -35,15 +39,19 @@ from baton.messages import (
     Arrived,
     Attach,
     Attached,
+    Below,
     Corrupt,
     Forget,
     Holding,
     Load,
+    Medium,
     Namespace,
     NotComing,
     NotReserved,
     PageRun,
     Peer,
+    Pin,
+    Promote,
     Refusal,
     Release,
     Released,
@@ -54,23 +62,31 @@ from baton.messages import (
     StoreCall,
     StoreHeartbeat,
     StoreReply,
+    ToStore,
+    Unpin,
 )
 from baton.messages import Page as PageAt
-from kvstore.changes import Change, page_runs
+from kvstore.admission import AdmissionFilter
+from kvstore.changes import Change
 from kvstore.commands import (
     Command,
     Connected,
     Disconnected,
+    Divide,
     Drop,
     Event,
     Heard,
+    RouterSaid,
     Send,
     StoreStats,
+    TellRouter,
     WriterGone,
 )
-from kvstore.keys import split_keys
+from kvstore.keys import namespace_root, split_keys
 from kvstore.pages import Page, PageTable
-from kvstore.tickets import Process, Ticket, WaitingRoom
+from kvstore.tickets import Process, Ticket
+from kvstore.tiered import TieredPages, Turn
+from kvstore.tiers import DiskTable
 
 MAX_TICKETS = 16_384
 """Per process: a heartbeat lists them all in one packet."""
@@ -82,9 +98,8 @@ class _Counters:
     misses: int = 0
     sealed: int = 0
     duplicates: int = 0
-    evictions: int = 0  # of page tables that were replaced
+    evictions: int = 0  # of arenas divided otherwise before
     expired: int = 0
-    corrupt: int = 0
     refusals: int = 0
 
 
@@ -92,28 +107,42 @@ class StoreState:
     """The one owner of the arena's slots, and the only one who says what may be read and written when."""
 
     def __init__(
-        self, me: Peer, arena_bytes: int, hold_seconds: float, writer_share: float, heartbeat_seconds: float
+        self, me: Peer, settings: StoreConfig, disk: DiskTable, admit_after: int, heartbeat: float, silence: float
     ) -> None:
-        """A hold lasts `hold_seconds` unless renewed; one writer reserves at most `writer_share` of the slots."""
+        """Pages used `admit_after` times are written to the disk. `heartbeat` and `silence` in seconds."""
         self._me = me
-        self._arena_bytes = arena_bytes
-        self._hold_seconds = hold_seconds
-        self._writer_share = writer_share
-        self._heartbeat_seconds = heartbeat_seconds
+        self._settings = settings
+        self._hold_seconds = settings.hold_ms / 1_000
+        self._admit_after = admit_after
+        self._heartbeat, self._silence = heartbeat, silence
         self._next_beat = float("-inf")
         self._namespace: Namespace | None = None
         self._page_bytes = 0
-        self._pages = PageTable(0)
+        self._disk = disk
+        self._tiers = self._new_tiers(0)
         self._strangers: dict[int, int] = {}  # connection that has not attached yet → pid
         self._attached: dict[int, Process] = {}  # by connection
         self._processes: dict[tuple[int, str], Process] = {}
-        self._waiting = WaitingRoom()
+        self._ended = False  # a ticket has ended since what nobody wants was last given up
         self._count = _Counters()
+
+    def _new_tiers(self, slots: int) -> TieredPages:
+        admission = AdmissionFilter(self._admit_after, 4 * slots + 1)
+        return TieredPages(
+            self._settings, self._disk, admission, slots, self._page_bytes, self._heartbeat, self._silence
+        )
 
     # --- what happens ---------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event. What a worker says out of turn costs it its connection, and nobody else anything."""
+        commands = self._handle(event, now)
+        if self._ended:
+            self._ended = False
+            commands += self._tell(self._tiers.prune(now))
+        return commands
+
+    def _handle(self, event: Event, now: float) -> list[Command]:
         match event:
             case Connected(connection=connection, pid=pid):
                 self._strangers[connection] = pid
@@ -131,6 +160,24 @@ class StoreState:
                 return self._bury([process for process in self._processes.values() if process.pid == pid])
             case Tick(paused=paused):
                 return self._tick(now, paused)
+            case RouterSaid(message=message):
+                return self._router_said(message, now)
+            case _:
+                return self._tell(self._tiers.handle(event, now))
+
+    def _router_said(self, message: ToStore, now: float) -> list[Command]:
+        match message:
+            case Pin():
+                try:
+                    answer, turn = self._tiers.pin(message, now)
+                except MalformedMessage:
+                    return []
+                return [TellRouter(answer), *self._tell(turn)]
+            case Unpin(pin=pin):
+                self._tiers.pins.unpin(pin)
+                return []
+            case _:
+                return []
 
     def _hear(self, connection: int, call: StoreCall, now: float) -> list[Command]:
         if isinstance(call, Attach):
@@ -142,11 +189,13 @@ class StoreState:
             return []  # said before it learnt that we have closed the connection
         match call:
             case Reserve():
-                return self._reply(process, self._reserve(process, call, now))
+                return self._reserve(process, call, now)
             case Seal():
                 return self._seal(process, call)
             case Acquire():
                 return self._acquire(process, call, now)
+            case Promote():
+                return self._promote(process, call, now)
             case Release():
                 return self._reply(process, self._release(process, call))
             case Forget():
@@ -165,7 +214,7 @@ class StoreState:
             raise MalformedMessage("Attach on a connection that is attached already")
         if call.protocol != PROTOCOL_VERSION:
             raise Incompatible(f"protocol {call.protocol} is not this store's {PROTOCOL_VERSION}; update the older one")
-        self._divide(call.namespace, call.page_bytes)
+        divided = self._divide(call.namespace, call.page_bytes)
         name = (pid, call.peer.incarnation)
         process = self._processes.setdefault(name, Process(*name))
         commands: list[Command] = []
@@ -176,26 +225,29 @@ class StoreState:
         del self._strangers[connection]
         self._attached[connection] = process
         process.connection = connection
-        return [*commands, Send(connection, Attached(self._me, self._pages.slots, self._page_bytes))]
+        attached = Send(connection, Attached(self._me, self._pages.slots, self._page_bytes))
+        return [*divided, *commands, attached]
 
-    def _divide(self, namespace: Namespace, page_bytes: int) -> None:
+    def _divide(self, namespace: Namespace, page_bytes: int) -> list[Command]:
         """Cut the arena into slots for the first who attaches, or anew for another kind of page when nobody is left
         who reads or writes the old ones."""
         if (namespace, page_bytes) == (self._namespace, self._page_bytes):
-            return
-        if self._processes:
+            return []
+        if self._processes or not self._tiers.idle:
             raise Incompatible(
                 f"this store serves pages of {self._page_bytes} bytes of {self._namespace}, not of {page_bytes} bytes "
                 f"of {namespace}; run one store and its workers per model"
             )
-        if page_bytes > self._arena_bytes:
+        arena_bytes = self._settings.arena_bytes
+        if page_bytes > arena_bytes:
             raise Incompatible(
-                f"one page of {page_bytes} bytes exceeds the arena of {self._arena_bytes}; raise store.arena_bytes"
+                f"one page of {page_bytes} bytes exceeds the arena of {arena_bytes}; raise store.arena_bytes"
             )
         self._count.evictions += self._pages.evictions
-        self._pages = PageTable(self._arena_bytes // page_bytes)
-        self._pages.clear()  # says so to those who knew of other pages
         self._namespace, self._page_bytes = namespace, page_bytes
+        self._tiers = self._new_tiers(arena_bytes // page_bytes)
+        self._pages.clear()  # says so to those who knew of other pages
+        return [Divide(page_bytes), *self._tiers.open_disk(namespace_root(namespace), page_bytes)]
 
     def _disconnect(self, connection: int) -> list[Command]:
         self._strangers.pop(connection, None)
@@ -229,24 +281,25 @@ class StoreState:
 
     # --- writing --------------------------------------------------------------------------------------------------
 
-    def _reserve(self, process: Process, call: Reserve, now: float) -> Reserved | NotReserved:
+    def _reserve(self, process: Process, call: Reserve, now: float) -> list[Command]:
         """A page that is sealed already is held by the ticket from now on, as one that it seals itself may be."""
         if len(call.parent) not in (0, KEY_BYTES):
             raise MalformedMessage(f"a parent key of {len(call.parent)} bytes")
         ticket = self._new_ticket(process, call.ticket, call.keys, now, reserving=True)
-        allowed = max(1, int(self._pages.slots * self._writer_share))
+        allowed = max(1, int(self._pages.slots * self._settings.writer_share))
         if process.reserved + self._pages.missing(ticket.keys) > allowed:
-            return NotReserved(call.ticket, "quota")
+            return self._reply(process, NotReserved(call.ticket, "quota"))
         result = self._pages.reserve(process, call.parent, ticket.keys)
         if isinstance(result, str):
-            return NotReserved(call.ticket, result)
+            return self._reply(process, NotReserved(call.ticket, result))
         for index, each in enumerate(result):
             if isinstance(each, Page):
                 ticket.holds[index] = each
             else:
                 ticket.reservations[index] = each
         process.tickets[ticket.number] = ticket
-        return Reserved(call.ticket, tuple(None if isinstance(each, Page) else each.slot for each in result))
+        slots = tuple(None if isinstance(each, Page) else each.slot for each in result)
+        return self._reply(process, Reserved(call.ticket, slots))
 
     def _seal(self, process: Process, call: Seal) -> list[Command]:
         ticket = process.tickets.get(call.ticket)
@@ -257,7 +310,7 @@ class StoreState:
             raise MalformedMessage(f"Seal of pages {call.first} to {end} of a ticket for {len(ticket.keys)}")
         if not ticket.sealed.isdisjoint(range(call.first, end)):
             raise MalformedMessage(f"Seal of pages {call.first} to {end}, of which some are sealed already")
-        arrived: dict[Ticket, list[PageAt]] = {}
+        new: list[Page] = []
         detached: list[int] = []
         for index, checksum in enumerate(call.checksums, call.first):
             ticket.sealed.add(index)
@@ -274,22 +327,22 @@ class StoreState:
                 self._count.duplicates += 1
                 continue
             self._count.sealed += 1
-            for waiter, place in self._waiting.call(page.key):
-                arrived.setdefault(waiter, []).append(self._grant(waiter, place, page))
+            new.append(page)
         # A page whose chain has been dropped can't be sealed; nor can those after it, which hang from it.
         count = (detached[0] if detached else end) - call.first
         commands = self._reply(process, Sealed(call.ticket, call.first, count)) if count else []
         if detached:
             commands += self._reply(process, NotComing(call.ticket, detached[0]))
-        for waiter, pages in arrived.items():
-            commands += self._reply(waiter.owner, Arrived(waiter.number, tuple(pages)))
-        return commands
+        return commands + self._tell(self._tiers.sealed(new))
 
     # --- reading --------------------------------------------------------------------------------------------------
 
     def _acquire(self, process: Process, call: Acquire, now: float) -> list[Command]:
         """Without `wait`, pages after the first that is missing are of no use and not held."""
+        if len(call.parent) not in (0, KEY_BYTES):
+            raise MalformedMessage(f"a parent key of {len(call.parent)} bytes")
         ticket = self._new_ticket(process, call.ticket, call.keys, now, reserving=False)
+        ticket.wait, ticket.parent, ticket.sources = call.wait, call.parent, call.sources
         process.tickets[ticket.number] = ticket
         found: list[PageAt] = []
         missing: list[int] = []
@@ -299,15 +352,32 @@ class StoreState:
                 missing.append(index)
                 if not call.wait:
                     break
-                self._waiting.enter(ticket, index)
+                self._tiers.waiting.enter(ticket, index)
             else:
-                found.append(self._grant(ticket, index, page))
+                self._pages.hold(page)
+                ticket.holds[index] = page
+                found.append(PageAt(index, page.slot, page.checksum))
         self._count.hits += len(found)
         self._count.misses += len(ticket.keys) - len(found)
         commands = self._reply(process, Arrived(call.ticket, tuple(found))) if found else []
-        if missing and not call.wait:
-            commands += self._reply(process, NotComing(call.ticket, missing[0]))
+        if call.wait:
+            return commands + self._tell(self._tiers.hand_off(ticket, now))
+        commands += self._tell(self._tiers.used(ticket.keys[: missing[0]] if missing else ticket.keys))
+        if missing:
+            below = self._tiers.below(ticket, missing[0])
+            reply = Below(call.ticket, missing[0], tuple(below)) if below else NotComing(call.ticket, missing[0])
+            commands += self._reply(process, reply)
         return commands
+
+    def _promote(self, process: Process, call: Promote, now: float) -> list[Command]:
+        ticket = process.tickets.get(call.ticket)
+        if ticket is None:
+            return []  # it ended meanwhile, and its owner will learn so
+        if ticket.reserving or ticket.wait or call.until > len(ticket.keys):
+            raise MalformedMessage(f"Promote of {call.until} pages of ticket {call.ticket} for {len(ticket.keys)}")
+        if ticket.waits:
+            raise MalformedMessage(f"a second Promote of ticket {call.ticket}")
+        return self._tell(self._tiers.promote(ticket, call.until, now))
 
     def _release(self, process: Process, call: Release) -> Released:
         """A page that was dropped while it was held, as corrupt or with its chain, does not count as held."""
@@ -319,7 +389,7 @@ class StoreState:
         held: list[bool] = []
         for index in call.indices:
             page = ticket.holds.pop(index, None)
-            held.append(page is not None and page.node is not None)
+            held.append(page is not None and not page.dropped)
             if page is not None:
                 self._pages.unhold(page)
         return Released(call.ticket, call.indices, tuple(held))
@@ -331,10 +401,7 @@ class StoreState:
             return []
         self._check_index(ticket, call.index)
         page = ticket.holds.get(call.index)
-        if page is None or page.node is None:
-            return []
-        self._count.corrupt += 1
-        return self._not_coming(self._pages.drop(page))
+        return [] if page is None else self._tell(self._tiers.drop(page))
 
     # --- tickets --------------------------------------------------------------------------------------------------
 
@@ -347,20 +414,16 @@ class StoreState:
             raise MalformedMessage(f"ticket {number} is in use")
         if len(process.tickets) >= MAX_TICKETS:
             raise MalformedMessage(f"more than {MAX_TICKETS} tickets; forget those that are done with")
-        return Ticket(number, process, keys, now + self._hold_seconds, reserving)
+        return Ticket(number, keys, False, process, now + self._hold_seconds, now, reserving)
 
     def _check_index(self, ticket: Ticket, index: int) -> None:
         if not 0 <= index < len(ticket.keys):
             raise MalformedMessage(f"index {index} of ticket {ticket.number}, which is for {len(ticket.keys)} keys")
 
-    def _grant(self, ticket: Ticket, index: int, page: Page) -> PageAt:
-        self._pages.hold(page)
-        ticket.holds[index] = page
-        return PageAt(index, page.slot, page.checksum)
-
     def _let_go(self, ticket: Ticket) -> None:
         """End the holds and waits of a ticket; its reservations stay."""
-        self._waiting.leave(ticket)
+        self._ended |= bool(ticket.waits)
+        self._tiers.waiting.leave(ticket)
         for page in ticket.holds.values():
             self._pages.unhold(page)
         ticket.holds.clear()
@@ -373,18 +436,24 @@ class StoreState:
             for index in sorted(ticket.reservations, reverse=True):
                 unmade += self._pages.abort(ticket.reservations.pop(index))
             del ticket.owner.tickets[ticket.number]
-        return self._not_coming(unmade)
+        return self._tell(self._tiers.unmade(unmade)) if unmade else []
 
     def _tick(self, now: float, paused: float) -> list[Command]:
         if paused:
             for ticket in self._tickets():
                 ticket.expires += paused  # nobody could be heard meanwhile
+        commands = self._tell(self._tiers.tick(now, paused))
         if now < self._next_beat:
-            return []
-        self._next_beat = now + self._heartbeat_seconds
-        return self._expire(now) + [
-            Send(connection, StoreHeartbeat(tuple(process.tickets))) for connection, process in self._attached.items()
-        ]
+            return commands
+        self._next_beat = now + self._heartbeat
+        return (
+            commands
+            + self._expire(now)
+            + [
+                Send(connection, StoreHeartbeat(tuple(process.tickets)))
+                for connection, process in self._attached.items()
+            ]
+        )
 
     def _expire(self, now: float) -> list[Command]:
         commands: list[Command] = []
@@ -397,9 +466,13 @@ class StoreState:
             self._let_go(ticket)
         return commands
 
-    def _not_coming(self, keys: list[bytes]) -> list[Command]:
-        commands: list[Command] = []
-        for ticket, index in self._waiting.send_away(keys):
+    def _tell(self, turn: Turn) -> list[Command]:
+        """The orders of a turn, and the replies to the tickets that it concerns."""
+        commands: list[Command] = [*turn.orders]
+        for ticket, pages in turn.granted.items():
+            arrived = tuple(PageAt(index, page.slot, page.checksum) for index, page in pages)
+            commands += self._reply(ticket.owner, Arrived(ticket.number, arrived))
+        for ticket, index in turn.refused:
             commands += self._reply(ticket.owner, NotComing(ticket.number, index))
         return commands
 
@@ -412,6 +485,10 @@ class StoreState:
     # --- what can be read off -------------------------------------------------------------------------------------
 
     @property
+    def _pages(self) -> PageTable:
+        return self._tiers.pages
+
+    @property
     def page_size(self) -> int:
         """Tokens per page; 0 while nobody has attached."""
         return self._namespace.page_size if self._namespace else 0
@@ -420,19 +497,24 @@ class StoreState:
         """Whether the end of process `pid` matters still: something is reserved by it, or it is attached."""
         return any(process.pid == pid for process in self._processes.values())
 
-    def drain_events(self) -> list[Change]:
-        """What has become findable or stopped being so since the last call, in order."""
-        return self._pages.drain_events()
+    def drain_events(self) -> list[tuple[Medium, list[Change]]]:
+        """What has become findable on each tier or stopped being so since the last call, in order."""
+        changes: list[tuple[Medium, list[Change]]] = [
+            ("CPU", self._pages.drain_events()),
+            ("DISK", self._disk.drain_events()),
+        ]
+        return [each for each in changes if each[1]]
 
     def snapshot(self) -> list[PageRun]:
-        """Every page that can be found, parents first."""
-        return list(page_runs(self._pages.pages(), "CPU"))
+        """Every page that can be found, parents first, on each tier."""
+        return self._tiers.snapshot()
 
     def load(self) -> Load:
         """For the heartbeat: a slot counts as free when a page could be written to it now."""
-        return Load(pages_free=self._pages.free + self._pages.evictable, pages_total=self._pages.slots)
+        free = self._pages.free + self._pages.evictable
+        return Load(pages_free=free, pages_total=self._pages.slots, tiers=self._tiers.speeds)
 
-    def stats(self) -> StoreStats:
+    def stats(self, now: float) -> StoreStats:
         pages, count = self._pages, self._count
         away = (process for process in self._processes.values() if process.connection is None)
         return StoreStats(
@@ -444,38 +526,33 @@ class StoreState:
             reserved=pages.reserved,
             unproven=sum(process.reserved for process in away),
             held=pages.held,
-            dropped=pages.dropped,
+            unlisted=pages.unlisted,
             connections=len(self._attached),
             tickets=sum(1 for _ in self._tickets()),
-            waits=len(self._waiting),
+            waits=len(self._tiers.waiting),
+            oldest_hold=max((now - ticket.since for ticket in self._tickets() if ticket.holds), default=0.0),
+            pins=len(self._tiers.pins),
+            pinned_bytes=self._tiers.pins.bytes,
             hits=count.hits,
             misses=count.misses,
             sealed_total=count.sealed,
             duplicates=count.duplicates,
             evictions=count.evictions + pages.evictions,
             expired=count.expired,
-            corrupt=count.corrupt,
+            corrupt=self._tiers.corrupt,
             refusals=count.refusals,
+            loads=self._tiers.loads.stats(),
+            serving=self._tiers.server.stats(),
+            disk=self._disk.stats(),
         )
 
     def validate(self) -> None:
         """Check every invariant; for tests."""
-        self._pages.validate()
-        self._waiting.validate(self._tickets())
-        held: dict[Page, int] = {}
-        reserved = 0
-        for ticket in self._tickets():
+        tickets = list(self._tickets())
+        self._tiers.validate(tickets)
+        for ticket in tickets:
             assert ticket.owner.tickets[ticket.number] is ticket
-            assert ticket.waits.isdisjoint(ticket.holds)
             assert ticket.owner.connection is not None or not (ticket.holds or ticket.waits), "away, yet holding"
-            reserved += len(ticket.reservations)
             assert all(reservation.writer is ticket.owner for reservation in ticket.reservations.values())
-            for page in ticket.holds.values():
-                held[page] = held.get(page, 0) + 1
-        assert all(page.holds == count for page, count in held.items())
-        assert len(held) == self._pages.held
-        assert sum(page.node is None for page in held) == self._pages.dropped
-        assert reserved == self._pages.reserved
         assert all(self._processes[p.pid, p.incarnation] is p for p in self._attached.values())
         assert all(p.connection is not None or p.reserved for p in self._processes.values())
-        assert all(self._pages.find(ticket.keys[index]) is None for ticket in self._tickets() for index in ticket.waits)

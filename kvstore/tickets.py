@@ -1,26 +1,37 @@
-"""Tickets, the processes that own them, and the pages that they wait for."""
+"""Tickets, the processes that own them, and who waits for which page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from baton.messages import Source
 from kvstore.pages import Page, Reservation
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
-    """One reservation or acquisition of one chain: what it still reserves, holds and waits for, by index in `keys`."""
+class Waiter:
+    """Somebody who wants the pages of a chain: what it still waits for, by index in `keys`."""
 
     number: int
-    owner: Process
     keys: list[bytes]
+    wait: bool  # also for pages that are only being made: a hand-off
+    waits: set[int] = field(default_factory=set[int], kw_only=True)
+
+
+@dataclass(eq=False, slots=True)
+class Ticket(Waiter):
+    """One reservation or acquisition of one chain by a worker: what it still reserves and holds, by index in `keys`."""
+
+    owner: Process
     expires: float  # when its holds and waits end unless its owner renews them
+    since: float  # when it was made
     reserving: bool  # made by Reserve, so that it may seal
+    parent: bytes = b""  # the key before the first
+    sources: tuple[Source, ...] = ()  # other stores that may have its pages
     reservations: dict[int, Reservation] = field(default_factory=dict[int, Reservation])
     sealed: set[int] = field(default_factory=set[int])  # indices that its owner has sealed
     holds: dict[int, Page] = field(default_factory=dict[int, Page])
-    waits: set[int] = field(default_factory=set[int])
 
 
 @dataclass(eq=False, slots=True)
@@ -42,45 +53,54 @@ class WaitingRoom:
     """Who waits for which key."""
 
     def __init__(self) -> None:
-        self._waiting: dict[bytes, dict[Ticket, int]] = {}
+        self._waiting: dict[bytes, dict[Waiter, int]] = {}
 
     def __len__(self) -> int:
         return sum(len(waiting) for waiting in self._waiting.values())
 
-    def enter(self, ticket: Ticket, index: int) -> None:
-        ticket.waits.add(index)
-        self._waiting.setdefault(ticket.keys[index], {})[ticket] = index
+    def wanted(self, key: bytes) -> bool:
+        """Whether anybody waits for `key`."""
+        return key in self._waiting
 
-    def leave(self, ticket: Ticket, first: int = 0) -> None:
-        """`ticket` waits no longer for its pages from index `first` on."""
-        for index in [index for index in ticket.waits if index >= first]:
-            ticket.waits.discard(index)
-            waiting = self._waiting[ticket.keys[index]]
-            del waiting[ticket]
+    def enter(self, waiter: Waiter, index: int) -> None:
+        waiter.waits.add(index)
+        self._waiting.setdefault(waiter.keys[index], {})[waiter] = index
+
+    def leave(self, waiter: Waiter, first: int = 0) -> None:
+        """`waiter` waits no longer for its pages from index `first` on."""
+        for index in [index for index in waiter.waits if index >= first]:
+            waiter.waits.discard(index)
+            waiting = self._waiting[waiter.keys[index]]
+            del waiting[waiter]
             if not waiting:
-                del self._waiting[ticket.keys[index]]
+                del self._waiting[waiter.keys[index]]
 
-    def call(self, key: bytes) -> list[tuple[Ticket, int]]:
+    def call(self, key: bytes) -> list[tuple[Waiter, int]]:
         """Everybody who waits for `key`, which has come: they wait for it no longer."""
         called = list(self._waiting.pop(key, {}).items())
-        for ticket, index in called:
-            ticket.waits.discard(index)
+        for waiter, index in called:
+            waiter.waits.discard(index)
         return called
 
-    def send_away(self, keys: Iterable[bytes]) -> list[tuple[Ticket, int]]:
-        """`keys` are not coming: whoever waits for one waits no longer for it, nor for what follows it in their chain.
-        Returns the first index concerned of each ticket."""
-        first: dict[Ticket, int] = {}
+    def waiters(self, keys: Iterable[bytes]) -> list[Waiter]:
+        """Everybody who waits for one of `keys`, each once."""
+        return list(dict.fromkeys(waiter for key in keys for waiter in self._waiting.get(key, ())))
+
+    def send_away(self, keys: Iterable[bytes], who: Callable[[Waiter], bool]) -> list[tuple[Waiter, int]]:
+        """`keys` are not coming for those `who` it concerns: whoever waits for one waits no longer for it, nor for what
+        follows it in their chain. Returns the first index concerned of each."""
+        first: dict[Waiter, int] = {}
         for key in keys:
-            for ticket, index in self._waiting.get(key, {}).items():
-                first[ticket] = min(index, first.get(ticket, index))
-        for ticket, index in first.items():
-            self.leave(ticket, index)
+            for waiter, index in self._waiting.get(key, {}).items():
+                if who(waiter):
+                    first[waiter] = min(index, first.get(waiter, index))
+        for waiter, index in first.items():
+            self.leave(waiter, index)
         return list(first.items())
 
-    def validate(self, tickets: Iterable[Ticket]) -> None:
+    def validate(self, waiters: Iterable[Waiter]) -> None:
         """Check every invariant; for tests."""
-        expected = {(ticket.keys[index], id(ticket), index) for ticket in tickets for index in ticket.waits}
+        expected = {(waiter.keys[index], id(waiter), index) for waiter in waiters for index in waiter.waits}
         here = {(key, id(t), index) for key, waiting in self._waiting.items() for t, index in waiting.items()}
         assert here == expected
         assert all(self._waiting.values())

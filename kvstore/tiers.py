@@ -11,11 +11,15 @@ it is done, and nothing is ever reused before. Nobody here waits for space; what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from baton.messages import PageReply, PageRequest, SentPage, Source
+from baton.messages import PageReply, PageRequest, SentPage, Source, TierSpeed
+from kvstore.changes import Change
+
+if TYPE_CHECKING:
+    from kvstore.disk_index import DiskStats
 
 # --- other stores -----------------------------------------------------------------------------------------------------
 
@@ -205,6 +209,64 @@ class DiskResult:
 
     orders: Sequence[DiskOrder] = ()
     ended: Sequence[DiskOutcome] = ()
+
+
+class DiskTable(Protocol):
+    """What is on the disk, as the store's state asks it: `kvstore.disk_index`. Pure; it never waits for anything."""
+
+    @property
+    def working(self) -> bool:
+        """Whether there is a disk tier that can be read now."""
+        ...
+
+    @property
+    def speed(self) -> TierSpeed: ...
+
+    def open(self, namespace: bytes, page_bytes: int) -> DiskResult:
+        """Pages of this namespace from now on. Nothing is on its way."""
+        ...
+
+    def prefix(self, keys: Sequence[bytes], parent: bytes = b"") -> int:
+        """How many of the first `keys`, which follow `parent`, can be read."""
+        ...
+
+    def has(self, key: bytes) -> bool: ...
+
+    def parent(self, key: bytes) -> bytes | None:
+        """What the page of `key` follows (empty: it starts a chain); none when it can't be read."""
+        ...
+
+    def wants(self, key: bytes) -> bool:
+        """Neither here nor on its way, and there is room in the queue."""
+        ...
+
+    def write(self, pages: Sequence[DiskPage]) -> DiskResult:
+        """Write pages, parents first. Each ends in one WriteEnded, at once where it can't be taken."""
+        ...
+
+    def read(self, pages: Sequence[tuple[bytes, int]]) -> DiskResult:
+        """Read pages (key, slot) that are here. Each ends in one ReadEnded."""
+        ...
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """These were used just now."""
+        ...
+
+    def handle(self, event: DiskEvent) -> DiskResult: ...
+
+    def tick(self, now: float) -> DiskResult: ...
+
+    def drain_events(self) -> list[Change]: ...
+
+    def pages(self) -> Iterator[tuple[bytes, bytes]]:
+        """Key and parent of every page that can be read, parents first."""
+        ...
+
+    def stats(self) -> DiskStats: ...
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        ...
 
 
 class DiskThreads(Protocol):

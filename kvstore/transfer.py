@@ -1,11 +1,14 @@
 """Moving pages between a worker's device and its node's store, as pure state: what to ask, what to copy, what counts.
 
-    Lookup  what is there     Acquire ▶ Arrived, NotComing                              and held from then on
+    Lookup  what is there     Acquire ▶ Arrived, NotComing, Below (▶ Promote)         and held from then on
     Fetch   store → device    Acquire ▶ Arrived ▶ CopyIn ▶ Release ▶ Released(held)   only then does the page count
     Ship    device → store    Reserve ▶ Reserved ▶ CopyOut ▶ Seal ▶ Sealed            only then does the page exist
 
 All belong to one attempt of one request and name device pages that the attempt keeps reserved until they end. The
 worker's service carries out the copies between two steps of the engine and reports them back.
+
+Of a cached prefix, some may lie on tiers below the arena. Once the store has told about all of it, `runs` is what could
+be loaded; the worker's state decides how much is worth it (`kvstore.cost`) and says so to `decide`.
 """
 
 from __future__ import annotations
@@ -18,18 +21,22 @@ from baton.messages import (
     MAX_KEYS_PER_CALL,
     Acquire,
     Arrived,
+    Below,
     Corrupt,
     Forget,
     NotComing,
     NotReserved,
+    Promote,
     Release,
     Released,
     Reserve,
     Reserved,
     Seal,
     Sealed,
+    Source,
     StoreCall,
     StoreReply,
+    TierRun,
 )
 
 
@@ -81,9 +88,10 @@ class CopiedOut:
 
 @dataclass(frozen=True)
 class StoreUp:
-    """The node's store has attached this worker; its arena has `slots` slots."""
+    """The node's store has attached this worker; its arena has `slots` slots of `page_bytes` bytes."""
 
     slots: int
+    page_bytes: int
 
 
 @dataclass(frozen=True)
@@ -95,79 +103,149 @@ Copy: TypeAlias = CopyIn | CopyOut
 TransferEvent: TypeAlias = StoreReply | CopiedIn | CopiedOut
 
 
-class Lookup:
-    """Finds, and holds, the prefix of a chain that the store has now."""
+class _Acquisition:
+    """The tickets under which one chain is acquired, and what the store has said about each."""
 
-    def __init__(self, tickets: Iterator[int], keys: Sequence[bytes]) -> None:
-        self._keys = keys
+    def __init__(
+        self, tickets: Iterator[int], keys: Sequence[bytes], wait: bool, parent: bytes, sources: Sequence[Source]
+    ) -> None:
+        self._keys, self._wait, self._parent, self._sources = keys, wait, parent, sources
         self._bases = {next(tickets): base for base in range(0, len(keys), MAX_KEYS_PER_CALL)}
-        self._limit = len(keys)
-        self._here: set[int] = set()
+        self._here: set[int] = set()  # pages that the arena has, or had
+        self._below: dict[int, Sequence[TierRun]] = {}  # by ticket
+        self._unanswered = set(() if wait else self._bases)  # tickets of which not everything is known yet
+        self._decided = wait
+        self.limit = len(keys)  # the first page that is known not to come
 
     @property
     def tickets(self) -> tuple[int, ...]:
         return tuple(self._bases)
 
-    @property
-    def found(self) -> int | None:
-        """Pages of the prefix; none until the store has answered."""
-        prefix = range(self._limit)
-        return self._limit if self._here.issuperset(prefix) else None
-
     def start(self) -> list[StoreCall]:
-        return [
-            Acquire(ticket, b"".join(self._keys[base : base + MAX_KEYS_PER_CALL]))
-            for ticket, base in self._bases.items()
-        ]
-
-    def handle(self, event: TransferEvent) -> None:
-        match event:
-            case Arrived(ticket=ticket, pages=pages):
-                self._here |= {self._bases[ticket] + page.index for page in pages}
-            case NotComing(ticket=ticket, index=index):
-                self._limit = min(self._limit, self._bases[ticket] + index)
-            case _:
-                pass
+        calls: list[StoreCall] = []
+        for ticket, base in self._bases.items():
+            keys = b"".join(self._keys[base : base + MAX_KEYS_PER_CALL])
+            parent = self._keys[base - 1] if base else self._parent
+            sources = tuple(
+                Source(source.store, source.endpoint, source.pages - base)
+                for source in self._sources
+                if source.pages > base
+            )
+            calls.append(Acquire(ticket, keys, self._wait, parent, sources))
+        return calls
 
     def forget(self) -> list[StoreCall]:
         return [Forget(ticket) for ticket in self._bases]
 
-
-class Fetch:
-    """Brings the pages of `keys` into the device pages `pages`, one for one, in order of the chain."""
-
-    def __init__(self, tickets: Iterator[int], keys: Sequence[bytes], pages: Sequence[int], wait: bool) -> None:
-        if len(keys) != len(pages):
-            raise ValueError(f"{len(keys)} keys for {len(pages)} device pages")
-        self._keys, self._pages, self._wait = keys, pages, wait
-        self._bases = {next(tickets): base for base in range(0, len(keys), MAX_KEYS_PER_CALL)}
-        self._counted: set[int] = set()
-        self.limit = len(keys)  # the first page that is known not to come
-        self.covered = 0  # pages from the start whose bytes count
+    @property
+    def undecided(self) -> bool:
+        """All is known that the store can tell, and `decide` must be called."""
+        return not self._decided and not self._unanswered
 
     @property
-    def tickets(self) -> tuple[int, ...]:
-        return tuple(self._bases)
+    def here(self) -> int:
+        """Pages from the start that the arena has, without a gap."""
+        return self._arrived(0, len(self._keys))
+
+    @property
+    def runs(self) -> list[TierRun]:
+        """What lower tiers have after the pages that the arena has, without a gap."""
+        runs: list[TierRun] = []
+        for ticket, base in self._bases.items():
+            end = min(base + MAX_KEYS_PER_CALL, len(self._keys))
+            if self._here.issuperset(range(base, end)):
+                continue
+            runs += self._below.get(ticket, ())
+            if self._arrived(base, end) + sum(run.pages for run in self._below.get(ticket, ())) < end - base:
+                break
+        return runs
+
+    def decide(self, pages: int) -> list[StoreCall]:
+        """Load the first `pages` of `runs`; nothing after them will come."""
+        assert self.undecided
+        self._decided = True
+        here = self.here
+        until = min(self.limit, here + pages)
+        self.limit = until
+        return [
+            Promote(ticket, min(until - base, MAX_KEYS_PER_CALL))
+            for ticket, base in self._bases.items()
+            if until > max(base, here) and here < base + MAX_KEYS_PER_CALL
+        ]
+
+    def _arrived(self, first: int, last: int) -> int:
+        """How many pages from `first` on, before `last`, the arena has without a gap."""
+        return next((index for index in range(first, last) if index not in self._here), last) - first
+
+    def _hear(self, event: TransferEvent) -> None:
+        match event:
+            case Arrived(ticket=ticket, pages=pages):
+                base = self._bases[ticket]
+                self._here |= {base + page.index for page in pages}
+                if self._here.issuperset(range(base, min(base + MAX_KEYS_PER_CALL, len(self._keys)))):
+                    self._unanswered.discard(ticket)
+            case Below(ticket=ticket, runs=runs):
+                self._below[ticket] = runs
+                self._unanswered.discard(ticket)
+            case NotComing(ticket=ticket, index=index):
+                self._unanswered.discard(ticket)
+                self._stop_at(ticket, index)
+            case _:
+                pass
+
+    def _stop_at(self, ticket: int, index: int) -> None:
+        if self._decided:
+            self.limit = min(self.limit, self._bases[ticket] + index)
+
+
+class Lookup(_Acquisition):
+    """Finds, and holds, the prefix of a chain that the store has or can load."""
+
+    def __init__(self, tickets: Iterator[int], keys: Sequence[bytes], sources: Sequence[Source] = ()) -> None:
+        super().__init__(tickets, keys, False, b"", sources)
+
+    @property
+    def found(self) -> int | None:
+        """Pages of the prefix that the arena has; none until it is known how many these will be."""
+        return self.limit if self._decided and self._here.issuperset(range(self.limit)) else None
+
+    def handle(self, event: TransferEvent) -> None:
+        self._hear(event)
+
+
+class Fetch(_Acquisition):
+    """Brings the pages of `keys`, which follow `parent`, into the device pages `pages`, one for one, in order of the
+    chain. With `wait` it is a hand-off, and nothing is to be decided."""
+
+    def __init__(
+        self,
+        tickets: Iterator[int],
+        keys: Sequence[bytes],
+        pages: Sequence[int],
+        wait: bool,
+        parent: bytes = b"",
+        sources: Sequence[Source] = (),
+    ) -> None:
+        if len(keys) != len(pages):
+            raise ValueError(f"{len(keys)} keys for {len(pages)} device pages")
+        super().__init__(tickets, keys, wait, parent, sources)
+        self._pages = pages
+        self._counted: set[int] = set()
+        self.covered = 0  # pages from the start whose bytes count
 
     @property
     def ended(self) -> bool:
         """Nothing more will come: all is covered, or all up to the first page that is not coming."""
-        return self.covered >= self.limit
+        return self._decided and self.covered >= self.limit
 
     @property
     def complete(self) -> bool:
         """Every page is here."""
         return self.covered == len(self._keys)
 
-    def start(self) -> list[StoreCall]:
-        calls: list[StoreCall] = []
-        for ticket, base in self._bases.items():
-            keys = b"".join(self._keys[base : base + MAX_KEYS_PER_CALL])
-            calls.append(Acquire(ticket, keys, self._wait))
-        return calls
-
     def handle(self, event: TransferEvent) -> list[StoreCall | Copy]:
         """Take an event about one of this fetch's tickets."""
+        self._hear(event)
         match event:
             case Arrived(ticket=ticket, pages=arrived):
                 base = self._bases[ticket]
@@ -177,7 +255,7 @@ class Fetch:
                 ]
             case CopiedIn(ticket=ticket, indices=indices, corrupt=corrupt):
                 for index in corrupt:
-                    self._stop_at(ticket, index)
+                    self._lost(ticket, index)
                 calls: list[StoreCall | Copy] = [Corrupt(ticket, index) for index in corrupt]
                 return [*calls, Release(ticket, indices)] if indices else calls
             case Released(ticket=ticket, indices=indices, held=held):
@@ -185,20 +263,17 @@ class Fetch:
                     if counts:
                         self._counted.add(self._bases[ticket] + index)
                     else:
-                        self._stop_at(ticket, index)
+                        self._lost(ticket, index)
                 while self.covered in self._counted:
                     self.covered += 1
-            case NotComing(ticket=ticket, index=index):
-                self._stop_at(ticket, index)
             case _:
                 pass
         return []
 
-    def forget(self) -> list[StoreCall]:
-        return [Forget(ticket) for ticket in self._bases]
-
-    def _stop_at(self, ticket: int, index: int) -> None:
-        self.limit = min(self.limit, self._bases[ticket] + index)
+    def _lost(self, ticket: int, index: int) -> None:
+        """A page that had arrived is no good: nothing after it is of use."""
+        self._decided, self._unanswered = True, set()
+        self._stop_at(ticket, index)
 
 
 class Ship:

@@ -2,7 +2,8 @@
 
     Prefill ─▶ LOOKING ─▶ (READING) ─▶ COMPUTING ─▶ SETTLING ─▶ DONE ─▶ Cancel ─▶ (forgotten)
                what the    store pages   chunk by     every page   Prefilled said;
-               store has   that prefix   chunk        sealed       pages stay held
+               store has,  that prefix   chunk        sealed       pages stay held
+               or loads
 
 `Prefill` asks for a result: every page of the prompt sealed in the node's store. What is there already is held; what
 the device has cached is copied; the rest is computed. Slots are reserved as soon as it is known what is missing.
@@ -13,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.messages import MAX_KEYS_PER_CALL, AttemptHeld, AttemptName
+from baton.messages import MAX_KEYS_PER_CALL, AttemptHeld, AttemptName, Source
+from kvstore.cost import Loading
 from kvstore.transfer import Fetch, Lookup, Ship
 
 
@@ -41,7 +43,10 @@ class Job:
     phase: Phase = Phase.LOOKING
     stored: int = 0  # pages from the start that the store had when we looked
     computed: int = 0  # tokens from the start whose K and V lie in `pages`
+    sources: tuple[Source, ...] = ()  # other stores that have some of its pages cached
     turns: int = 0  # steps it has had a share of
+    loading: Loading | None = None  # what the store was asked to bring from lower tiers
+    loaded_from: int = 0  # page from which on that was
     lookup: Lookup | None = None
     fetch: Fetch | None = None
     ship: Ship | None = None

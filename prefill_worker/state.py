@@ -7,7 +7,7 @@ is touched by no step and no copy any more. The service carries out the commands
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -22,6 +22,7 @@ from baton.messages import (
     Forget,
     Heartbeat,
     Load,
+    LowerTier,
     Prefill,
     Prefilled,
     Refused,
@@ -30,6 +31,7 @@ from baton.messages import (
     StoreReply,
 )
 from engine.steps import Plan, StepDone, StepFailed
+from kvstore.cost import Loading, RateMeter, choose
 from kvstore.device_cache import DeviceCache
 from kvstore.keys import page_keys, split_keys, unpack_tokens
 from kvstore.transfer import (
@@ -71,6 +73,7 @@ class PrefillStats:
     pages_hit: int
     pages_hit_in_store: int  # of these, those that the store had; the device had the others
     pages_shipped: int
+    load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
 
 
 class PrefillState:
@@ -86,6 +89,10 @@ class PrefillState:
         self._copies = CopyQueue()
         self._tickets = itertools.count(1)
         self._slots = 0  # of the arena; 0 without a store
+        self._page_bytes = 0
+        self._rate = RateMeter()
+        self._planned = 0.0  # when the step that runs was planned, seconds
+        self._regret: dict[LowerTier, float] = {}
         self._step = 0
         self._done = self._computed = self._hit = self._hit_in_store = self._shipped = 0
 
@@ -108,8 +115,8 @@ class PrefillState:
                 return self._step_done(plan, now)
             case StepFailed(plan=plan, message=message):
                 return [c for name in plan for c in self._fail(self._jobs[name.request], "internal", message)]
-            case StoreUp(slots=slots):
-                self._slots = slots
+            case StoreUp(slots=slots, page_bytes=page_bytes):
+                self._slots, self._page_bytes = slots, page_bytes
                 return []
             case StoreLost():
                 self._slots = 0
@@ -161,6 +168,7 @@ class PrefillState:
             pages=pages,
             device=device,
             computed=device * self._page_size,
+            sources=order.sources,
             progress=now,
         )
         self._jobs[order.request] = job
@@ -170,8 +178,30 @@ class PrefillState:
 
     def _look(self, job: Job) -> list[Command]:
         job.phase = Phase.LOOKING
-        job.lookup = Lookup(self._tickets, job.keys)
+        job.lookup = Lookup(self._tickets, job.keys, job.sources)
         return self._ask(job, job.lookup.tickets, job.lookup.start())
+
+    def _look_on(self, job: Job, lookup: Lookup, event: TransferEvent, now: float) -> list[Command]:
+        """The store has said something about what it has, and what it could load."""
+        lookup.handle(event)
+        if job.phase is not Phase.LOOKING:
+            return []
+        commands: list[Command] = []
+        if lookup.undecided:
+            runs = lookup.runs
+            have = max(0, job.device - lookup.here)
+            choice = choose(runs, self._page_bytes, self._page_size, self._rate.rate, have)
+            commands = [Call(call) for call in lookup.decide(choice.pages)]
+            if choice.pages:
+                job.loading = Loading(choice, runs, now)
+                job.loaded_from = lookup.here
+        if (found := lookup.found) is None:
+            return commands
+        if job.loading is not None and not job.loading.seconds:
+            job.loading.end(found - job.loaded_from, now)
+            tier = job.loading.tier
+            self._regret[tier] = self._regret.get(tier, 0.0) + job.loading.regret
+        return commands + self._read(job, found, now)
 
     def _read(self, job: Job, found: int, now: float) -> list[Command]:
         """The store has a prefix of `found` pages: bring those that computing the rest needs to the device."""
@@ -260,6 +290,8 @@ class PrefillState:
                     shipped=job.shipped,
                     queue_ms=int((begun - job.arrival) * 1_000),
                     compute_ms=int((now - begun) * 1_000),
+                    predicted_ms=int(job.loading.predicted * 1_000) if job.loading else 0,
+                    load_ms=int(job.loading.seconds * 1_000) if job.loading else 0,
                 )
             )
         ]
@@ -274,9 +306,7 @@ class PrefillState:
             return []
         job.progress = now
         if job.lookup is not None and ticket in job.lookup.tickets:
-            job.lookup.handle(event)
-            if job.phase is Phase.LOOKING and (found := job.lookup.found) is not None:
-                return self._read(job, found, now)
+            return self._look_on(job, job.lookup, event, now)
         elif job.fetch is not None and ticket in job.fetch.tickets:
             return self._fetch_went_on(job, job.fetch, event)
         elif job.ship is not None and ticket == job.ship.ticket:
@@ -290,6 +320,8 @@ class PrefillState:
     def _fetch_went_on(self, job: Job, fetch: Fetch, event: TransferEvent) -> list[Command]:
         before = fetch.covered
         commands: list[Command] = [*self._copies.add(fetch.handle(event))]
+        if fetch.undecided:
+            fetch.decide(0)  # what was worth loading has been loaded
         job.computed += (fetch.covered - before) * self._page_size
         self._publish(job, job.ready - (fetch.covered - before))
         if fetch.ended:
@@ -322,6 +354,7 @@ class PrefillState:
     def plan(self, now: float) -> Plan:
         """The next step; empty when nothing computes."""
         plan = plan_step(self._jobs.values(), self._config.chunk_tokens)
+        self._planned = now
         for name in plan:
             job = self._jobs[name.request]
             job.turns += 1
@@ -330,6 +363,7 @@ class PrefillState:
 
     def _step_done(self, plan: Plan, now: float) -> list[Command]:
         self._step += 1
+        self._rate.computed(sum(len(chunk.tokens) for chunk in plan.values()), now - self._planned)
         commands: list[Command] = []
         for name, chunk in plan.items():
             job, before = self._jobs[name.request], self._jobs[name.request].ready
@@ -391,7 +425,7 @@ class PrefillState:
         active = [job for job in self._jobs.values() if job.phase is not Phase.DONE]
         running = sum(job.phase is Phase.COMPUTING for job in active)
         queued = sum(job.pending for job in active)
-        load = Load(running, len(active) - running, self._cache.available, self._num_pages, queued)
+        load = Load(running, len(active) - running, self._cache.available, self._num_pages, queued, self._rate.rate)
         return Heartbeat(heard, load, self._step, attempts=tuple(job.held() for job in self._jobs.values()))
 
     def stats(self) -> PrefillStats:
@@ -406,6 +440,7 @@ class PrefillState:
             pages_hit=self._hit,
             pages_hit_in_store=self._hit_in_store,
             pages_shipped=self._shipped,
+            load_regret=dict(self._regret),
         )
 
     def validate(self) -> None:

@@ -1,4 +1,5 @@
-"""Worker states, a real store state and devices whose pages remember what was computed into them; no sockets, no clock.
+"""Worker states, real store states with disks and wires between them, and devices whose pages remember what was
+computed into them; no sockets, no threads, no clock.
 
 What lies at a position of a page is a digest of every token up to there, as K and V depend on all of them. A step that
 finds any other digest below its chunk has read a wrong, stale or half-copied page, and says so.
@@ -9,20 +10,54 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from baton.config import DecodeConfig, PrefillConfig
+from baton.config import Bytes, DecodeConfig, PrefillConfig, StoreConfig
 from baton.membership import Say
-from baton.messages import Attach, Attached, Holding, Message, Namespace, Peer, Role
+from baton.messages import (
+    Attach,
+    Attached,
+    Credit,
+    Doubt,
+    Holding,
+    Message,
+    Namespace,
+    PageReply,
+    PageRequest,
+    Pages,
+    Peer,
+    Role,
+    Source,
+    Unwant,
+    Want,
+    Wanting,
+)
 from decode_worker.state import DecodeState
 from engine.batch import Chunk, Sampled
 from engine.steps import StepDone
 from kvstore.commands import Connected, Disconnected, Drop, Heard, Send, Tick, WriterGone
 from kvstore.state import StoreState
+from kvstore.tiers import (
+    Answer,
+    Ask,
+    Check,
+    Checked,
+    Expect,
+    Landed,
+    PeerAnswered,
+    PeerAsked,
+    Retract,
+    Retracted,
+    Serve,
+    Served,
+)
 from kvstore.transfer import Call, CopiedIn, CopiedOut, CopyIn, StoreLost, StoreUp
 from prefill_worker.state import PrefillState
+from tests.kvstore.fake_disk import FakeDisk, Finished, Read, Write
 
 PAGE = 4
+PAGE_BYTES = 64
 VOCAB = 50
 ROOT = b"r" * 16
 NAMESPACE = Namespace(b"m" * 16, 1, "float32", PAGE, 1)
@@ -70,8 +105,11 @@ class Device:
 class RigWorker:
     """One worker: its state, its device, what the store has told it, what it has said to the router."""
 
-    def __init__(self, rig: Rig, role: Role, num_pages: int, config: DecodeConfig | PrefillConfig) -> None:
+    def __init__(
+        self, rig: Rig, role: Role, num_pages: int, config: DecodeConfig | PrefillConfig, node: RigStore
+    ) -> None:
         self.rig = rig
+        self.node = node
         self.num_pages = num_pages
         self.device = Device(num_pages)
         self.state: Any = (
@@ -81,7 +119,7 @@ class RigWorker:
         )
         self.pid = next(rig.ids)
         self.connection = 0
-        self.peer = Peer(role, f"{role}-{self.pid}", "n0", f"{role}-{self.pid}", self.pid)
+        self.peer = Peer(role, f"{role}-{self.pid}", node.name, f"{role}-{self.pid}", self.pid)
         self.inbox: deque[Message] = deque()  # from the store
         self.said: list[Message] = []
 
@@ -98,7 +136,7 @@ class RigWorker:
         self.inbox.clear()
         self.connection = next(self.rig.ids)
         self.rig.attach(self)
-        self.handle(StoreUp(self.rig.slots))
+        self.handle(StoreUp(self.rig.slots, PAGE_BYTES))
 
     def lose_store(self) -> None:
         self.inbox.clear()
@@ -113,10 +151,10 @@ class RigWorker:
     def copy(self) -> None:
         for copy in self.state.take_copies():
             if isinstance(copy, CopyIn):
-                self.device.pages[copy.page] = list(self.rig.arena.get(copy.slot, [0] * PAGE))
+                self.device.pages[copy.page] = list(self.node.arena.get(copy.slot, [0] * PAGE))
                 self.handle(CopiedIn(copy.ticket, (copy.index,)))
             else:
-                self.rig.arena[copy.slot] = list(self.device.pages[copy.page])
+                self.node.arena[copy.slot] = list(self.device.pages[copy.page])
                 self.handle(CopiedOut(copy.ticket, copy.index, 0))
 
     def step(self) -> bool:
@@ -128,13 +166,13 @@ class RigWorker:
             if plan:
                 self.handle(StepDone(plan, [None] * len(plan)))
         else:
-            for command in self.state.prepare():
+            for command in self.state.prepare(self.rig.now):
                 match command:
                     case Say(message=message):
                         self.said.append(message)
                     case Call(call=call):
                         self.rig.call(self, call)
-            plan = self.state.plan()
+            plan = self.state.plan(self.rig.now)
             sampled = [self.device.run(self.state._sequences[n.request].tokens, c) for n, c in plan.items()]
             if plan:
                 self.handle(StepDone(plan, sampled))
@@ -152,65 +190,198 @@ class RigWorker:
             self.rig.call(self, Holding(self.state.tickets))
 
 
-class Rig:
-    """The store and its arena, and the workers around it."""
+@dataclass
+class Parcel:
+    """Something on its way between two stores."""
 
-    def __init__(self, slots: int, hold: float = 30.0) -> None:
+    message: PageRequest | PageReply
+    contents: tuple[list[int], ...] = ()
+
+
+class RigStore:
+    """One node's store: its state, what lies in its arena and on its disk, and what is on its way to other stores."""
+
+    def __init__(self, rig: Rig, name: str) -> None:
+        self.rig = rig
+        self.name = name
+        self.disk = FakeDisk()
+        self.on_disk: dict[bytes, list[int]] = {}  # by key
+        self.start()
+
+    def start(self) -> None:
+        """A new process, with an empty arena, on the same disk."""
+        self.incarnation = f"store-{self.name}-{next(self.rig.ids)}"
+        me = Peer("store", f"store-{self.name}", self.name, self.incarnation, 0)
+        config = StoreConfig(
+            arena_bytes=Bytes(self.rig.slots * PAGE_BYTES), hold_ms=int(self.rig.hold * 1_000), writer_share=0.5,
+            load_share=self.rig.load_share,
+        )  # fmt: skip
+        self.disk.restart()
+        self.state = StoreState(me, config, self.disk, self.rig.admit_after, 0.25, 3.0)
+        self.arena: dict[int, list[int]] = {}
+        self.expected: dict[int, dict[int, int]] = {}  # fetch → index → slot
+        self.outgoing: dict[str, deque[Parcel]] = {}  # by incarnation of the receiving store, in order
+        self.disk_orders: deque[Write | Read] = deque()
+        self.checks: deque[Check] = deque()
+
+    def source(self, pages: int) -> Source:
+        return Source(self.incarnation, "inproc", pages)
+
+    def handle(self, event: Any) -> None:
+        commands = self.state.handle(event, self.rig.now)
+        self.state.validate()
+        for command in commands:
+            self._do(command)
+
+    def _do(self, command: Any) -> None:
+        match command:
+            case Send(connection=connection, reply=reply):
+                if (worker := self.rig.workers.get(connection)) is not None:
+                    worker.inbox.append(reply)
+            case Drop(connection=connection):
+                worker = self.rig.workers.get(connection)
+                raise AssertionError(f"the store dropped a well-behaved worker {worker}")
+            case Expect(fetch=fetch, slots=slots):
+                self.expected.setdefault(fetch, {}).update(dict(slots))
+            case Retract(fetch=fetch):
+                self.expected.pop(fetch, None)
+                self.handle(Retracted(fetch))
+            case Ask(source=source, request=request):
+                self._post(source.store, Parcel(request))
+            case Answer(peer=peer, reply=reply):
+                self._post(peer, Parcel(reply))
+            case Serve(number=number, peer=peer, fetch=fetch, pages=pages, slots=slots):
+                contents = tuple(list(self.arena[slot]) for slot in slots)
+                self._post(peer, Parcel(Pages(fetch, pages), contents))
+                self.handle(Served(number))
+            case Check():
+                self.checks.append(command)
+            case Write() | Read():
+                self.disk_orders.append(command)
+            case _:
+                pass
+
+    def _post(self, to: str, parcel: Parcel) -> None:
+        self.outgoing.setdefault(to, deque()).append(parcel)
+
+    # --- what a test lets happen ------------------------------------------------------------------------------------
+
+    def deliver(self, damage: bool = False) -> bool:
+        """One parcel of each receiver arrives, if that store still lives; with `damage` its first page is not what was
+        sent."""
+        moved = False
+        for incarnation, parcels in list(self.outgoing.items()):
+            if not parcels:
+                continue
+            parcel, moved = parcels.popleft(), True
+            receiver = next((store for store in self.rig.stores.values() if store.incarnation == incarnation), None)
+            if receiver is not None:
+                receiver.receive(self.incarnation, parcel, damage)
+        return moved
+
+    def receive(self, sender: str, parcel: Parcel, damage: bool) -> None:
+        match parcel.message:
+            case Pages(fetch=fetch, pages=pages):
+                expected = self.expected.get(fetch, {})
+                landed: list[tuple[int, int]] = []
+                damaged: list[int] = []
+                for page, contents in zip(pages, parcel.contents, strict=True):
+                    if page.index not in expected:
+                        continue
+                    if damage:
+                        self.arena[expected[page.index]] = [-1] * PAGE
+                        damaged.append(page.index)
+                        damage = False
+                        continue
+                    self.arena[expected.pop(page.index)] = contents
+                    landed.append((page.index, page.checksum))
+                self.handle(Landed(fetch, tuple(landed), tuple(damaged)))
+            case Want() | Credit() | Doubt() | Unwant() | Wanting():
+                self.handle(PeerAsked(sender, parcel.message))
+            case _:
+                self.handle(PeerAnswered(sender, parcel.message))
+
+    def lose(self) -> None:
+        """A connection breaks: what is on its way is lost."""
+        self.outgoing.clear()
+
+    def work(self, ok: bool = True) -> bool:
+        """The threads carry out one order, or (`ok` False) fail to."""
+        if self.checks:
+            self.handle(Checked(self.checks.popleft().number, ok))
+            return True
+        if not self.disk_orders:
+            return False
+        order = self.disk_orders.popleft()
+        match order:
+            case Write(page=page):
+                if ok:
+                    self.on_disk[page.key] = list(self.arena[page.slot])
+            case Read(key=key, slot=slot):
+                self.arena[slot] = list(self.on_disk.get(key, [-1] * PAGE)) if ok else [-1] * PAGE
+        self.handle(Finished(order, ok))
+        return True
+
+
+class Rig:
+    """Stores, and the workers around them. Without further words there is one store, and it keeps nothing on disk."""
+
+    def __init__(
+        self, slots: int, hold: float = 30.0, nodes: Sequence[str] = ("n0",), admit_after: int = 1_000,
+        load_share: float = 0.25,
+    ) -> None:  # fmt: skip
         self.now = 0.0
         self.ids = itertools.count(1)
-        self.slots, self.hold = slots, hold
+        self.slots, self.hold, self.admit_after, self.load_share = slots, hold, admit_after, load_share
         self.workers: dict[int, RigWorker] = {}
-        self.restart_store()
+        self.stores = {name: RigStore(self, name) for name in nodes}
 
-    def restart_store(self) -> None:
-        for worker in self.workers.values():
-            worker.lose_store()
-        self.workers = {}
-        me = Peer("store", "store-0", "n0", f"store-{next(self.ids)}", 0)
-        self.store = StoreState(me, self.slots * 64, self.hold, 0.5, 0.25)
-        self.arena: dict[int, list[int]] = {}
+    @property
+    def store(self) -> StoreState:
+        """The state of the first node's store."""
+        return next(iter(self.stores.values())).state
 
-    def worker(self, role: Role, num_pages: int, config: DecodeConfig | PrefillConfig) -> RigWorker:
-        worker = RigWorker(self, role, num_pages, config)
+    def restart_store(self, node: str = "n0") -> None:
+        """What was on its way to it is lost; its disk stays."""
+        for connection, worker in list(self.workers.items()):
+            if worker.node.name == node:
+                worker.lose_store()
+                del self.workers[connection]
+        self.stores[node].start()
+
+    def worker(self, role: Role, num_pages: int, config: DecodeConfig | PrefillConfig, node: str = "n0") -> RigWorker:
+        worker = RigWorker(self, role, num_pages, config, self.stores[node])
         worker.attach()
         return worker
 
     def attach(self, worker: RigWorker) -> None:
         self.workers[worker.connection] = worker
-        self.store.handle(Connected(worker.connection, worker.pid), self.now)
-        self.call(worker, Attach(worker.peer, NAMESPACE, 64))
+        worker.node.handle(Connected(worker.connection, worker.pid))
+        self.call(worker, Attach(worker.peer, NAMESPACE, PAGE_BYTES))
         assert isinstance(worker.inbox.popleft(), Attached)
 
     def call(self, worker: RigWorker, call: Any) -> None:
         if worker.connection:
-            self._do(self.store.handle(Heard(worker.connection, call), self.now))
+            worker.node.handle(Heard(worker.connection, call))
 
     def kill(self, worker: RigWorker) -> None:
         self.workers.pop(worker.connection, None)
-        self._do(self.store.handle(Disconnected(worker.connection), self.now))
-        self._do(self.store.handle(WriterGone(worker.pid), self.now))
+        worker.node.handle(Disconnected(worker.connection))
+        worker.node.handle(WriterGone(worker.pid))
         worker.connection = 0
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
         for worker in self.workers.values():
             worker.heartbeat()
-        self._do(self.store.handle(Tick(), self.now))
+        for store in self.stores.values():
+            store.handle(Tick())
 
     def settle(self, limit: int = 2_000) -> None:
-        """Let every worker take turns until nobody has anything to do."""
+        """Let everybody take turns until nobody has anything to do."""
         for _ in range(limit):
             going_on = [worker.turn() or worker.inbox or worker.state.busy for worker in list(self.workers.values())]
+            going_on += [store.deliver() or store.work() for store in self.stores.values()]
             if not any(going_on):
                 return
         raise AssertionError("the workers never came to rest")
-
-    def _do(self, commands: Any) -> None:
-        self.store.validate()
-        for command in commands:
-            match command:
-                case Send(connection=connection, reply=reply):
-                    if (worker := self.workers.get(connection)) is not None:
-                        worker.inbox.append(reply)
-                case Drop(connection=connection):
-                    raise AssertionError(f"the store dropped a well-behaved worker {self.workers.get(connection)}")

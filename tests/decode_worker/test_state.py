@@ -101,7 +101,7 @@ def test_full_pages_are_written_through_and_fetched_by_another() -> None:
     one = worker()
     one.handle(order(PROMPT, 10))
     one.rig.settle()
-    assert one.rig.store.stats().sealed == (len(PROMPT) + 9) // PAGE
+    assert one.rig.store.stats(0.0).sealed == (len(PROMPT) + 9) // PAGE
     other = one.rig.worker("decode", 32, DecodeConfig())
     other.handle(order(PROMPT, 10, fetch=2))
     one.rig.settle()
@@ -140,7 +140,7 @@ def test_an_awaited_fetch_that_ends_short_is_the_routers_to_decide() -> None:
     one.handle(order(PROMPT, 8, attempt=2))
     one.rig.settle()
     assert tokens_of(one.said, attempt=2) == reference(PROMPT, 8)
-    assert one.rig.store.stats().waits == 0
+    assert one.rig.store.stats(0.0).waits == 0
 
 
 def test_our_own_pause_does_not_end_a_fetch() -> None:
@@ -202,7 +202,7 @@ def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
         one.rig.settle()
         assert one.state.cache.available == one.num_pages
         assert not one.state.heartbeat(0).attempts
-        assert one.rig.store.stats().tickets == 0
+        assert one.rig.store.stats(0.0).tickets == 0
 
 
 def test_a_router_heartbeat_keeps_what_it_lists() -> None:

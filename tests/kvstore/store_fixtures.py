@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.config import Bytes, StoreConfig
 from baton.messages import (
     Attach,
     Attached,
@@ -19,16 +20,27 @@ from kvstore.changes import Change
 from kvstore.commands import Command, Connected, Event, Heard, Send
 from kvstore.state import StoreState
 from tests.kvstore.chains import key, keys, parent
+from tests.kvstore.fake_disk import FakeDisk
 
 NAMESPACE = Namespace(bytes(16), 1, "float32", 16, 1)
 STORE = Peer("store", "store-0", "node", "store-0-1", 1)
 
 
+def store_config(slots: int, hold_seconds: float, share: float) -> StoreConfig:
+    """Of a store whose pages have 100 bytes."""
+    return StoreConfig(
+        arena_bytes=Bytes(slots * 100), hold_ms=int(hold_seconds * 1_000), writer_share=share, load_share=1.0
+    )
+
+
 class Rig:
     """A store's state with workers that say one thing at a time. Every step is validated."""
 
-    def __init__(self, slots: int = 8, hold_seconds: float = 10.0, share: float = 1.0) -> None:
-        self.state = StoreState(STORE, slots * 100, hold_seconds, share, 0.25)
+    def __init__(
+        self, slots: int = 8, hold_seconds: float = 10.0, share: float = 1.0, admit_after: int = 1_000
+    ) -> None:
+        self.disk = FakeDisk()
+        self.state = StoreState(STORE, store_config(slots, hold_seconds, share), self.disk, admit_after, 0.25, 3.0)
         self.now = 0.0
         self._connections = 0
 
@@ -71,7 +83,8 @@ class Rig:
         return any(run.keys.endswith(key(chain)) or key(chain) in run.keys for run in self.state.snapshot())
 
     def changes(self) -> list[Change]:
-        return self.state.drain_events()
+        """Of the arena."""
+        return [change for medium, changes in self.state.drain_events() for change in changes if medium == "CPU"]
 
 
 def replies(commands: list[Command]) -> dict[int, list[StoreReply]]:

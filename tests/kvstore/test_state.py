@@ -66,7 +66,7 @@ def test_all_or_nothing_when_slots_run_out() -> None:
     writer, other = rig.attach(1), rig.attach(2)
     assert isinstance(rig.say(writer, reserve(1, "abc"))[0], Reserved)
     assert rig.say(other, reserve(2, "xy")) == [NotReserved(2, "full")]
-    assert rig.state.stats().reserved == 3
+    assert rig.state.stats(rig.now).reserved == 3
     assert isinstance(rig.say(other, reserve(2, "x"))[0], Reserved)
 
 
@@ -77,7 +77,7 @@ def test_a_chain_never_evicts_what_it_stands_on() -> None:
     assert rig.say(writer, reserve(2, "abcde")) == [NotReserved(2, "full")]
     assert rig.say(writer, reserve(2, "abcde", 3)) == [NotReserved(2, "full")]
     assert rig.has("abc")
-    assert rig.state.stats().evictions == 0
+    assert rig.state.stats(rig.now).evictions == 0
 
 
 def test_one_writer_reserves_its_share_at_most() -> None:
@@ -118,7 +118,7 @@ def test_what_is_here_already_need_not_be_written_and_is_held() -> None:
     assert reserved.slots[:2] == (None, None)
     assert reserved.slots[2] is not None
     rig.say(other, Seal(1, 0, (0, 0, 5), hold=True))
-    assert rig.state.stats().held == 3
+    assert rig.state.stats(rig.now).held == 3
     assert rig.say(writer, reserve(2, "xy")) == [NotReserved(2, "full")]
     rig.say(other, Forget(1))
     assert isinstance(rig.say(writer, reserve(2, "xy"))[0], Reserved)
@@ -134,7 +134,7 @@ def test_the_first_seal_wins_and_the_second_holds_the_winners_page() -> None:
     assert a.slots != b.slots
     rig.say(first, Seal(1, 0, (1,)))
     assert rig.say(second, Seal(1, 0, (2,), hold=True)) == [Sealed(1, 0, 1)]
-    stats = rig.state.stats()
+    stats = rig.state.stats(rig.now)
     assert (stats.free, stats.sealed, stats.held, stats.duplicates) == (7, 1, 1, 1)
     assert rig.say(reader, Acquire(1, key("a"))) == [Arrived(1, (Page(0, a.slots[0] or 0, 1),))]
 
@@ -159,7 +159,7 @@ def test_an_abandoned_parent_takes_its_sealed_children_along() -> None:
     rig.say(writer, reserve(1, "ab"))
     rig.say(writer, Seal(1, 1, (1,)))
     rig.say(writer, Forget(1))
-    assert rig.state.stats().free == 8
+    assert rig.state.stats(rig.now).free == 8
 
 
 def test_a_page_whose_chain_was_dropped_can_not_be_sealed() -> None:
@@ -174,7 +174,7 @@ def test_a_page_whose_chain_was_dropped_can_not_be_sealed() -> None:
     assert rig.say(writer, Seal(1, 1, (1,))) == [NotComing(1, 1)]
     assert not rig.has("a")
     rig.say(reader, Forget(1))
-    assert rig.state.stats().free == 8
+    assert rig.state.stats(rig.now).free == 8
 
 
 def test_eviction_takes_the_least_recently_used_leaf() -> None:
@@ -217,10 +217,10 @@ def test_waiters_hear_when_a_maker_gives_up_but_not_while_another_goes_on() -> N
     rig.say(two, reserve(1, "ab"))
     rig.say(reader, Acquire(1, packed("abc"), wait=True))
     assert rig.tell(one, Forget(1)) == {}
-    assert rig.state.stats().waits == 3
+    assert rig.state.stats(rig.now).waits == 3
     rig.say(two, Seal(1, 0, (1,)))
     assert rig.tell(two, Forget(1)) == {reader: [NotComing(1, 1)]}
-    assert rig.state.stats().waits == 0
+    assert rig.state.stats(rig.now).waits == 0
     assert rig.say(reader, Release(1, (0,))) == [Released(1, (0,), (True,))]
 
 
@@ -231,7 +231,7 @@ def test_not_coming_names_the_first_page_lost_and_leaves_the_waits_before_it() -
     rig.say(two, reserve(1, "abc"))
     rig.say(reader, Acquire(1, packed("abcd"), wait=True))
     assert rig.tell(two, Forget(1)) == {reader: [NotComing(1, 1)]}
-    assert rig.state.stats().waits == 1
+    assert rig.state.stats(rig.now).waits == 1
     assert [reply.ticket for reply in rig.tell(one, Seal(1, 0, (1,)))[reader] if isinstance(reply, Arrived)] == [1]
 
 
@@ -243,9 +243,9 @@ def test_waiting_for_what_nobody_makes_yet_lasts_until_forgotten() -> None:
     rig.say(reader, Holding((1,)))
     rig.now = 11.0
     assert rig.state.handle(Tick(), rig.now) == [Send(reader, StoreHeartbeat((1,)))]
-    assert rig.state.stats().waits == 2
+    assert rig.state.stats(rig.now).waits == 2
     rig.say(reader, Forget(1))
-    assert rig.state.stats().waits == 0
+    assert rig.state.stats(rig.now).waits == 0
 
 
 # --- holding ----------------------------------------------------------------------------------------------------------
@@ -258,10 +258,10 @@ def test_a_hold_that_is_not_renewed_expires_and_its_bytes_do_not_count() -> None
     rig.say(reader, Acquire(1, packed("abc"), wait=True))
     rig.now = 9.9
     rig.do(Tick())
-    assert rig.state.stats().held == 2
+    assert rig.state.stats(rig.now).held == 2
     rig.now = 10.2
     assert NotComing(1, 2) in replies(rig.do(Tick()))[reader]
-    assert rig.state.stats().expired == 2
+    assert rig.state.stats(rig.now).expired == 2
     assert rig.say(reader, Release(1, (0, 1))) == [Released(1, (0, 1), (False, False))]
 
 
@@ -293,7 +293,7 @@ def test_what_a_heartbeat_leaves_out_is_forgotten() -> None:
     rig.say(worker, reserve(2, "x"))
     rig.say(reader, Acquire(1, packed("a"), wait=True))
     assert rig.tell(worker, Holding((2, 99))) == {reader: [NotComing(1, 0)]}
-    assert rig.state.stats().reserved == 1
+    assert rig.state.stats(rig.now).reserved == 1
     assert replies(rig.do(Tick())) == {worker: [StoreHeartbeat((2,))], reader: [StoreHeartbeat((1,))]}
 
 
@@ -310,14 +310,14 @@ def test_a_corrupt_page_can_not_be_found_and_is_free_after_its_last_hold() -> No
     rig.say(one, Corrupt(1, 1))
     assert rig.changes() == [Removed((key("abc"), key("ab")))]
     assert rig.say(writer, Acquire(2, packed("abc"))) == [Arrived(2, (Page(0, 0, 0),)), NotComing(2, 1)]
-    stats = rig.state.stats()
-    assert (stats.sealed, stats.dropped, stats.corrupt) == (1, 2, 1)
+    stats = rig.state.stats(rig.now)
+    assert (stats.sealed, stats.unlisted, stats.corrupt) == (1, 2, 1)
     # A page that was dropped does not count as held, though its slot has not been used again.
     assert rig.say(two, Release(1, (0, 1))) == [Released(1, (0, 1), (True, False))]
-    assert rig.state.stats().dropped == 2
+    assert rig.state.stats(rig.now).unlisted == 2
     rig.say(one, Forget(1))
-    assert rig.state.stats().dropped == 0
-    assert rig.state.stats().free == 7
+    assert rig.state.stats(rig.now).unlisted == 0
+    assert rig.state.stats(rig.now).free == 7
 
 
 def test_only_a_holder_is_believed() -> None:
@@ -341,7 +341,7 @@ def test_a_lost_connection_ends_holds_and_waits_but_never_reservations() -> None
     rig.say(writer, reserve(1, "ab"))
     rig.say(writer, Acquire(2, packed("xy"), wait=True))
     assert rig.do(Disconnected(writer)) == []
-    stats = rig.state.stats()
+    stats = rig.state.stats(rig.now)
     assert (stats.reserved, stats.unproven, stats.held, stats.waits, stats.tickets) == (2, 2, 0, 0, 1)
     rig.now = 1e6
     rig.do(Tick())
@@ -369,7 +369,7 @@ def test_death_before_the_end_of_the_connection_closes_it() -> None:
     rig.say(writer, reserve(1, "ab"))
     assert rig.do(WriterGone(1)) == [Drop(writer)]
     assert rig.do(Disconnected(writer)) == []
-    assert rig.state.stats().free == 8
+    assert rig.state.stats(rig.now).free == 8
 
 
 def test_a_process_that_comes_back_finds_its_reservations_and_may_seal_them() -> None:
@@ -379,9 +379,9 @@ def test_a_process_that_comes_back_finds_its_reservations_and_may_seal_them() ->
     rig.say(first, reserve(2, "xy"))
     rig.do(Disconnected(first))
     again = rig.attach(1)
-    assert rig.state.stats().unproven == 0
+    assert rig.state.stats(rig.now).unproven == 0
     rig.say(again, Holding((1,)))
-    assert rig.state.stats().reserved == 2
+    assert rig.state.stats(rig.now).reserved == 2
     assert rig.say(again, Seal(1, 0, (1, 2))) == [Sealed(1, 0, 2)]
 
 
@@ -392,7 +392,7 @@ def test_a_new_incarnation_or_another_process_is_somebody_else() -> None:
     rig.do(Disconnected(first))
     for connection in (rig.attach(2, "old"), rig.attach(1, "new")):
         rig.say(connection, Holding())
-        assert rig.state.stats().unproven == 2
+        assert rig.state.stats(rig.now).unproven == 2
 
 
 def test_a_second_connection_of_a_process_replaces_the_first() -> None:
@@ -405,7 +405,7 @@ def test_a_second_connection_of_a_process_replaces_the_first() -> None:
     )
     assert commands == [Drop(first), Send(second, Attached(STORE, 8, 100))]
     assert rig.say(first, Forget(1)) == []
-    assert rig.state.stats().reserved == 2
+    assert rig.state.stats(rig.now).reserved == 2
 
 
 def test_pages_of_another_kind_are_refused_while_anybody_is_here_and_else_divide_the_arena_anew() -> None:
@@ -427,7 +427,7 @@ def test_pages_of_another_kind_are_refused_while_anybody_is_here_and_else_divide
     rig.do(WriterGone(2))
     rig.attach(3, namespace=other, page_bytes=50)
     assert rig.changes() == [Cleared()]
-    assert rig.state.stats().slots == 16
+    assert rig.state.stats(rig.now).slots == 16
     assert rig.state.snapshot() == []
 
 
@@ -476,7 +476,7 @@ def test_what_makes_no_sense_costs_the_connection_and_nobody_else_anything(call:
     assert isinstance(refusal, Send)
     assert isinstance(refusal.reply, Refusal)
     assert drop == Drop(bad)
-    assert rig.state.stats().reserved == 1, "it may still be writing"
+    assert rig.state.stats(rig.now).reserved == 1, "it may still be writing"
     assert rig.say(good, Release(1, (0,))) == [Released(1, (0,), (True,))]
     assert rig.say(bad, Forget(1)) == []
 

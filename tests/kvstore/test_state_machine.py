@@ -41,7 +41,8 @@ from baton.messages import (
 from kvstore.commands import Command, Connected, Disconnected, Drop, Event, Heard, Send, WriterGone
 from kvstore.state import StoreState
 from tests.kvstore.chains import key, keys, parent
-from tests.kvstore.store_fixtures import NAMESPACE, STORE
+from tests.kvstore.fake_disk import FakeDisk
+from tests.kvstore.store_fixtures import NAMESPACE, STORE, store_config
 
 SLOTS = 8
 SHARE = 0.6
@@ -83,7 +84,7 @@ class Worker:
 class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.state = StoreState(STORE, SLOTS * 100 + 50, 1.0, SHARE, 0.25)
+        self.state = StoreState(STORE, store_config(SLOTS, 1.0, SHARE), FakeDisk(), 1_000, 0.25, 3.0)
         self.now = 0.0
         self.workers = [Worker(100 + number, f"w{number}") for number in range(3)]
         self.dead: list[Worker] = []  # whose death the kernel has not told of yet
@@ -105,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert not lost & self.waited(), "somebody waits for what nobody makes any more"
         by_connection = {worker.connection: worker for worker in self.workers if worker.connection is not None}
         for command in commands:
-            worker = by_connection.get(command.connection)
+            worker = by_connection.get(getattr(command, "connection", None))
             match command:
                 case Send(connection=connection, reply=reply):
                     if isinstance(reply, Refusal):
@@ -117,7 +118,7 @@ class StoreMachine(RuleBasedStateMachine):
                     if worker is not None:
                         worker.connection = None
                         worker.calls.clear()
-        for change in self.state.drain_events():
+        for change in [c for medium, changes in self.state.drain_events() for c in changes if medium == "CPU"]:
             match change:
                 case _ if hasattr(change, "parent"):
                     above = change.parent
@@ -141,7 +142,7 @@ class StoreMachine(RuleBasedStateMachine):
             ticket.writable = {index: slot for index, slot in enumerate(reply.slots) if slot is not None}
 
     def waited(self) -> set[bytes]:
-        return set(self.state._waiting._waiting)
+        return set(self.state._tiers.waiting._waiting)
 
     def made(self, name: bytes) -> bool:
         node = self.state._pages._tree.find(name)
@@ -396,8 +397,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def numbers_add_up(self) -> None:
-        stats = self.state.stats()
-        assert stats.free + stats.sealed + stats.reserved + stats.dropped == stats.slots
+        stats = self.state.stats(self.now)
+        assert stats.free + stats.sealed + stats.reserved + stats.unlisted == stats.slots
         assert stats.evictable <= stats.sealed
         assert stats.slots in (0, SLOTS)
         snapshot = {
@@ -417,7 +418,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.kernel_tells_of_death()
         while self.orphans:
             self.store_sees_disconnect(0)
-        stats = self.state.stats()
+        stats = self.state.stats(self.now)
         assert stats.free + stats.sealed == stats.slots
         assert stats.evictable == stats.sealed
         assert stats.tickets == stats.waits == stats.held == stats.connections == stats.unproven == 0

@@ -47,11 +47,11 @@ def test_the_result_is_every_page_sealed_and_held() -> None:
     one.rig.settle()
     (result,) = done(one.said)
     assert (result.computed, result.hit, result.shipped) == (3 * PAGE, 0, 3)
-    stats = one.rig.store.stats()
+    stats = one.rig.store.stats(0.0)
     assert (stats.sealed, stats.held) == (3, 3)
     assert one.state.cache.available == one.num_pages
     one.handle(Cancel("r", 1))
-    assert one.rig.store.stats().held == 0
+    assert one.rig.store.stats(0.0).held == 0
 
 
 def test_what_is_there_already_is_held_and_not_computed() -> None:
@@ -179,7 +179,7 @@ def test_a_writer_that_dies_lets_those_who_wait_know() -> None:
     decode.handle(Decode("r", 2, ROOT, tokens, len(PROMPT), 9, Sampling(temperature=0)))
     rig.settle()
     assert tokens_of(decode.said, attempt=2) == reference(PROMPT, 9)
-    assert rig.store.stats().reserved == 0
+    assert rig.store.stats(0.0).reserved == 0
 
 
 def test_limits_are_said() -> None:
@@ -205,7 +205,7 @@ def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
         one.handle(ending)
         one.rig.settle()
         assert one.state.cache.available == one.num_pages
-        assert (one.rig.store.stats().tickets, one.rig.store.stats().reserved) == (0, 0)
+        assert (one.rig.store.stats(0.0).tickets, one.rig.store.stats(0.0).reserved) == (0, 0)
 
 
 def test_a_newer_attempt_replaces_an_older_one() -> None:

@@ -139,7 +139,7 @@ class HandOff(RuleBasedStateMachine):
         for worker in self.workers:
             assert worker.state.cache.available == worker.num_pages
             assert worker.state.tickets == ()
-        stats = self.rig.store.stats()
+        stats = self.rig.store.stats(0.0)
         assert (stats.reserved, stats.held, stats.waits) == (0, 0, 0)
 
 

@@ -1,0 +1,409 @@
+"""What a store is bringing into its arena: from its disk, and from other stores. Pure.
+
+    want ──▶ claim slots ──▶ read from disk ─────────────────────▶ landed   or failed
+                  └────────▶ Want ──▶ Landed… (Credit…) ─────────▶ landed   or failed: the next source, or not coming
+                                  └─ Gone, silent, lost pages ──▶ retired ──Retracted──▶ its slots are free
+
+Every key is brought at most once at a time, whoever waits for it. A fetch from another store has slots for only so many
+of its pages at once, and grants the others as room comes free. Pages are lost only with a connection: then the other
+side says (`Serving`) that it has sent more than has come, or does not know the fetch, and what is missing is wanted
+anew. Slots of a fetch that has ended stay reserved until the transport has said that it writes there no more.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from baton.messages import Credit, Doubt, Gone, PageReply, Serving, Source, Unwant, Want, Wanting
+from kvstore.cost import SpeedMeter
+from kvstore.pages import Page, PageTable, Reservation
+from kvstore.tiers import Ask, DiskOrder, DiskTable, Expect, Landed, PeerOrder, ReadEnded, Retract
+
+STORE = "store"
+"""The writer of what the store brings in itself."""
+
+_WINDOW_BYTES = 32 * 2**20  # on their way from one store at once: enough to fill a fast link
+_WINDOW_PAGES = 16  # the least window
+_DOUBTS = 3  # times that one page may come damaged before its source is given up
+
+
+Link: TypeAlias = tuple[bytes, bytes]
+"""A key, and the key before it in its chain (empty where that starts)."""
+
+
+def links(keys: Sequence[bytes], parent: bytes) -> list[Link]:
+    """`keys`, each following the one before, and the first following `parent`."""
+    return list(zip(keys, (parent, *keys[:-1]), strict=True))
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a call led to: orders for the threads, pages that have landed (each held once, for the caller to unhold),
+    keys that were to be brought from a cache and are not (`failed`), that the sources of a hand-off do not have
+    (`gone`), and that nobody makes here any more (`unmade`)."""
+
+    orders: list[PeerOrder | DiskOrder] = field(default_factory=list[PeerOrder | DiskOrder])
+    landed: list[Page] = field(default_factory=list[Page])
+    failed: list[bytes] = field(default_factory=list[bytes])
+    gone: list[bytes] = field(default_factory=list[bytes])
+    unmade: list[bytes] = field(default_factory=list[bytes])
+
+    def add(self, other: Outcome) -> None:
+        self.orders += other.orders
+        self.landed += other.landed
+        self.failed += other.failed
+        self.gone += other.gone
+        self.unmade += other.unmade
+
+
+@dataclass(eq=False, slots=True)
+class Fetch:
+    """Pages on their way from another store; indices count in `keys`."""
+
+    number: int
+    sources: tuple[Source, ...]  # the first is asked now, the others if that fails
+    keys: list[bytes]
+    parents: list[bytes]  # of each key: some of the chain may be here, or come otherwise
+    wait: bool  # also for pages that are only being made
+    began: float
+    credit: int = 0  # pages before this index have a slot, or need none
+    slots: dict[int, Reservation] = field(default_factory=dict[int, Reservation])  # granted and not landed
+    received: int = 0  # pages that came, damaged ones too, or that were here before they could
+    doubts: dict[int, int] = field(default_factory=dict[int, int])
+    beat: int | None = None  # the first Wanting that listed it
+    first_after: float | None = None  # seconds until the first page
+
+    @property
+    def source(self) -> Source:
+        return self.sources[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStats:
+    """Counts since the start, by tier, and what is on its way now."""
+
+    disk_pages: int
+    remote_pages: int
+    disk_seconds: float  # from asking to landing, summed over loads
+    remote_seconds: float
+    failed: int  # pages that were to come and did not
+    damaged: int  # pages that came from another store with bytes that did not match
+    lost: int  # times that pages were lost on the way and wanted anew
+    loading: int  # pages, now
+    fetches: int  # now
+
+
+class Loads:
+    """The one owner of slots that the store itself has reserved."""
+
+    def __init__(
+        self, pages: PageTable, disk: DiskTable, page_bytes: int, share: float, heartbeat: float, silence: float
+    ) -> None:
+        """At most `share` of the slots are on their way in at once; a source silent for `silence` seconds is given
+        up. `page_bytes` may be 0 while there are no slots."""
+        self._pages = pages
+        self._disk = disk
+        self._page_bytes = page_bytes
+        self._allowed = max(1, int(pages.slots * share))
+        self._window = max(_WINDOW_PAGES, _WINDOW_BYTES // max(1, page_bytes))
+        self._heartbeat = heartbeat
+        self._silence = silence
+        self._coming: dict[bytes, Fetch | Reservation] = {}  # by key; a reservation is of a read from disk
+        self._reading: dict[bytes, float] = {}  # when reads from disk began
+        self._fetches: dict[int, Fetch] = {}
+        self._retired: dict[int, list[Reservation]] = {}  # by fetch, until Retracted
+        self._heard: dict[str, float] = {}  # when sources of fetches last said anything
+        self._reserved = 0  # slots
+        self._numbers = 0
+        self._beats = 0
+        self._next_beat = float("-inf")
+        self._meter = SpeedMeter("remote")
+        self._disk_pages = self._remote_pages = self._failed = self._damaged = self._lost = 0
+        self._disk_seconds = self._remote_seconds = 0.0
+
+    @property
+    def remote_speed(self) -> SpeedMeter:
+        return self._meter
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is on its way, and no thread will write to a slot of ours."""
+        return not (self._coming or self._fetches or self._retired)
+
+    def coming(self, key: bytes) -> bool:
+        return key in self._coming
+
+    # --- begin --------------------------------------------------------------------------------------------------
+
+    def read(self, links: Sequence[Link], now: float) -> Outcome:
+        """Bring pages that are on the disk, in the order of their chain, as far as there is room: it is not waited
+        for."""
+        outcome = Outcome()
+        batch: list[tuple[bytes, int]] = []
+        for place, (key, parent) in enumerate(links):
+            if not self._missing(key):
+                continue
+            reservation = self._claim(key, parent) if self._disk.has(key) else None
+            if reservation is None:
+                outcome.failed += [key for key, _ in links[place:] if self._missing(key)]
+                break
+            self._coming[key] = reservation
+            self._reading[key] = now
+            batch.append((key, reservation.slot))
+        self._failed += len(outcome.failed)
+        if batch:
+            result = self._disk.read(batch)
+            outcome.orders += result.orders
+            for ended in result.ended:
+                assert isinstance(ended, ReadEnded)
+                outcome.add(self.read_ended(ended, now))
+        return outcome
+
+    def fetch(self, sources: Sequence[Source], links: Sequence[Link], wait: bool, now: float) -> Outcome:
+        """Bring pages from the first of `sources`, and if that fails from the next. Those that are on their way
+        already come as they come."""
+        missing = [link for link in links if self._missing(link[0])]
+        if not missing:
+            return Outcome()
+        keys, parents = [key for key, _ in missing], [parent for _, parent in missing]
+        if not sources:
+            self._failed += len(keys)
+            return Outcome(gone=keys) if wait else Outcome(failed=keys)
+        self._numbers += 1
+        fetch = Fetch(self._numbers, tuple(sources), keys, parents, wait, began=now)
+        self._fetches[fetch.number] = fetch
+        self._coming |= dict.fromkeys(keys, fetch)
+        self._heard.setdefault(fetch.source.store, now)
+        outcome = self._grant(fetch)
+        if not fetch.credit and not wait:
+            self._failed += len(keys)
+            return self._end(fetch, outcome)  # no room, and cached pages are not worth waiting for it
+        want = Want(fetch.number, self._page_bytes, b"".join(keys), wait, fetch.credit)
+        outcome.orders.append(Ask(fetch.source, want))
+        return outcome
+
+    def prune(self, wanted: Callable[[bytes], bool]) -> Outcome:
+        """Give up the fetches of which nobody wants a page any more."""
+        outcome = Outcome()
+        for fetch in list(self._fetches.values()):
+            if not any(wanted(key) for key in fetch.keys if self._coming.get(key) is fetch):
+                outcome = self._end(fetch, outcome)
+        return outcome
+
+    # --- what comes -----------------------------------------------------------------------------------------------
+
+    def landed(self, event: Landed, now: float) -> Outcome:
+        outcome = Outcome()
+        fetch = self._fetches.get(event.fetch)
+        if fetch is None:
+            return outcome
+        self._heard[fetch.source.store] = now
+        if fetch.first_after is None:
+            fetch.first_after = now - fetch.began
+        for index, checksum in event.pages:
+            fetch.received += 1
+            if (reservation := fetch.slots.pop(index, None)) is None:
+                continue
+            self._remote_pages += 1
+            del self._coming[reservation.key]
+            outcome.landed.append(self._land(reservation, checksum))
+        for index in event.damaged:
+            fetch.received += 1
+            self._damaged += 1
+            fetch.doubts[index] = fetch.doubts.get(index, 0) + 1
+            if fetch.doubts[index] > _DOUBTS:
+                return self._try_next(fetch, outcome, now)
+            outcome.orders.append(Ask(fetch.source, Doubt(fetch.number, index)))
+        return self._go_on(fetch, outcome, now)
+
+    def answered(self, store: str, reply: PageReply, now: float) -> Outcome:
+        """Another store has said something about our fetches."""
+        outcome = Outcome()
+        if store in self._heard:
+            self._heard[store] = now
+        match reply:
+            case Gone(fetch=number):
+                fetch = self._fetches.get(number)
+                if fetch is not None and fetch.source.store == store:
+                    self._try_next(fetch, outcome, now)
+            case Serving(beat=beat, fetches=served):
+                sent = dict(served)
+                for fetch in [f for f in self._fetches.values() if f.source.store == store]:
+                    known = fetch.beat is None or fetch.beat > beat or sent.get(fetch.number, -1) >= 0
+                    if not known or sent.get(fetch.number, 0) > fetch.received:
+                        self._lost += 1
+                        self._anew(fetch, fetch.sources, outcome, now)
+            case _:
+                pass
+        return outcome
+
+    def retracted(self, number: int) -> Outcome:
+        """The transport writes to the slots of that fetch no more."""
+        for reservation in self._retired.pop(number, []):
+            self._reserved -= 1
+            self._pages.release(reservation)
+        return self._grant_all()
+
+    def read_ended(self, event: ReadEnded, now: float) -> Outcome:
+        reservation = self._coming.pop(event.key)
+        assert isinstance(reservation, Reservation)
+        began = self._reading.pop(event.key)
+        if event.ok:
+            self._disk_pages += 1
+            self._disk_seconds += now - began
+            return Outcome(landed=[self._land(reservation, event.checksum)])
+        self._failed += 1
+        self._reserved -= 1
+        unmade = self._pages.abort(reservation)
+        return Outcome(failed=[key for key in {event.key, *unmade} if key not in self._coming])
+
+    def tick(self, now: float, paused: float) -> Outcome:
+        """Time has passed: heartbeats to the stores that we fetch from, silence, slots that have come free."""
+        for store in self._heard:
+            self._heard[store] += paused
+        if now < self._next_beat:
+            return Outcome()
+        self._next_beat = now + self._heartbeat
+        outcome = Outcome()
+        for fetch in list(self._fetches.values()):
+            if now - self._heard[fetch.source.store] > self._silence:
+                self._try_next(fetch, outcome, now)
+        outcome.add(self._grant_all())
+        by_store: dict[Source, list[Fetch]] = {}
+        for fetch in self._fetches.values():
+            by_store.setdefault(fetch.source, []).append(fetch)
+        self._beats += bool(by_store)
+        for source, fetches in by_store.items():
+            for fetch in fetches:
+                fetch.beat = self._beats if fetch.beat is None else fetch.beat
+            outcome.orders.append(Ask(source, Wanting(self._beats, tuple(f.number for f in fetches))))
+        active = {source.store for source in by_store}
+        self._heard = {store: heard for store, heard in self._heard.items() if store in active}
+        return outcome
+
+    # --- internals --------------------------------------------------------------------------------------------------
+
+    def _missing(self, key: bytes) -> bool:
+        return key not in self._coming and self._pages.find(key) is None
+
+    def _claim(self, key: bytes, parent: bytes) -> Reservation | None:
+        if self._reserved >= self._allowed:
+            return None
+        reservation = self._pages.claim(STORE, parent, key)
+        self._reserved += reservation is not None
+        return reservation
+
+    def _land(self, reservation: Reservation, checksum: int) -> Page:
+        self._reserved -= 1
+        return self._pages.land(reservation, checksum)
+
+    def _grant(self, fetch: Fetch) -> Outcome:
+        """Give slots to the pages that come next, as far as there are."""
+        granted: list[tuple[int, int]] = []
+        while fetch.credit < len(fetch.keys) and len(fetch.slots) < self._window:
+            key = fetch.keys[fetch.credit]
+            if self._pages.find(key) is not None:  # somebody has sealed it here meanwhile; it will come in vain
+                fetch.received += 1
+                del self._coming[key]
+            elif (reservation := self._claim(key, fetch.parents[fetch.credit])) is not None:
+                fetch.slots[fetch.credit] = reservation
+                granted.append((fetch.credit, reservation.slot))
+            else:
+                break
+            fetch.credit += 1
+        return Outcome([Expect(fetch.number, tuple(granted))] if granted else [])
+
+    def _grant_all(self) -> Outcome:
+        outcome = Outcome()
+        for fetch in self._fetches.values():
+            self._extend(fetch, outcome)
+        return outcome
+
+    def _extend(self, fetch: Fetch, outcome: Outcome) -> None:
+        before = fetch.credit
+        outcome.add(self._grant(fetch))
+        if fetch.credit > before:
+            outcome.orders.append(Ask(fetch.source, Credit(fetch.number, fetch.credit)))
+
+    def _go_on(self, fetch: Fetch, outcome: Outcome, now: float) -> Outcome:
+        if len(fetch.slots) <= self._window // 2:
+            self._extend(fetch, outcome)
+        if fetch.slots or fetch.credit < len(fetch.keys):
+            return outcome
+        if not fetch.wait:
+            self._meter.loaded(fetch.first_after or 0.0, now - fetch.began, len(fetch.keys) * self._page_bytes)
+            self._remote_seconds += now - fetch.began
+        return self._end(fetch, outcome)
+
+    def _try_next(self, fetch: Fetch, outcome: Outcome, now: float) -> Outcome:
+        """This source has no more of it."""
+        return self._anew(fetch, fetch.sources[1:], outcome, now)
+
+    def _anew(self, fetch: Fetch, sources: Sequence[Source], outcome: Outcome, now: float) -> Outcome:
+        """What has not come is wanted again, under a new number, from the first of `sources`."""
+        ended = self._end(fetch, Outcome())
+        left = [link for link in zip(fetch.keys, fetch.parents, strict=True) if self._missing(link[0])]
+        again = self.fetch(sources, left, fetch.wait, now)
+        outcome.orders += ended.orders
+        outcome.add(again)
+        outcome.failed += [key for key in ended.failed if key not in self._coming]
+        outcome.gone += [key for key in ended.gone if key not in self._coming]
+        return outcome
+
+    def _end(self, fetch: Fetch, outcome: Outcome) -> Outcome:
+        """No more of this fetch: its slots are free once the transport has let go of them."""
+        del self._fetches[fetch.number]
+        lost = outcome.gone if fetch.wait else outcome.failed
+        for key in fetch.keys:
+            if self._coming.get(key) is fetch:
+                del self._coming[key]
+                lost.append(key)
+        slots = list(fetch.slots.values())
+        for reservation in reversed(slots):
+            lost += self._pages.detach(reservation)
+        self._retired[fetch.number] = slots
+        outcome.orders += [Retract(fetch.number), Ask(fetch.source, Unwant(fetch.number))]
+        return outcome
+
+    # --- what can be read off -------------------------------------------------------------------------------------
+
+    @property
+    def reservations(self) -> Iterator[Reservation]:
+        """Every slot that the store itself has reserved."""
+        for each in self._coming.values():
+            if isinstance(each, Reservation):
+                yield each
+        for fetch in self._fetches.values():
+            yield from fetch.slots.values()
+        for slots in self._retired.values():
+            yield from slots
+
+    def stats(self) -> LoadStats:
+        return LoadStats(
+            disk_pages=self._disk_pages,
+            remote_pages=self._remote_pages,
+            disk_seconds=self._disk_seconds,
+            remote_seconds=self._remote_seconds,
+            failed=self._failed,
+            damaged=self._damaged,
+            lost=self._lost,
+            loading=len(self._coming),
+            fetches=len(self._fetches),
+        )
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        reservations = list(self.reservations)
+        assert len(reservations) == self._reserved <= self._allowed
+        assert all(reservation.writer == STORE or reservation.node is None for reservation in reservations)
+        assert set(self._reading) == {key for key, each in self._coming.items() if isinstance(each, Reservation)}
+        for fetch in self._fetches.values():
+            assert len(fetch.keys) == len(fetch.parents)
+            assert all(self._coming[fetch.keys[index]] is fetch for index in fetch.slots)
+            assert all(index < fetch.credit for index in fetch.slots)
+        live = set(map(id, self._fetches.values()))
+        assert all(id(each) in live for each in self._coming.values() if isinstance(each, Fetch)), "nobody brings it"

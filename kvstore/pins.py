@@ -1,0 +1,72 @@
+"""Pins: prefixes that the operator wants kept, each with a time to live, on the account of a tenant. Pure."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from baton.messages import Pin, Pinned
+from kvstore.keys import split_keys
+from kvstore.pages import Page, PageTable
+
+
+@dataclass(slots=True)
+class _Pinning:
+    tenant: str
+    pages: list[Page]
+    expires: float
+
+
+class Pins:
+    """Holds pages against eviction until their time is over."""
+
+    def __init__(self, pages: PageTable, page_bytes: int, quota: int) -> None:
+        """`quota`: bytes that one tenant may pin."""
+        self._pages = pages
+        self._page_bytes = page_bytes
+        self._quota = quota
+        self._pins: dict[str, _Pinning] = {}
+
+    def pin(self, order: Pin, now: float) -> tuple[Pinned, list[Page]]:
+        """Hold every page of a chain or none. Returns the answer, and the pages that are pinned now."""
+        keys = split_keys(order.keys)
+        found: list[Page] = []
+        for key in keys:
+            if (page := self._pages.find(key)) is None:
+                return Pinned(order.pin, len(found), "missing"), []
+            found.append(page)
+        replaced = self._pins.get(order.pin)
+        others = [p for name, p in self._pins.items() if name != order.pin and p.tenant == order.tenant]
+        pinned = {id(page) for pinning in others for page in pinning.pages} | {id(page) for page in found}
+        if len(pinned) * self._page_bytes > self._quota:
+            return Pinned(order.pin, 0, "quota"), []
+        for page in found:
+            self._pages.hold(page)
+        if replaced is not None:
+            self.unpin(order.pin)
+        self._pins[order.pin] = _Pinning(order.tenant, found, now + order.ttl_ms / 1_000)
+        return Pinned(order.pin, len(found)), found
+
+    def unpin(self, name: str) -> None:
+        """End a pin; one that is not there has ended already."""
+        if (pinning := self._pins.pop(name, None)) is not None:
+            for page in pinning.pages:
+                self._pages.unhold(page)
+
+    def tick(self, now: float) -> None:
+        for name in [name for name, pinning in self._pins.items() if now >= pinning.expires]:
+            self.unpin(name)
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def held(self) -> Iterator[Page]:
+        """A page for each hold of ours."""
+        return (page for pinning in self._pins.values() for page in pinning.pages)
+
+    @property
+    def bytes(self) -> int:
+        return len({id(page) for page in self.held}) * self._page_bytes
