@@ -190,6 +190,11 @@ class DiskIndex:
         node = self._tree.find(key)
         return node is not None and node.value.readable
 
+    def parent(self, key: bytes) -> bytes | None:
+        """What the page of `key` follows (empty: it starts a chain); none when it can't be read."""
+        node = self._tree.find(key)
+        return node.parent_key if node is not None and node.value.readable else None
+
     def wants(self, key: bytes) -> bool:
         """Whether `write` might take this page: it is neither here nor on its way, and the queue has room."""
         return self._accepting and self._writing < self._settings.queue_pages and key not in self._tree
