@@ -4,7 +4,9 @@ BatonError                        INTERNAL
 ├── InvalidRequest                INVALID_ARGUMENT     the client's request can't be served as written
 │   └── ContextTooLong            INVALID_ARGUMENT     prompt + max_tokens exceed the model's context or every pool
 ├── ModelMismatch                 NOT_FOUND            the client named a model this cluster does not serve
+├── PinNotFound                   NOT_FOUND            the client named a pin that there is not
 ├── Overloaded                    RESOURCE_EXHAUSTED   no room now; carries when to try again
+├── QuotaExceeded                 RESOURCE_EXHAUSTED   a tenant may not pin as much as that
 ├── DeadlineExpired               DEADLINE_EXCEEDED    the client's deadline passed first
 ├── RequestCancelled              CANCELLED            the client went away
 ├── Unavailable                   UNAVAILABLE          no live worker can take the request, or its router is stopping
@@ -16,6 +18,7 @@ BatonError                        INTERNAL
 ├── StartupError                  FAILED_PRECONDITION  a process can't start here
 │   ├── PortInUse                 FAILED_PRECONDITION
 │   ├── NotEnoughMemory           RESOURCE_EXHAUSTED
+│   ├── KeysUnusable              FAILED_PRECONDITION  the cluster's keys are missing, malformed or not secret
 │   └── RayUnusable               FAILED_PRECONDITION  Ray is absent, unreachable or wants another authentication
 ├── ModelError                    FAILED_PRECONDITION  a checkpoint can't be served
 │   ├── ModelNotFound             NOT_FOUND
@@ -60,6 +63,13 @@ class ModelMismatch(BatonError):
     reason = "model_mismatch"
 
 
+class PinNotFound(BatonError):
+    """The client named a pin that does not exist, or has ended."""
+
+    status = "NOT_FOUND"
+    reason = "pin_not_found"
+
+
 class Overloaded(BatonError):
     """No room at present. `retry_after_ms` says when another try is worth it."""
 
@@ -69,6 +79,13 @@ class Overloaded(BatonError):
     def __init__(self, message: str, retry_after_ms: int = 1_000) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
+
+
+class QuotaExceeded(BatonError):
+    """More than a tenant may have. Trying again is no use before something of it has ended."""
+
+    status = "RESOURCE_EXHAUSTED"
+    reason = "quota_exceeded"
 
 
 class DeadlineExpired(BatonError):
@@ -143,6 +160,12 @@ class NotEnoughMemory(StartupError):
 
     status = "RESOURCE_EXHAUSTED"
     reason = "not_enough_memory"
+
+
+class KeysUnusable(StartupError):
+    """The file with the cluster's keys is missing, holds none, or can be read by others."""
+
+    reason = "keys"
 
 
 class RayUnusable(StartupError):

@@ -1,17 +1,34 @@
 """Sockets that speak messages over ZMQ, and the only importer of zmq. (The local store link is `baton.unix`.)
 
 `links`     the router and everybody else: `Listener`, `Link`, `Heart`
-`events`    KV events: `Publisher`, `Subscriber`
+`events`    KV events, and what of them was missed: `Publisher`, `Subscriber`, `Replayer`, `Asker`
 `poller`    waits for links and plain file descriptors together: `Poller`
-`sockets`   what all of them have in common
+`sockets`   what all of them have in common: `use_keys`
+`keys`      the cluster's key pair: `Keys`
+`guard`     who may connect to an encrypted socket: `refused`
 
-Sockets bind to loopback unless told otherwise. Nothing is unpickled: every frame goes through a typed decoder, and what
-does not decode is counted and dropped.
+Sockets bind to loopback unless told otherwise; what leaves the machine is encrypted. Nothing is unpickled: every frame
+goes through a typed decoder, and what does not decode is counted and dropped.
 """
 
-from baton.wire.events import Publisher, Subscriber
+from baton.wire.events import Asker, Publisher, Replayer, Subscriber
+from baton.wire.guard import refused
+from baton.wire.keys import Keys
 from baton.wire.links import Heart, Link, Listener
 from baton.wire.poller import Poller
-from baton.wire.sockets import MAX_MESSAGE_BYTES
+from baton.wire.sockets import MAX_MESSAGE_BYTES, use_keys
 
-__all__ = ["MAX_MESSAGE_BYTES", "Heart", "Link", "Listener", "Poller", "Publisher", "Subscriber"]
+__all__ = [
+    "MAX_MESSAGE_BYTES",
+    "Asker",
+    "Heart",
+    "Keys",
+    "Link",
+    "Listener",
+    "Poller",
+    "Publisher",
+    "Replayer",
+    "Subscriber",
+    "refused",
+    "use_keys",
+]

@@ -38,6 +38,8 @@ class Listener:
         """Bind `endpoint` ("tcp://127.0.0.1:0" takes any free port). Raises PortInUse or StartupError."""
         self._me = me
         self._socket = configure(zmq.asyncio.Context.instance().socket(zmq.ROUTER))
+        # Who connects anew is heard at once, though we may not have noticed yet that its old connection is dead.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.endpoint = bind(self._socket, endpoint)
         self._decoder = msgspec.msgpack.Decoder(Envelope[ToRouter])
         self._sequences: dict[str, int] = {}

@@ -1,0 +1,89 @@
+"""The cluster's CURVE key pair: one per cluster, and whoever has it may speak.
+
+Every process has the same pair: the sockets that it binds use it as the server's, the sockets that it connects as the
+client's, and a server takes no other client. Nobody is told apart by it: that is what incarnations are for.
+
+On disk the pair is one line, its secret half in ZMQ's own alphabet (the public half follows from it), in a file that
+only its owner can read. A secret that others could read is refused: they may have done so already.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from baton.errors import KeysUnusable
+
+_SECRET_CHARACTERS = 40
+
+
+@dataclass(frozen=True)
+class Keys:
+    """One pair. Its text never holds the secret, so that no log does."""
+
+    secret: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        """Raises KeysUnusable."""
+        try:
+            if len(self.secret) != _SECRET_CHARACTERS:
+                raise ValueError
+            self.public_bytes  # noqa: B018 - it raises for what is no key
+        except (ValueError, KeyError, zmq.ZMQError):
+            raise KeysUnusable("a key is 40 characters of ZMQ's Z85 alphabet, and this is none") from None
+
+    @classmethod
+    def generate(cls) -> Keys:
+        _, secret = zmq.curve_keypair()
+        return cls(secret.decode())
+
+    @property
+    def public(self) -> bytes:
+        """The public half, as text."""
+        return zmq.curve_public(self.secret.encode())
+
+    @property
+    def public_bytes(self) -> bytes:
+        """The public half, as a server is shown it."""
+        return z85.decode(self.public)
+
+    @classmethod
+    def read(cls, path: Path) -> Keys:
+        """Raises KeysUnusable when the file is missing, not for its owner alone, or no key."""
+        try:
+            with path.open() as file:
+                if (mode := os.fstat(file.fileno()).st_mode) & 0o077:
+                    raise KeysUnusable(
+                        f"the cluster's keys in {path} can be read by others (mode {mode & 0o777:04o}): make new ones "
+                        f"with `baton keys FILE`, or, if you trust everybody here, `chmod 600 {path}`"
+                    )
+                text = file.read(1_000)
+        except OSError as error:
+            raise KeysUnusable(
+                f"can't read the cluster's keys in {path} ({error.strerror}): make some with `baton keys {path}`, and "
+                "give the same file to every process"
+            ) from None
+        except UnicodeDecodeError:
+            text = ""
+        try:
+            return cls(text.strip())
+        except KeysUnusable:
+            raise KeysUnusable(
+                f"{path} holds no keys: one line of 40 characters, as `baton keys FILE` writes it"
+            ) from None
+
+    def write(self, path: Path) -> None:
+        """Write a new file that only we can read. Raises KeysUnusable when there is one, or none can be made."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise KeysUnusable(f"{path} exists; keys are never overwritten: remove it, or name another") from None
+        except OSError as error:
+            raise KeysUnusable(f"can't write the cluster's keys to {path}: {error.strerror}") from None
+        with os.fdopen(descriptor, "w") as file:
+            file.write(self.secret + "\n")

@@ -1,0 +1,324 @@
+"""Who may speak on an encrypted socket, and what others can read. Real sockets; those on loopback are `secure`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from baton import wire
+from baton.clock import MonotonicClock
+from baton.errors import KeysUnusable, StartupError
+from baton.messages import Cancel, Heartbeat, Hello, Load, ToDecode
+from baton.wire import Heart, Keys, Link, Listener, Publisher, Subscriber, guard, use_keys
+from baton.wire.sockets import bind, configure, connect
+from tests.baton.test_wire import ME, ROUTER, eventually, run
+
+OURS, THEIRS = Keys.generate(), Keys.generate()
+SECRET = b"what the user asked"
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(guard, "_NEWS", 10)
+    use_keys(OURS)
+    yield
+    use_keys(None)
+
+
+@pytest.fixture
+def sockets() -> Iterator[Callable[[int], Any]]:
+    with contextlib.ExitStack() as cleanup:
+
+        def make(kind: int) -> Any:
+            made = configure(zmq.Context.instance().socket(kind))
+            cleanup.callback(made.close, 0)
+            return made
+
+        yield make
+
+
+def own_address() -> str:
+    """An address of this machine that others could reach, or nothing. Connecting a datagram socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))
+        except OSError:
+            return ""
+        return probe.getsockname()[0]
+
+
+needs_address = pytest.mark.skipif(not own_address(), reason="this machine has no address but loopback")
+
+
+# --- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_written_for_their_owner_alone_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "cluster.key"
+    OURS.write(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert Keys.read(path) == OURS
+    with pytest.raises(KeysUnusable, match="exists"):
+        THEIRS.write(path)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+def test_keys_that_others_can_reach_are_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "cluster.key"
+    OURS.write(path)
+    path.chmod(mode)
+    with pytest.raises(KeysUnusable, match=r"read by others.*chmod 600"):
+        Keys.read(path)
+
+
+@pytest.mark.parametrize("text", ["", "short", "x" * 41, "ä" * 40, '"' * 40, OURS.secret[:-1] + "~", "a\nb"])
+def test_a_file_without_keys_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cluster.key"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(KeysUnusable, match="baton keys"):
+        Keys.read(path)
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(KeysUnusable, match="baton keys"):
+        Keys.read(tmp_path / "none")
+
+
+def test_the_secret_is_in_no_text() -> None:
+    assert OURS.secret not in f"{OURS} {OURS!r}"
+
+
+# --- when sockets are encrypted -------------------------------------------------------------------------------------
+
+
+@needs_address
+def test_what_leaves_the_machine_needs_keys(sockets: Callable[[int], Any]) -> None:
+    use_keys(None)
+    with pytest.raises(StartupError, match=r"cluster\.key_file"):
+        bind(sockets(zmq.PULL), f"tcp://{own_address()}:0")
+    with pytest.raises(StartupError, match=r"cluster\.key_file"):
+        connect(sockets(zmq.PUSH), f"tcp://{own_address()}:9")
+    with pytest.raises(StartupError, match=r"cluster\.key_file"):
+        bind(sockets(zmq.PULL), "tcp://127.0.0.1:0", secure=True)
+
+
+@needs_address
+def test_links_between_hosts_are_encrypted_unasked() -> None:
+    async def main() -> None:
+        listener = Listener(f"tcp://{own_address()}:0", ROUTER)
+        link: Link[ToDecode] = Link(listener.endpoint, ME, ToDecode)
+        clock = MonotonicClock()
+        heart = Heart(listener.endpoint, ME, clock)
+        try:
+            link.send("", Hello(ME))
+            assert (await listener.receive()).message == Hello(ME)
+            assert link.socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
+            heart.publish("router-1", Heartbeat(3, Load()), 0.02, None)
+            assert (await listener.receive()).message == Heartbeat(3, Load())
+            listener.send("worker-1", Cancel("r", 1))
+            heard = []
+            while not heard:
+                heard += link.receive()
+                await asyncio.sleep(0.005)
+            assert heard[0].message == Cancel("r", 1)
+        finally:
+            heart.close()
+            link.close()
+            listener.close()
+
+    run(main)
+
+
+@needs_address
+def test_events_between_hosts_are_encrypted_unasked() -> None:
+    async def main() -> None:
+        publisher = Publisher(f"tcp://{own_address()}:0")
+        subscriber = Subscriber(publisher.endpoint)
+        try:
+            receiving = asyncio.create_task(subscriber.receive())
+            while not receiving.done():
+                publisher.send(b"topic", 7, b"payload")
+                await asyncio.sleep(0.01)
+            assert receiving.result() == (b"topic", 7, b"payload")
+        finally:
+            subscriber.close()
+            publisher.close()
+
+    run(main)
+
+
+def test_loopback_stays_plain(sockets: Callable[[int], Any]) -> None:
+    server = sockets(zmq.PULL)
+    endpoint = bind(server, "tcp://localhost:0")
+    assert endpoint.startswith("tcp://127.0.0.1:")
+    assert server.getsockopt(zmq.MECHANISM) == zmq.NULL
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]"])
+def test_every_interface_is_no_address(sockets: Callable[[int], Any], host: str) -> None:
+    with pytest.raises(StartupError, match="every interface"):
+        bind(sockets(zmq.PULL), f"tcp://{host}:0")
+
+
+# --- who gets through -----------------------------------------------------------------------------------------------
+
+
+def stranger(kind: str, server: int, client: int, endpoint: str) -> tuple[Any, Any]:
+    """A context of its own, as in another process, and a socket of somebody who should hear and say nothing."""
+    context: Any = zmq.Context()
+    made = configure(context.socket(client))
+    if kind == "its own keys for the right server":
+        public, secret = zmq.curve_keypair()
+        made.curve_serverkey, made.curve_publickey, made.curve_secretkey = OURS.public, public, secret
+    elif kind == "another cluster's keys":
+        made.curve_serverkey = made.curve_publickey = THEIRS.public
+        made.curve_secretkey = THEIRS.secret.encode()
+    made.reconnect_ivl = 10
+    if client == zmq.SUB:
+        made.subscribe(b"")
+    made.connect(endpoint)
+    return context, made
+
+
+@pytest.mark.parametrize("kind", ["nothing", "its own keys for the right server", "another cluster's keys"])
+@pytest.mark.parametrize(("server", "client"), [(zmq.ROUTER, zmq.DEALER), (zmq.PUB, zmq.SUB)])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_strangers_get_nothing_through_and_disturb_nobody(
+    kind: str,
+    server: int,
+    client: int,
+    asynchronous: bool,
+    sockets: Callable[[int], Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    time.sleep(0.1)  # the last test's refusals are counted
+    before = wire.refused()
+    threads = threading.active_count()
+    context: Any = zmq.asyncio.Context.instance() if asynchronous else zmq.Context.instance()
+
+    async def main() -> None:
+        ours = configure(context.socket(server))
+        endpoint = bind(ours, "tcp://127.0.0.1:0", secure=True)
+        friend = sockets(client)
+        if client == zmq.SUB:
+            friend.subscribe(b"")
+        connect(friend, endpoint, secure=True)
+        strange, other = stranger(kind, server, client, endpoint)
+        raw = zmq.Socket.shadow(ours.underlying)
+        try:
+            deadline = time.monotonic() + 10
+            heard: list[list[bytes]] = []
+            while (len(heard) < 20 or wire.refused() == before) and time.monotonic() < deadline:
+                if client == zmq.SUB:
+                    raw.send_multipart([SECRET])
+                else:
+                    friend.send(b"hello", zmq.NOBLOCK)
+                    with contextlib.suppress(zmq.Again):
+                        other.send(b"intruder", zmq.NOBLOCK)
+                with contextlib.suppress(zmq.Again):
+                    while True:
+                        heard.append((friend if client == zmq.SUB else raw).recv_multipart(zmq.NOBLOCK))
+                await asyncio.sleep(0.01)
+            assert len(heard) >= 20, "whoever has the keys was disturbed"
+            assert wire.refused() > before, "the stranger's try was not counted"
+            assert all(frames[-1] in (SECRET, b"hello") for frames in heard)
+            with pytest.raises(zmq.Again):
+                other.recv(zmq.NOBLOCK)
+        finally:
+            ours.close(0)
+            other.close(0)
+            strange.term()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    # One guard for each context at most, however many sockets and refusals.
+    assert threading.active_count() <= threads + 1
+
+
+def test_a_guard_ends_with_its_context() -> None:
+    use_keys(OURS)
+    context: Any = zmq.Context()
+    server = configure(context.socket(zmq.PULL))
+    bind(server, "tcp://127.0.0.1:0", secure=True)
+    started = [thread for thread in threading.enumerate() if thread.name == "zap"]
+    server.close(0)
+    context.term()
+    eventually(lambda: any(not thread.is_alive() for thread in started))
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_sockets_come_and_go(sockets: Callable[[int], Any]) -> None:
+    """Nothing of a closed socket stays behind: neither a thread nor a descriptor."""
+    bind(sockets(zmq.PULL), "tcp://127.0.0.1:0", secure=True)
+    time.sleep(0.1)
+    before = threading.active_count(), descriptors()
+    for _ in range(100):
+        made = configure(zmq.Context.instance().socket(zmq.PULL))
+        bind(made, "tcp://127.0.0.1:0", secure=True)
+        made.close(0)
+    eventually(lambda: descriptors() <= before[1] + 2)
+    assert threading.active_count() == before[0]
+
+
+# --- what others read -----------------------------------------------------------------------------------------------
+
+
+class Tap:
+    """A TCP proxy on loopback that keeps every byte it carries, both ways."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.removeprefix("tcp://").rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.carried = bytearray()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                inner, _ = self._listener.accept()
+                outer = socket.create_connection(self._target)
+                for one, other in ((inner, outer), (outer, inner)):
+                    threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    def _carry(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(65_536):
+                self.carried += data
+                other.sendall(data)
+        for end in (one, other):
+            end.close()
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_who_listens_on_the_wire_reads_nothing(sockets: Callable[[int], Any], secure: bool) -> None:
+    server, client = sockets(zmq.PULL), sockets(zmq.PUSH)
+    tap = Tap(bind(server, "tcp://127.0.0.1:0", secure=secure))
+    try:
+        connect(client, tap.endpoint, secure=secure)
+        client.send(SECRET * 50)
+        assert server.poll(10_000), "nothing came through"
+        assert server.recv() == SECRET * 50
+        assert len(tap.carried) > len(SECRET) * 50
+        assert (SECRET in tap.carried) is not secure  # plain, it would be seen: the tap works
+    finally:
+        tap.close()
