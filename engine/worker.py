@@ -38,12 +38,13 @@ from kvstore.client import StoreClient, store_address
 from kvstore.device_cache import DeviceCache
 from kvstore.events import EventLog
 from kvstore.memory import available_memory
-from kvstore.transfer import Call, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, StoreLost, StoreUp
+from kvstore.transfer import Call, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, StoreLost, StoreUp, batches
 
 log = logging.getLogger(__name__)
 
 _IDLE = 0.05  # seconds between two turns of a loop that has nothing to do
 _CONNECT_AGAIN = 0.2  # seconds between two tries to reach the store
+_COPIES_PER_WORD = 64  # pages that one message to the store tells of; more would keep their readers waiting
 _PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nobody for it
 
 
@@ -183,27 +184,34 @@ class Worker:
 
     def copy(self, state: WorkerState) -> None:
         """Make the copies that are due and report them to the state."""
-        copied_in: dict[int, list[CopyIn]] = {}
-        corrupt: dict[int, list[int]] = {}
-        for copy in state.take_copies() if self._store.connected else ():
-            slot = self._store.slot(copy.slot)
-            match copy:
-                case CopyIn():
-                    bad = self._verify and page_checksum(slot) != copy.checksum
-                    self.engine.copy_in(torch.frombuffer(slot, dtype=torch.uint8), copy.page)
-                    copied_in.setdefault(copy.ticket, []).append(copy)
-                    if bad:
-                        corrupt.setdefault(copy.ticket, []).append(copy.index)
-                    self.pages_in += 1
-                case CopyOut():
-                    self.engine.copy_out(copy.page, torch.frombuffer(slot, dtype=torch.uint8))
-                    self.pages_out += 1
-                    self.do(state.handle(CopiedOut(copy.ticket, copy.index, page_checksum(slot)), self.clock.now()))
-        for ticket, copies in copied_in.items():
-            bad = tuple(corrupt.get(ticket, ()))
-            self.corrupt += len(bad)
-            good = tuple(copy.index for copy in copies if copy.index not in bad)
-            self.do(state.handle(CopiedIn(ticket, good, bad), self.clock.now()))
+        if not self._store.connected:
+            return
+        for batch in batches(state.take_copies(), _COPIES_PER_WORD):
+            ticket, first = batch[0].ticket, batch[0].index
+            if isinstance(batch[0], CopyOut):
+                event = CopiedOut(ticket, first, tuple(map(self._copy_out, batch)))
+            else:
+                good = [self._copy_in(copy) for copy in batch]
+                indices = tuple(copy.index for copy, intact in zip(batch, good, strict=True) if intact)
+                corrupt = tuple(copy.index for copy, intact in zip(batch, good, strict=True) if not intact)
+                event = CopiedIn(ticket, indices, corrupt)
+            self.do(state.handle(event, self.clock.now()))
+
+    def _copy_out(self, copy: Copy) -> int:
+        """Returns the checksum of what lies in the slot then, read while the copy is still in the cache."""
+        slot = self._store.slot(copy.slot)
+        self.engine.copy_out(copy.page, torch.frombuffer(slot, dtype=torch.uint8))
+        self.pages_out += 1
+        return page_checksum(slot)
+
+    def _copy_in(self, copy: Copy) -> bool:
+        """Returns whether the page is intact, as far as that is to be verified."""
+        slot = self._store.slot(copy.slot)
+        intact = not (self._verify and isinstance(copy, CopyIn)) or page_checksum(slot) == copy.checksum
+        self.engine.copy_in(torch.frombuffer(slot, dtype=torch.uint8), copy.page)
+        self.pages_in += 1
+        self.corrupt += not intact
+        return intact
 
     def step(self, state: WorkerState, plan: Plan) -> StepDone | StepFailed:
         """Run one step of the engine. While it runs, the heart tells how old it is."""

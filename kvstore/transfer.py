@@ -79,11 +79,11 @@ class CopiedIn:
 
 @dataclass(frozen=True)
 class CopiedOut:
-    """The page of the ticket was copied out and has this checksum."""
+    """The pages of the ticket from `first` on were copied out and have these checksums."""
 
     ticket: int
-    index: int
-    checksum: int
+    first: int
+    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,20 @@ class StoreLost:
 
 Copy: TypeAlias = CopyIn | CopyOut
 TransferEvent: TypeAlias = StoreReply | CopiedIn | CopiedOut
+
+
+def batches(copies: Sequence[Copy], most: int) -> Iterator[list[Copy]]:
+    """Neighbours of one kind, one ticket and consecutive indices together, at most `most`: one message tells of each."""
+    batch: list[Copy] = []
+    for copy in copies:
+        last = batch[-1] if batch else None
+        follows = last is not None and type(copy) is type(last) and copy.ticket == last.ticket
+        if batch and not (follows and last is not None and copy.index == last.index + 1 and len(batch) < most):
+            yield batch
+            batch = []
+        batch.append(copy)
+    if batch:
+        yield batch
 
 
 class _Acquisition:
@@ -327,8 +341,8 @@ class Ship:
                 self.refused = reason
             case NotComing():
                 self.refused = "orphan"  # the chain that these pages follow has been dropped meanwhile
-            case CopiedOut(ticket=ticket, index=index, checksum=checksum):
-                return [Seal(ticket, index, (checksum,), self._hold)]
+            case CopiedOut(ticket=ticket, first=first, checksums=checksums):
+                return [Seal(ticket, first, checksums, self._hold)]
             case Sealed(first=first, count=count):
                 self._missing -= set(range(first, first + count))
                 self.written += count

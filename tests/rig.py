@@ -155,7 +155,7 @@ class RigWorker:
                 self.handle(CopiedIn(copy.ticket, (copy.index,)))
             else:
                 self.node.arena[copy.slot] = list(self.device.pages[copy.page])
-                self.handle(CopiedOut(copy.ticket, copy.index, 0))
+                self.handle(CopiedOut(copy.ticket, copy.index, (0,)))
 
     def step(self) -> bool:
         """Plan and run a step; whether there was one."""
