@@ -104,7 +104,7 @@ TransferEvent: TypeAlias = StoreReply | CopiedIn | CopiedOut
 
 
 def batches(copies: Sequence[Copy], most: int) -> Iterator[list[Copy]]:
-    """Neighbours of one kind, one ticket and consecutive indices together, at most `most`: one message tells of each."""
+    """Neighbours of one kind, one ticket and consecutive indices together, at most `most`: one word tells of each."""
     batch: list[Copy] = []
     for copy in copies:
         last = batch[-1] if batch else None
