@@ -1,6 +1,7 @@
 """What the router's state is told, and what it tells: events in, commands out.
 
-Every request that was submitted ends in exactly one `End`, whose outcome is `Finished`, `Failed` or `Cancelled`.
+Every request that was submitted ends in exactly one `End`, whose outcome is `Finished`, `Failed` or `Cancelled`. Every
+prefix that is to be warmed is answered by exactly one `Warmed`, whose outcome is `Kept`, `Failed` or `Cancelled`.
 """
 
 # pyright: strict
@@ -38,8 +39,34 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
+class Warm:
+    """A client's wish that a prefix be computed and pinned, validated as far as that needs no knowledge of the cluster.
+
+    `name` is unique for the life of this router and begins with `WARM`: its attempts are listed among those of
+    requests, none of which has a space in its name. `pin` is what the client calls it."""
+
+    name: str
+    pin: str
+    tokens: bytes  # packed
+    ttl: float  # seconds
+    tenant: str = ""  # from the authenticated identity
+    deadline: float | None = None  # seconds on the same clock as `now`
+
+
+WARM = "warm "
+
+
+@dataclass(frozen=True, slots=True)
+class Unwarm:
+    """A client's wish that a pin end now."""
+
+    pin: str
+    tenant: str = ""  # from the authenticated identity
+
+
+@dataclass(frozen=True, slots=True)
 class ClientGone:
-    """Nobody listens to this request any more."""
+    """Nobody listens to this request, or waits for this warm-up, any more."""
 
     request: str
     why: str = "the client went away"
@@ -73,7 +100,7 @@ class Shutdown:
     """This router is about to stop: end everything, and let nothing in."""
 
 
-Event: TypeAlias = Submit | ClientGone | StopMatched | Heard | KvEvents | Tick | Shutdown
+Event: TypeAlias = Submit | Warm | Unwarm | ClientGone | StopMatched | Heard | KvEvents | Tick | Shutdown
 
 # --- outcomes ------------------------------------------------------------------------------------------------------
 
@@ -137,6 +164,26 @@ class Summary:
     served: Served = field(default_factory=Served)
 
 
+@dataclass(frozen=True, slots=True)
+class PinView:
+    """A pin, as its tenant may see it."""
+
+    pin: str
+    node: str  # "": it is being made anew
+    tokens: int
+    pages: int
+    bytes: int
+    left: float  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A prefix is warm: its pages are pinned. `computed`: tokens that had to be computed; none: nobody knows."""
+
+    view: PinView
+    computed: int | None
+
+
 # --- commands ------------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +221,14 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Warmed:
+    """The answer to a Warm."""
+
+    name: str
+    outcome: Kept | Failed | Cancelled
+
+
+@dataclass(frozen=True, slots=True)
 class Subscribe:
     """Follow the KV events of that holder."""
 
@@ -197,4 +252,4 @@ class Note:
     warning: bool = False
 
 
-Command: TypeAlias = Send | Forget | Emit | End | Subscribe | Unsubscribe | Note
+Command: TypeAlias = Send | Forget | Emit | End | Warmed | Subscribe | Unsubscribe | Note

@@ -1,9 +1,9 @@
 """What the router knows and decides: who is live, who does what, and what each heartbeat proves.
 
 Pure: `handle(event, now) -> list[Command]`. The parts: `peers` (who is who), `prefixes` (who has which pages), `life`
-(what becomes of each request), `answers` (what a worker's message means for its attempt). This module judges: every
-message is checked for its sender, its incarnation and its attempt here, and every heartbeat is compared with what its
-sender should have (rule 2).
+(what becomes of each request), `answers` (what a worker's message means for its attempt), `warm` (prefixes that are to
+be kept warm). This module judges: every message is checked for its sender, its incarnation and its attempt here, and
+every heartbeat is compared with what its sender should have (rule 2).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from baton.messages import (
 from router.admission import ModelLimits
 from router.answers import Answers
 from router.events import (
+    WARM,
     Cancelled,
     ClientGone,
     Command,
@@ -45,17 +46,22 @@ from router.events import (
     Forget,
     Heard,
     KvEvents,
+    PinView,
     Shutdown,
     StopMatched,
     Submit,
     Subscribe,
     Unsubscribe,
+    Unwarm,
+    Warm,
 )
 from router.life import Life
 from router.outbox import Outbox
 from router.peers import GoneReason, Member, Members
+from router.pin import Phase as PinPhase
 from router.prefixes import Prefixes
 from router.request import Attempt, Phase, Request
+from router.warm import Warmer
 
 _SIGHTINGS = 2  # heartbeats after which we no longer wait for the message that would have said the same
 
@@ -89,6 +95,7 @@ class RouterStats:
     prompt_tokens: int  # of finished requests
     cached_tokens: int  # of finished requests
     generated_tokens: int
+    pins: Mapping[str, int]  # prefixes that are kept warm, or are to be, by phase
 
 
 class RouterState:
@@ -102,11 +109,12 @@ class RouterState:
         self._out = Outbox(self._members)
         self._life = Life(config, limits, self._members, self._prefixes, self._out)
         self._answers = Answers(config, limits, self._members, self._life, self._out)
+        self._warmer = Warmer(me.incarnation, config, limits, self._members, self._prefixes, self._life, self._out)
         self._next_beat = float("-inf")
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; returns what is to be done, in order. Raises InvalidRequest for a Submit whose name is in
-        use."""
+        use, and PinNotFound for an Unwarm of what there is not."""
         match event:
             case Heard(envelope=envelope):
                 self._heard(envelope, now)
@@ -114,7 +122,12 @@ class RouterState:
                 self._ask(self._prefixes.batch(batch, now))
             case Submit():
                 self._life.submit(event, now)
+            case Warm():
+                self._warmer.warm(event, now)
+            case Unwarm():
+                self._warmer.unwarm(event, now)
             case ClientGone(request=name, why=why):
+                self._warmer.abandon(name, why)
                 if (request := self._life.requests.get(name)) is not None:
                     self._life.end(request, Cancelled(why), now)
             case StopMatched(request=name, completion=completion):
@@ -124,7 +137,9 @@ class RouterState:
                 self._tick(paused, now)
             case Shutdown():
                 self._life.shut(now)
+                self._warmer.shut()
         self._life.settle(now)
+        self._warmer.settle(now)
         return self._out.take()
 
     # --- messages ----------------------------------------------------------------------------------------------------
@@ -151,6 +166,10 @@ class RouterState:
                 of_its_node = departed is not None and departed.peer.node == member.peer.node
                 if departed is not None and of_its_node and departed.peer.pid == pid:
                     self._gone(departed, "dead", now)
+            case messages.Pinned():
+                self._warmer.pinned(member, message, now)
+            case messages.Prefilled() | messages.Refused() | messages.Failed() if message.request.startswith(WARM):
+                self._warmer.answer(member, message, now)
             case Snapshot():
                 self._ask(self._prefixes.snapshot(sender, message, now))
             case messages.Tokens(deltas=deltas):
@@ -244,6 +263,7 @@ class RouterState:
         self._prefixes.forget(member.incarnation)
         if member.hello.events:
             self._out.put(Unsubscribe(member.incarnation))
+        self._warmer.member_gone(member, now)
         self._life.member_gone(member, now)
 
     def _is_stuck(self, message: ToRouter) -> bool:
@@ -280,6 +300,9 @@ class RouterState:
 
     def _listed(self, member: Member, name: AttemptName, held: AttemptHeld, now: float) -> None:
         """It has the attempt: take from that what messages should have told and perhaps did not."""
+        if name.request.startswith(WARM):
+            self._warmer.listed(member, name, held, now)
+            return
         if found := self._current(member, name.request, name.attempt, "decode"):
             request, attempt = found
             if attempt.phase is Phase.PLACED:
@@ -297,6 +320,9 @@ class RouterState:
                 found[1].progress = now
 
     def _lost(self, member: Member, name: AttemptName, now: float) -> None:
+        if name.request.startswith(WARM):
+            self._warmer.lost(member, name, now)
+            return
         if found := self._current(member, name.request, name.attempt, "decode"):
             self._life.retry(found[0], f"{member.peer.name} does not have it", now)
         elif found := self._current(member, name.request, name.attempt, "prefill"):
@@ -313,12 +339,14 @@ class RouterState:
         if paused > 0:  # rule 6: judge only what has been read
             self._members.extend(paused)
             self._life.extend(paused)
+            self._warmer.extend(paused)
             self._out.note(f"this router stood still for {paused:.3f} s", warning=True)
         silence = self._config.cluster.silence_ms / 1_000
         for member in self._members:
             if now - member.heard_at > silence:
                 self._gone(member, "silent", now)
         self._life.expire(now)
+        self._warmer.expire(now)
         self._ask(self._prefixes.tick(now))
         if now >= self._next_beat:
             self._next_beat = now + self._config.cluster.heartbeat_ms / 1_000
@@ -357,6 +385,10 @@ class RouterState:
             for member in self._members.listed(now)
         ]
 
+    def pins(self, tenant: str, now: float) -> list[PinView]:
+        """The prefixes that are kept warm for a tenant."""
+        return self._warmer.pins(tenant, now)
+
     def stats(self) -> RouterStats:
         life, counts = self._life, self._life.counts
         roles: tuple[Role, ...] = ("prefill", "decode", "store")
@@ -374,6 +406,7 @@ class RouterState:
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
             generated_tokens=counts.generated_tokens,
+            pins={phase.value: self._warmer.count()[phase] for phase in PinPhase},
         )
 
     def validate(self) -> None:
@@ -381,5 +414,6 @@ class RouterState:
         self._members.validate()
         self._prefixes.validate()
         self._life.validate()
+        self._warmer.validate()
         live = {member.incarnation for member in self._members}
         assert set(self._prefixes.holders()) <= live, "pages of a holder that is gone"
