@@ -13,6 +13,8 @@ from pathlib import Path
 from baton import config, logs
 from baton.config import Config
 from baton.errors import BatonError
+from baton.hosts import LOOPBACK
+from baton.wire import Keys, use_keys
 
 
 @dataclass(frozen=True)
@@ -23,24 +25,28 @@ class Arguments:
     name: str
     node: str
     router: str  # ZMQ endpoint of the router; empty for the router itself
+    host: str = LOOPBACK  # the node's own address, on which the process binds its own sockets
 
 
 def parse(program: str, argv: Sequence[str] | None, needs_router: bool) -> Arguments:
-    """Read a process's command line and configuration and send its log to its file.
-    Raises ConfigError; a wrong flag ends the process with a usage line, as everywhere."""
+    """Read a process's command line, configuration and keys and send its log to its file.
+    Raises ConfigError or KeysUnusable; a wrong flag ends the process with a usage line, as everywhere."""
     parser = argparse.ArgumentParser(prog=f"python -m {program}")
     parser.add_argument("--config", type=Path, required=True, help="YAML configuration file")
     parser.add_argument("--name", required=True, help="name of this process in the cluster, such as decode-0")
     parser.add_argument("--node", default="local", help="name of the machine: its processes share one store")
+    parser.add_argument("--host", default=LOOPBACK, help="address at which the other nodes reach this one")
     if needs_router:
         parser.add_argument("--router", required=True, help="ZMQ endpoint of the router, tcp://host:port")
     given = parser.parse_args(argv)
     settings = config.load(given.config)
     logs.configure(given.name, settings.cluster.logs)
-    return Arguments(settings, given.name, given.node, given.router if needs_router else "")
+    if settings.cluster.key_file:
+        use_keys(Keys.read(Path(settings.cluster.key_file).expanduser()))
+    return Arguments(settings, given.name, given.node, given.router if needs_router else "", given.host)
 
 
-Run = Callable[[Config, str, str, str, threading.Event], None]
+Run = Callable[[Config, str, str, str, threading.Event, str], None]
 
 
 def main(program: str, run: Run, argv: Sequence[str] | None = None) -> int:
@@ -50,7 +56,7 @@ def main(program: str, run: Run, argv: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         given = parse(program, argv, needs_router=True)
-        run(given.config, given.name, given.node, given.router, stop)
+        run(given.config, given.name, given.node, given.router, stop, given.host)
     except BatonError as error:
         print(f"{program}: {error}", file=sys.stderr)  # noqa: T201
         return 1

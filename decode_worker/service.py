@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 
 from baton.config import Config
+from baton.hosts import LOOPBACK
 from baton.messages import ToDecode
 from baton.metrics import Sample
 from decode_worker.state import DecodeState, DecodeStats
@@ -15,10 +16,10 @@ from engine.worker import Worker
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, name: str, node: str, router: str, stop: threading.Event) -> None:
-    """Serve until `stop` is set. `router` is the ZMQ endpoint of the router, `node` names the store to use.
-    Raises ModelError, NotEnoughMemory or PortInUse when it can't start."""
-    with Worker(config, "decode", name, node, router, ToDecode) as worker:
+def run(config: Config, name: str, node: str, router: str, stop: threading.Event, host: str = LOOPBACK) -> None:
+    """Serve until `stop` is set. `router` is the ZMQ endpoint of the router, `node` names the store to use, `host` is
+    this node's address. Raises ModelError, NotEnoughMemory or StartupError when it can't start."""
+    with Worker(config, "decode", name, node, router, ToDecode, host) as worker:
         state = DecodeState(config.decode, config.pages.page_size, worker.num_pages)
         log.info("decode worker %s serves with %d pages", worker.peer.incarnation, worker.num_pages)
         while not stop.is_set():

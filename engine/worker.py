@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from baton import hosts
 from baton.clock import MonotonicClock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import NotEnoughMemory, StoreError
@@ -65,9 +66,11 @@ class WorkerState(Protocol):
 class Worker:
     """One worker process, but for its decisions."""
 
-    def __init__(self, config: Config, role: WorkerRole, name: str, node: str, router: str, receives: Any) -> None:
-        """Load the model and connect. `router`: the ZMQ endpoint; `receives`: what the router may say.
-        Raises ModelError, NotEnoughMemory, PortInUse."""
+    def __init__(
+        self, config: Config, role: WorkerRole, name: str, node: str, router: str, receives: Any, host: str
+    ) -> None:
+        """Load the model and connect. `router`: the ZMQ endpoint; `receives`: what the router may say; `host`: where
+        our own sockets listen, the address of this node. Raises ModelError, NotEnoughMemory, StartupError."""
         settings = config.decode if role == "decode" else config.prefill
         self.clock = MonotonicClock()
         self.peer = Peer(role, name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
@@ -79,7 +82,7 @@ class Worker:
         self._verify = config.store.verify_pages
         self._model = config.model.served_name
         self.metrics = Metrics()
-        self._publisher = Publisher()
+        self._publisher = Publisher(hosts.endpoint(host))
         self._events = EventLog(self.peer.incarnation, self._model, time.time())
         card = ModelCard(
             namespace,
@@ -88,9 +91,7 @@ class Worker:
             self.engine.config.max_positions,
             self.num_pages,
         )
-        hello = Hello(
-            self.peer, model=card, events=self._publisher.endpoint, metrics=self.metrics.serve(config.router.host)
-        )
+        hello = Hello(self.peer, model=card, events=self._publisher.endpoint, metrics=self.metrics.serve(host))
         self._membership = Membership(hello)
         self._link: Link[Any] = Link(router, self.peer, receives)
         self._heart = Heart(router, self.peer, self.clock)

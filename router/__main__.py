@@ -29,7 +29,7 @@ async def _serve(given: Arguments) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await serve(given.config, given.name, given.node, stop, _say)
+    await serve(given.config, given.name, given.node, stop, _say, given.host)
 
 
 def _say(addresses: Addresses) -> None:

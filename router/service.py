@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from baton import hosts
 from baton.clock import Clock, MonotonicClock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import MalformedMessage
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 _TURN = 64  # messages read before others get a turn of the loop: a socket that is never empty never yields
 _GRACE = 1.0  # seconds that clients get to read how their streams ended
 _BATCHES = 1_000  # batches of KV events waiting to be read; more wait in their sockets
-_WILDCARDS = ("0.0.0.0", "::", "*")  # noqa: S104 compared with, not bound to
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,22 @@ class Addresses:
 
 
 async def serve(
-    config: Config, name: str, node: str, stop: asyncio.Event, ready: Callable[[Addresses], object]
+    config: Config,
+    name: str,
+    node: str,
+    stop: asyncio.Event,
+    ready: Callable[[Addresses], object],
+    host: str = hosts.LOOPBACK,
 ) -> None:
-    """Serve until `stop` is set; `ready` is called once every port listens. Raises PortInUse, StartupError or
-    ModelError when it can't start."""
+    """Serve until `stop` is set; `ready` is called once every port listens. Where router.host is every interface, the
+    link to workers and stores, which is told to them by its address, takes `host`, this node's own. Raises PortInUse,
+    StartupError or ModelError when it can't start."""
     model = await asyncio.to_thread(load, config.model)
     router, clock = config.router, MonotonicClock()
     me = Peer("router", name, node, f"{name}.{secrets.token_hex(8)}", os.getpid())
     async with contextlib.AsyncExitStack() as cleanup:
-        listener = Listener(f"tcp://{_bracketed(router.host)}:{router.internal_port}", me)
+        inner = host if hosts.is_wildcard(router.host) else router.host
+        listener = Listener(hosts.endpoint(inner, router.internal_port), me)
         cleanup.callback(listener.close)
         sockets = Sockets(listener)
         cleanup.push_async_callback(sockets.close)
@@ -162,10 +169,6 @@ class Sockets:
             subscriber.close()
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 def _reachable(address: str, host: str) -> str:
     """Where others reach what listens at `address`, if it listens everywhere."""
-    return f"{socket.gethostname()}:{address.rpartition(':')[2]}" if host in _WILDCARDS else address
+    return f"{socket.gethostname()}:{address.rpartition(':')[2]}" if hosts.is_wildcard(host) else address
