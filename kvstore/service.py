@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from baton import hosts
 from baton.clock import MonotonicClock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import MalformedMessage, StoreGone
@@ -58,10 +59,10 @@ _PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nob
 _CALLS_PER_TURN = 64  # of one connection, so that no worker keeps the others waiting
 
 
-def run(config: Config, name: str, node: str, router: str, stop: threading.Event) -> None:
+def run(config: Config, name: str, node: str, router: str, stop: threading.Event, host: str = "127.0.0.1") -> None:
     """Serve until `stop` is set. `router` is the ZMQ endpoint of the router (empty: serve workers without one), `node`
     the machine whose workers find this store. Raises NotEnoughMemory or PortInUse when it can't start."""
-    with Store(config, name, node, router) as store:
+    with Store(config, name, node, router, host) as store:
         log.info("store %s serves %d bytes at %s", store.me.incarnation, config.store.arena_bytes, store.address)
         while not stop.is_set():
             store.turn()
@@ -77,8 +78,9 @@ class _Connection:
 class Store:
     """The process around the state."""
 
-    def __init__(self, config: Config, name: str, node: str, router: str) -> None:
-        """Allocate the arena and start listening. Raises NotEnoughMemory or PortInUse."""
+    def __init__(self, config: Config, name: str, node: str, router: str, host: str = "127.0.0.1") -> None:
+        """Allocate the arena and start listening, on `host` where others reach this node. Raises NotEnoughMemory or
+        PortInUse."""
         self.me = Peer("store", name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
         self.address = store_address(config.cluster.name, node)
         self._clock = MonotonicClock()
@@ -89,14 +91,14 @@ class Store:
             cleanup.callback(self._listener.close)
             self._arena = Arena.create(config.store.arena_bytes)
             cleanup.callback(self._arena.close)
-            self._publisher = Publisher()
+            self._publisher = Publisher(hosts.endpoint(host))
             cleanup.callback(self._publisher.close)
             self._metrics = Metrics()
             cleanup.callback(self._metrics.close)
             hello = Hello(
                 self.me,
                 events=self._publisher.endpoint,
-                metrics=self._metrics.serve(config.router.host),
+                metrics=self._metrics.serve(host),
             )
             self._membership = Membership(hello)
             self._poller = Poller()
