@@ -46,6 +46,7 @@ TABLE: Mapping[str, Entry] = {
     "generation_tokens": Entry("counter", "Tokens generated."),
     "prefix_cache_queries": Entry("counter", "Prompt tokens looked up."),
     "prefix_cache_hits": Entry("counter", "Prompt tokens that nobody had to compute."),
+    "pins": Entry("gauge", "Prefixes that are kept warm, or are on their way to it.", ("phase",)),
     "peers": Entry("gauge", "Live processes.", ("role",)),
     # router and workers
     "num_requests_running": Entry("gauge", "Requests in the running batch."),

@@ -1,4 +1,4 @@
-"""The gRPC front door: `Generation` and `Cluster` of `proto/baton/v1`, health and reflection.
+"""The gRPC front door: `Generation`, `Cache` and `Cluster` of `proto/baton/v1`, health and reflection.
 
 Owns nothing but the conversation. Errors leave through one seam, `status_of` and `_abort`: a `BatonError` becomes the
 status it names; anything else is our own mistake, is logged, and shows the client no more than that.
@@ -7,7 +7,9 @@ status it names; anything else is our own mistake, is logged, and shows the clie
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 import grpc
@@ -17,10 +19,17 @@ from grpc_reflection.v1alpha import reflection
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded, PortInUse, RequestCancelled
 from baton.logs import RequestLog
-from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
+from baton.v1 import (
+    cache_pb2,
+    cache_pb2_grpc,
+    cluster_pb2,
+    cluster_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+)
 from router import replies
 from router.events import Cancelled, End, Failed, Finished
-from router.intake import Intake, name_of, take_in
+from router.intake import Intake, Wish, name_of, pin_of, take_in, take_in_prefix
 from router.relay import Relay
 from router.stream import Stream
 
@@ -30,7 +39,7 @@ REASON = "baton-reason"
 RETRY_AFTER = "retry-after-ms"
 _MAX_MESSAGE_BYTES = 16 * 2**20
 _LONG_TEXT = 4_000  # characters; longer prompts are tokenized on a thread, so that nobody's tokens wait for them
-_SERVICES = ("baton.v1.Generation", "baton.v1.Cluster")
+_SERVICES = ("baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster")
 
 
 def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:
@@ -92,6 +101,37 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
                     raise RequestCancelled(why)
 
 
+class CacheFront(cache_pb2_grpc.CacheServicer):
+    """Prefixes that are to be warm."""
+
+    def __init__(self, relay: Relay, clock: Clock) -> None:
+        self._relay = relay
+        self._clock = clock
+
+    async def Warm(self, request: cache_pb2.WarmRequest, context: Any) -> cache_pb2.WarmResponse:  # noqa: N802
+        left = context.time_remaining()
+        deadline = None if left is None else self._clock.now() + left
+        async with _typed(context):
+            wish = await self._take_in(request, pin_of(request))
+            return replies.warmed(await self._relay.warm(wish, deadline))
+        raise AssertionError("abort returned")
+
+    async def Unpin(self, request: cache_pb2.UnpinRequest, context: Any) -> cache_pb2.UnpinResponse:  # noqa: N802
+        async with _typed(context):
+            self._relay.unwarm(request.id)
+        return cache_pb2.UnpinResponse()
+
+    async def ListPins(  # noqa: N802
+        self, request: cache_pb2.ListPinsRequest, context: Any
+    ) -> cache_pb2.ListPinsResponse:
+        return cache_pb2.ListPinsResponse(pins=map(replies.pin, self._relay.pins()))
+
+    async def _take_in(self, request: cache_pb2.WarmRequest, pin: str) -> Wish:
+        if len(request.text) < _LONG_TEXT:
+            return take_in_prefix(request, pin, self._relay.model)
+        return await asyncio.to_thread(take_in_prefix, request, pin, self._relay.model)
+
+
 class ClusterFront(cluster_pb2_grpc.ClusterServicer):
     """What the cluster looks like from here."""
 
@@ -127,6 +167,7 @@ class Front:
             ]
         )
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationFront(relay, clock), self._server)
+        cache_pb2_grpc.add_CacheServicer_to_server(CacheFront(relay, clock), self._server)
         cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterFront(relay), self._server)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] - no stubs
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -151,13 +192,27 @@ class Front:
             return
         self._serving = serving
         kinds = health_pb2.HealthCheckResponse  # pyright: ignore[reportAttributeAccessIssue] - no stubs
-        for service in ("", "baton.v1.Generation"):
+        for service in ("", "baton.v1.Generation", "baton.v1.Cache"):
             await self._health.set(service, kinds.SERVING if serving else kinds.NOT_SERVING)
         await self._health.set("baton.v1.Cluster", kinds.SERVING)
 
     async def stop(self, grace: float) -> None:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace)
+
+
+@contextlib.asynccontextmanager
+async def _typed(context: Any) -> AsyncIterator[None]:
+    """The seam for calls with one answer."""
+    try:
+        yield
+    except BatonError as error:
+        await _abort(context, error, "")
+    except (asyncio.CancelledError, grpc.aio.AbortError):
+        raise
+    except Exception:  # whatever it is, the client gets a status and never a traceback
+        log.exception("failed in the router")
+        await _abort(context, BatonError("internal error; the router's log says more"), "")
 
 
 async def _abort(context: Any, error: BatonError, request_id: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""From the public request to what the state is told: every field checked, every default filled in, the seed drawn.
+"""From public requests to what the state is told: every field checked, every default filled in, the seed drawn.
 
 What needs no knowledge of the cluster is checked here, by field and value; the rest is the state's to check.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from baton.errors import InvalidRequest, ModelMismatch
 from baton.messages import Sampling
+from baton.v1 import cache_pb2
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
 from router.model_files import ServedModel
@@ -22,6 +23,8 @@ _MAX_STOP_TOKENS = 1_000
 _MAX_LOGPROBS = 20
 _MAX_SEED = 2**63 - 1
 _MAX_ID = 80
+_DEFAULT_TTL_MS = 3_600_000
+_MIN_TTL_MS, _MAX_TTL_MS = 1_000, 7 * 24 * 3_600_000
 
 
 @dataclass(frozen=True)
@@ -38,20 +41,36 @@ class Intake:
     priority: int
 
 
+@dataclass(frozen=True)
+class Wish:
+    """A checked prefix that is to be warm."""
+
+    tokens: bytes  # packed
+    pin: str  # the client's name for it, or one that we made
+    ttl: float  # seconds
+
+
 def name_of(request: pb.GenerateRequest) -> str:
     """What the request is called in logs, errors and its last message. Raises InvalidRequest."""
-    given = request.request_id
+    return _named("request_id", request.request_id)
+
+
+def pin_of(request: cache_pb2.WarmRequest) -> str:
+    """What the pin is called. Raises InvalidRequest."""
+    return _named("id", request.id)
+
+
+def _named(field: str, given: str) -> str:
     if len(given) > _MAX_ID or not given.isprintable() or " " in given:
         raise InvalidRequest(
-            f"request_id is {given[:_MAX_ID]!r}; it must have at most {_MAX_ID} printable characters without spaces"
+            f"{field} is {given[:_MAX_ID]!r}; it must have at most {_MAX_ID} printable characters without spaces"
         )
     return given or secrets.token_hex(8)
 
 
 def take_in(request: pb.GenerateRequest, request_id: str, model: ServedModel, draw_seed: Callable[[], int]) -> Intake:
     """Check a request. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
-    if request.model not in ("", model.name):
-        raise ModelMismatch(f"model {request.model!r} is not served here; this cluster serves {model.name!r}")
+    _check_model(request.model, model)
     stop_ids = tuple(dict.fromkeys(request.stop_token_ids))
     if bad := [token for token in stop_ids if token >= model.limits.vocab_size]:
         raise InvalidRequest(f"stop_token_ids has {bad[0]}, and the vocabulary ends at {model.limits.vocab_size - 1}")
@@ -71,7 +90,21 @@ def take_in(request: pb.GenerateRequest, request_id: str, model: ServedModel, dr
     )
 
 
-def _prompt(request: pb.GenerateRequest, model: ServedModel) -> Sequence[int]:
+def take_in_prefix(request: cache_pb2.WarmRequest, pin: str, model: ServedModel) -> Wish:
+    """Check a prefix that is to be warm. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
+    _check_model(request.model, model)
+    ttl_ms = request.ttl_ms if request.HasField("ttl_ms") else _DEFAULT_TTL_MS
+    if not _MIN_TTL_MS <= ttl_ms <= _MAX_TTL_MS:
+        raise InvalidRequest(f"ttl_ms is {ttl_ms}; it must be from {_MIN_TTL_MS} (1 second) to {_MAX_TTL_MS} (7 days)")
+    return Wish(pack_tokens(_prompt(request, model)), pin, ttl_ms / 1_000)
+
+
+def _check_model(asked: str, model: ServedModel) -> None:
+    if asked not in ("", model.name):
+        raise ModelMismatch(f"model {asked!r} is not served here; this cluster serves {model.name!r}")
+
+
+def _prompt(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedModel) -> Sequence[int]:
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("the request has no prompt; set text or token_ids")

@@ -6,6 +6,7 @@ list. Everything runs on one event loop, and an event is handled to its end befo
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections import deque
@@ -15,26 +16,35 @@ from typing import Protocol
 
 from baton.clock import Clock
 from baton.config import Config
+from baton.errors import RequestCancelled
 from baton.logs import RequestLog
 from baton.messages import Load, Message, Peer
 from baton.metrics import Metrics
 from router.events import (
+    WARM,
+    Cancelled,
     ClientGone,
     Command,
     Emit,
     End,
     Event,
+    Failed,
     Finished,
     Forget,
+    Kept,
     Note,
+    PinView,
     Send,
     Shutdown,
     StopMatched,
     Submit,
     Subscribe,
     Unsubscribe,
+    Unwarm,
+    Warm,
+    Warmed,
 )
-from router.intake import Intake
+from router.intake import Intake, Wish
 from router.model_files import ServedModel
 from router.state import ProcessView, RouterState
 from router.stream import Stream, Verdict
@@ -71,6 +81,7 @@ class Relay:
         self._wire = wire
         self._clock = clock
         self._streams: dict[str, Stream] = {}
+        self._warming: dict[str, asyncio.Future[Kept | Failed | Cancelled]] = {}
         self._last_token: dict[str, float] = {}
         self._numbered = 0
         self._events: deque[Event] = deque()
@@ -104,6 +115,31 @@ class Relay:
         """The client has gone before the end."""
         self.handle(ClientGone(stream.name))
 
+    async def warm(self, wish: Wish, deadline: float | None) -> Kept:
+        """Have a prefix computed and pinned. Raises BatonError. Whoever stops waiting for it no longer wants it."""
+        self._numbered += 1
+        name = f"{WARM}{self._numbered:x}"
+        answer = self._warming[name] = asyncio.get_running_loop().create_future()
+        try:
+            self.handle(Warm(name, wish.pin, wish.tokens, wish.ttl, deadline=deadline))
+            outcome = await answer
+        finally:
+            if self._warming.pop(name, None) is not None:
+                self.handle(ClientGone(name))
+        if isinstance(outcome, Failed):
+            raise outcome.error
+        if isinstance(outcome, Cancelled):
+            raise RequestCancelled(outcome.why)
+        return outcome
+
+    def unwarm(self, pin: str) -> None:
+        """End a pin. Raises PinNotFound."""
+        self.handle(Unwarm(pin))
+
+    def pins(self) -> list[PinView]:
+        """The pins of the only tenant there is while nobody authenticates."""
+        return self.state.pins("", self._clock.now())
+
     def stop(self) -> None:
         """End every stream: whoever is served gets Unavailable, and may ask the router that comes after this one."""
         self.handle(Shutdown())
@@ -131,6 +167,9 @@ class Relay:
                 self._emit(command)
             case End():
                 self._end(command)
+            case Warmed(name=name, outcome=outcome):
+                if (answer := self._warming.pop(name, None)) is not None and not answer.done():
+                    answer.set_result(outcome)
             case Note(text=text, request=request, warning=warning):
                 logger = RequestLog(log, request) if request else log
                 logger.log(logging.WARNING if warning else logging.INFO, text)
@@ -188,6 +227,7 @@ class Relay:
                 "generation_tokens": stats.generated_tokens,
                 "prefix_cache_queries": stats.prompt_tokens,
                 "prefix_cache_hits": stats.cached_tokens,
+                "pins": {(phase,): float(count) for phase, count in stats.pins.items()},
                 "peers": {(role,): float(count) for role, count in stats.live.items()},
                 "malformed_messages": malformed,
             }

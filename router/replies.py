@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from baton.messages import FinishReason, ModelCard, Role, TokenLogprob
 from baton.timeline import Timeline
-from baton.v1 import cluster_pb2, generation_pb2
-from router.events import Summary
+from baton.v1 import cache_pb2, cluster_pb2, generation_pb2
+from router.events import Kept, PinView, Summary
 from router.peers import GoneReason
 from router.state import ProcessView, RouterStats
 from router.stream import Output
@@ -126,6 +126,23 @@ def counts(stats: RouterStats) -> cluster_pb2.Counts:
         cached_tokens=stats.cached_tokens,
         generated_tokens=stats.generated_tokens,
     )
+
+
+def pin(view: PinView) -> cache_pb2.Pin:
+    return cache_pb2.Pin(
+        id=view.pin,
+        node=view.node,
+        tokens=view.tokens,
+        pages=view.pages,
+        bytes=view.bytes,
+        expires_in_ms=int(view.left * 1_000),
+    )
+
+
+def warmed(kept: Kept) -> cache_pb2.WarmResponse:
+    computed = kept.computed
+    cached = None if computed is None else max(0, kept.view.tokens - computed)
+    return cache_pb2.WarmResponse(pin=pin(kept.view), tokens_computed=computed, tokens_cached=cached)
 
 
 def _since(line: Timeline, instant: str) -> float | None:
