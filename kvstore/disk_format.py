@@ -35,6 +35,7 @@ _RECORD_MAGIC = b"BATONREC"
 _CHECKED = 16  # where the part begins that a header's checksum covers
 _SEGMENT = struct.Struct("<8sQIIQI64s")
 _RECORD = struct.Struct("<8sQIIQQQQ16s16s")
+_MOST_RECORDS = 2**62  # ever written; leaves room to count on
 _STARTS_CHAIN = 1
 _VOID = 2
 
@@ -114,6 +115,8 @@ class RecordFormat:
             raise ValueError("no record's header, or a damaged one")
         if version != VERSION or page_bytes != self._page_bytes or namespace != self._namespace:
             raise ValueError("a record of another kind")
+        if sequence > _MOST_RECORDS:
+            raise ValueError(f"sequence {sequence} is more than anybody can have written")
         if flags & _VOID:
             return None
         return RecordHeader(key, START if flags & _STARTS_CHAIN else parent, checksum, sequence)

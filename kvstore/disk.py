@@ -1,0 +1,472 @@
+"""The disk tier's hands: four threads that own its files and carry out what the index orders.
+
+    Write ──▶ check the arena's bytes ──▶ append ───────────────────▶ Written …
+    Read ───▶ fetch runs of records into their slots ──▶ verify ──▶ PagesRead …, ReadFinished
+    all else ──▶ the thread that appends, in the order given
+
+Checking and moving overlap: while one run is on its way to or from the disk, its neighbour's checksums are taken. Each
+order ends in its events whatever happens; queues are bounded by the index, which knows what is in flight. A disk that
+hangs keeps these threads, and nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeAlias, TypeVar
+
+from baton.errors import StartupError
+from kvstore.checksum import page_checksum
+from kvstore.disk_files import NodeDirectory, SegmentFiles, segment_path, takes_direct_io
+from kvstore.disk_format import RecordFormat, RecordHeader, RecordLayout
+from kvstore.disk_orders import (
+    Delete,
+    Deleted,
+    DeleteFolder,
+    Finish,
+    FolderDeleted,
+    Found,
+    Invalidate,
+    Move,
+    Moved,
+    MovePage,
+    Open,
+    Opened,
+    OpenFailed,
+    PagesRead,
+    Read,
+    ReadFinished,
+    ReadOutcome,
+    Scanned,
+    Trouble,
+    Write,
+    WritePage,
+    Written,
+)
+from kvstore.disk_records import RecordReader, RecordWriter, Wanted, run_length
+from kvstore.disk_scan import scan
+from kvstore.tiers import DiskEvent, DiskOrder
+
+log = logging.getLogger(__name__)
+
+_FOUND_PER_EVENT = 1_024  # records, so that the index never takes long over one
+_CLOSE_SECONDS = 2.0
+
+_NOT_OPEN = OSError(errno.ESTALE, "another namespace is open")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Part of a Write, its pages checked."""
+
+    epoch: int
+    segment: int
+    first: int
+    pages: Sequence[WritePage]
+    intact: tuple[bool, ...]
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A Read on its way."""
+
+    order: Read
+    began: float
+    first_seconds: float = -1.0
+    unchecked: int = 0  # pages
+
+
+@dataclass(frozen=True, slots=True)
+class _Brought:
+    """Some pages of a Read, in their slots or (`here` False) not."""
+
+    fetch: _Fetch
+    run: Sequence[Wanted]
+    here: Sequence[bool]
+
+
+@dataclass(slots=True)
+class _Folder:
+    """An opened namespace: what each thread needs of it. Made by the thread that appends, before anybody knows of a
+    record in it."""
+
+    epoch: int
+    layout: RecordLayout
+    written: SegmentFiles
+    read: SegmentFiles
+    writer: RecordWriter
+    reader: RecordReader  # of the thread that brings pages
+    mover: RecordReader  # of the thread that appends
+    room: list[memoryview]  # for pages that are moved
+    broken: dict[int, OSError] = field(default_factory=dict[int, OSError])  # segments that could not be written
+
+
+_Append: TypeAlias = "Open | _Run | Move | Finish | Delete | DeleteFolder | Invalidate"
+_Fetching: TypeAlias = "_Fetch | Delete"
+
+
+class DiskTier:
+    """The threads and files of one node's disk tier. Makes and locks its directory when it is first told to open."""
+
+    def __init__(self, directory: Path, arena: Callable[[int], memoryview]) -> None:
+        """`arena` gives the memory of a slot, as large as a page of the namespace that is open."""
+        self._path = directory
+        self._arena = arena
+        self._directory: NodeDirectory | None = None
+        self._folder: _Folder | None = None
+        self._epoch = 0  # of the latest Open
+        self._closing = False
+        self._events: deque[DiskEvent] = deque()
+        self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._to_check: SimpleQueue[Write | _Append | None] = SimpleQueue()
+        self._to_append: SimpleQueue[_Append | None] = SimpleQueue()
+        self._to_fetch: SimpleQueue[_Fetching | None] = SimpleQueue()
+        self._to_verify: SimpleQueue[_Brought | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(queue, work), name=f"disk-{name}", daemon=True)
+            for name, queue, work in (
+                ("check", self._to_check, self._check),
+                ("append", self._to_append, self._append),
+                ("fetch", self._to_fetch, self._fetch),
+                ("verify", self._to_verify, self._verify),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # --- the store's loop ---------------------------------------------------------------------------------------------
+
+    def submit(self, order: DiskOrder) -> None:
+        match order:
+            case Read():
+                self._to_fetch.put(_Fetch(order, time.monotonic()))
+            case Delete():
+                self._to_fetch.put(order)  # whose file it closes first, or its bytes would stay on the disk
+            case Open(epoch=epoch):
+                self._epoch = epoch
+                self._to_check.put(order)
+            case Write() | Move() | Finish() | DeleteFolder() | Invalidate():
+                self._to_check.put(order)
+            case _:
+                raise AssertionError(f"{type(order).__name__} is no order for the disk's threads")
+
+    def fileno(self) -> int:
+        return self._signal
+
+    def poll(self) -> list[DiskEvent]:
+        """What has happened. Not more than one large event at a time, so that the caller's turn stays short."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._signal)
+        events: list[DiskEvent] = []
+        while self._events:
+            events.append(self._events.popleft())
+            if isinstance(events[-1], Found) and self._events:
+                os.eventfd_write(self._signal, 1)
+                break
+        return events
+
+    def close(self) -> None:
+        """End the threads after what they are doing. Those that a disk does not let go of are left behind."""
+        self._closing = True
+        self._epoch = -1
+        for queue in (self._to_check, self._to_append, self._to_fetch, self._to_verify):
+            queue.put(None)
+        until = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            log.warning("the disk below %s hangs; its threads are left behind", self._path)
+            return  # with their files, the lock among them
+        self._leave_folder()
+        if self._directory is not None:
+            self._directory.close()
+        os.close(self._signal)
+
+    # --- the threads --------------------------------------------------------------------------------------------------
+
+    def _serve(self, queue: SimpleQueue[T | None], work: Callable[[T], None]) -> None:
+        while (item := queue.get()) is not None and not self._closing:
+            work(item)
+
+    def _tell(self, event: DiskEvent) -> None:
+        self._events.append(event)
+        os.eventfd_write(self._signal, 1)
+
+    def _opened(self, epoch: int) -> _Folder:
+        folder = self._folder
+        if folder is None or folder.epoch != epoch:
+            raise _NOT_OPEN
+        return folder
+
+    # --- opening ------------------------------------------------------------------------------------------------------
+
+    def _open(self, order: Open) -> None:
+        self._leave_folder()
+        try:
+            if self._directory is None:
+                self._directory = NodeDirectory(self._path)
+            else:
+                self._directory.renew()
+            self._scan(self._directory, order)
+        except (StartupError, OSError) as error:
+            self._tell(OpenFailed(order.epoch, _reason(error)))
+
+    def _scan(self, directory: NodeDirectory, order: Open) -> None:
+        path = directory.folder(order.namespace, order.page_bytes)
+        layout = RecordLayout(order.page_bytes)
+        read_only = ""
+        direct = False
+        try:
+            direct = takes_direct_io(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                read_only = _reason(error)
+        written = SegmentFiles(path, layout, order.namespace, direct, writable=not read_only)
+        read = SegmentFiles(path, layout, order.namespace, direct, writable=False)
+        self._folder = _Folder(
+            order.epoch,
+            layout,
+            written,
+            read,
+            RecordWriter(written, layout, RecordFormat(layout, order.namespace)),
+            RecordReader(read, layout),
+            RecordReader(written, layout),
+            _pages(layout),
+        )
+        found = scan(path, layout, order.namespace, order.max_bytes, lambda: self._epoch != order.epoch)
+        if found is None:
+            return
+        if not read_only:
+            for segment, record in found.spoilt:
+                with contextlib.suppress(OSError):
+                    self._folder.writer.invalidate(segment, record)
+        self._tell(
+            Scanned(
+                order.epoch,
+                tuple(found.segments),
+                tuple(directory.others(path)),
+                found.next_sequence,
+                found.torn,
+                found.corrupt,
+                found.orphans,
+                found.duplicates,
+            )
+        )
+        for start in range(0, len(found.records), _FOUND_PER_EVENT):
+            self._tell(Found(order.epoch, tuple(found.records[start : start + _FOUND_PER_EVENT])))
+        self._tell(Opened(order.epoch, read_only))
+
+    def _leave_folder(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.written.close()
+            folder.read.close()
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def _check(self, order: Write | _Append) -> None:
+        """Check pages of the arena, run by run, and hand them on; all else as it is, to keep the order."""
+        if not isinstance(order, Write):
+            self._to_append.put(order)
+            return
+        folder = self._folder
+        length = run_length(folder.layout) if folder is not None else len(order.pages)
+        for start in range(0, len(order.pages), length):
+            pages = order.pages[start : start + length]
+            intact = tuple(page_checksum(self._arena(page.slot)) == page.checksum for page in pages)
+            self._to_append.put(_Run(order.epoch, order.segment, order.first + start, pages, intact))
+
+    def _append(self, order: _Append) -> None:
+        match order:
+            case _Run():
+                self._write(order)
+            case Open():
+                self._open(order)
+            case Move():
+                self._move(order)
+            case Delete(epoch=epoch, segment=segment):
+                self._tell(Deleted(epoch, segment, _attempt(lambda: self._delete(epoch, segment))))
+            case DeleteFolder(epoch=epoch, name=name):
+                self._tell(FolderDeleted(epoch, name, _attempt(lambda: self._delete_folder(name))))
+            case Finish(epoch=epoch, segment=segment):
+                self._attempt(epoch, lambda: self._opened(epoch).written.finish(segment))
+            case Invalidate(epoch=epoch, segment=segment, record=record):
+                self._attempt(epoch, lambda: self._opened(epoch).writer.invalidate(segment, record))
+
+    def _write(self, run: _Run) -> None:
+        records = [
+            (RecordHeader(page.key, page.parent, page.checksum, page.sequence) if intact else None,
+             self._arena(page.slot))
+            for page, intact in zip(run.pages, run.intact, strict=True)
+        ]  # fmt: skip
+        error = self._put(run.epoch, run.segment, run.first, records)
+        self._tell(Written(run.epoch, run.segment, run.first, run.intact, _reason(error), _is_full(error)))
+
+    def _put(
+        self, epoch: int, segment: int, first: int, records: Sequence[tuple[RecordHeader | None, memoryview]]
+    ) -> OSError | None:
+        """Append to a segment, unless that has failed before: what follows a gap would never be missed."""
+        folder = self._folder
+        if folder is None or folder.epoch != epoch:
+            return _NOT_OPEN
+        if segment in folder.broken:
+            return folder.broken[segment]
+        try:
+            try:
+                folder.writer.write(segment, first, records)
+            except FileNotFoundError:
+                if first:
+                    raise
+                self._restore(folder)
+                folder.writer.write(segment, first, records)
+        except OSError as error:
+            folder.broken[segment] = error
+            return error
+        return None
+
+    def _restore(self, folder: _Folder) -> None:
+        """Somebody has removed the directory. Raises OSError."""
+        assert self._directory is not None
+        try:
+            self._directory.renew()
+        except StartupError as error:
+            raise OSError(errno.ENOENT, str(error)) from None
+        folder.written.folder.mkdir(mode=0o700, exist_ok=True)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _fetch(self, item: _Fetching) -> None:
+        if isinstance(item, Delete):
+            with contextlib.suppress(OSError):
+                self._opened(item.epoch).read.forget(item.segment)
+            self._to_check.put(item)
+            return
+        order = item.order
+        item.unchecked = len(order.pages)
+        try:
+            reader = self._opened(order.epoch).reader
+        except OSError:
+            self._to_verify.put(_Brought(item, self._wanted(order), [False] * len(order.pages)))
+            return
+        for run in reader.runs(self._wanted(order)):
+            self._to_verify.put(_Brought(item, run, reader.read(run)))
+
+    def _wanted(self, order: Read) -> list[Wanted]:
+        return [
+            Wanted(page.segment, page.record, self._arena(page.slot), place) for place, page in enumerate(order.pages)
+        ]
+
+    def _verify(self, brought: _Brought) -> None:
+        fetch = brought.fetch
+        order = fetch.order
+        outcomes: list[tuple[int, ReadOutcome]] = [
+            (each.tag, _outcome(here, each.buffer, order.pages[each.tag].checksum))
+            for each, here in zip(brought.run, brought.here, strict=True)
+        ]
+        seconds = time.monotonic() - fetch.began
+        if fetch.first_seconds < 0:
+            fetch.first_seconds = seconds
+        self._tell(PagesRead(order.epoch, order.number, tuple(outcomes)))
+        fetch.unchecked -= len(outcomes)
+        if not fetch.unchecked:
+            self._tell(ReadFinished(order.epoch, order.number, fetch.first_seconds, seconds))
+
+    # --- making room --------------------------------------------------------------------------------------------------
+
+    def _move(self, order: Move) -> None:
+        for start, pages in _batches(order.pages, self._folder.layout if self._folder is not None else None):
+            outcomes: list[ReadOutcome] = ["unreadable"] * len(pages)
+            try:
+                folder = self._opened(order.epoch)
+                outcomes = self._bring(folder, pages)
+                error = self._put(order.epoch, order.segment, order.first + start, _records(folder, pages, outcomes))
+            except OSError as failure:
+                error = failure
+            self._tell(
+                Moved(order.epoch, order.segment, order.first + start, tuple(outcomes), _reason(error), _is_full(error))
+            )
+
+    def _bring(self, folder: _Folder, pages: Sequence[MovePage]) -> list[ReadOutcome]:
+        """Read and check records that are to be moved."""
+        outcomes: list[ReadOutcome] = ["unreadable"] * len(pages)
+        wanted = [Wanted(page.segment, page.record, folder.room[place], place) for place, page in enumerate(pages)]
+        for run in folder.mover.runs(wanted):
+            for each, here in zip(run, folder.mover.read(run), strict=True):
+                outcomes[each.tag] = _outcome(here, each.buffer, pages[each.tag].checksum)
+        return outcomes
+
+    def _delete(self, epoch: int, segment: int) -> None:
+        folder = self._opened(epoch)
+        folder.written.forget(segment)
+        folder.broken.pop(segment, None)
+        segment_path(folder.written.folder, segment).unlink(missing_ok=True)
+
+    def _delete_folder(self, name: str) -> None:
+        assert self._directory is not None
+        self._directory.delete(name)
+
+    def _attempt(self, epoch: int, action: Callable[[], None]) -> None:
+        reason = _attempt(action)
+        if reason:
+            self._tell(Trouble(epoch, reason))
+
+
+def _pages(layout: RecordLayout) -> list[memoryview]:
+    """Room for a run of pages, which only takes memory once it is used."""
+    size = layout.page_bytes
+    room = memoryview(mmap.mmap(-1, run_length(layout) * size))
+    return [room[at : at + size] for at in range(0, len(room), size)]
+
+
+def _batches(pages: Sequence[MovePage], layout: RecordLayout | None) -> Iterator[tuple[int, Sequence[MovePage]]]:
+    length = run_length(layout) if layout is not None else len(pages)
+    for start in range(0, len(pages), length):
+        yield start, pages[start : start + length]
+
+
+def _records(
+    folder: _Folder, pages: Sequence[MovePage], outcomes: Sequence[ReadOutcome]
+) -> list[tuple[RecordHeader | None, memoryview]]:
+    return [
+        (RecordHeader(page.key, page.parent, page.checksum, page.sequence) if outcome == "ok" else None, room)
+        for page, outcome, room in zip(pages, outcomes, folder.room, strict=False)
+    ]
+
+
+def _outcome(here: bool, page: memoryview, checksum: int) -> ReadOutcome:
+    if not here:
+        return "unreadable"
+    return "ok" if page_checksum(page) == checksum else "corrupt"
+
+
+def _attempt(action: Callable[[], None]) -> str:
+    """Why an action failed; empty when it did not."""
+    try:
+        action()
+    except OSError as error:
+        return _reason(error)
+    return ""
+
+
+def _reason(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    if isinstance(error, OSError):
+        return error.strerror or str(error) or type(error).__name__
+    return str(error)
+
+
+def _is_full(error: OSError | None) -> bool:
+    return error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT)
