@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton.messages import Pin, Pinned
+from baton.messages import AttemptHeld, Pin, Pinned
 from kvstore.keys import split_keys
 from kvstore.pages import Page, PageTable
 
@@ -61,6 +61,14 @@ class Pins:
 
     def __len__(self) -> int:
         return len(self._pins)
+
+    @property
+    def listed(self) -> tuple[AttemptHeld, ...]:
+        """For the heartbeat: every pin, with how many of its pages can still be found. A corrupt one can't."""
+        return tuple(
+            AttemptHeld(name, 1, sum(page.node is not None for page in pinning.pages))
+            for name, pinning in self._pins.items()
+        )
 
     @property
     def held(self) -> Iterator[Page]:

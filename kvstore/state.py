@@ -39,6 +39,7 @@ from baton.messages import (
     Arrived,
     Attach,
     Attached,
+    AttemptHeld,
     Below,
     Corrupt,
     Forget,
@@ -513,6 +514,11 @@ class StoreState:
         """For the heartbeat: a slot counts as free when a page could be written to it now."""
         free = self._pages.free + self._pages.evictable
         return Load(pages_free=free, pages_total=self._pages.slots, tiers=self._tiers.speeds)
+
+    @property
+    def pins(self) -> tuple[AttemptHeld, ...]:
+        """For the heartbeat: what is pinned."""
+        return self._tiers.pins.listed
 
     def stats(self, now: float) -> StoreStats:
         pages, count = self._pages, self._count

@@ -57,6 +57,7 @@ class WarmPrefix:
     position: int = 0  # as its worker's heartbeat last said
     sightings: int = 0  # heartbeats that listed it as done before its Prefilled came
     asked: float = 0.0  # when Pin was last sent, seconds
+    sequence: int = 0  # of that message
     computed: int | None = None  # tokens
 
     @classmethod

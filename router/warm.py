@@ -7,9 +7,8 @@ store has said that they are pinned.
 Requests go first: a prefix is only begun while no request waits for a worker, one at a time on each prefill worker, and
 it leaves a prompt's place there free wherever there is more than one.
 
-A store answers every Pin; the question is asked again when the answer does not come. Pins are named anew with each
-attempt, so a late answer never counts for another. An Unpin that gets lost costs memory until the pin's time is over.
-Pure.
+A store answers every Pin, and is asked again when the answer does not come; its heartbeats list what it has pinned.
+Pins are named anew with each attempt, so a late answer never counts for another. Pure.
 """
 
 # pyright: strict
@@ -34,7 +33,18 @@ from baton.errors import (
     Unavailable,
     from_reason,
 )
-from baton.messages import TOKEN_BYTES, AttemptHeld, AttemptName, Cancel, Pin, Pinned, Prefill, Refused, Unpin
+from baton.messages import (
+    TOKEN_BYTES,
+    AttemptHeld,
+    AttemptName,
+    Cancel,
+    Heartbeat,
+    Pin,
+    Pinned,
+    Prefill,
+    Refused,
+    Unpin,
+)
 from kvstore.keys import namespace_root, split_keys
 from router.admission import ModelLimits, check_tokens
 from router.events import WARM, Cancelled, Failed, Kept, PinView, Unwarm, Warm, Warmed
@@ -63,7 +73,7 @@ class Warmer:
         outbox: Outbox,
     ) -> None:
         """`router` is our own incarnation."""
-        self._router = router
+        self._mine = f"{router[-32:]} "  # how the names of our pins begin
         self._config = config
         self._limits = limits
         self._members = members
@@ -260,7 +270,7 @@ class Warmer:
         name = self._pin_name(prefix)
         self._asked[name] = prefix
         ttl_ms = max(1, int((prefix.expires - now) * 1_000))
-        self._out.send(prefix.store, Pin(name, prefix.tenant, prefix.keys, ttl_ms))
+        prefix.sequence = self._out.send(prefix.store, Pin(name, prefix.tenant, prefix.keys, ttl_ms))
 
     def pinned(self, store: Member, answer: Pinned, now: float) -> None:
         """A store's answer. What it pins and nobody wants any more, it is told to let go of."""
@@ -273,6 +283,22 @@ class Warmer:
             self._missing(prefix, answer.pages, now)
         elif prefix.phase is Phase.PINNING:
             self._keep(prefix, now)
+
+    def listed_pins(self, store: Member, beat: Heartbeat, now: float) -> None:
+        """What a store has pinned, compared with what it should have (rule 2). What another router had pinned there
+        serves whoever asks for it, until its time is over."""
+        listed = {held.request: held.position for held in beat.attempts}
+        for pin in listed:
+            wanted = self._asked.get(pin)
+            if pin.startswith(self._mine) and (wanted is None or wanted.store != store.incarnation):
+                self._out.send(store.incarnation, Unpin(pin))
+        for pin, prefix in list(self._asked.items()):
+            judged = prefix.phase is Phase.PINNED and prefix.store == store.incarnation and now < prefix.expires
+            if judged and prefix.sequence <= beat.heard and listed.get(pin) != prefix.pages:
+                self._note(
+                    prefix, f"the store of node {prefix.node} has lost pages of it; it is made anew", warning=True
+                )
+                self._wait(prefix, now, now)
 
     def _keep(self, prefix: WarmPrefix, now: float) -> None:
         self._release(prefix)
@@ -428,7 +454,7 @@ class Warmer:
 
     def _pin_name(self, prefix: WarmPrefix) -> str:
         """Unlike any that another router, or another attempt of this one, has given."""
-        return f"{self._router[-32:]} {prefix.name.removeprefix(WARM)}.{prefix.attempts}"
+        return f"{self._mine}{prefix.name.removeprefix(WARM)}.{prefix.attempts}"
 
     def _note(self, prefix: WarmPrefix, text: str, *, warning: bool = False) -> None:
         self._out.note(f"pin {prefix.pin}: {text}", warning=warning)
