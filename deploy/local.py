@@ -9,6 +9,9 @@ One machine may stand in for several nodes, each with a store of its own:
 
     LocalCluster(config, nodes=["a", "b"], placed={"prefill-0": "a", "decode-0": "b"})
 
+A `Node` may also say where it really is: at which address, and by which command another command is started there, such
+as in a network namespace. The files below `directory` must be the same everywhere, and process numbers too.
+
 Starts the router, which says its addresses in one line of JSON; then everything else at once. Every process dies with
 this one, however this one ends. Nobody is restarted unless asked: repairing is the supervisor's work.
 """
@@ -23,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +37,7 @@ import msgspec
 
 from baton.config import Config, dump
 from baton.errors import BatonError, StartupError
+from baton.hosts import LOOPBACK
 from baton.v1 import cluster_pb2
 from deploy.addresses import Addresses
 from deploy.client import Client
@@ -42,6 +46,15 @@ from deploy.processes import Identity, end
 
 _POLL = 0.05
 _MODULES = {"router": "router", "store": "kvstore", "prefill": "prefill_worker", "decode": "decode_worker"}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One of the nodes of a cluster that is started from here."""
+
+    name: str
+    host: str = LOOPBACK  # its address
+    enter: tuple[str, ...] = ()  # the beginning of a command that runs the rest there, as the same process
 
 
 @dataclass
@@ -58,19 +71,23 @@ class LocalCluster:
         config: Config,
         directory: Path | None = None,
         *,
-        nodes: Sequence[str] = (),
+        nodes: Sequence[str | Node] = (),
         placed: Mapping[str, str] | None = None,
+        reach: Callable[[str], str] = str,
         patience: float = 90.0,
     ) -> None:
         """Nothing starts yet. `directory` takes configuration, logs and output (none: a temporary one, removed at the
         end). `nodes` are the nodes that this machine plays, by default one; `placed` says on which of them a process
-        runs (name → node), the others go where `plan` puts them. `patience` is how many seconds each start may take.
+        runs (name → node), the others go where `plan` puts them. `reach` turns the host:port of a node into one at
+        which this process reaches it, where that is another. `patience` is how many seconds each start may take.
         Every object makes the cluster's name its own, so that clusters on one machine never share a store."""
         self._cleanup = contextlib.ExitStack()
         if directory is None:
             directory = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
         self.directory = directory
-        self.nodes = list(nodes) or ["local"]
+        self._nodes = {node.name: node for node in (Node(n) if isinstance(n, str) else n for n in nodes or ["local"])}
+        self.nodes = list(self._nodes)
+        self._reach = reach
         if strange := set((placed or {}).values()) - set(self.nodes):
             raise StartupError(f"there is no node {', '.join(sorted(strange))}; this cluster has {self.nodes}")
         name = f"{config.cluster.name[:24]}-{secrets.token_hex(3)}"
@@ -130,7 +147,7 @@ class LocalCluster:
         """host:port of the router's gRPC front door."""
         if self.addresses is None:
             raise StartupError("the router is not up; call up() first")
-        return self.addresses.grpc
+        return self._reach(self.addresses.grpc)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -212,8 +229,9 @@ class LocalCluster:
     def _spawn(self, spec: Spec) -> int:
         config = self.directory / "config.yaml"
         config.write_text(dump(self.config))
-        command = [sys.executable, "-m", "deploy.child", str(os.getpid()), _MODULES[spec.role]]
-        command += ["--config", str(config), "--name", spec.name, "--node", spec.node]
+        node = self._nodes[spec.node]
+        command = [*node.enter, sys.executable, "-m", "deploy.child", str(os.getpid()), _MODULES[spec.role]]
+        command += ["--config", str(config), "--name", spec.name, "--node", spec.node, "--host", node.host]
         if spec.role != "router":
             if self.addresses is None:
                 raise StartupError(f"{spec.name} needs a router; start that first")

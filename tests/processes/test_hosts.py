@@ -1,0 +1,168 @@
+"""A cluster over two hosts: real processes in network namespaces of their own, and a cable between them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.errors import StartupError
+from baton.v1 import cluster_pb2
+from baton.wire import Keys
+from deploy.client import Client
+from deploy.local import LocalCluster
+from tests import hosts
+from tests.hosts import ADDRESSES, Hosts
+from tests.processes import workload
+
+pytestmark = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
+
+PLACED = {"decode-0": "one", "prefill-0": "two"}
+
+
+@pytest.fixture
+def two() -> Iterator[Hosts]:
+    with Hosts() as made:
+        yield made
+
+
+def spread(two: Hosts, path: Path, folder: Path, **more: object) -> LocalCluster:
+    """Router, store and decode worker on host one; store and prefill worker on host two."""
+    settings = workload.settings(path, 1, 1, **{"router.host": ADDRESSES[0], **more})
+    return LocalCluster(settings, folder, nodes=two.nodes, placed=PLACED, reach=two.reach)
+
+
+def state_of(client: Client, name: str) -> int:
+    return next(process.state for process in client.status().processes if process.name == name)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.05)
+
+
+def keys_in(folder: Path) -> str:
+    Keys.generate().write(folder / "cluster.key")
+    return str(folder / "cluster.key")
+
+
+# --- the hosts themselves -------------------------------------------------------------------------------------------
+
+
+_LISTEN = f"""
+import socket
+server = socket.create_server(("{ADDRESSES[1]}", 7777))
+print("ready", flush=True)
+while True:
+    server.accept()[0].close()
+"""
+_CONNECT = f"""
+import socket, time
+began = time.monotonic()
+socket.create_connection(("{ADDRESSES[1]}", 7777), timeout=3)
+print(time.monotonic() - began)
+"""
+
+
+def test_the_cable_carries_is_cut_and_restored(two: Hosts) -> None:
+    with two.two.start(sys.executable, "-c", _LISTEN, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        connect = (sys.executable, "-c", _CONNECT)
+        two.one.run(*connect)
+        two.cut()
+        with pytest.raises(AssertionError, match=r"unreachable|timed out"):
+            two.one.run(*connect)
+        two.restore()
+        two.one.run(*connect)
+        if two.delay(60):
+            assert float(two.one.run(*connect)) > 0.1
+        server.kill()
+
+
+def test_everything_ends_with_the_test_that_is_killed() -> None:
+    """Neither the namespaces' holders nor what runs in them outlives a test that is killed."""
+    script = """
+import signal
+from tests.hosts import Hosts
+hosts = Hosts()
+hosts.reach("10.77.0.2:1")
+hosts.two.start("sleep", "77777")
+print("ready", flush=True)
+signal.pause()
+"""
+    test = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+    assert test.stdout is not None
+    assert test.stdout.readline() == "ready\n"
+    ours = descendants(test.pid)
+    assert len(ours) >= 4
+    test.send_signal(signal.SIGKILL)
+    test.wait()
+    test.stdout.close()
+    eventually(lambda: not any(Path(f"/proc/{pid}/root").is_dir() for pid in ours))
+
+
+def descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += [int(child), *descendants(int(child))]
+    return found
+
+
+# --- clusters -------------------------------------------------------------------------------------------------------
+
+
+def test_processes_of_two_hosts_are_one_cluster(two: Hosts, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    key_file = keys_in(tmp_path)
+    with spread(two, checkpoint("llama"), tmp_path, **{"cluster.key_file": key_file}) as cluster:
+        status = cluster.wait_live(cluster.pids)
+        metrics = {process.name: process.metrics_address for process in status.processes}
+        assert metrics["store-0"].startswith(f"{ADDRESSES[0]}:")
+        assert metrics["prefill-0"].startswith(f"{ADDRESSES[1]}:")
+        prompt = list(range(3, 43))
+        first = workload.ask(cluster.address, prompt).tokens
+        assert len(first) == workload.OUTPUT
+        # The other host goes, and comes back: those on it are silent for a while, then live again.
+        two.cut()
+        with Client(cluster.address) as client:
+            eventually(lambda: state_of(client, "prefill-0") != cluster_pb2.PROCESS_STATE_LIVE)
+        assert workload.ask(cluster.address, prompt).tokens == first
+        two.restore()
+        cluster.wait_live(cluster.pids, 30)
+
+
+def test_a_process_with_other_keys_never_joins(two: Hosts, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    key_file, strange = keys_in(tmp_path), tmp_path / "strange.key"
+    with spread(two, checkpoint("llama"), tmp_path, **{"cluster.key_file": key_file}) as cluster:
+        Keys.generate().write(strange)
+        assert cluster.addresses is not None
+        config = tmp_path / "strange.yaml"
+        config.write_text((tmp_path / "config.yaml").read_text().replace(key_file, str(strange)))
+        stranger = two.two.start(
+            *(sys.executable, "-m", "kvstore", "--config", config, "--name", "store-9", "--node", "nine"),
+            *("--router", cluster.addresses.endpoint, "--host", ADDRESSES[1]),
+        )
+        try:
+            time.sleep(3)
+            assert stranger.poll() is None
+            names = {process.name for process in cluster.wait_live(cluster.pids).processes}
+            assert "store-9" not in names
+            assert "refused a connection" in cluster.log("router").with_name("logs").joinpath("router.log").read_text()
+        finally:
+            stranger.kill()
+            stranger.wait()
+
+
+def test_without_keys_nothing_listens_on_another_hosts_side(
+    two: Hosts, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(StartupError, match=r"cluster\.key_file"), spread(two, checkpoint("llama"), tmp_path):
+        pass
