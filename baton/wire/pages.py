@@ -1,0 +1,249 @@
+"""Sockets that carry pages between stores: those that ask connect, those that have pages answer where they listen.
+
+    PageLink, DEALER  ──[envelope of a PageRequest]─────────────▶  PageServer, ROUTER
+                      ◀─[envelope of a PageReply, page, page…]──
+
+Page bytes are never copied on their way out: ZMQ reads them where they lie until `Sending.done`, which comes when they
+have gone or when their connection has. What is lost with a connection is not sent again from here; the stores' own
+heartbeats find it. Queues are short: what a peer does not read stays in the sender's arena, not in anybody's heap.
+
+Two things that ZMQ leaves to us. Its heartbeats can't tell that a peer has stopped in the middle of a frame, because
+the ping would go behind it; TCP's own time limit on unread bytes does. And a peer that comes back takes over from its
+old connection, which may not know yet that it is dead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+
+from baton.errors import StartupError
+from baton.messages import Envelope, PageReply, PageRequest, Pages
+from baton.wire.sockets import bind, configure, connect
+
+_IO_THREADS = 2  # so that one can send while the other receives, and encryption has two cores
+_REQUEST_BYTES = 2**20  # the largest request, and the largest first frame of a reply
+_REQUESTS = 1_000  # kept for a store that does not read, or from one that we don't
+_REPLIES_SENT = 10_000  # messages; their pages lie in the arena
+_REPLIES_READ = 32  # messages from one store that wait in our heap
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(slots=True)
+class Losses:
+    """Messages that came to nothing, on all sockets."""
+
+    malformed: int = 0
+    dropped: int = 0  # not sent because nobody is there or reads, or received and meant for somebody else
+
+
+class Sending:
+    """Pages that ZMQ may still read."""
+
+    def __init__(self) -> None:
+        self._trackers: deque[zmq.MessageTracker] = deque()
+
+    def add(self, trackers: Iterable[zmq.MessageTracker]) -> None:
+        self._trackers.extend(trackers)
+
+    @property
+    def done(self) -> bool:
+        """Whether nobody will read any of them any more, sent or not."""
+        while self._trackers and self._trackers[0].done:
+            self._trackers.popleft()
+        return not self._trackers
+
+
+class PageServer:
+    """The one socket where other stores ask this one. Never blocks."""
+
+    def __init__(self, context: zmq.Context[Any], me: str, endpoint: str, silence_s: float, losses: Losses) -> None:
+        """Bind `endpoint`. Raises PortInUse or StartupError."""
+        self._me = me
+        self._losses = losses
+        self.socket = _configured(context.socket(zmq.ROUTER), silence_s)
+        for option, value in (
+            (zmq.SNDHWM, _REPLIES_SENT), (zmq.RCVHWM, _REQUESTS), (zmq.MAXMSGSIZE, _REQUEST_BYTES),
+            (zmq.ROUTER_MANDATORY, 1), (zmq.ROUTER_HANDOVER, 1),
+        ):  # fmt: skip
+            self.socket.setsockopt(option, value)
+        self.socket.copy_threshold = 0  # small pages, too, are read where they lie: their slots bound the memory
+        self.endpoint = bind(self.socket, endpoint)
+        self._decoder = msgspec.msgpack.Decoder(Envelope[PageRequest])
+        self._sequences: dict[str, int] = {}
+
+    def receive(self, limit: int) -> Iterator[tuple[str, PageRequest]]:
+        """At most `limit` of the requests that are here, and who asks."""
+        for _ in range(limit):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                identity, body = frames
+                envelope = self._decoder.decode(body)
+                if identity != envelope.sender.encode():
+                    raise ValueError(f"{identity!r} speaks as {envelope.sender!r}")
+            except (ValueError, msgspec.MsgspecError):
+                self._losses.malformed += 1
+                continue
+            if envelope.addressee == self._me:
+                yield envelope.sender, envelope.message
+            else:
+                self._losses.dropped += 1
+
+    def send(self, peer: str, reply: PageReply, pages: Sequence[memoryview] = ()) -> list[zmq.MessageTracker] | None:
+        """Send to the store of that incarnation; none when it is not connected, or has not read for long."""
+        sequence = self._sequences.get(peer, 0) + 1
+        envelope = _encoder.encode(Envelope(self._me, peer, sequence, reply))
+        try:
+            self.socket.send(peer.encode(), zmq.NOBLOCK | zmq.SNDMORE)
+        except zmq.ZMQError as error:  # EHOSTUNREACH or EAGAIN, and then nothing of this message has been sent
+            if error.errno == zmq.EHOSTUNREACH:
+                self._sequences.pop(peer, None)
+            self._losses.dropped += 1
+            return None
+        self._sequences[peer] = sequence
+        # From here on a message goes as a whole: ZMQ takes its other frames, or drops them with their connection.
+        last = len(pages) - 1
+        self.socket.send(envelope, zmq.SNDMORE if pages else 0)
+        return [
+            self.socket.send(page, 0 if place == last else zmq.SNDMORE, copy=False, track=True)
+            for place, page in enumerate(pages)
+        ]
+
+    def close(self) -> None:
+        self.socket.close(0)
+
+
+class PageLink:
+    """A connection to one store that we ask. Never blocks."""
+
+    def __init__(
+        self, context: zmq.Context[Any], me: str, store: str, endpoint: str, silence_s: float, losses: Losses
+    ) -> None:
+        """Connect to the store of incarnation `store`. Raises StartupError for an endpoint that can't be one."""
+        self._me = me
+        self._losses = losses
+        self.store = store
+        self.endpoint = endpoint
+        self.socket = _configured(context.socket(zmq.DEALER), silence_s)
+        for option, value in (
+            (zmq.SNDHWM, _REQUESTS), (zmq.RCVHWM, _REPLIES_READ), (zmq.CONNECT_TIMEOUT, int(silence_s * 1_000)),
+        ):  # fmt: skip
+            self.socket.setsockopt(option, value)
+        self.socket.setsockopt(zmq.IDENTITY, me.encode())
+        try:
+            if not endpoint.startswith("tcp://"):
+                raise StartupError(f"{endpoint!r} is no endpoint of a store")
+            connect(self.socket, endpoint)
+        except zmq.ZMQError as error:
+            self.socket.close(0)
+            raise StartupError(f"{endpoint!r} is no endpoint of a store: {error.strerror}") from None
+        except StartupError:
+            self.socket.close(0)
+            raise
+        self._decoder = msgspec.msgpack.Decoder(Envelope[PageReply])
+        self._sequence = 0
+
+    def send(self, request: PageRequest) -> None:
+        """Queue a request, also while there is no connection."""
+        self._sequence += 1
+        try:
+            self.socket.send(_encoder.encode(Envelope(self._me, self.store, self._sequence, request)), zmq.NOBLOCK)
+        except zmq.Again:
+            self._losses.dropped += 1
+
+    def receive(self, limit: int) -> Iterator[tuple[PageReply, list[memoryview]]]:
+        """At most `limit` of the replies that are here; with `Pages` as many frames, each the bytes of a page."""
+        for _ in range(limit):
+            try:
+                body, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                if len(body) > _REQUEST_BYTES:
+                    raise ValueError(f"a reply of {len(body)} bytes")
+                envelope = self._decoder.decode(body.buffer)
+                message = envelope.message
+                if len(frames) != (len(message.pages) if isinstance(message, Pages) else 0):
+                    raise ValueError(f"{len(frames)} frames behind {type(message).__name__}")
+            except (ValueError, msgspec.MsgspecError):
+                self._losses.malformed += 1
+                continue
+            if envelope.addressee == self._me and envelope.sender == self.store:
+                yield message, [frame.buffer for frame in frames]
+            else:
+                self._losses.dropped += 1
+
+    def close(self) -> None:
+        self.socket.close(0)
+
+
+class PageSockets:
+    """All sockets of one store's transport, and the waiting for them. For one thread; ZMQ's threads behind it are its
+    own, so that nobody's heartbeat waits behind a page."""
+
+    def __init__(self, me: str, endpoint: str, silence_s: float) -> None:
+        """Listen on `endpoint`. Raises PortInUse or StartupError."""
+        self._me = me
+        self._silence_s = silence_s
+        self.losses = Losses()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_IO_THREADS)
+        try:
+            self.server = PageServer(self._context, me, endpoint, silence_s, self.losses)
+        except StartupError:
+            self._context.term()
+            raise
+        self.links: dict[str, PageLink] = {}  # by the store's incarnation
+        self._poller = zmq.Poller()
+        self._poller.register(self.server.socket, zmq.POLLIN)
+
+    def add(self, fd: int) -> None:
+        """Wait for this descriptor, too."""
+        self._poller.register(fd, zmq.POLLIN)
+
+    def link(self, store: str, endpoint: str) -> PageLink:
+        """The link to that store, made when there is none; one to whoever had its endpoint before is dropped. Raises
+        StartupError for an endpoint that can't be one."""
+        link = self.links.get(store)
+        if link is not None and link.endpoint == endpoint:
+            return link
+        for other in [each for each in self.links.values() if each is link or each.endpoint == endpoint]:
+            self.drop(other)  # first: two connections of one name would take over from each other for ever
+        link = self.links[store] = PageLink(self._context, self._me, store, endpoint, self._silence_s, self.losses)
+        self._poller.register(link.socket, zmq.POLLIN)
+        return link
+
+    def drop(self, link: PageLink) -> None:
+        del self.links[link.store]
+        self._poller.unregister(link.socket)
+        link.close()
+
+    def wait(self, seconds: float) -> None:
+        """Return when something can be read, after at most so long."""
+        self._poller.poll(max(0, int(seconds * 1_000)))
+
+    def close(self) -> None:
+        """Drop everything at once, sent or not; afterwards ZMQ reads no page any more."""
+        for link in list(self.links.values()):
+            self.drop(link)
+        self.server.close()
+        self._context.term()
+
+
+def _configured(socket: Any, silence_s: float) -> Any:
+    silence = int(silence_s * 1_000)
+    configure(socket)
+    for option, value in (
+        (zmq.HEARTBEAT_IVL, max(1, silence // 3)), (zmq.HEARTBEAT_TIMEOUT, silence), (zmq.HANDSHAKE_IVL, silence),
+        (zmq.TCP_MAXRT, silence),
+    ):  # fmt: skip
+        socket.setsockopt(option, value)
+    return socket
