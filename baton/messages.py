@@ -1,6 +1,6 @@
 """The whole internal protocol on one page.
 
-Five links, one union of messages per direction. On the wire a message is plain MessagePack: a map of its fields, with
+Six links, one union of messages per direction. On the wire a message is plain MessagePack: a map of its fields, with
 its name under "type", inside an `Envelope`. Everything is validated on receipt; `baton.wire` does the carrying.
 
     router  ⇄ decode worker     ToDecode    / FromDecode        ZMQ, worker connects
@@ -8,6 +8,7 @@ its name under "type", inside an `Envelope`. Everything is validated on receipt;
     router  ⇄ store             ToStore     / FromStore         ZMQ, store connects
     worker  ⇄ its node's store  StoreCall   / StoreReply        Unix socket, worker connects
     store   ⇄ another store     PageRequest / PageReply         ZMQ, whoever wants pages connects
+    router  ⇄ who holds pages   ToPublisher / FromPublisher     ZMQ, router connects; without an envelope
 
 KV events have a format of their own, vLLM's: see `kvstore/events.py`.
 
@@ -97,7 +98,8 @@ class Hello(Message, frozen=True):
     peer: Peer
     protocol: int = PROTOCOL_VERSION
     model: ModelCard | None = None  # none for a store
-    events: str = ""  # ZMQ endpoint of its KV events
+    events: str = ""  # ZMQ endpoint of its KV events,
+    snapshots: str = ""  # and that where those who missed some ask for them, or for a snapshot
     metrics: str = ""  # host:port of its Prometheus page
     data: str = ""  # a store's ZMQ endpoint, where it serves pages to other stores
 
@@ -165,7 +167,8 @@ class Load(Struct, frozen=True):
 
 class Heartbeat(Message, frozen=True):
     """A worker's or store's full state. `heard` is the last router sequence that this state already reflects, so the
-    router never judges an attempt missing that the worker could not know of yet. `step_age_ms` grows when stuck."""
+    router never judges an attempt missing that the worker could not know of yet. `step_age_ms` grows when stuck.
+    A store lists its pins as attempts, each with the number of its pages that are still here as position."""
 
     heard: Count
     load: Load
@@ -173,7 +176,7 @@ class Heartbeat(Message, frozen=True):
     step_age_ms: Count = 0
     attempts: tuple[AttemptHeld, ...] = ()
     events: Count = 0  # the sequence of its last batch of KV events,
-    digest: Count = 0  # and the digest of all that it held then: see `kvstore.changes`
+    digest: Checksum = 0  # and the digest of all that it held then: see `kvstore.changes`
 
 
 class RouterHeartbeat(Message, frozen=True):
@@ -384,7 +387,7 @@ class Pinned(Message, frozen=True):
 
 
 class SnapshotRequest(Message, frozen=True):
-    """The router's copy of this holder's pages has a gap, or never existed."""
+    """A follower's copy of this holder's pages has a gap, or never existed."""
 
 
 class PageRun(Struct, frozen=True, array_like=True):
@@ -644,15 +647,15 @@ class Serving(Message, frozen=True):
 
 # --- one union per direction ------------------------------------------------------------------------------------------
 
-ToAny: TypeAlias = Welcome | Rejected | Introduce | RouterHeartbeat | SnapshotRequest
+ToAny: TypeAlias = Welcome | Rejected | Introduce | RouterHeartbeat
 ToDecode: TypeAlias = ToAny | Decode | Cancel | Resend
 ToPrefill: TypeAlias = ToAny | Prefill | Cancel
 ToStore: TypeAlias = ToAny | Pin | Unpin
-FromDecode: TypeAlias = Hello | Heartbeat | Snapshot | Accepted | Refused | Have | Started | Tokens | Failed
-FromPrefill: TypeAlias = Hello | Heartbeat | Snapshot | Refused | Prefilled | Failed
-FromStore: TypeAlias = Hello | Heartbeat | Snapshot | Departed | Pinned
+FromDecode: TypeAlias = Hello | Heartbeat | Accepted | Refused | Have | Started | Tokens | Failed
+FromPrefill: TypeAlias = Hello | Heartbeat | Refused | Prefilled | Failed
+FromStore: TypeAlias = Hello | Heartbeat | Departed | Pinned
 ToRouter: TypeAlias = (
-    Hello | Heartbeat | Snapshot | Departed | Pinned | Accepted | Refused | Have | Started | Tokens | Prefilled | Failed
+    Hello | Heartbeat | Departed | Pinned | Accepted | Refused | Have | Started | Tokens | Prefilled | Failed
 )  # a router hears all three on one socket
 StoreCall: TypeAlias = Attach | Reserve | Seal | Acquire | Promote | Release | Forget | Corrupt | Holding
 StoreReply: TypeAlias = (
@@ -660,3 +663,5 @@ StoreReply: TypeAlias = (
 )
 PageRequest: TypeAlias = Want | Credit | Doubt | Unwant | Wanting
 PageReply: TypeAlias = Pages | Gone | Serving
+ToPublisher: TypeAlias = SnapshotRequest
+FromPublisher: TypeAlias = Snapshot

@@ -14,31 +14,30 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import msgspec
 import torch
 
-from baton import hosts
 from baton.clock import MonotonicClock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import NotEnoughMemory, StoreError
 from baton.membership import Membership, OwnerLost, Say, Verdict
-from baton.messages import Heartbeat, Hello, Holding, ModelCard, Namespace, Peer, SnapshotRequest, WorkerRole
+from baton.messages import Heartbeat, Hello, Holding, ModelCard, Namespace, Peer, WorkerRole
 from baton.metrics import Metrics, Sample
-from baton.wire import Heart, Link, Poller, Publisher
+from baton.wire import Heart, Link, Poller
 from engine import files
 from engine.config import ModelConfig
 from engine.engine import Engine, layout_of
 from engine.steps import Plan, StepDone, StepFailed
-from kvstore.changes import page_runs, snapshot_parts
+from kvstore.changes import page_runs
 from kvstore.checksum import page_checksum
 from kvstore.client import StoreClient, store_address
 from kvstore.device_cache import DeviceCache
-from kvstore.events import EventLog
 from kvstore.memory import available_memory
+from kvstore.publishing import PageEvents
 from kvstore.transfer import Call, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, StoreLost, StoreUp, batches
 
 log = logging.getLogger(__name__)
@@ -82,8 +81,9 @@ class Worker:
         self._verify = config.store.verify_pages
         self._model = config.model.served_name
         self.metrics = Metrics()
-        self._publisher = Publisher(hosts.endpoint(host))
-        self._events = EventLog(self.peer.incarnation, self._model, time.time())
+        self._events = PageEvents(
+            self.peer.incarnation, self._model, self.clock, host, secure=config.store.event_tokens
+        )
         card = ModelCard(
             namespace,
             layout.page_bytes,
@@ -91,7 +91,13 @@ class Worker:
             self.engine.config.max_positions,
             self.num_pages,
         )
-        hello = Hello(self.peer, model=card, events=self._publisher.endpoint, metrics=self.metrics.serve(host))
+        hello = Hello(
+            self.peer,
+            model=card,
+            events=self._events.endpoint,
+            snapshots=self._events.snapshots,
+            metrics=self.metrics.serve(host),
+        )
         self._membership = Membership(hello)
         self._link: Link[Any] = Link(router, self.peer, receives)
         self._heart = Heart(router, self.peer, self.clock)
@@ -102,6 +108,7 @@ class Worker:
         self._connect_at = 0.0
         self._poller = Poller()
         self._poller.add(self._link)
+        self._poller.add(self._events)
         self._pauses = PauseDetector(_PAUSE)
         self._step_started: float | None = None
         self._next_beat = 0.0
@@ -115,7 +122,7 @@ class Worker:
     ) -> None:
         self._heart.close()
         self._link.close()
-        self._publisher.close()
+        self._events.close()
         self._store.close()
         self.metrics.close()
 
@@ -130,11 +137,7 @@ class Worker:
         for envelope in self._link.receive():
             verdict = self._membership.handle(envelope, now)
             yield from self._follow(verdict)
-            if not verdict.deliver:
-                continue
-            if isinstance(envelope.message, SnapshotRequest):
-                self._send_snapshot(state.cache)
-            else:
+            if verdict.deliver:
                 yield envelope.message
         yield from self._follow(self._membership.tick(now, paused))
         yield Tick(paused)
@@ -230,8 +233,8 @@ class Worker:
     def publish(self, state: WorkerState, values: Callable[[], Mapping[str, Sample]]) -> None:
         """After a turn: the heartbeat's snapshot and KV events; `values`, for the metrics page, once a heartbeat."""
         now = self.clock.now()
-        self._beat(state)
         self._publish_changes(state.cache)
+        self._beat(state)
         if now >= self._next_beat:
             self._next_beat = now + self._membership.heartbeat
             self.metrics.publish({**values(), **self._moved()})
@@ -240,20 +243,14 @@ class Worker:
 
     def _beat(self, state: WorkerState) -> None:
         if (router := self._membership.router) is not None:
-            heartbeat = state.heartbeat(self._membership.heard)
+            heartbeat = msgspec.structs.replace(
+                state.heartbeat(self._membership.heard), events=self._events.sequence, digest=self._events.digest
+            )
             self._heart.publish(router, heartbeat, self._membership.heartbeat, self._step_started)
 
-    def _send_snapshot(self, cache: DeviceCache) -> None:
-        assert self._membership.router is not None
-        self._publish_changes(cache)  # so that the snapshot is of exactly the last event's state
-        runs = page_runs(((page.key, page.parent) for page in cache.pages()), "GPU")
-        for part in snapshot_parts(self._events.last, runs):
-            self._link.send(self._membership.router, part)
-
     def _publish_changes(self, cache: DeviceCache) -> None:
-        if changes := cache.drain_events():
-            batch = self._events.append(changes, "GPU", self._page_size, time.time())
-            self._publisher.send(batch.topic, batch.sequence, batch.payload)
+        self._events.publish([("GPU", cache.drain_events())], self._page_size)
+        self._events.answer(lambda: page_runs(((page.key, page.parent) for page in cache.pages()), "GPU"))
 
     def _moved(self) -> Mapping[str, Sample]:
         page_bytes = self.engine.layout.page_bytes
@@ -262,7 +259,7 @@ class Worker:
             "pages_moved": moved,
             "bytes_moved": {direction: pages * page_bytes for direction, pages in moved.items()},
             "checksum_failures": self.corrupt,
-            "malformed_messages": self._link.malformed,
+            "malformed_messages": self._link.malformed + self._events.malformed,
         }
 
 

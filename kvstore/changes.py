@@ -13,7 +13,7 @@ import numpy as np
 
 from baton.messages import MAX_KEYS_PER_CALL, Medium, PageRun, Snapshot
 
-_KEYS_PER_PART = 65_536  # 1 MiB of keys in one message
+_KEYS_PER_PART = 8_192  # 128 KiB of keys in one message: a few milliseconds for whoever reads it
 _FEW = 16  # keys that are not worth an array
 _TURNS: Mapping[Medium, int] = {"GPU": 0, "CPU": 21, "DISK": 42}  # by how many bits a tier's digest is turned
 
@@ -35,10 +35,12 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Everything is gone."""
+    """Everything is gone, on every tier."""
 
 
 Change: TypeAlias = Stored | Removed | Cleared
+TierChanges: TypeAlias = tuple[Medium, Sequence[Change]]
+"""Changes on one tier, in order. `Cleared` is of all tiers, whichever says it."""
 
 
 class ChangeLog:
@@ -86,14 +88,22 @@ def digest(keys: Sequence[bytes], medium: Medium) -> int:
     """64 bits that tell one set of pages from another. That of two sets without a common page is the XOR of theirs, so
     publisher and follower each keep one up to date as pages come and go, and find out whether they still agree.
 
-    A key is a cryptographic hash: its first half is as good as any digest of it. Each tier turns it by another number
+    A key is a cryptographic hash: half of it is as good as any digest of it. Each tier turns it by another number
     of bits, because a page that is on another tier than believed is a difference too."""
-    if len(keys) <= _FEW:
-        folded = 0
-        for key in keys:
-            folded ^= int.from_bytes(key[:8], "little")
-    else:
-        folded = int(np.bitwise_xor.reduce(np.frombuffer(b"".join(keys), "<u8")[::2]))
+    if len(keys) > _FEW:
+        return packed_digest(b"".join(keys), medium)
+    folded = 0
+    for key in keys:
+        folded ^= int.from_bytes(key[8:], "little")
+    return _turned(folded, medium)
+
+
+def packed_digest(keys: bytes, medium: Medium) -> int:
+    """The digest of packed keys."""
+    return _turned(int(np.bitwise_xor.reduce(np.frombuffer(keys, "<u8")[1::2])), medium)
+
+
+def _turned(folded: int, medium: Medium) -> int:
     turn = _TURNS[medium]
     return (folded << turn | folded >> 64 - turn) & 0xFFFF_FFFF_FFFF_FFFF
 
@@ -111,6 +121,35 @@ def page_runs(pages: Iterable[tuple[bytes, bytes]], medium: Medium) -> Iterator[
         run.append(key)
     if run:
         yield PageRun(parent, b"".join(run), medium)
+
+
+def in_parts(changes: Iterable[TierChanges]) -> Iterator[list[TierChanges]]:
+    """The same changes in the same order, cut into parts that each fit one message; none for no changes."""
+    part: list[TierChanges] = []
+    room = _KEYS_PER_PART
+    for medium, of_tier in changes:
+        for change in _bounded(of_tier):
+            if room <= 0:
+                yield part
+                part, room = [], _KEYS_PER_PART
+            part.append((medium, (change,)))
+            room -= 4 + (0 if isinstance(change, Cleared) else len(change.keys))
+    if part:
+        yield part
+
+
+def _bounded(changes: Iterable[Change]) -> Iterator[Change]:
+    """The same with no change of more keys than one message may carry."""
+    for change in changes:
+        if isinstance(change, Cleared) or len(change.keys) <= _KEYS_PER_PART:
+            yield change
+            continue
+        for start in range(0, len(change.keys), _KEYS_PER_PART):
+            keys = change.keys[start : start + _KEYS_PER_PART]
+            if isinstance(change, Stored):
+                yield Stored(change.keys[start - 1] if start else change.parent, keys)
+            else:
+                yield Removed(keys)
 
 
 def snapshot_parts(sequence: int, runs: Iterable[PageRun]) -> list[Snapshot]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 import msgspec
@@ -22,7 +23,7 @@ from msgspec import Struct
 
 from baton.errors import MalformedMessage
 from baton.messages import Key, Medium
-from kvstore.changes import Change, Cleared, Removed, Stored
+from kvstore.changes import Change, Cleared, Removed, Stored, TierChanges, digest
 from kvstore.keys import START
 from kvstore.prefix_map import PrefixMap
 
@@ -54,7 +55,7 @@ class BlockRemoved(_Event, frozen=True):
 
 
 class AllBlocksCleared(_Event, frozen=True):
-    """The publisher has nothing (any more)."""
+    """The publisher has nothing (any more), on any tier."""
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -89,40 +90,68 @@ _decoder = msgspec.msgpack.Decoder(_Payload)
 
 
 class EventLog:
-    """Numbers a publisher's batches from 0 and keeps the last ones.
+    """Numbers a publisher's batches from 0, keeps the last ones, and the digest of all that they say is held.
 
     Batch 0 is there from the start and says that nothing is held: true of every new process, and it gives a snapshot
     taken before any page was stored a sequence to name."""
 
-    def __init__(self, incarnation: str, model: str, timestamp: float, keep: int = 1_000) -> None:
-        """`timestamp`: seconds since 1970; `keep`: how many batches `replay` reaches back."""
-        self._topic = f"kv@{incarnation}@{model}".encode()
-        self._kept: deque[EncodedBatch] = deque(maxlen=keep)
+    def __init__(
+        self, incarnation: str, model: str, timestamp: float, keep: int = 10_000, keep_bytes: int = 16 * 2**20
+    ) -> None:
+        """`timestamp`: seconds since 1970; `keep`, `keep_bytes`: how many batches `replay` reaches back at most, and
+        how many bytes of them."""
+        self.topic = f"kv@{incarnation}@{model}".encode()
+        self._kept: deque[EncodedBatch] = deque()
+        self._keep, self._keep_bytes = keep, keep_bytes
+        self._kept_bytes = 0
         self.last = -1  # the sequence of the latest batch
+        self.digest = 0  # of all that is held once that has happened: see `kvstore.changes.digest`
         self._append((AllBlocksCleared(),), timestamp)
 
-    def append(self, changes: Sequence[Change], medium: Medium, page_size: int, timestamp: float) -> EncodedBatch:
-        """The next batch. `page_size` in tokens, `timestamp` in seconds since 1970."""
-        return self._append(tuple(_event(change, medium, page_size) for change in changes), timestamp)
+    def append(self, changes: Sequence[TierChanges], page_size: int, timestamp: float) -> EncodedBatch:
+        """The next batch. `page_size` in tokens, `timestamp` in seconds since 1970.
+
+        Each change must be one: a page stored that was not there, or removed that was. What is said twice makes the
+        digest that of something else."""
+        events: list[Event] = []
+        for medium, of_tier in changes:
+            for change in of_tier:
+                events.append(_event(change, medium, page_size))
+                self.digest = 0 if isinstance(change, Cleared) else self.digest ^ digest(change.keys, medium)
+        return self._append(tuple(events), timestamp)
 
     def replay(self, first: int = 0) -> list[EncodedBatch]:
         """The batches still here, from sequence `first` on."""
-        return [batch for batch in self._kept if batch.sequence >= first]
+        kept = len(self._kept)
+        return list(islice(self._kept, min(kept, max(0, first - (self.last - kept + 1))), None))
 
     def _append(self, events: tuple[Event, ...], timestamp: float) -> EncodedBatch:
         self.last += 1
-        batch = EncodedBatch(self._topic, self.last, _encoder.encode(_Payload(timestamp, events, 0)))
+        batch = EncodedBatch(self.topic, self.last, _encoder.encode(_Payload(timestamp, events, 0)))
         self._kept.append(batch)
+        self._kept_bytes += len(batch.payload)
+        while len(self._kept) > self._keep or self._kept_bytes > self._keep_bytes:
+            self._kept_bytes -= len(self._kept.popleft().payload)
         return batch
+
+
+def publisher_of(topic: bytes) -> str | None:
+    """The incarnation that a topic names; none for another topic."""
+    parts = topic.split(b"@", 2)
+    if len(parts) != 3 or parts[0] != b"kv" or not parts[1]:
+        return None
+    try:
+        return parts[1].decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def decode(topic: bytes, sequence: int, payload: bytes) -> Batch:
     """Read what `EventLog` wrote. Raises MalformedMessage."""
-    parts = topic.split(b"@", 2)
     try:
-        if len(parts) != 3 or parts[0] != b"kv" or not parts[1]:
+        if (holder := publisher_of(topic)) is None:
             raise ValueError(f"topic {topic!r} is not kv@<incarnation>@<model>")
-        return Batch(parts[1].decode(), sequence, _decoder.decode(payload).events)
+        return Batch(holder, sequence, _decoder.decode(payload).events)
     except (ValueError, msgspec.MsgspecError) as error:
         raise MalformedMessage(f"{len(payload)} bytes that are no batch of KV events: {error}") from None
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from baton.clock import Tick
 from baton.errors import BatonError
-from baton.messages import Envelope, FinishReason, Message, Sampling, TokenLogprob, ToRouter
+from baton.messages import Envelope, FinishReason, Message, Sampling, Snapshot, TokenLogprob, ToRouter
 from baton.timeline import Timeline
 from kvstore.events import Batch
 
@@ -96,11 +96,19 @@ class KvEvents:
 
 
 @dataclass(frozen=True, slots=True)
+class KvSnapshot:
+    """A part of a holder's snapshot came in."""
+
+    holder: str
+    part: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """This router is about to stop: end everything, and let nothing in."""
 
 
-Event: TypeAlias = Submit | Warm | Unwarm | ClientGone | StopMatched | Heard | KvEvents | Tick | Shutdown
+Event: TypeAlias = Submit | Warm | Unwarm | ClientGone | StopMatched | Heard | KvEvents | KvSnapshot | Tick | Shutdown
 
 # --- outcomes ------------------------------------------------------------------------------------------------------
 
@@ -230,10 +238,18 @@ class Warmed:
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Follow the KV events of that holder."""
+    """Follow the KV events of that holder; at `snapshots` it is asked for what was missed."""
 
     incarnation: str
     endpoint: str
+    snapshots: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskSnapshot:
+    """Ask that holder for a snapshot."""
+
+    incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,4 +268,4 @@ class Note:
     warning: bool = False
 
 
-Command: TypeAlias = Send | Forget | Emit | End | Warmed | Subscribe | Unsubscribe | Note
+Command: TypeAlias = Send | Forget | Emit | End | Warmed | Subscribe | AskSnapshot | Unsubscribe | Note

@@ -5,12 +5,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from baton.errors import BatonError
 from baton.messages import Snapshot
 from kvstore.events import Batch, apply
-from kvstore.prefix_map import Match, PrefixMap, PrefixMapStats
+from kvstore.prefix_map import Match, PrefixMap
 from kvstore.tracker import Action, Apply, Ask, EventTracker, Load
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixesStats:
+    """`pages` that anybody has. The others only grow: how often a holder's events were found incomplete, and how often
+    complete and wrong nevertheless; a snapshot mended either."""
+
+    pages: int
+    gaps: int
+    divergences: int
 
 
 class Prefixes:
@@ -34,6 +44,10 @@ class Prefixes:
     def snapshot(self, holder: str, part: Snapshot, now: float) -> list[str]:
         return self._carry_out(self._tracker.snapshot(holder, part, now), now)
 
+    def heartbeat(self, holder: str, sequence: int, digest: int, now: float) -> list[str]:
+        """The holder tells of its last batch, and the digest of what it had then."""
+        return self._carry_out(self._tracker.claimed(holder, sequence, digest, self._map.digest(holder), now), now)
+
     def tick(self, now: float) -> list[str]:
         return self._carry_out(self._tracker.tick(now), now)
 
@@ -46,25 +60,29 @@ class Prefixes:
     def holders(self) -> list[str]:
         return self._map.holders()
 
-    def stats(self) -> PrefixMapStats:
-        return self._map.stats()
+    def stats(self) -> PrefixesStats:
+        return PrefixesStats(self._map.stats().pages, self._tracker.gaps, self._tracker.divergences)
 
     def _carry_out(self, actions: Sequence[Action], now: float) -> list[str]:
         asks: list[str] = []
-        waiting = list(actions)
+        waiting = list(actions)[::-1]  # the next one last
         while waiting:
-            match waiting.pop(0):
+            follow: Sequence[Action] = ()
+            match waiting.pop():
                 case Ask(holder=holder):
                     asks.append(holder)
-                case Load(holder=holder, runs=runs):
-                    try:
-                        self._map.load_snapshot(holder, runs)
-                    except BatonError:  # part of a key: what this holder says can't be used
-                        self._map.cleared(holder)
-                        waiting[:0] = self._tracker.lost(holder, now)
-                case Apply(holder=holder, events=events):
-                    if not apply(self._map, holder, events):
-                        waiting[:0] = self._tracker.lost(holder, now)
+                case Load(holder=holder, runs=runs, first=first, sequence=sequence):
+                    load = self._map.load_snapshot if first else self._map.extend
+                    if not load(holder, runs):
+                        self._tracker.unusable(holder, now)
+                    elif sequence is not None:
+                        follow = self._tracker.applied(holder, sequence, self._map.digest(holder), now)
+                case Apply(holder=holder, events=events, sequence=sequence):
+                    if apply(self._map, holder, events):
+                        follow = self._tracker.applied(holder, sequence, self._map.digest(holder), now)
+                    else:
+                        follow = self._tracker.lost(holder, now)
+            waiting += follow[::-1]
         return asks
 
     def validate(self) -> None:

@@ -22,6 +22,7 @@ from baton.messages import Load, Message, Peer
 from baton.metrics import Metrics
 from router.events import (
     WARM,
+    AskSnapshot,
     Cancelled,
     ClientGone,
     Command,
@@ -60,7 +61,9 @@ class Wire(Protocol):
 
     def forget(self, incarnation: str) -> None: ...
 
-    def subscribe(self, incarnation: str, endpoint: str) -> None: ...
+    def subscribe(self, incarnation: str, endpoint: str, snapshots: str) -> None: ...
+
+    def ask(self, incarnation: str) -> None: ...
 
     def unsubscribe(self, incarnation: str) -> None: ...
 
@@ -175,8 +178,10 @@ class Relay:
                 logger.log(logging.WARNING if warning else logging.INFO, text)
             case Forget(incarnation=incarnation):
                 self._wire.forget(incarnation)
-            case Subscribe(incarnation=incarnation, endpoint=endpoint):
-                self._wire.subscribe(incarnation, endpoint)
+            case Subscribe(incarnation=incarnation, endpoint=endpoint, snapshots=snapshots):
+                self._wire.subscribe(incarnation, endpoint, snapshots)
+            case AskSnapshot(incarnation=incarnation):
+                self._wire.ask(incarnation)
             case Unsubscribe(incarnation=incarnation):
                 self._wire.unsubscribe(incarnation)
 

@@ -23,9 +23,9 @@ from baton.config import Config
 from baton.errors import MalformedMessage
 from baton.messages import Message, Peer
 from baton.metrics import Metrics
-from baton.wire import Listener, Subscriber
-from kvstore.events import Batch, decode
-from router.events import Heard, KvEvents
+from baton.wire import Asker, Listener, Subscriber
+from kvstore.events import decode, publisher_of
+from router.events import Heard, KvEvents, KvSnapshot
 from router.front import Front
 from router.http import Http
 from router.model_files import load
@@ -65,7 +65,7 @@ async def serve(
         inner = host if hosts.is_wildcard(router.host) else router.host
         listener = Listener(hosts.endpoint(inner, router.internal_port), me)
         cleanup.callback(listener.close)
-        sockets = Sockets(listener)
+        sockets = Sockets(listener, secure=config.store.event_tokens)
         cleanup.push_async_callback(sockets.close)
         relay = Relay(me, config, model, sockets, clock, Metrics())
         http = Http(relay)
@@ -115,18 +115,23 @@ async def _watch(relay: Relay, front: Front, listener: Listener, clock: Clock) -
 
 
 async def _follow(relay: Relay, sockets: Sockets) -> None:
-    """Hand every batch of KV events to the state."""
+    """Hand every batch of KV events, and every part of a snapshot, to the state."""
     while True:
-        relay.handle(KvEvents(await sockets.batches.get()))
+        for _ in range(_TURN):
+            relay.handle(await sockets.pages.get())
+        await asyncio.sleep(0)
 
 
 class Sockets:
     """The relay's wire: one listener for all messages, one subscription for each holder of pages."""
 
-    def __init__(self, listener: Listener) -> None:
-        self.batches: asyncio.Queue[Batch] = asyncio.Queue(_BATCHES)
+    def __init__(self, listener: Listener, *, secure: bool) -> None:
+        """`secure`: KV events are encrypted wherever they come from."""
+        self.pages: asyncio.Queue[KvEvents | KvSnapshot] = asyncio.Queue(_BATCHES)
         self._listener = listener
-        self._ears: dict[str, asyncio.Task[None]] = {}
+        self._secure = secure
+        self._askers: dict[str, Asker] = {}
+        self._ears: dict[str, list[asyncio.Task[None]]] = {}
 
     def send(self, incarnation: str, message: Message) -> None:
         self._listener.send(incarnation, message)
@@ -134,28 +139,36 @@ class Sockets:
     def forget(self, incarnation: str) -> None:
         self._listener.forget(incarnation)
 
-    def subscribe(self, incarnation: str, endpoint: str) -> None:
-        self._ears[incarnation] = asyncio.create_task(self._hear(incarnation, endpoint))
+    def subscribe(self, incarnation: str, endpoint: str, snapshots: str) -> None:
+        """Follow one holder. Without its events the map knows less, and nothing else suffers."""
+        try:
+            subscriber = Subscriber(endpoint, secure=self._secure)
+            self._ears[incarnation] = [asyncio.create_task(self._hear(incarnation, subscriber))]
+            asker = self._askers[incarnation] = Asker(snapshots, secure=self._secure)
+            self._ears[incarnation].append(asyncio.create_task(self._catch_up(incarnation, asker)))
+        except Exception as error:  # noqa: BLE001 only baton.wire knows the errors of its sockets
+            log.warning("can't follow the KV events of %s at %r and %r: %s", incarnation, endpoint, snapshots, error)
+
+    def ask(self, incarnation: str) -> None:
+        if (asker := self._askers.get(incarnation)) is not None:
+            asker.ask()
 
     def unsubscribe(self, incarnation: str) -> None:
-        if (task := self._ears.pop(incarnation, None)) is not None:
+        self._askers.pop(incarnation, None)
+        for task in self._ears.pop(incarnation, ()):
             task.cancel()
 
     async def close(self) -> None:
-        tasks = list(self._ears.values())
+        tasks = [task for ears in self._ears.values() for task in ears]
         self._ears.clear()
+        self._askers.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _hear(self, incarnation: str, endpoint: str) -> None:
-        """Queue one holder's batches. Without them the map knows less, and nothing else suffers."""
-        try:
-            subscriber = Subscriber(endpoint)
-        except Exception as error:  # noqa: BLE001 only baton.wire knows the errors of its sockets
-            log.warning("can't follow the KV events of %s at %r: %s", incarnation, endpoint, error)
-            return
-        try:
+    async def _hear(self, incarnation: str, subscriber: Subscriber) -> None:
+        """Queue one holder's batches."""
+        with contextlib.closing(subscriber):
             while True:
                 frames = await subscriber.receive()
                 try:
@@ -164,9 +177,15 @@ class Sockets:
                     log.warning("dropped KV events of %s: %s", incarnation, error)
                     continue
                 if batch.holder == incarnation:  # an endpoint may have passed to somebody else
-                    await self.batches.put(batch)
-        finally:
-            subscriber.close()
+                    await self.pages.put(KvEvents(batch))
+
+    async def _catch_up(self, incarnation: str, asker: Asker) -> None:
+        """Queue the snapshots that one holder was asked for."""
+        with contextlib.closing(asker):
+            while True:
+                topic, part = await asker.receive()
+                if publisher_of(topic) == incarnation:
+                    await self.pages.put(KvSnapshot(incarnation, part))
 
 
 def _reachable(address: str, host: str) -> str:

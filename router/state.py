@@ -29,8 +29,6 @@ from baton.messages import (
     Rejected,
     Role,
     RouterHeartbeat,
-    Snapshot,
-    SnapshotRequest,
     ToRouter,
     Welcome,
 )
@@ -38,6 +36,7 @@ from router.admission import ModelLimits
 from router.answers import Answers
 from router.events import (
     WARM,
+    AskSnapshot,
     Cancelled,
     ClientGone,
     Command,
@@ -46,6 +45,7 @@ from router.events import (
     Forget,
     Heard,
     KvEvents,
+    KvSnapshot,
     PinView,
     Shutdown,
     StopMatched,
@@ -120,6 +120,8 @@ class RouterState:
                 self._heard(envelope, now)
             case KvEvents(batch=batch):
                 self._ask(self._prefixes.batch(batch, now))
+            case KvSnapshot(holder=holder, part=part):
+                self._ask(self._prefixes.snapshot(holder, part, now))
             case Submit():
                 self._life.submit(event, now)
             case Warm():
@@ -170,8 +172,6 @@ class RouterState:
                 self._warmer.pinned(member, message, now)
             case messages.Prefilled() | messages.Refused() | messages.Failed() if message.request.startswith(WARM):
                 self._warmer.answer(member, message, now)
-            case Snapshot():
-                self._ask(self._prefixes.snapshot(sender, message, now))
             case messages.Tokens(deltas=deltas):
                 for delta in deltas:
                     if found := self._current(member, delta.request, delta.attempt, "decode"):
@@ -252,7 +252,7 @@ class RouterState:
         if new:
             self._out.note(f"{peer.role} {peer.name} of node {peer.node} joins as {sender}, pid {peer.pid}")
             if hello.events:
-                self._out.put(Subscribe(sender, hello.events))
+                self._out.put(Subscribe(sender, hello.events, hello.snapshots))
                 self._ask(self._prefixes.follow(sender, now))
             self._life.room = True
 
@@ -274,8 +274,12 @@ class RouterState:
     def _heartbeat(self, member: Member, beat: Heartbeat, now: float) -> None:
         """Compare what it has with what it should have, and repair the difference."""
         member.load = beat.load
+        self._ask(self._prefixes.heartbeat(member.incarnation, beat.events, beat.digest, now))
         if self._is_stuck(beat):
             self._gone(member, "stuck", now)
+            return
+        if member.peer.role == "store":
+            self._warmer.listed_pins(member, beat, now)
             return
         listed = {AttemptName(held.request, held.attempt): held for held in beat.attempts}
         for name in listed:
@@ -357,7 +361,7 @@ class RouterState:
 
     def _ask(self, holders: list[str]) -> None:
         for holder in holders:
-            self._out.send(holder, SnapshotRequest())
+            self._out.put(AskSnapshot(holder))
 
     # --- what others read --------------------------------------------------------------------------------------------
 

@@ -1,22 +1,47 @@
-"""KV events from whoever owns pages to whoever follows them."""
+"""KV events from whoever owns pages to whoever follows them.
+
+    `Publisher`  ──PUB────▶ `Subscriber`   batches: [topic, sequence, payload], as vLLM's
+    `Replayer`   ◀─ROUTER─▶ `Asker`        what was missed: older batches, as vLLM's replay, or a whole snapshot
+
+Of a replay socket anybody may ask two things, in a frame behind an empty one: eight bytes, the first sequence wanted
+(big-endian), or a `SnapshotRequest`. Batches come back as [empty, sequence, payload], and [empty, -1, empty] ends them.
+A snapshot's parts come as [empty, topic, part]: the topic says whose pages they are, because an endpoint may have
+passed to somebody else.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
 import zmq
 import zmq.asyncio
 
+from baton.messages import FromPublisher, Snapshot, SnapshotRequest, ToPublisher
 from baton.wire.sockets import bind, configure, connect
+
+_SEQUENCE_BYTES = 8
+_BATCHES = 1_000  # kept for a subscriber that does not read; past it they are dropped, and it asks
+_ANSWERS = 128  # messages kept for a follower that does not read: the rest waits with its owner
+_QUESTIONS = 64  # kept and read at a time
+_QUESTION_BYTES = 1_024
+_PING, _PONG = 5_000, 15_000  # milliseconds: a follower that is gone or stuck keeps nothing for longer
 
 
 class Publisher:
     """A PUB socket for KV events: frames [topic, sequence, payload]. Slow subscribers lose batches and see the gap."""
 
-    def __init__(self, endpoint: str = "tcp://127.0.0.1:0") -> None:
+    def __init__(self, endpoint: str = "tcp://127.0.0.1:0", *, secure: bool = False) -> None:
+        """Raises PortInUse or StartupError. `secure`: encrypted also where only this machine can listen."""
         self._socket = configure(zmq.Context.instance().socket(zmq.PUB))
-        self.endpoint = bind(self._socket, endpoint)
+        self._socket.setsockopt(zmq.SNDHWM, _BATCHES)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _PING)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PONG)
+        self.endpoint = bind(self._socket, endpoint, secure=secure)
 
     def send(self, topic: bytes, sequence: int, payload: bytes) -> None:
-        self._socket.send_multipart([topic, sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+        self._socket.send_multipart([topic, sequence.to_bytes(_SEQUENCE_BYTES, "big"), payload], zmq.NOBLOCK)
 
     def close(self) -> None:
         self._socket.close(0)
@@ -25,19 +50,115 @@ class Publisher:
 class Subscriber:
     """The router's ear for the KV events of one source: asyncio."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, *, secure: bool = False) -> None:
         self._socket = configure(zmq.asyncio.Context.instance().socket(zmq.SUB))
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        connect(self._socket, endpoint)
+        _connect(self._socket, endpoint, secure)
         self.malformed = 0
 
     async def receive(self) -> tuple[bytes, int, bytes]:
         """Topic, sequence and payload of the next batch."""
         while True:
             frames = await self._socket.recv_multipart()
-            if len(frames) == 3 and len(frames[1]) == 8:
+            if len(frames) == 3 and len(frames[1]) == _SEQUENCE_BYTES:
                 return frames[0], int.from_bytes(frames[1], "big"), frames[2]
             self.malformed += 1
 
     def close(self) -> None:
         self._socket.close(0)
+
+
+class Replayer:
+    """The publisher's end of its replay socket. Never blocks; what a follower does not read, it keeps little of."""
+
+    def __init__(self, endpoint: str = "tcp://127.0.0.1:0", *, secure: bool = False) -> None:
+        """Raises PortInUse or StartupError."""
+        self.socket = configure(zmq.Context.instance().socket(zmq.ROUTER))
+        for option, value in (
+            (zmq.SNDHWM, _ANSWERS), (zmq.RCVHWM, _QUESTIONS), (zmq.MAXMSGSIZE, _QUESTION_BYTES),
+            (zmq.HEARTBEAT_IVL, _PING), (zmq.HEARTBEAT_TIMEOUT, _PONG), (zmq.ROUTER_MANDATORY, 1),
+        ):  # fmt: skip
+            self.socket.setsockopt(option, value)
+        self.endpoint = bind(self.socket, endpoint, secure=secure)
+        self._decoder = msgspec.msgpack.Decoder(ToPublisher)
+        self.malformed = 0
+
+    def receive(self) -> Iterator[tuple[bytes, int | SnapshotRequest]]:
+        """Some of the questions that are here: who asks, and the first sequence wanted or a request for everything."""
+        for _ in range(_QUESTIONS):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                follower, empty, question = frames
+                if empty:
+                    raise ValueError("no empty frame before the question")
+                if len(question) == _SEQUENCE_BYTES:
+                    yield follower, int.from_bytes(question, "big")
+                else:
+                    yield follower, self._decoder.decode(question)
+            except (ValueError, msgspec.MsgspecError):
+                self.malformed += 1
+
+    def send_batch(self, follower: bytes, sequence: int, payload: bytes) -> bool | None:
+        """One batch of a replay, or with sequence -1 its end. True: sent; False: not now; None: nobody is there."""
+        return self._send(follower, sequence.to_bytes(_SEQUENCE_BYTES, "big", signed=True), payload)
+
+    def send_part(self, follower: bytes, topic: bytes, part: bytes) -> bool | None:
+        """One part of a snapshot, encoded; returns the same."""
+        return self._send(follower, topic, part)
+
+    def _send(self, follower: bytes, *frames: bytes) -> bool | None:
+        try:
+            self.socket.send_multipart([follower, b"", *frames], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError:  # EHOSTUNREACH: it has gone
+            return None
+        return True
+
+    def close(self) -> None:
+        self.socket.close(0)
+
+
+class Asker:
+    """A follower's end of one publisher's replay socket: asyncio."""
+
+    def __init__(self, endpoint: str, *, secure: bool = False) -> None:
+        self._socket: Any = configure(zmq.asyncio.Context.instance().socket(zmq.DEALER))
+        self._socket.setsockopt(zmq.SNDHWM, 1)  # a second question to somebody who is not there asks nothing new
+        self._socket.setsockopt(zmq.RCVHWM, _ANSWERS)
+        _connect(self._socket, endpoint, secure)
+        self._decoder = msgspec.msgpack.Decoder(FromPublisher)
+        self._question = [b"", msgspec.msgpack.encode(SnapshotRequest())]
+        self.malformed = 0
+
+    def ask(self) -> None:
+        """Ask for a snapshot. Never blocks; a question may be lost, like its answer."""
+        sent = self._socket.send_multipart(self._question, zmq.NOBLOCK)
+        sent.add_done_callback(lambda future: future.cancelled() or future.exception())  # lost: it is asked again
+
+    async def receive(self) -> tuple[bytes, Snapshot]:
+        """The next part of a snapshot, with its topic."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                empty, topic, part = frames
+                if empty:
+                    raise ValueError("no empty frame before the answer")
+                return topic, self._decoder.decode(part)
+            except (ValueError, msgspec.MsgspecError):
+                self.malformed += 1
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+def _connect(socket: Any, endpoint: str, secure: bool) -> None:
+    """Connect, or leave nothing behind: an endpoint is what somebody said it is."""
+    try:
+        connect(socket, endpoint, secure=secure)
+    except BaseException:
+        socket.close(0)
+        raise

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
-from baton.wire.links import Link
+
+class HasSocket(Protocol):
+    """A link, or whatever else has one socket to be read."""
+
+    @property
+    def socket(self) -> zmq.Socket[Any]: ...
 
 
 class Poller:
@@ -15,12 +20,12 @@ class Poller:
     def __init__(self) -> None:
         self._poller = zmq.Poller()
 
-    def add(self, source: Link[Any] | int) -> None:
-        self._poller.register(source.socket if isinstance(source, Link) else source, zmq.POLLIN)
+    def add(self, source: HasSocket | int) -> None:
+        self._poller.register(source if isinstance(source, int) else source.socket, zmq.POLLIN)
 
-    def remove(self, source: Link[Any] | int) -> None:
-        self._poller.unregister(source.socket if isinstance(source, Link) else source)
+    def remove(self, source: HasSocket | int) -> None:
+        self._poller.unregister(source if isinstance(source, int) else source.socket)
 
-    def wait(self, seconds: float) -> set[int | Link[Any]]:
+    def wait(self, seconds: float) -> set[int | zmq.Socket[Any]]:
         """What can be read, after at most `seconds`; file descriptors by number, anything of ZMQ as its socket."""
         return {source for source, _ in self._poller.poll(max(0, int(seconds * 1_000)))}

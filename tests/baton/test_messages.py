@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from typing import Any
 
 import msgpack
 import msgspec
@@ -15,12 +16,17 @@ from baton.messages import AttemptHeld, Delta, Envelope, Heartbeat, Load, Messag
 from tests import messages_strategy
 
 LINKS = (
-    "ToDecode ToPrefill ToStore FromDecode FromPrefill FromStore ToRouter StoreCall StoreReply PageRequest PageReply"
+    "ToDecode ToPrefill ToStore FromDecode FromPrefill FromStore ToRouter StoreCall StoreReply PageRequest PageReply "
+    "ToPublisher FromPublisher"
 )
 UNIONS = {name: getattr(messages, name) for name in LINKS.split()}
-MESSAGES = sorted(
-    {kind for union in UNIONS.values() for kind in typing.get_args(union)}, key=lambda kind: kind.__name__
-)
+
+
+def members(union: Any) -> tuple[type[Message], ...]:
+    return typing.get_args(union) or (union,)
+
+
+MESSAGES = sorted({kind for union in UNIONS.values() for kind in members(union)}, key=lambda kind: kind.__name__)
 
 
 def test_every_message_belongs_to_a_link() -> None:
@@ -35,7 +41,7 @@ def test_every_message_belongs_to_a_link() -> None:
 @given(data=st.data())
 def test_survives_the_wire_as_plain_messagepack(kind: type[Message], data: st.DataObject) -> None:
     message = data.draw(messages_strategy.of(kind))
-    union = next(union for union in UNIONS.values() if kind in typing.get_args(union))
+    union = next(union for union in UNIONS.values() if kind in members(union))
     wire = msgspec.msgpack.encode(Envelope("a", "b", 1, message))
     assert msgspec.msgpack.decode(wire, type=Envelope[union]) == Envelope("a", "b", 1, message)
     sender, addressee, sequence, body = msgpack.unpackb(wire)

@@ -20,7 +20,7 @@ def log() -> EventLog:
 
 def test_a_plain_messagepack_reader_sees_vllms_fields() -> None:
     changes: list[Change] = [Stored(b"", tuple(keys("ab"))), Stored(key("ab"), (key("abc"),)), Removed((key("abc"),))]
-    batch = log().append([*changes, Cleared()], "CPU", 16, 1700000000.25)
+    batch = log().append([("CPU", [*changes, Cleared()])], 16, 1700000000.25)
     assert batch.topic == b"kv@store-0-abc@tiny@model"
     assert batch.sequence == 1
     stored = {
@@ -54,7 +54,7 @@ def test_a_new_log_begins_by_saying_that_nothing_is_held() -> None:
 
 
 def test_what_is_written_is_read_back() -> None:
-    batch = log().append([Stored(key("a"), (key("ab"),)), Removed((key("ab"),)), Cleared()], "DISK", 16, 2.0)
+    batch = log().append([("DISK", [Stored(key("a"), (key("ab"),)), Removed((key("ab"),)), Cleared()])], 16, 2.0)
     read = decode(batch.topic, batch.sequence, batch.payload)
     assert read.holder == "store-0-abc"
     assert read.sequence == 1
@@ -68,7 +68,7 @@ def test_what_is_written_is_read_back() -> None:
 def test_the_log_keeps_the_last_batches() -> None:
     events = EventLog("i", "m", 0.0, keep=3)
     for _ in range(5):
-        events.append([Cleared()], "CPU", 16, 0.0)
+        events.append([("CPU", [Cleared()])], 16, 0.0)
     assert [batch.sequence for batch in events.replay()] == [3, 4, 5]
     assert [batch.sequence for batch in events.replay(5)] == [5]
     assert events.last == 5

@@ -326,4 +326,4 @@ def test_pages_said_twice_in_one_breath_are_looked_at_twice(monkeypatch: pytest.
 
 
 def numbered(count: int) -> list[bytes]:
-    return [number.to_bytes(16, "little") for number in range(1, count + 1)]
+    return [number.to_bytes(16, "big") for number in range(1, count + 1)]

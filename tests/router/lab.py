@@ -26,7 +26,7 @@ from baton.messages import (
 )
 from kvstore.keys import namespace_root, page_keys
 from router.admission import ModelLimits
-from router.events import Command, Emit, End, Event, Heard, Send, Submit
+from router.events import Command, Emit, End, Event, Heard, KvSnapshot, Send, Submit
 from router.state import RouterState
 from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, ROUTER, VOCAB, card, submit
 
@@ -84,7 +84,7 @@ class Lab:
         """Let the prefix map know that `sender` has the first pages of a request's prompt."""
         root = namespace_root(NAMESPACE, order.tenant)
         keys = page_keys(root, order.tokens[: pages * PAGE * 4], PAGE)
-        self.say(sender, Snapshot(sequence, (PageRun(b"", keys, medium),) if keys else ()))
+        self.tell(KvSnapshot(sender, Snapshot(sequence, (PageRun(b"", keys, medium),) if keys else ())))
 
     # --- requests ---
 

@@ -38,8 +38,6 @@ from baton.messages import (
     Resend,
     RouterHeartbeat,
     Sampling,
-    Snapshot,
-    SnapshotRequest,
     Started,
     Tokens,
 )
@@ -283,8 +281,6 @@ class Cluster:
                 s = process.sequences.get(request)
                 if s and s.order.attempt == attempt:
                     self._say_tokens(process, s, max(position, s.start))
-            case SnapshotRequest():
-                process.say(Snapshot(0, ()))
             case _:
                 pass
 

@@ -23,13 +23,12 @@ from baton.messages import (
     Rejected,
     Resend,
     RouterHeartbeat,
-    SnapshotRequest,
     Started,
     Tokens,
     Welcome,
 )
 from kvstore.events import AllBlocksCleared, Batch
-from router.events import Finished, Forget, Heard, KvEvents, Send, Subscribe, Unsubscribe
+from router.events import AskSnapshot, Finished, Forget, Heard, KvEvents, Send, Subscribe, Unsubscribe
 from tests.router.lab import Lab, held, named
 from tests.router.model import NAMESPACE, ROUTER, card
 
@@ -43,10 +42,10 @@ def names(lab: Lab) -> dict[str, str | None]:
 
 def test_a_hello_is_welcomed_followed_and_asked_for_its_pages() -> None:
     lab = Lab()
-    commands = lab.hello("decode", "decode-0", events="tcp://127.0.0.1:5")
+    commands = lab.hello("decode", "decode-0", events="tcp://127.0.0.1:5", snapshots="tcp://127.0.0.1:6")
     assert Send("decode-0.1", Welcome(ROUTER, 250, 1_000)) in commands
-    assert Subscribe("decode-0.1", "tcp://127.0.0.1:5") in commands
-    assert Send("decode-0.1", SnapshotRequest()) in commands
+    assert Subscribe("decode-0.1", "tcp://127.0.0.1:5", "tcp://127.0.0.1:6") in commands
+    assert AskSnapshot("decode-0.1") in commands
     assert lab.state.serving
     again = lab.hello("decode", "decode-0", events="tcp://127.0.0.1:5")
     assert [type(c) for c in again] == [Send]  # welcomed again, and nothing else
@@ -59,7 +58,7 @@ def changed(**fields: Any):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"protocol": 99}, ("protocol is 99", "speaks 1")),
+        ({"protocol": 99}, ("protocol is 99", "speaks 2")),
         ({"model": None}, ("model", "missing")),
         ({"model": changed(page_size=32)}, ("page_size is 32", "has 4")),
         ({"model": changed(kv_dtype="bfloat16")}, ("namespace.kv_dtype is 'bfloat16'", "has 'float32'")),
@@ -311,11 +310,11 @@ def test_a_gap_in_the_events_asks_for_a_snapshot() -> None:
     _, _, store = lab.split()
     order = lab.submit("first", prompt=14)
     lab.holds(store, order, 1, sequence=4)
-    before = len(lab.sent(SnapshotRequest, store))
+    before = lab.log.count(AskSnapshot(store))
     lab.tell(KvEvents(Batch(store, 5, (AllBlocksCleared(),))))
-    assert len(lab.sent(SnapshotRequest, store)) == before
+    assert lab.log.count(AskSnapshot(store)) == before
     lab.tell(KvEvents(Batch(store, 9, (AllBlocksCleared(),))))
-    assert len(lab.sent(SnapshotRequest, store)) == before + 1
+    assert lab.log.count(AskSnapshot(store)) == before + 1
 
 
 def test_work_in_flight_counts_from_its_dispatch() -> None:

@@ -1,0 +1,243 @@
+"""Prefixes over lossy links: whatever is lost, repeated, late or damaged, quiet leaves the map equal to the truth."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from baton.messages import Medium, PageRun, Snapshot
+from kvstore.changes import packed_digest, page_runs
+from kvstore.device_cache import DeviceCache
+from kvstore.events import Batch, EncodedBatch, EventLog, decode
+from kvstore.prefix_map import MEDIA, PrefixMap
+from kvstore.tracker import Action, EventTracker
+from router.prefixes import Prefixes
+from tests.kvstore.chains import CHAINS, key, keys, parent
+
+FATES = st.sampled_from(["arrives", "is lost", "comes twice", "is overtaken"])
+TIERS = st.sampled_from(["CPU", "DISK"])
+
+
+class Source:
+    """A store of two tiers: its changes are published, and it answers snapshot requests."""
+
+    def __init__(self, holder: str) -> None:
+        self.holder = holder
+        self.caches: dict[Medium, DeviceCache] = {"CPU": DeviceCache(6), "DISK": DeviceCache(8)}
+        self.log = EventLog(holder, "model", 0.0)
+        self.sent: list[EncodedBatch] = self.log.replay()
+
+    def use(self, chain: str, medium: Medium) -> None:
+        cache = self.caches[medium]
+        pages = cache.take(keys(chain), len(chain))
+        assert pages is not None
+        for page in range(len(chain)):
+            cache.publish(key(chain[: page + 1]), parent(chain, page), pages[page])
+        cache.free(pages)
+        if changes := cache.drain_events():
+            self.sent.append(self.log.append([(medium, changes)], 16, 0.0))
+
+    def runs(self) -> list[PageRun]:
+        return [
+            run
+            for medium, cache in self.caches.items()
+            for run in page_runs(((page.key, page.parent) for page in cache.pages()), medium)
+        ]
+
+    def snapshot(self) -> list[Snapshot]:
+        """In many parts."""
+        parts = [Snapshot(self.log.last, (run,), number, False) for number, run in enumerate(self.runs())]
+        return [*parts, Snapshot(self.log.last, (), len(parts), True)]
+
+    def holds(self) -> set[tuple[bytes, Medium]]:
+        return {(page.key, medium) for medium, cache in self.caches.items() for page in cache.pages()}
+
+
+class PrefixesMachine(RuleBasedStateMachine):
+    """One router and one store at a time, and four one-way links between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.numbers = itertools.count()
+        self.prefixes = Prefixes()
+        self.asked: list[str] = []
+        self.answers: list[tuple[str, Snapshot]] = []
+        self.beats: list[tuple[str, int, int]] = []
+        self.restart()
+
+    @rule()
+    def restart(self) -> None:
+        if hasattr(self, "source"):
+            self.prefixes.forget(self.source.holder)
+        self.source = Source(f"incarnation-{next(self.numbers)}")
+        self.asked += self.prefixes.follow(self.source.holder, self.now)
+
+    @rule(chain=CHAINS, medium=TIERS)
+    def work(self, chain: str, medium: Medium) -> None:
+        self.source.use(chain, medium)
+
+    @rule(name=CHAINS.map(key), medium=TIERS, gone=st.booleans())
+    def damage(self, name: bytes, medium: Medium, gone: bool) -> None:
+        """The map forgets a page, or believes in one, and nobody says so."""
+        if self.source.holder in self.prefixes.holders():
+            change = (
+                self.prefixes._map.removed if gone else lambda *said: self.prefixes._map.stored(said[0], b"", *said[1:])
+            )
+            change(self.source.holder, [name], medium)
+
+    # --- the network ---
+
+    def next_of(self, link: list[Any], fate: str) -> list[Any]:
+        """What arrives of the next message of a link."""
+        if not link:
+            return []
+        if fate == "is overtaken" and len(link) > 1:
+            link[0], link[1] = link[1], link[0]
+        message = link.pop(0)
+        return {"is lost": [], "comes twice": [message, message]}.get(fate, [message])
+
+    @rule(fate=FATES)
+    def batch_travels(self, fate: str) -> None:
+        for batch in self.next_of(self.source.sent, fate):
+            read = decode(batch.topic, batch.sequence, batch.payload)
+            self.asked += self.prefixes.batch(read, self.now)
+
+    @rule(fate=FATES)
+    def request_travels(self, fate: str) -> None:
+        for holder in self.next_of(self.asked, fate):
+            if holder == self.source.holder:
+                self.answers += [(holder, part) for part in self.source.snapshot()]
+
+    @rule(fate=FATES)
+    def answer_travels(self, fate: str) -> None:
+        for holder, part in self.next_of(self.answers, fate):
+            self.asked += self.prefixes.snapshot(holder, part, self.now)
+
+    @rule()
+    def beat(self) -> None:
+        self.beats.append((self.source.holder, self.source.log.last, self.source.log.digest))
+
+    @rule(fate=FATES)
+    def beat_travels(self, fate: str) -> None:
+        for holder, sequence, digest in self.next_of(self.beats, fate):
+            self.asked += self.prefixes.heartbeat(holder, sequence, digest, self.now)
+
+    @rule()
+    def all_is_lost(self) -> None:
+        for link in (self.source.sent, self.asked, self.answers, self.beats):
+            link.clear()
+
+    @rule()
+    def time_passes(self) -> None:
+        self.now += 0.6
+        self.asked += self.prefixes.tick(self.now)
+
+    @rule()
+    def quiet(self) -> None:
+        """Nothing is lost for a while, and nothing happens any more."""
+        for _ in range(150):
+            for _ in range(3):
+                while self.source.sent or self.asked or self.answers or self.beats:
+                    self.request_travels("arrives")
+                    self.answer_travels("arrives")
+                    self.batch_travels("arrives")
+                    self.beat_travels("arrives")
+                self.beat()
+            if self.told() == self.source.holds() and self.prefixes._tracker.following(self.source.holder):
+                break
+            self.time_passes()
+        assert self.told() == self.source.holds()
+        assert self.prefixes._tracker.following(self.source.holder)
+
+    def told(self) -> set[tuple[bytes, Medium]]:
+        """What the map knows of the one holder that there is, whose place is then the first."""
+        runs = self.prefixes._map._all_runs()
+        return {
+            (name, medium)
+            for run in runs
+            for name in run.keys
+            for place, medium in enumerate(MEDIA)
+            if run.mask >> self.shift() + place & 1
+        }
+
+    def shift(self) -> int:
+        holder = self.prefixes._map._holders.get(self.source.holder)
+        return 0 if holder is None else holder.shift
+
+    @invariant()
+    def nobody_else_is_in_the_map(self) -> None:
+        self.prefixes.validate()
+        assert set(self.prefixes.holders()) <= {self.source.holder}
+
+    @invariant()
+    def the_log_has_the_digest_of_what_is_held(self) -> None:
+        told = 0
+        for run in self.source.runs():
+            told ^= packed_digest(run.keys, run.medium)
+        assert self.source.log.digest == told
+
+
+PrefixesMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestPrefixes = PrefixesMachine.TestCase
+
+
+# --- the machine finds what it is there to find -----------------------------------------------------------------------
+
+
+def believe_every_digest(self: EventTracker, *told: object) -> list[Action]:
+    return []
+
+
+def overlook_gaps(self: EventTracker, batch: Batch, now: float) -> list[Action]:
+    source = self._sources.get(batch.holder)
+    if source is not None and source.following:
+        source.next = max(source.next, batch.sequence)
+    return _batch(self, batch, now)
+
+
+def never_late(self: EventTracker, now: float) -> list[Action]:
+    for source in self._sources.values():
+        source.claim = None
+    return _tick(self, now)
+
+
+def keep_what_was(self: PrefixMap, holder: str, runs: Any) -> bool:
+    return self.extend(holder, runs)
+
+
+_batch, _tick = EventTracker.batch, EventTracker.tick
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "mutant"),
+    [
+        (EventTracker, "_compare", believe_every_digest),
+        (EventTracker, "tick", never_late),
+        (PrefixMap, "load_snapshot", keep_what_was),
+    ],
+)
+def test_a_mistake_would_be_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, mutant: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(owner, method, mutant)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(PrefixesMachine, settings=settings(_ONCE, max_examples=2_000))
+
+
+def test_digests_alone_find_what_gaps_would_have_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nets under one another: with one taken away the other holds."""
+    monkeypatch.setattr(EventTracker, "batch", overlook_gaps)
+    run_state_machine_as_test(PrefixesMachine, settings=_ONCE)
+
+
+_ONCE = settings(
+    max_examples=150, stateful_step_count=50, deadline=None, database=None, derandomize=True,
+    phases=[Phase.generate], print_blob=False,
+)  # fmt: skip
