@@ -1,12 +1,12 @@
-"""The disk tier's hands: four threads that own its files and carry out what the index orders.
+"""The disk tier's hands: the threads that own its files and carry out what the index orders.
 
-    Write ──▶ check the arena's bytes ──▶ append ───────────────────▶ Written …
-    Read ───▶ fetch runs of records into their slots ──▶ verify ──▶ PagesRead …, ReadFinished
+    Write ──▶ check the arena's bytes ──▶ append ─────────────▶ Written …
+    Read ───▶ two threads: bring a run into its slots, check it ──▶ PagesRead …, ReadFinished
     all else ──▶ the thread that appends, in the order given
 
-Checking and moving overlap: while one run is on its way to or from the disk, its neighbour's checksums are taken. Each
-order ends in its events whatever happens; queues are bounded by the index, which knows what is in flight. A disk that
-hangs keeps these threads, and nobody else.
+So taking checksums overlaps with moving bytes: while one run is on its way to or from the disk, its neighbour is being
+checked. Each order ends in its events whatever happens; queues are bounded by the index, which knows what is in flight.
+A disk that hangs keeps these threads, and nobody else.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeAlias, TypeVar
@@ -53,7 +54,7 @@ from kvstore.disk_orders import (
     WritePage,
     Written,
 )
-from kvstore.disk_records import RecordReader, RecordWriter, Wanted, run_length
+from kvstore.disk_records import RecordReader, RecordWriter, Wanted, run_length, runs
 from kvstore.disk_scan import scan
 from kvstore.tiers import DiskEvent, DiskOrder
 
@@ -61,6 +62,7 @@ log = logging.getLogger(__name__)
 
 _FOUND_PER_EVENT = 1_024  # records, so that the index never takes long over one
 _CLOSE_SECONDS = 2.0
+_FETCHERS = 2  # threads: one's checking overlaps with the other's reading
 
 _NOT_OPEN = OSError(errno.ESTALE, "another namespace is open")
 
@@ -78,23 +80,16 @@ class _Run:
     intact: tuple[bool, ...]
 
 
-@dataclass(slots=True)
 class _Fetch:
-    """A Read on its way."""
+    """A Read on its way: the threads that fetch take its runs from it, one after another."""
 
-    order: Read
-    began: float
-    first_seconds: float = -1.0
-    unchecked: int = 0  # pages
-
-
-@dataclass(frozen=True, slots=True)
-class _Brought:
-    """Some pages of a Read, in their slots or (`here` False) not."""
-
-    fetch: _Fetch
-    run: Sequence[Wanted]
-    here: Sequence[bool]
+    def __init__(self, order: Read) -> None:
+        self.order = order
+        self.lock = threading.Lock()
+        self.runs: deque[list[Wanted]] | None = None  # none until somebody has begun
+        self.began = 0.0
+        self.first_seconds = 0.0
+        self.left = len(order.pages)
 
 
 @dataclass(slots=True)
@@ -104,17 +99,16 @@ class _Folder:
 
     epoch: int
     layout: RecordLayout
-    written: SegmentFiles
-    read: SegmentFiles
+    files: SegmentFiles  # of the thread that appends
     writer: RecordWriter
-    reader: RecordReader  # of the thread that brings pages
-    mover: RecordReader  # of the thread that appends
+    mover: RecordReader
+    fetching: list[SegmentFiles]  # of each thread that fetches
+    readers: list[RecordReader]
     room: list[memoryview]  # for pages that are moved
     broken: dict[int, OSError] = field(default_factory=dict[int, OSError])  # segments that could not be written
 
 
 _Append: TypeAlias = "Open | _Run | Move | Finish | Delete | DeleteFolder | Invalidate"
-_Fetching: TypeAlias = "_Fetch | Delete"
 
 
 class DiskTier:
@@ -132,16 +126,11 @@ class DiskTier:
         self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._to_check: SimpleQueue[Write | _Append | None] = SimpleQueue()
         self._to_append: SimpleQueue[_Append | None] = SimpleQueue()
-        self._to_fetch: SimpleQueue[_Fetching | None] = SimpleQueue()
-        self._to_verify: SimpleQueue[_Brought | None] = SimpleQueue()
+        self._to_fetch: SimpleQueue[_Fetch | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._serve, args=(queue, work), name=f"disk-{name}", daemon=True)
-            for name, queue, work in (
-                ("check", self._to_check, self._check),
-                ("append", self._to_append, self._append),
-                ("fetch", self._to_fetch, self._fetch),
-                ("verify", self._to_verify, self._verify),
-            )
+            self._thread("check", self._to_check, self._check),
+            self._thread("append", self._to_append, self._append),
+            *(self._thread(f"fetch-{n}", self._to_fetch, partial(self._fetch, n)) for n in range(_FETCHERS)),
         ]
         for thread in self._threads:
             thread.start()
@@ -151,13 +140,11 @@ class DiskTier:
     def submit(self, order: DiskOrder) -> None:
         match order:
             case Read():
-                self._to_fetch.put(_Fetch(order, time.monotonic()))
-            case Delete():
-                self._to_fetch.put(order)  # whose file it closes first, or its bytes would stay on the disk
+                self._to_fetch.put(_Fetch(order))
             case Open(epoch=epoch):
                 self._epoch = epoch
                 self._to_check.put(order)
-            case Write() | Move() | Finish() | DeleteFolder() | Invalidate():
+            case Write() | Move() | Finish() | Delete() | DeleteFolder() | Invalidate():
                 self._to_check.put(order)
             case _:
                 raise AssertionError(f"{type(order).__name__} is no order for the disk's threads")
@@ -181,7 +168,7 @@ class DiskTier:
         """End the threads after what they are doing. Those that a disk does not let go of are left behind."""
         self._closing = True
         self._epoch = -1
-        for queue in (self._to_check, self._to_append, self._to_fetch, self._to_verify):
+        for queue in (self._to_check, self._to_append, *[self._to_fetch] * _FETCHERS):
             queue.put(None)
         until = time.monotonic() + _CLOSE_SECONDS
         for thread in self._threads:
@@ -195,6 +182,9 @@ class DiskTier:
         os.close(self._signal)
 
     # --- the threads --------------------------------------------------------------------------------------------------
+
+    def _thread(self, name: str, queue: SimpleQueue[T | None], work: Callable[[T], None]) -> threading.Thread:
+        return threading.Thread(target=self._serve, args=(queue, work), name=f"disk-{name}", daemon=True)
 
     def _serve(self, queue: SimpleQueue[T | None], work: Callable[[T], None]) -> None:
         while (item := queue.get()) is not None and not self._closing:
@@ -233,16 +223,18 @@ class DiskTier:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 read_only = _reason(error)
-        written = SegmentFiles(path, layout, order.namespace, direct, writable=not read_only)
-        read = SegmentFiles(path, layout, order.namespace, direct, writable=False)
+        files, *fetching = [
+            SegmentFiles(path, layout, order.namespace, direct, writable=number == 0 and not read_only)
+            for number in range(1 + _FETCHERS)
+        ]
         self._folder = _Folder(
             order.epoch,
             layout,
-            written,
-            read,
-            RecordWriter(written, layout, RecordFormat(layout, order.namespace)),
-            RecordReader(read, layout),
-            RecordReader(written, layout),
+            files,
+            RecordWriter(files, layout, RecordFormat(layout, order.namespace)),
+            RecordReader(files, layout),
+            fetching,
+            [RecordReader(each, layout) for each in fetching],
             _pages(layout),
         )
         found = scan(path, layout, order.namespace, order.max_bytes, lambda: self._epoch != order.epoch)
@@ -271,8 +263,8 @@ class DiskTier:
     def _leave_folder(self) -> None:
         folder, self._folder = self._folder, None
         if folder is not None:
-            folder.written.close()
-            folder.read.close()
+            for files in (folder.files, *folder.fetching):
+                files.close()
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -301,7 +293,7 @@ class DiskTier:
             case DeleteFolder(epoch=epoch, name=name):
                 self._tell(FolderDeleted(epoch, name, _attempt(lambda: self._delete_folder(name))))
             case Finish(epoch=epoch, segment=segment):
-                self._attempt(epoch, lambda: self._opened(epoch).written.finish(segment))
+                self._attempt(epoch, lambda: self._opened(epoch).files.finish(segment))
             case Invalidate(epoch=epoch, segment=segment, record=record):
                 self._attempt(epoch, lambda: self._opened(epoch).writer.invalidate(segment, record))
 
@@ -343,45 +335,49 @@ class DiskTier:
             self._directory.renew()
         except StartupError as error:
             raise OSError(errno.ENOENT, str(error)) from None
-        folder.written.folder.mkdir(mode=0o700, exist_ok=True)
+        folder.files.folder.mkdir(mode=0o700, exist_ok=True)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def _fetch(self, item: _Fetching) -> None:
-        if isinstance(item, Delete):
-            with contextlib.suppress(OSError):
-                self._opened(item.epoch).read.forget(item.segment)
-            self._to_check.put(item)
+    def _fetch(self, number: int, fetch: _Fetch) -> None:
+        """Thread `number` brings what is left of a Read."""
+        order, folder = fetch.order, self._folder
+        if folder is None or folder.epoch != order.epoch:
+            self._fetched(fetch, tuple((place, "unreadable") for place in range(len(order.pages))))
             return
-        order = item.order
-        item.unchecked = len(order.pages)
-        try:
-            reader = self._opened(order.epoch).reader
-        except OSError:
-            self._to_verify.put(_Brought(item, self._wanted(order), [False] * len(order.pages)))
-            return
-        for run in reader.runs(self._wanted(order)):
-            self._to_verify.put(_Brought(item, run, reader.read(run)))
+        if fetch.runs is None:
+            fetch.began = time.monotonic()
+            fetch.runs = deque(runs(folder.layout, self._wanted(order)))
+            if len(fetch.runs) > 1:
+                self._to_fetch.put(fetch)  # whoever has nothing else to do helps
+        reader = folder.readers[number]
+        while fetch.runs:
+            with contextlib.suppress(IndexError):  # another thread took the last
+                run = fetch.runs.popleft()
+                here = reader.read(run)
+                self._fetched(
+                    fetch,
+                    tuple(
+                        (each.tag, _outcome(filled, each.buffer, order.pages[each.tag].checksum))
+                        for each, filled in zip(run, here, strict=True)
+                    ),
+                )
+
+    def _fetched(self, fetch: _Fetch, outcomes: tuple[tuple[int, ReadOutcome], ...]) -> None:
+        order = fetch.order
+        with fetch.lock:
+            seconds = time.monotonic() - fetch.began
+            if fetch.left == len(order.pages):
+                fetch.first_seconds = seconds
+            fetch.left -= len(outcomes)
+            self._tell(PagesRead(order.epoch, order.number, outcomes))
+            if not fetch.left:
+                self._tell(ReadFinished(order.epoch, order.number, fetch.first_seconds, seconds))
 
     def _wanted(self, order: Read) -> list[Wanted]:
         return [
             Wanted(page.segment, page.record, self._arena(page.slot), place) for place, page in enumerate(order.pages)
         ]
-
-    def _verify(self, brought: _Brought) -> None:
-        fetch = brought.fetch
-        order = fetch.order
-        outcomes: list[tuple[int, ReadOutcome]] = [
-            (each.tag, _outcome(here, each.buffer, order.pages[each.tag].checksum))
-            for each, here in zip(brought.run, brought.here, strict=True)
-        ]
-        seconds = time.monotonic() - fetch.began
-        if fetch.first_seconds < 0:
-            fetch.first_seconds = seconds
-        self._tell(PagesRead(order.epoch, order.number, tuple(outcomes)))
-        fetch.unchecked -= len(outcomes)
-        if not fetch.unchecked:
-            self._tell(ReadFinished(order.epoch, order.number, fetch.first_seconds, seconds))
 
     # --- making room --------------------------------------------------------------------------------------------------
 
@@ -402,16 +398,17 @@ class DiskTier:
         """Read and check records that are to be moved."""
         outcomes: list[ReadOutcome] = ["unreadable"] * len(pages)
         wanted = [Wanted(page.segment, page.record, folder.room[place], place) for place, page in enumerate(pages)]
-        for run in folder.mover.runs(wanted):
+        for run in runs(folder.layout, wanted):
             for each, here in zip(run, folder.mover.read(run), strict=True):
                 outcomes[each.tag] = _outcome(here, each.buffer, pages[each.tag].checksum)
         return outcomes
 
     def _delete(self, epoch: int, segment: int) -> None:
         folder = self._opened(epoch)
-        folder.written.forget(segment)
+        for files in (folder.files, *folder.fetching):  # a file that is open keeps its bytes on the disk
+            files.forget(segment)
         folder.broken.pop(segment, None)
-        segment_path(folder.written.folder, segment).unlink(missing_ok=True)
+        segment_path(folder.files.folder, segment).unlink(missing_ok=True)
 
     def _delete_folder(self, name: str) -> None:
         assert self._directory is not None

@@ -18,6 +18,7 @@ import mmap
 import os
 import re
 import stat
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -152,7 +153,8 @@ def takes_direct_io(folder: Path) -> bool:
 
 
 class SegmentFiles:
-    """The files of one namespace's segments, opened when they are needed. Each thread has its own.
+    """The files of one namespace's segments, opened when they are needed. Each thread has its own; but any may make it
+    forget a segment that it does not use.
 
     With `direct`, bytes pass the page cache by: the arena is the cache, and its bytes go from and to the disk without a
     copy. Where that is refused for these buffers, the files are opened the usual way and dropped from the page cache
@@ -166,6 +168,7 @@ class SegmentFiles:
         self._direct = direct and layout.aligned
         self._access = os.O_RDWR if writable else os.O_RDONLY
         self._fds: OrderedDict[int, int] = OrderedDict()
+        self._lock = threading.Lock()  # of _fds
 
     def create(self, number: int) -> memoryview:
         """Make the file of a segment, which must not be there yet, and return the header that it begins with."""
@@ -209,7 +212,8 @@ class SegmentFiles:
             self.forget(number)
 
     def forget(self, number: int) -> None:
-        fd = self._fds.pop(number, None)
+        with self._lock:
+            fd = self._fds.pop(number, None)
         if fd is not None:
             os.close(fd)
 
@@ -235,17 +239,21 @@ class SegmentFiles:
         return call(self._fd(number), buffers, offset)
 
     def _fd(self, number: int) -> int:
-        fd = self._fds.get(number)
-        if fd is None:
-            flags = self._flags(self._access | os.O_NOFOLLOW)
-            fd = self._keep(number, os.open(segment_path(self.folder, number), flags))
-        self._fds.move_to_end(number)
-        return fd
+        with self._lock:
+            fd = self._fds.get(number)
+            if fd is not None:
+                self._fds.move_to_end(number)
+                return fd
+        flags = self._flags(self._access | os.O_NOFOLLOW)
+        return self._keep(number, os.open(segment_path(self.folder, number), flags))
 
     def _keep(self, number: int, fd: int) -> int:
-        while len(self._fds) >= _MOST_OPEN:
-            self.forget(next(iter(self._fds)))
-        self._fds[number] = fd
+        with self._lock:
+            self._fds[number] = fd
+            oldest = next(iter(self._fds))
+            full = len(self._fds) > _MOST_OPEN
+        if full:
+            self.forget(oldest)
         return fd
 
     def _flags(self, flags: int) -> int:

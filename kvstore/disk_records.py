@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from kvstore.disk_files import SegmentFiles
 from kvstore.disk_format import RecordFormat, RecordHeader, RecordLayout
 
-_RUN_BYTES = 4 * 2**20  # of one system call: large enough for full bandwidth, small enough to overlap with checking
+_RUN_BYTES = 2 * 2**20  # of one system call: large enough for full bandwidth, small enough to overlap with checking
+_PLACE = itemgetter(0, 1)  # of a Wanted
 _RUN_RECORDS = 256  # of one system call: it takes at most 1,024 buffers
 
 
@@ -31,6 +33,23 @@ def run_length(layout: RecordLayout) -> int:
     return max(1, min(_RUN_RECORDS, _RUN_BYTES // layout.record_bytes))
 
 
+def runs(layout: RecordLayout, wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+    """`wanted` in the order of their places, neighbours together. The first run is a single record: whoever waits for
+    the first page need not wait for more."""
+    longest = run_length(layout)
+    run: list[Wanted] = []
+    first = True
+    segment = following = -1
+    for each in sorted(wanted, key=_PLACE):
+        if run and (first or len(run) == longest or each.segment != segment or each.record != following):
+            yield run
+            run, first = [], False
+        run.append(each)
+        segment, following = each.segment, each.record + 1
+    if run:
+        yield run
+
+
 class RecordReader:
     """Reads pages of records. One thread's."""
 
@@ -39,20 +58,6 @@ class RecordReader:
         self._layout = layout
         # Headers are read only because they lie between the pages; what counts is the page's checksum.
         self._header = memoryview(mmap.mmap(-1, layout.header_bytes))
-
-    def runs(self, wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-        """`wanted` in the order of their places, neighbours together. The first run is a single record: whoever waits
-        for the first page need not wait for more."""
-        longest = run_length(self._layout)
-        run: list[Wanted] = []
-        first = True
-        for each in sorted(wanted, key=_place):
-            if run and (first or len(run) == longest or _place(each) != (run[-1].segment, run[-1].record + 1)):
-                yield run
-                run, first = [], False
-            run.append(each)
-        if run:
-            yield run
 
     def read(self, run: Sequence[Wanted]) -> list[bool]:
         """Read the pages of neighbouring records. Says of each whether its buffer was filled; never raises."""
@@ -100,7 +105,3 @@ class RecordWriter:
         """Make a record one that holds no page. Raises OSError."""
         self._form.void(self._headers[0])
         self._files.write(segment, self._layout.offset(record), [self._headers[0]])
-
-
-def _place(wanted: Wanted) -> tuple[int, int]:
-    return wanted.segment, wanted.record
