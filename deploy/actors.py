@@ -21,9 +21,11 @@ import ray
 from baton import logs
 from baton.config import Config
 from baton.errors import BatonError
+from baton.hosts import LOOPBACK, is_loopback
 from baton.messages import Role
+from baton.wire import Keys, use_keys
 from deploy.addresses import Addresses
-from deploy.kv import Keys
+from deploy.kv import Keys as RayKeys
 from deploy.processes import Identity, end
 from deploy.reports import Failure, Record, Report
 
@@ -42,15 +44,19 @@ class Order(msgspec.Struct, frozen=True):
     node: str
     config: Config
     router: str = ""  # where workers and stores connect; empty for the router itself
+    keys: Keys | None = None  # handed over in memory: a node needs no copy of the file
 
 
 class Service:
     """Runs one entry point on a thread, and remembers how it ended."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, host: str) -> None:
+        """`host` is this node's address."""
         self.failure: Failure | None = None
         self.addresses: Addresses | None = None
         self._order = order
+        self._host = host
+        use_keys(order.keys)
         self._log = logs.configure(order.name, order.config.cluster.logs)
         self._stop = threading.Event()
         self._stop_router: Callable[[], object] | None = None
@@ -90,7 +96,7 @@ class Service:
                 from prefill_worker.service import run
             case "decode":
                 from decode_worker.service import run
-        run(order.config, order.name, order.node, order.router, self._stop)
+        run(order.config, order.name, order.node, order.router, self._stop, self._host)
 
     async def _serve_router(self) -> None:
         from router.service import serve
@@ -101,7 +107,7 @@ class Service:
         def ready(addresses: Any) -> None:
             self.addresses = Addresses(grpc=addresses.grpc, internal=addresses.internal, http=addresses.http)
 
-        await serve(self._order.config, self._order.name, self._order.node, stop, ready)
+        await serve(self._order.config, self._order.name, self._order.node, stop, ready, self._host)
 
 
 class Host:
@@ -110,9 +116,10 @@ class Host:
     def __init__(self, order: Order) -> None:
         node_id = ray.get_runtime_context().get_node_id()
         self._record = Record(Identity.mine(), order.node, node_id)
-        Keys(order.namespace).put(PROCESS_KEY + order.name, msgspec.json.encode(self._record))
+        RayKeys(order.namespace).put(PROCESS_KEY + order.name, msgspec.json.encode(self._record))
         _ordinary_priority()
-        self._service = Service(order)
+        alone = is_loopback(order.config.router.host)  # no other node reaches its router
+        self._service = Service(order, LOOPBACK if alone else ray.util.get_node_ip_address())
 
     def report(self) -> bytes:
         addresses = self._service.addresses

@@ -12,6 +12,7 @@ import msgspec
 
 from baton.config import Config
 from baton.errors import BatonError, RayUnusable, StartupError, Unavailable
+from baton.wire import Keys
 from deploy import preflight, ray_cluster, ray_probe, state_file
 from deploy.client import Client
 from deploy.desired import scale_of
@@ -36,10 +37,11 @@ def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float
         say("clearing away what a cluster that died left behind")
         tear_down(folder, stale, lambda _: None)
     preflight.check(config)
-    config = _settle(config, say)
+    made_keys = preflight.needs_keys(config) and not config.cluster.key_file
+    config = _settle(config, folder / "cluster.key" if made_keys else None, say)
     try:
-        state = _on_ray(config, folder, choice, dashboard, say)
-        _start_supervisor(config, folder)
+        state = _on_ray(config, folder, choice, dashboard, made_keys, say)
+        _start_supervisor(config, folder, _keys(config, made_keys, say))
         say("starting the cluster's processes")
         overview = _wait_serving(state.name, patience, watch)
         state = _complete(state, overview)
@@ -53,9 +55,9 @@ def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float
     return state
 
 
-def _settle(config: Config, say: Say) -> Config:
+def _settle(config: Config, key_file: Path | None, say: Say) -> Config:
     """Paths made absolute, since Ray's processes have another working directory and may have another home; a model of
-    the hub's fetched."""
+    the hub's fetched. `key_file`: where the keys shall be that we make, if we make some."""
     path = Path(config.model.path).expanduser()
     if not path.is_dir():
         from engine.files import resolve
@@ -65,11 +67,27 @@ def _settle(config: Config, say: Say) -> Config:
     model = msgspec.structs.replace(
         config.model, path=str(path.resolve()), name=config.model.name or Path(config.model.path).resolve().name
     )
-    cluster = msgspec.structs.replace(config.cluster, log_dir=str(config.cluster.logs.expanduser().resolve()))
+    if key_file is None and config.cluster.key_file:
+        key_file = Path(config.cluster.key_file).expanduser().resolve()
+    cluster = msgspec.structs.replace(
+        config.cluster, log_dir=str(config.cluster.logs.expanduser().resolve()), key_file=str(key_file or "")
+    )
     return msgspec.structs.replace(config, model=model, cluster=cluster)
 
 
-def _on_ray(config: Config, folder: Path, choice: RayChoice, dashboard: bool, say: Say) -> State:
+def _keys(config: Config, make: bool, say: Say) -> Keys | None:
+    """The cluster's keys, made if need be; the processes get them from memory. Raises KeysUnusable."""
+    if not config.cluster.key_file:
+        return None
+    path = Path(config.cluster.key_file)
+    if make:
+        path.unlink(missing_ok=True)  # of an `up` that was killed; nobody has it
+        Keys.generate().write(path)
+        say(f"made the cluster's keys, {path}")
+    return Keys.read(path)
+
+
+def _on_ray(config: Config, folder: Path, choice: RayChoice, dashboard: bool, made_keys: bool, say: Say) -> State:
     """Be a driver of a Ray, and have written down which. Raises RayUnusable, and StartupError where that Ray runs a
     cluster of this name already."""
     state = State(
@@ -77,6 +95,8 @@ def _on_ray(config: Config, folder: Path, choice: RayChoice, dashboard: bool, sa
         ray=RayLink("", "disabled"),
         log_dir=config.cluster.log_dir,
         model=config.model.served_name,
+        key_file=config.cluster.key_file,
+        made_keys=made_keys,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
     namespace = namespace_of(config.cluster.name)
@@ -116,7 +136,7 @@ def _check_namespace_free(name: str) -> None:
         )
 
 
-def _start_supervisor(config: Config, folder: Path) -> None:
+def _start_supervisor(config: Config, folder: Path, keys: Keys | None) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -134,7 +154,7 @@ def _start_supervisor(config: Config, folder: Path) -> None:
         "scheduling_strategy": here,
     }
     desired = Desired(config, scale_of(config), str(folder))
-    ray.remote(Supervisor).options(**options).remote(namespace_of(config.cluster.name), desired)
+    ray.remote(Supervisor).options(**options).remote(namespace_of(config.cluster.name), desired, keys)
 
 
 def ask_overview(name: str, patience: float) -> Overview:

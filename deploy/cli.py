@@ -272,6 +272,22 @@ def doctor(config: ConfigFile = None, settings: Settings = None, as_json: Json =
 
 @app.command()
 @reported
+def keys(
+    file: Annotated[Path, typer.Argument(help="The file to make; one that exists is never overwritten.")],
+    as_json: Json = False,
+) -> None:
+    """Make a key pair for a cluster: whoever has the file may speak in it. Name it in cluster.key_file."""
+    from baton.wire import Keys
+
+    Keys.generate().write(file)
+    if as_json:
+        _print_json({"key_file": str(file)})
+    else:
+        _out.print(f"made {escape(str(file))}, for its owner alone; set cluster.key_file to it")
+
+
+@app.command()
+@reported
 def version(as_json: Json = False) -> None:
     """Show the version."""
     if as_json:

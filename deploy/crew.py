@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from deploy.processes import Identity
 from deploy.reports import Failure, Record, Report
 
 SUPERVISOR = "supervisor"
+NODE_KEY = "node/"
 _TAKEN_BACK = 0.5  # seconds until an actor that was killed before it had started runs no more
 _REMOTE_PATIENCE = 30.0  # seconds, for a task on another node
 
@@ -50,6 +53,7 @@ class Crew:
         self._keys = Keys(namespace)
         self._members: dict[str, Member] = {}
         self._here = ray.get_runtime_context().get_node_id()
+        self._names = {node_id: name.decode() for node_id, name in self._keys.under(NODE_KEY)}
 
     def member(self, name: str) -> Member:
         return self._members[name]
@@ -160,10 +164,15 @@ class Crew:
     # --- internals ---------------------------------------------------------------------------------------------------
 
     def _node_ids(self) -> dict[str, str]:
-        """Ray's id of every live node by our name for it, which no two nodes share."""
+        """Ray's id of every live node by our name for it, which no two of them share."""
         alive = [node for node in ray.nodes() if node["Alive"]]
         alive.sort(key=lambda node: (node["NodeID"] != self._here, node["NodeID"]))
-        return {node_name(node["NodeManagerHostname"], node["NodeID"]): node["NodeID"] for node in alive}
+        hostnames = {node["NodeID"]: node["NodeManagerHostname"] or socket.gethostname() for node in alive}
+        new = name_nodes(hostnames, self._names)
+        for node_id, name in new.items():
+            self._keys.put(NODE_KEY + node_id, name.encode())
+        self._names |= new
+        return {self._names[node_id]: node_id for node_id in hostnames}
 
     def _kept_record(self, name: str) -> Record | None:
         kept = self._keys.get(PROCESS_KEY + name)
@@ -215,8 +224,18 @@ class Crew:
                 ray.kill(handle, no_restart=True)
 
 
-def node_name(hostname: str, node_id: str) -> str:
-    return f"{hostname or socket.gethostname()}-{node_id[:6]}"
+def name_nodes(hostnames: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """Names for the nodes (id → hostname) that have none in `names` (id → name): the hostname, with a number where
+    another live node has it already. So a node is called the same when Ray is started anew, and its store finds the
+    disk tier that it left."""
+    taken = {names[node_id] for node_id in hostnames if node_id in names}
+    new: dict[str, str] = {}
+    for node_id, hostname in hostnames.items():
+        if node_id not in names:
+            spellings = itertools.chain([hostname], (f"{hostname}-{number}" for number in itertools.count(2)))
+            new[node_id] = next(name for name in spellings if name not in taken)
+            taken.add(new[node_id])
+    return new
 
 
 def first_line(error: Exception) -> str:

@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.config import Config
+from baton.hosts import is_loopback
 from baton.messages import Role
 
 START_ORDER: tuple[Role, ...] = ("router", "store", "prefill", "decode")
-
-_LOOPBACK = ("127.", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def scale_of(config: Config) -> Scale:
 
 def reachable_nodes(config: Config, nodes: Sequence[str]) -> Sequence[str]:
     """The nodes whose processes could reach the router, which runs on the first."""
-    return nodes[:1] if config.router.host.startswith(_LOOPBACK) else nodes
+    return nodes[:1] if is_loopback(config.router.host) else nodes
 
 
 def plan(

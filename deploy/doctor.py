@@ -31,7 +31,16 @@ class Finding:
 
 def examine(config: Config) -> list[Finding]:
     """Look at everything; never raises for what it finds."""
-    return [_ray(), *_memory(config), *_ports(config), _torch(), _cores(config), _files(), *_clusters(config)]
+    return [
+        _ray(),
+        *_memory(config),
+        *_ports(config),
+        _keys(config),
+        _torch(),
+        _cores(config),
+        _files(),
+        *_clusters(config),
+    ]
 
 
 def _ray() -> Finding:
@@ -82,6 +91,19 @@ def _ports(config: Config) -> list[Finding]:
     except BatonError as error:
         return [Finding("bad", "ports", f"{ports} on {router.host}: not all free", str(error))]
     return [Finding("ok", "ports", f"{ports} on {router.host}: free")]
+
+
+def _keys(config: Config) -> Finding:
+    path = config.cluster.key_file
+    try:
+        preflight.check_keys(config)
+    except BatonError as error:
+        return Finding("bad", "keys", f"{path} can't be used", str(error))
+    if path:
+        return Finding("ok", "keys", f"{path}, for its owner alone; what leaves a machine is encrypted with them")
+    if not preflight.needs_keys(config):
+        return Finding("ok", "keys", f"none needed: the router listens on {config.router.host}, nothing leaves here")
+    return Finding("ok", "keys", "`baton up` makes some for the cluster; processes started by hand need the file")
 
 
 def _torch() -> Finding:

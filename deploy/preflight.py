@@ -7,6 +7,8 @@ from pathlib import Path
 
 from baton.config import Config
 from baton.errors import ConfigError, ModelNotFound, NotEnoughMemory, PortInUse, StartupError
+from baton.hosts import is_loopback
+from baton.wire import Keys
 from deploy import state_file
 from deploy.processes import session_members
 from deploy.reports import read_overview
@@ -19,6 +21,7 @@ _PROCESS_BYTES = 300 * 2**20  # what a worker takes besides its pool and its wei
 def check(config: Config) -> None:
     """Raises the error of the first thing that can't work."""
     check_model(config.model.path)
+    check_keys(config)
     check_ports(config)
     check_memory(config, available_memory())
 
@@ -37,6 +40,17 @@ def check_model(model: str) -> None:
             raise ModelNotFound(f"{path} holds no *.safetensors; Baton loads no other kind of weights")
     elif path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelNotFound(f"{model} is not a directory; give that of a checkpoint, or a Hugging Face id (owner/name)")
+
+
+def needs_keys(config: Config) -> bool:
+    """Whether anything of the cluster leaves its machine, or shall be read by those only who belong to it."""
+    return not is_loopback(config.router.host) or config.store.event_tokens
+
+
+def check_keys(config: Config) -> None:
+    """Whether the cluster's keys, if the configuration names a file, can be used. Without one `baton up` makes some."""
+    if config.cluster.key_file:
+        Keys.read(Path(config.cluster.key_file).expanduser())
 
 
 def check_ports(config: Config) -> None:

@@ -21,6 +21,7 @@ from baton.clock import PauseDetector
 from baton.config import Bytes, Config
 from baton.errors import BatonError
 from baton.v1 import cluster_pb2
+from baton.wire import Keys as ClusterKeys
 from deploy.actors import Order
 from deploy.addresses import Addresses
 from deploy.client import Client
@@ -59,10 +60,12 @@ class Desired(msgspec.Struct, frozen=True):
 class Supervisor:
     """Owns the desired state. Its loop runs on a thread; its methods are called through Ray."""
 
-    def __init__(self, namespace: str, desired: Desired) -> None:
-        """`desired` counts only where none is kept: at the first start."""
+    def __init__(self, namespace: str, desired: Desired, cluster_keys: ClusterKeys | None = None) -> None:
+        """`desired` counts only where none is kept: at the first start. The cluster's keys come with every start, as
+        Ray repeats it: so they need not lie in Ray's key-value store, nor on this node."""
         logs.configure(SUPERVISOR, desired.config.cluster.logs)
         self._namespace = namespace
+        self._cluster_keys = cluster_keys
         self._keys = Keys(namespace)
         kept = self._keys.get(DESIRED_KEY)
         self._desired = Desired.decode(kept) if kept is not None else desired
@@ -136,7 +139,8 @@ class Supervisor:
         if (addresses := self._desired.addresses) is not None:
             config, endpoint = addresses.pin(config), addresses.endpoint
         router = "" if spec.role == "router" else endpoint
-        if self._crew.start(Order(self._namespace, spec.name, spec.role, spec.node, config, router)):
+        order = Order(self._namespace, spec.name, spec.role, spec.node, config, router, self._cluster_keys)
+        if self._crew.start(order):
             log.info("started %s on %s", spec.name, spec.node)
             self._ledger.started(spec.name, spec.node, now)
 

@@ -42,6 +42,8 @@ def tear_down(folder: Path, state: State, say: Say) -> None:
     if left:
         raise StartupError(f"processes {left} can't be ended; look at them with `ps -fp {','.join(map(str, left))}`")
     (folder / OVERVIEW_FILE).unlink(missing_ok=True)
+    if state.made_keys:
+        Path(state.key_file).unlink(missing_ok=True)
     state_file.remove(folder)
 
 
@@ -53,7 +55,7 @@ def _known(folder: Path, state: State) -> list[Identity]:
 
 
 def _end_actors(namespace: str) -> None:
-    from deploy.crew import Crew
+    from deploy.crew import NODE_KEY, Crew
     from deploy.kv import Keys
     from deploy.supervisor import DESIRED_KEY
 
@@ -66,4 +68,7 @@ def _end_actors(namespace: str) -> None:
     for name in names:
         with contextlib.suppress(KeyError):
             crew.bury(name)
-    Keys(namespace).delete(DESIRED_KEY)
+    keys = Keys(namespace)
+    for node_id, _ in list(keys.under(NODE_KEY)):
+        keys.delete(NODE_KEY + node_id)
+    keys.delete(DESIRED_KEY)

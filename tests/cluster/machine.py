@@ -167,7 +167,7 @@ class Machine:
         names = set(self.run("ls", "-A", "/tmp").out.split()) - ours
         left += [f"in /tmp: {name}" for name in sorted(names) if name.startswith("baton")]
         state = f"{HOME}/.local/state/baton"
-        found = self.run("find", state, "-name", "*.json").out.split()
+        found = self.run("find", state, "-name", "*.json", "-o", "-name", "*.key").out.split()
         return left + [f"file {name}" for name in found]
 
     def unix_sockets(self) -> list[str]:

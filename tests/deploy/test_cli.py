@@ -11,10 +11,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from baton.config import load
+from baton.config import load, parse_override
 from baton.errors import NotEnoughMemory
 from deploy import demo_model, preflight
 from deploy.cli import app
+from deploy.doctor import examine
 from kvstore.memory import Room
 
 
@@ -165,3 +166,35 @@ def test_the_command_answers_at_once():
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"
+
+
+def test_keys_are_made_once(tmp_path: Path):
+    path = tmp_path / "cluster.key"
+    assert call("keys", path).exit_code == 0
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert "never overwritten" in error("keys", path)[1]
+
+
+def test_keys_that_others_can_read_are_refused_before_anything_starts(tmp_path: Path, model: Path):
+    path = tmp_path / "cluster.key"
+    assert call("keys", path).exit_code == 0
+    path.chmod(0o644)
+    reason, message = error("up", "--model", model, "--set", f"cluster.key_file={path}")
+    assert reason == "keys"
+    assert "chmod 600" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "level", "found"),
+    [
+        ([], "ok", "none needed"),
+        (["router.host=192.0.2.1"], "ok", "makes some"),
+        (["store.event_tokens=true"], "ok", "makes some"),
+        (["cluster.key_file=/no/such.key"], "bad", "can't be used"),
+    ],
+)
+def test_the_doctor_looks_at_keys(settings: list[str], level: str, found: str):
+    findings = examine(load(None, dict(parse_override(text) for text in settings)))
+    (keys,) = (finding for finding in findings if finding.subject == "keys")
+    assert keys.level == level
+    assert found in keys.found
