@@ -1,0 +1,80 @@
+"""A cluster over two nodes of a Ray, each in a network of its own: its processes speak over CURVE, with keys that
+`baton up` made and handed over."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.machine import HOME, Machine
+
+pytestmark = pytest.mark.cluster
+
+ONE, TWO = "10.77.0.1", "10.77.0.2"
+START = ["ray", "start", "--object-store-memory=100000000"]
+KEYS = f"{HOME}/.local/state/baton/baton/cluster.key"
+
+
+@pytest.fixture
+def there(machine: Machine) -> Iterator[list[str]]:
+    """Another network, joined to the machine's own by a cable: how a command is started in it."""
+    with machine.start("unshare", "--net", "sleep", "infinity") as holder:
+        yield connect(machine)
+        holder.kill()
+
+
+def connect(machine: Machine) -> list[str]:
+    machine.wait("the other network is there", lambda: bool(machine.run("pgrep", "-x", "sleep").out))
+    pid = machine.run("pgrep", "-x", "sleep").out.strip()
+    there = ["nsenter", f"--net=/proc/{pid}/ns/net"]
+    machine.run("ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", pid)
+    for enter, address in (([], ONE), (there, TWO)):
+        for command in (
+            "ip link set lo up",
+            f"ip addr add {address}/24 dev cable",
+            "ip link set cable up",
+            "ip route add default dev cable",  # without one Ray does not find its own address
+        ):
+            assert machine.run(*enter, *command.split()).status == 0, command
+    return there
+
+
+def test_prefill_on_one_node_decode_on_the_other(machine: Machine, there: list[str]):
+    head = machine.run(*START, "--head", "--include-dashboard=false", f"--node-ip-address={ONE}")
+    assert head.status == 0, head
+    joined = machine.run(*there, *START, f"--address={ONE}:6379", f"--node-ip-address={TWO}")
+    assert joined.status == 0, joined
+
+    up = machine.up("--prefill", 1, "--decode", 1, "--set", f"router.host={ONE}")
+    assert up.status == 0, up
+    assert up.json["grpc"] == f"{ONE}:50051"
+    assert machine.run("stat", "--format=%a", KEYS).out == "600\n"
+    status = machine.status()
+    processes = {process["name"]: process for process in status["processes"]}
+    assert set(processes) == {"router", "store-0", "store-1", "prefill-0", "decode-0"}
+    assert {process["state"] for process in processes.values()} == {"live"}
+    assert processes["router"]["node"] == processes["decode-0"]["node"] == processes["store-0"]["node"]
+    assert processes["prefill-0"]["node"] == processes["store-1"]["node"] != processes["router"]["node"]
+    assert processes["decode-0"]["metrics"].startswith(f"{ONE}:")
+    assert processes["prefill-0"]["metrics"].startswith(f"{TWO}:")
+    made = machine.generate("--token-ids", ",".join(map(str, range(3, 60))), "--temperature", 0, "--max-tokens", 8)
+    assert made["finish_reason"] == "length"
+
+    # The secret is in memory only: in no command line, environment, log or state of any process.
+    secret = machine.run("cat", KEYS).out.strip()
+    assert re.fullmatch(r"\S{40}", secret)
+    everything = "cat /proc/*/cmdline /proc/*/environ ~/.local/state/baton/baton/*.json ~/.local/state/baton/*/logs/*"
+    assert secret not in machine.run("sh", "-c", f"{everything} 2>/dev/null | tr '\\0' ' '").out
+
+    # A supervisor that is restarted still has it: a worker that dies on the other node comes back.
+    supervisor, before = status["supervisor"]["pid"], processes["prefill-0"]["pid"]
+    machine.kill(supervisor)
+    machine.kill(before)
+
+    def repaired() -> bool:
+        now = {process["name"]: process for process in machine.status()["processes"]}
+        return now["prefill-0"]["state"] == "live" and now["prefill-0"]["pid"] != before
+
+    machine.wait("prefill-0 is replaced on the other node", repaired)
+    assert machine.baton("down").status == 0
+    assert machine.run("ls", KEYS).status != 0
