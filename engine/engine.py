@@ -18,6 +18,7 @@ from engine.attention import TorchAttention
 from engine.batch import Chunk, Sampled, flatten
 from engine.config import DTYPES, ModelConfig
 from engine.model import NUMERICS_VERSION, Model
+from engine.pool import PagePool
 from engine.weights import TORCH_DTYPES, ModelWeights
 from kvstore.layout import PageLayout
 
@@ -39,7 +40,7 @@ class Engine:
         self.layout = layout
         self.fingerprint = fingerprint
         self.pool = pool
-        self._bytes = pool.view(torch.uint8).view(len(pool), layout.page_bytes)
+        self.pages = PagePool(pool, layout.page_bytes)
         self._model = Model(config, model_weights, TorchAttention(pool, layout))
 
     @classmethod
@@ -91,18 +92,6 @@ class Engine:
         ends = [chunk.end for chunk in chunks if chunk.sample is not None]
         sampled = iter(sampler.sample(self._model.logits(hidden), draws, ends))
         return [None if chunk.sample is None else next(sampled) for chunk in chunks]
-
-    def page_bytes_view(self, page: int) -> torch.Tensor:
-        """The bytes of one device page, [layout.page_bytes] uint8; writing to it writes to the page."""
-        return self._bytes[page]
-
-    def copy_out(self, page: int, dest: torch.Tensor) -> None:
-        """Copy a device page into `dest`, [layout.page_bytes] uint8. It has ended when this returns."""
-        dest.copy_(self._bytes[page])
-
-    def copy_in(self, src: torch.Tensor, page: int) -> None:
-        """Copy `src`, [layout.page_bytes] uint8, into a device page. It has ended when this returns."""
-        self._bytes[page].copy_(src)
 
 
 def layout_of(config: ModelConfig, dtype: str, page_size: int) -> PageLayout:

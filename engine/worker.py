@@ -204,7 +204,7 @@ class Worker:
     def _copy_out(self, copy: Copy) -> int:
         """Returns the checksum of what lies in the slot then, read while the copy is still in the cache."""
         slot = self._store.slot(copy.slot)
-        self.engine.copy_out(copy.page, torch.frombuffer(slot, dtype=torch.uint8))
+        self.engine.pages.copy_out(copy.page, slot)
         self.pages_out += 1
         return page_checksum(slot)
 
@@ -212,7 +212,7 @@ class Worker:
         """Returns whether the page is intact, as far as that is to be verified."""
         slot = self._store.slot(copy.slot)
         intact = not (self._verify and isinstance(copy, CopyIn)) or page_checksum(slot) == copy.checksum
-        self.engine.copy_in(torch.frombuffer(slot, dtype=torch.uint8), copy.page)
+        self.engine.pages.copy_in(slot, copy.page)
         self.pages_in += 1
         self.corrupt += not intact
         return intact

@@ -14,6 +14,7 @@ import os
 from baton.errors import NotEnoughMemory
 from kvstore.memory import Room, available_memory
 
+_POPULATED = 16 * 2**30  # bytes; mapping them takes about half a second
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -26,7 +27,7 @@ class Arena:
         self.size = size  # bytes
         self.slots = slots
         self.page_bytes = page_bytes
-        self._view = memoryview(mmap.mmap(fd, slots * page_bytes)) if slots else memoryview(b"")
+        self._view = _map(fd, slots * page_bytes)
 
     @classmethod
     def create(cls, size: int, room: Room | None = None) -> Arena:
@@ -69,7 +70,7 @@ class Arena:
         """Cut the arena into slots of that size, and map it. The store does, once it knows what its workers store."""
         self._view.release()
         self.slots, self.page_bytes = self.size // page_bytes, page_bytes
-        self._view = memoryview(mmap.mmap(self.fd, self.slots * page_bytes)) if self.slots else memoryview(b"")
+        self._view = _map(self.fd, self.slots * page_bytes)
 
     @property
     def view(self) -> memoryview:
@@ -89,3 +90,11 @@ class Arena:
             self.fd = -1
         self._view.release()
         self.slots = 0
+
+
+def _map(fd: int, size: int) -> memoryview:
+    """Map the memory, and enter its pages at once: faults on first touch would make the first hand-offs slow."""
+    if not size:
+        return memoryview(b"")
+    populate = mmap.MAP_POPULATE if size <= _POPULATED else 0
+    return memoryview(mmap.mmap(fd, size, flags=mmap.MAP_SHARED | populate))

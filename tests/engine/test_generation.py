@@ -124,11 +124,11 @@ def test_pages_move_to_another_engine(name: str, engine: Engines, reference: Ref
     source.step([Chunk(prompt[:64], 0, [9, 3, 4, 1])])
     target.pool.fill_(float("nan"))
     running = Running(list(prompt), [20, 30, 25, 40, 41, 42, 43], computed=64)
-    blob = torch.empty(source.layout.page_bytes, dtype=torch.uint8)
+    blob = memoryview(bytearray(source.layout.page_bytes))
     for there, here in zip([9, 3, 4, 1], running.pages, strict=False):
-        source.copy_out(there, blob)
-        target.copy_in(blob, here)
-        assert torch.equal(target.page_bytes_view(here), source.page_bytes_view(there))
+        source.pages.copy_out(there, blob)
+        target.pages.copy_in(blob, here)
+        assert torch.equal(target.pages.view(here), source.pages.view(there))
     generate_together(target, [running], 20, seed=0)
     expected, gaps = reference(name).generate(prompt, 20)
     assert_same_tokens([sampled.token for sampled in running.drawn], expected, gaps)
@@ -157,7 +157,7 @@ def test_pages_of_other_sequences_are_left_alone(engine: Engines):
 def test_half_precision_stays_near(dtype: str, checkpoint: Callable, reference: References):
     ours = Engine.load(checkpoint("mistral"), dtype, "cpu", 16, 16, head=True, threads=1)
     assert ours.layout.dtype == dtype
-    assert ours.page_bytes_view(0).shape == (ours.layout.page_bytes,)
+    assert ours.pages.view(0).shape == (ours.layout.page_bytes,)
     prompt = prompt_of(6)  # so short that rounding has no room to grow in a random model
     (sampled,) = ours.step([Chunk(prompt, 0, [0], Draw(temperature=0, logprobs=3))])
     assert sampled is not None

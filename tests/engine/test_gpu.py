@@ -36,7 +36,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, checkpoint: Callab
 def test_a_page_survives_the_way_to_host_memory_and_back(checkpoint: Callable[[str], Path]) -> None:
     engine = Engine.load(checkpoint("llama"), "float32", "cuda", 8, 16, head=False)
     engine.step([Chunk(list(range(3, 35)), 0, [0, 1])])
-    there = torch.empty(engine.layout.page_bytes, dtype=torch.uint8)
-    engine.copy_out(1, there)
-    engine.copy_in(there, 5)
-    assert torch.equal(engine.page_bytes_view(1).cpu(), engine.page_bytes_view(5).cpu())
+    there = memoryview(bytearray(engine.layout.page_bytes))
+    engine.pages.copy_out(1, there)
+    engine.pages.copy_in(there, 5)
+    assert torch.equal(engine.pages.view(1).cpu(), engine.pages.view(5).cpu())

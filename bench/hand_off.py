@@ -1,0 +1,220 @@
+"""The store on one node: what a hand-off costs beside copying the same bytes, and how many calls it answers.
+
+A hand-off is what two workers do with a prompt's pages: device page → arena slot, checksum, Seal; Arrived, arena slot →
+device page, Release. It goes through a real store process, with the transfers that workers use; its limit is copying
+the same bytes twice between the same memories, without anything else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.config import Bytes, ClusterConfig, Config, StoreConfig, dump
+from baton.errors import StoreGone
+from baton.messages import (
+    Acquire,
+    Arrived,
+    Forget,
+    Namespace,
+    Peer,
+    Release,
+    Released,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    StoreCall,
+    StoreReply,
+)
+from engine.pool import PagePool
+from kvstore.checksum import page_checksum
+from kvstore.client import StoreClient, store_address
+from kvstore.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut, Fetch, Ship, batches
+
+_PATIENCE = 30.0  # seconds
+_PAGES = 512  # in one hand-off
+_WORD = 64  # pages that one message tells of
+
+
+@dataclass(frozen=True)
+class HandOff:
+    """Bytes per second of one run: the limit, and the hand-off with checksums made, and made and verified."""
+
+    copying: float
+    sealing: float
+    verifying: float
+
+
+@contextmanager
+def store_process(arena_bytes: int) -> Iterator[str]:
+    """A store of its own, without a router; yields the cluster's name."""
+    name = f"bench-{secrets.token_hex(4)}"
+    config = Config(cluster=ClusterConfig(name=name), store=StoreConfig(Bytes(arena_bytes), writer_share=1.0))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(dump(config).replace("log_dir: ''", f"log_dir: {folder}"))
+        command = [sys.executable, "-m", "kvstore", "--config", str(path), "--name", "store-0", "--node", "bench"]
+        with subprocess.Popen([*command, "--router", "tcp://127.0.0.1:1"], cwd=Path(__file__).parents[1]) as process:
+            try:
+                yield name
+            finally:
+                process.kill()
+
+
+class Worker:
+    """One attachment to the store that waits for its answers."""
+
+    def __init__(self, cluster: str, page_bytes: int) -> None:
+        peer = Peer("decode", "bench", "bench", f"bench-{secrets.token_hex(4)}", os.getpid())
+        namespace = Namespace(bytes(16), 1, "float32", 16, page_bytes)
+        self.store = StoreClient(store_address(cluster, "bench"), peer, namespace, page_bytes, _PATIENCE)
+        self.tickets = itertools.count(1)
+        deadline = time.monotonic() + _PATIENCE
+        while not self.store.connected:
+            try:
+                self.store.connect()
+            except StoreGone:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        self._unread: list[StoreReply] = []
+
+    def hear(self) -> StoreReply:
+        """The next answer about a ticket."""
+        while not self._unread:
+            if not select.select([self.store.fileno()], [], [], _PATIENCE)[0]:
+                raise StoreGone(f"no answer for {_PATIENCE} s")
+            self._unread = [reply for reply in self.store.receive() if hasattr(reply, "ticket")]
+        return self._unread.pop(0)
+
+    def ask(self, call: StoreCall) -> StoreReply:
+        self.store.call(call)
+        return self.hear()
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def hand_offs(page_bytes: int, runs: int) -> list[HandOff]:
+    """Several runs, each of all three kinds."""
+    with store_process(3 * _PAGES * page_bytes) as cluster:
+        writer, reader = Worker(cluster, page_bytes), Worker(cluster, page_bytes)
+        try:
+            made = torch.randint(0, 256, (_PAGES, page_bytes), dtype=torch.uint8)
+            ours, theirs = PagePool(made, page_bytes), PagePool(torch.zeros_like(made), page_bytes)
+            for _ in range(4):
+                _hand_off(writer, reader, ours, theirs, verify=True)  # every slot is touched once
+            measured: list[HandOff] = []
+            for _ in range(runs):
+                copying = _timed(lambda: _copy(ours, writer, reader, theirs))
+                sealing = _timed(lambda: _hand_off(writer, reader, ours, theirs, verify=False))
+                verifying = _timed(lambda: _hand_off(writer, reader, ours, theirs, verify=True))
+                assert all(torch.equal(ours.view(page), theirs.view(page)) for page in range(_PAGES)), "other bytes"
+                size = _PAGES * page_bytes
+                measured.append(HandOff(size / copying, size / sealing, size / verifying))
+            return measured
+        finally:
+            writer.close()
+            reader.close()
+
+
+def round_trips(calls: int) -> dict[str, list[float]]:
+    """Seconds of each call to an otherwise idle store, by kind: one page at a time."""
+    page_bytes = 4_096
+    with store_process(1_024 * page_bytes) as cluster:
+        worker = Worker(cluster, page_bytes)
+        times: dict[str, list[float]] = {"Reserve": [], "Seal": [], "Acquire": [], "Release": []}
+
+        def timed(kind: str, call: StoreCall, answer: type[StoreReply]) -> None:
+            began = time.perf_counter()
+            reply = worker.ask(call)
+            times[kind].append(time.perf_counter() - began)
+            assert isinstance(reply, answer), reply
+
+        try:
+            for _ in range(calls):
+                key, writing, reading = secrets.token_bytes(16), next(worker.tickets), next(worker.tickets)
+                timed("Reserve", Reserve(writing, b"", key), Reserved)
+                timed("Seal", Seal(writing, 0, (1,)), Sealed)
+                timed("Acquire", Acquire(reading, key), Arrived)
+                timed("Release", Release(reading, (0,)), Released)
+                worker.store.call(Forget(writing))
+                worker.store.call(Forget(reading))
+            return times
+        finally:
+            worker.close()
+
+
+def _copy(ours: PagePool, writer: Worker, reader: Worker, theirs: PagePool) -> None:
+    """The same bytes between the same memories, each by its own process's mapping. What lies there is nobody's now."""
+    for page in range(_PAGES):
+        ours.copy_out(page, writer.store.slot(page))
+    for page in range(_PAGES):
+        theirs.copy_in(reader.store.slot(page), page)
+
+
+def _hand_off(writer: Worker, reader: Worker, ours: PagePool, theirs: PagePool, verify: bool) -> None:
+    keys = [secrets.token_bytes(16) for _ in range(_PAGES)]
+    ship = Ship(next(writer.tickets), b"", keys, hold=True)
+    fetch = Fetch(reader.tickets, keys, range(len(keys)), wait=True)
+    for call in fetch.start():
+        reader.store.call(call)
+    for call in ship.start():
+        writer.store.call(call)
+    copies = [copy for copy in ship.handle(writer.hear()) if isinstance(copy, CopyOut)]  # none are ready yet
+    for index in range(len(keys)):
+        copies += [copy for copy in ship.ready(index, index) if isinstance(copy, CopyOut)]
+    for batch in batches(copies, _WORD):
+        event = CopiedOut(batch[0].ticket, batch[0].index, tuple(_out(writer, ours, copy) for copy in batch))
+        for call in ship.handle(event):
+            assert not isinstance(call, CopyIn | CopyOut)
+            writer.store.call(call)
+    while not ship.done:
+        ship.handle(writer.hear())
+    while not fetch.complete:
+        arrived = [copy for copy in fetch.handle(reader.hear()) if isinstance(copy, CopyIn)]
+        for batch in batches(arrived, _WORD):
+            indices = tuple(copy.index for copy in batch if _in(reader, theirs, copy, verify))
+            for call in fetch.handle(CopiedIn(batch[0].ticket, indices)):
+                assert not isinstance(call, CopyIn | CopyOut)
+                reader.store.call(call)
+    for call in ship.forget():
+        writer.store.call(call)
+    for call in fetch.forget():
+        reader.store.call(call)
+
+
+def _out(writer: Worker, ours: PagePool, copy: CopyIn | CopyOut) -> int:
+    slot = writer.store.slot(copy.slot)
+    ours.copy_out(copy.page, slot)
+    return page_checksum(slot)
+
+
+def _in(reader: Worker, theirs: PagePool, copy: CopyIn | CopyOut, verify: bool) -> bool:
+    slot = reader.store.slot(copy.slot)
+    intact = not verify or (isinstance(copy, CopyIn) and page_checksum(slot) == copy.checksum)
+    theirs.copy_in(slot, copy.page)
+    return intact
+
+
+def _timed(action: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]

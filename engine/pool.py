@@ -1,0 +1,35 @@
+"""The bytes of a device's pages, and copying them to and from host memory, one page at a time."""
+
+from __future__ import annotations
+
+import torch
+
+
+class PagePool:
+    """Wraps the pool's tensor, [num_pages, …]. Host memory is any writable buffer of one page.
+
+    On a CPU a copy is one memory move on the calling thread. A tensor's own copy divides itself among threads, whose
+    meeting costs more than copying a page does, and a hundred times that when somebody else has their core."""
+
+    def __init__(self, pool: torch.Tensor, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self._pages = pool.view(torch.uint8).view(len(pool), page_bytes)
+        self._view = self._pages.view(-1).numpy().data if pool.device.type == "cpu" else None
+
+    def copy_out(self, page: int, dest: memoryview) -> None:
+        """Copy a device page into `dest`. It has ended when this returns."""
+        if self._view is not None:
+            dest[:] = self._view[page * self.page_bytes : (page + 1) * self.page_bytes]
+        else:
+            torch.frombuffer(dest, dtype=torch.uint8).copy_(self._pages[page])
+
+    def copy_in(self, src: memoryview, page: int) -> None:
+        """Copy `src` into a device page. It has ended when this returns."""
+        if self._view is not None:
+            self._view[page * self.page_bytes : (page + 1) * self.page_bytes] = src
+        else:
+            self._pages[page].copy_(torch.frombuffer(src, dtype=torch.uint8))
+
+    def view(self, page: int) -> torch.Tensor:
+        """The bytes of one device page, [page_bytes] uint8; writing to it writes to the page."""
+        return self._pages[page]
