@@ -3,10 +3,11 @@
 
     workers ⇄ Unix socket ──calls──▶ state ──replies──▶
     a pidfd per worker process ──it is gone──▶ state
+    threads of the disk tier and of the page transport ⇄ orders, events ⇄ state
     state ──changes──▶ KV events (PUB)          state.load() ──▶ heartbeats to the router
-    router ──SnapshotRequest──▶ Snapshot
 
-The loop never touches a page's bytes: workers copy them between their device and the arena themselves.
+The loop never touches a page's bytes: workers copy them between their device and the arena themselves, and threads
+between the arena and the disk or other stores.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import os
 import secrets
 import select
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,20 +37,37 @@ from baton.messages import (
     Heartbeat,
     Hello,
     Peer,
+    Pin,
     Refusal,
-    SnapshotRequest,
     StoreCall,
     ToStore,
+    Unpin,
 )
 from baton.metrics import Metrics, Sample
 from baton.unix import UnixListener, UnixSocket
-from baton.wire import Heart, Link, Poller, Publisher
+from baton.wire import Heart, Link, Poller
 from kvstore.arena import Arena
-from kvstore.changes import snapshot_parts
 from kvstore.client import store_address
-from kvstore.commands import Command, Connected, Disconnected, Drop, Event, Heard, Send, StoreStats, WriterGone
-from kvstore.events import EventLog
+from kvstore.commands import (
+    Command,
+    Connected,
+    Disconnected,
+    Divide,
+    Drop,
+    Event,
+    Heard,
+    RouterSaid,
+    Send,
+    StoreStats,
+    TellRouter,
+    WriterGone,
+)
+from kvstore.disk import DiskTier
+from kvstore.disk_index import DiskIndex
+from kvstore.peers import ZmqTransport
+from kvstore.publishing import PageEvents
 from kvstore.state import StoreState
+from kvstore.tiers import DiskOrder
 
 log = logging.getLogger(__name__)
 
@@ -91,18 +109,33 @@ class Store:
             cleanup.callback(self._listener.close)
             self._arena = Arena.create(config.store.arena_bytes)
             cleanup.callback(self._arena.close)
-            self._publisher = Publisher(hosts.endpoint(host))
-            cleanup.callback(self._publisher.close)
+            silence = config.cluster.silence_ms / 1_000
+            self._transport = ZmqTransport(self.me, hosts.endpoint(host), silence)
+            cleanup.callback(self._transport.close)
+            self._disk: DiskTier | None = None
+            if config.disk.path:
+                disk = self._disk = DiskTier(Path(config.disk.path) / node, self._arena.slot)
+                cleanup.callback(disk.close)
+            self._events = PageEvents(
+                self.me.incarnation, config.model.served_name, self._clock, host, secure=config.store.event_tokens
+            )
+            cleanup.callback(self._events.close)
             self._metrics = Metrics()
             cleanup.callback(self._metrics.close)
             hello = Hello(
                 self.me,
-                events=self._publisher.endpoint,
+                events=self._events.endpoint,
+                snapshots=self._events.snapshots,
                 metrics=self._metrics.serve(host),
+                data=self._transport.endpoint,
             )
             self._membership = Membership(hello)
             self._poller = Poller()
             self._poller.add(self._listener.fileno())
+            self._poller.add(self._transport.fileno())
+            self._poller.add(self._events)
+            if self._disk is not None:
+                self._poller.add(self._disk.fileno())
             self._link: Link[Any] | None = None
             if router:
                 self._link = Link(router, self.me, ToStore)
@@ -114,12 +147,12 @@ class Store:
         self._heartbeat_seconds = config.cluster.heartbeat_ms / 1_000
         self._state = StoreState(
             self.me,
-            config.store.arena_bytes,
-            config.store.hold_ms / 1_000,
-            config.store.writer_share,
+            config.store,
+            DiskIndex(config.disk),
+            config.disk.admit_after,
             self._heartbeat_seconds,
+            config.cluster.silence_ms / 1_000,
         )
-        self._events = EventLog(self.me.incarnation, config.model.served_name, time.time())
         self._connections: dict[int, _Connection] = {}
         self._pidfds: dict[int, int] = {}  # pid → pidfd, of every process whose end matters
         self._workers: dict[int, set[str]] = {}  # pid → incarnations that have attached; the router hears of their end
@@ -154,6 +187,9 @@ class Store:
             self._accept()
         if self._link is not None:
             self._attend_router(self._link, now, paused)
+        for threads in (self._transport, self._disk):
+            for event in threads.poll() if threads is not None else ():
+                self._handle(event)
         self._handle(Tick(paused))
         self._flush()
         self._publish(now)
@@ -252,22 +288,31 @@ class Store:
     def _handle(self, event: Event) -> None:
         waiting: deque[Command] = deque(self._state.handle(event, self._clock.now()))
         while waiting:
-            command = waiting.popleft()
-            connection = self._connections.get(command.connection)
-            if connection is None:
-                continue
-            match command:
-                case Send(reply=reply):
+            match waiting.popleft():
+                case Send(connection=number, reply=reply) if (connection := self._connections.get(number)) is not None:
                     try:
                         connection.socket.send(reply, [self._arena.fd] if isinstance(reply, Attached) else ())
                     except StoreGone as error:
                         log.warning("closing a connection: %s", error)
                         self._close(connection)
-                        waiting += self._state.handle(Disconnected(connection.number), self._clock.now())
+                        waiting += self._state.handle(Disconnected(number), self._clock.now())
                         self._unwatch_if_done(connection.socket.pid)
-                case Drop():
+                case Drop(connection=number) if (connection := self._connections.get(number)) is not None:
                     self._close(connection)
                     self._unwatch_if_done(connection.socket.pid)
+                case Send() | Drop():
+                    pass  # the connection has ended meanwhile
+                case TellRouter(message=message):
+                    if self._link is not None and self._membership.router is not None:
+                        self._link.send(self._membership.router, message)
+                case Divide(page_bytes=page_bytes):
+                    self._arena.divide(page_bytes)
+                    self._transport.use(self._arena.view, page_bytes)
+                case DiskOrder() as order:
+                    assert self._disk is not None, "an order for a disk tier that there is not"
+                    self._disk.submit(order)
+                case order:
+                    self._transport.submit(order)
 
     def _flush(self) -> None:
         """Push on what workers have been slow to read."""
@@ -284,13 +329,14 @@ class Store:
         for envelope in link.receive():
             verdict = self._membership.handle(envelope, now)
             self._follow(link, verdict)
-            if verdict.deliver and isinstance(envelope.message, SnapshotRequest):
-                self._publish_changes()  # so that the snapshot is of exactly the last event's state
-                for part in snapshot_parts(self._events.last, self._state.snapshot()):
-                    link.send(envelope.sender, part)
+            if verdict.deliver and isinstance(envelope.message, Pin | Unpin):
+                self._handle(RouterSaid(envelope.message))
         self._follow(link, self._membership.tick(now, paused))
         if (router := self._membership.router) is not None:
-            heartbeat = Heartbeat(self._membership.heard, self._state.load())
+            events, digest = self._events.sequence, self._events.digest
+            heartbeat = Heartbeat(
+                self._membership.heard, self._state.load(), attempts=self._state.pins, events=events, digest=digest
+            )
             self._heart.publish(router, heartbeat, self._membership.heartbeat, None)
 
     def _follow(self, link: Link[Any], verdict: Verdict) -> None:
@@ -303,16 +349,12 @@ class Store:
     # --- what others read -------------------------------------------------------------------------------------------
 
     def _publish(self, now: float) -> None:
-        self._publish_changes()
+        self._events.publish(self._state.drain_events(), self._state.page_size)
+        self._events.answer(self._state.snapshot)
         if now >= self._next_metrics:
             self._next_metrics = now + self._heartbeat_seconds
             malformed = self._malformed + (self._link.malformed if self._link else 0)
-            self._metrics.publish(_values(self._state.stats(), self._calls, malformed))
-
-    def _publish_changes(self) -> None:
-        if changes := self._state.drain_events():
-            batch = self._events.append(changes, "CPU", self._state.page_size, time.time())
-            self._publisher.send(batch.topic, batch.sequence, batch.payload)
+            self._metrics.publish(_values(self._state.stats(now), self._calls, malformed))
 
 
 def _values(stats: StoreStats, calls: Mapping[str, int], malformed: int) -> Mapping[str, Sample]:
