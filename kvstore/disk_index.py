@@ -372,8 +372,9 @@ class DiskIndex:
     # --- opening ------------------------------------------------------------------------------------------------------
 
     def _reopen(self, namespace: bytes, page_bytes: int) -> None:
-        if len(self._tree):
-            self._changes.cleared()
+        for node in reversed(list(self._tree.preorder())):
+            if node.value.readable:
+                self._changes.removed(node.key)  # not Cleared, which would be of every tier
         layout = RecordLayout(page_bytes)
         self._begin(layout)
         self._epoch += 1
