@@ -1,0 +1,407 @@
+"""PageEvents: what any follower gets who asks, and what no follower can do to the publisher."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from baton.clock import MonotonicClock, VirtualClock
+from baton.messages import Medium, PageRun, Snapshot
+from baton.wire import Asker, Poller, Subscriber
+from kvstore import publishing
+from kvstore.changes import Cleared, Removed, Stored, TierChanges, packed_digest, page_runs
+from kvstore.events import decode, publisher_of
+from kvstore.publishing import PageEvents
+from router.prefixes import Prefixes
+from tests.kvstore.chains import key, keys
+
+PATIENCE = 20.0
+
+
+class Owner:
+    """Whoever has pages: here it only says so."""
+
+    def __init__(self, clock: VirtualClock | None = None) -> None:
+        self.clock = clock or MonotonicClock()
+        self.events = PageEvents("store-0-abc", "tiny", self.clock)
+        self.chains: list[tuple[list[bytes], Medium]] = []
+        self.snapshots = 0
+
+    def snapshot(self) -> list[PageRun]:
+        self.snapshots += 1
+        return [
+            run for chain, medium in self.chains for run in page_runs(zip(chain, [b"", *chain], strict=False), medium)
+        ]
+
+    def store(self, chain: list[bytes], medium: Medium = "CPU") -> None:
+        self.chains.append((chain, medium))
+        self.events.publish([(medium, [Stored(b"", tuple(chain))])], 16)
+
+    def turn(self) -> None:
+        self.events.answer(self.snapshot)
+
+    async def work(self) -> None:
+        while True:
+            self.turn()
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.events.close()
+
+
+@pytest.fixture
+def follower(owner: Owner) -> Iterator[zmq.Socket[bytes]]:
+    """A plain DEALER of somebody else's."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(owner.events.snapshots)
+        yield socket
+
+
+def ask(owner: Owner, socket: zmq.Socket[bytes], question: bytes, done: Callable[[list[bytes]], bool]) -> list[Any]:
+    """Everything that comes until the last answer."""
+    socket.send_multipart([b"", question])
+    got: list[list[bytes]] = []
+    end = time.monotonic() + PATIENCE
+    while not (got and done(got[-1])):
+        assert time.monotonic() < end
+        owner.turn()
+        while socket.poll(10):
+            got.append(socket.recv_multipart())
+    return got
+
+
+SNAPSHOT = msgspec.msgpack.encode({"type": "SnapshotRequest"})
+
+
+def is_end(frames: list[bytes]) -> bool:
+    return frames[1] == b"\xff" * 8
+
+
+def is_last(frames: list[bytes]) -> bool:
+    return msgspec.msgpack.decode(frames[2], type=Snapshot).last
+
+
+# --- as others read it ------------------------------------------------------------------------------------------------
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """These four are as vLLM documents them (vllm.distributed.kv_events), written down anew."""
+
+    ts: float
+    events: list[VllmStored | VllmRemoved | VllmCleared]
+    data_parallel_rank: int | None = None
+
+
+class VllmStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class VllmRemoved(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class VllmCleared(msgspec.Struct, omit_defaults=True, tag="AllBlocksCleared"):
+    pass
+
+
+def test_a_reader_of_vllms_events_reads_ours(owner: Owner, follower: zmq.Socket[bytes]) -> None:
+    """Its subscription, its schema, its replay: as in its example of a subscriber."""
+    with follower.context.socket(zmq.SUB) as subscription:
+        subscription.connect(owner.events.endpoint)
+        subscription.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        number = 0
+        while not subscription.poll(20):  # until the subscription has arrived
+            number += 1
+            owner.store([number.to_bytes(16, "big")])
+        topic, sequence, payload = subscription.recv_multipart()
+    assert topic.split(b"@") == [b"kv", b"store-0-abc", b"tiny"]
+    (last,) = struct.unpack(">Q", sequence)
+    assert last >= 1
+    read = msgspec.msgpack.decode(payload, type=EventBatch)
+    assert read.events == [VllmStored([last.to_bytes(16, "big")], None, [], 16, None, "CPU", None)]
+
+    owner.events.publish([("CPU", [Removed((key("x"),))]), ("DISK", [Stored(key("a"), (key("ab"),))])], 16)
+    missed = struct.pack(">Q", last)
+    got = ask(owner, follower, missed, is_end)
+    assert [frames[0] for frames in got] == [b""] * len(got)
+    assert [struct.unpack(">q", frames[1])[0] for frames in got] == [*range(last, owner.events.sequence + 1), -1]
+    assert got[0][2] == payload
+    assert got[-1][2] == b""
+    both = msgspec.msgpack.decode(got[-2][2], type=EventBatch)
+    assert both.data_parallel_rank == 0
+    assert both.events == [
+        VllmRemoved([key("x")], "CPU"),
+        VllmStored([key("ab")], key("a"), [], 16, None, "DISK", None),
+    ]
+    first = ask(owner, follower, struct.pack(">Q", 0), is_end)[0]
+    assert msgspec.msgpack.decode(first[2], type=EventBatch).events == [VllmCleared()]
+    assert ask(owner, follower, struct.pack(">Q", 2**63), is_end) == [[b"", b"\xff" * 8, b""]]
+
+
+# --- followers --------------------------------------------------------------------------------------------------------
+
+
+def test_any_number_of_followers_end_up_with_the_same_map(owner: Owner) -> None:
+    async def follow(prefixes: Prefixes) -> None:
+        subscriber, asker = Subscriber(owner.events.endpoint), Asker(owner.events.snapshots)
+
+        def do(asks: list[str]) -> None:
+            for _ in asks:
+                asker.ask()
+
+        async def batches() -> None:
+            while True:
+                do(prefixes.batch(decode(*await subscriber.receive()), time.monotonic()))
+
+        async def parts() -> None:
+            while True:
+                topic, part = await asker.receive()
+                holder = publisher_of(topic)
+                assert holder is not None
+                do(prefixes.snapshot(holder, part, time.monotonic()))
+
+        async def beats() -> None:
+            while True:
+                told = owner.events.sequence, owner.events.digest
+                do(prefixes.heartbeat("store-0-abc", *told, time.monotonic()))
+                do(prefixes.tick(time.monotonic()))
+                await asyncio.sleep(0.02)
+
+        do(prefixes.follow("store-0-abc", time.monotonic()))
+        try:
+            await asyncio.gather(batches(), parts(), beats())
+        finally:
+            subscriber.close()
+            asker.close()
+
+    async def main() -> None:
+        followers = [Prefixes() for _ in range(3)]
+        tasks = [asyncio.create_task(follow(each)) for each in followers]
+        tasks.append(asyncio.create_task(owner.work()))
+        chain = [number.to_bytes(16, "big") for number in range(1, 20_001)]
+        owner.store(chain)
+        for number in range(50):
+            owner.store([b"a" * 15 + bytes([number])])
+            await asyncio.sleep(0.002)
+        owner.events.publish([("CPU", [Removed(tuple(reversed(chain[10_000:])))])], 16)
+        owner.chains[0] = (chain[:10_000], "CPU")
+        await until(lambda: all(each.pages("store-0-abc") == 10_050 for each in followers))
+        followers[2]._map.removed("store-0-abc", chain[5_000:], "CPU")  # nobody says so
+        await until(lambda: followers[2].pages("store-0-abc") == 10_050)
+        assert [each.stats().divergences for each in followers] == [0, 0, 1]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110 what it waits for is no event of anybody's
+        await asyncio.sleep(0.01)
+
+
+def test_a_snapshot_comes_in_parts_with_the_name_of_its_publisher(owner: Owner, follower: zmq.Socket[bytes]) -> None:
+    chain = [number.to_bytes(16, "big") for number in range(1, 30_001)]
+    owner.store(chain, "DISK")
+    got = ask(owner, follower, SNAPSHOT, is_last)
+    assert {frames[1] for frames in got} == {b"kv@store-0-abc@tiny"}
+    parts = [msgspec.msgpack.decode(frames[2], type=Snapshot) for frames in got]
+    assert [part.part for part in parts] == list(range(len(parts)))
+    assert {part.sequence for part in parts} == {owner.events.sequence}
+    assert b"".join(run.keys for part in parts for run in part.runs) == b"".join(chain)
+
+
+def test_a_question_wakes_its_owner(owner: Owner, follower: zmq.Socket[bytes]) -> None:
+    poller = Poller()
+    poller.add(owner.events)
+    assert not poller.wait(0.0)
+    follower.send_multipart([b"", SNAPSHOT])
+    assert poller.wait(PATIENCE)
+
+
+def test_a_large_change_is_told_in_many_batches_and_one_digest(owner: Owner) -> None:
+    chain = [number.to_bytes(16, "big") for number in range(1, 50_001)]
+    owner.store(chain)
+    assert owner.events.sequence > 3
+    assert owner.events.digest == packed_digest(b"".join(chain), "CPU")
+    owner.events.publish([("CPU", [Removed(tuple(reversed(chain[100:])))])], 16)
+    assert owner.events.digest == packed_digest(b"".join(chain[:100]), "CPU")
+    prefixes = Prefixes()
+    prefixes.follow("store-0-abc", 0.0)
+    prefixes.snapshot("store-0-abc", Snapshot(0, ()), 0.0)
+    for batch in owner.events._log.replay(1):
+        assert len(batch.payload) < 200_000
+        assert prefixes.batch(decode(batch.topic, batch.sequence, batch.payload), 0.0) == []
+    assert prefixes.match(chain)["store-0-abc"].pages == 100
+    assert prefixes.heartbeat("store-0-abc", owner.events.sequence, owner.events.digest, 0.0) == []
+    owner.events.publish([("DISK", [Cleared()])], 16)
+    assert owner.events.digest == 0
+
+
+def test_nothing_that_changed_is_nothing_said(owner: Owner) -> None:
+    nothing: list[list[TierChanges]] = [[], [("CPU", [])], [("CPU", []), ("DISK", [])]]
+    for changes in nothing:
+        owner.events.publish(changes, 16)
+    assert owner.events.sequence == 0
+    assert owner.events.digest == 0
+
+
+def test_who_contradicts_himself_is_put_right_by_his_own_pages(
+    owner: Owner, follower: zmq.Socket[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    owner.store(keys("abc"))
+    owner.events.publish([("CPU", [Removed((key("zzz"),))])], 16)  # it never had that
+    ask(owner, follower, SNAPSHOT, is_last)
+    assert owner.events.corrected == 1
+    assert owner.events.digest == packed_digest(b"".join(keys("abc")), "CPU")
+    assert "do not add up" in caplog.text
+
+
+# --- what nobody can do to the publisher ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b"no delimiter"],
+        [b"x", SNAPSHOT],
+        [b"", b""],
+        [b"", b"seven b"],
+        [b"", msgspec.msgpack.encode({"type": "Decode"})],
+        [b"", SNAPSHOT + b"x"],
+        [b"", SNAPSHOT, b"more"],
+    ],
+)
+def test_what_is_no_question_is_counted_and_dropped(
+    owner: Owner, follower: zmq.Socket[bytes], frames: list[bytes]
+) -> None:
+    follower.send_multipart(frames or [b""])
+    end = time.monotonic() + PATIENCE
+    while not owner.events.malformed:
+        assert time.monotonic() < end
+        owner.turn()
+    assert owner.snapshots == 0
+    assert ask(owner, follower, SNAPSHOT, is_last), "and the next question is heard"
+
+
+def test_a_follower_that_does_not_read_costs_little_and_is_given_up() -> None:
+    clock = VirtualClock()
+    owner = Owner(clock)
+    try:
+        chain = [number.to_bytes(16, "big") for number in range(1, 3_000_001)]  # 48 MB: more than any buffer takes
+        owner.chains = [(chain, "CPU")]
+        with zmq.Context() as context, context.socket(zmq.DEALER) as deaf, context.socket(zmq.DEALER) as reader:
+            for socket in (deaf, reader):
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.RCVHWM, 1)
+                socket.connect(owner.events.snapshots)
+            deaf.send_multipart([b"", SNAPSHOT])
+            while not owner.events._answers:
+                owner.turn()
+            got = ask(owner, reader, SNAPSHOT, is_last)
+            assert sum(len(run.keys) for frames in got for run in part(frames).runs) == 16 * len(chain)
+            assert len(owner.events._answers) == 1, "it is still being waited for"
+            clock.advance(11.0)
+            owner.turn()
+            assert not owner.events._answers
+            assert owner.events.given_up == 1
+            assert owner.snapshots == 1, "one for both"
+    finally:
+        owner.events.close()
+
+
+def part(frames: list[bytes]) -> Snapshot:
+    return msgspec.msgpack.decode(frames[2], type=Snapshot)
+
+
+def test_followers_that_have_gone_are_forgotten(owner: Owner) -> None:
+    owner.chains = [([bytes(16)] * 3_000_000, "CPU")]  # more than any buffer takes
+    with zmq.Context() as context:
+        for _ in range(3):
+            with context.socket(zmq.DEALER) as socket:
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.connect(owner.events.snapshots)
+                socket.send_multipart([b"", SNAPSHOT])
+                while not owner.events._answers:
+                    owner.turn()
+            end = time.monotonic() + PATIENCE
+            while owner.events._answers:
+                assert time.monotonic() < end
+                owner.turn()
+
+
+def test_too_many_followers_wait(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "_FOLLOWERS", 2)
+    owner.events._next_snapshot = float("inf")  # so that nobody is served for a while
+    with zmq.Context() as context:
+        sockets = [context.socket(zmq.DEALER) for _ in range(4)]
+        for socket in sockets:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(owner.events.snapshots)
+            socket.send_multipart([b"", SNAPSHOT])
+        end = time.monotonic() + PATIENCE
+        while owner.events.given_up < 2:
+            assert time.monotonic() < end
+            owner.turn()
+        assert len(owner.events._answers) == 2
+        for socket in sockets:
+            socket.close(0)
+
+
+def test_asking_again_and_again_makes_few_snapshots() -> None:
+    """A snapshot takes its owner's time: a tenth of that at most, and none while nothing has changed."""
+    clock = VirtualClock()
+    owner = Owner(clock)
+    slow = owner.snapshot
+
+    def snapshot() -> list[PageRun]:
+        clock.advance(0.5)
+        return slow()
+
+    owner.snapshot = snapshot
+    try:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(owner.events.snapshots)
+            for _ in range(3):
+                ask(owner, socket, SNAPSHOT, is_last)
+            assert owner.snapshots == 1
+            owner.store(keys("a"))
+            socket.send_multipart([b"", SNAPSHOT])
+            for _ in range(5):
+                socket.poll(10)
+                owner.turn()
+            assert owner.snapshots == 1
+            clock.advance(5.0)
+            while not socket.poll(0):
+                owner.turn()
+            assert owner.snapshots == 2
+            assert part(socket.recv_multipart()).runs == (PageRun(b"", key("a"), "CPU"),)
+    finally:
+        owner.events.close()
