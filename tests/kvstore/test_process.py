@@ -32,15 +32,14 @@ from baton.messages import (
     Release,
     Released,
     Reserve,
-    Snapshot,
-    SnapshotRequest,
     StoreHeartbeat,
     Welcome,
 )
-from baton.wire import Listener, Subscriber
+from baton.wire import Asker, Listener, Subscriber
+from kvstore.changes import packed_digest
 from kvstore.checksum import page_checksum
 from kvstore.client import StoreClient, store_address
-from kvstore.events import BlockStored, decode
+from kvstore.events import BlockStored, decode, publisher_of
 from kvstore.service import run
 from tests.kvstore.chains import key, keys
 from tests.kvstore.process_fixtures import (
@@ -331,12 +330,13 @@ async def _router(directory: Path) -> None:
     listener = Listener("tcp://127.0.0.1:0", me)
     store = StoreProcess(directory, router=listener.endpoint)
     subscriber: Subscriber | None = None
+    asker: Asker | None = None
     client = TestClient(store.cluster)
     try:
         hello = await listener.receive()
         assert isinstance(hello.message, Hello)
         assert hello.message.peer.role == "store"
-        assert hello.message.data == store_address(store.cluster, NODE)
+        assert hello.message.data.startswith("tcp://127.0.0.1:")
         assert hello.message.model is None
         listener.send(hello.sender, Welcome(me, 50, 1_000))
         subscriber = Subscriber(hello.message.events)
@@ -354,22 +354,26 @@ async def _router(directory: Path) -> None:
             if stored:
                 break
         assert stored
-        listener.send(hello.sender, SnapshotRequest())
-        beats = 0
+        asker = Asker(hello.message.snapshots)
+        asker.ask()
+        topic, snapshot = await asker.receive()
+        assert publisher_of(topic) == hello.sender
+        assert snapshot.sequence >= batch.sequence
+        assert stored[-1] in b"".join(run.keys for run in snapshot.runs)
+        digest = 0
+        for run in snapshot.runs:
+            digest ^= packed_digest(run.keys, run.medium)
         while True:
             message = (await listener.receive()).message
-            if isinstance(message, Heartbeat):
-                beats += 1
+            if isinstance(message, Heartbeat) and message.events == snapshot.sequence:
                 assert message.load.pages_total in (0, 8)
-            elif isinstance(message, Snapshot):
-                assert message.sequence >= batch.sequence
-                assert stored[-1] in b"".join(run.keys for run in message.runs)
+                assert message.digest == digest
                 break
-        while not beats:
-            beats += isinstance((await listener.receive()).message, Heartbeat)
     finally:
         client.store.close()
         if subscriber is not None:
             subscriber.close()
+        if asker is not None:
+            asker.close()
         listener.close()
         store.kill()
