@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from baton.errors import PortInUse
+from baton.hosts import bracketed
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ TABLE: Mapping[str, Entry] = {
     "num_requests_running": Entry("gauge", "Requests in the running batch."),
     "num_requests_waiting": Entry("gauge", "Requests that wait."),
     "malformed_messages": Entry("counter", "Frames dropped because they are no message of their link."),
+    "connections_refused": Entry("counter", "Connections refused because they lacked the cluster's keys."),
     # workers and stores
     "kv_cache_usage_perc": Entry("gauge", "Share of the pages in use, 0 to 1.", ("tier",)),
     "kv_pages": Entry("gauge", "Pages by what they are.", ("tier", "state")),
@@ -63,11 +65,25 @@ TABLE: Mapping[str, Entry] = {
     "fetches_short": Entry("counter", "Fetches that ended before every page was here."),
     "pages_not_written": Entry("counter", "Write-throughs that the store had no room for."),
     "step_seconds": Entry("seconds", "Time of an engine step."),
-    "checksum_failures": Entry("counter", "Pages dropped because their bytes did not match."),
+    "checksum_failures": Entry("counter", "Pages dropped because their bytes did not match.", ("tier",)),
     "page_evictions": Entry("counter", "Pages evicted.", ("tier",)),
+    "load_regret_seconds": Entry("counter", "Time lost to loads slower than computing.", ("tier",)),
+    "tier_bytes": Entry("gauge", "Bytes taken.", ("tier",)),
+    "tier_hits": Entry("counter", "Pages found there by those who asked.", ("tier",)),
+    "tier_loads": Entry("counter", "Pages brought up from there.", ("tier",)),
+    "tier_load_seconds": Entry("counter", "Time from asking to landing, over loads.", ("tier",)),
+    "tier_loads_failed": Entry("counter", "Pages that were to come from a lower tier and did not."),
+    "pages_sent": Entry("counter", "Pages sent to other stores."),
+    "disk_up": Entry("gauge", "1 while the disk tier works; 0 without one, and once it has failed."),
+    "disk_writes_dropped": Entry("counter", "Pages not written to disk: no room, no time, no disk."),
+    "disk_torn_records": Entry("counter", "Records found at start whose writing was cut off."),
+    "store_misses": Entry("counter", "Pages asked for that were not in the arena."),
     "store_calls": Entry("counter", "Calls from workers.", ("call",)),
     "store_waits": Entry("gauge", "Pages that somebody waits for."),
     "unproven_reservations": Entry("gauge", "Slots reserved by a writer that left without proof of its death."),
+    "oldest_hold_seconds": Entry("gauge", "Age of the oldest ticket that holds pages."),
+    "holds_expired": Entry("counter", "Holds that their owner did not renew."),
+    "pinned_bytes": Entry("gauge", "Bytes kept because somebody pinned them."),
 }
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -120,7 +136,7 @@ class Metrics(Collector):
         except OSError as error:
             raise PortInUse(f"can't serve metrics on {host}:{port}: {error.strerror}") from None
         self._server = (server, thread)
-        return f"{host}:{server.server_port}"
+        return f"{bracketed(host)}:{server.server_port}"
 
     def text(self) -> bytes:
         """The page itself, for a process that has an HTTP server already."""

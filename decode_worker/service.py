@@ -42,6 +42,7 @@ def _values(stats: DecodeStats) -> Mapping[str, Sample]:
         "num_preemptions": stats.preemptions,
         "generation_tokens": stats.tokens_generated,
         "prompt_tokens_computed": stats.prompt_tokens_computed,
+        "load_regret_seconds": {(tier,): seconds for tier, seconds in stats.load_regret.items()},
         "prompt_pages_cached": {("device",): stats.prompt_pages_device, ("host",): stats.prompt_pages_fetched},
         "fetches_short": stats.fetches_short,
         "pages_not_written": stats.ships_refused,

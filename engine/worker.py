@@ -27,7 +27,7 @@ from baton.errors import NotEnoughMemory, StoreError
 from baton.membership import Membership, OwnerLost, Say, Verdict
 from baton.messages import Heartbeat, Hello, Holding, ModelCard, Namespace, Peer, WorkerRole
 from baton.metrics import Metrics, Sample
-from baton.wire import Heart, Link, Poller
+from baton.wire import Heart, Link, Poller, refused
 from engine import files
 from engine.config import ModelConfig
 from engine.engine import Engine, layout_of
@@ -258,7 +258,8 @@ class Worker:
         return {
             "pages_moved": moved,
             "bytes_moved": {direction: pages * page_bytes for direction, pages in moved.items()},
-            "checksum_failures": self.corrupt,
+            "checksum_failures": {("host",): self.corrupt},
+            "connections_refused": refused(),
             "malformed_messages": self._link.malformed + self._events.malformed,
         }
 

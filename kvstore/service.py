@@ -19,7 +19,6 @@ import secrets
 import select
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,9 +42,9 @@ from baton.messages import (
     ToStore,
     Unpin,
 )
-from baton.metrics import Metrics, Sample
+from baton.metrics import Metrics
 from baton.unix import UnixListener, UnixSocket
-from baton.wire import Heart, Link, Poller
+from baton.wire import Heart, Link, Poller, refused
 from kvstore.arena import Arena
 from kvstore.client import store_address
 from kvstore.commands import (
@@ -58,12 +57,12 @@ from kvstore.commands import (
     Heard,
     RouterSaid,
     Send,
-    StoreStats,
     TellRouter,
     WriterGone,
 )
 from kvstore.disk import DiskTier
 from kvstore.disk_index import DiskIndex
+from kvstore.figures import figures
 from kvstore.peers import ZmqTransport
 from kvstore.publishing import PageEvents
 from kvstore.state import StoreState
@@ -354,23 +353,12 @@ class Store:
         if now >= self._next_metrics:
             self._next_metrics = now + self._heartbeat_seconds
             malformed = self._malformed + (self._link.malformed if self._link else 0)
-            self._metrics.publish(_values(self._state.stats(now), self._calls, malformed))
-
-
-def _values(stats: StoreStats, calls: Mapping[str, int], malformed: int) -> Mapping[str, Sample]:
-    states: Iterable[tuple[str, int]] = (
-        ("free", stats.free),
-        ("sealed", stats.sealed),
-        ("reserved", stats.reserved),
-        ("held", stats.held),
-    )
-    return {
-        "kv_cache_usage_perc": {("host",): (stats.slots - stats.free - stats.evictable) / max(1, stats.slots)},
-        "kv_pages": {("host", state): count for state, count in states},
-        "page_evictions": {("host",): stats.evictions},
-        "checksum_failures": stats.corrupt,
-        "store_calls": {(call,): count for call, count in calls.items()},
-        "store_waits": stats.waits,
-        "unproven_reservations": stats.unproven,
-        "malformed_messages": malformed + stats.refusals,
-    }
+            stats = self._state.stats(now)
+            self._metrics.publish(
+                {
+                    **figures(stats),
+                    "store_calls": {(call,): count for call, count in self._calls.items()},
+                    "malformed_messages": malformed + stats.refusals,
+                    "connections_refused": refused(),
+                }
+            )

@@ -38,6 +38,7 @@ def _values(stats: PrefillStats) -> Mapping[str, Sample]:
         "kv_cache_usage_perc": {("device",): used / stats.pages_total},
         "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
         "prompt_tokens_computed": stats.tokens_computed,
+        "load_regret_seconds": {(tier,): seconds for tier, seconds in stats.load_regret.items()},
         "prompt_pages_cached": {
             ("device",): stats.pages_hit - stats.pages_hit_in_store,
             ("host",): stats.pages_hit_in_store,

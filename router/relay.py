@@ -215,7 +215,7 @@ class Relay:
         load = Load(running=stats.running, waiting=stats.queued)
         return ProcessView(self.me, load, None, 0.0, self.address, 0), self.state.processes(self._clock.now())
 
-    def publish(self, malformed: int) -> None:
+    def publish(self, malformed: int, refused: int) -> None:
         """Let Prometheus see the state as it is now."""
         stats = self.state.stats()
         errors = {(reason,): float(count) for reason, count in stats.failed.items()}
@@ -235,6 +235,7 @@ class Relay:
                 "pins": {(phase,): float(count) for phase, count in stats.pins.items()},
                 "peers": {(role,): float(count) for role, count in stats.live.items()},
                 "malformed_messages": malformed,
+                "connections_refused": refused,
             }
         )
 

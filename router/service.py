@@ -23,7 +23,7 @@ from baton.config import Config
 from baton.errors import MalformedMessage
 from baton.messages import Message, Peer
 from baton.metrics import Metrics
-from baton.wire import Asker, Listener, Subscriber
+from baton.wire import Asker, Listener, Subscriber, refused
 from kvstore.events import decode, publisher_of
 from router.events import Heard, KvEvents, KvSnapshot
 from router.front import Front
@@ -109,7 +109,7 @@ async def _watch(relay: Relay, front: Front, listener: Listener, clock: Clock) -
     pauses = PauseDetector(tolerance=beat)
     while True:
         relay.handle(Tick(pauses.tick(clock.now())))
-        relay.publish(listener.malformed)
+        relay.publish(listener.malformed, refused())
         await front.set_serving(relay.state.serving)
         await asyncio.sleep(beat / 5)
 

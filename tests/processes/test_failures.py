@@ -203,7 +203,7 @@ def test_a_page_whose_bytes_changed_is_found_and_made_again(start: Callable[...,
 
     def failures() -> bool:
         with urllib.request.urlopen(f"http://{found.metrics_address}/metrics", timeout=5) as page:
-            return b"baton_checksum_failures_total 1.0" in page.read()
+            return b'baton_checksum_failures_total{tier="host"} 1.0' in page.read()
 
     eventually(failures, what="the failure counted")
 
