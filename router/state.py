@@ -1,9 +1,9 @@
 """What the router knows and decides: who is live, who does what, and what each heartbeat proves.
 
 Pure: `handle(event, now) -> list[Command]`. The parts: `peers` (who is who), `prefixes` (who has which pages), `life`
-(what becomes of each request), `answers` (what a worker's message means for its attempt), `warm` (prefixes that are to
-be kept warm). This module judges: every message is checked for its sender, its incarnation and its attempt here, and
-every heartbeat is compared with what its sender should have (rule 2).
+(what becomes of each request), `answers` (what a worker's message means for its attempt), `warm` and `warm_answers`
+(the same for prefixes that are to be kept warm). This module judges: every message is checked for its sender, its
+incarnation and its attempt here, and every heartbeat is compared with what its sender should have (rule 2).
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ from router.pin import Phase as PinPhase
 from router.prefixes import Prefixes
 from router.request import Attempt, Phase, Request
 from router.warm import Warmer
+from router.warm_answers import WarmAnswers
 
 _SIGHTINGS = 2  # heartbeats after which we no longer wait for the message that would have said the same
 
@@ -110,6 +111,7 @@ class RouterState:
         self._life = Life(config, limits, self._members, self._prefixes, self._out)
         self._answers = Answers(config, limits, self._members, self._life, self._out)
         self._warmer = Warmer(me.incarnation, config, limits, self._members, self._prefixes, self._life, self._out)
+        self._warm_answers = WarmAnswers(config, self._warmer, self._out)
         self._next_beat = float("-inf")
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -169,9 +171,9 @@ class RouterState:
                 if departed is not None and of_its_node and departed.peer.pid == pid:
                     self._gone(departed, "dead", now)
             case messages.Pinned():
-                self._warmer.pinned(member, message, now)
+                self._warm_answers.pinned(member, message, now)
             case messages.Prefilled() | messages.Refused() | messages.Failed() if message.request.startswith(WARM):
-                self._warmer.answer(member, message, now)
+                self._warm_answers.answer(member, message, now)
             case messages.Tokens(deltas=deltas):
                 for delta in deltas:
                     if found := self._current(member, delta.request, delta.attempt, "decode"):
@@ -279,7 +281,7 @@ class RouterState:
             self._gone(member, "stuck", now)
             return
         if member.peer.role == "store":
-            self._warmer.listed_pins(member, beat, now)
+            self._warm_answers.listed_pins(member, beat, now)
             return
         listed = {AttemptName(held.request, held.attempt): held for held in beat.attempts}
         for name in listed:
@@ -305,7 +307,7 @@ class RouterState:
     def _listed(self, member: Member, name: AttemptName, held: AttemptHeld, now: float) -> None:
         """It has the attempt: take from that what messages should have told and perhaps did not."""
         if name.request.startswith(WARM):
-            self._warmer.listed(member, name, held, now)
+            self._warm_answers.listed(member, name, held, now)
             return
         if found := self._current(member, name.request, name.attempt, "decode"):
             request, attempt = found
@@ -325,7 +327,7 @@ class RouterState:
 
     def _lost(self, member: Member, name: AttemptName, now: float) -> None:
         if name.request.startswith(WARM):
-            self._warmer.lost(member, name, now)
+            self._warm_answers.lost(member, name, now)
             return
         if found := self._current(member, name.request, name.attempt, "decode"):
             self._life.retry(found[0], f"{member.peer.name} does not have it", now)

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from baton import messages
 from baton.config import Config
 from baton.errors import (
     AttemptsExhausted,
@@ -29,20 +28,14 @@ from baton.errors import (
     Overloaded,
     PinNotFound,
     QuotaExceeded,
-    RequestCancelled,
     Unavailable,
-    from_reason,
 )
 from baton.messages import (
     TOKEN_BYTES,
-    AttemptHeld,
     AttemptName,
     Cancel,
-    Heartbeat,
     Pin,
-    Pinned,
     Prefill,
-    Refused,
     Unpin,
 )
 from kvstore.keys import namespace_root, split_keys
@@ -68,23 +61,23 @@ class Warmer:
         config: Config,
         limits: ModelLimits,
         members: Members,
-        prefixes: Prefixes,
+        pages: Prefixes,
         life: Life,
         outbox: Outbox,
     ) -> None:
-        """`router` is our own incarnation."""
-        self._mine = f"{router[-32:]} "  # how the names of our pins begin
+        """`router` is our own incarnation; `pages` says who has which."""
+        self.mine = f"{router[-32:]} "  # how the names of our pins begin
         self._config = config
         self._limits = limits
         self._members = members
-        self._prefixes = prefixes
+        self._pages = pages
         self._life = life
         self._out = outbox
         self._shut = False
         self._arrivals = 0
-        self._all: dict[str, WarmPrefix] = {}  # by name
+        self.prefixes: dict[str, WarmPrefix] = {}  # by name
         self._waiting: dict[str, WarmPrefix] = {}  # by name
-        self._asked: dict[str, WarmPrefix] = {}  # by what its store calls the pin
+        self.asked: dict[str, WarmPrefix] = {}  # by what its store calls the pin
 
     # --- what clients want -------------------------------------------------------------------------------------------
 
@@ -98,20 +91,20 @@ class Warmer:
         self._arrivals += 1
         give_up = now + self._config.router.queue_ms / 1_000
         prefix = WarmPrefix.of(order, self._arrivals, self._config.pages.page_size, give_up)
-        self._all[prefix.name] = self._waiting[prefix.name] = prefix
+        self.prefixes[prefix.name] = self._waiting[prefix.name] = prefix
 
     def unwarm(self, order: Unwarm, now: float) -> None:
         """Raises PinNotFound."""
-        found = [prefix for prefix in self._all.values() if prefix.owner == (order.tenant, order.pin)]
+        found = [prefix for prefix in self.prefixes.values() if prefix.owner == (order.tenant, order.pin)]
         if not found:
             raise PinNotFound(f"there is no pin {order.pin!r}; it may have ended, or belong to an earlier router")
         for prefix in found:
-            self._end(prefix, Failed(RequestCancelled("the pin was removed before it was made")))
+            self.end(prefix, Cancelled("the pin was removed"))
 
     def abandon(self, name: str, why: str) -> None:
         """The client has gone before the answer."""
-        if (prefix := self._all.get(name)) is not None and prefix.awaited:
-            self._end(prefix, Cancelled(why))
+        if (prefix := self.prefixes.get(name)) is not None and prefix.awaited:
+            self.end(prefix, Cancelled(why))
 
     def _check(self, order: Warm) -> None:
         """Raises BatonError for what could not, or may not, be warmed."""
@@ -125,9 +118,9 @@ class Warmer:
             raise ContextTooLong(f"a prefix of {tokens} tokens exceeds the model's context of {context}")
         if tokens < size:
             raise InvalidRequest(f"a prefix of {tokens} tokens has no full page of {size}; only full pages are kept")
-        if any(prefix.owner == (order.tenant, order.pin) and prefix.awaited for prefix in self._all.values()):
+        if any(prefix.owner == (order.tenant, order.pin) and prefix.awaited for prefix in self.prefixes.values()):
             raise InvalidRequest(f"pin {order.pin!r} is being made already")
-        if len(self._all) >= _MOST:
+        if len(self.prefixes) >= _MOST:
             raise QuotaExceeded(f"{_MOST} prefixes are pinned, and a router keeps no more; remove some")
         if len(self._waiting) > self._config.router.max_queued:
             raise Overloaded(f"{len(self._waiting)} prefixes wait to be warmed already")
@@ -170,7 +163,7 @@ class Warmer:
         root = namespace_root(card.namespace, prefix.tenant)
         prefix.derive_keys(root, size)
         prefix.page_bytes = card.page_bytes
-        held = {holder: match.pages for holder, match in self._prefixes.match(split_keys(prefix.keys)).items()}
+        held = {holder: match.pages for holder, match in self._pages.match(split_keys(prefix.keys)).items()}
 
         def cost(pair: tuple[Member, Member]) -> tuple[bool, int, int, str]:
             worker, store = pair
@@ -195,60 +188,11 @@ class Warmer:
         )
         worker.slots.add(prefix.attempt)
         worker.work[prefix.attempt] = Work(self._out.send(worker.incarnation, message), missing)
-        self._note(prefix, f"attempt {prefix.attempts} on {worker.peer.name}: {prefix.pages} pages, {missing} missing")
+        self.note(prefix, f"attempt {prefix.attempts} on {worker.peer.name}: {prefix.pages} pages, {missing} missing")
 
-    # --- what prefill workers say ------------------------------------------------------------------------------------
+    # --- attempts go on ----------------------------------------------------------------------------------------------
 
-    def answer(self, member: Member, message: messages.Prefilled | Refused | messages.Failed, now: float) -> None:
-        """What a worker says of an attempt; of one that is over, or not its own, it means nothing (rule 1)."""
-        prefix = self._current(member, AttemptName(message.request, message.attempt))
-        if prefix is None:
-            return
-        match message:
-            case messages.Prefilled(computed=computed):
-                if prefix.phase is Phase.PREFILLING:
-                    self._prefilled(prefix, computed, now)
-            case Refused(reason="too_large", message=text):
-                self._end(prefix, Failed(ContextTooLong(f"{member.peer.name}: {text}")))
-            case Refused():
-                member.busy_since = member.work[prefix.attempt].sequence
-                self._wait(prefix, now, now)
-            case messages.Failed(reason=reason, message=text):
-                error = from_reason(reason, text)
-                if isinstance(error, InvalidRequest | DeadlineExpired):
-                    self._end(prefix, Failed(error))
-                else:
-                    prefix.failed_on.add(member.incarnation)
-                    self._retry(prefix, f"{member.peer.name} failed: {reason}: {text}", now)
-
-    def listed(self, member: Member, name: AttemptName, held: AttemptHeld, now: float) -> None:
-        """Its worker has it: take from that what messages should have told and perhaps did not."""
-        prefix = self._current(member, name)
-        if prefix is None or prefix.phase is not Phase.PREFILLING:
-            return
-        prefix.give_up = None
-        if held.position > prefix.position:
-            prefix.position, prefix.progress = held.position, now
-        prefix.sightings += held.ended
-        if prefix.sightings >= _SIGHTINGS:
-            self._prefilled(prefix, None, now)
-
-    def lost(self, member: Member, name: AttemptName, now: float) -> None:
-        """Its worker does not have it."""
-        if (prefix := self._current(member, name)) is None:
-            member.drop(name)
-        elif prefix.phase is Phase.PREFILLING:
-            self._retry(prefix, f"{member.peer.name} does not have it", now)
-        else:
-            self._release(prefix)  # the pages may have been pinned in time; the store will say
-
-    def _current(self, member: Member, name: AttemptName) -> WarmPrefix | None:
-        prefix = self._all.get(name.request)
-        if prefix is None or prefix.attempt != name or prefix.worker != member.incarnation:
-            return None
-        return prefix
-
-    def _prefilled(self, prefix: WarmPrefix, computed: int | None, now: float) -> None:
+    def prefilled(self, prefix: WarmPrefix, computed: int | None, now: float) -> None:
         """Every page is in the store, and held by the worker until it is pinned."""
         assert prefix.worker is not None, prefix.name
         worker = self._members.live(prefix.worker)
@@ -259,8 +203,6 @@ class Warmer:
         prefix.phase, prefix.computed, prefix.progress, prefix.give_up = Phase.PINNING, computed, now, None
         self._ask(prefix, now)
 
-    # --- what stores say ---------------------------------------------------------------------------------------------
-
     def _ask(self, prefix: WarmPrefix, now: float) -> None:
         """Have it pinned. Asked again, it is the same pin, which then begins anew."""
         assert prefix.store is not None, prefix.name
@@ -268,97 +210,54 @@ class Warmer:
             prefix.expires = now + prefix.ttl
         prefix.asked = now
         name = self._pin_name(prefix)
-        self._asked[name] = prefix
+        self.asked[name] = prefix
         ttl_ms = max(1, int((prefix.expires - now) * 1_000))
         prefix.sequence = self._out.send(prefix.store, Pin(name, prefix.tenant, prefix.keys, ttl_ms))
 
-    def pinned(self, store: Member, answer: Pinned, now: float) -> None:
-        """A store's answer. What it pins and nobody wants any more, it is told to let go of."""
-        prefix = self._asked.get(answer.pin)
-        if prefix is None or prefix.store != store.incarnation:
-            self._out.send(store.incarnation, Unpin(answer.pin))
-        elif answer.reason == "quota":
-            self._end(prefix, Failed(self._over_quota(prefix)))
-        elif answer.reason == "missing" or answer.pages != prefix.pages:
-            self._missing(prefix, answer.pages, now)
-        elif prefix.phase is Phase.PINNING:
-            self._keep(prefix, now)
-
-    def listed_pins(self, store: Member, beat: Heartbeat, now: float) -> None:
-        """What a store has pinned, compared with what it should have (rule 2). What another router had pinned there
-        serves whoever asks for it, until its time is over."""
-        listed = {held.request: held.position for held in beat.attempts}
-        for pin in listed:
-            wanted = self._asked.get(pin)
-            if pin.startswith(self._mine) and (wanted is None or wanted.store != store.incarnation):
-                self._out.send(store.incarnation, Unpin(pin))
-        for pin, prefix in list(self._asked.items()):
-            judged = prefix.phase is Phase.PINNED and prefix.store == store.incarnation and now < prefix.expires
-            if judged and prefix.sequence <= beat.heard and listed.get(pin) != prefix.pages:
-                self._note(
-                    prefix, f"the store of node {prefix.node} has lost pages of it; it is made anew", warning=True
-                )
-                self._wait(prefix, now, now)
-
-    def _keep(self, prefix: WarmPrefix, now: float) -> None:
-        self._release(prefix)
+    def keep(self, prefix: WarmPrefix, now: float) -> None:
+        """Its store has it pinned. If a client waits for that, it takes the place of what had its name before."""
+        self.release(prefix)
         prefix.phase, prefix.failures, prefix.missed = Phase.PINNED, 0, False
         prefix.failed_on.clear()
-        self._note(prefix, f"{prefix.pages} pages are pinned on node {prefix.node}")
+        self.note(prefix, f"{prefix.pages} pages are pinned on node {prefix.node}")
         if prefix.awaited:
             prefix.awaited, prefix.deadline = False, None
             self._out.put(Warmed(prefix.name, Kept(prefix.view(now), prefix.computed)))
-            for other in list(self._all.values()):
+            for other in list(self.prefixes.values()):
                 if other.owner == prefix.owner and other is not prefix:
-                    self._end(other, Cancelled("another of its name has taken its place"))
-
-    def _missing(self, prefix: WarmPrefix, pages: int, now: float) -> None:
-        """Something was lost between making and pinning: an arena that is too full, most likely. Once is chance."""
-        why = f"the store of node {prefix.node} has kept only {pages} of {prefix.pages} pages"
-        if prefix.missed:
-            self._end(prefix, Failed(Overloaded(f"{why}, twice; its arena is too full, or too small")))
-            return
-        prefix.missed = True
-        self._retry(prefix, why, now)
-
-    def _over_quota(self, prefix: WarmPrefix) -> BatonError:
-        whose = f"tenant {prefix.tenant!r}" if prefix.tenant else "a tenant"
-        return QuotaExceeded(
-            f"{prefix.pages} pages of {prefix.page_bytes} bytes, with what is pinned already, are more than the "
-            f"{self._config.store.pin_bytes} bytes that {whose} may pin on node {prefix.node}; remove some pins, or "
-            "raise store.pin_bytes"
-        )
+                    self.end(other, Cancelled("another of its name has taken its place"))
 
     # --- attempts end ------------------------------------------------------------------------------------------------
 
     def member_gone(self, member: Member, now: float) -> None:
         """`member` is no longer listed. What only it had is made anew."""
-        for prefix in list(self._all.values()):
+        for prefix in list(self.prefixes.values()):
             why = f"{member.peer.name} is gone: {member.gone}"
             if prefix.store == member.incarnation:
                 if prefix.phase is Phase.PINNED:
-                    self._note(prefix, f"{why}; the prefix is made anew", warning=True)
-                    self._wait(prefix, now, now)
+                    self.note(prefix, f"{why}; the prefix is made anew", warning=True)
+                    self.wait(prefix, now, now)
                 else:
-                    self._retry(prefix, why, now)
+                    self.retry(prefix, why, now)
             elif prefix.worker == member.incarnation:
                 if prefix.phase is Phase.PREFILLING:
-                    self._retry(prefix, why, now)
+                    self.retry(prefix, why, now)
                 else:
-                    self._release(prefix)
+                    self.release(prefix)
 
-    def _retry(self, prefix: WarmPrefix, why: str, now: float) -> None:
+    def retry(self, prefix: WarmPrefix, why: str, now: float) -> None:
         """The attempt has come to nothing. The next one waits a little: what a death leaves behind is noticed by one
         process after the other, and each would fail us meanwhile."""
         prefix.failures += 1
-        self._note(prefix, f"attempt {prefix.attempts} is over: {why}", warning=True)
+        self.note(prefix, f"attempt {prefix.attempts} is over: {why}", warning=True)
         if prefix.failures >= self._config.router.max_attempts:
             message = f"{prefix.failures} attempts failed; the last because {why}"
-            self._end(prefix, Failed(AttemptsExhausted(message)))
+            self.end(prefix, Failed(AttemptsExhausted(message)))
         else:
-            self._wait(prefix, now + self._patience / 2, now)
+            self.wait(prefix, now + self._patience / 2, now)
 
-    def _wait(self, prefix: WarmPrefix, until: float, now: float) -> None:
+    def wait(self, prefix: WarmPrefix, until: float, now: float) -> None:
+        """Back to where it came from; not to be tried before `until`."""
         self._withdraw(prefix)
         prefix.phase, prefix.not_before = Phase.WAITING, until
         if prefix.awaited and prefix.give_up is None:
@@ -368,12 +267,12 @@ class Warmer:
     def _withdraw(self, prefix: WarmPrefix) -> None:
         """Everybody involved in the current attempt forgets it."""
         self._waiting.pop(prefix.name, None)
-        self._release(prefix)
+        self.release(prefix)
         pin, store, prefix.store = self._pin_name(prefix), prefix.store, None
-        if self._asked.pop(pin, None) is not None and store is not None and self._members.get(store) is not None:
+        if self.asked.pop(pin, None) is not None and store is not None and self._members.get(store) is not None:
             self._out.send(store, Unpin(pin))
 
-    def _release(self, prefix: WarmPrefix) -> None:
+    def release(self, prefix: WarmPrefix) -> None:
         """The worker forgets it, done or not."""
         incarnation, prefix.worker = prefix.worker, None
         worker = self._members.get(incarnation) if incarnation is not None else None
@@ -381,12 +280,12 @@ class Warmer:
             self._out.send(worker.incarnation, Cancel(prefix.name, prefix.attempts))
             self._life.room = True
 
-    def _end(self, prefix: WarmPrefix, outcome: Failed | Cancelled) -> None:
+    def end(self, prefix: WarmPrefix, outcome: Failed | Cancelled) -> None:
         """The one way out. Whoever waits hears why."""
         self._withdraw(prefix)
-        del self._all[prefix.name]
+        del self.prefixes[prefix.name]
         why = str(outcome.error) if isinstance(outcome, Failed) else outcome.why
-        self._note(prefix, f"ended: {why}", warning=isinstance(outcome, Failed))
+        self.note(prefix, f"ended: {why}", warning=isinstance(outcome, Failed))
         if prefix.awaited:
             self._out.put(Warmed(prefix.name, outcome))
 
@@ -395,18 +294,18 @@ class Warmer:
     def expire(self, now: float) -> None:
         """Everything that has lasted, or waited, for long enough."""
         progress = self._config.router.progress_ms / 1_000
-        for prefix in list(self._all.values()):
+        for prefix in list(self.prefixes.values()):
             working = prefix.phase in (Phase.PREFILLING, Phase.PINNING)
             if not prefix.awaited and now >= prefix.expires:
-                self._end(prefix, Cancelled("its time is over"))
+                self.end(prefix, Cancelled("its time is over"))
             elif prefix.deadline is not None and now >= prefix.deadline:
-                self._end(prefix, Failed(DeadlineExpired("the deadline passed before the prefix was pinned")))
+                self.end(prefix, Failed(DeadlineExpired("the deadline passed before the prefix was pinned")))
             elif prefix.give_up is not None and now >= prefix.give_up:
-                self._end(prefix, Failed(self._no_worker()))
+                self.end(prefix, Failed(self._no_worker()))
             elif working and now - prefix.progress >= progress:
                 if prefix.worker is not None:
                     prefix.failed_on.add(prefix.worker)
-                self._retry(prefix, f"no progress for {self._config.router.progress_ms} ms", now)
+                self.retry(prefix, f"no progress for {self._config.router.progress_ms} ms", now)
             elif prefix.phase is Phase.PINNING and now - prefix.asked >= self._patience:
                 self._ask(prefix, now)
 
@@ -421,7 +320,7 @@ class Warmer:
 
     def extend(self, seconds: float) -> None:
         """We stood still for so long. Pins and clients' deadlines do not wait for us; all else does."""
-        for prefix in self._all.values():
+        for prefix in self.prefixes.values():
             prefix.progress += seconds
             prefix.asked += seconds
             if prefix.give_up is not None:
@@ -430,22 +329,22 @@ class Warmer:
     def shut(self) -> None:
         """Nobody is answered any more. What is pinned stays so, until its time is over: it serves the next router."""
         self._shut = True
-        for prefix in list(self._all.values()):
+        for prefix in list(self.prefixes.values()):
             if prefix.phase is Phase.PINNED:
-                del self._all[prefix.name], self._asked[self._pin_name(prefix)]
+                del self.prefixes[prefix.name], self.asked[self._pin_name(prefix)]
             else:
-                self._end(prefix, Failed(Unavailable("this router is stopping")))
+                self.end(prefix, Failed(Unavailable("this router is stopping")))
 
     # --- what others read --------------------------------------------------------------------------------------------
 
     def pins(self, tenant: str, now: float) -> list[PinView]:
         """The tenant's pins by name, also those that are being made anew."""
-        kept = [prefix for prefix in self._all.values() if prefix.tenant == tenant and not prefix.awaited]
+        kept = [prefix for prefix in self.prefixes.values() if prefix.tenant == tenant and not prefix.awaited]
         return [prefix.view(now) for prefix in sorted(kept, key=lambda prefix: prefix.pin)]
 
     def count(self) -> Counter[Phase]:
         """Prefixes by phase."""
-        return Counter(prefix.phase for prefix in self._all.values())
+        return Counter(prefix.phase for prefix in self.prefixes.values())
 
     @property
     def _patience(self) -> float:
@@ -454,20 +353,20 @@ class Warmer:
 
     def _pin_name(self, prefix: WarmPrefix) -> str:
         """Unlike any that another router, or another attempt of this one, has given."""
-        return f"{self._mine}{prefix.name.removeprefix(WARM)}.{prefix.attempts}"
+        return f"{self.mine}{prefix.name.removeprefix(WARM)}.{prefix.attempts}"
 
-    def _note(self, prefix: WarmPrefix, text: str, *, warning: bool = False) -> None:
+    def note(self, prefix: WarmPrefix, text: str, *, warning: bool = False) -> None:
         self._out.note(f"pin {prefix.pin}: {text}", warning=warning)
 
     def validate(self) -> None:
         """Check every invariant; for tests."""
         at_work: set[tuple[str, AttemptName]] = set()
         computing: set[tuple[str, AttemptName]] = set()
-        for prefix in self._all.values():
+        for prefix in self.prefixes.values():
             waits = prefix.phase is Phase.WAITING
             assert waits == (prefix.name in self._waiting), prefix.name
             assert waits == (prefix.store is None), prefix.name
-            assert (self._pin_name(prefix) in self._asked) == (prefix.phase in (Phase.PINNING, Phase.PINNED)), (
+            assert (self._pin_name(prefix) in self.asked) == (prefix.phase in (Phase.PINNING, Phase.PINNED)), (
                 prefix.name
             )
             assert prefix.phase is not Phase.PINNED or not prefix.awaited, prefix.name
@@ -478,10 +377,10 @@ class Warmer:
             if prefix.phase is Phase.PREFILLING:
                 assert prefix.worker is not None, prefix.name
                 computing.add((prefix.worker, prefix.attempt))
-        assert len(self._asked) == sum(p.phase in (Phase.PINNING, Phase.PINNED) for p in self._all.values())
+        assert len(self.asked) == sum(p.phase in (Phase.PINNING, Phase.PINNED) for p in self.prefixes.values())
         assert at_work == {(m.incarnation, n) for m in self._members for n in _warm(m.work)}
         assert computing == {(m.incarnation, n) for m in self._members for n in _warm(m.slots)}
-        owners = Counter(prefix.owner for prefix in self._all.values() if not prefix.awaited)
+        owners = Counter(prefix.owner for prefix in self.prefixes.values() if not prefix.awaited)
         assert not owners or max(owners.values()) == 1, owners
 
 

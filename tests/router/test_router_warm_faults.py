@@ -1,0 +1,196 @@
+"""Whatever links and processes do, every wish is answered once, what counts as pinned is pinned, and nothing leaks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from baton.config import StoreConfig
+from baton.errors import PinNotFound
+from router.events import Cancelled, ClientGone, Failed, Kept
+from router.pin import Phase
+from tests.router.model import CONFIG, Process, submit
+from tests.router.test_router_faults import break_process
+from tests.router.warm_model import PAGE_BYTES, WarmCluster
+
+FAULTS = ("dies", "restarts", "is replaced", "stops", "is full", "is stuck", "fails")
+SMALL = msgspec.structs.replace(CONFIG, store=StoreConfig(pin_bytes=msgspec.convert(12 * PAGE_BYTES, int)))  # type: ignore[arg-type]
+
+
+class Faults(RuleBasedStateMachine):
+    """Wishes and requests come, processes die, stop, wake up, refuse and fail, links lose, repeat and delay messages,
+    stores evict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster = WarmCluster(SMALL)
+
+    @initialize(prefillers=st.integers(1, 3), nodes=st.integers(1, 2), seed=st.integers(0, 2**16))
+    def begin(self, prefillers: int, nodes: int, seed: int) -> None:
+        self.cluster.random.seed(seed)
+        self.cluster.start("decode", "decode-0", "a", slots=2)
+        for node in "ab"[:nodes]:
+            self.cluster.start("store", f"store-{node}", node)
+        for i in range(prefillers):
+            self.cluster.start("prefill", f"prefill-{i}", "ab"[i % nodes], slots=2)
+        self.cluster.run(0.2)
+
+    def _pick(self, index: int) -> Process | None:
+        processes = list(self.cluster.processes.values())
+        return processes[index % len(processes)] if processes else None
+
+    # --- clients ---
+
+    @rule(
+        pin=st.sampled_from("pqrs"),
+        pages=st.integers(1, 7),
+        seed=st.integers(0, 3),
+        ttl=st.sampled_from([0.5, 3.0, 60.0, 600.0]),
+        deadline=st.none() | st.floats(0.1, 5.0),
+    )
+    def wish(self, pin: str, pages: int, seed: int, ttl: float, deadline: float | None) -> None:
+        at = None if deadline is None else self.cluster.now + deadline
+        self.cluster.warm(pin, pages, ttl, seed * 25, deadline=at)
+
+    @rule(pin=st.sampled_from("pqrs"))
+    def unwish(self, pin: str) -> None:
+        known = any(prefix.pin == pin for prefix in self.cluster.prefixes())
+        if known:
+            self.cluster.unwarm(pin)
+        else:
+            with pytest.raises(PinNotFound):
+                self.cluster.unwarm(pin)
+
+    @rule(index=st.integers(0, 50))
+    def leaves(self, index: int) -> None:
+        if names := list(self.cluster.wishes):
+            self.cluster.tell(ClientGone(names[index % len(names)]))
+
+    @rule(prompt=st.integers(1, 60), max_tokens=st.integers(1, 30), seed=st.integers(0, 99))
+    def request(self, prompt: int, max_tokens: int, seed: int) -> None:
+        name = f"r{len(self.cluster.submitted)}"
+        self.cluster.submit(submit(name, prompt, max_tokens, seed, received=self.cluster.now))
+
+    # --- processes ---
+
+    @rule(index=st.integers(0, 10), fault=st.sampled_from(FAULTS))
+    def goes_wrong(self, index: int, fault: str) -> None:
+        if process := self._pick(index):
+            break_process(self.cluster, process, fault)
+
+    @rule(node=st.sampled_from("ab"), role=st.sampled_from(["store", "prefill"]))
+    def joins(self, node: str, role: Any) -> None:
+        if len(self.cluster.processes) < 8:
+            name = f"store-{node}" if role == "store" else f"prefill-{self.cluster.births}"
+            self.cluster.start(role, name, node, slots=2)
+
+    @rule()
+    def evicts(self) -> None:
+        self.cluster.evict()
+
+    # --- links and time ---
+
+    @rule(index=st.integers(0, 30), repeated=st.booleans())
+    def loses_or_repeats(self, index: int, repeated: bool) -> None:
+        if links := [link for link in self.cluster.links() if link]:
+            link = links[index % len(links)]
+            if repeated:
+                link.appendleft(link[0])
+            else:
+                link.popleft()
+
+    @rule(rounds=st.integers(1, 40), loss=st.sampled_from([0.0, 0.05, 0.3]), lag=st.sampled_from([0.0, 0.3, 0.7]))
+    def goes_on(self, rounds: int, loss: float, lag: float) -> None:
+        for _ in range(rounds):
+            self.cluster.round(loss=loss, lag=lag)
+
+    @rule(seconds=st.floats(0.05, 3.0), paused=st.booleans())
+    def time_passes(self, seconds: float, paused: bool) -> None:
+        self.cluster.advance(seconds, paused=paused)
+
+    @rule()
+    def everything_settles(self) -> None:
+        self.cluster.finish()
+
+    @invariant()
+    def what_counts_as_pinned_is_pinned(self) -> None:
+        for prefix in self.cluster.prefixes():
+            if prefix.phase is Phase.PINNED and self.cluster.now < prefix.expires:
+                self.cluster.kept_at(prefix)
+
+    def teardown(self) -> None:
+        self.cluster.finish()
+        self.cluster.run(1)
+        for pin in {prefix.pin for prefix in self.cluster.prefixes()}:
+            self.cluster.unwarm(pin)
+        self.cluster.finish()
+        assert not self.cluster.prefixes()
+
+
+Faults.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestFaults = Faults.TestCase
+
+
+def cluster_of(nodes: str = "a", prefillers: int = 1, **settings: Any) -> WarmCluster:
+    cluster = WarmCluster(msgspec.structs.replace(CONFIG, **settings))
+    cluster.start("decode", "decode-0", "a")
+    for node in nodes:
+        cluster.start("store", f"store-{node}", node)
+        for i in range(prefillers):
+            cluster.start("prefill", f"prefill-{node}{i}", node)
+    cluster.run(0.2)
+    return cluster
+
+
+def test_without_faults_every_prefix_takes_one_attempt_and_survives_eviction() -> None:
+    cluster = cluster_of("ab", 2)
+    names = [cluster.warm(f"p{i}", pages=1 + i, seed=i) for i in range(10)]
+    for _ in range(100):
+        cluster.round()
+        cluster.evict()
+    assert all(isinstance(cluster.answers[name], Kept) for name in names)
+    assert all(prefix.attempts == 1 and cluster.kept_at(prefix) for prefix in cluster.prefixes())
+    cluster.finish()
+    cluster.run(70)
+    assert not cluster.prefixes()
+    cluster.evict()
+    assert not any(pages.pins or pages.sealed for pages in cluster.pages.values())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_busy_cluster_survives_random_faults(seed: int) -> None:
+    dice = random.Random(seed)
+    cluster = cluster_of("ab", 2)
+    cluster.random.seed(seed)
+    loss, lag = dice.choice([(0.0, 0.0), (0.01, 0.2), (0.1, 0.5)])
+    for turn in range(500):
+        if dice.random() < 0.1 and len(cluster.wishes) - len(cluster.answers) < 10:
+            cluster.warm(dice.choice("abcdefgh"), dice.randint(1, 20), dice.choice([1.0, 30.0]), dice.randint(0, 99))
+        if dice.random() < 0.1:
+            name = f"r{len(cluster.submitted)}"
+            cluster.submit(submit(name, dice.randint(1, 80), dice.randint(1, 20), dice.randint(0, 99)))
+        if dice.random() < 0.03:
+            break_process(cluster, dice.choice(list(cluster.processes.values())), dice.choice(FAULTS))
+        if dice.random() < 0.1:
+            cluster.evict()
+        if turn % 100 == 99:  # somebody repairs the cluster now and then
+            for role, name, node in [("prefill", "prefill-a0", "a"), ("store", "store-a", "a")]:
+                for old in cluster.named(name):
+                    cluster.kill(old)
+                cluster.start(role, name, node)
+        cluster.round(loss=loss, lag=lag)
+    cluster.finish()
+    kept = [answer for answer in cluster.answers.values() if isinstance(answer, Kept)]
+    assert kept
+    assert all(isinstance(answer, Kept | Failed | Cancelled) for answer in cluster.answers.values())
