@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.errors import BatonError, StartupError
 from baton.v1 import cluster_pb2
-from deploy import state_file
+from deploy import figures, state_file
 from deploy.client import Client
 from deploy.reports import Overview, View, read_overview
 from deploy.state_file import State
@@ -51,9 +51,10 @@ def collect(folder: Path) -> dict[str, Any]:
         "internal": state.internal,
         "http": state.http,
         "log_dir": state.log_dir,
+        "key_file": state.key_file,
         "ray": {"address": state.ray.address, "mode": state.ray.mode, "started_by_baton": state.ray.own is not None},
         "supervisor": {"pid": overview.supervisor.pid if overview else None, "alive": not dead},
-        "processes": _processes(status, overview),
+        "processes": _with_tiers(_processes(status, overview)),
         "counts": _counts(status),
     }
 
@@ -82,6 +83,17 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: Overview 
             row["metrics"] = process.metrics_address
             row["heartbeat_age_ms"] = process.heartbeat_age_ms if process.HasField("heartbeat_age_ms") else None
         rows.append(row)
+    return rows
+
+
+def _with_tiers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same rows, those of stores with what their metrics pages say of their tiers."""
+    asked = {row["name"]: row["metrics"] for row in rows if row["role"] != "router" and row["state"] == "live"}
+    pages = figures.scrape({name: address for name, address in asked.items() if address})
+    for row in rows:
+        if row["role"] == "store" and row["name"] in pages:
+            mates = [r["name"] for r in rows if r["node"] == row["node"] and r["role"] in ("prefill", "decode")]
+            row |= figures.of_store(pages[row["name"]], [pages[name] for name in mates if name in pages])
     return rows
 
 

@@ -68,6 +68,7 @@ def test_the_table_fits_a_screen_and_tells_failures():
         "grpc": "127.0.0.1:1",
         "http": "127.0.0.1:3",
         "log_dir": "/logs",
+        "key_file": "",
         "ray": {"address": "127.0.0.1:6379", "mode": "disabled", "started_by_baton": False},
         "processes": [process | {"last_failure": "cut [short]"}],
         "counts": {},
