@@ -26,7 +26,7 @@ from rich.markup import escape
 from baton import __version__
 from baton import config as configuration
 from baton.config import Config
-from baton.errors import BatonError, StartupError
+from baton.errors import BatonError, InvalidRequest, StartupError
 
 app = typer.Typer(
     name="baton",
@@ -203,6 +203,50 @@ def generate(
         f"[dim]{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} generated"
         f", ended by {made.finish_reason}[/]"
     )
+
+
+@app.command()
+@reported
+def warm(
+    file: Annotated[str, typer.Argument(help="Prefixes, a JSON object per line; *.txt: one prefix; -: stdin.")] = "",
+    ttl: Annotated[str, typer.Option(help="How long to keep them: 90s, 15m, 1h, 2d.")] = "",
+    list_: Annotated[bool, typer.Option("--list", help="Show what is pinned.")] = False,
+    remove: Annotated[list[str] | None, typer.Option(metavar="ID", help="End a pin; may be repeated.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds that each prefix may take.")] = None,
+    address: Annotated[str, typer.Option(help="host:port of a router, instead of --name.")] = "",
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Compute prefixes before anybody asks for them, and pin their pages for a while."""
+    from deploy import show
+    from deploy import warm as warming
+    from deploy.client import Client
+    from deploy.status import find
+
+    if sum([bool(file), list_, bool(remove)]) != 1:
+        raise InvalidRequest("give a FILE with prefixes, or --list, or --remove ID")
+    ttl_ms = warming.parse_duration_ms(ttl) if ttl else None
+    lines = warming.read(file, sys.stdin.read() if file == warming.STDIN else "") if file else []
+    with Client(address or find(_folder(name)).grpc) as client:
+        for pin in remove or ():
+            client.unpin(pin)
+        pins = client.pins() if list_ else []
+        outcomes: list[warming.Outcome] = []
+        for outcome in warming.warm(client, lines, ttl_ms, timeout):
+            outcomes.append(outcome)
+            if not as_json:
+                show.warmed(_out, _err, file, outcome)
+    if as_json:
+        done = {"warmed": [outcome.as_json() for outcome in outcomes]} if file else {"removed": remove}
+        _print_json({"pins": list(map(warming.pin_as_json, pins))} if list_ else done)
+    elif list_:
+        show.pins(_out, pins)
+    elif file:
+        show.warmed_all(_out, outcomes)
+    else:
+        _out.print(f"removed {escape(', '.join(remove or ()))}")
+    if any(outcome.error for outcome in outcomes):
+        raise typer.Exit(1)
 
 
 @app.command()

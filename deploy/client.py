@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Self
@@ -10,7 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import BatonError, Unavailable, all_errors, from_reason
-from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
+from baton.v1 import cache_pb2, cache_pb2_grpc, cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 _REASON = "baton-reason"
 
@@ -26,6 +27,7 @@ class Client:
         self._channel = grpc.insecure_channel(address, options=options)
         self._cluster = cluster_pb2_grpc.ClusterStub(self._channel)
         self._generation = generation_pb2_grpc.GenerationStub(self._channel)
+        self._cache = cache_pb2_grpc.CacheStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def status(self, timeout: float = 2.0) -> cluster_pb2.GetStatusResponse:
@@ -56,6 +58,28 @@ class Client:
             raise typed(error, self.address) from None
         finally:
             call.cancel()
+
+    def warm(self, request: cache_pb2.WarmRequest, timeout: float | None = None) -> cache_pb2.WarmResponse:
+        """Have a prefix computed and pinned; returns once it is. Raises BatonError."""
+        with self._typed():
+            return self._cache.Warm(request, timeout=timeout)
+
+    def unpin(self, pin: str, timeout: float = 5.0) -> None:
+        """End a pin. Raises BatonError: PinNotFound when there is none of that name."""
+        with self._typed():
+            self._cache.Unpin(cache_pb2.UnpinRequest(id=pin), timeout=timeout)
+
+    def pins(self, timeout: float = 5.0) -> list[cache_pb2.Pin]:
+        """What is pinned, by name. Raises BatonError."""
+        with self._typed():
+            return list(self._cache.ListPins(cache_pb2.ListPinsRequest(), timeout=timeout).pins)
+
+    @contextlib.contextmanager
+    def _typed(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise typed(error, self.address) from None
 
     def close(self) -> None:
         self._channel.close()

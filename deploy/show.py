@@ -156,10 +156,6 @@ def pins(console: Console, found: Sequence[Pin]) -> None:
     console.print(table if found else "nothing is pinned")
 
 
-def _size(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
-
-
 def _span(milliseconds: int) -> str:
     minutes, seconds = divmod(round(milliseconds / 1_000), 60)
     hours, minutes = divmod(minutes, 60)

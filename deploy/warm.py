@@ -1,0 +1,113 @@
+"""`baton warm`: prefixes from a file, warmed one after the other. What is wrong with one does not stop the others.
+
+A file holds one prefix per line, as JSON: {"text": …} or {"token_ids": […]}, and if wanted "id" and "ttl". A file
+whose name ends in .txt is one prefix as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.errors import BatonError, InvalidRequest
+from baton.v1 import cache_pb2 as pb
+from baton.v1 import generation_pb2
+from deploy.client import Client
+
+STDIN = "-"
+_UNITS_MS = {"": 1_000, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)", re.IGNORECASE)
+_FIELDS = {"text", "token_ids", "id", "ttl"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one prefix. `line` counts from 1."""
+
+    line: int
+    warmed: pb.WarmResponse | None = None
+    error: BatonError | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        if self.warmed is None:
+            assert self.error is not None
+            return {"line": self.line, "error": {"reason": self.error.reason, "message": str(self.error)}}
+        counts = {field.name: value for field, value in self.warmed.ListFields() if field.name.startswith("tokens_")}
+        return {"line": self.line, **pin_as_json(self.warmed.pin), **counts}
+
+
+def pin_as_json(pin: pb.Pin) -> dict[str, Any]:
+    return {
+        "id": pin.id,
+        "node": pin.node,
+        "tokens": pin.tokens,
+        "pages": pin.pages,
+        "bytes": pin.bytes,
+        "expires_in_ms": pin.expires_in_ms,
+    }
+
+
+def parse_duration_ms(text: str) -> int:
+    """`90s`, `15m`, `1.5h`, `2d`, or a number of seconds. Raises InvalidRequest."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise InvalidRequest(f"{text!r} is no duration; write seconds, or a number with ms, s, m, h or d such as 1h")
+    return int(float(match[1]) * _UNITS_MS[match[2].lower()])
+
+
+def read(source: str, stdin: str = "") -> list[tuple[int, str]]:
+    """The prefixes of a file as they stand there, each as JSON with the number of its line; of "-", those of `stdin`.
+    Raises InvalidRequest when it can't be read or holds none."""
+    try:
+        text = stdin if source == STDIN else Path(source).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"can't read {source}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{source} is not UTF-8 text") from None
+    if Path(source).suffix == ".txt":
+        lines = [(1, json.dumps({"text": text}))] if text else []
+    else:  # not splitlines(): JSON may hold what that takes for an end of line
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise InvalidRequest(f"{source} holds no prefix; write one JSON object per line, such as " + '{"text": "…"}')
+    return lines
+
+
+def parse(line: str, ttl_ms: int | None) -> pb.WarmRequest:
+    """One prefix. `ttl_ms` is for those that name none themselves; none: the router's default. Raises
+    InvalidRequest."""
+    try:
+        given: object = json.loads(line)
+    except ValueError as error:
+        raise InvalidRequest(f"not JSON: {error}") from None
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f'{type(given).__name__} is no prefix; write an object, such as {{"text": "…"}}')
+    if unknown := sorted(set(given) - _FIELDS):
+        raise InvalidRequest(f"unknown field {unknown[0]!r}; a prefix has text or token_ids, id and ttl")
+    if ("text" in given) == ("token_ids" in given):
+        raise InvalidRequest("give either text or token_ids")
+    try:
+        return pb.WarmRequest(
+            text=given.get("text"),
+            token_ids=generation_pb2.TokenIds(ids=given["token_ids"]) if "token_ids" in given else None,
+            ttl_ms=parse_duration_ms(str(given["ttl"])) if "ttl" in given else ttl_ms,
+            id=given.get("id", ""),
+        )
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"it can't be sent: {error}") from None
+
+
+def warm(
+    client: Client, lines: list[tuple[int, str]], ttl_ms: int | None, timeout: float | None = None
+) -> Iterator[Outcome]:
+    """Warm them in their order, one at a time, so that they hardly stand in the way of requests. `timeout` is how many
+    seconds each may take."""
+    for number, line in lines:
+        try:
+            yield Outcome(number, warmed=client.warm(parse(line, ttl_ms), timeout))
+        except BatonError as error:
+            yield Outcome(number, error=error)
