@@ -258,13 +258,11 @@ class _Carrier:
         per_message = max(1, _MESSAGE_BYTES // self._page_bytes)
         for first in range(0, len(order.slots), per_message):
             here = slice(first, first + per_message)
-            frames = [self._slot(slot) for slot in order.slots[here]]
-            trackers = self._server.send(order.peer, Pages(order.fetch, order.pages[here]), frames)
-            if trackers is None:
-                break  # what of it has gone is in `sending`; the rest will be missed over there
-            sending.add(trackers)
-            self._pages_out += len(frames)
-            self._bytes_out += len(frames) * self._page_bytes
+            pages = Pages(order.fetch, order.pages[here])
+            if not self._server.send_pages(order.peer, pages, map(self._slot, order.slots[here]), sending):
+                break  # they will be missed over there
+            self._pages_out += len(pages.pages)
+            self._bytes_out += len(pages.pages) * self._page_bytes
         self._sending[order.number] = sending
         self._look = _FIRST_LOOK
 

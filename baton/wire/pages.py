@@ -14,8 +14,9 @@ old connection, which may not know yet that it is dead.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ _IO_THREADS = 2  # so that one can send while the other receives, and encryption
 _REQUEST_BYTES = 2**20  # the largest request, and the largest first frame of a reply
 _REQUESTS = 1_000  # kept for a store that does not read, or from one that we don't
 _REPLIES_SENT = 10_000  # messages; their pages lie in the arena
-_REPLIES_READ = 32  # messages from one store that wait in our heap
+_REPLIES_READ = 8  # messages from one store that wait in our heap
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -44,20 +45,24 @@ class Losses:
 
 
 class Sending:
-    """Pages that ZMQ may still read."""
+    """Pages that ZMQ may still read.
+
+    Whoever sends without copying must keep the bytes' owner alive until ZMQ has freed the frame, and pyzmq does just
+    that with the view that it was given. So a view that only ZMQ was given lives for as long as ZMQ may read it: its
+    end says the same as a `MessageTracker`, which costs as much as sending a page of 128 KiB does."""
 
     def __init__(self) -> None:
-        self._trackers: deque[zmq.MessageTracker] = deque()
+        self._views: deque[weakref.ref[memoryview]] = deque()
 
-    def add(self, trackers: Iterable[zmq.MessageTracker]) -> None:
-        self._trackers.extend(trackers)
+    def add(self, view: memoryview) -> None:
+        self._views.append(weakref.ref(view))
 
     @property
     def done(self) -> bool:
         """Whether nobody will read any of them any more, sent or not."""
-        while self._trackers and self._trackers[0].done:
-            self._trackers.popleft()
-        return not self._trackers
+        while self._views and self._views[0]() is None:
+            self._views.popleft()
+        return not self._views
 
 
 class PageServer:
@@ -98,25 +103,33 @@ class PageServer:
             else:
                 self._losses.dropped += 1
 
-    def send(self, peer: str, reply: PageReply, pages: Sequence[memoryview] = ()) -> list[zmq.MessageTracker] | None:
-        """Send to the store of that incarnation; none when it is not connected, or has not read for long."""
+    def send(self, peer: str, reply: PageReply) -> bool:
+        """Send words to the store of that incarnation. False when it is not connected, or has not read for long."""
+        return self._start(peer, reply, 0)
+
+    def send_pages(self, peer: str, reply: Pages, pages: Iterable[memoryview], sending: Sending) -> bool:
+        """The same, with the bytes of its pages behind it. The caller keeps none of the views."""
+        if not self._start(peer, reply, zmq.SNDMORE):
+            return False
+        last = len(reply.pages) - 1
+        for place, page in enumerate(pages):
+            sending.add(page)
+            self.socket.send(page, 0 if place == last else zmq.SNDMORE, copy=False)
+        return True
+
+    def _start(self, peer: str, reply: PageReply, more: int) -> bool:
         sequence = self._sequences.get(peer, 0) + 1
-        envelope = _encoder.encode(Envelope(self._me, peer, sequence, reply))
         try:
             self.socket.send(peer.encode(), zmq.NOBLOCK | zmq.SNDMORE)
         except zmq.ZMQError as error:  # EHOSTUNREACH or EAGAIN, and then nothing of this message has been sent
             if error.errno == zmq.EHOSTUNREACH:
                 self._sequences.pop(peer, None)
             self._losses.dropped += 1
-            return None
-        self._sequences[peer] = sequence
+            return False
         # From here on a message goes as a whole: ZMQ takes its other frames, or drops them with their connection.
-        last = len(pages) - 1
-        self.socket.send(envelope, zmq.SNDMORE if pages else 0)
-        return [
-            self.socket.send(page, 0 if place == last else zmq.SNDMORE, copy=False, track=True)
-            for place, page in enumerate(pages)
-        ]
+        self.socket.send(_encoder.encode(Envelope(self._me, peer, sequence, reply)), more)
+        self._sequences[peer] = sequence
+        return True
 
     def close(self) -> None:
         self.socket.close(0)
