@@ -343,7 +343,9 @@ class StoreState:
         if len(call.parent) not in (0, KEY_BYTES):
             raise MalformedMessage(f"a parent key of {len(call.parent)} bytes")
         ticket = self._new_ticket(process, call.ticket, call.keys, now, reserving=False)
-        ticket.wait, ticket.parent, ticket.sources = call.wait, call.parent, call.sources
+        ticket.wait, ticket.parent = call.wait, call.parent
+        # Our own pages are found without asking; a fetch from ourselves would wait for itself.
+        ticket.sources = tuple(source for source in call.sources if source.store != self._me.incarnation)
         process.tickets[ticket.number] = ticket
         found: list[PageAt] = []
         missing: list[int] = []
