@@ -166,6 +166,8 @@ class DiskTier:
 
     def close(self) -> None:
         """End the threads after what they are doing. Those that a disk does not let go of are left behind."""
+        if self._closing:
+            return
         self._closing = True
         self._epoch = -1
         for queue in (self._to_check, self._to_append, *[self._to_fetch] * _FETCHERS):

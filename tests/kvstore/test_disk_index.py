@@ -1,0 +1,490 @@
+"""DiskIndex against a disk on paper that is slow, full, broken, rotten and restarted, in any order."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from baton.config import Bytes, DiskConfig
+from kvstore.changes import Cleared, Removed, Stored
+from kvstore.disk_format import RecordLayout
+from kvstore.disk_index import RETRY_SECONDS, DiskIndex
+from kvstore.disk_orders import Deleted, Moved, Open, OpenFailed, PagesRead, Written
+from kvstore.segments import Segment, Segments
+from kvstore.tiers import DiskEvent, DiskPage, DiskResult, ReadEnded, WriteEnded
+from tests.kvstore.chains import CHAINS, key, keys, parent
+from tests.kvstore.disk_fixtures import PaperDisk
+
+PAGE = 1_000
+LAYOUT = RecordLayout(PAGE)
+SEGMENT = LAYOUT.offset(4)
+SETTINGS = DiskConfig(path="disk", segment_bytes=Bytes(SEGMENT), max_bytes=Bytes(8 * SEGMENT), queue_pages=12)
+NAMESPACE = b"n" * 16
+FAULT = st.sampled_from(["", "", "", "full", "broken"])
+PICK = st.integers(0, 11)
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """A store, its disk, and somebody who follows the events."""
+
+    @initialize()
+    def start(self) -> None:
+        self.disk = PaperDisk(LAYOUT, folders={"aa-5": 2 * SEGMENT, "bb-6": SEGMENT})
+        self.now = 0.0
+        self.slots = 0
+        self.begin()
+        self.work(10)
+
+    def begin(self) -> None:
+        self.index = DiskIndex(SETTINGS)
+        self.writes: Counter[tuple[bytes, int]] = Counter()
+        self.reads: Counter[tuple[bytes, int]] = Counter()
+        self.damaged: dict[bytes, bool] = {}
+        self.told: dict[bytes, bytes] = {}
+        self.spoilt = False  # something has just been found so
+        self.events: deque[DiskEvent] = deque()
+        self.follow(self.index.open(NAMESPACE, PAGE))
+
+    def follow(self, result: DiskResult) -> None:
+        for order in result.orders:
+            self.disk.submit(order)
+        for ended in result.ended:
+            match ended:
+                case WriteEnded():
+                    self.writes[ended.key, ended.slot] -= 1
+                    assert self.writes[ended.key, ended.slot] == 0, "a write ended that was not on its way"
+                case ReadEnded():
+                    self.reads[ended.key, ended.slot] -= 1
+                    assert self.reads[ended.key, ended.slot] == 0, "a read ended that was not on its way"
+                    assert not ended.ok or ended.checksum == hash(ended.key) % 2**64
+        for change in self.index.drain_events():
+            match change:
+                case Stored(above, stored):
+                    for each in stored:
+                        assert not above or above in self.told, "stored without what is before it"
+                        assert each not in self.told
+                        self.told[each] = above
+                        above = each
+                case Removed(removed):
+                    for each in removed:
+                        reading = sum(count for (name, _), count in self.reads.items() if name == each)
+                        assert self.spoilt or not reading, "evicted while it is being read"
+                        assert each not in self.told.values(), "removed before what is after it"
+                        del self.told[each]
+                case Cleared():
+                    raise AssertionError("there are other tiers than this one")
+
+    def hear(self, events: list[DiskEvent]) -> None:
+        for event in events:
+            match event:
+                case PagesRead():
+                    self.spoilt = any(outcome != "ok" for _, outcome in event.outcomes)
+                case Moved():
+                    self.spoilt = any(outcome != "ok" for outcome in event.outcomes)
+                case _:
+                    self.spoilt = False
+            self.follow(self.index.handle(event))
+        self.spoilt = False
+
+    # --- what the store does ------------------------------------------------------------------------------------------
+
+    @rule(word=CHAINS, start=st.integers(0, 3), damaged=st.sampled_from([0, 0, 0, 0, 1]))
+    def write(self, word: str, start: int, damaged: int) -> None:
+        start = min(start, len(word) - 1)
+        pages: list[DiskPage] = []
+        above = parent(word, start)
+        for each in keys(word, start):
+            self.slots += 1
+            pages.append(DiskPage(each, above, self.slots, hash(each) % 2**64))
+            self.writes[each, self.slots] += 1
+            above = each
+        wanted = self.index.wants(pages[0].key)
+        assert not (wanted and self.index.has(pages[0].key))
+        if damaged:
+            self.damaged[pages[-1].key] = True
+        self.follow(self.index.write(pages))
+
+    @rule(words=st.lists(CHAINS, min_size=1, max_size=8))
+    def fill(self, words: list[str]) -> None:
+        """Write much, and let the disk keep up, but not with what it was reading."""
+        for word in words:
+            self.write(word, 0, 0)
+            while self.disk.orders:
+                self.hear(self.disk.step(100, "", frozenset(self.damaged)))
+
+    @precondition(lambda self: self.told)
+    @rule(pick=PICK, twice=st.booleans())
+    def read(self, pick: int, twice: bool) -> None:
+        here = sorted(self.told)
+        deepest = here[pick % len(here)]
+        chain = [deepest]
+        while chain[0] in self.told and self.told[chain[0]]:
+            chain.insert(0, self.told[chain[0]])
+        assert self.index.prefix(chain) == len(chain)
+        assert self.index.prefix(chain[1:], chain[0]) == len(chain) - 1
+        for _ in range(1 + twice):
+            wanted: list[tuple[bytes, int]] = []
+            for each in chain:
+                self.slots += 1
+                wanted.append((each, self.slots))
+                self.reads[each, self.slots] += 1
+            self.follow(self.index.read(wanted))
+
+    @rule(word=CHAINS)
+    def touch(self, word: str) -> None:
+        self.index.touch(keys(word))
+
+    @rule(seconds=st.sampled_from([1.0, RETRY_SECONDS]))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.follow(self.index.tick(self.now))
+
+    # --- what the disk does -------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.disk.orders)
+    @rule(orders=st.integers(1, 6), pages=st.integers(1, 5), fault=FAULT)
+    def carry_out(self, orders: int, pages: int, fault: str) -> None:
+        for _ in range(orders):
+            if not self.disk.orders:
+                return
+            opening = isinstance(self.disk.orders[0], Open)
+            damaged = frozenset() if opening else frozenset(self.damaged)
+            self.hear(self.disk.step(pages, fault, damaged))
+            fault = ""
+
+    @rule()
+    def work_off(self) -> None:
+        self.work(100)
+
+    def work(self, pages: int) -> None:
+        """Everything goes well, until there is nothing left to do."""
+        while self.disk.orders or self.disk.reads:
+            if self.disk.orders:
+                self.hear(self.disk.step(pages, ""))
+            if self.disk.reads:
+                self.hear(self.disk.read(0, pages, unreadable=False))
+
+    @precondition(lambda self: self.disk.reads)
+    @rule(pick=PICK, pages=st.integers(1, 4), unreadable=st.sampled_from([False] * 7 + [True]))
+    def bring(self, pick: int, pages: int, unreadable: bool) -> None:
+        self.hear(self.disk.read(pick % len(self.disk.reads), pages, unreadable))
+
+    @precondition(lambda self: self.disk.segments)
+    @rule(pick=PICK, record=st.integers(0, 3))
+    def rot(self, pick: int, record: int) -> None:
+        segments = sorted(self.disk.segments)
+        segment = segments[pick % len(segments)]
+        if record in self.disk.segments[segment]:
+            self.disk.rot(segment, record)
+
+    @rule(written=st.integers(0, 3), unlucky=st.sampled_from([False, False, False, False, True]))
+    def kill(self, written: int, unlucky: bool) -> None:
+        """Kill the store and start another."""
+        if not unlucky or self.index.stats().state == "opening":
+            return
+        before = dict(self.told)
+        self.disk.kill(written)
+        self.begin()
+        assert not self.told
+        assert not self.index.wants(key("a"))
+        while self.disk.orders and isinstance(self.disk.orders[0], Open):
+            self.hear(self.disk.step(3, ""))
+        if self.disk.bytes <= SETTINGS.max_bytes // 2:
+            assert before.keys() <= self.told.keys(), "something that could be read has not been found again"
+
+    # --- what always holds --------------------------------------------------------------------------------------------
+
+    @invariant()
+    def sound(self) -> None:
+        self.index.validate(self.disk.holds)
+        assert self.told == dict(self.index.pages())
+        assert all(self.index.has(each) for each in self.told)
+        stats = self.index.stats()
+        assert stats.pages == len(self.told)
+        assert stats.writing == self.writes.total()
+        assert stats.reading == self.reads.total()
+        assert self.disk.bytes <= SETTINGS.max_bytes, "more than is allowed"
+        assert self.disk.bytes <= stats.bytes or stats.state == "opening"
+        assert stats.live_bytes <= stats.bytes
+
+    def teardown(self) -> None:
+        self.work(100)
+        assert not self.writes.total(), "a write has never ended"
+        assert not self.reads.total(), "a read has never ended"
+
+
+DiskMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=60, deadline=None)
+TestDiskIndex = DiskMachine.TestCase
+
+
+# --- the invariants notice what is wrong ------------------------------------------------------------------------------
+
+
+def deletes_under_readers(self: Segments[object]) -> list[Segment[object]]:
+    dying = [segment for segment in self if segment.state == "dying"]
+    self._ready.clear()
+    for segment in dying:
+        segment.state = "deleting"
+    return dying
+
+
+def believes_failed_writes(original: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: DiskIndex, event: Written) -> None:
+        original(self, Written(event.epoch, event.segment, event.first, event.intact))
+
+    return mutant
+
+
+def believes_corrupt_moves(original: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: DiskIndex, event: Moved) -> None:
+        outcomes = ("ok",) * len(event.outcomes)
+        original(self, Moved(event.epoch, event.segment, event.first, outcomes, event.reason, event.full))
+
+    return mutant
+
+
+def evicts_parents_first(self: DiskIndex) -> None:
+    node = next(node for node in self._tree.preorder() if node.value.segment is not None)
+    for each in self._tree.subtree(node):
+        self._bury(each)
+        self._lru.forget(each)
+        self._tree.remove(each)
+
+
+def appends_without_limit(original: Callable[..., object]) -> Callable[..., object]:
+    def mutant(self: Segments[object], moving: bool) -> object:
+        limit, self.max_bytes = self.max_bytes, 2**60
+        try:
+            return original(self, moving)
+        finally:
+            self.max_bytes = limit
+
+    return mutant
+
+
+def forgets_to_end(original: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: DiskIndex, event: Written) -> None:
+        original(self, event)
+        if event.reason:
+            self._out.ended.clear()
+
+    return mutant
+
+
+MUTATIONS = {
+    "deletes under readers": lambda m: m.setattr(Segments, "deletable", deletes_under_readers),
+    "believes failed writes": lambda m: m.setattr(DiskIndex, "_written", believes_failed_writes(DiskIndex._written)),
+    "believes corrupt moves": lambda m: m.setattr(DiskIndex, "_moved", believes_corrupt_moves(DiskIndex._moved)),
+    "evicts what is being read": lambda m: m.setattr(DiskIndex, "_evict", evicts_parents_first),
+    "appends without limit": lambda m: m.setattr(Segments, "append", appends_without_limit(Segments.append)),
+    "forgets to end failed writes": lambda m: m.setattr(DiskIndex, "_written", forgets_to_end(DiskIndex._written)),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_invariants_catch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTATIONS[name](monkeypatch)
+    caught = settings(
+        max_examples=2_000, stateful_step_count=60, deadline=None, phases=[Phase.generate], database=None,
+        derandomize=True, print_blob=False, report_multiple_bugs=False,
+    )  # fmt: skip
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(DiskMachine, settings=caught)
+
+
+# --- single cases -----------------------------------------------------------------------------------------------------
+
+
+def opened(settings: DiskConfig = SETTINGS) -> tuple[DiskIndex, PaperDisk]:
+    index, disk = DiskIndex(settings), PaperDisk(LAYOUT)
+    finish(index, disk, index.open(NAMESPACE, PAGE))
+    return index, disk
+
+
+def finish(index: DiskIndex, disk: PaperDisk, result: DiskResult, fault: str = "") -> list[object]:
+    """Carry out all orders; what ended."""
+    ended = list(result.ended)
+    for order in result.orders:
+        disk.submit(order)
+    while disk.orders or disk.reads:
+        events = disk.step(100, fault) if disk.orders else disk.read(0, 100, unreadable=False)
+        for event in events:
+            result = index.handle(event)
+            ended += result.ended
+            for order in result.orders:
+                disk.submit(order)
+    return ended
+
+
+def pages(chain: str) -> list[DiskPage]:
+    return [DiskPage(each, parent(chain, place), place, hash(each) % 2**64) for place, each in enumerate(keys(chain))]
+
+
+def test_without_a_path_there_is_no_disk() -> None:
+    index = DiskIndex(DiskConfig())
+    assert not index.open(NAMESPACE, PAGE).orders
+    assert index.stats().state == "off"
+    assert not index.wants(key("a"))
+    assert index.write(pages("ab")).ended == [WriteEnded(key("a"), 0), WriteEnded(key("ab"), 1)]
+    assert not index.tick(1e9).orders
+
+
+def test_nothing_is_wanted_or_readable_before_the_directory_is_known() -> None:
+    index = DiskIndex(SETTINGS)
+    index.open(NAMESPACE, PAGE)
+    assert index.stats().state == "opening"
+    assert not index.wants(key("a"))
+    assert index.prefix(keys("abc")) == 0
+
+
+def test_a_page_is_written_only_after_its_parent() -> None:
+    index, disk = opened()
+    orphan = pages("abc")[2:]
+    assert index.write(orphan).ended == [WriteEnded(key("abc"), 2)]
+    finish(index, disk, index.write(pages("abc")))
+    assert index.prefix(keys("abcd")) == 3
+    assert not index.wants(key("abc"))
+    assert index.wants(key("abcd"))
+
+
+def test_the_queue_is_bounded() -> None:
+    index, _ = opened(DiskConfig(path="disk", max_bytes=SETTINGS.max_bytes, queue_pages=2))
+    ended = index.write(pages("abc")).ended
+    assert ended == [WriteEnded(key("abc"), 2)]
+    assert not index.wants(key("b"))
+    assert index.stats().dropped_writes == 1
+
+
+def test_a_failed_disk_is_tried_again_and_read_meanwhile() -> None:
+    index, disk = opened()
+    finish(index, disk, index.write(pages("ab")))
+    ended = finish(index, disk, index.write(pages("ccc")), fault="broken")
+    assert len(ended) == 3
+    assert index.stats().state == "failed: broken"
+    assert not index.wants(key("c"))
+    assert finish(index, disk, index.read([(key("a"), 7)])) == [ReadEnded(key("a"), 7, hash(key("a")) % 2**64, ok=True)]
+    index.tick(100.0)
+    assert not index.wants(key("c"))
+    index.tick(100.0 + RETRY_SECONDS)
+    assert index.wants(key("c"))
+    finish(index, disk, index.write(pages("ccc")))
+    assert index.stats().state == "on"
+    assert index.has(key("ccc"))
+
+
+def test_a_disk_that_fills_up_makes_a_smaller_tier() -> None:
+    index, disk = opened()
+    for word in ("aaaa", "bbbb", "cccc"):
+        finish(index, disk, index.write(pages(word)))
+    before = index.stats().bytes
+    finish(index, disk, index.write(pages("ab")), fault="full")
+    index.tick(0.0)
+    finish(index, disk, index.tick(RETRY_SECONDS))
+    for word in ("ba", "ca", "acaa", "bcaa"):
+        finish(index, disk, index.write(pages(word)))
+    stats = index.stats()
+    assert stats.state == "on"
+    assert stats.evictions > 0
+    assert disk.bytes <= stats.bytes <= max(before + SEGMENT, 4 * SEGMENT)
+
+
+def test_a_directory_that_could_not_be_opened_is_tried_again() -> None:
+    index = DiskIndex(SETTINGS)
+    (order,) = index.open(NAMESPACE, PAGE).orders
+    assert isinstance(order, Open)
+    index.handle(OpenFailed(order.epoch, "in use"))
+    assert index.stats().state == "failed: in use"
+    index.tick(0.0)
+    (again,) = index.tick(RETRY_SECONDS).orders
+    assert isinstance(again, Open)
+    assert again.epoch != order.epoch
+
+
+def test_too_little_room_is_said_and_not_tried() -> None:
+    index = DiskIndex(DiskConfig(path="disk", max_bytes=Bytes(2_000)))
+    assert not index.open(NAMESPACE, PAGE).orders
+    assert index.stats().state.startswith("failed: disk.max_bytes is 2000")
+    index.tick(0.0)
+    assert not index.tick(1e9).orders
+
+
+def test_another_namespace_starts_anew_and_old_events_are_nobodys() -> None:
+    index, disk = opened()
+    finish(index, disk, index.write(pages("ab")))
+    index.drain_events()
+    index.open(b"m" * 16, PAGE)
+    assert index.drain_events() == [Removed((key("ab"), key("a")))]
+    assert not index.has(key("a"))
+    assert index.handle(Deleted(1, 0)) == DiskResult()
+
+
+def test_other_namespaces_go_first_when_room_is_needed() -> None:
+    index, disk = DiskIndex(SETTINGS), PaperDisk(LAYOUT, folders={"aa-5": 3 * SEGMENT, "bb-6": 3 * SEGMENT})
+    finish(index, disk, index.open(NAMESPACE, PAGE))
+    finish(index, disk, index.write(pages("abca")))
+    assert list(disk.folders) == ["bb-6"]
+    assert index.stats().evictions == 0
+
+
+def test_what_was_touched_goes_last() -> None:
+    index, disk = opened()
+    words = ["aaaa", "bbbb", "cccc", "abaa", "acaa", "baaa", "bcaa", "caaa", "cbaa", "abbb"]
+    for word in words:
+        finish(index, disk, index.write(pages(word)))
+        index.touch(keys("aaaa"))
+    assert index.stats().evictions > 0
+    assert index.prefix(keys("aaaa")) == 4
+    assert index.stats().cleaned_bytes > 0
+
+
+def test_cleaning_never_moves_more_than_it_wins() -> None:
+    index, disk = opened()
+    for number in range(300):
+        word = "".join("abc"[number // 3**place % 3] for place in range(4))
+        finish(index, disk, index.write(pages(word)))
+        if number % 5 == 0:
+            index.touch(keys("aaaa"))
+    stats = index.stats()
+    assert stats.evictions > 0
+    assert 0 < stats.cleaned_bytes <= stats.written * LAYOUT.record_bytes
+
+
+def test_a_slow_read_outlives_the_cleaning_of_its_segment() -> None:
+    index, disk = opened()
+    finish(index, disk, index.write(pages("aaaa")))
+    for order in index.read([(each, slot) for slot, each in enumerate(keys("aaaa"))]).orders:
+        disk.submit(order)
+    assert len(disk.reads) == 1
+    for word in ("bbbb", "cccc", "caaa", "cbaa", "baaa", "bcaa"):
+        result = index.write(pages(word))
+        for order in result.orders:
+            disk.submit(order)
+        while disk.orders:
+            for event in disk.step(100, ""):
+                for order in index.handle(event).orders:
+                    disk.submit(order)
+        index.validate(disk.holds)
+    assert 0 in disk.segments
+    assert all(ended.ok for ended in finish(index, disk, DiskResult()) if isinstance(ended, ReadEnded))
+
+
+def test_the_speed_is_that_of_the_reads() -> None:
+    index, disk = opened()
+    assert not index.speed.measured
+    finish(index, disk, index.write(pages("abca")))
+    finish(index, disk, index.read([(each, slot) for slot, each in enumerate(keys("abca"))]))
+    assert index.speed.measured
+    assert index.speed.latency == pytest.approx(0.001)
+    assert index.speed.bytes_per_second == pytest.approx(4 * PAGE / 0.001)

@@ -1,0 +1,337 @@
+"""The disk tier on real files: written, read back, restarted, and everything that a disk can do to it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore import disk, disk_files
+from kvstore.disk_index import RETRY_SECONDS
+from kvstore.tiers import WriteEnded
+from tests.kvstore.chains import key, keys
+from tests.kvstore.disk_rig import LARGE, SMALL, Rig, prefixes
+
+SIZES = pytest.mark.parametrize("page_bytes", [SMALL, LARGE, LARGE + 8])
+
+
+@SIZES
+def test_what_is_written_is_read_back_also_by_the_next_store(tmp_path: Path, page_bytes: int) -> None:
+    with Rig(tmp_path, page_bytes) as rig:
+        assert rig.write("abcabc", "abb", "cc") == [
+            *(WriteEnded(each, slot) for slot, each in enumerate(keys("abcabc"))),
+            *(WriteEnded(each, slot) for slot, each in enumerate(keys("abb"))),
+            *(WriteEnded(each, slot) for slot, each in enumerate(keys("cc"))),
+        ]
+        assert rig.readable() == prefixes("abcabc", "abb", "cc")
+    with Rig(tmp_path, page_bytes) as rig:
+        assert rig.state == "on"
+        assert rig.readable() == prefixes("abcabc", "abb", "cc")
+        rig.write("abba")
+        stats = rig.index.stats()
+        assert (stats.torn, stats.corrupt, stats.orphans, stats.duplicates) == (0, 0, 0, 0)
+    with Rig(tmp_path, page_bytes) as rig:
+        assert rig.readable() == prefixes("abcabc", "abba", "cc")
+
+
+def test_without_direct_io_it_works_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "takes_direct_io", lambda folder: False)
+    with Rig(tmp_path, LARGE) as rig:
+        rig.write("abc")
+        assert rig.reads_all_of("abc")
+
+
+def test_memory_that_direct_io_refuses_is_written_the_usual_way(tmp_path: Path) -> None:
+    with Rig(tmp_path, LARGE) as rig:
+        askew = memoryview(bytearray(64 * LARGE + 1))[1:]
+        rig._memory = askew
+        rig.write("abc")
+        assert rig.reads_all_of("abc")
+
+
+def test_only_the_owner_may_read(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        with Rig(tmp_path / "deep" / "er") as rig:
+            rig.write("abc")
+            for path in [rig.path, *rig.path.rglob("*")]:
+                mode = stat.S_IMODE(path.stat().st_mode)
+                assert mode == (0o700 if path.is_dir() else 0o600), path
+    finally:
+        os.umask(old)
+
+
+def test_a_directory_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
+    (tmp_path / "node").mkdir(mode=0o755)
+    with Rig(tmp_path) as rig:
+        assert stat.S_IMODE(rig.path.stat().st_mode) == 0o700
+
+
+def test_one_store_at_a_time(tmp_path: Path) -> None:
+    with Rig(tmp_path) as first:
+        first.write("abc")
+        second = Rig(tmp_path).open()
+        assert second.state.startswith("failed: ")
+        assert "in use by another store" in second.state
+        assert second.index.prefix(keys("abc")) == 0
+        first.tier.close()
+        second.follow(second.index.tick(0.0))
+        second.follow(second.index.tick(RETRY_SECONDS))
+        second.until(lambda: second.state == "on")
+        assert second.reads_all_of("abc")
+        second.tier.close()
+
+
+def test_room_is_made_and_what_is_used_stays(tmp_path: Path) -> None:
+    with Rig(tmp_path, records=4, segments=8) as rig:
+        rig.write("abc")
+        for number in range(60):
+            rig.write("".join("abc"[number // 3**place % 3] for place in range(4)) + "ab")
+            rig.index.touch(keys("abc"))
+            rig.settle()
+            size = sum(path.stat().st_size for path in rig.path.rglob("*"))
+            assert size <= rig.settings.max_bytes + 8 * 4_096  # the folders themselves
+        stats = rig.index.stats()
+        assert stats.evictions > 50
+        assert stats.cleaned_bytes > 0
+        here = rig.readable()
+        assert prefixes("abc") <= here
+    with Rig(tmp_path, records=4, segments=8) as rig:
+        assert here <= rig.readable(), "what was moved has not been found again"
+
+
+def test_a_deleted_segment_gives_its_bytes_back(tmp_path: Path) -> None:
+    with Rig(tmp_path, LARGE, records=2, segments=8) as rig:
+        for number in range(12):
+            rig.write("abc"[number % 3] + "abc"[number // 3 % 3] + "abc"[number // 9])
+            rig.readable()
+            rig.settle()
+        # The descriptor that lists the folder is gone by the time it is looked at.
+        names = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]  # noqa: PTH115
+        assert not [name for name in names if name.startswith(str(rig.path)) and name.endswith("(deleted)")]
+
+
+def test_other_namespaces_are_deleted_when_room_is_needed_and_foreign_files_never(tmp_path: Path) -> None:
+    with Rig(tmp_path, records=4, segments=8) as rig:
+        rig.write("abcabc", "bbb")
+    with Rig(tmp_path, SMALL + 1, records=4, segments=8) as other:
+        foreign = [other.path / "notes.txt", other.path / "aabb-7" / "notes.txt", other.folder / "segment-1.kv"]
+        foreign += [other.path / "AABB-7" / "segment-00000001.kv", other.path / "aabb" / "segment-00000001.kv"]
+        for path in foreign:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("mine")
+        assert other.index.stats().bytes == 0 or rig.folder.exists()
+        for number in range(40):
+            other.write("".join("abc"[number // 3**place % 3] for place in range(4)))
+            other.settle()
+        assert not rig.folder.exists()
+        assert all(path.read_text() == "mine" for path in foreign)
+        assert other.index.stats().evictions > 0
+
+
+@SIZES
+def test_a_page_that_rots_is_found_dropped_and_not_found_again(tmp_path: Path, page_bytes: int) -> None:
+    with Rig(tmp_path, page_bytes, records=3) as rig:
+        rig.write("abcabc")
+        flip(rig.segments()[0], rig.layout.offset(1) + rig.layout.header_bytes + page_bytes // 2)
+        came = rig.read(keys("abcabc"))
+        assert came == {each: each != key("ab") for each in keys("abcabc")}
+        assert rig.index.prefix(keys("abcabc")) == 1
+        assert rig.index.stats().corrupt == 1
+        rig.settle()
+    with Rig(tmp_path, page_bytes, records=3) as rig:
+        assert rig.readable() == {"a"}
+        assert rig.index.stats().corrupt == 0
+        assert rig.index.stats().orphans == 1  # the other segment has been deleted
+        rig.write("abcabc")
+        assert rig.readable() == prefixes("abcabc")
+
+
+def test_a_page_that_rots_before_it_is_moved_is_not_moved(tmp_path: Path) -> None:
+    with Rig(tmp_path, records=4, segments=8) as rig:
+        rig.write("ab", "bc")
+        flip(rig.segments()[0], rig.layout.offset(0) + 500)
+        for number in range(40):
+            rig.write("c" + "".join("abc"[number // 3**place % 3] for place in range(4)))
+            rig.index.touch(keys("ab"))
+            rig.settle()
+        assert rig.index.stats().corrupt == 1
+        assert rig.index.prefix(keys("ab")) == 0
+        rig.readable()
+
+
+def test_a_page_that_is_rubbish_in_the_arena_is_not_written(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        pages = rig.pages("abc")
+        rig.slot(1)[5] ^= 1
+        rig.follow(rig.index.write(pages))
+        rig.until(lambda: len(rig.ended) == 3)
+        assert rig.ended[1] == WriteEnded(key("ab"), 1, intact=False)
+        assert rig.readable() == {"a"}
+        assert rig.index.stats().damaged == 1
+    with Rig(tmp_path) as rig:
+        assert rig.readable() == {"a"}
+        assert (rig.index.stats().orphans, rig.index.stats().corrupt, rig.index.stats().torn) == (1, 0, 0)
+
+
+class Faulty:
+    """Writing fails, after part of it has been done, for as long as this is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+        self.number = number
+        self._pwritev = os.pwritev
+        monkeypatch.setattr(disk_files.os, "pwritev", self.pwritev)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if not self.number:
+            return self._pwritev(fd, buffers, offset)
+        if offset % 2 == 0 and len(buffers) > 1 and self.number == errno.ENOSPC:
+            self.number = -errno.ENOSPC
+            return self._pwritev(fd, buffers[:1], offset)
+        self.number = abs(self.number)
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@SIZES
+def test_a_disk_that_can_not_be_written_is_read_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_bytes: int, number: int
+) -> None:
+    faulty = Faulty(monkeypatch, 0)
+    with Rig(tmp_path, page_bytes, records=16) as rig:
+        rig.write("abc")
+        faulty.number = number
+        assert [ended.intact for ended in rig.write("bcabca")] == [True] * 6
+        assert rig.state == f"failed: {os.strerror(number)}"
+        assert rig.reads_all_of("abc")
+        assert not rig.index.wants(key("b"))
+        faulty.number = 0
+        rig.follow(rig.index.tick(0.0))
+        rig.follow(rig.index.tick(RETRY_SECONDS))
+        rig.write("bcabca")
+        assert rig.state == "on"
+        assert rig.readable() == prefixes("abc", "bcabca")
+    with Rig(tmp_path, page_bytes) as rig:
+        assert rig.readable() == prefixes("abc", "bcabca")
+
+
+def test_a_file_size_limit_of_the_process_is_a_failure_like_any_other(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    with Rig(tmp_path, records=8) as rig:
+        old = resource.getrlimit(resource.RLIMIT_FSIZE)
+        rig.write("abc")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (rig.layout.offset(3) + 100, old[1]))
+        try:
+            rig.write("bcb")
+            assert rig.state == f"failed: {os.strerror(errno.EFBIG)}"
+            assert rig.readable() == prefixes("abc")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+def test_a_directory_that_can_only_be_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Rig(tmp_path) as rig:
+        rig.write("abc")
+    read_only(monkeypatch)
+    with Rig(tmp_path) as rig:
+        assert rig.state == f"failed: {os.strerror(errno.EROFS)}"
+        assert rig.reads_all_of("abc")
+        assert not rig.index.wants(key("b"))
+
+
+def test_a_directory_that_can_not_be_made_is_no_tier(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with Rig(tmp_path / "file") as rig:
+        assert rig.state.startswith("failed: can't use")
+        assert rig.write("ab") == [WriteEnded(key("a"), 0), WriteEnded(key("ab"), 1)]
+
+
+def test_a_directory_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    with Rig(tmp_path, records=2) as rig:
+        rig.write("abcabc")
+        for path in sorted(rig.path.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        rig.path.rmdir()
+        rig.write("bb", "cc")
+        rig.follow(rig.index.tick(0.0))
+        rig.follow(rig.index.tick(RETRY_SECONDS))
+        rig.write("aacc")
+        assert rig.state == "on"
+        assert stat.S_IMODE(rig.path.stat().st_mode) == 0o700
+        assert (rig.path / "lock").exists()
+        rig.settle()
+        rig.read([name for name, _ in rig.index.pages()])
+        rig.write("aacc")
+        assert rig.readable() <= prefixes("aacc", "bb", "cc", "abcabc")
+        assert rig.reads_all_of("aacc")
+
+
+def test_a_disk_that_hangs_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    real = os.pwritev
+    rig = Rig(tmp_path).open()
+
+    def pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        hangs.wait()
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(disk_files.os, "pwritev", pwritev)
+    began = time.monotonic()
+    for number in range(27):
+        rig.follow(rig.index.write(rig.pages("".join("abc"[number // 3**place % 3] for place in range(3)))))
+    assert rig.index.stats().writing == 32
+    assert rig.index.stats().dropped_writes > 0
+    rig.tier.close()
+    assert time.monotonic() - began < 5
+    hangs.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("disk-"):
+            thread.join()
+
+
+def test_an_order_of_another_opening_is_nobodys(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        rig.write("abc")
+        late = rig.index.read([(each, slot) for slot, each in enumerate(keys("abc"))])
+        rig.index = type(rig.index)(rig.settings)
+        rig.index._epoch = 10
+        rig.open()
+        rig.follow(late)
+        rig.settle()
+        assert rig.reads_all_of("abc")
+
+
+@SIZES
+def test_a_large_read_comes_in_parts_the_first_one_soon(tmp_path: Path, page_bytes: int) -> None:
+    with Rig(tmp_path, page_bytes, records=16) as rig:
+        words = ["".join("abc"[number // 3**place % 3] for place in range(3)) for number in range(27)]
+        rig.write(*words)
+        assert rig.readable() == prefixes(*words)
+        rig.until(lambda: rig.index.speed.measured)
+        assert rig.index.stats().read == 39
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 16]))
+
+
+def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system is mounted so that it can only be read."""
+    real: Callable[..., int] = os.open
+
+    def only_read(path: object, flags: int, mode: int = 0o777) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(disk_files.os, "open", only_read)
