@@ -90,7 +90,7 @@ class PagesConfig(_Section, frozen=True):
 class RouterConfig(_Section, frozen=True):
     """The front door."""
 
-    host: str = "127.0.0.1"  # where every port of the router listens
+    host: str = "127.0.0.1"  # where the router listens; not loopback: other nodes may join
     grpc_port: Port = 50_051  # 0: any free port
     internal_port: Port = 50_052  # where workers and stores connect
     http_port: Port = 50_053  # /metrics and /discovery
