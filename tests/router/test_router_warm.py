@@ -1,0 +1,557 @@
+"""A prefix on its way to being warm, message by message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.config import ClusterConfig, PrefillConfig, StoreConfig
+from baton.errors import (
+    AttemptsExhausted,
+    BatonError,
+    ContextTooLong,
+    DeadlineExpired,
+    InvalidRequest,
+    Overloaded,
+    PinNotFound,
+    QuotaExceeded,
+    Unavailable,
+)
+from baton.messages import (
+    Accepted,
+    AttemptHeld,
+    Cancel,
+    Decode,
+    Departed,
+    Failed,
+    Heartbeat,
+    Load,
+    Pin,
+    Pinned,
+    Prefill,
+    Prefilled,
+    Refused,
+    RouterHeartbeat,
+    Unpin,
+)
+from kvstore.keys import namespace_root, pack_tokens, page_keys
+from router.events import Cancelled, ClientGone, Kept, Shutdown, Unwarm, Warm, Warmed
+from router.events import Failed as Ended
+from tests.router.lab import Lab, held, named
+from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, VOCAB
+
+W = "warm 1"
+DECODE, PREFILL, STORE = "decode-0.1", "prefill-0.1", "store-0.1"
+
+
+class WarmLab(Lab):
+    def warm(self, name: str = W, pin: str = "p", tokens: int = 3 * PAGE + 1, ttl: float = 60.0, **more: Any) -> Warm:
+        order = Warm(name, pin, pack_tokens([1 + i % 100 for i in range(tokens)]), ttl, **more)
+        self.tell(order)
+        return order
+
+    @property
+    def pin(self) -> Pin:
+        return self.sent(Pin)[-1]
+
+    def outcome(self, name: str = W) -> Kept | Ended | Cancelled:
+        answers = [command for command in self.log if isinstance(command, Warmed) and command.name == name]
+        assert len(answers) == 1, f"{len(answers)} answers"
+        return answers[0].outcome
+
+    def waits(self, name: str = W) -> bool:
+        return not any(isinstance(command, Warmed) and command.name == name for command in self.log)
+
+    def error(self, name: str = W) -> BatonError:
+        outcome = self.outcome(name)
+        assert isinstance(outcome, Ended)
+        return outcome.error
+
+    def until_pinned(self, name: str = W, attempt: int = 1, prefill: str = PREFILL, store: str = STORE) -> None:
+        self.say(prefill, Prefilled(name, attempt, 8, 1, 2))
+        self.say(store, Pinned(self.pin.pin, len(self.pin.keys) // 16))
+
+    def store_beat(self, store: str, *pins: AttemptHeld) -> None:
+        self.say(store, Heartbeat(self.counts[store], Load(), attempts=pins))
+
+    def count(self, phase: str) -> int:
+        return self.state.stats().pins[phase]
+
+
+def lab(**settings: Any) -> WarmLab:
+    made = WarmLab(msgspec.structs.replace(CONFIG, **settings))
+    made.split()
+    return made
+
+
+# --- the plain case ---
+
+
+def test_from_wish_to_pin() -> None:
+    it = lab()
+    order = it.warm()
+    prefill = it.prefill
+    assert it.to(prefill) == PREFILL
+    assert (prefill.request, prefill.attempt) == (W, 1)
+    assert prefill.tokens == order.tokens[: 3 * PAGE * 4]  # full pages only, the last token's among them
+    assert prefill.priority == 2**31 - 1
+    assert it.waits()
+    it.say(PREFILL, Prefilled(W, 1, computed=8, hit=1, shipped=2))
+    assert it.to(it.pin) == STORE
+    assert it.pin.keys == page_keys(namespace_root(NAMESPACE), prefill.tokens, PAGE)
+    assert (it.pin.tenant, it.pin.ttl_ms) == ("", 60_000)
+    assert not it.cancelled(PREFILL, W)  # it holds the pages until they are pinned
+    it.say(STORE, Pinned(it.pin.pin, 3))
+    assert it.cancelled(PREFILL, W) == [1]
+    outcome = it.outcome()
+    assert isinstance(outcome, Kept)
+    assert (outcome.computed, outcome.view.tokens, outcome.view.pages, outcome.view.bytes) == (8, 12, 3, 3 * 1_024)
+    assert (outcome.view.pin, outcome.view.node, outcome.view.left) == ("p", "a", 60.0)
+    assert it.state.pins("", it.now) == [outcome.view]
+    assert not it.state.pins("somebody else", it.now)
+
+
+def test_it_ends_with_its_time() -> None:
+    it = lab()
+    it.warm(ttl=2.0)
+    it.until_pinned()
+    for _ in range(7):
+        for peer in (DECODE, PREFILL):
+            it.beat(peer)
+        it.store_beat(STORE, AttemptHeld(it.pin.pin, 1, 3))
+        it.advance(0.3)
+    assert not it.state.pins("", it.now)
+    assert it.sent(Unpin, STORE)[-1].pin == it.pin.pin
+
+
+def test_it_ends_when_asked_to() -> None:
+    it = lab()
+    it.warm()
+    it.until_pinned()
+    with pytest.raises(PinNotFound, match="'q'"):
+        it.tell(Unwarm("q"))
+    with pytest.raises(PinNotFound):
+        it.tell(Unwarm("p", tenant="somebody else"))
+    it.tell(Unwarm("p"))
+    assert [unpin.pin for unpin in it.sent(Unpin, STORE)] == [it.pin.pin]
+    with pytest.raises(PinNotFound):
+        it.tell(Unwarm("p"))
+
+
+def test_tenants_have_keys_and_names_of_their_own() -> None:
+    it = lab()
+    it.warm(tenant="one")
+    it.until_pinned()
+    it.warm("warm 2", tenant="two")
+    it.until_pinned("warm 2")
+    first, second = it.sent(Pin)
+    assert (first.tenant, second.tenant) == ("one", "two")
+    assert first.keys != second.keys
+    assert [len(it.state.pins(tenant, it.now)) for tenant in ("one", "two", "")] == [1, 1, 0]
+
+
+def test_another_of_its_name_takes_its_place_once_it_is_pinned() -> None:
+    it = lab()
+    it.warm()
+    it.until_pinned()
+    first = it.pin.pin
+    it.warm("warm 2", tokens=5 * PAGE)
+    it.say(PREFILL, Prefilled("warm 2", 1, 8, 1, 2))
+    assert it.pin.pin != first
+    assert not it.sent(Unpin)
+    it.say(STORE, Pinned(it.pin.pin, 5))
+    assert [unpin.pin for unpin in it.sent(Unpin, STORE)] == [first]
+    assert [view.pages for view in it.state.pins("", it.now)] == [5]
+
+
+def test_one_that_fails_leaves_what_had_its_name() -> None:
+    it = lab()
+    it.warm()
+    it.until_pinned()
+    it.warm("warm 2", tokens=5 * PAGE)
+    it.say(PREFILL, Prefilled("warm 2", 1, 8, 1, 2))
+    it.say(STORE, Pinned(it.pin.pin, 0, "quota"))
+    assert isinstance(it.error("warm 2"), QuotaExceeded)
+    assert [view.pages for view in it.state.pins("", it.now)] == [3]
+
+
+# --- what can't be warmed ---
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind", "says"),
+    [
+        ([], InvalidRequest, "no tokens"),
+        ([1] * (PAGE - 1), InvalidRequest, "no full page"),
+        ([VOCAB] * PAGE, InvalidRequest, "vocabulary"),
+        ([1] * (CONTEXT + 1), ContextTooLong, "context"),
+        ([1] * (8 * PAGE), QuotaExceeded, "store.pin_bytes"),
+    ],
+)
+def test_bad_prefixes_are_refused_at_the_door(tokens: list[int], kind: type[BatonError], says: str) -> None:
+    it = lab(store=msgspec.convert({"pin_bytes": 7 * 1_024}, StoreConfig, dec_hook=lambda kind, value: kind(value)))
+    it.tell(Warm(W, "p", pack_tokens(tokens), 60.0))
+    assert type(it.error()) is kind
+    assert says in str(it.error())
+    assert not it.sent(Prefill)
+
+
+def test_two_at_once_of_one_name() -> None:
+    it = lab()
+    it.warm()
+    it.warm("warm 2")
+    assert isinstance(it.error("warm 2"), InvalidRequest)
+    assert it.waits()
+
+
+def test_colocated_clusters_say_so_at_once() -> None:
+    it = WarmLab(msgspec.structs.replace(CONFIG, cluster=msgspec.structs.replace(CONFIG.cluster, prefill=0)))
+    it.colocated()
+    it.warm()
+    assert isinstance(it.error(), Unavailable)
+    assert "no prefill worker" in str(it.error())
+
+
+def keep_alive(it: WarmLab, seconds: float, *peers: str) -> None:
+    """Time passes; these peers' heartbeats list what they should."""
+    for _ in range(int(seconds / 0.25)):
+        it.now += 0.25
+        for peer in peers:
+            member = it.state._members.get(peer)
+            assert member is not None
+            it.beat(peer, *(held(name.request, name.attempt, 0) for name in member.work))
+        it.advance(0)
+
+
+def test_without_a_live_prefill_worker_it_waits_and_then_says_so() -> None:
+    it = WarmLab()
+    it.join("decode", "decode-0")
+    it.join("store", "store-0")
+    it.warm()
+    keep_alive(it, 4.5, DECODE, STORE)
+    assert it.waits()
+    keep_alive(it, 1, DECODE, STORE)
+    assert isinstance(it.error(), Unavailable)
+    assert "none is live" in str(it.error())
+
+
+def test_without_a_live_store_it_waits_and_then_says_so() -> None:
+    it = WarmLab()
+    it.join("prefill", "prefill-0")
+    it.warm()
+    keep_alive(it, 5.5, PREFILL)
+    assert isinstance(it.error(), Unavailable)
+    assert "no store" in str(it.error())
+    it.join("store", "store-0")
+    it.warm("warm 2")
+    assert it.prefill.request == "warm 2"
+
+
+def test_a_worker_that_stays_busy_makes_an_overload() -> None:
+    it = lab()
+    it.warm()
+    for attempt in range(1, 30):
+        it.say(PREFILL, Refused(W, it.prefill.attempt, "busy"))
+        keep_alive(it, 0.25, DECODE, PREFILL, STORE)
+        if not it.waits():
+            break
+        assert it.prefill.attempt == attempt + 1
+    assert isinstance(it.error(), Overloaded)
+
+
+def test_too_large_for_the_worker() -> None:
+    it = lab()
+    it.warm()
+    it.say(PREFILL, Refused(W, 1, "too_large", "it takes 3 pages and this worker has 2"))
+    assert isinstance(it.error(), ContextTooLong)
+    assert it.cancelled(PREFILL, W) == [1]
+
+
+def test_the_clients_deadline() -> None:
+    it = lab()
+    it.warm(deadline=it.now + 1)
+    assert it.prefill.deadline_ms == 1_000
+    it.advance(1.0)
+    assert isinstance(it.error(), DeadlineExpired)
+    assert it.cancelled(PREFILL, W) == [1]
+
+
+# --- requests go first ---
+
+
+def test_requests_go_first() -> None:
+    """While a request waits for a worker no prefix is begun; and a prefix takes no more than one slot of two."""
+    it = lab()
+    it.submit("r", prompt=9)
+    it.say(DECODE, Refused("r", 1, "busy"))
+    it.warm()
+    assert not it.sent(Prefill)
+    it.beat(DECODE)  # it may have room again
+    it.say(DECODE, Accepted("r", 2))
+    assert [order.request for order in it.sent(Prefill)] == ["r"]  # the slot that is left is for prompts
+    it.say(PREFILL, Prefilled("r", 2, 8, 0, 2))
+    assert it.prefill.request == W
+    it.warm("warm 2", "q")
+    assert it.prefill.request == W
+    it.submit("s", prompt=9)
+    it.say(DECODE, Accepted("s", 1))
+    assert it.prefill.request == "s"
+    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
+    it.say(PREFILL, Prefilled("s", 1, 8, 1, 2))
+    assert it.prefill.request == "warm 2"
+
+
+def test_a_worker_that_takes_one_prompt_takes_a_prefix_when_it_is_idle() -> None:
+    it = lab(prefill=PrefillConfig(max_prompts=1))
+    it.warm()
+    it.submit("r", prompt=9)
+    assert not it.sent(Decode)
+    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
+    assert it.decode.request == "r"
+
+
+def test_where_most_of_it_is_already() -> None:
+    it = lab()
+    it.join("prefill", "prefill-1", "b")
+    it.join("store", "store-1", "b")
+    order = Warm(W, "p", pack_tokens(list(range(1, 14))), 60.0)
+    it.holds("store-1.1", order, 2)  # type: ignore[arg-type]
+    it.tell(order)
+    assert it.to(it.prefill) == "prefill-1.1"
+    it.until_pinned(prefill="prefill-1.1", store="store-1.1")
+    (view,) = it.state.pins("", it.now)
+    assert view.node == "b"
+
+
+# --- things go wrong ---
+
+
+def test_it_is_listed_like_any_work_and_lost_work_is_begun_anew() -> None:
+    it = lab()
+    it.warm()
+    it.advance(0.3)
+    assert it.sent(RouterHeartbeat, PREFILL)[-1].attempts == (named(W, 1),)
+    it.beat(PREFILL)
+    it.beat(PREFILL)  # twice without it
+    assert it.cancelled(PREFILL, W) == [1]
+    assert len(it.sent(Prefill)) == 1  # it waits a little
+    keep_alive(it, 0.75, DECODE, PREFILL, STORE)
+    assert it.prefill.attempt == 2
+    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))  # of the attempt that is over
+    assert not it.sent(Pin)
+    it.until_pinned(attempt=2)
+    assert isinstance(it.outcome(), Kept)
+
+
+def test_a_lost_prefilled_is_seen_in_heartbeats() -> None:
+    it = lab()
+    it.warm()
+    it.beat(PREFILL, held(W, 1, 12, ended=True))
+    assert not it.sent(Pin)
+    it.beat(PREFILL, held(W, 1, 12, ended=True))
+    it.say(STORE, Pinned(it.pin.pin, 3))
+    outcome = it.outcome()
+    assert isinstance(outcome, Kept)
+    assert outcome.computed is None
+
+
+def test_a_lost_pin_or_answer_is_asked_for_again() -> None:
+    it = lab()
+    it.warm()
+    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
+    for _ in range(5):
+        it.beat(PREFILL, held(W, 1, 12, ended=True))
+        it.beat(STORE)
+        it.advance(0.25)
+    first, second = it.sent(Pin)
+    assert first == second
+    assert it.waits()
+    it.say(STORE, Pinned(first.pin, 3))
+    it.say(STORE, Pinned(first.pin, 3))
+    assert isinstance(it.outcome(), Kept)
+
+
+def test_a_worker_that_dies_while_it_computes() -> None:
+    it = lab()
+    it.join("prefill", "prefill-1")
+    it.warm()
+    it.say(STORE, Departed(PREFILL, 7))
+    assert it.waits()
+    keep_alive(it, 0.75, DECODE, "prefill-1.1", STORE)
+    assert it.to(it.prefill) == "prefill-1.1"
+
+
+def test_a_worker_that_dies_while_it_holds() -> None:
+    """The pages may be pinned in time."""
+    it = lab()
+    it.warm()
+    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
+    it.say(STORE, Departed(PREFILL, 7))
+    it.say(STORE, Pinned(it.pin.pin, 3))
+    assert isinstance(it.outcome(), Kept)
+
+
+def test_failures_count_and_name_the_last() -> None:
+    it = lab()
+    it.warm()
+    for attempt in (1, 2, 3):
+        it.say(PREFILL, Failed(W, attempt, "store", "the store gave no slots"))
+        keep_alive(it, 0.75, DECODE, PREFILL, STORE)
+    assert isinstance(it.error(), AttemptsExhausted)
+    assert "the store gave no slots" in str(it.error())
+
+
+def test_what_a_worker_says_of_the_prefix_is_final() -> None:
+    it = lab()
+    it.warm()
+    it.say(PREFILL, Failed(W, 1, "invalid_request", "no whole pages"))
+    assert isinstance(it.error(), InvalidRequest)
+
+
+def test_no_progress() -> None:
+    it = lab()
+    it.warm()
+    for _ in range(15):
+        it.beat(PREFILL, held(W, 1, 4))
+        it.beat(STORE)
+        it.advance(0.3)
+    assert set(it.cancelled(PREFILL, W)) == {1}
+    assert it.waits()
+
+
+def test_pages_that_went_before_they_were_pinned() -> None:
+    it = lab()
+    it.warm()
+    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
+    it.say(STORE, Pinned(it.pin.pin, 1, "missing"))
+    keep_alive(it, 0.75, DECODE, PREFILL, STORE)
+    it.say(PREFILL, Prefilled(W, 2, 8, 1, 2))
+    it.say(STORE, Pinned(it.pin.pin, 2, "missing"))
+    assert isinstance(it.error(), Overloaded)
+    assert "only 2 of 3" in str(it.error())
+    assert it.cancelled(PREFILL, W) == [1, 2]
+
+
+def test_over_quota_names_the_setting() -> None:
+    it = lab()
+    it.warm()
+    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
+    it.say(STORE, Pinned(it.pin.pin, 0, "quota"))
+    assert isinstance(it.error(), QuotaExceeded)
+    assert "store.pin_bytes" in str(it.error())
+    assert it.cancelled(PREFILL, W) == [1]
+
+
+def test_a_client_that_leaves_wants_no_pin() -> None:
+    it = lab()
+    it.warm()
+    it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
+    it.tell(ClientGone(W))
+    assert it.cancelled(PREFILL, W) == [1]
+    pin = it.pin.pin
+    assert [unpin.pin for unpin in it.sent(Unpin, STORE)] == [pin]
+    it.say(STORE, Pinned(pin, 3))  # it was on its way
+    assert [unpin.pin for unpin in it.sent(Unpin, STORE)] == [pin, pin]
+    assert not it.state.pins("", it.now)
+
+
+def test_a_client_that_leaves_after_the_answer_leaves_its_pin() -> None:
+    it = lab()
+    it.warm()
+    it.until_pinned()
+    it.tell(ClientGone(W))
+    assert it.state.pins("", it.now)
+
+
+# --- stores come and go ---
+
+
+def test_a_pin_is_made_anew_when_its_store_dies() -> None:
+    it = lab()
+    it.warm(ttl=60.0)
+    it.until_pinned()
+    it.now += 10
+    it.join("store", "store-0", incarnation="store-0.2")  # and so the old one is gone
+    (view,) = it.state.pins("", it.now)
+    assert view.node == ""
+    assert it.prefill.attempt == 2
+    it.say(PREFILL, Prefilled(W, 2, 8, 1, 2))
+    assert it.to(it.pin) == "store-0.2"
+    assert it.pin.ttl_ms == 50_000  # what is left of its time
+    it.say("store-0.2", Pinned(it.pin.pin, 3))
+    (view,) = it.state.pins("", it.now)
+    assert (view.node, view.left) == ("a", 50.0)
+    assert isinstance(it.outcome(), Kept)  # and no second answer
+
+
+def test_what_can_not_be_made_anew_ends_with_its_time() -> None:
+    it = lab()
+    it.warm(ttl=20.0)
+    it.until_pinned()
+    for _ in range(8):
+        it.beat(DECODE)
+        it.beat(PREFILL)
+        it.advance(0.25)
+    assert it.count("waiting") == 1  # the store has been silent for too long
+    keep_alive(it, 15, DECODE, PREFILL)
+    assert it.count("waiting") == 1
+    keep_alive(it, 4, DECODE, PREFILL)
+    assert it.count("waiting") == 0
+
+
+def test_a_store_that_lists_less_than_it_should() -> None:
+    """A corrupt page was dropped."""
+    it = lab()
+    it.warm()
+    it.until_pinned()
+    pin = it.pin.pin
+    it.store_beat(STORE, AttemptHeld(pin, 1, 3))
+    assert len(it.sent(Prefill)) == 1
+    it.store_beat(STORE, AttemptHeld(pin, 1, 2))
+    assert it.sent(Unpin, STORE)[-1].pin == pin
+    assert it.prefill.attempt == 2
+
+
+def test_a_store_that_lists_what_nobody_wants() -> None:
+    it = lab()
+    it.warm()
+    it.until_pinned()
+    it.tell(Unwarm("p"))
+    other = "router.of-long-ago 1.1"
+    it.store_beat(STORE, AttemptHeld(it.pin.pin, 1, 3), AttemptHeld(other, 1, 3))
+    assert [unpin.pin for unpin in it.sent(Unpin, STORE)] == [it.pin.pin] * 2  # another router's stays
+    assert not it.sent(Cancel, STORE)
+
+
+def test_a_heartbeat_from_before_the_pin_proves_nothing() -> None:
+    it = lab()
+    it.warm()
+    heard = it.counts[STORE]
+    it.until_pinned()
+    it.say(STORE, Heartbeat(heard, Load()))
+    assert it.count("pinned") == 1
+
+
+def test_shutting_down_answers_who_waits_and_leaves_what_is_pinned() -> None:
+    it = lab()
+    it.warm()
+    it.until_pinned()
+    it.warm("warm 2", "q", tokens=2 * PAGE)
+    it.tell(Shutdown())
+    assert isinstance(it.error("warm 2"), Unavailable)
+    assert it.cancelled(PREFILL, "warm 2") == [1]
+    assert not it.sent(Unpin)
+    it.warm("warm 3")
+    assert isinstance(it.error("warm 3"), Unavailable)
+
+
+def test_requests_and_prefixes_never_share_a_name() -> None:
+    it = lab(cluster=ClusterConfig(heartbeat_ms=250, silence_ms=1_000))
+    it.warm()
+    it.say(PREFILL, Prefilled("warm 2", 1, 8, 1, 2))
+    it.say(PREFILL, Failed("warm", 1, "internal", ""))
+    it.say(DECODE, Prefilled(W, 1, 8, 1, 2))  # it has no say in it
+    assert it.waits()
+    assert not it.sent(Pin)
