@@ -1,9 +1,10 @@
 """`make soak`: a cluster of real processes under load, with deaths and stops at random, for as long as you like.
 
-    .venv/bin/python -m tests.soak [--minutes 20] [--seed N]
+    .venv/bin/python -m tests.soak [--minutes 20] [--kills 50] [--seed N]
 
 Every request must end with the reference's tokens, whatever died meanwhile, while one decode worker lives; and when
-the load ends, nothing may be left running or held. Prints its seed first and a line of JSON last.
+the load ends, nothing may be left running or held. Then a store with a disk tier is killed 50 times (see
+`tests/store_deaths.py`). Prints its seed first, and a line of JSON after each half.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.processes import workload
 from tests.processes.test_failures import at_rest, eventually
+from tests.store_deaths import store_deaths
 
 STREAMS = 6
 BETWEEN_FAULTS = (0.5, 4.0)  # seconds
@@ -116,14 +118,19 @@ def soak(seconds: float, seed: int, folder: Path) -> dict[str, object]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.soak")
-    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--minutes", type=float, default=20.0, help="of deaths and stops of everything")
+    parser.add_argument("--kills", type=int, default=50, help="of the store, above a disk tier")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     given = parser.parse_args(argv)
-    print(f"seed {given.seed}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="baton-soak-") as folder:
-        result = soak(given.minutes * 60, given.seed, Path(folder))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    print(json.dumps({**result, "commit": commit.stdout.strip()}))
+    print(f"seed {given.seed}, commit {commit.stdout.strip()}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="baton-soak-") as temporary:
+        folder = Path(temporary)
+        if given.minutes:
+            print(json.dumps(soak(given.minutes * 60, given.seed, folder)), flush=True)
+        if given.kills:
+            path = checkpoints.make("llama", folder / "store-model")
+            print(json.dumps(store_deaths(given.kills, given.seed, folder / "store", path)), flush=True)
 
 
 if __name__ == "__main__":
