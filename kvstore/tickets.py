@@ -59,8 +59,8 @@ class WaitingRoom:
         return sum(len(waiting) for waiting in self._waiting.values())
 
     def wanted(self, key: bytes) -> bool:
-        """Whether anybody waits for `key`."""
-        return key in self._waiting
+        """Whether a worker waits for `key`. Other stores don't count: two that wait for each other would for ever."""
+        return any(isinstance(waiter, Ticket) for waiter in self._waiting.get(key, ()))
 
     def enter(self, waiter: Waiter, index: int) -> None:
         waiter.waits.add(index)

@@ -81,7 +81,8 @@ class TieredPages:
         self.corrupt = 0  # pages found in the arena with bytes that do not match
         self._admission = admission
         self._demoting: dict[bytes, Page] = {}  # on their way to the disk
-        self._next_second = float("-inf")
+        self._heartbeat = heartbeat
+        self._next_prune = float("-inf")
 
     @property
     def idle(self) -> bool:
@@ -155,7 +156,7 @@ class TieredPages:
         return self._settle(self.loads.fetch(ticket.sources, wanted, True, now), now)
 
     def prune(self, now: float) -> Turn:
-        """Tickets have ended: stop what was being brought for nobody else."""
+        """Stop what is being brought for nobody any more: tickets have ended, or their pages came in another way."""
         return self._settle(self.loads.prune(self.waiting.wanted), now)
 
     # --- what threads, other stores and the operator do ------------------------------------------------------------
@@ -187,6 +188,9 @@ class TieredPages:
         turn = self._settle(self.loads.tick(now, paused), now)
         self.server.tick(now, paused)
         self.pins.tick(now)
+        if now >= self._next_prune:
+            self._next_prune = now + self._heartbeat
+            turn.add(self.prune(now))
         turn.add(self._disk_result(self.disk.tick(now), now))
         return turn
 
