@@ -1,0 +1,169 @@
+"""`baton warm`: what it reads, what it asks, and what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from typer.testing import CliRunner, Result
+
+from baton.errors import InvalidRequest
+from baton.v1 import cache_pb2, cache_pb2_grpc
+from deploy import warm
+from deploy.cli import app
+
+
+class Router(cache_pb2_grpc.CacheServicer):
+    """Warms whatever has at least three tokens, and remembers it."""
+
+    def __init__(self) -> None:
+        self.asked: list[cache_pb2.WarmRequest] = []
+        self.pins: dict[str, cache_pb2.Pin] = {}
+
+    def Warm(self, request: cache_pb2.WarmRequest, context: Any) -> cache_pb2.WarmResponse:  # noqa: N802
+        self.asked.append(request)
+        tokens = len(request.token_ids.ids) or len(request.text)
+        if tokens < 3:
+            context.set_trailing_metadata([("baton-reason", "invalid_request")])
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{tokens} tokens are no page")
+        name = request.id or f"made-{len(self.asked)}"
+        pin = self.pins[name] = cache_pb2.Pin(
+            id=name, node="a", tokens=tokens, pages=1, bytes=2**20, expires_in_ms=request.ttl_ms or 3_600_000
+        )
+        return cache_pb2.WarmResponse(pin=pin, tokens_computed=tokens, tokens_cached=0)
+
+    def Unpin(self, request: cache_pb2.UnpinRequest, context: Any) -> cache_pb2.UnpinResponse:  # noqa: N802
+        if self.pins.pop(request.id, None) is None:
+            context.set_trailing_metadata([("baton-reason", "pin_not_found")])
+            context.abort(grpc.StatusCode.NOT_FOUND, f"there is no pin {request.id!r}")
+        return cache_pb2.UnpinResponse()
+
+    def ListPins(self, request: cache_pb2.ListPinsRequest, context: Any) -> cache_pb2.ListPinsResponse:  # noqa: N802
+        return cache_pb2.ListPinsResponse(pins=self.pins.values())
+
+
+@pytest.fixture
+def router() -> Router:
+    return Router()
+
+
+@pytest.fixture
+def address(router: Router) -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    cache_pb2_grpc.add_CacheServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def call(address: str, *arguments: str | Path, stdin: str = "") -> Result:
+    result = CliRunner().invoke(app, ["warm", "--address", address, *map(str, arguments)], input=stdin)
+    assert "Traceback" not in result.output
+    return result
+
+
+def lines(*prefixes: object) -> str:
+    return "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in prefixes)
+
+
+def test_a_file_of_prefixes(router: Router, address: str, tmp_path: Path) -> None:
+    file = tmp_path / "prefixes.jsonl"
+    file.write_text(
+        lines({"text": "You are a\u2028helper", "id": "helper"}, "", {"token_ids": [1, 2, 3], "ttl": "15m"})
+    )
+    result = call(address, file, "--ttl", "2h")
+    assert result.exit_code == 0, result.output
+    assert [(r.text, list(r.token_ids.ids), r.id, r.ttl_ms) for r in router.asked] == [
+        ("You are a\u2028helper", [], "helper", 7_200_000),
+        ("", [1, 2, 3], "", 900_000),
+    ]
+    first, second, last = result.stdout.splitlines()
+    assert first == "helper  16 tokens, 16 computed, 1 pages, 1.0 MiB on a for 2 h 0 min"
+    assert second.startswith("made-2  3 tokens")
+    assert last == "2 prefixes are warm, 2 pages, 2.0 MiB"
+
+
+def test_a_bad_line_is_named_and_the_others_go_on(router: Router, address: str, tmp_path: Path) -> None:
+    file = tmp_path / "prefixes.jsonl"
+    file.write_text(lines({"text": "first"}, "no JSON", [1], {"text": "x", "token_ids": [1]}, {"txt": "x"}, {}))
+    with file.open("a") as more:
+        more.write(
+            lines({"token_ids": [-1]}, {"text": 5}, {"text": "x", "ttl": "soon"}, {"text": "y"}, {"text": "last"})
+        )
+    result = call(address, file)
+    assert result.exit_code == 1
+    said = result.stderr.splitlines()
+    assert [line.partition(" ")[0] for line in said] == [f"{file}:{number}" for number in range(2, 11)]
+    for line, problem in zip(
+        said,
+        ["not JSON", "no prefix", "either", "'txt'", "either", "can't be sent", "can't be sent", "'soon'", "no page"],
+        strict=True,
+    ):
+        assert problem in line
+    assert sorted(request.text for request in router.asked) == ["first", "last", "y"]
+    assert result.stdout.splitlines()[-1] == "2 prefixes are warm, 2 pages, 2.0 MiB; 9 failed"
+
+
+def test_a_text_file_is_one_prefix(router: Router, address: str, tmp_path: Path) -> None:
+    file = tmp_path / "system.txt"
+    file.write_text("Line one.\nLine two.\n")
+    assert call(address, file).exit_code == 0
+    (request,) = router.asked
+    assert request.text == "Line one.\nLine two.\n"
+    assert not request.HasField("ttl_ms")
+
+
+def test_standard_input_and_json(address: str) -> None:
+    result = call(address, "-", "--json", stdin=lines({"text": "abcd", "id": "p"}, {"text": "a"}))
+    assert result.exit_code == 1
+    good, bad = json.loads(result.stdout)["warmed"]
+    assert (good["line"], good["id"], good["tokens"], good["tokens_computed"]) == (1, "p", 4, 4)
+    assert bad == {"line": 2, "error": {"reason": "invalid_request", "message": "1 tokens are no page"}}
+
+
+def test_listing_and_removing(router: Router, address: str) -> None:
+    assert call(address, "--list").stdout.strip() == "nothing is pinned"
+    call(address, "-", stdin=lines({"text": "abcd", "id": "p"}, {"text": "abcd", "id": "q"}))
+    assert [pin["id"] for pin in json.loads(call(address, "--list", "--json").stdout)["pins"]] == ["p", "q"]
+    assert "1 h 0 min" in call(address, "--list").stdout
+    assert call(address, "--remove", "p", "--remove", "q").stdout == "removed p, q\n"
+    assert not router.pins
+    result = call(address, "--remove", "p", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["error"]["reason"] == "pin_not_found"
+
+
+@pytest.mark.parametrize("flags", [[], ["x.jsonl", "--list"], ["--list", "--remove", "p"]])
+def test_one_thing_at_a_time(flags: list[str], address: str) -> None:
+    result = call(address, *flags)
+    assert result.exit_code == 1
+    assert "or --list, or --remove" in result.stderr
+
+
+def test_files_that_hold_no_prefix(address: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
+    for name, says in [("empty.txt", "no prefix"), ("bytes.jsonl", "UTF-8"), ("none.jsonl", "can't read")]:
+        result = call(address, tmp_path / name)
+        assert result.exit_code == 1
+        assert says in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "milliseconds"),
+    [("90", 90_000), ("90s", 90_000), ("1.5h", 5_400_000), ("15m", 900_000), ("2d", 172_800_000), ("250ms", 250)],
+)
+def test_durations(text: str, milliseconds: int) -> None:
+    assert warm.parse_duration_ms(text) == milliseconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1s", "1w", "1h30m", "nan"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="no duration"):
+        warm.parse_duration_ms(text)

@@ -1,0 +1,105 @@
+"""Warm prefixes in a cluster of real processes: they outlast a flood that evicts everything else, until they end."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.errors import PinNotFound, QuotaExceeded
+from baton.v1 import cache_pb2, generation_pb2
+from deploy.client import Client
+from deploy.local import LocalCluster
+from tests import checkpoints
+from tests.processes import workload
+from tests.processes.test_failures import eventually
+
+PAGE = 4 * 2 * 2 * 16 * 16 * 4  # bytes: layers, K and V, heads, tokens, dimensions, float32
+SLOTS = 96  # of the arena, and of either worker's pool
+PREFIX = 20  # pages
+QUOTA = 2 * PREFIX
+
+
+@pytest.fixture
+def cluster(checkpoint: Callable[[str], Path], tmp_path: Path) -> Iterator[LocalCluster]:
+    small = dict.fromkeys(("store.arena_bytes", "prefill.pool_bytes", "decode.pool_bytes"), SLOTS * PAGE)
+    settings = workload.settings(checkpoint("llama"), 1, 1, **small, **{"store.pin_bytes": QUOTA * PAGE})
+    with LocalCluster(settings, tmp_path) as running:
+        yield running
+
+
+def some(tokens: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, checkpoints.VOCAB) for _ in range(tokens)]
+
+
+def wish(prefix: list[int], **fields: object) -> cache_pb2.WarmRequest:
+    return cache_pb2.WarmRequest(token_ids=generation_pb2.TokenIds(ids=prefix), **fields)  # type: ignore[arg-type]
+
+
+def flood(cluster: LocalCluster, seed: int) -> None:
+    """Prompts of three times as many pages as anything holds."""
+    for i in range(12):
+        workload.ask(cluster.address, some(24 * 16 + 1, seed + i), count=1)
+
+
+def cached(cluster: LocalCluster, prefix: list[int]) -> int:
+    """Pages of a prefix that need not be computed for a prompt that begins with it."""
+    return workload.ask(cluster.address, [*prefix, 5, 6, 7], count=4).usage.cached_tokens // 16
+
+
+def test_a_warm_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], cluster: LocalCluster) -> None:
+    kept, other = some(PREFIX * 16, 1), some(PREFIX * 16, 2)
+    with Client(cluster.address) as client:
+        made = client.warm(wish(kept, id="kept"), timeout=30)
+        assert (made.pin.pages, made.pin.bytes, made.pin.node) == (PREFIX, PREFIX * PAGE, "local")
+        assert (made.tokens_computed, made.tokens_cached) == (PREFIX * 16, 0)
+        again = client.warm(wish(kept, id="again"), timeout=30)
+        assert (again.tokens_computed, again.tokens_cached) == (0, PREFIX * 16)
+        workload.ask(cluster.address, other, count=1)
+        flood(cluster, 100)
+        assert cached(cluster, other) == 0
+        answer = workload.ask(cluster.address, [*kept, 5, 6, 7])
+        assert answer.usage.cached_tokens == PREFIX * 16
+        assert (answer.finished.work.prefill_worker, answer.finished.work.pages_fetched) == ("", PREFIX)
+        prompts = [[*kept, 5, 6, 7]]
+        workload.compare(checkpoint("llama"), prompts, [answer], workload.references(checkpoint("llama"), prompts))
+        # Both pins are of the same pages, which count once; more than the quota is refused.
+        with pytest.raises(QuotaExceeded, match=r"store\.pin_bytes"):
+            client.warm(wish(some((QUOTA - PREFIX + 1) * 16, 3)), timeout=30)
+        with pytest.raises(QuotaExceeded, match=r"store\.pin_bytes"):
+            client.warm(wish(some((QUOTA + 1) * 16, 3)), timeout=30)
+        assert [pin.id for pin in client.pins()] == ["again", "kept"]
+        client.unpin("kept")
+        with pytest.raises(PinNotFound):
+            client.unpin("kept")
+        flood(cluster, 200)
+        assert cached(cluster, kept) == PREFIX  # the other pin still holds them
+        client.unpin("again")
+        flood(cluster, 300)
+        assert cached(cluster, kept) == 0
+
+
+def test_when_its_time_is_over_it_may_go(cluster: LocalCluster) -> None:
+    prefix = some(PREFIX * 16, 1)
+    with Client(cluster.address) as client:
+        client.warm(wish(prefix, ttl_ms=1_000), timeout=30)
+        eventually(lambda: not client.pins(), 10)
+        time.sleep(0.5)
+        flood(cluster, 100)
+        assert cached(cluster, prefix) == 0
+
+
+def test_a_pin_is_made_anew_when_its_store_dies(cluster: LocalCluster) -> None:
+    prefix = some(PREFIX * 16, 1)
+    with Client(cluster.address) as client:
+        client.warm(wish(prefix, id="kept"), timeout=30)
+        cluster.kill("store-0")
+        cluster.start("store-0")
+        eventually(lambda: [pin.node for pin in client.pins()] == [""], 10)
+        eventually(lambda: [pin.node for pin in client.pins()] == ["local"], 30)
+        flood(cluster, 100)
+        assert cached(cluster, prefix) == PREFIX
