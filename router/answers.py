@@ -72,6 +72,7 @@ class Answers:
         attempt.progress = now
         if attempt.phase is not Phase.RUNNING:  # a preempted sequence says it again when it resumes
             request.pages_on_device, request.pages_fetched = event.device_pages, event.fetched_pages
+            request.loaded(event.predicted_ms, event.load_ms)
         self._run(request, attempt, now)
 
     def short(self, request: Request, attempt: Attempt, event: messages.Have, now: float) -> None:
@@ -80,6 +81,7 @@ class Answers:
         self._accept(request, attempt, now)  # or nothing could have been fetched: so this counts as an attempt
         if attempt.prefill is not None:
             request.failed_on.add(attempt.prefill)
+        request.failed_on.update(source.store for source in attempt.plan.sources)  # the link may be cut, not the store
         member = self._members.live(attempt.decode)
         why = f"{member.peer.name} has only {event.pages} of {attempt.plan.fetch} pages: {event.message}"
         self._life.retry(request, why, now)
@@ -92,8 +94,16 @@ class Answers:
         self._accept(request, attempt, now)
         attempt.phase = Phase.RUNNING
         request.timeline.started = now
+        self._compare(request, attempt, now)
         if attempt.prefilled or not attempt.prefill_sent:
             self._life.release_prefill(request, attempt)
+
+    def _compare(self, request: Request, attempt: Attempt, now: float) -> None:
+        """Predicted beside actual, for whoever wonders about a placement."""
+        took = now - (request.timeline.placed or now)
+        loads = f"; loads took {request.load_ms} ms, predicted {request.predicted_ms} ms" if request.load_ms else ""
+        text = f"started in {took:.3f} s, predicted {attempt.plan.predicted.total:.3f} s{loads}"
+        self._out.note(f"attempt {attempt.name.attempt} {text}", request.name)
 
     def delta(self, request: Request, attempt: Attempt, delta: Delta, now: float) -> None:
         """Emit what is new of it, once and in order."""
@@ -151,6 +161,7 @@ class Answers:
         request.pages_hit += event.hit
         request.pages_shipped += event.shipped
         request.prefill_queue_ms, request.prefill_compute_ms = event.queue_ms, event.compute_ms
+        request.loaded(event.predicted_ms, event.load_ms)
         if attempt.prefill is not None:  # it still holds the pages, but has a slot for another prompt
             member = self._members.live(attempt.prefill)
             member.slots.discard(attempt.name)
@@ -189,6 +200,7 @@ class Answers:
             attempt=attempt.name.attempt,
             root=request.root,
             tokens=tokens,
+            sources=attempt.plan.prefill_sources,
             priority=request.priority,
             deadline_ms=request.left_ms(now),
         )

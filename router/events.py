@@ -160,6 +160,8 @@ class Served:
     pages_fetched: int = 0
     prefill_queue_ms: int | None = None
     prefill_compute_ms: int | None = None
+    predicted_ms: int = 0  # how long loading cached pages from below an arena was to take in the last attempt
+    load_ms: int = 0  # and how long it took
 
 
 @dataclass(frozen=True, slots=True)

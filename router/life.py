@@ -23,12 +23,13 @@ from baton.errors import (
 from baton.messages import AttemptName, Cancel, Decode
 from kvstore.keys import namespace_root
 from router.admission import ModelLimits, Queue, check_tokens, settle_length
-from router.candidates import decode_candidates, prefill_candidates, takes_work
+from router.candidates import decode_candidates, prefill_candidates, stores, takes_work
 from router.events import WARM, Cancelled, End, Failed, Finished, Outcome, Submit
 from router.outbox import Outbox
 from router.peers import Member, Members, Work
 from router.placement import Plan, Wait, place
 from router.prefixes import Prefixes
+from router.reach import Prefix
 from router.request import Attempt, Phase, Request
 
 _LOOK_AHEAD = 64  # queued requests that are tried when the first can't be placed
@@ -135,11 +136,13 @@ class Life:
                 return True
         request.derive_keys(root, self._config.pages.page_size)
         final = request.failures >= self._config.router.max_attempts - 1
-        held = {holder: match.pages for holder, match in self._prefixes.match(request.keys).items()}
+        held = self._prefixes.match(request.keys)
         needs = -(-(request.prompt + (request.max_tokens or 1)) // self._config.pages.page_size)
         decoders = decode_candidates(self._members, held, needs, request.failed_on)
         prefillers = prefill_candidates(self._members, held, self._config.prefill.max_prompts, request.failed_on)
-        choice = place(len(request.keys), decoders, prefillers, local=final or request.local)
+        prefix = Prefix(len(request.keys), self._config.pages.page_size, card.page_bytes)
+        reachable = stores(self._members, held, request.failed_on)
+        choice = place(prefix, decoders, prefillers, reachable, local=final or request.local)
         if isinstance(choice, Wait):
             return False
         self._begin(request, choice, now)
@@ -171,6 +174,7 @@ class Life:
             stop_token_ids=request.stop_token_ids,
             fetch=plan.fetch,
             awaited=plan.awaited,
+            sources=plan.sources,
             priority=request.priority,
             deadline_ms=request.left_ms(now),
         )
@@ -178,9 +182,10 @@ class Life:
         decoder.work[name] = Work(self._out.send(plan.decode, message), pages)
         decoder.unanswered.add(name)
         split = f", prefill by {self._members.live(plan.prefill).peer.name}" if plan.prefill else ""
+        loads = "".join(f", {run.pages} from {run.speed.tier}" for run in plan.loads)
         self._out.note(
-            f"attempt {name.attempt} on {decoder.peer.name}{split}: {len(request.keys)} pages, {plan.cached} cached, "
-            f"{plan.fetch} to fetch",
+            f"attempt {name.attempt} on {decoder.peer.name}{split}: {len(request.keys)} pages, {plan.cached} cached"
+            f"{loads}, {plan.fetch} to fetch; predicted {plan.predicted}",
             request.name,
         )
 
@@ -190,7 +195,7 @@ class Life:
         """`member` is no longer listed; whatever it had is placed anew."""
         names = {*member.work, *member.slots}
         if member.peer.role == "store":
-            names = {name for name, attempt in self._attempts() if self._fetches_from(attempt, member)}
+            names = {name for name, attempt in self._attempts() if member.incarnation in attempt.stores}
         for name in sorted(names):
             member.drop(name)
             request = self.requests.get(name.request)
@@ -205,12 +210,6 @@ class Life:
 
     def _attempts(self) -> list[tuple[AttemptName, Attempt]]:
         return [(r.attempt.name, r.attempt) for r in self.requests.values() if r.attempt is not None]
-
-    def _fetches_from(self, attempt: Attempt, store: Member) -> bool:
-        if attempt.phase is Phase.RUNNING or attempt.plan.fetch == 0:
-            return False
-        decoder = self._members.get(attempt.decode)
-        return decoder is not None and decoder.peer.node == store.peer.node
 
     def retry(self, request: Request, why: str, now: float, *, free: bool = False, blame: bool = False) -> None:
         """The current attempt is over; the next one knows every token so far. `free`: it does not count against the
@@ -326,6 +325,8 @@ class Life:
             if attempt is None:
                 continue
             expected[attempt.decode].add(attempt.name)
+            for store in attempt.stores:
+                assert self._members.get(store) is not None, f"{attempt.name} waits for pages of a store that is gone"
             if attempt.prefill is not None:
                 if attempt.prefill_sent:
                     expected[attempt.prefill].add(attempt.name)
@@ -346,3 +347,4 @@ def _start_over(request: Request, now: float) -> None:
     request.prefill_worker = ""
     request.prefill_queue_ms = request.prefill_compute_ms = None
     request.pages_on_device = request.pages_fetched = 0
+    request.predicted_ms = request.load_ms = 0

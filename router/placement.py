@@ -1,7 +1,14 @@
-"""Who shall do an attempt: a decode worker, and perhaps a prefill worker of the same node.
+"""Who shall do an attempt: a decode worker, perhaps a prefill worker beside it, and the stores their pages come from.
 
-Thin on purpose, until workers report what their work costs: everything is counted in pages. A decode worker costs the
-pages that neither it nor its node's store has, plus the pages it is busy with; a prefill worker likewise.
+Every option is priced in seconds until the whole prefix is on the decode worker's device:
+
+    queue     what its workers have been given already
+    load      cached pages from the node's disk or from other nodes, where that is quicker than computing them
+    compute   the pages that nobody has
+    transfer  what the way from one node to another adds: pages travel while later ones are still being computed
+
+Thin on purpose: what workers have been given counts as prompts to compute; rates and speeds are what workers and stores
+report, and the defaults of `kvstore.cost` before that.
 
 Pure. Pages are immutable and found by key, so a plan made from stale hints costs a recompute and never a wrong token.
 """
@@ -10,8 +17,12 @@ Pure. Pages are immutable and found by key, so a plan made from stale hints cost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from baton.messages import Source, TierRun
+from kvstore.cost import load_seconds
+from router.reach import Node, Prefix, Reach, Store, decoder_reach, nodes_of, prefiller_reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +34,7 @@ class DecodeCandidate:
     node: str
     busy_pages: int  # of everything that was dispatched to it and has not ended
     device_pages: int  # of the prefix, on its device
-    store_pages: int | None  # of the prefix, in its node's store; none: that node has no live store
+    rate: float = 0.0  # prompt tokens that it computes per second; 0: not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +47,44 @@ class PrefillCandidate:
     busy_pages: int
     device_pages: int
     slots: int
+    rate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Seconds until the prefix is on the decode worker's device, term by term."""
+
+    queue: float = 0.0
+    load: float = 0.0
+    compute: float = 0.0
+    transfer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.queue + self.load + self.compute + self.transfer
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total:.3f} s: queue {self.queue:.3f}, load {self.load:.3f}, compute {self.compute:.3f}, "
+            f"transfer {self.transfer:.3f}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One attempt. The decode worker takes the first `fetch` pages from its node's store as far as its device lacks
-    them, and computes the rest; `cached` of them are there already, the others `prefill` is to make."""
+    them, and computes the rest. Nobody need compute `cached` pages; `prefill`, if named, is to make the others. `loads`
+    are those cached pages that are to come from below an arena, tier by tier."""
 
     decode: str
     prefill: str | None = None
     fetch: int = 0
     cached: int = 0
+    store: str = ""  # where the decode worker fetches: its node's; empty: it needs none
+    sources: tuple[Source, ...] = ()  # where that store gets what it lacks
+    prefill_sources: tuple[Source, ...] = ()  # where the prefill worker's node's store does
+    loads: tuple[TierRun, ...] = ()
+    predicted: Predicted = field(default=Predicted(), compare=False)
 
     @property
     def awaited(self) -> bool:
@@ -62,22 +100,27 @@ class Wait:
 
 
 def place(
-    pages: int, decoders: Sequence[DecodeCandidate], prefillers: Sequence[PrefillCandidate], *, local: bool = False
+    prefix: Prefix,
+    decoders: Sequence[DecodeCandidate],
+    prefillers: Sequence[PrefillCandidate],
+    stores: Sequence[Store],
+    *,
+    local: bool = False,
 ) -> Plan | Wait:
-    """Place an attempt whose tokens have `pages` shippable pages. `local`: only a decode worker may be needed, and no
-    store; this is how a last attempt is made.
+    """Place an attempt. `stores`: at most one of each node. `local`: only a decode worker may be needed, and no store;
+    this is how a last attempt is made.
 
-    A worker pair is split only where a full page is missing and where a live prefill worker and a live store share the
-    decode worker's node. Where such a node's prefill workers are full, the prompt waits here: it can still be placed
-    elsewhere, and a decode worker that computes long prompts slows down everybody's tokens."""
+    A worker pair is split only where a page is missing, and where both have a live store on their node; the prefill
+    worker's must serve others if that is another node. Where all such prefill workers are full, the prompt waits here:
+    it can still be placed elsewhere, and a decode worker that computes long prompts slows down everybody's tokens."""
     if not decoders:
         return Wait("no decode worker is free")
-    if local:
-        return Plan(min(decoders, key=lambda d: (pages - d.device_pages + d.busy_pages, d.name)).incarnation)
-    options = [option for decoder in decoders if (option := _option(pages, decoder, prefillers))]
-    if not options:
+    nodes = {} if local else nodes_of(stores)
+    makers = [_Maker.of(prefix, worker, nodes[worker.node]) for worker in prefillers if worker.node in nodes]
+    plans = [(plan, decoder) for decoder in decoders for plan in _plans(prefix, decoder, makers, nodes)]
+    if not plans:
         return Wait("every prefill worker has all the prompts it takes")
-    return min(options, key=lambda option: option[:2])[2]
+    return min(plans, key=_rank)[0]
 
 
 def pick_prefill(candidates: Sequence[PrefillCandidate], node: str) -> PrefillCandidate | None:
@@ -86,19 +129,95 @@ def pick_prefill(candidates: Sequence[PrefillCandidate], node: str) -> PrefillCa
     return min(free, key=lambda c: (c.busy_pages - c.device_pages, c.name), default=None)
 
 
-def _option(
-    pages: int, decoder: DecodeCandidate, prefillers: Sequence[PrefillCandidate]
-) -> tuple[int, str, Plan] | None:
-    """What this decode worker would cost, its name to break ties, and how it would be done; none: wait for it."""
-    stored = decoder.store_pages or 0
-    cached = min(pages, max(decoder.device_pages, stored))
-    missing = pages - cached
-    cost = missing + decoder.busy_pages
-    splits = missing > 0 and decoder.store_pages is not None and any(p.node == decoder.node for p in prefillers)
-    if not splits:
-        fetch = cached if stored > decoder.device_pages else 0
-        return cost, decoder.name, Plan(decoder.incarnation, fetch=fetch, cached=cached)
-    prefiller = pick_prefill(prefillers, decoder.node)
-    if prefiller is None:
-        return None
-    return cost, decoder.name, Plan(decoder.incarnation, prefiller.incarnation, pages, cached)
+def _rank(option: tuple[Plan, DecodeCandidate]) -> tuple[float, int, int, str]:
+    """The quickest; of two that are alike, that which moves fewer pages from elsewhere."""
+    plan, decoder = option
+    return (plan.predicted.total, len(plan.sources), -decoder.device_pages, decoder.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """A prefill worker, and what it takes until the whole prefix is sealed in its node's store."""
+
+    worker: PrefillCandidate
+    store: Store
+    reach: Reach
+    queue: float
+    compute: float
+
+    @classmethod
+    def of(cls, prefix: Prefix, worker: PrefillCandidate, node: Node) -> _Maker:
+        reach = prefiller_reach(prefix, node, worker.device_pages, worker.rate)
+        return cls(
+            worker=worker,
+            store=node.store,
+            reach=reach,
+            queue=prefix.seconds(worker.busy_pages, worker.rate),
+            compute=prefix.seconds(prefix.pages - reach.pages, worker.rate),
+        )
+
+
+def _plans(
+    prefix: Prefix, decoder: DecodeCandidate, makers: Sequence[_Maker], nodes: Mapping[str, Node]
+) -> Iterator[Plan]:
+    """The ways to use this decode worker that may be the best; none: wait for it."""
+    node = nodes.get(decoder.node)
+    pairs = [maker for maker in makers if node is not None and (maker.store is node.store or maker.store.endpoint)]
+    alone = _alone(prefix, decoder, node)
+    if alone.cached >= prefix.pages or not pairs:
+        yield alone
+    if node is not None and (alone.cached < prefix.pages or alone.loads):
+        free = [(_price(prefix, decoder, node.store, maker), maker) for maker in pairs if maker.worker.slots > 0]
+        if free:
+            near = node.store
+            price, maker = min(free, key=lambda o: (o[0].total, o[1].store is not near, o[1].worker.name))
+            yield _pair(prefix, decoder, node.store, maker, price)
+
+
+def _alone(prefix: Prefix, decoder: DecodeCandidate, node: Node | None) -> Plan:
+    """The decode worker fetches what is cached, as far as that pays, and computes the rest itself."""
+    reach = decoder_reach(prefix, node, decoder.device_pages, decoder.rate)
+    fetches = node is not None and reach.pages > decoder.device_pages
+    return Plan(
+        decode=decoder.incarnation,
+        fetch=reach.pages if fetches else 0,
+        cached=reach.pages,
+        store=node.store.incarnation if node is not None and fetches else "",
+        sources=reach.sources,
+        loads=reach.loads,
+        predicted=Predicted(
+            queue=prefix.seconds(decoder.busy_pages, decoder.rate),
+            load=reach.seconds,
+            compute=prefix.seconds(prefix.pages - reach.pages, decoder.rate),
+        ),
+    )
+
+
+def _pair(prefix: Prefix, decoder: DecodeCandidate, store: Store, maker: _Maker, price: Predicted) -> Plan:
+    """The prefill worker seals every page in the store of its node, which is `store` or serves it."""
+    source = Source(maker.store.incarnation, maker.store.endpoint, prefix.pages)
+    return Plan(
+        decode=decoder.incarnation,
+        prefill=maker.worker.incarnation,
+        fetch=prefix.pages,
+        cached=maker.reach.pages,
+        store=store.incarnation,
+        sources=() if maker.store is store else (source,),
+        prefill_sources=maker.reach.sources,
+        loads=maker.reach.loads,
+        predicted=price,
+    )
+
+
+def _price(prefix: Prefix, decoder: DecodeCandidate, store: Store, maker: _Maker) -> Predicted:
+    """Of a pair. The way between two nodes adds all that it takes where the link is slower than the making, and hardly
+    more than its latency where it is not."""
+    made_in = maker.reach.seconds + maker.compute
+    missing = 0 if maker.store is store else prefix.pages - max(decoder.device_pages, store.host)
+    link = TierRun(store.remote_speed, missing)
+    return Predicted(
+        queue=prefix.seconds(decoder.busy_pages, decoder.rate) + maker.queue,
+        load=maker.reach.seconds,
+        compute=maker.compute,
+        transfer=max(link.speed.latency, load_seconds(link, prefix.page_bytes) - made_in) if missing > 0 else 0.0,
+    )

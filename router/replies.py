@@ -76,6 +76,8 @@ def timing(summary: Summary) -> generation_pb2.Timing:
         finished=_since(line, "ended"),
         prefill_queue=summary.served.prefill_queue_ms,
         prefill_compute=summary.served.prefill_compute_ms,
+        load_predicted=summary.served.predicted_ms or None,
+        load=summary.served.load_ms or None,
     )
 
 

@@ -53,6 +53,15 @@ class Attempt:
         """Somebody still waits for pages of its prefill worker. Afterwards that one is only listened to."""
         return not self.prefilled and self.phase is not Phase.RUNNING
 
+    @property
+    def stores(self) -> set[str]:
+        """Incarnations of the stores that pages of this attempt are still to come through."""
+        if self.phase is Phase.RUNNING or not self.plan.fetch:
+            return set()
+        prefills = self.prefill is not None and self.needs_prefill
+        sources = self.plan.sources + (self.plan.prefill_sources if prefills else ())
+        return {self.plan.store, *(source.store for source in sources)}
+
 
 @dataclass
 class Request:
@@ -90,6 +99,8 @@ class Request:
     pages_fetched: int = 0
     prefill_queue_ms: int | None = None
     prefill_compute_ms: int | None = None
+    predicted_ms: int = 0  # how long loading cached pages was to take in the last attempt, as its workers told
+    load_ms: int = 0  # and how long it took
 
     @classmethod
     def from_submit(cls, submit: Submit, arrival: int, now: float) -> Request:
@@ -126,6 +137,11 @@ class Request:
         """Milliseconds until its deadline."""
         return None if self.deadline is None else max(1, int((self.deadline - now) * 1_000))
 
+    def loaded(self, predicted_ms: int, load_ms: int) -> None:
+        """A worker of the current attempt tells what loading cached pages was to take, and took."""
+        self.predicted_ms += predicted_ms
+        self.load_ms += load_ms
+
     def extend(self, tokens: tuple[int, ...]) -> None:
         self.tokens += pack_tokens(tokens)
 
@@ -159,5 +175,7 @@ class Request:
             pages_fetched=self.pages_fetched,
             prefill_queue_ms=self.prefill_queue_ms,
             prefill_compute_ms=self.prefill_compute_ms,
+            predicted_ms=self.predicted_ms,
+            load_ms=self.load_ms,
         )
         return Summary(replace(self.timeline), self.submitted, usage, served)

@@ -119,7 +119,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("submitted", "placed", "accepted", "prefilled", "started", "first_token", "finished", "prefill_queue", "prefill_compute")
+    __slots__ = ("submitted", "placed", "accepted", "prefilled", "started", "first_token", "finished", "prefill_queue", "prefill_compute", "load_predicted", "load")
     SUBMITTED_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,8 @@ class Timing(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_QUEUE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_COMPUTE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     submitted: float
     placed: float
     accepted: float
@@ -138,7 +140,9 @@ class Timing(_message.Message):
     finished: float
     prefill_queue: float
     prefill_compute: float
-    def __init__(self, submitted: _Optional[float] = ..., placed: _Optional[float] = ..., accepted: _Optional[float] = ..., prefilled: _Optional[float] = ..., started: _Optional[float] = ..., first_token: _Optional[float] = ..., finished: _Optional[float] = ..., prefill_queue: _Optional[float] = ..., prefill_compute: _Optional[float] = ...) -> None: ...
+    load_predicted: float
+    load: float
+    def __init__(self, submitted: _Optional[float] = ..., placed: _Optional[float] = ..., accepted: _Optional[float] = ..., prefilled: _Optional[float] = ..., started: _Optional[float] = ..., first_token: _Optional[float] = ..., finished: _Optional[float] = ..., prefill_queue: _Optional[float] = ..., prefill_compute: _Optional[float] = ..., load_predicted: _Optional[float] = ..., load: _Optional[float] = ...) -> None: ...
 
 class Work(_message.Message):
     __slots__ = ("attempts", "prefill_worker", "decode_workers", "tokens_computed", "pages_hit", "pages_shipped", "pages_on_device", "pages_fetched")

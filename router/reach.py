@@ -1,0 +1,111 @@
+"""How much of a prefix a worker has without computing: its own pages, its node's store, and what that can load.
+
+The workers decide with the same function when it comes to it (`kvstore.cost.choose`), so this is a prediction. Pure.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from baton.messages import Source, TierRun, TierSpeed
+from kvstore.cost import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, choose
+
+_SOURCES = 3  # other stores that are named for cached pages: the next is asked when one fails
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The shippable pages of an attempt's tokens: what is to be on the decode worker's device."""
+
+    pages: int
+    page_size: int  # tokens
+    page_bytes: int
+
+    def seconds(self, pages: int, rate: float) -> float:
+        """How long computing so many pages takes at `rate` tokens per second; 0: not measured."""
+        return pages * self.page_size / (rate or DEFAULT_PREFILL_RATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A node's live store, and what it has of the prefix: the first `host` pages in its arena, and the next `disk`
+    ones on its disk."""
+
+    incarnation: str
+    node: str
+    endpoint: str = ""  # where it serves pages to other stores; empty: nowhere
+    host: int = 0
+    disk: int = 0
+    disk_speed: TierSpeed = DEFAULT_SPEEDS["disk"]
+    remote_speed: TierSpeed = DEFAULT_SPEEDS["remote"]  # at which it gets pages from others
+
+    @property
+    def pages(self) -> int:
+        """Of the prefix, on whatever tier."""
+        return self.host + self.disk
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node with a live store. `others` serve it pages of the prefix that it does not have, the most first."""
+
+    store: Store
+    others: Sequence[Store] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The first `pages` of a prefix need no computing, once `loads` have come from below the arena, tier by tier."""
+
+    pages: int
+    loads: tuple[TierRun, ...] = ()
+    seconds: float = 0.0  # that the loads take
+    sources: tuple[Source, ...] = ()  # for those that come from other nodes
+
+
+def nodes_of(stores: Sequence[Store]) -> dict[str, Node]:
+    """Every node that has a live store, with the others that can help it."""
+    return {store.node: Node(store, _others(store, stores)) for store in stores}
+
+
+def decoder_reach(prefix: Prefix, node: Node | None, device: int, rate: float) -> Reach:
+    """Of a decode worker, which fetches only what follows the `device` pages that it has itself."""
+    if node is None:
+        return Reach(device)
+    return _reach(prefix, node, max(device, node.store.host), device, rate)
+
+
+def prefiller_reach(prefix: Prefix, node: Node, device: int, rate: float) -> Reach:
+    """Of a prefill worker. All pages must be in its node's store, so that is asked first; but those that the worker
+    has on its device need no computing, which makes loading them pay less."""
+    return _reach(prefix, node, node.store.host, device, rate)
+
+
+def _others(store: Store, stores: Sequence[Store]) -> Sequence[Store]:
+    more = [other for other in stores if other.endpoint and other.node != store.node and other.pages > store.pages]
+    return sorted(more, key=lambda other: (-other.pages, other.incarnation))
+
+
+def _reach(prefix: Prefix, node: Node, begin: int, device: int, rate: float) -> Reach:
+    """`begin`: the first page that must be loaded, or else computed where it is not among the first `device`."""
+    here = max(begin, node.store.pages)
+    longest = max((other.pages for other in node.others), default=0)
+    runs = [
+        TierRun(node.store.disk_speed, here - begin),
+        TierRun(node.store.remote_speed, max(0, min(longest, prefix.pages) - here)),
+    ]
+    runs = [run for run in runs if run.pages]
+    choice = choose(runs, prefix.page_bytes, prefix.page_size, rate, max(0, device - begin))
+    loaded = begin + choice.pages
+    ends = accumulate(run.pages for run in runs)
+    helpers = [other for other in node.others if other.pages > here] if loaded > here else []
+    return Reach(
+        pages=max(device, loaded),
+        loads=tuple(run for run, end in zip(runs, ends, strict=True) if end <= choice.pages),
+        seconds=choice.load_seconds,
+        sources=tuple(Source(h.incarnation, h.endpoint, min(h.pages, prefix.pages)) for h in helpers[:_SOURCES]),
+    )
