@@ -88,7 +88,8 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: Overview 
 
 def _with_tiers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same rows, those of stores with what their metrics pages say of their tiers."""
-    asked = {row["name"]: row["metrics"] for row in rows if row["role"] != "router" and row["state"] == "live"}
+    # While the router is away there is nobody who knows the addresses.
+    asked = {row["name"]: row.get("metrics") for row in rows if row["role"] != "router" and row["state"] == "live"}
     pages = figures.scrape({name: address for name, address in asked.items() if address})
     for row in rows:
         if row["role"] == "store" and row["name"] in pages:

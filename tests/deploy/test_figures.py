@@ -10,7 +10,7 @@ from rich.console import Console
 from baton.config import Config
 from baton.messages import Peer
 from baton.metrics import TABLE, Metrics
-from deploy import figures, show
+from deploy import figures, show, status
 from kvstore.disk_index import DiskIndex
 from kvstore.figures import figures as figures_of
 from kvstore.state import StoreState
@@ -79,6 +79,22 @@ def test_pages_are_read_at_once_and_without_those_that_do_not_answer():
     metrics.close()
     assert set(pages) == {"good"}
     assert figures.scrape({}) == {}
+
+
+def test_stores_show_their_tiers_where_they_can_be_asked():
+    metrics, worker = store_metrics(), worker_metrics(0.5)
+    rows = [
+        {"name": "store-0", "role": "store", "node": "a", "state": "live", "metrics": metrics.serve("127.0.0.1")},
+        {"name": "store-1", "role": "store", "node": "b", "state": "live"},  # known to the supervisor only
+        {"name": "store-2", "role": "store", "node": "c", "state": "silent", "metrics": "127.0.0.1:1"},
+        {"name": "decode-0", "role": "decode", "node": "a", "state": "live", "metrics": worker.serve("127.0.0.1")},
+        {"name": "router", "role": "router", "node": "a", "state": "live", "metrics": "127.0.0.1:1"},
+    ]
+    shown = status._with_tiers(rows)
+    metrics.close()
+    worker.close()
+    assert [row["name"] for row in shown if "tiers" in row] == ["store-0"]
+    assert shown[0]["tiers"]["disk"]["regret_seconds"] == 0.5
 
 
 def test_the_tiers_on_the_screen():
