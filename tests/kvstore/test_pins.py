@@ -1,0 +1,115 @@
+"""Pins: all pages or none, shared ones counted once, until their time is over."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.messages import AttemptHeld, Pin, Pinned
+from kvstore.pages import Page, PageTable, Reservation
+from kvstore.pins import Pins
+
+SLOTS, PAGE_BYTES, QUOTA = 10, 100, 600
+
+
+def key(name: str) -> bytes:
+    return name.encode().ljust(16, b".")
+
+
+def chain(names: str) -> list[bytes]:
+    """`ab` stands for two pages, the second below the first: a page's name is its whole prefix."""
+    return [key(names[: i + 1]) for i in range(len(names))]
+
+
+class Table:
+    def __init__(self) -> None:
+        self.pages = PageTable(SLOTS)
+        self.pins = Pins(self.pages, PAGE_BYTES, QUOTA)
+
+    def write(self, names: str) -> None:
+        claimed = self.pages.reserve("w", b"", chain(names))
+        assert isinstance(claimed, list)
+        for each in claimed:
+            if isinstance(each, Reservation):
+                self.pages.seal(each, 0, hold=False)
+            else:
+                self.pages.unhold(each)
+
+    def pin(self, name: str, names: str, tenant: str = "", ttl_ms: int = 1_000, now: float = 0.0) -> Pinned:
+        answer, _ = self.pins.pin(Pin(name, tenant, b"".join(chain(names)), ttl_ms), now)
+        self.pages.validate()
+        return answer
+
+    def page(self, names: str) -> Page:
+        page = self.pages.find(key(names))
+        assert page is not None
+        return page
+
+    def flood(self) -> None:
+        """As many pages as there is room for, each alone."""
+        while self.pages.evictable or self.pages.free:
+            claimed = self.pages.reserve("w", b"", [key(f"flood{self.pages.reserved}")])
+            if not isinstance(claimed, list):
+                return
+
+
+@pytest.fixture
+def table() -> Table:
+    return Table()
+
+
+def test_what_is_pinned_outlasts_a_flood_until_its_time_is_over(table: Table) -> None:
+    table.write("abc")
+    table.write("x")
+    assert table.pin("p", "abc") == Pinned("p", 3)
+    table.flood()
+    assert table.pages.find(key("x")) is None
+    assert all(table.pages.find(each) for each in chain("abc"))
+    table.pins.tick(0.999)
+    assert (len(table.pins), table.pins.bytes) == (1, 3 * PAGE_BYTES)
+    table.pins.tick(1.0)
+    assert (len(table.pins), table.pins.bytes, table.pages.held) == (0, 0, 0)
+    table.flood()
+    assert table.pages.find(key("abc")) is None
+
+
+def test_all_pages_or_none(table: Table) -> None:
+    table.write("ab")
+    assert table.pin("p", "abcd") == Pinned("p", 2, "missing")
+    assert table.pages.held == 0
+
+
+def test_a_tenants_quota_counts_shared_pages_once(table: Table) -> None:
+    table.write("abcd")
+    table.write("abxyz")
+    assert table.pin("p", "abcd", "one").reason == ""
+    assert table.pin("q", "abx", "one").reason == ""  # five pages in all
+    assert table.pin("r", "abxy", "one").reason == ""  # six
+    assert table.pin("s", "abxyz", "one") == Pinned("s", 0, "quota")
+    assert table.pin("s", "abxyz", "two").reason == ""
+    assert table.pin("q", "abxy", "one").reason == ""  # in place of what had that name
+    table.pins.unpin("p")
+    assert table.pin("t", "abxyz", "one").reason == ""
+
+
+def test_a_pin_of_the_same_name_replaces_the_first(table: Table) -> None:
+    table.write("abc")
+    table.write("x")
+    table.pin("p", "abc")
+    table.pin("p", "x", now=0.5)
+    assert table.pages.held == 1
+    table.pins.tick(1.0)
+    assert len(table.pins) == 1
+    table.pins.tick(1.5)
+    assert len(table.pins) == 0
+    table.pins.unpin("p")  # it has ended already
+
+
+def test_heartbeats_tell_of_pages_that_were_dropped(table: Table) -> None:
+    table.write("abc")
+    table.pin("p", "abc")
+    assert table.pins.listed == (AttemptHeld("p", 1, 3),)
+    table.pages.drop(table.page("ab"))  # and with it what lies below
+    assert table.pins.listed == (AttemptHeld("p", 1, 1),)
+    table.pins.unpin("p")
+    table.pages.validate()
+    assert table.pages.unlisted == 0
