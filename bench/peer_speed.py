@@ -7,8 +7,8 @@ of its own; both have touched it before. They move `ROUND` bytes in one of three
 machine that others use, too, is slow to all of them alike. The first turn is not counted.
 
 `store to store`  two page transports (`kvstore.peers`) with a small stand-in for the stores' states behind each, on
-                  its process's main thread: credit for `WINDOW` bytes, granted as pages land, `STEP` at a time. Every page is sent
-                  from where it lies, copied to its slot, and its checksum is compared with that of its sender.
+                  its process's main thread: credit for `WINDOW` bytes, granted as pages land, `STEP` at a time. Every
+                  page is sent from where it lies, copied to its slot, and its checksum compared with its sender's.
 `bare`            the limit: a ZMQ socket at each end, a frame per page, sent without copying; the receiver copies each
                   frame to its place. No messages, no checksums, no credit, one thread per process besides ZMQ's.
 `bare, left in ZMQ's buffers`  the same without the receiver's copy, for comparison: nobody could read such pages.

@@ -1,0 +1,639 @@
+"""Pages between stores, over real sockets: exact, once, only where expected; whatever hangs, lies or is cut."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.messages import (
+    Credit,
+    Doubt,
+    Envelope,
+    Gone,
+    PageReply,
+    Pages,
+    Peer,
+    SentPage,
+    Serving,
+    Source,
+    Unwant,
+    Want,
+    Wanting,
+)
+from kvstore.checksum import page_checksum
+from kvstore.peers import ZmqTransport
+from kvstore.tiers import (
+    Answer,
+    Ask,
+    Check,
+    Checked,
+    Expect,
+    Landed,
+    PeerAnswered,
+    PeerAsked,
+    PeerEvent,
+    PeerOrder,
+    Retract,
+    Retracted,
+    Serve,
+    Served,
+)
+
+DEADLINE = 20.0
+PAGE = 128 * 1024
+SLOTS = 64
+
+
+class Store:
+    """A transport with an arena, and what it has told."""
+
+    def __init__(
+        self, name: str, endpoint: str = "tcp://127.0.0.1:0", silence_s: float = 30.0, page: int = PAGE
+    ) -> None:
+        self.name = name
+        self.page = page
+        self.transport = ZmqTransport(Peer("store", name, name, name, os.getpid()), endpoint, silence_s)
+        self.memory = memoryview(bytearray(page * SLOTS))
+        self.transport.use(self.memory, page)
+        self.events: list[PeerEvent] = []
+
+    def close(self) -> None:
+        self.transport.close()
+
+    def do(self, *orders: PeerOrder) -> None:
+        for order in orders:
+            self.transport.submit(order)
+
+    def ask(self, other: Store, *requests: Want | Credit | Doubt | Unwant | Wanting, at: str = "") -> None:
+        source = Source(other.name, at or other.transport.endpoint, 0)
+        self.do(*(Ask(source, request) for request in requests))
+
+    def want(self, other: Store, fetch: int = 1, at: str = "") -> None:
+        """Ask for something, so that the other can answer: it has heard it when this returns."""
+        want = Want(fetch, self.page, b"k" * 16, True, 1)
+        self.ask(other, want, at=at)
+        other.until(lambda: PeerAsked(self.name, want) in other.events)
+
+    def expect(self, fetch: int, slots: dict[int, int]) -> None:
+        self.do(Expect(fetch, tuple(slots.items())))
+
+    def serve(self, number: int, peer: str, fetch: int, slots: dict[int, int], wrong: int = 0) -> None:
+        pages = tuple(SentPage(index, page_checksum(self.slot(slot)) ^ wrong) for index, slot in slots.items())
+        self.do(Serve(number, peer, fetch, pages, tuple(slots.values())))
+
+    def slot(self, slot: int) -> memoryview:
+        return self.memory[slot * self.page : (slot + 1) * self.page]
+
+    def fill(self, slot: int, seed: int | None = None) -> bytes:
+        """Put bytes of that seed (the slot's number if none) in a slot."""
+        page = _page(slot if seed is None else seed, self.page)
+        self.slot(slot)[:] = page
+        return page
+
+    def hear(self, seconds: float = 0.0) -> None:
+        """Take what is there, after waiting for it for at most so long."""
+        select.select([self.transport], [], [], seconds)
+        self.events += self.transport.poll()
+
+    def until(self, condition: Callable[[], bool], *others: Store) -> None:
+        end = time.monotonic() + DEADLINE
+        while not condition():
+            assert time.monotonic() < end, f"not in time; heard {self.events[-10:]}"
+            self.hear(0.01 if others else 0.1)
+            for other in others:
+                other.hear()
+
+    def heard(self, event: PeerEvent) -> None:
+        self.until(lambda: event in self.events)
+
+    def asked(self, peer: str) -> list[object]:
+        return [event.request for event in self.events if isinstance(event, PeerAsked) and event.peer == peer]
+
+    def landed(self, fetch: int) -> list[int]:
+        """The indices that have landed, in order."""
+        events = [event for event in self.events if isinstance(event, Landed) and event.fetch == fetch]
+        return [index for event in events for index, _ in event.pages]
+
+
+def _page(seed: int, size: int) -> bytes:
+    word = msgspec.msgpack.encode(seed) + b"."
+    return (word * (size // len(word) + 1))[:size]
+
+
+@pytest.fixture
+def stores() -> Iterator[Callable[..., Store]]:
+    with ExitStack() as cleanup:
+
+        def make(name: str, **options: object) -> Store:
+            store = Store(name, **options)  # type: ignore[arg-type]
+            cleanup.callback(store.close)
+            return store
+
+        yield make
+
+
+@pytest.mark.parametrize("page", [1_024, 65_536, PAGE, 2**21])
+def test_pages_arrive_exact_where_they_are_expected(stores: Callable[..., Store], page: int) -> None:
+    a, b = stores("a", page=page), stores("b", page=page)
+    a.expect(1, {index: 40 - index for index in range(20)})
+    a.want(b)
+    sent = [b.fill(slot) for slot in range(20)]
+    b.serve(7, "a", 1, {index: index for index in range(20)})
+    b.do(Answer("a", Serving(3, ((1, 20),))))
+    a.heard(PeerAnswered("b", Serving(3, ((1, 20),))))
+    assert a.landed(1) == list(range(20))
+    assert [bytes(a.slot(40 - index)) for index in range(20)] == sent
+    assert a.slot(20) == bytes(page)
+    assert a.slot(41) == bytes(page)
+    b.heard(Served(7))
+    out, into = b.transport.stats(), a.transport.stats()
+    assert (out.pages_out, out.bytes_out) == (into.pages_in, into.bytes_in) == (20, 20 * page)
+    assert (into.malformed, into.dropped, into.damaged, into.unexpected) == (0, 0, 0, 0)
+
+
+def test_what_is_said_is_heard_in_order(stores: Callable[..., Store]) -> None:
+    a, b = stores("a"), stores("b")
+    requests = [Wanting(beat, (1, 2)) for beat in range(300)]
+    a.want(b)
+    a.ask(b, *requests)
+    b.until(lambda: len(b.asked("a")) == 301)
+    assert b.asked("a")[1:] == requests
+    b.fill(3)
+    a.expect(1, {index: index for index in range(50)})
+    a.ask(b, Unwant(9))
+    b.until(lambda: Unwant(9) in b.asked("a"))
+    for index in range(50):
+        b.serve(index, "a", 1, {index: 3})
+        b.do(Answer("a", Gone(1, index)))
+    a.heard(PeerAnswered("b", Gone(1, 49)))
+    events = [event for event in a.events if isinstance(event, Landed | PeerAnswered)]
+    checksum = page_checksum(b.slot(3))
+    assert events == [
+        event for index in range(50)
+        for event in (Landed(1, ((index, checksum),)), PeerAnswered("b", Gone(1, index)))
+    ]  # fmt: skip
+
+
+def test_a_page_is_written_only_while_it_is_expected_and_only_once(stores: Callable[..., Store]) -> None:
+    a, b = stores("a"), stores("b")
+    a.want(b)
+    for slot in range(8):
+        b.fill(slot)
+    b.serve(1, "a", 1, {0: 0})  # not expected yet
+    b.do(Answer("a", Gone(0, 1)))
+    a.heard(PeerAnswered("b", Gone(0, 1)))
+    a.expect(1, {0: 10, 1: 11})
+    a.want(b, 2)
+    b.serve(2, "a", 1, {0: 1, 5: 2})
+    b.serve(3, "a", 1, {0: 3})  # a second time
+    b.serve(4, "a", 2, {0: 4})  # of a fetch that expects nothing
+    b.do(Answer("a", Gone(0, 2)))
+    a.heard(PeerAnswered("b", Gone(0, 2)))
+    a.do(Retract(1))
+    a.heard(Retracted(1))
+    a.want(b, 3)
+    b.serve(5, "a", 1, {1: 5})  # not expected any more
+    b.do(Answer("a", Gone(0, 3)))
+    a.heard(PeerAnswered("b", Gone(0, 3)))
+    assert [event for event in a.events if isinstance(event, Landed)] == [Landed(1, ((0, page_checksum(b.slot(1))),))]
+    assert a.slot(10) == b.slot(1)
+    assert all(a.slot(slot) == bytes(PAGE) for slot in range(SLOTS) if slot != 10)
+    assert a.transport.stats().unexpected == 5
+    b.until(lambda: {Served(number) for number in range(1, 6)} <= set(b.events))
+
+
+def test_pages_that_do_not_match_their_checksum_are_expected_again(stores: Callable[..., Store]) -> None:
+    a, b = stores("a"), stores("b")
+    a.expect(1, {0: 0, 1: 1})
+    a.want(b)
+    b.fill(0, 7)
+    b.fill(1, 8)
+    b.serve(1, "a", 1, {0: 0}, wrong=1)
+    b.serve(2, "a", 1, {1: 1})
+    a.until(lambda: a.landed(1) == [1])
+    assert Landed(1, (), (0,)) in a.events
+    b.serve(3, "a", 1, {0: 0})
+    a.until(lambda: a.landed(1) == [1, 0])
+    assert (a.slot(0), a.slot(1)) == (b.slot(0), b.slot(1))
+    assert a.transport.stats().damaged == 1
+
+
+def test_slots_are_checked(stores: Callable[..., Store]) -> None:
+    a = stores("a")
+    a.fill(5)
+    a.do(Check(1, 5, page_checksum(a.slot(5))), Check(2, 5, 77))
+    a.until(lambda: len(a.events) == 2)
+    assert a.events == [Checked(1, True), Checked(2, False)]
+
+
+class Relay:
+    """A cable between a store and another: it can flip a bit, be cut, go silent and be mended."""
+
+    def __init__(self, target: str) -> None:
+        self._target = int(target.rpartition(":")[2])
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._flip = 0
+        self.carried = 0  # bytes to those that ask
+        self._on = threading.Event()
+        self._on.set()
+        self._ended = False
+        self._start(self._accept)
+
+    def flip_after(self, size: int) -> None:
+        """Flip one bit after so many more bytes to those that ask."""
+        self._flip = size
+
+    def silence(self) -> None:
+        """Carry nothing, and tell nobody."""
+        self._on.clear()
+
+    def cut(self) -> None:
+        """End every connection; new ones are welcome."""
+        self._on.set()
+        for each in self._open:
+            _shut(each)
+
+    def close(self) -> None:
+        self._ended = True
+        _shut(self._listener)
+        self.cut()
+        for thread in self._threads:
+            thread.join(DEADLINE)
+        for each in (self._listener, *self._open):
+            each.close()
+
+    def _start(self, run: Callable[..., None], *args: object) -> None:
+        self._threads.append(threading.Thread(target=run, args=args, daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        while not self._ended:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                continue
+            self._open += [near, far]
+            self._start(self._carry, near, far, False)
+            self._start(self._carry, far, near, True)
+
+    def _carry(self, source: socket.socket, sink: socket.socket, back: bool) -> None:
+        try:
+            while data := source.recv(2**16):
+                self._on.wait()
+                if back:
+                    self.carried += len(data)
+                    if 0 < self._flip <= len(data):
+                        spoilt = bytearray(data)
+                        spoilt[self._flip - 1] ^= 4
+                        data = bytes(spoilt)
+                    self._flip = max(0, self._flip - len(data))
+                sink.sendall(data)
+        except OSError:
+            pass
+        for each in (source, sink):
+            _shut(each)
+
+
+def _shut(each: socket.socket) -> None:
+    with suppress(OSError):
+        each.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def relays() -> Iterator[Callable[[Store], Relay]]:
+    with ExitStack() as cleanup:
+
+        def make(store: Store) -> Relay:
+            relay = Relay(store.transport.endpoint)
+            cleanup.callback(relay.close)
+            return relay
+
+        yield make
+
+
+def test_a_bit_flipped_on_the_wire_is_found(stores: Callable[..., Store], relays: Callable[[Store], Relay]) -> None:
+    a, b = stores("a"), stores("b")
+    relay = relays(b)
+    a.expect(1, {index: index for index in range(8)})
+    a.want(b, at=relay.endpoint)
+    for slot in range(8):
+        b.fill(slot)
+    relay.flip_after(3 * PAGE + PAGE // 2)
+    b.serve(1, "a", 1, {index: index for index in range(8)})
+    a.until(lambda: a.landed(1) == [0, 1, 2, 4, 5, 6, 7])
+    assert [event.damaged for event in a.events if isinstance(event, Landed)] == [(3,)]
+    b.serve(2, "a", 1, {3: 3})
+    a.until(lambda: 3 in a.landed(1))
+    assert a.memory[: 8 * PAGE] == b.memory[: 8 * PAGE]
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_cut_connection_loses_pages_and_nothing_else(
+    stores: Callable[..., Store], relays: Callable[[Store], Relay], silent: bool
+) -> None:
+    a, b = stores("a", silence_s=1.0), stores("b", silence_s=1.0)
+    relay = relays(b)
+    a.expect(1, {index: index for index in range(SLOTS)})
+    a.want(b, at=relay.endpoint)
+    for slot in range(SLOTS):
+        b.fill(slot)
+    if silent:
+        relay.silence()
+    for number in range(SLOTS):
+        b.serve(number, "a", 1, {number: number})
+    if silent:  # b finds out by itself that nobody reads
+        b.until(lambda: {Served(number) for number in range(SLOTS)} <= set(b.events), a)
+        assert len(a.landed(1)) < SLOTS
+    else:
+        a.until(lambda: len(a.landed(1)) >= 1)
+    relay.cut()
+    b.until(lambda: {Served(number) for number in range(SLOTS)} <= set(b.events), a)
+    # The asking store hears nothing more, asks again until it is heard, and gets what it lacks.
+    beat = 0
+    while not any(isinstance(request, Wanting) for request in b.asked("a")):
+        beat += 1
+        a.ask(b, Wanting(beat, (1,)), at=relay.endpoint)
+        b.hear(0.05)
+        a.hear()
+        assert beat < 400
+    missing = sorted(set(range(SLOTS)) - set(a.landed(1)))
+    b.serve(999, "a", 1, {index: index for index in missing})
+    a.until(lambda: len(a.landed(1)) == SLOTS, b)
+    assert a.memory == b.memory
+
+
+def test_a_new_store_at_an_old_endpoint_hears_nothing_meant_for_its_predecessor(stores: Callable[..., Store]) -> None:
+    a, old = stores("a"), Store("old")
+    endpoint = old.transport.endpoint
+    a.want(old)
+    old.close()
+    a.ask(old, Credit(1, 1), at=endpoint)  # waits for a connection
+    new = stores("new", endpoint=endpoint)
+    time.sleep(0.3)  # so that the words for the old one most likely come first
+    a.want(new, 2)
+    a.expect(2, {0: 0})
+    new.fill(1)
+    a.ask(new, Credit(2, 1))
+    new.until(lambda: Credit(2, 1) in new.asked("a"))
+    new.serve(1, "a", 2, {0: 1})
+    a.until(lambda: a.landed(2) == [0])
+    assert all(isinstance(request, Want | Credit) and request.fetch == 2 for request in new.asked("a"))
+    assert a.transport.stats().links == 1
+
+
+def test_a_store_that_restarts_gets_nothing_meant_for_its_predecessor(stores: Callable[..., Store]) -> None:
+    b, old = stores("b"), Store("old")
+    old.expect(1, {0: 0})
+    old.want(b)
+    old.close()
+    new = stores("new")
+    new.expect(1, {0: 0})
+    new.want(b)
+    b.fill(0)
+    b.serve(1, "old", 1, {0: 0})
+    b.do(Answer("old", Gone(1, 0)))
+    b.heard(Served(1))
+    b.do(Answer("new", Serving(1)))
+    new.heard(PeerAnswered("b", Serving(1)))
+    assert new.landed(1) == []
+    assert new.slot(0) == bytes(PAGE)
+
+
+def test_a_store_that_nobody_knows_is_served_by_dropping(stores: Callable[..., Store]) -> None:
+    b = stores("b")
+    b.serve(1, "nobody", 1, {0: 0})
+    b.do(Answer("nobody", Gone(1, 0)))
+    b.heard(Served(1))
+    b.until(lambda: b.transport.stats().dropped == 2)
+
+
+class Deaf:
+    """Asks and then reads nothing, while its connection lives."""
+
+    def __init__(self, store: Store) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, 1), (zmq.RCVBUF, 2**16)):
+            self.socket.setsockopt(option, value)
+        self.socket.setsockopt(zmq.IDENTITY, b"deaf")
+        self.socket.connect(store.transport.endpoint)
+        want = Want(1, PAGE, b"", False, 1)
+        self.socket.send(msgspec.msgpack.encode(Envelope("deaf", store.name, 1, want)))
+        store.heard(PeerAsked("deaf", want))
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self._context.term()
+
+
+@pytest.mark.parametrize("page", [1_024, PAGE])
+def test_a_slot_is_not_given_back_while_its_bytes_may_still_be_read(stores: Callable[..., Store], page: int) -> None:
+    b = stores("b", page=page)
+    deaf = Deaf(b)
+    count = 2**26 // page
+    for first in range(0, count, SLOTS):  # far more than all buffers between the two hold
+        b.serve(first, "deaf", 1, {index: index for index in range(SLOTS)})
+    last = count - SLOTS
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        b.hear(0.1)
+    assert Served(last) not in b.events
+    assert b.transport.stats().pages_out == count
+    # A frame reads the slot when it leaves, not when it was sent: as long as there was no Served, that is the promise.
+    deaf.close()
+    b.until(lambda: Served(last) in b.events)
+    assert len([event for event in b.events if isinstance(event, Served)]) == count // SLOTS
+
+
+def test_a_peer_that_stops_in_the_middle_is_cut_off_and_its_pages_given_back(stores: Callable[..., Store]) -> None:
+    b = stores("b", silence_s=1.0)
+    program = (
+        "import sys; from tests.kvstore.test_peers import Store, Source, Ask, Want; a = Store('a');"
+        "a.expect(1, {i: i for i in range(64)});"
+        "a.do(Ask(Source('b', sys.argv[1], 0), Want(1, a.page, b'', True, 64))); a.until(lambda: False)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program, b.transport.endpoint], stderr=subprocess.DEVNULL)
+    try:
+        b.heard(PeerAsked("a", Want(1, PAGE, b"", True, 64)))
+        child.send_signal(signal.SIGSTOP)
+        for number in range(20):
+            b.serve(number, "a", 1, {index: index for index in range(SLOTS)})
+        b.until(lambda: {Served(number) for number in range(20)} <= set(b.events))
+        child.send_signal(signal.SIGCONT)
+        b.serve(99, "a", 1, {0: 0})
+        b.heard(Served(99))
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_closing_takes_no_time_whoever_hangs() -> None:
+    b = Store("b")
+    deaf = Deaf(b)
+    b.ask(b, Wanting(1), at="tcp://127.0.0.1:9")  # where nobody listens
+    for number in range(16):
+        b.serve(number, "deaf", 1, {index: index for index in range(SLOTS)})
+    start = time.monotonic()
+    b.close()
+    assert time.monotonic() - start < 5
+    b.close()
+    deaf.close()
+
+
+def test_a_link_that_nobody_uses_is_closed(stores: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.peers._IDLE", 0.2)
+    monkeypatch.setattr("kvstore.peers._SWEEP", 0.05)
+    monkeypatch.setattr("kvstore.peers._TURN", 0.05)
+    a, b = stores("a"), stores("b")
+    a.want(b, 1)
+    assert a.transport.stats().links == 1
+    a.until(lambda: a.transport.stats().links == 0)
+    a.want(b, 2)
+    b.do(Answer("a", Gone(2, 0)))
+    a.heard(PeerAnswered("b", Gone(2, 0)))
+
+
+def test_an_endpoint_that_is_none_loses_a_request_and_nothing_else(stores: Callable[..., Store]) -> None:
+    a, b = stores("a"), stores("b")
+    for endpoint in (
+        "",
+        "nonsense",
+        "inproc://x",
+        "tcp://",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:x",
+        "tcp://b:99999999",
+    ):
+        a.do(Ask(Source("c", endpoint, 0), Wanting(1)), Ask(Source("c", endpoint, 0), Wanting(2)))
+    a.want(b)
+    assert a.transport.stats().dropped == 14
+
+
+def test_a_loop_that_does_not_listen_is_not_buried(
+    stores: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.peers._BACKLOG", 100)
+    a, b = stores("a"), stores("b")
+    a.want(b)
+    a.ask(b, *(Wanting(beat) for beat in range(900)))
+    time.sleep(0.5)  # whatever comes meanwhile must stay outside
+    b.events += b.transport.poll()
+    assert len(b.asked("a")) < 300
+    b.until(lambda: len(b.asked("a")) == 901)
+
+
+def test_what_the_thread_dies_of_is_told(stores: Callable[..., Store]) -> None:
+    a = stores("a")
+    a.do(Check(1, SLOTS, 0))
+    with pytest.raises(AssertionError, match="not in the arena"):
+        a.until(lambda: False)
+
+
+# --- whatever a peer sends --------------------------------------------------------------------------------------------
+
+_REPLIES: st.SearchStrategy[PageReply] = st.one_of(
+    st.builds(Gone, st.integers(0, 3), st.integers(0, 2**62)),
+    st.builds(Serving, st.integers(0, 9), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9))).map(tuple)),
+    st.builds(
+        Pages,
+        st.integers(0, 3),
+        st.lists(st.builds(SentPage, st.integers(0, 9) | st.integers(0, 2**62), st.integers(0, 2**64 - 1))).map(tuple),
+    ),
+)
+_PAGE_FRAMES = st.sampled_from([b"", b"x", b"y" * 1_024, b"z" * 1_025, b"w" * 70_000])
+_NAMES = st.sampled_from(["a", "b", "", "other", "ü" * 99])
+
+
+@st.composite
+def _junk(draw: st.DrawFn) -> list[bytes]:
+    """Frames from a liar: nearly right, or not at all."""
+    if draw(st.booleans()):
+        return draw(st.lists(st.binary(max_size=200), min_size=1, max_size=5))
+    body = msgspec.msgpack.encode(Envelope(draw(_NAMES), draw(_NAMES), draw(st.integers(0, 9)), draw(_REPLIES)))
+    if draw(st.integers(0, 4)) == 0:
+        body = body[: draw(st.integers(0, len(body)))]
+    return [body, *draw(st.lists(_PAGE_FRAMES, max_size=6))]
+
+
+@settings(max_examples=40)
+@given(st.lists(_junk(), min_size=1, max_size=20))
+def test_a_lying_store_writes_nothing_but_what_is_expected(lies: list[list[bytes]]) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    a = Store("a", page=1_024)
+    liar = context.socket(zmq.ROUTER)
+    liar.setsockopt(zmq.LINGER, 0)
+    liar.setsockopt(zmq.RCVTIMEO, int(DEADLINE * 1_000))
+    try:
+        port = liar.bind_to_random_port("tcp://127.0.0.1")
+        a.expect(1, {0: 0, 1: 1, 7: 2})
+        a.do(Ask(Source("b", f"tcp://127.0.0.1:{port}", 0), Wanting(1, (1,))))
+        assert liar.recv_multipart()[0] == b"a"
+        for frames in lies:
+            liar.send_multipart([b"a", *frames])
+        end = Envelope("b", "a", 1, Gone(77, 77))
+        liar.send_multipart([b"a", msgspec.msgpack.encode(end)])
+        a.heard(PeerAnswered("b", Gone(77, 77)))
+        written = {slot for slot in range(SLOTS) if a.slot(slot) != bytes(1_024)}
+        told = {i for event in a.events if isinstance(event, Landed) for i in (*event.damaged, *dict(event.pages))}
+        assert told <= {0, 1, 7}
+        assert written <= {0, 1, 2}
+    finally:
+        liar.close(0)
+        context.term()
+        a.close()
+
+
+@settings(max_examples=40)
+@given(st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=4), min_size=1, max_size=20), st.binary())
+def test_a_lying_asker_is_dropped(lies: list[list[bytes]], name: bytes) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    b = Store("b", page=1_024)
+    try:
+        liars = [context.socket(zmq.DEALER) for _ in range(2)]
+        for liar, identity in zip(liars, (b"honest", b"l" + name[:200]), strict=True):
+            liar.setsockopt(zmq.LINGER, 0)
+            liar.setsockopt(zmq.IDENTITY, identity)
+            liar.connect(b.transport.endpoint)
+        for frames in lies:
+            liars[1].send_multipart(frames)
+        liars[1].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, Wanting(5))))  # in another's name
+        liars[0].send(msgspec.msgpack.encode(Envelope("honest", "c", 1, Wanting(6))))  # for somebody else
+        liars[0].send(b"\xc1" * 2_000)
+        liars[0].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, Wanting(7))))
+        b.heard(PeerAsked("honest", Wanting(7)))
+        b.until(lambda: b.transport.stats().malformed >= len(lies) + 2)
+        assert b.asked("honest") == [Wanting(7)]
+        assert b.transport.stats().dropped == 1
+    finally:
+        for liar in liars:
+            liar.close(0)
+        context.term()
+        b.close()
+
+
+def test_a_request_too_large_ends_its_connection_and_nothing_else(stores: Callable[..., Store]) -> None:
+    a, b = stores("a"), stores("b")
+    a.want(b)
+    a.ask(b, Wanting(1, tuple(range(10**6))))
+    while not any(isinstance(request, Wanting) for request in b.asked("a")):
+        a.ask(b, Wanting(2))
+        b.hear(0.05)
+    assert b.asked("a")[-1] == Wanting(2)
