@@ -366,6 +366,7 @@ class StoreState:
         if call.wait:
             return commands + self._tell(self._tiers.hand_off(ticket, now))
         commands += self._tell(self._tiers.used(ticket.keys[: missing[0]] if missing else ticket.keys))
+        ticket.reached = len(found)
         if missing:
             below = self._tiers.below(ticket, missing[0])
             reply = Below(call.ticket, missing[0], tuple(below)) if below else NotComing(call.ticket, missing[0])

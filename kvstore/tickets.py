@@ -29,6 +29,7 @@ class Ticket(Waiter):
     reserving: bool  # made by Reserve, so that it may seal
     parent: bytes = b""  # the key before the first
     sources: tuple[Source, ...] = ()  # other stores that may have its pages
+    reached: int = 0  # pages before this index were granted or asked for, and never are again
     reservations: dict[int, Reservation] = field(default_factory=dict[int, Reservation])
     sealed: set[int] = field(default_factory=set[int])  # indices that its owner has sealed
     holds: dict[int, Page] = field(default_factory=dict[int, Page])

@@ -127,13 +127,15 @@ class TieredPages:
         return runs
 
     def promote(self, ticket: Ticket, until: int, now: float) -> Turn:
-        """Bring the ticket's pages before index `until` that are not here from lower tiers."""
-        first = next((i for i in range(until) if i not in ticket.holds), until)
+        """Bring the ticket's pages before index `until` that are not here from lower tiers.
+
+        A page that the ticket was granted before is not granted again, even if that hold has expired: what its reader
+        has copied meanwhile would count, under the new hold, whatever it was."""
+        first, ticket.reached = ticket.reached, max(ticket.reached, until)
         turn = Turn()
         for index in range(first, until):
             if (page := self.pages.find(ticket.keys[index])) is not None:
-                if index not in ticket.holds:
-                    self._grant(ticket, index, page, turn)
+                self._grant(ticket, index, page, turn)
             else:
                 self.waiting.enter(ticket, index)
         parent = ticket.keys[first - 1] if first else ticket.parent
