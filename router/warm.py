@@ -16,7 +16,7 @@ Pins are named anew with each attempt, so a late answer never counts for another
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from baton.config import Config
 from baton.errors import (
@@ -36,6 +36,7 @@ from baton.messages import (
     Cancel,
     Pin,
     Prefill,
+    Source,
     Unpin,
 )
 from kvstore.keys import namespace_root, split_keys
@@ -47,6 +48,7 @@ from router.peers import Member, Members, Work
 from router.pin import Phase, WarmPrefix
 from router.prefixes import Prefixes
 
+_SOURCES = 3  # other stores that are named; the next is asked when one fails
 _LEAST_URGENT = 2**31 - 1  # the least urgent that a request can be
 _MOST = 4_096  # prefixes; each costs its tokens, and a moment of every tick
 _SIGHTINGS = 2  # heartbeats after which we no longer wait for the message that would have said the same
@@ -183,12 +185,20 @@ class Warmer:
             attempt=prefix.attempts,
             root=root,
             tokens=prefix.tokens,
+            sources=self._sources(store, held),
             priority=_LEAST_URGENT,
             deadline_ms=prefix.left_ms(now),
         )
         worker.slots.add(prefix.attempt)
         worker.work[prefix.attempt] = Work(self._out.send(worker.incarnation, message), missing)
         self.note(prefix, f"attempt {prefix.attempts} on {worker.peer.name}: {prefix.pages} pages, {missing} missing")
+
+    def _sources(self, store: Member, held: Mapping[str, int]) -> tuple[Source, ...]:
+        """Other nodes' stores that have more of it, the most first: the worker weighs loading against computing."""
+        others = [other for other in self._members.of("store") if other is not store and other.hello.data]
+        better = [other for other in others if held.get(other.incarnation, 0) > held.get(store.incarnation, 0)]
+        better.sort(key=lambda other: (-held[other.incarnation], other.peer.name))
+        return tuple(Source(o.incarnation, o.hello.data, held[o.incarnation]) for o in better[:_SOURCES])
 
     # --- attempts go on ----------------------------------------------------------------------------------------------
 

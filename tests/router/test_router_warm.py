@@ -34,6 +34,7 @@ from baton.messages import (
     Prefilled,
     Refused,
     RouterHeartbeat,
+    Source,
     Unpin,
 )
 from kvstore.keys import namespace_root, pack_tokens, page_keys
@@ -323,6 +324,16 @@ def test_where_most_of_it_is_already() -> None:
     it.until_pinned(prefill="prefill-1.1", store="store-1.1")
     (view,) = it.state.pins("", it.now)
     assert view.node == "b"
+
+
+def test_others_that_have_more_of_it_are_named() -> None:
+    it = lab()
+    order = Warm(W, "p", pack_tokens(list(range(1, 14))), 60.0)
+    for name, pages in (("b", 2), ("c", 3), ("d", 0)):  # none has a prefill worker
+        it.join("store", f"store-{name}", name, data=f"tcp://{name}")
+        it.holds(f"store-{name}.1", order, pages)  # type: ignore[arg-type]
+    it.tell(order)
+    assert it.prefill.sources == (Source("store-c.1", "tcp://c", 3), Source("store-b.1", "tcp://b", 2))
 
 
 # --- things go wrong ---
