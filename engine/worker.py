@@ -43,7 +43,7 @@ from kvstore.transfer import Call, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, S
 log = logging.getLogger(__name__)
 
 _IDLE = 0.05  # seconds between two turns of a loop that has nothing to do
-_CONNECT_AGAIN = 0.2  # seconds between two tries to reach the store
+_CONNECT_AGAIN = 0.05  # seconds between two tries to reach the store
 _COPIES_PER_WORD = 64  # pages that one message to the store tells of; more would keep their readers waiting
 _PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nobody for it
 
