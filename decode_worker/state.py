@@ -99,10 +99,10 @@ class _Shipment:
 class DecodeState:
     """The sequences of one decode worker and the device pages they own."""
 
-    def __init__(self, config: DecodeConfig, page_size: int, num_pages: int) -> None:
+    def __init__(self, config: DecodeConfig, page_size: int, num_pages: int, *, event_tokens: bool = False) -> None:
         self._config = config
         self._page_size = page_size
-        self._cache = DeviceCache(num_pages)
+        self._cache = DeviceCache(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
         self._sequences: dict[str, Sequence] = {}  # by request: one attempt each
         self._fetching: dict[int, Sequence] = {}  # by ticket
@@ -265,7 +265,7 @@ class DecodeState:
     def _count_fetched(self, sequence: Sequence, count: int) -> None:
         first = sequence.computed // self._page_size
         for page in range(first, first + count):
-            self._cache.publish(sequence.keys[page], sequence.parent_of(page), sequence.pages[page])
+            self._publish_page(sequence, page)
         sequence.computed += count * self._page_size
         sequence.published = sequence.shipped = first + count
         sequence.fetched_pages += count
@@ -413,8 +413,12 @@ class DecodeState:
     def _publish(self, sequence: Sequence) -> None:
         full = sequence.computed // self._page_size
         for page in range(sequence.published, full):
-            self._cache.publish(sequence.keys[page], sequence.parent_of(page), sequence.pages[page])
+            self._publish_page(sequence, page)
         sequence.published = full
+
+    def _publish_page(self, sequence: Sequence, page: int) -> None:
+        tokens = sequence.tokens[page * self._page_size : (page + 1) * self._page_size]
+        self._cache.publish(sequence.keys[page], sequence.parent_of(page), sequence.pages[page], tokens)
 
     def _step_failed(self, plan: Plan, message: str) -> list[Command]:
         commands: list[Command] = []

@@ -20,10 +20,12 @@ _TURNS: Mapping[Medium, int] = {"GPU": 0, "CPU": 21, "DISK": 42}  # by how many 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """`keys`, each following the one before, can be found now; the first follows `parent` (empty: a chain's start)."""
+    """`keys`, each following the one before, can be found now; the first follows `parent` (empty: a chain's start).
+    `tokens` are those of all these pages, where others may know them."""
 
     parent: bytes
     keys: tuple[bytes, ...]
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,17 @@ class ChangeLog:
     def __init__(self) -> None:
         self._done: list[Change] = []
         self._parent = b""
+        self._tokens: list[int] = []
         self._stored: list[bytes] = []  # the run being collected; at most one of these two is not empty
         self._removed: list[bytes] = []
 
-    def stored(self, key: bytes, parent: bytes) -> None:
+    def stored(self, key: bytes, parent: bytes, tokens: Sequence[int] = ()) -> None:
+        """Always with the page's tokens, or never."""
         if not self._stored or self._stored[-1] != parent:
             self._close()
             self._parent = parent
         self._stored.append(key)
+        self._tokens += tokens
 
     def removed(self, key: bytes) -> None:
         if self._stored:
@@ -66,6 +71,7 @@ class ChangeLog:
     def cleared(self) -> None:
         self._done.clear()  # nobody needs to hear of pages that are gone
         self._stored.clear()
+        self._tokens.clear()
         self._removed.clear()
         self._done.append(Cleared())
 
@@ -77,8 +83,9 @@ class ChangeLog:
 
     def _close(self) -> None:
         if self._stored:
-            self._done.append(Stored(self._parent, tuple(self._stored)))
+            self._done.append(Stored(self._parent, tuple(self._stored), tuple(self._tokens)))
             self._stored.clear()
+            self._tokens.clear()
         if self._removed:
             self._done.append(Removed(tuple(self._removed)))
             self._removed.clear()
@@ -133,9 +140,20 @@ def in_parts(changes: Iterable[TierChanges]) -> Iterator[list[TierChanges]]:
                 yield part
                 part, room = [], _KEYS_PER_PART
             part.append((medium, (change,)))
-            room -= 4 + (0 if isinstance(change, Cleared) else len(change.keys))
+            room -= 4 + _weight(change)
     if part:
         yield part
+
+
+def _weight(change: Change) -> int:
+    """About as many keys would take as much room."""
+    match change:
+        case Stored(keys=keys, tokens=tokens):
+            return len(keys) + len(tokens) // 4
+        case Removed(keys=keys):
+            return len(keys)
+        case Cleared():
+            return 0
 
 
 def _bounded(changes: Iterable[Change]) -> Iterator[Change]:
@@ -147,7 +165,9 @@ def _bounded(changes: Iterable[Change]) -> Iterator[Change]:
         for start in range(0, len(change.keys), _KEYS_PER_PART):
             keys = change.keys[start : start + _KEYS_PER_PART]
             if isinstance(change, Stored):
-                yield Stored(change.keys[start - 1] if start else change.parent, keys)
+                each = len(change.tokens) // len(change.keys)
+                tokens = change.tokens[start * each : (start + len(keys)) * each]
+                yield Stored(change.keys[start - 1] if start else change.parent, keys, tokens)
             else:
                 yield Removed(keys)
 

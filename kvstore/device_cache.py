@@ -47,7 +47,9 @@ class DeviceCacheStats:
 class DeviceCache:
     """The one owner of a worker's device pages. A page handed out is freed once per reference."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, *, tell_tokens: bool = False) -> None:
+        """`tell_tokens`: what is drained has the tokens of the pages, too."""
+        self._tell_tokens = tell_tokens
         self._references = [0] * num_pages
         self._nodes: list[Node[int] | None] = [None] * num_pages  # of cached pages
         self._free = list(range(num_pages - 1, -1, -1))
@@ -82,8 +84,9 @@ class DeviceCache:
         """`count` fresh pages with one reference each, or None and no change."""
         return self._allocate(count) if count <= self.available else None
 
-    def publish(self, key: bytes, parent: bytes, page: int) -> None:
-        """The contents of `page`, which the caller refers to, are complete: from now on `key` finds it.
+    def publish(self, key: bytes, parent: bytes, page: int, tokens: Sequence[int] = ()) -> None:
+        """The contents of `page`, which the caller refers to, are complete: from now on `key` finds it. `tokens` are
+        what it was computed from.
 
         It stays private when `key` is cached under another page already, or when the page before it (`parent`, empty
         at the start of a chain) is not cached: it could not be found."""
@@ -95,7 +98,7 @@ class DeviceCache:
         node = self._tree.add(key, above, page)
         self._lru.insert(node)
         self._nodes[page] = node
-        self._changes.stored(key, parent)
+        self._changes.stored(key, parent, tokens if self._tell_tokens else ())
 
     def retain(self, pages: Sequence[int]) -> None:
         """One more reference on each of `pages`, which the caller refers to already: a copy outlives its sequence."""

@@ -7,7 +7,8 @@ vLLM wrote events as arrays too until mid 2026; since then only the batch is one
 What we add must not disturb those readers, some of which refuse a batch with a fourth element. So the publisher's
 incarnation travels in the topic, "kv@<incarnation>@<model>", where such readers look for the name of a pod.
 
-Token ids are the users' prompts and stay empty. Block hashes are our page keys.
+Block hashes are our page keys. Token ids are the users' prompts: they stay empty unless `store.event_tokens` is set,
+and then everything here is encrypted. Stores never learn them, and leave them empty even so.
 """
 
 from __future__ import annotations
@@ -172,8 +173,8 @@ def apply(prefixes: PrefixMap, holder: str, events: Sequence[Event]) -> bool:
 
 def _event(change: Change, medium: Medium, page_size: int) -> Event:
     match change:
-        case Stored(parent=parent, keys=keys):
-            return BlockStored(keys, parent or None, (), page_size, None, medium, None)
+        case Stored(parent=parent, keys=keys, tokens=tokens):
+            return BlockStored(keys, parent or None, tokens, page_size, None, medium, None)
         case Removed(keys=keys):
             return BlockRemoved(keys, medium)
         case Cleared():

@@ -79,11 +79,11 @@ class PrefillStats:
 class PrefillState:
     """The prompts of one prefill worker and the device pages they own."""
 
-    def __init__(self, config: PrefillConfig, page_size: int, num_pages: int) -> None:
+    def __init__(self, config: PrefillConfig, page_size: int, num_pages: int, *, event_tokens: bool = False) -> None:
         self._config = config
         self._page_size = page_size
         self._num_pages = num_pages
-        self._cache = DeviceCache(num_pages)
+        self._cache = DeviceCache(num_pages, tell_tokens=event_tokens)
         self._jobs: dict[str, Job] = {}  # by request: one attempt each
         self._owners: dict[int, Job] = {}  # by ticket
         self._copies = CopyQueue()
@@ -379,7 +379,8 @@ class PrefillState:
 
     def _publish(self, job: Job, first: int) -> None:
         for page in range(first, job.ready):
-            self._cache.publish(job.keys[page], job.keys[page - 1] if page else b"", job.pages[page])
+            tokens = job.tokens[page * self._page_size : (page + 1) * self._page_size]
+            self._cache.publish(job.keys[page], job.keys[page - 1] if page else b"", job.pages[page], tokens)
 
     # --- ends ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ import msgpack
 import pytest
 
 from baton.errors import MalformedMessage
-from kvstore.changes import Change, ChangeLog, Cleared, Removed, Stored, page_runs, snapshot_parts
+from kvstore.changes import Change, ChangeLog, Cleared, Removed, Stored, in_parts, page_runs, snapshot_parts
+from kvstore.device_cache import DeviceCache
 from kvstore.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, apply, decode
 from kvstore.prefix_map import PrefixMap
 from tests.kvstore.chains import key, keys, parent
@@ -139,3 +140,30 @@ def test_snapshots_come_in_bounded_parts() -> None:
     prefixes.load_snapshot("h", [run for part in parts for run in part.runs])
     assert prefixes.match(chain)["h"].pages == len(chain)
     assert [part.last for part in snapshot_parts(0, [])] == [True]
+
+
+def test_tokens_are_told_with_their_pages_only_where_that_is_asked_for() -> None:
+    for tell, told in ((True, (1, 2, 3, 4, 5, 6)), (False, ())):
+        cache = DeviceCache(4, tell_tokens=tell)
+        pages = cache.take(keys("abc"), 3)
+        assert pages is not None
+        for place, tokens in enumerate([(1, 2), (3, 4), (5, 6)]):
+            cache.publish(key("abc"[: place + 1]), parent("abc", place), pages[place], tokens)
+        changes = cache.drain_events()
+        assert changes == [Stored(b"", tuple(keys("abc")), told)]
+        batch = log().append([("GPU", changes)], 2, 0.0)
+        (event,) = msgpack.unpackb(batch.payload)[1]
+        assert event["token_ids"] == list(told)
+        assert (cache.drain_events(), decode(batch.topic, 1, batch.payload).sequence) == ([], 1)
+
+
+def test_tokens_stay_with_their_pages_when_a_change_is_cut() -> None:
+    chain = [number.to_bytes(16, "big") for number in range(20_000)]
+    whole = Stored(b"", tuple(chain), tuple(range(40_000)))
+    parts = [change for part in in_parts([("GPU", [whole])]) for _, changes in part for change in changes]
+    assert len(parts) > 2
+    assert [key for change in parts for key in change.keys] == chain
+    for change in parts:
+        first = chain.index(change.keys[0])
+        assert change.parent == (chain[first - 1] if first else b"")
+        assert change.tokens == tuple(range(2 * first, 2 * (first + len(change.keys))))

@@ -13,11 +13,12 @@ import pytest
 import zmq
 
 from baton.clock import MonotonicClock, VirtualClock
+from baton.errors import StartupError
 from baton.messages import Medium, PageRun, Snapshot
-from baton.wire import Asker, Poller, Subscriber
+from baton.wire import Asker, Keys, Poller, Subscriber, use_keys
 from kvstore import publishing
 from kvstore.changes import Cleared, Removed, Stored, TierChanges, packed_digest, page_runs
-from kvstore.events import decode, publisher_of
+from kvstore.events import BlockStored, decode, publisher_of
 from kvstore.publishing import PageEvents
 from router.prefixes import Prefixes
 from tests.kvstore.chains import key, keys
@@ -280,6 +281,47 @@ def test_who_contradicts_himself_is_put_right_by_his_own_pages(
     assert owner.events.corrected == 1
     assert owner.events.digest == packed_digest(b"".join(keys("abc")), "CPU")
     assert "do not add up" in caplog.text
+
+
+# --- who may read -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_secret_is_encrypted_even_where_only_this_machine_listens() -> None:
+    """Token ids, when they are told: both sockets take nobody without the cluster's keys."""
+    with pytest.raises(StartupError, match="no keys"):
+        PageEvents("store-0-abc", "tiny", MonotonicClock(), secure=True)
+    use_keys(Keys.generate())
+    events = PageEvents("worker-0-abc", "tiny", MonotonicClock(), secure=True)
+    try:
+        asyncio.run(asyncio.wait_for(_read_secrets(events), PATIENCE))
+    finally:
+        events.close()
+        use_keys(None)
+
+
+async def _read_secrets(events: PageEvents) -> None:
+    subscriber, asker = Subscriber(events.endpoint, secure=True), Asker(events.snapshots, secure=True)
+    strangers = Subscriber(events.endpoint), Asker(events.snapshots)
+    strangers[1].ask()
+    asker.ask()
+    heard = [asyncio.create_task(each.receive()) for each in (subscriber, asker, *strangers)]
+    number = 0
+    while not (heard[0].done() and heard[1].done()):
+        number += 1
+        secret = Stored(b"", (number.to_bytes(16, "big"),), (4_711,))
+        events.publish([("GPU", [secret])], 1)
+        events.answer(list)
+        await asyncio.sleep(0.01)
+    batch = decode(*heard[0].result())
+    assert isinstance(batch.events[0], BlockStored)
+    assert batch.events[0].token_ids == (4_711,)
+    assert not heard[2].done()
+    assert not heard[3].done()
+    for task in heard:
+        task.cancel()
+    await asyncio.gather(*heard, return_exceptions=True)
+    for socket in (subscriber, asker, *strangers):
+        socket.close()
 
 
 # --- what nobody can do to the publisher ------------------------------------------------------------------------------
