@@ -3,15 +3,168 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.store_deaths import store_deaths
+import pytest
+
+from deploy.local import LocalCluster, Node
+from kvstore.disk_files import NodeDirectory
+from tests.processes import workload
+from tests.processes.seen import metric, nothing_held
+from tests.processes.test_failures import eventually
+from tests.store_deaths import PAGE_BYTES, SETTINGS, Load, documents, store_deaths
+
+UNSHARE = ["unshare", "--mount"]
+NODE = "local"
+
+
+def no_mounts() -> str:
+    """Why a process can't have mounts of its own here, or nothing."""
+    try:
+        probe = subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True)
+    except FileNotFoundError as error:
+        return f"there is no {error.filename}"
+    return "" if probe.returncode == 0 else f"mounts are not permitted here: {probe.stderr.strip()}"
+
+
+needs_mounts = pytest.mark.skipif(bool(no_mounts()), reason=no_mounts())
+
+
+def a_seed() -> int:
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    return seed
 
 
 def test_a_store_killed_three_times_under_load(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
-    result = store_deaths(3, seed, tmp_path, checkpoint("llama"))
+    result = store_deaths(3, a_seed(), tmp_path, checkpoint("llama"))
     print(result)
     assert result["pages_from_disk"], "the disk was never read from while the store lived"
+
+
+# --- directories that are not as they should be -----------------------------------------------------------------------
+
+
+@dataclass
+class Site:
+    """A cluster whose store can be started with another disk under its feet. The disk has room for some of the pages
+    only, so that it evicts too."""
+
+    cluster: LocalCluster
+    expected: Mapping[tuple[int, ...], list[int]]
+    disk: Path  # the directory that the store's node has for itself
+    entering: Path  # a script that every process of the node passes through
+
+    def restart_store(self, mount: str = "") -> None:
+        """Kill the store and start it, with a mount of its own if one is given."""
+        self.cluster.kill("store-0")
+        self.start_store(mount)
+
+    def start_store(self, mount: str = "") -> None:
+        enter = f"""exec {" ".join(UNSHARE)} sh -ec '{mount}; exec "$@"' sh "$@"\n""" if mount else 'exec "$@"\n'
+        self.entering.write_text(enter)
+        self.cluster.start("store-0")
+        self.cluster.wait_live(["store-0", "prefill-0", "decode-0"])
+
+    def serve(self, until: Callable[[], object] = lambda: True) -> None:
+        """Load until `until` holds, and for a while at least: every token right, no request failed, the store alive
+        and holding nothing at the end."""
+        pid = self.cluster.pids["store-0"]
+        load = Load(self.cluster, self.expected, random.Random(a_seed()))
+
+        def enough() -> bool:
+            load.run(0.3)
+            return load.requests > 40 and bool(until())
+
+        eventually(enough, what="what the load was for")
+        load.finish()
+        assert self.cluster.pids.get("store-0") == pid
+        eventually(lambda: nothing_held(self.cluster, "store-0"), what="nothing held in the store")
+
+    def figure(self, sample: str, **labels: str) -> float:
+        return metric(self.cluster, "store-0", sample, **labels)
+
+    def loads(self) -> float:
+        """Pages brought from the disk by the present store."""
+        return self.figure("tier_loads_total", tier="disk")
+
+    def files(self) -> list[Path]:
+        return sorted(self.disk.rglob("*.kv"))
+
+
+@pytest.fixture(scope="module")
+def site(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
+    path = checkpoint("llama")
+    small = {"disk.path": str(folder / "disk"), "disk.segment_bytes": 16 * PAGE_BYTES, "disk.max_bytes": LIMIT}
+    entering = folder / "enter.sh"
+    entering.write_text('exec "$@"\n')
+    node = Node(NODE, enter=("sh", str(entering)))
+    settings = workload.settings(path, 1, 1, **{**SETTINGS, **small})
+    with LocalCluster(settings, folder / "cluster", nodes=[node]) as cluster:
+        yield Site(cluster, documents(path, 5), folder / "disk" / NODE, entering)
+
+
+LIMIT = 128 * PAGE_BYTES
+
+
+def test_a_disk_with_room_for_some_pages_keeps_to_it_and_still_helps(site: Site) -> None:
+    site.serve(lambda: site.loads() and site.figure("page_evictions_total", tier="disk"))
+    assert site.figure("disk_up") == 1
+    assert site.figure("tier_bytes", tier="disk") <= LIMIT
+    assert sum(file.stat().st_size for file in site.files()) <= LIMIT
+
+
+@needs_mounts
+def test_a_disk_that_can_only_be_read_is_read(site: Site) -> None:
+    site.restart_store()
+    site.serve(site.files)
+    site.restart_store(mount=f"mount --bind {site.disk} {site.disk}; mount -o remount,bind,ro {site.disk}")
+    before = site.files()
+    site.serve(site.loads)
+    assert site.figure("disk_up") == 0
+    assert site.files() == before
+
+
+def test_a_directory_that_another_store_uses_is_left_to_it(site: Site) -> None:
+    site.cluster.kill("store-0")
+    with closing(NodeDirectory(site.disk)):
+        site.start_store()
+        before = site.files()
+        site.serve()
+        assert site.figure("disk_up") == 0
+        assert site.loads() == 0
+        assert site.files() == before
+
+
+@needs_mounts
+def test_a_disk_that_is_full_is_a_smaller_one(site: Site) -> None:
+    size = LIMIT // 2
+    site.restart_store(mount=f"mount -t tmpfs -o size={size} none {site.disk}")
+    site.serve(lambda: site.loads() and not site.figure("disk_up"))
+    assert 0 < site.figure("tier_bytes", tier="disk") <= size
+
+
+def test_a_directory_that_is_removed_is_made_again(site: Site) -> None:
+    site.restart_store()
+    site.serve(site.files)
+    shutil.rmtree(site.disk)
+    site.serve(site.files)
+
+
+def test_without_a_directory_there_is_no_disk_and_nothing_else_changes(site: Site) -> None:
+    site.cluster.kill("store-0")
+    shutil.rmtree(site.disk)
+    site.disk.write_text("a file")  # so that none can be made
+    try:
+        site.start_store()
+        site.serve()
+        assert site.figure("disk_up") == 0
+        assert site.disk.read_text() == "a file"
+    finally:
+        site.disk.unlink()
