@@ -117,7 +117,9 @@ def test_a_ray_that_does_not_answer(model: Path):
     assert "ray start --head" in message
 
 
-@pytest.mark.parametrize("command", [["status"], ["generate", "x"], ["scale", "--decode", "2"], ["down"]])
+@pytest.mark.parametrize(
+    "command", [["status"], ["generate", "x"], ["warm", "--list"], ["scale", "--decode", "2"], ["down"]]
+)
 def test_commands_without_a_cluster(command: list[str]):
     assert "no cluster named 'baton' is up" in error(*command)[1]
 
