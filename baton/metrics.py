@@ -47,6 +47,8 @@ TABLE: Mapping[str, Entry] = {
     "generation_tokens": Entry("counter", "Tokens generated."),
     "prefix_cache_queries": Entry("counter", "Prompt tokens looked up."),
     "prefix_cache_hits": Entry("counter", "Prompt tokens that nobody had to compute."),
+    "prefix_map_pages": Entry("gauge", "Different pages that somebody has, as far as the router knows."),
+    "prefix_map_healed": Entry("counter", "Holders whose pages were found known wrongly and asked for.", ("found_by",)),
     "pins": Entry("gauge", "Prefixes that are kept warm, or are on their way to it.", ("phase",)),
     "peers": Entry("gauge", "Live processes.", ("role",)),
     # router and workers

@@ -232,6 +232,11 @@ class Relay:
                 "generation_tokens": stats.generated_tokens,
                 "prefix_cache_queries": stats.prompt_tokens,
                 "prefix_cache_hits": stats.cached_tokens,
+                "prefix_map_pages": stats.prefixes.pages,
+                "prefix_map_healed": {
+                    ("gap",): float(stats.prefixes.gaps),
+                    ("digest",): float(stats.prefixes.divergences),
+                },
                 "pins": {(phase,): float(count) for phase, count in stats.pins.items()},
                 "peers": {(role,): float(count) for role, count in stats.live.items()},
                 "malformed_messages": malformed,

@@ -59,7 +59,7 @@ from router.life import Life
 from router.outbox import Outbox
 from router.peers import GoneReason, Member, Members
 from router.pin import Phase as PinPhase
-from router.prefixes import Prefixes
+from router.prefixes import Prefixes, PrefixesStats
 from router.request import Attempt, Phase, Request
 from router.warm import Warmer
 from router.warm_answers import WarmAnswers
@@ -96,6 +96,7 @@ class RouterStats:
     prompt_tokens: int  # of finished requests
     cached_tokens: int  # of finished requests
     generated_tokens: int
+    prefixes: PrefixesStats
     pins: Mapping[str, int]  # prefixes that are kept warm, or are to be, by phase
 
 
@@ -412,6 +413,7 @@ class RouterState:
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
             generated_tokens=counts.generated_tokens,
+            prefixes=self._prefixes.stats(),
             pins={phase.value: self._warmer.count()[phase] for phase in PinPhase},
         )
 

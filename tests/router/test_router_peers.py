@@ -15,8 +15,10 @@ from baton.messages import (
     Delta,
     Departed,
     Envelope,
+    Heartbeat,
     Hello,
     Introduce,
+    Load,
     Peer,
     Prefill,
     Prefilled,
@@ -27,10 +29,12 @@ from baton.messages import (
     Tokens,
     Welcome,
 )
+from kvstore.changes import packed_digest
 from kvstore.events import AllBlocksCleared, Batch
+from kvstore.keys import namespace_root, page_keys
 from router.events import AskSnapshot, Finished, Forget, Heard, KvEvents, Send, Subscribe, Unsubscribe
 from tests.router.lab import Lab, held, named
-from tests.router.model import NAMESPACE, ROUTER, card
+from tests.router.model import NAMESPACE, PAGE, ROUTER, card
 
 
 def names(lab: Lab) -> dict[str, str | None]:
@@ -315,6 +319,21 @@ def test_a_gap_in_the_events_asks_for_a_snapshot() -> None:
     assert lab.log.count(AskSnapshot(store)) == before
     lab.tell(KvEvents(Batch(store, 9, (AllBlocksCleared(),))))
     assert lab.log.count(AskSnapshot(store)) == before + 1
+
+
+def test_a_digest_that_differs_asks_for_a_snapshot() -> None:
+    lab = Lab()
+    _, _, store = lab.split()
+    order = lab.submit("first", prompt=14)
+    lab.holds(store, order, 2, sequence=4)
+    keys = page_keys(namespace_root(NAMESPACE, order.tenant), order.tokens[: 2 * PAGE * 4], PAGE)
+    before = lab.log.count(AskSnapshot(store))
+    lab.say(store, Heartbeat(lab.counts[store], Load(), events=4, digest=packed_digest(keys, "CPU")))
+    assert lab.log.count(AskSnapshot(store)) == before
+    lab.say(store, Heartbeat(lab.counts[store], Load(), events=4, digest=packed_digest(keys, "DISK")))
+    assert lab.log.count(AskSnapshot(store)) == before + 1
+    stats = lab.state.stats().prefixes
+    assert (stats.pages, stats.gaps, stats.divergences) == (2, 0, 1)
 
 
 def test_work_in_flight_counts_from_its_dispatch() -> None:
