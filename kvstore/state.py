@@ -438,7 +438,7 @@ class StoreState:
         for ticket in tickets:
             self._let_go(ticket)
             for index in sorted(ticket.reservations, reverse=True):
-                unmade += self._pages.abort(ticket.reservations.pop(index))
+                unmade += [ticket.keys[index], *self._pages.abort(ticket.reservations.pop(index))]
             del ticket.owner.tickets[ticket.number]
         return self._tell(self._tiers.unmade(unmade)) if unmade else []
 

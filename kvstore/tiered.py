@@ -81,6 +81,7 @@ class TieredPages:
         self.corrupt = 0  # pages found in the arena with bytes that do not match
         self._admission = admission
         self._demoting: dict[bytes, Page] = {}  # on their way to the disk
+        self._forsaken: set[bytes] = set()  # keys on their way here whose makers have gone since
         self._heartbeat = heartbeat
         self._next_prune = float("-inf")
 
@@ -107,7 +108,7 @@ class TieredPages:
     def unmade(self, keys: Iterable[bytes]) -> Turn:
         """Nobody makes these here any more."""
         turn = Turn()
-        self._refuse(keys, turn, lambda waiter: True)
+        self._refuse_all(keys, turn)
         return turn
 
     def drop(self, page: Page) -> Turn:
@@ -192,6 +193,7 @@ class TieredPages:
         self.pins.tick(now)
         if now >= self._next_prune:
             self._next_prune = now + self._heartbeat
+            self._forsaken = {key for key in self._forsaken if self.loads.coming(key)}
             turn.add(self.prune(now))
         turn.add(self._disk_result(self.disk.tick(now), now))
         return turn
@@ -208,7 +210,8 @@ class TieredPages:
         for page in outcome.landed:
             self._arrive(page, turn)
             self.pages.unhold(page)
-        self._refuse(outcome.unmade, turn, lambda waiter: True)
+        self._refuse_all(outcome.unmade, turn)
+        self._refuse_all(self._forsaken.intersection(outcome.failed + outcome.gone), turn)
         self._refuse(outcome.failed, turn, lambda waiter: not waiter.wait)
         self._refuse(outcome.gone, turn, lambda waiter: not waiter.wait or _has_sources(waiter))
         for waiter in self.waiting.waiters(outcome.failed):
@@ -227,6 +230,12 @@ class TieredPages:
         self.pages.hold(page)
         ticket.holds[index] = page
         turn.granted.setdefault(ticket, []).append((index, page))
+
+    def _refuse_all(self, keys: Iterable[bytes], turn: Turn) -> None:
+        """Nobody makes these any more. Those that are being brought may still come; if they don't, nobody is left."""
+        keys = list(keys)
+        self._forsaken.update(key for key in keys if self.loads.coming(key))
+        self._refuse(keys, turn, lambda waiter: True)
 
     def _refuse(self, keys: Iterable[bytes], turn: Turn, who: Callable[[Waiter], bool]) -> None:
         """These are not coming for those `who` it concerns, unless somebody else makes or brings them."""
