@@ -2,6 +2,10 @@
 
 Workers join through the real `baton.membership`. What they compute is a function of the request's seed and a token's
 position, so that a test knows every request's output beforehand, whoever makes it and however often it is begun anew.
+
+Pages are their keys. Prefill workers seal them in the store of their node; decode workers get them from theirs, which
+gets them from the sources that are named to it. Where a store has gone that pages were to come through, whoever waits
+for them waits for ever: it is for the router to find out.
 """
 
 from __future__ import annotations
@@ -38,15 +42,16 @@ from baton.messages import (
     Resend,
     RouterHeartbeat,
     Sampling,
+    Source,
     Started,
     Tokens,
 )
 from kvstore.keys import pack_tokens, unpack_tokens
 from router.admission import ModelLimits
-from router.events import Command, Emit, End, Event, Forget, Heard, Send, Submit
+from router.events import AskSnapshot, Command, Emit, End, Event, Forget, Heard, KvEvents, KvSnapshot, Send, Submit
 from router.state import RouterState
+from tests.router.stores import PAGE, Stores, chain_of
 
-PAGE = 4
 VOCAB = 1_000
 EOS = 7
 CONTEXT = 4_096
@@ -152,13 +157,16 @@ class Cluster:
     def __init__(self, config: settings.Config = CONFIG) -> None:
         self.now = 100.0
         self.config = config
+        self.serves_none: set[str] = set()  # nodes whose stores serve no others
         self.state = RouterState(ROUTER, config, ModelLimits(VOCAB, CONTEXT))
         self.processes: dict[str, Process] = {}  # by incarnation: dead ones are gone
         self.sequences: dict[str, int] = {}  # the listener's counts
         self.submitted: dict[str, Submit] = {}
         self.emitted: dict[str, list[int]] = {}
         self.ended: dict[str, End] = {}
-        self.sealed: set[tuple[str, AttemptName]] = set()  # (node, whose pages)
+        self.stores = Stores()
+        self.asked: list[str] = []  # holders whose snapshots are on their way
+        self.endpoints: dict[str, str] = {}  # of every store that ever was, by incarnation
         self.accepted: set[AttemptName] = set()
         self.births = 0
         self.random = random.Random(0)
@@ -168,7 +176,11 @@ class Cluster:
     def start(self, role: Any, name: str, node: str = "a", pool_pages: int = 256, slots: int = 100) -> Process:
         self.births += 1
         peer = Peer(role, name, node, f"{name}.{self.births}", self.births)
-        hello = Hello(peer, model=None if role == "store" else card(pool_pages))
+        hello = Hello(peer, model=card(pool_pages))
+        if role == "store":
+            data = "" if node in self.serves_none else f"tcp://{peer.incarnation}"
+            hello = Hello(peer, events=f"kv://{peer.incarnation}", data=data)
+            self.endpoints[peer.incarnation] = data
         process = self.processes[peer.incarnation] = Process(peer, hello, slots=slots)
         return process
 
@@ -178,7 +190,7 @@ class Cluster:
     def kill(self, process: Process) -> None:
         del self.processes[process.peer.incarnation]
         if process.peer.role == "store":
-            self.sealed = {(node, name) for node, name in self.sealed if node != process.peer.node}
+            self.stores.lose(process.peer.incarnation)
 
     # --- the router ----------------------------------------------------------------------------------------
 
@@ -210,6 +222,8 @@ class Cluster:
             case End(request=request):
                 assert request not in self.ended, f"{request} ended twice"
                 self.ended[request] = command
+            case AskSnapshot(incarnation=incarnation):
+                self.asked.append(incarnation)
             case _:
                 pass
 
@@ -257,6 +271,37 @@ class Cluster:
         beat = Heartbeat(process.membership.heard, Load(), step_age_ms=process.step_age_ms, attempts=tuple(held))
         process.heart.append(Envelope(process.peer.incarnation, process.membership.router or "", 0, beat))
 
+    # --- stores ----------------------------------------------------------------------------------------
+
+    def attached(self, node: str) -> str | None:
+        """The store that workers of a node are attached to: the one that was started last, while it lives."""
+        stores = [p for p in self.processes.values() if p.peer.role == "store" and p.peer.node == node]
+        return stores[-1].peer.incarnation if stores and not stores[-1].stopped else None
+
+    def serving(self, source: Source) -> bool:
+        process = self.processes.get(source.store)
+        return process is not None and not process.stopped
+
+    def seal(self, store: str, chain: list[bytes]) -> None:
+        if (batch := self.stores.seal(store, chain)) is not None:
+            self.tell(KvEvents(batch))
+
+    def answer_snapshots(self) -> None:
+        asked, self.asked = self.asked, []
+        for holder in asked:
+            if (process := self.processes.get(holder)) is not None and not process.stopped:
+                self.tell(KvSnapshot(holder, self.stores.snapshot(holder)))
+
+    def check_sources(self, process: Process, sources: tuple[Source, ...]) -> None:
+        """What a worker is told to get pages from are stores of other nodes that serve others."""
+        assert len({source.store for source in sources}) == len(sources) <= 3
+        for source in sources:
+            assert source.endpoint == self.endpoints[source.store] != ""
+            assert source.store not in self.of_node(process.peer.node)
+
+    def of_node(self, node: str) -> set[str]:
+        return {p.peer.incarnation for p in self.processes.values() if p.peer.node == node}
+
     # --- workers ----------------------------------------------------------------------------------------
 
     def _obey(self, process: Process, message: Message) -> None:
@@ -294,7 +339,9 @@ class Cluster:
             return
         tokens = unpack_tokens(order.tokens)
         assert order.prompt <= len(tokens) < order.prompt + order.max_tokens
-        sequence = Sequence(order, tokens, len(tokens), waiting=order.awaited)
+        self.check_sources(process, order.sources)
+        assert not order.awaited or len(order.sources) <= 1
+        sequence = Sequence(order, tokens, len(tokens), waiting=order.fetch > 0)
         process.sequences[order.request] = sequence
         self.accepted.add(sequence.name)
         process.say(Accepted(order.request, order.attempt, 0))
@@ -310,29 +357,44 @@ class Cluster:
         if process.full or len(process.jobs) >= process.slots:
             process.say(Refused(order.request, order.attempt, "busy"))
             return
+        self.check_sources(process, order.sources)
         process.jobs[order.request] = Job(order, left=1 + len(order.tokens) // 4 // 16)
 
     def step(self, process: Process) -> None:
         """One step of a worker: a token for everything that runs, one message for all; or a chunk of every prompt."""
         for job in process.jobs.values():
-            if job.done:
+            store = self.attached(process.peer.node)
+            if job.done or store is None or not all(map(self.serving, job.order.sources)):
                 continue
             job.left -= 1
             job.position += 16
             if job.left <= 0:
                 job.done = True
-                name = AttemptName(job.order.request, job.order.attempt)
-                self.sealed.add((process.peer.node, name))
-                process.say(Prefilled(name.request, name.attempt, len(job.order.tokens) // 4, 0, 1))
+                order, count = job.order, len(job.order.tokens) // 4
+                self.seal(store, chain_of(order.root, order.tokens, count // PAGE))
+                process.say(Prefilled(order.request, order.attempt, count, 0, 1))
         deltas: list[Delta] = []
         for sequence in process.sequences.values():
-            if sequence.waiting and (process.peer.node, sequence.name) in self.sealed:
-                sequence.waiting = False
-                process.say(Started(*_named(sequence), 0, sequence.order.fetch))
+            if sequence.waiting:
+                self._fetch_on(process, sequence)
             elif not (sequence.waiting or sequence.short or sequence.ended):
                 deltas.append(self._generate(sequence))
         if deltas:
             process.say(Tokens(0, tuple(deltas)))
+
+    def _fetch_on(self, process: Process, sequence: Sequence) -> None:
+        """Start it once its pages are here. Those that were merely cached somewhere, and are not, are computed."""
+        order, store = sequence.order, self.attached(process.peer.node)
+        if store is None or not all(map(self.serving, order.sources)):
+            return
+        chain = chain_of(order.root, order.tokens, order.fetch)
+        if any(self.stores.has(each, chain) for each in (store, *(source.store for source in order.sources))):
+            self.seal(store, chain)
+            sequence.waiting = False
+            process.say(Started(*_named(sequence), 0, order.fetch))
+        elif not order.awaited:
+            sequence.waiting = False
+            process.say(Started(*_named(sequence), 0, 0))
 
     def _generate(self, sequence: Sequence) -> Delta:
         position = len(sequence.tokens)
@@ -354,7 +416,7 @@ class Cluster:
     def give_up_fetch(self, process: Process, pages: int) -> None:
         """Every fetch that still waits ends short."""
         for sequence in process.sequences.values():
-            if sequence.waiting:
+            if sequence.waiting and sequence.order.awaited:
                 sequence.waiting, sequence.short = False, True
                 process.say(Have(*_named(sequence), min(pages, sequence.order.fetch)))
 
@@ -384,6 +446,7 @@ class Cluster:
             self.random.shuffle(links)
             for link in links:
                 self._drain(link, lambda p=process, link=link: self.hear(p, link), loss, lag)
+        self.answer_snapshots()
         self.advance(seconds)
 
     def _drain(self, link: deque[Envelope[Any]], take: Any, loss: float, lag: float) -> None:

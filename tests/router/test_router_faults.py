@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstore.keys import pack_tokens
 from router.events import Cancelled, ClientGone, Failed, Finished, StopMatched
-from tests.router.model import Cluster, Process, submit
+from tests.router.model import CONFIG, Cluster, Process, submit
 
 FAULTS = (
     "dies",
@@ -23,6 +26,7 @@ FAULTS = (
     "fails",
     "says a deadline",
     "fetches short",
+    "loses its pages",
 )
 
 
@@ -35,7 +39,7 @@ def break_process(cluster: Cluster, process: Process, fault: str) -> None:
             cluster.kill(process)
             cluster.start(peer.role, peer.name, peer.node, slots=process.slots)
         case "is replaced":  # though it lives
-            if len(cluster.processes) < 8:
+            if len(cluster.processes) < 10:
                 cluster.start(peer.role, peer.name, peer.node, slots=process.slots)
         case "stops":
             process.stopped = not process.stopped
@@ -49,6 +53,8 @@ def break_process(cluster: Cluster, process: Process, fault: str) -> None:
             cluster.fail(process, "deadline")
         case "fetches short":
             cluster.give_up_fetch(process, 1)
+        case "loses its pages":
+            cluster.stores.lose(peer.incarnation)
 
 
 def check_ends(cluster: Cluster) -> None:
@@ -77,17 +83,26 @@ class Faults(RuleBasedStateMachine):
         self.cluster = Cluster()
 
     @initialize(
-        decoders=st.integers(1, 3), prefillers=st.integers(0, 2), nodes=st.integers(1, 2), seed=st.integers(0, 2**16)
+        decoders=st.integers(1, 3),
+        prefillers=st.integers(0, 3),
+        nodes=st.integers(1, 3),
+        together=st.booleans(),
+        serves_none=st.sets(st.sampled_from("abc"), max_size=1),
+        seed=st.integers(0, 2**16),
     )
-    def begin(self, decoders: int, prefillers: int, nodes: int, seed: int) -> None:
+    def begin(
+        self, decoders: int, prefillers: int, nodes: int, together: bool, serves_none: set[str], seed: int
+    ) -> None:
+        """`together`: both kinds of workers on each node, as far as they go; or prefill workers from the other end."""
         self.cluster.random.seed(seed)
-        names = "ab"[:nodes]
+        self.cluster.serves_none = serves_none
+        names = "abc"[:nodes]
         for node in names:
             self.cluster.start("store", f"store-{node}", node)
         for i in range(decoders):
             self.cluster.start("decode", f"decode-{i}", names[i % nodes], slots=4)
         for i in range(prefillers):
-            self.cluster.start("prefill", f"prefill-{i}", names[i % nodes], slots=2)
+            self.cluster.start("prefill", f"prefill-{i}", names[(i if together else -1 - i) % nodes], slots=2)
         self.cluster.run(0.2)
 
     def _pick(self, index: int) -> Process | None:
@@ -130,9 +145,9 @@ class Faults(RuleBasedStateMachine):
         if process := self._pick(index):
             break_process(self.cluster, process, fault)
 
-    @rule(node=st.sampled_from("ab"), role=st.sampled_from(["store", "decode", "prefill"]))
+    @rule(node=st.sampled_from("abc"), role=st.sampled_from(["store", "decode", "prefill"]))
     def joins(self, node: str, role: Any) -> None:
-        if len(self.cluster.processes) < 8:
+        if len(self.cluster.processes) < 10:
             name = f"store-{node}" if role == "store" else f"{role}-{self.cluster.births}"
             self.cluster.start(role, name, node, slots=2)
 
@@ -187,11 +202,12 @@ def test_a_busy_cluster_survives_random_faults(seed: int) -> None:
     dice = random.Random(seed)
     cluster = Cluster()
     cluster.random.seed(seed)
-    for node in "ab":
+    cluster.serves_none = set(dice.choice(["", "c"]))
+    for node in "abc":
         cluster.start("store", f"store-{node}", node)
     for i in range(3):
         cluster.start("decode", f"decode-{i}", "ab"[i % 2], slots=6)
-        cluster.start("prefill", f"prefill-{i}", "ab"[i % 2], slots=2)
+        cluster.start("prefill", f"prefill-{i}", dice.choice(["abc", "cab"])[i], slots=2)
     cluster.run(0.2)
     loss, lag = dice.choice([(0.0, 0.0), (0.01, 0.2), (0.1, 0.5)])
     for turn in range(600):
@@ -231,3 +247,60 @@ def test_without_faults_every_request_takes_one_attempt() -> None:
     assert sum(stats.finished.values()) == stats.attempts == 20
     assert stats.resends == 0
     assert stats.placed_split > 0
+
+
+def two_kinds_of_nodes(cluster: Cluster) -> None:
+    """A prefill worker on each of two nodes, a decode worker on each of two others, and four stores."""
+    for node in "abcd":
+        cluster.start("store", f"store-{node}", node)
+    for node in "ab":
+        cluster.start("prefill", f"prefill-{node}", node, slots=2)
+    for node in "cd":
+        cluster.start("decode", f"decode-{node}", node)
+    cluster.run(0.2)
+
+
+def test_workers_of_different_nodes_share_every_request() -> None:
+    cluster = Cluster()
+    two_kinds_of_nodes(cluster)
+    for i in range(20):
+        cluster.submit(submit(f"r{i}", 5 + 7 * i, 20, i))
+        cluster.round()
+    cluster.settle()
+    check_ends(cluster)
+    stats = cluster.state.stats()
+    assert sum(stats.finished.values()) == stats.attempts == 20
+    assert stats.placed_split > 15  # one prompt has a single page, and some are cached as a whole
+
+
+PATIENT = msgspec.structs.replace(
+    CONFIG, router=msgspec.structs.replace(CONFIG.router, progress_ms=1_000_000, queue_ms=1_000_000)
+)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("node", "abcd")
+def test_no_attempt_stays_with_a_store_that_died(node: str, restarts: bool) -> None:
+    """At whatever moment it dies: nothing here runs into a limit of time but the silence of the dead."""
+    attempts = 0
+    for moment in range(25):
+        cluster = Cluster(PATIENT)
+        two_kinds_of_nodes(cluster)
+        cluster.submit(submit("r0", 60, 10))
+        cluster.run(1.0)
+        for i in range(1, 6):  # all begin like the first; the prefill worker that made that can't take all
+            order = submit(f"r{i}", 60 + 20 * i, 10)
+            ours = pack_tokens([200 + i]) * 20 * i
+            cluster.submit(replace(order, tokens=order.tokens[: -len(ours)] + ours))
+        for _ in range(moment):
+            cluster.round()
+        (store,) = cluster.named(f"store-{node}")
+        cluster.kill(store)
+        if restarts:
+            cluster.start("store", f"store-{node}", node)
+        cluster.settle(limit=5.0)
+        check_ends(cluster)
+        stats = cluster.state.stats()
+        assert sum(stats.finished.values()) == 6
+        attempts += stats.attempts - 6
+    assert attempts > 0, "none was there when it died"
