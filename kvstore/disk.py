@@ -51,10 +51,9 @@ from kvstore.disk_orders import (
     Scanned,
     Trouble,
     Write,
-    WritePage,
     Written,
 )
-from kvstore.disk_records import RecordReader, RecordWriter, Wanted, run_length, runs
+from kvstore.disk_records import HeaderRoom, RecordReader, RecordWriter, Wanted, run_length, runs
 from kvstore.disk_scan import scan
 from kvstore.tiers import DiskEvent, DiskOrder
 
@@ -62,6 +61,7 @@ log = logging.getLogger(__name__)
 
 _FOUND_PER_EVENT = 1_024  # records, so that the index never takes long over one
 _CLOSE_SECONDS = 2.0
+_ROOMS = 3  # runs that are checked or being appended
 _FETCHERS = 2  # threads: one's checking overlaps with the other's reading
 
 _NOT_OPEN = OSError(errno.ESTALE, "another namespace is open")
@@ -71,13 +71,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Part of a Write, its pages checked."""
+    """Part of a Write, checked and ready to be appended; `room`, which its headers lie in, is used again after that."""
 
     epoch: int
     segment: int
     first: int
-    pages: Sequence[WritePage]
     intact: tuple[bool, ...]
+    gathered: Sequence[memoryview] = ()
+    room: HeaderRoom | None = None
 
 
 class _Fetch:
@@ -99,12 +100,15 @@ class _Folder:
 
     epoch: int
     layout: RecordLayout
+    form: RecordFormat
+    rooms: SimpleQueue[HeaderRoom | None]  # that no run is using
     files: SegmentFiles  # of the thread that appends
     writer: RecordWriter
     mover: RecordReader
+    moved: list[memoryview]  # room for pages that are moved
+    moved_headers: HeaderRoom
     fetching: list[SegmentFiles]  # of each thread that fetches
     readers: list[RecordReader]
-    room: list[memoryview]  # for pages that are moved
     broken: dict[int, OSError] = field(default_factory=dict[int, OSError])  # segments that could not be written
 
 
@@ -172,6 +176,8 @@ class DiskTier:
         self._epoch = -1
         for queue in (self._to_check, self._to_append, *[self._to_fetch] * _FETCHERS):
             queue.put(None)
+        if self._folder is not None:
+            self._folder.rooms.put(None)
         until = time.monotonic() + _CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -229,23 +235,28 @@ class DiskTier:
             SegmentFiles(path, layout, order.namespace, direct, writable=number == 0 and not read_only)
             for number in range(1 + _FETCHERS)
         ]
-        self._folder = _Folder(
+        folder = self._folder = _Folder(
             order.epoch,
             layout,
+            RecordFormat(layout, order.namespace),
+            SimpleQueue(),
             files,
-            RecordWriter(files, layout, RecordFormat(layout, order.namespace)),
+            RecordWriter(files, layout),
             RecordReader(files, layout),
+            _pages(layout),
+            HeaderRoom(layout),
             fetching,
             [RecordReader(each, layout) for each in fetching],
-            _pages(layout),
         )
+        for _ in range(_ROOMS):
+            folder.rooms.put(HeaderRoom(layout))
         found = scan(path, layout, order.namespace, order.max_bytes, lambda: self._epoch != order.epoch)
         if found is None:
             return
         if not read_only:
             for segment, record in found.spoilt:
                 with contextlib.suppress(OSError):
-                    self._folder.writer.invalidate(segment, record)
+                    self._spoil(folder, segment, record)
         self._tell(
             Scanned(
                 order.epoch,
@@ -276,11 +287,22 @@ class DiskTier:
             self._to_append.put(order)
             return
         folder = self._folder
-        length = run_length(folder.layout) if folder is not None else len(order.pages)
+        if folder is None or folder.epoch != order.epoch:
+            self._to_append.put(_Run(order.epoch, order.segment, order.first, (True,) * len(order.pages)))
+            return
+        length = run_length(folder.layout)
         for start in range(0, len(order.pages), length):
-            pages = order.pages[start : start + length]
-            intact = tuple(page_checksum(self._arena(page.slot)) == page.checksum for page in pages)
-            self._to_append.put(_Run(order.epoch, order.segment, order.first + start, pages, intact))
+            room = folder.rooms.get()
+            if room is None:
+                return  # closing
+            records: list[tuple[RecordHeader | None, memoryview]] = []
+            for key, parent, checksum, sequence, slot in order.pages[start : start + length]:
+                page = self._arena(slot)
+                intact = page_checksum(page) == checksum
+                records.append((RecordHeader(key, parent, checksum, sequence) if intact else None, page))
+            intact = tuple(header is not None for header, _ in records)
+            gathered = room.gather(folder.form, records)
+            self._to_append.put(_Run(order.epoch, order.segment, order.first + start, intact, gathered, room))
 
     def _append(self, order: _Append) -> None:
         match order:
@@ -297,20 +319,15 @@ class DiskTier:
             case Finish(epoch=epoch, segment=segment):
                 self._attempt(epoch, lambda: self._opened(epoch).files.finish(segment))
             case Invalidate(epoch=epoch, segment=segment, record=record):
-                self._attempt(epoch, lambda: self._opened(epoch).writer.invalidate(segment, record))
+                self._attempt(epoch, lambda: self._spoil(self._opened(epoch), segment, record))
 
     def _write(self, run: _Run) -> None:
-        records = [
-            (RecordHeader(page.key, page.parent, page.checksum, page.sequence) if intact else None,
-             self._arena(page.slot))
-            for page, intact in zip(run.pages, run.intact, strict=True)
-        ]  # fmt: skip
-        error = self._put(run.epoch, run.segment, run.first, records)
+        error = self._put(run.epoch, run.segment, run.first, run.gathered)
+        if run.room is not None and self._folder is not None:
+            self._folder.rooms.put(run.room)
         self._tell(Written(run.epoch, run.segment, run.first, run.intact, _reason(error), _is_full(error)))
 
-    def _put(
-        self, epoch: int, segment: int, first: int, records: Sequence[tuple[RecordHeader | None, memoryview]]
-    ) -> OSError | None:
+    def _put(self, epoch: int, segment: int, first: int, gathered: Sequence[memoryview]) -> OSError | None:
         """Append to a segment, unless that has failed before: what follows a gap would never be missed."""
         folder = self._folder
         if folder is None or folder.epoch != epoch:
@@ -319,16 +336,22 @@ class DiskTier:
             return folder.broken[segment]
         try:
             try:
-                folder.writer.write(segment, first, records)
+                folder.writer.append(segment, first, gathered)
             except FileNotFoundError:
                 if first:
                     raise
                 self._restore(folder)
-                folder.writer.write(segment, first, records)
+                folder.writer.append(segment, first, gathered)
         except OSError as error:
             folder.broken[segment] = error
             return error
         return None
+
+    def _spoil(self, folder: _Folder, segment: int, record: int) -> None:
+        """Make a record one that holds no page. Raises OSError."""
+        header = memoryview(mmap.mmap(-1, folder.layout.header_bytes))
+        folder.form.void(header)
+        folder.writer.overwrite(segment, record, header)
 
     def _restore(self, folder: _Folder) -> None:
         """Somebody has removed the directory. Raises OSError."""
@@ -389,7 +412,8 @@ class DiskTier:
             try:
                 folder = self._opened(order.epoch)
                 outcomes = self._bring(folder, pages)
-                error = self._put(order.epoch, order.segment, order.first + start, _records(folder, pages, outcomes))
+                gathered = folder.moved_headers.gather(folder.form, _records(folder, pages, outcomes))
+                error = self._put(order.epoch, order.segment, order.first + start, gathered)
             except OSError as failure:
                 error = failure
             self._tell(
@@ -399,7 +423,7 @@ class DiskTier:
     def _bring(self, folder: _Folder, pages: Sequence[MovePage]) -> list[ReadOutcome]:
         """Read and check records that are to be moved."""
         outcomes: list[ReadOutcome] = ["unreadable"] * len(pages)
-        wanted = [Wanted(page.segment, page.record, folder.room[place], place) for place, page in enumerate(pages)]
+        wanted = [Wanted(page.segment, page.record, folder.moved[place], place) for place, page in enumerate(pages)]
         for run in runs(folder.layout, wanted):
             for each, here in zip(run, folder.mover.read(run), strict=True):
                 outcomes[each.tag] = _outcome(here, each.buffer, pages[each.tag].checksum)
@@ -440,7 +464,7 @@ def _records(
 ) -> list[tuple[RecordHeader | None, memoryview]]:
     return [
         (RecordHeader(page.key, page.parent, page.checksum, page.sequence) if outcome == "ok" else None, room)
-        for page, outcome, room in zip(pages, outcomes, folder.room, strict=False)
+        for page, outcome, room in zip(pages, outcomes, folder.moved, strict=False)
     ]
 
 

@@ -75,33 +75,41 @@ class RecordReader:
         return size // self._layout.record_bytes
 
 
-class RecordWriter:
-    """Appends records to segments. One thread's."""
+class HeaderRoom:
+    """Room for the headers of one run, so that they can be written from where they are made."""
 
-    def __init__(self, files: SegmentFiles, layout: RecordLayout, form: RecordFormat) -> None:
-        self._files = files
-        self._layout = layout
-        self._form = form
+    def __init__(self, layout: RecordLayout) -> None:
         size = layout.header_bytes
-        scratch = memoryview(mmap.mmap(-1, run_length(layout) * size))
-        self._headers = [scratch[at : at + size] for at in range(0, len(scratch), size)]
+        room = memoryview(mmap.mmap(-1, run_length(layout) * size))
+        self._headers = [room[at : at + size] for at in range(0, len(room), size)]
 
-    def write(self, segment: int, first: int, records: Sequence[tuple[RecordHeader | None, memoryview]]) -> None:
-        """Write records, at most a run, from `first` on; those without a header hold no page. Raises OSError."""
+    def gather(self, form: RecordFormat, records: Sequence[tuple[RecordHeader | None, memoryview]]) -> list[memoryview]:
+        """At most a run of records as they lie on disk, headers and pages; those without a header hold no page. Good
+        until the next call."""
         buffers: list[memoryview] = []
-        offset = self._layout.offset(first)
-        if first == 0:
-            buffers.append(self._files.create(segment))
-            offset = 0
         for header, (record, page) in zip(self._headers, records, strict=False):
             if record is None:
-                self._form.void(header)
+                form.void(header)
             else:
-                self._form.pack_into(header, record)
+                form.pack_into(header, record)
             buffers += (header, page)
-        self._files.write(segment, offset, buffers)
+        return buffers
 
-    def invalidate(self, segment: int, record: int) -> None:
-        """Make a record one that holds no page. Raises OSError."""
-        self._form.void(self._headers[0])
-        self._files.write(segment, self._layout.offset(record), [self._headers[0]])
+
+class RecordWriter:
+    """Appends records to segments, and spoils them. One thread's."""
+
+    def __init__(self, files: SegmentFiles, layout: RecordLayout) -> None:
+        self._files = files
+        self._layout = layout
+
+    def append(self, segment: int, first: int, gathered: Sequence[memoryview]) -> None:
+        """Write records from `first` on, and before the first of all the segment's header. Raises OSError."""
+        if first == 0:
+            self._files.write(segment, 0, [self._files.create(segment), *gathered])
+        else:
+            self._files.write(segment, self._layout.offset(first), gathered)
+
+    def overwrite(self, segment: int, record: int, header: memoryview) -> None:
+        """Give a record another header. Raises OSError."""
+        self._files.write(segment, self._layout.offset(record), [header])
