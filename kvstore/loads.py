@@ -1,6 +1,6 @@
 """What a store is bringing into its arena: from its disk, and from other stores. Pure.
 
-    want ──▶ claim slots ──▶ read from disk ─────────────────────▶ landed   or failed
+    want ──▶ claim slots ──▶ read from disk, a share at a time ──▶ landed   or failed
                   └────────▶ Want ──▶ Landed… (Credit…) ─────────▶ landed   or failed: the next source, or not coming
                                   └─ Gone, silent, lost pages ──▶ retired ──Retracted──▶ its slots are free
 
@@ -14,6 +14,7 @@ anew. Slots of a fetch that has ended stay reserved until the transport has said
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -112,8 +113,10 @@ class Loads:
         self._window = max(_WINDOW_PAGES, _WINDOW_BYTES // max(1, page_bytes))
         self._heartbeat = heartbeat
         self._silence = silence
-        self._coming: dict[bytes, Fetch | Reservation] = {}  # by key; a reservation is of a read from disk
+        # By key: a reservation is of a read from disk, None of one that waits for those before it.
+        self._coming: dict[bytes, Fetch | Reservation | None] = {}
         self._reading: dict[bytes, float] = {}  # when reads from disk began
+        self._queued: deque[Link] = deque()  # reads that wait for those before them
         self._fetches: dict[int, Fetch] = {}
         self._retired: dict[int, list[Reservation]] = {}  # by fetch, until Retracted
         self._heard: dict[str, float] = {}  # when sources of fetches last said anything
@@ -140,20 +143,36 @@ class Loads:
     # --- begin --------------------------------------------------------------------------------------------------
 
     def read(self, links: Sequence[Link], now: float) -> Outcome:
-        """Bring pages that are on the disk, in the order of their chain, as far as there is room: it is not waited
-        for."""
+        """Bring pages that are on the disk, in the order of their chain. Those that our share has no slots for come
+        after those that are on their way; when nothing is and there is no slot, they do not come."""
+        missing = [link for link in links if self._missing(link[0])]
+        self._coming |= {key: None for key, _ in missing}
+        self._queued += missing
+        return self._read_on(now)
+
+    def _read_on(self, now: float) -> Outcome:
         outcome = Outcome()
         batch: list[tuple[bytes, int]] = []
-        for place, (key, parent) in enumerate(links):
-            if not self._missing(key):
-                continue
-            reservation = self._claim(key, parent) if self._disk.has(key) else None
-            if reservation is None:
-                outcome.failed += [key for key, _ in links[place:] if self._missing(key)]
+        while self._queued:
+            key, parent = self._queued[0]
+            if self._pages.find(key) is not None:  # somebody has sealed it here meanwhile
+                del self._coming[key]
+            elif not self._disk.has(key):
+                outcome.failed.append(key)
+                del self._coming[key]
+            elif (reservation := self._claim(key, parent)) is not None:
+                self._coming[key] = reservation
+                self._reading[key] = now
+                batch.append((key, reservation.slot))
+            elif self._reserved:
                 break
-            self._coming[key] = reservation
-            self._reading[key] = now
-            batch.append((key, reservation.slot))
+            else:
+                outcome.failed += [key for key, _ in self._queued]
+                for key, _ in self._queued:
+                    del self._coming[key]
+                self._queued.clear()
+                break
+            self._queued.popleft()
         self._failed += len(outcome.failed)
         if batch:
             result = self._disk.read(batch)
@@ -179,7 +198,7 @@ class Loads:
         self._coming |= dict.fromkeys(keys, fetch)
         self._heard.setdefault(fetch.source.store, now)
         outcome = self._grant(fetch)
-        if not fetch.credit and not wait:
+        if not fetch.credit and not wait and not self._reserved:
             self._failed += len(keys)
             return self._end(fetch, outcome)  # no room, and cached pages are not worth waiting for it
         want = Want(fetch.number, self._page_bytes, b"".join(keys), wait, fetch.credit)
@@ -187,8 +206,12 @@ class Loads:
         return outcome
 
     def prune(self, wanted: Callable[[bytes], bool]) -> Outcome:
-        """Give up the fetches of which nobody wants a page any more."""
+        """Give up the fetches of which nobody wants a page any more, and the reads that have not begun."""
         outcome = Outcome()
+        for key, _ in self._queued:
+            if not wanted(key):
+                del self._coming[key]
+        self._queued = deque(link for link in self._queued if link[0] in self._coming)
         for fetch in list(self._fetches.values()):
             if not any(wanted(key) for key in fetch.keys if self._coming.get(key) is fetch):
                 outcome = self._end(fetch, outcome)
@@ -241,12 +264,12 @@ class Loads:
                 pass
         return outcome
 
-    def retracted(self, number: int) -> Outcome:
+    def retracted(self, number: int, now: float) -> Outcome:
         """The transport writes to the slots of that fetch no more."""
         for reservation in self._retired.pop(number, []):
             self._reserved -= 1
             self._pages.release(reservation)
-        return self._grant_all()
+        return self._go_on_all(now)
 
     def read_ended(self, event: ReadEnded, now: float) -> Outcome:
         reservation = self._coming.pop(event.key)
@@ -255,11 +278,15 @@ class Loads:
         if event.ok:
             self._disk_pages += 1
             self._disk_seconds += now - began
-            return Outcome(landed=[self._land(reservation, event.checksum)])
+            outcome = Outcome(landed=[self._land(reservation, event.checksum)])
+            outcome.add(self._go_on_all(now))
+            return outcome
         self._failed += 1
         self._reserved -= 1
         unmade = self._pages.abort(reservation)
-        return Outcome(failed=[key for key in {event.key, *unmade} if key not in self._coming])
+        outcome = Outcome(failed=[key for key in {event.key, *unmade} if key not in self._coming])
+        outcome.add(self._go_on_all(now))
+        return outcome
 
     def tick(self, now: float, paused: float) -> Outcome:
         """Time has passed: heartbeats to the stores that we fetch from, silence, slots that have come free."""
@@ -272,7 +299,7 @@ class Loads:
         for fetch in list(self._fetches.values()):
             if now - self._heard[fetch.source.store] > self._silence:
                 self._try_next(fetch, outcome, now)
-        outcome.add(self._grant_all())
+        outcome.add(self._go_on_all(now))
         by_store: dict[Source, list[Fetch]] = {}
         for fetch in self._fetches.values():
             by_store.setdefault(fetch.source, []).append(fetch)
@@ -317,8 +344,9 @@ class Loads:
             fetch.credit += 1
         return Outcome([Expect(fetch.number, tuple(granted))] if granted else [])
 
-    def _grant_all(self) -> Outcome:
-        outcome = Outcome()
+    def _go_on_all(self, now: float) -> Outcome:
+        """Slots may have come free: for reads, and for fetches."""
+        outcome = self._read_on(now)
         for fetch in self._fetches.values():
             self._extend(fetch, outcome)
         return outcome
@@ -400,6 +428,7 @@ class Loads:
         reservations = list(self.reservations)
         assert len(reservations) == self._reserved <= self._allowed
         assert all(reservation.writer == STORE or reservation.node is None for reservation in reservations)
+        assert {key for key, _ in self._queued} == {key for key, each in self._coming.items() if each is None}
         assert set(self._reading) == {key for key, each in self._coming.items() if isinstance(each, Reservation)}
         for fetch in self._fetches.values():
             assert len(fetch.keys) == len(fetch.parents)

@@ -171,7 +171,7 @@ class TieredPages:
             case PeerAnswered(peer=peer, reply=reply):
                 return self._settle(self.loads.answered(peer, reply, now), now)
             case Retracted(fetch=fetch):
-                return self._settle(self.loads.retracted(fetch), now)
+                return self._settle(self.loads.retracted(fetch, now), now)
             case PeerAsked(peer=peer, request=request):
                 return self._settle(self.server.asked(peer, request, now), now)
             case Served(number=number):
