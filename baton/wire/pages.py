@@ -7,8 +7,8 @@ Page bytes are never copied on their way out: ZMQ reads them where they lie unti
 have gone or when their connection has. What is lost with a connection is not sent again from here; the stores' own
 heartbeats find it. Queues are short: what a peer does not read stays in the sender's arena, not in anybody's heap.
 
-Two things that ZMQ leaves to us. Its heartbeats can't tell that a peer has stopped in the middle of a frame, because
-the ping would go behind it; TCP's own time limit on unread bytes does. And a peer that comes back takes over from its
+Two things are not ZMQ's habit. A peer may stop in the middle of a frame, where ZMQ's heartbeats can't tell, because the
+ping would go behind it: TCP's own limit on bytes that stay unread does. And a peer that comes back takes over from its
 old connection, which may not know yet that it is dead.
 """
 
@@ -59,7 +59,8 @@ class Sending:
 
     @property
     def done(self) -> bool:
-        """Whether nobody will read any of them any more, sent or not."""
+        """Whether nobody will read any of them any more, sent or not. Of a connection that has ended ZMQ lets go while
+        its owner waits for or uses the socket."""
         while self._views and self._views[0]() is None:
             self._views.popleft()
         return not self._views
