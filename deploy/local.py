@@ -87,7 +87,7 @@ class LocalCluster:
         self.directory = directory
         self._nodes = {node.name: node for node in (Node(n) if isinstance(n, str) else n for n in nodes or ["local"])}
         self.nodes = list(self._nodes)
-        self._reach = reach
+        self.reach = reach
         if strange := set((placed or {}).values()) - set(self.nodes):
             raise StartupError(f"there is no node {', '.join(sorted(strange))}; this cluster has {self.nodes}")
         name = f"{config.cluster.name[:24]}-{secrets.token_hex(3)}"
@@ -147,7 +147,7 @@ class LocalCluster:
         """host:port of the router's gRPC front door."""
         if self.addresses is None:
             raise StartupError("the router is not up; call up() first")
-        return self._reach(self.addresses.grpc)
+        return self.reach(self.addresses.grpc)
 
     @property
     def pids(self) -> dict[str, int]:

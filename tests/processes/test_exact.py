@@ -16,6 +16,8 @@ from engine.batch import Chunk, Draw
 from engine.engine import Engine
 from tests import checkpoints
 from tests.processes import workload
+from tests.processes.seen import metric, nothing_held
+from tests.processes.test_failures import at_rest, eventually
 
 SHAPES = {"1P+1D": (1, 1), "2P+2D": (2, 2), "colocated": (0, 1)}
 PROMPTS = workload.prompts()
@@ -49,6 +51,26 @@ def test_64_requests_at_once_get_the_reference_tokens(
         for prompt, answer in zip(repeats, answers, strict=True):
             assert (answer.usage.cached_tokens > 0) == (len(prompt) > 16)
             assert answer.usage.cached_tokens <= (len(prompt) - 1) // 16 * 16
+
+
+def test_prefill_on_one_node_and_decode_on_another(
+    checkpoint: Callable[[str], Path],
+    expected: Callable[[str], dict[tuple[int, ...], list[int]]],
+    tmp_path: Path,
+) -> None:
+    """Every page of a prompt passes from store to store."""
+    path = checkpoint("wide-llama")
+    settings = workload.settings(path, 1, 1)
+    with LocalCluster(settings, tmp_path, nodes=["a", "b"], placed={"decode-0": "a", "prefill-0": "b"}) as cluster:
+        answers = workload.ask_all(cluster.address, PROMPTS)
+        workload.compare(path, PROMPTS, answers, expected("llama"))
+        split = [answer.finished.work for answer in answers if answer.finished.work.prefill_worker]
+        assert len(split) > len(PROMPTS) / 4
+        assert any(work.pages_fetched for work in split)
+        eventually(lambda: metric(cluster, "store-0", "tier_loads_total", tier="remote"), what="pages from the other")
+        eventually(lambda: at_rest(cluster), what="everything freed")
+        stores = ("store-0", "store-1")
+        eventually(lambda: all(nothing_held(cluster, store) for store in stores), what="nothing held in any store")
 
 
 def test_a_lost_page_is_seen(checkpoint: Callable[[str], Path]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,10 @@ from baton.v1 import cluster_pb2
 from baton.wire import Keys
 from deploy.client import Client
 from deploy.local import LocalCluster
-from tests import hosts
+from tests import checkpoints, hosts
 from tests.hosts import ADDRESSES, Hosts
 from tests.processes import workload
+from tests.processes.seen import metric, nothing_held
 
 pytestmark = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
 
@@ -166,3 +169,64 @@ def test_without_keys_nothing_listens_on_another_hosts_side(
 ) -> None:
     with pytest.raises(StartupError, match=r"cluster\.key_file"), spread(two, checkpoint("llama"), tmp_path):
         pass
+
+
+# --- pages between hosts ----------------------------------------------------------------------------------------------
+
+
+def test_prompts_computed_on_one_host_are_continued_on_the_other(
+    two: Hosts, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = checkpoint("llama")
+    prompts = [prompt for prompt in workload.prompts() if len(prompt) < 600][:16]
+    with spread(two, path, tmp_path, **{"cluster.key_file": keys_in(tmp_path)}) as cluster:
+        answers = workload.ask_all(cluster.address, prompts)
+        workload.compare(path, prompts, answers, workload.references(path, prompts))
+        assert any(a.finished.work.prefill_worker and a.finished.work.pages_fetched for a in answers)
+        eventually(lambda: metric(cluster, "store-0", "tier_loads_total", tier="remote") > 0)
+        eventually(lambda: all(nothing_held(cluster, store) for store in ("store-0", "store-1")))
+
+
+CUT: Mapping[str, Callable[[Client, float], bool]] = {
+    "restored before anybody noticed": lambda client, seconds: seconds > 0.3,
+    "restored when the other host had been given up": lambda client, seconds: (
+        state_of(client, "prefill-0") != cluster_pb2.PROCESS_STATE_LIVE
+    ),
+    "not restored": lambda client, seconds: False,
+}
+"""Whether it is time to restore the cable, which was cut so many seconds ago."""
+
+
+def test_the_cable_is_cut_in_mid_transfer(two: Hosts, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """In each case another prompt of 3,000 tokens, of which some pages have come and others are being computed."""
+    path = checkpoint("llama")
+    quick = {"cluster.heartbeat_ms": 100, "cluster.silence_ms": 1_000, "prefill.chunk_tokens": 16}
+    rng = random.Random(3)
+    with (
+        spread(two, path, tmp_path, **{"cluster.key_file": keys_in(tmp_path)}, **quick) as cluster,
+        Client(cluster.address) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def fetched() -> float:
+            return metric(cluster, "store-0", "tier_loads_total", tier="remote")
+
+        for case, time_to_restore in CUT.items():
+            prompt = [rng.randrange(3, checkpoints.VOCAB) for _ in range(3_000)]
+            before = fetched()
+            running = pool.submit(workload.ask, cluster.address, prompt, 12)
+            eventually(lambda before=before: fetched() > before)
+            two.cut()
+            began = time.monotonic()
+            assert not running.done()
+            while not running.done():
+                if time_to_restore(client, time.monotonic() - began):
+                    two.restore()
+                    break
+                time.sleep(0.05)
+            answer = running.result(60)
+            print(f"{case}: answered after {time.monotonic() - began:.1f} s, {answer.finished.work.attempts} attempts")
+            assert answer.tokens == checkpoints.reference(path).generate(prompt, 12)[0]
+            two.restore()
+            cluster.wait_live(cluster.pids, 30)
+            eventually(lambda: all(nothing_held(cluster, store) for store in ("store-0", "store-1")))
