@@ -211,8 +211,8 @@ class DiskTier:
     # --- opening ------------------------------------------------------------------------------------------------------
 
     def _open(self, order: Open) -> None:
-        self._leave_folder()
         try:
+            self._leave_folder()
             if self._directory is None:
                 self._directory = NodeDirectory(self._path)
             else:
@@ -376,7 +376,7 @@ class DiskTier:
             if len(fetch.runs) > 1:
                 self._to_fetch.put(fetch)  # whoever has nothing else to do helps
         reader = folder.readers[number]
-        while fetch.runs:
+        while fetch.runs and not self._closing:
             with contextlib.suppress(IndexError):  # another thread took the last
                 run = fetch.runs.popleft()
                 here = reader.read(run)

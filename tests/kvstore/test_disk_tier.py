@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import stat
 import threading
 import time
@@ -16,7 +17,7 @@ from kvstore import disk, disk_files
 from kvstore.disk_index import RETRY_SECONDS
 from kvstore.tiers import WriteEnded
 from tests.kvstore.chains import key, keys
-from tests.kvstore.disk_rig import LARGE, SMALL, Rig, prefixes
+from tests.kvstore.disk_rig import LARGE, NAMESPACE, SMALL, Rig, prefixes
 
 SIZES = pytest.mark.parametrize("page_bytes", [SMALL, LARGE, LARGE + 8])
 
@@ -293,6 +294,24 @@ def test_a_disk_that_hangs_keeps_nobody(tmp_path: Path, monkeypatch: pytest.Monk
     for thread in threading.enumerate():
         if thread.name.startswith("disk-"):
             thread.join()
+
+
+def test_an_index_of_many_pages_comes_in_parts(tmp_path: Path) -> None:
+    words = ["".join("abc"[number // 3**place % 3] for place in range(6)) for number in range(3**6)]
+    with Rig(tmp_path, page_bytes=64, records=700) as rig:
+        rig.write(*words)
+        assert rig.index.stats().pages == 1_092
+    rig = Rig(tmp_path, page_bytes=64, records=700)
+    rig.follow(rig.index.open(NAMESPACE, 64))
+    parts: list[int] = []
+    while rig.state == "opening":
+        select.select([rig.tier.fileno()], [], [])
+        for event in rig.tier.poll():
+            rig.follow(rig.index.handle(event))
+        parts.append(rig.index.stats().pages)
+    assert {1_024, 1_092} <= set(parts)
+    assert rig.readable() == prefixes(*words)
+    rig.tier.close()
 
 
 def test_an_order_of_another_opening_is_nobodys(tmp_path: Path) -> None:
