@@ -172,7 +172,7 @@ class Answers:
                 self._life.release_prefill(request, attempt)
 
     def prefill_refused(self, request: Request, attempt: Attempt, refusal: messages.Refused, now: float) -> None:
-        """Another one of that node, or the decode worker itself."""
+        """Another one of that node, whose store the decode worker's gets the pages from; or a new attempt."""
         assert attempt.prefill is not None, attempt.name
         if not attempt.needs_prefill:
             self._life.release_prefill(request, attempt)
@@ -182,14 +182,13 @@ class Answers:
             member.busy_since = member.work[attempt.name].sequence
         member.drop(attempt.name)
         attempt.prefill, attempt.prefill_sent, attempt.predicted = None, False, 0
-        avoid = {*request.failed_on, member.incarnation}
-        others = prefill_candidates(self._members, {}, self._config.prefill.max_prompts, avoid)
+        request.failed_on.add(member.incarnation)
+        others = prefill_candidates(self._members, {}, self._config.prefill.max_prompts, request.failed_on)
         if (other := pick_prefill(others, member.peer.node)) is not None:
             attempt.prefill = other.incarnation
             self._members.live(other.incarnation).slots.add(attempt.name)
             self._send_prefill(request, attempt, other.incarnation, now)
             return
-        request.local = True
         self._life.retry(request, f"{member.peer.name} refuses to prefill: {refusal.message}", now, free=True)
 
     def _send_prefill(self, request: Request, attempt: Attempt, prefill: str, now: float) -> None:

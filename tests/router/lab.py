@@ -26,7 +26,7 @@ from baton.messages import (
 )
 from kvstore.keys import namespace_root, page_keys
 from router.admission import ModelLimits
-from router.events import Command, Emit, End, Event, Heard, KvSnapshot, Send, Submit
+from router.events import Command, Emit, End, Event, Heard, KvSnapshot, Note, Send, Submit
 from router.state import RouterState
 from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, ROUTER, VOCAB, card, submit
 
@@ -72,6 +72,17 @@ class Lab:
         """A decode worker, a prefill worker and a store, all of one node."""
         return self.join("decode", "decode-0"), self.join("prefill", "prefill-0"), self.join("store", "store-0")
 
+    def split_over_nodes(self) -> tuple[str, str, str, str]:
+        """A decode worker of node b, a prefill worker of node a, and the stores of a and b, which serve each other."""
+        decode, prefill = self.join("decode", "decode-0", "b"), self.join("prefill", "prefill-0", "a")
+        stores = [self.join("store", f"store-{node}", node, data=f"tcp://{node}:1") for node in "ab"]
+        return decode, prefill, stores[0], stores[1]
+
+    def leaves(self, incarnation: str) -> None:
+        """Gone at once: it says Hello in a protocol that nobody speaks."""
+        (peer,) = [view.peer for view in self.state.processes(self.now) if view.peer.incarnation == incarnation]
+        self.tell(Heard(Envelope(incarnation, "", 1, Hello(peer, protocol=99))))
+
     def say(self, sender: str, message: Any, addressee: str = ROUTER.incarnation) -> list[Command]:
         return self.tell(Heard(Envelope(sender, addressee, 1, message)))
 
@@ -85,6 +96,10 @@ class Lab:
         root = namespace_root(NAMESPACE, order.tenant)
         keys = page_keys(root, order.tokens[: pages * PAGE * 4], PAGE)
         self.tell(KvSnapshot(sender, Snapshot(sequence, (PageRun(b"", keys, medium),) if keys else ())))
+
+    def report(self, sender: str, load: Load) -> None:
+        """A heartbeat of a process that has no work."""
+        self.say(sender, Heartbeat(self.counts[sender], load))
 
     # --- requests ---
 
@@ -123,6 +138,9 @@ class Lab:
     @property
     def prefill(self) -> Prefill:
         return self.sent(Prefill)[-1]
+
+    def notes(self) -> list[str]:
+        return [command.text for command in self.log if isinstance(command, Note)]
 
     def emitted(self, request: str = "r") -> list[int]:
         return [t for c in self.log if isinstance(c, Emit) and c.request == request for t in c.tokens]

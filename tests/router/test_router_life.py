@@ -22,14 +22,18 @@ from baton.messages import (
     Decode,
     Failed,
     Have,
+    Load,
     Prefill,
     Prefilled,
     Refused,
     Resend,
+    Source,
     Started,
+    TierSpeed,
     TokenLogprob,
 )
 from kvstore.keys import pack_tokens, unpack_tokens
+from router import replies
 from router.events import Cancelled, ClientGone, Emit, Finished, Shutdown, StopMatched
 from router.events import Failed as Ended
 from tests.router.lab import Lab, held
@@ -182,6 +186,153 @@ def test_without_a_store_on_its_node_nothing_is_split() -> None:
     lab.join("store", "store-b", "b")
     lab.submit(prompt=100)
     assert not lab.decode.awaited
+
+
+# --- pages of other nodes and lower tiers ---
+
+
+def test_a_pair_of_two_nodes_passes_pages_from_store_to_store() -> None:
+    lab = Lab()
+    decode, prefill, made, wanted = lab.split_over_nodes()
+    lab.submit(prompt=14)
+    source = Source(made, "tcp://a:1", 3)
+    assert (lab.decode.fetch, lab.decode.awaited, lab.decode.sources) == (3, True, (source,))
+    lab.say(decode, Accepted("r", 1))
+    assert lab.to(lab.prefill) == prefill
+    assert lab.prefill.sources == ()
+    lab.say(prefill, Prefilled("r", 1, computed=12, hit=0, shipped=3))
+    lab.say(decode, Started("r", 1, fetched_pages=3))
+    lab.leaves(made)
+    lab.leaves(wanted)
+    lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
+    assert lab.end().summary.served.attempts == 1
+
+
+def test_a_prefill_worker_is_told_who_has_more() -> None:
+    lab = Lab()
+    decode, _, _, wanted = lab.split_over_nodes()
+    lab.holds(wanted, lab.submit("first", prompt=100), 20)
+    lab.submit(prompt=100)
+    lab.say(decode, Accepted("r", 1))
+    assert lab.prefill.request == "r"
+    assert lab.prefill.sources == (Source(wanted, "tcp://b:1", 20),)
+
+
+@pytest.mark.parametrize(("medium", "others"), [("CPU", True), ("DISK", True), ("CPU", False)])
+def test_a_whole_cached_prompt_comes_from_another_node_that_serves_it(medium: str, others: bool) -> None:
+    lab = Lab()
+    lab.join("decode", "decode-0", "b")
+    lab.join("store", "store-b", "b")
+    store = lab.join("store", "store-a", "a", data="tcp://a:1" if others else "")
+    lab.holds(store, lab.submit("first", prompt=41), 10, medium)
+    lab.submit(prompt=41)
+    expected = (10, False, (Source(store, "tcp://a:1", 10),)) if others else (0, False, ())
+    assert (lab.decode.fetch, lab.decode.awaited, lab.decode.sources) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate", "fetch"),
+    [
+        pytest.param(0.001, 0.0, 10, id="quick disk"),
+        pytest.param(1.0, 0.0, 0, id="slow disk"),
+        pytest.param(1.0, 1.0, 10, id="slow disk, slower worker"),
+        pytest.param(0.001, 1e6, 0, id="quick disk, quicker worker"),
+    ],
+)
+def test_reported_figures_decide_what_is_loaded(seconds: float, rate: float, fetch: int) -> None:
+    lab = Lab()
+    decode, store = lab.join("decode", "decode-0"), lab.join("store", "store-0")
+    lab.report(store, Load(tiers=(TierSpeed("disk", seconds, 1e9, measured=True),)))
+    lab.report(decode, Load(prefill_rate=rate))
+    lab.holds(store, lab.submit("first", prompt=41), 10, "DISK")
+    lab.submit(prompt=41)
+    assert (lab.decode.fetch, lab.decode.sources) == (fetch, ())
+    assert any("10 from disk" in note for note in lab.notes()) == (fetch > 0)
+
+
+def test_loads_are_told_beside_what_was_predicted_of_them() -> None:
+    lab = Lab()
+    decode, prefill, _ = lab.split()
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1))
+    lab.say(prefill, Prefilled("r", 1, 4, 2, 3, predicted_ms=5, load_ms=7))
+    lab.say(decode, Started("r", 1, fetched_pages=3, predicted_ms=10, load_ms=20))
+    assert any("loads took 27 ms, predicted 15 ms" in note for note in lab.notes())
+    lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
+    served = lab.end().summary.served
+    assert (served.predicted_ms, served.load_ms) == (15, 27)
+    timing = replies.timing(lab.end().summary)
+    assert (timing.load_predicted, timing.load) == (15, 27)
+
+
+def test_whoever_loads_nothing_has_no_figures_of_it() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit()
+    lab.tokens(decode, "r", 1, 10, EOS, finish="stop")
+    timing = replies.timing(lab.end().summary)
+    assert not timing.HasField("load")
+    assert not timing.HasField("load_predicted")
+
+
+@pytest.mark.parametrize("moment", ["placed", "accepted", "prefilled", "started"])
+@pytest.mark.parametrize("whose", ["made", "wanted"])
+def test_a_store_that_goes_takes_those_along_whose_pages_pass_through_it(moment: str, whose: str) -> None:
+    lab = Lab()
+    decode, prefill, made, wanted = lab.split_over_nodes()
+    lab.submit(prompt=14)
+    if moment != "placed":
+        lab.say(decode, Accepted("r", 1))
+    if moment in ("prefilled", "started"):
+        lab.say(prefill, Prefilled("r", 1, 12, 0, 3))
+    if moment == "started":
+        lab.say(decode, Started("r", 1))
+    lab.leaves(made if whose == "made" else wanted)
+    attempts = 1 if moment == "started" else 2
+    assert (lab.decode.attempt, lab.decode.awaited) == (attempts, moment == "started")
+
+
+@pytest.mark.parametrize(("moment", "attempts"), [("placed", 2), ("accepted", 2), ("prefilled", 1)])
+def test_a_source_of_the_prefill_worker_is_needed_until_that_is_done(moment: str, attempts: int) -> None:
+    lab = Lab()
+    decode, prefill, _, _ = lab.split_over_nodes()
+    third = lab.join("store", "store-c", "c", data="tcp://c:1")
+    lab.holds(third, lab.submit("first", prompt=100), 20)
+    lab.submit(prompt=100)
+    if moment != "placed":
+        lab.say(decode, Accepted("r", 1))
+        assert [source.store for source in lab.prefill.sources] == [third]
+    if moment == "prefilled":
+        lab.say(prefill, Prefilled("r", 1, 16, 20, 4))
+    lab.leaves(third)
+    assert (lab.decode.request, lab.decode.attempt) == ("r", attempts)
+
+
+def test_a_source_from_which_nothing_came_is_not_named_again() -> None:
+    """Both stores live, but not the way between them."""
+    lab = Lab()
+    decode, _, made, _ = lab.split_over_nodes()
+    lab.join("prefill", "prefill-1", "a")
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1))
+    assert [source.store for source in lab.decode.sources] == [made]
+    lab.say(decode, Have("r", 1, 0, "no page came"))
+    assert (lab.decode.attempt, lab.decode.awaited, lab.decode.sources) == (2, False, ())
+
+
+def test_a_busy_prefill_worker_makes_room_for_one_of_another_node() -> None:
+    lab = Lab()
+    decode, prefill, _, _ = lab.split_over_nodes()
+    lab.join("store", "store-c", "c", data="tcp://c:1")
+    other = lab.join("prefill", "prefill-1", "c")
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1))
+    assert lab.to(lab.prefill) == prefill
+    lab.say(prefill, Refused("r", 1, "busy"))
+    assert [source.endpoint for source in lab.decode.sources] == ["tcp://c:1"]
+    lab.say(decode, Accepted("r", 2))
+    assert lab.to(lab.prefill) == other
+    assert lab.cancelled(decode) == [1]
 
 
 # --- limits ---
