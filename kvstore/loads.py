@@ -5,9 +5,12 @@
                                   └─ Gone, silent, lost pages ──▶ retired ──Retracted──▶ its slots are free
 
 Every key is brought at most once at a time, whoever waits for it. A fetch from another store has slots for only so many
-of its pages at once, and grants the others as room comes free. Pages are lost only with a connection: then the other
-side says (`Serving`) that it has sent more than has come, or does not know the fetch, and what is missing is wanted
-anew. Slots of a fetch that has ended stay reserved until the transport has said that it writes there no more.
+of its pages at once, and grants the others as room comes free. Slots of a fetch that has ended stay reserved until the
+transport has said that it writes there no more.
+
+Words and pages are lost only with a connection. Heartbeats find each loss: the other side says (`Serving`) that it has
+sent more than has come, or does not know the fetch, and what is missing is wanted anew; so is a page whose Doubt seems
+to be lost. Credits are said again with each heartbeat, and so, by the other side, is Gone.
 """
 
 # pyright: strict
@@ -73,8 +76,11 @@ class Fetch:
     began: float
     credit: int = 0  # pages before this index have a slot, or need none
     slots: dict[int, Reservation] = field(default_factory=dict[int, Reservation])  # granted and not landed
-    received: int = 0  # pages that came, damaged ones too, or that were here before they could
+    received: int = 0  # pages that came, damaged ones too
+    vain: int = 0  # pages that will come or have come, and for which there was no slot: they were here already
+    behind: tuple[int, int] = (0, 0)  # pages sent and received, by the last Serving
     doubts: dict[int, int] = field(default_factory=dict[int, int])
+    doubted: int = 0  # the last beat before the last doubt
     beat: int | None = None  # the first Wanting that listed it
     first_after: float | None = None  # seconds until the first page
 
@@ -207,11 +213,12 @@ class Loads:
         outcome.orders.append(Ask(fetch.source, want))
         return outcome
 
-    def prune(self, wanted: Callable[[bytes], bool]) -> Outcome:
-        """Give up the fetches of which nobody wants a page any more, and the reads that have not begun."""
+    def prune(self, awaited: Callable[[bytes], bool], wanted: Callable[[bytes], bool]) -> Outcome:
+        """Give up reads that have not begun of pages that nobody awaits, and fetches of which no worker wants a page:
+        what other stores wait for is no reason to ask others, or two that wait for each other would do so for ever."""
         outcome = Outcome()
         for key, _ in self._queued:
-            if not wanted(key):
+            if not awaited(key):
                 del self._coming[key]
         self._queued = deque(link for link in self._queued if link[0] in self._coming)
         for fetch in list(self._fetches.values()):
@@ -239,6 +246,7 @@ class Loads:
         for index in event.damaged:
             fetch.received += 1
             self._damaged += 1
+            fetch.doubted = self._beats
             fetch.doubts[index] = fetch.doubts.get(index, 0) + 1
             if fetch.doubts[index] > _DOUBTS:
                 return self._try_next(fetch, outcome, now)
@@ -258,8 +266,8 @@ class Loads:
             case Serving(beat=beat, fetches=served):
                 sent = dict(served)
                 for fetch in [f for f in self._fetches.values() if f.source.store == store]:
-                    known = fetch.beat is None or fetch.beat > beat or sent.get(fetch.number, -1) >= 0
-                    if not known or sent.get(fetch.number, 0) > fetch.received:
+                    known = fetch.beat is None or fetch.beat > beat or fetch.number in sent
+                    if not known or self._lacks(fetch, sent.get(fetch.number, 0)):
                         self._lost += 1
                         self._anew(fetch, fetch.sources, outcome, now)
             case _:
@@ -286,7 +294,7 @@ class Loads:
         self._failed += 1
         self._reserved -= 1
         unmade = self._pages.abort(reservation)
-        outcome = Outcome(failed=[key for key in {event.key, *unmade} if key not in self._coming])
+        outcome = Outcome(failed=[event.key], unmade=[key for key in unmade if key != event.key])
         outcome.add(self._go_on_all(now))
         return outcome
 
@@ -301,6 +309,9 @@ class Loads:
         for fetch in list(self._fetches.values()):
             if now - self._heard[fetch.source.store] > self._silence:
                 self._try_next(fetch, outcome, now)
+            elif self._beats > fetch.doubted + 1 and not fetch.slots.keys().isdisjoint(fetch.doubts):
+                self._lost += 1
+                self._anew(fetch, fetch.sources, outcome, now)
         outcome.add(self._go_on_all(now))
         by_store: dict[Source, list[Fetch]] = {}
         for fetch in self._fetches.values():
@@ -309,6 +320,8 @@ class Loads:
         for source, fetches in by_store.items():
             for fetch in fetches:
                 fetch.beat = self._beats if fetch.beat is None else fetch.beat
+                if fetch.slots:
+                    outcome.orders.append(Ask(source, Credit(fetch.number, fetch.credit)))
             outcome.orders.append(Ask(source, Wanting(self._beats, tuple(f.number for f in fetches))))
         active = {source.store for source in by_store}
         self._heard = {store: heard for store, heard in self._heard.items() if store in active}
@@ -335,8 +348,8 @@ class Loads:
         granted: list[tuple[int, int]] = []
         while fetch.credit < len(fetch.keys) and len(fetch.slots) < self._window:
             key = fetch.keys[fetch.credit]
-            if self._pages.find(key) is not None:  # somebody has sealed it here meanwhile; it will come in vain
-                fetch.received += 1
+            if self._pages.find(key) is not None:  # somebody has sealed it here meanwhile
+                fetch.vain += 1
                 del self._coming[key]
             elif (reservation := self._claim(key, fetch.parents[fetch.credit])) is not None:
                 fetch.slots[fetch.credit] = reservation
@@ -349,8 +362,9 @@ class Loads:
     def _go_on_all(self, now: float) -> Outcome:
         """Slots may have come free: for reads, and for fetches."""
         outcome = self._read_on(now)
-        for fetch in self._fetches.values():
+        for fetch in list(self._fetches.values()):
             self._extend(fetch, outcome)
+            self._end_if_over(fetch, outcome, now)
         return outcome
 
     def _extend(self, fetch: Fetch, outcome: Outcome) -> None:
@@ -362,12 +376,27 @@ class Loads:
     def _go_on(self, fetch: Fetch, outcome: Outcome, now: float) -> Outcome:
         if len(fetch.slots) <= self._window // 2:
             self._extend(fetch, outcome)
-        if fetch.slots or fetch.credit < len(fetch.keys):
+        return self._end_if_over(fetch, outcome, now)
+
+    def _end_if_over(self, fetch: Fetch, outcome: Outcome, now: float) -> Outcome:
+        """It is over when all has come; and cached pages are not worth waiting for a slot when none is coming free."""
+        if fetch.credit < len(fetch.keys):
+            return outcome if fetch.wait or self._reserved else self._end(fetch, outcome)
+        if fetch.slots:
             return outcome
-        if not fetch.wait:
-            self._meter.loaded(fetch.first_after or 0.0, now - fetch.began, len(fetch.keys) * self._page_bytes)
-            self._remote_seconds += now - fetch.began
+        if not fetch.wait and fetch.first_after is not None:
+            seconds = now - fetch.began
+            # The rate is that of what came after the first page; of pages that came all at once, of all alike.
+            rest = max(seconds - fetch.first_after, seconds / fetch.received)
+            self._meter.loaded(fetch.first_after, rest, fetch.received * self._page_bytes)
+            self._remote_seconds += seconds
         return self._end(fetch, outcome)
+
+    def _lacks(self, fetch: Fetch, sent: int) -> bool:
+        """Whether pages were lost: more were sent than came. Some may have come in vain, which nobody counts: then it
+        is believed when it is so a second time."""
+        before, fetch.behind = fetch.behind, (sent, fetch.received)
+        return sent > fetch.received and (sent > fetch.received + fetch.vain or before == fetch.behind)
 
     def _try_next(self, fetch: Fetch, outcome: Outcome, now: float) -> Outcome:
         """This source has no more of it."""
@@ -382,6 +411,7 @@ class Loads:
         outcome.add(again)
         outcome.failed += [key for key in ended.failed if key not in self._coming]
         outcome.gone += [key for key in ended.gone if key not in self._coming]
+        outcome.unmade += ended.unmade
         return outcome
 
     def _end(self, fetch: Fetch, outcome: Outcome) -> Outcome:
@@ -394,7 +424,7 @@ class Loads:
                 lost.append(key)
         slots = list(fetch.slots.values())
         for reservation in reversed(slots):
-            lost += self._pages.detach(reservation)
+            outcome.unmade += [key for key in self._pages.detach(reservation) if key != reservation.key]
         self._retired[fetch.number] = slots
         outcome.orders += [Retract(fetch.number), Ask(fetch.source, Unwant(fetch.number))]
         return outcome

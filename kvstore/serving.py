@@ -34,6 +34,7 @@ class PeerFetch(Waiter):
     credit: int = 0
     next: int = 0  # pages before this index were sent or are waited for
     sent: int = 0  # pages, repeated ones included
+    gone: int | None = None  # pages from this index on are not coming
 
 
 @dataclass(eq=False, slots=True)
@@ -106,8 +107,10 @@ class Server:
             case Wanting(beat=beat, fetches=listed):
                 for number in fetches.keys() - set(listed):
                     self._forget(fetches, number)
+                # Whoever lists a fetch that has ended here has not heard so.
+                gone = [Gone(number, fetch.gone) for number, fetch in fetches.items() if fetch.gone is not None]
                 known = tuple((number, fetch.sent) for number, fetch in fetches.items())
-                return Outcome([Answer(peer, Serving(beat, known))])
+                return Outcome([Answer(peer, reply) for reply in (*gone, Serving(beat, known))])
         return Outcome()
 
     def arrived(self, fetch: PeerFetch, index: int, page: Page) -> Outcome:
@@ -117,7 +120,8 @@ class Server:
     def not_coming(self, fetch: PeerFetch, index: int) -> Outcome:
         """The pages of this fetch from `index` on are not coming."""
         fetch.credit = fetch.next = len(fetch.keys)
-        return Outcome([Answer(fetch.peer, Gone(fetch.number, index))])
+        fetch.gone = index if fetch.gone is None else min(index, fetch.gone)
+        return Outcome([Answer(fetch.peer, Gone(fetch.number, fetch.gone))])
 
     def served(self, number: int) -> None:
         """The transport is done with the pages of that Serve."""

@@ -59,8 +59,12 @@ class WaitingRoom:
     def __len__(self) -> int:
         return sum(len(waiting) for waiting in self._waiting.values())
 
+    def awaited(self, key: bytes) -> bool:
+        """Whether anybody waits for `key`."""
+        return key in self._waiting
+
     def wanted(self, key: bytes) -> bool:
-        """Whether a worker waits for `key`. Other stores don't count: two that wait for each other would for ever."""
+        """Whether a worker waits for `key`."""
         return any(isinstance(waiter, Ticket) for waiter in self._waiting.get(key, ()))
 
     def enter(self, waiter: Waiter, index: int) -> None:

@@ -160,7 +160,7 @@ class TieredPages:
 
     def prune(self, now: float) -> Turn:
         """Stop what is being brought for nobody any more: tickets have ended, or their pages came in another way."""
-        return self._settle(self.loads.prune(self.waiting.wanted), now)
+        return self._settle(self.loads.prune(self.waiting.awaited, self.waiting.wanted), now)
 
     # --- what threads, other stores and the operator do ------------------------------------------------------------
 
