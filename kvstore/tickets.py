@@ -34,6 +34,10 @@ class Ticket(Waiter):
     sealed: set[int] = field(default_factory=set[int])  # indices that its owner has sealed
     holds: dict[int, Page] = field(default_factory=dict[int, Page])
 
+    def sources_of(self, index: int) -> tuple[Source, ...]:
+        """Other stores that are believed to have that page, or to be about to."""
+        return tuple(source for source in self.sources if source.pages > index)
+
 
 @dataclass(eq=False, slots=True)
 class Process:
@@ -91,13 +95,13 @@ class WaitingRoom:
         """Everybody who waits for one of `keys`, each once."""
         return list(dict.fromkeys(waiter for key in keys for waiter in self._waiting.get(key, ())))
 
-    def send_away(self, keys: Iterable[bytes], who: Callable[[Waiter], bool]) -> list[tuple[Waiter, int]]:
+    def send_away(self, keys: Iterable[bytes], who: Callable[[Waiter, int], bool]) -> list[tuple[Waiter, int]]:
         """`keys` are not coming for those `who` it concerns: whoever waits for one waits no longer for it, nor for what
         follows it in their chain. Returns the first index concerned of each."""
         first: dict[Waiter, int] = {}
         for key in keys:
             for waiter, index in self._waiting.get(key, {}).items():
-                if who(waiter):
+                if who(waiter, index):
                     first[waiter] = min(index, first.get(waiter, index))
         for waiter, index in first.items():
             self.leave(waiter, index)

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.config import StoreConfig
-from baton.messages import PageRun, Pin, Pinned, TierRun, TierSpeed
+from baton.messages import PageRun, Pin, Pinned, Source, TierRun, TierSpeed
 from kvstore.admission import AdmissionFilter
 from kvstore.changes import page_runs
-from kvstore.loads import Loads, Outcome, links
+from kvstore.loads import Link, Loads, Outcome, links
 from kvstore.pages import Page, PageTable
 from kvstore.pins import Pins
 from kvstore.serving import PeerFetch, Server
@@ -148,15 +148,21 @@ class TieredPages:
             most = max((source.pages for source in sources), default=0)
             turn.add(self._settle(self.loads.fetch(sources, chain[on_disk : min(until, most)], False, now), now))
             if most < until:
-                self._refuse(ticket.keys[max(most, on_disk) : until], turn, lambda waiter: waiter is ticket)
+                self._refuse(ticket.keys[max(most, on_disk) : until], turn, lambda waiter, index: waiter is ticket)
         return turn
 
     def hand_off(self, ticket: Ticket, now: float) -> Turn:
-        """Pages of the ticket that are not here, and that it waits for, come from its sources as they are sealed."""
-        wanted = [link for index, link in enumerate(links(ticket.keys, ticket.parent)) if index in ticket.waits]
-        if not wanted or not ticket.sources:
-            return Turn()
-        return self._settle(self.loads.fetch(ticket.sources, wanted, True, now), now)
+        """Pages of the ticket that are not here, and that it waits for, come from its sources as they are sealed; those
+        that no source is believed to have or make are waited for here."""
+        chain = links(ticket.keys, ticket.parent)
+        wanted: dict[tuple[Source, ...], list[Link]] = {}
+        for index in sorted(ticket.waits):
+            if sources := ticket.sources_of(index):
+                wanted.setdefault(sources, []).append(chain[index])
+        turn = Turn()
+        for sources, part in wanted.items():
+            turn.add(self._settle(self.loads.fetch(sources, part, True, now), now))
+        return turn
 
     def prune(self, now: float) -> Turn:
         """Stop what is being brought for nobody any more: tickets have ended, or their pages came in another way."""
@@ -212,8 +218,8 @@ class TieredPages:
             self.pages.unhold(page)
         self._refuse_all(outcome.unmade, turn)
         self._refuse_all(self._forsaken.intersection(outcome.failed + outcome.gone), turn)
-        self._refuse(outcome.failed, turn, lambda waiter: not waiter.wait)
-        self._refuse(outcome.gone, turn, lambda waiter: not waiter.wait or _has_sources(waiter))
+        self._refuse(outcome.failed, turn, lambda waiter, index: not waiter.wait)
+        self._refuse(outcome.gone, turn, lambda waiter, index: not waiter.wait or _has_sources(waiter, index))
         for waiter in self.waiting.waiters(outcome.failed):
             if isinstance(waiter, Ticket):
                 turn.add(self.hand_off(waiter, now))
@@ -235,9 +241,9 @@ class TieredPages:
         """Nobody makes these any more. Those that are being brought may still come; if they don't, nobody is left."""
         keys = list(keys)
         self._forsaken.update(key for key in keys if self.loads.coming(key))
-        self._refuse(keys, turn, lambda waiter: True)
+        self._refuse(keys, turn, lambda waiter, index: True)
 
-    def _refuse(self, keys: Iterable[bytes], turn: Turn, who: Callable[[Waiter], bool]) -> None:
+    def _refuse(self, keys: Iterable[bytes], turn: Turn, who: Callable[[Waiter, int], bool]) -> None:
         """These are not coming for those `who` it concerns, unless somebody else makes or brings them."""
         gone = [key for key in keys if not self.loads.coming(key) and not self.pages.making(key)]
         for waiter, index in self.waiting.send_away(gone, who):
@@ -325,5 +331,5 @@ class TieredPages:
                 assert self.pages.find(ticket.keys[index]) is None
 
 
-def _has_sources(waiter: Waiter) -> bool:
-    return isinstance(waiter, Ticket) and bool(waiter.sources)
+def _has_sources(waiter: Waiter, index: int) -> bool:
+    return isinstance(waiter, Ticket) and bool(waiter.sources_of(index))
