@@ -29,10 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.emit(result)
     for result in round_trips(300 if asked.quick else 3_000):
         report.emit(result)
-    for result in peer_speed.measure(2**28 if asked.quick else 2**30, runs):
+    for result in peer_speed.measure(7 if asked.quick else 31):
         report.emit(result)
-    for result in disk_speed.measure(asked.directory, 2**28 if asked.quick else 2**30, runs):
-        report.emit(result)
+    for page_bytes in PAGES:
+        for speed in disk_speed.measure(asked.directory, page_bytes, 2**27 if asked.quick else 2**29, runs):
+            for result in disk_speed.results(speed):
+                report.emit(result)
     return 0
 
 
