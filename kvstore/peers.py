@@ -16,14 +16,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from baton.errors import StartupError
 from baton.messages import Pages, Peer
 from baton.wire.pages import PageSockets, Sending
-from kvstore.checksum import page_checksum
+from kvstore.checksum import copy_page, page_checksum
 from kvstore.tiers import (
     Answer,
     Ask,
@@ -43,12 +43,12 @@ from kvstore.tiers import (
 
 log = logging.getLogger(__name__)
 
-_MESSAGE_BYTES = 2**20  # of pages in one message: what has just arrived is still in the cache when it is copied
+_MESSAGE_BYTES = 2**22  # of pages in one message: there is work for each message, as well as for each page
 _REQUESTS_PER_TURN = 64
 _REPLIES_PER_TURN = 4  # of one store
 _BACKLOG = 10_000  # events that the store's loop has not taken; with more we stop reading
 _TURN = 1.0  # seconds between two turns with nothing to do
-_FIRST_LOOK, _LAST_LOOK = 0.001, 0.016  # seconds between two looks whether pages have gone out
+_FIRST_LOOK, _LAST_LOOK = 0.004, 0.032  # seconds between two looks whether pages have gone out
 _IDLE = 60.0  # seconds until a link that nobody uses is closed
 _SWEEP = 5.0  # seconds between two looks for such links
 
@@ -197,13 +197,17 @@ class _Carrier:
         self._sockets.add(self._mailbox.ordered)
         try:
             while True:
-                self._wait()
-                for order in self._mailbox.orders():
-                    if isinstance(order, _Close):
-                        return
-                    self._carry_out(order)
                 if self._mailbox.backlog < _BACKLOG:
-                    self._receive()
+                    ready = self._sockets.wait(self._look if self._sending else _TURN)
+                else:
+                    time.sleep(_LAST_LOOK)  # what can be read and is not would wake us at once
+                    ready = {self._mailbox.ordered}
+                if self._mailbox.ordered in ready:
+                    for order in self._mailbox.orders():
+                        if isinstance(order, _Close):
+                            return
+                        self._carry_out(order)
+                self._receive(ready)
                 self._look_at_sent()
                 self._drop_idle()
         finally:
@@ -221,12 +225,6 @@ class _Carrier:
             malformed=self._sockets.losses.malformed,
             dropped=self._sockets.losses.dropped,
         )
-
-    def _wait(self) -> None:
-        if self._mailbox.backlog >= _BACKLOG:
-            time.sleep(_LAST_LOOK)  # sockets that can be read, and that we don't read, would wake us at once
-        else:
-            self._sockets.wait(self._look if self._sending else _TURN)
 
     def _carry_out(self, order: PeerOrder | _Use) -> None:
         match order:
@@ -267,6 +265,8 @@ class _Carrier:
         self._look = _FIRST_LOOK
 
     def _look_at_sent(self) -> None:
+        if not self._sending:
+            return
         done = [number for number, sending in self._sending.items() if sending.done]
         for number in done:
             del self._sending[number]
@@ -287,10 +287,11 @@ class _Carrier:
         self._used[link.store] = time.monotonic()
         link.send(order.request)
 
-    def _receive(self) -> None:
-        for peer, request in self._server.receive(_REQUESTS_PER_TURN):
-            self._mailbox.tell(PeerAsked(peer, request))
-        for link in list(self._sockets.links.values()):
+    def _receive(self, ready: Container[object]) -> None:
+        if self._server.socket in ready:
+            for peer, request in self._server.receive(_REQUESTS_PER_TURN):
+                self._mailbox.tell(PeerAsked(peer, request))
+        for link in [link for link in self._sockets.links.values() if link.socket in ready]:
             for reply, frames in link.receive(_REPLIES_PER_TURN):
                 self._used[link.store] = time.monotonic()
                 if isinstance(reply, Pages):
@@ -309,9 +310,7 @@ class _Carrier:
             if slot is None or len(frame) != self._page_bytes:
                 self._unexpected += 1
                 continue
-            view = self._slot(slot)
-            view[:] = frame
-            if page_checksum(view) == page.checksum:
+            if copy_page(self._slot(slot), frame) == page.checksum:
                 landed.append((page.index, page.checksum))
                 damaged.discard(page.index)
                 del expected[page.index]
