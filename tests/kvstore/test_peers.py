@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 import msgspec
 import pytest
@@ -52,6 +50,7 @@ from kvstore.tiers import (
     Serve,
     Served,
 )
+from tests.kvstore.relay import Relay
 
 DEADLINE = 20.0
 PAGE = 128 * 1024
@@ -244,83 +243,6 @@ def test_slots_are_checked(stores: Callable[..., Store]) -> None:
     a.do(Check(1, 5, page_checksum(a.slot(5))), Check(2, 5, 77))
     a.until(lambda: len(a.events) == 2)
     assert a.events == [Checked(1, True), Checked(2, False)]
-
-
-class Relay:
-    """A cable between a store and another: it can flip a bit, be cut, go silent and be mended."""
-
-    def __init__(self, target: str) -> None:
-        self._target = int(target.rpartition(":")[2])
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._open: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-        self._flip = 0
-        self.carried = 0  # bytes to those that ask
-        self._on = threading.Event()
-        self._on.set()
-        self._ended = False
-        self._start(self._accept)
-
-    def flip_after(self, size: int) -> None:
-        """Flip one bit after so many more bytes to those that ask."""
-        self._flip = size
-
-    def silence(self) -> None:
-        """Carry nothing, and tell nobody."""
-        self._on.clear()
-
-    def cut(self) -> None:
-        """End every connection; new ones are welcome."""
-        self._on.set()
-        for each in self._open:
-            _shut(each)
-
-    def close(self) -> None:
-        self._ended = True
-        _shut(self._listener)
-        self.cut()
-        for thread in self._threads:
-            thread.join(DEADLINE)
-        for each in (self._listener, *self._open):
-            each.close()
-
-    def _start(self, run: Callable[..., None], *args: object) -> None:
-        self._threads.append(threading.Thread(target=run, args=args, daemon=True))
-        self._threads[-1].start()
-
-    def _accept(self) -> None:
-        while not self._ended:
-            try:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:
-                continue
-            self._open += [near, far]
-            self._start(self._carry, near, far, False)
-            self._start(self._carry, far, near, True)
-
-    def _carry(self, source: socket.socket, sink: socket.socket, back: bool) -> None:
-        try:
-            while data := source.recv(2**16):
-                self._on.wait()
-                if back:
-                    self.carried += len(data)
-                    if 0 < self._flip <= len(data):
-                        spoilt = bytearray(data)
-                        spoilt[self._flip - 1] ^= 4
-                        data = bytes(spoilt)
-                    self._flip = max(0, self._flip - len(data))
-                sink.sendall(data)
-        except OSError:
-            pass
-        for each in (source, sink):
-            _shut(each)
-
-
-def _shut(each: socket.socket) -> None:
-    with suppress(OSError):
-        each.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture

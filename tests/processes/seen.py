@@ -43,9 +43,12 @@ def samples(cluster: LocalCluster, name: str) -> list[Sample]:
     """Everything on the page of process `name`; nothing while it does not answer."""
     found = process(cluster, name)
     try:
-        text = page(cluster.reach(found.metrics_address)) if found else ""
+        return parsed(page(cluster.reach(found.metrics_address))) if found else []
     except OSError:  # it has just been killed, or started again
         return []
+
+
+def parsed(text: str) -> list[Sample]:
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
