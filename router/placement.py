@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from baton.messages import Source, TierRun
 from kvstore.cost import load_seconds
@@ -117,6 +118,7 @@ def place(
         return Wait("no decode worker is free")
     nodes = {} if local else nodes_of(stores)
     makers = [_Maker.of(prefix, worker, nodes[worker.node]) for worker in prefillers if worker.node in nodes]
+    makers.sort(key=lambda maker: (maker.seconds, maker.worker.name))
     plans = [(plan, decoder) for decoder in decoders for plan in _plans(prefix, decoder, makers, nodes)]
     if not plans:
         return Wait("every prefill worker has all the prompts it takes")
@@ -145,6 +147,10 @@ class _Maker:
     queue: float
     compute: float
 
+    @property
+    def seconds(self) -> float:
+        return self.queue + self.reach.seconds + self.compute
+
     @classmethod
     def of(cls, prefix: Prefix, worker: PrefillCandidate, node: Node) -> _Maker:
         reach = prefiller_reach(prefix, node, worker.device_pages, worker.rate)
@@ -166,12 +172,9 @@ def _plans(
     alone = _alone(prefix, decoder, node)
     if alone.cached >= prefix.pages or not pairs:
         yield alone
-    if node is not None and (alone.cached < prefix.pages or alone.loads):
-        free = [(_price(prefix, decoder, node.store, maker), maker) for maker in pairs if maker.worker.slots > 0]
-        if free:
-            near = node.store
-            price, maker = min(free, key=lambda o: (o[0].total, o[1].store is not near, o[1].worker.name))
-            yield _pair(prefix, decoder, node.store, maker, price)
+    worth_it = alone.cached < prefix.pages or alone.loads
+    if node is not None and worth_it and (pair := _best_pair(prefix, decoder, node.store, pairs)) is not None:
+        yield pair
 
 
 def _alone(prefix: Prefix, decoder: DecodeCandidate, node: Node | None) -> Plan:
@@ -191,6 +194,22 @@ def _alone(prefix: Prefix, decoder: DecodeCandidate, node: Node | None) -> Plan:
             compute=prefix.seconds(prefix.pages - reach.pages, decoder.rate),
         ),
     )
+
+
+def _best_pair(prefix: Prefix, decoder: DecodeCandidate, store: Store, makers: Sequence[_Maker]) -> Plan | None:
+    """With the prefill worker of those with a slot that costs least; of two alike, the nearer. `makers` come in the
+    order of what the making takes, and nothing costs less than that: so the first few tell."""
+    best: tuple[Predicted, _Maker] | None = None
+    rank = (inf, False)
+    for maker in makers:
+        if maker.worker.slots <= 0:
+            continue
+        price = _price(prefix, decoder, store, maker)
+        if price.total - price.transfer > rank[0]:
+            break
+        if (price.total, maker.store is not store) < rank:
+            best, rank = (price, maker), (price.total, maker.store is not store)
+    return None if best is None else _pair(prefix, decoder, store, best[1], best[0])
 
 
 def _pair(prefix: Prefix, decoder: DecodeCandidate, store: Store, maker: _Maker, price: Predicted) -> Plan:

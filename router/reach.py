@@ -69,7 +69,8 @@ class Reach:
 
 def nodes_of(stores: Sequence[Store]) -> dict[str, Node]:
     """Every node that has a live store, with the others that can help it."""
-    return {store.node: Node(store, _others(store, stores)) for store in stores}
+    serving = sorted((store for store in stores if store.endpoint), key=lambda store: (-store.pages, store.incarnation))
+    return {store.node: Node(store, _others(store, serving)) for store in stores}
 
 
 def decoder_reach(prefix: Prefix, node: Node | None, device: int, rate: float) -> Reach:
@@ -85,15 +86,16 @@ def prefiller_reach(prefix: Prefix, node: Node, device: int, rate: float) -> Rea
     return _reach(prefix, node, node.store.host, device, rate)
 
 
-def _others(store: Store, stores: Sequence[Store]) -> Sequence[Store]:
-    more = [other for other in stores if other.endpoint and other.node != store.node and other.pages > store.pages]
-    return sorted(more, key=lambda other: (-other.pages, other.incarnation))
+def _others(store: Store, serving: Sequence[Store]) -> Sequence[Store]:
+    """`serving`: the longest first."""
+    best = [other for other in serving[: _SOURCES + 1] if other.node != store.node][:_SOURCES]
+    return [other for other in best if other.pages > store.pages]
 
 
 def _reach(prefix: Prefix, node: Node, begin: int, device: int, rate: float) -> Reach:
     """`begin`: the first page that must be loaded, or else computed where it is not among the first `device`."""
     here = max(begin, node.store.pages)
-    longest = max((other.pages for other in node.others), default=0)
+    longest = node.others[0].pages if node.others else 0
     runs = [
         TierRun(node.store.disk_speed, here - begin),
         TierRun(node.store.remote_speed, max(0, min(longest, prefix.pages) - here)),
@@ -107,5 +109,5 @@ def _reach(prefix: Prefix, node: Node, begin: int, device: int, rate: float) -> 
         pages=max(device, loaded),
         loads=tuple(run for run, end in zip(runs, ends, strict=True) if end <= choice.pages),
         seconds=choice.load_seconds,
-        sources=tuple(Source(h.incarnation, h.endpoint, min(h.pages, prefix.pages)) for h in helpers[:_SOURCES]),
+        sources=tuple(Source(h.incarnation, h.endpoint, min(h.pages, prefix.pages)) for h in helpers),
     )

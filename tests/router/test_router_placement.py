@@ -300,3 +300,21 @@ def test_every_plan_can_be_carried_out(
         reach = max(own.pages, *(each.pages for each in choice.sources), 0)
         assert chosen.device_pages < choice.fetch <= reach
         assert all(each.pages > own.pages for each in choice.sources)
+
+
+@given(
+    decoders=st.lists(DECODERS, min_size=1, max_size=3),
+    prefillers=st.lists(PREFILLERS, min_size=1, max_size=4),
+    stores=st.lists(STORES, max_size=3, unique_by=lambda s: s.node),
+)
+def test_no_pair_that_costs_less_is_passed_by(
+    decoders: list[DecodeCandidate], prefillers: list[PrefillCandidate], stores: list[Store]
+) -> None:
+    choice = place(PREFIX, decoders, prefillers, stores)
+    if isinstance(choice, Wait):
+        return
+    for one in decoders:
+        for other in prefillers:
+            pair = place(PREFIX, [one], [other], stores)
+            if isinstance(pair, Plan) and pair.prefill is not None:
+                assert choice.predicted.total <= pair.predicted.total
