@@ -313,18 +313,18 @@ class Loads:
                 self._lost += 1
                 self._anew(fetch, fetch.sources, outcome, now)
         outcome.add(self._go_on_all(now))
-        by_store: dict[Source, list[Fetch]] = {}
+        by_store: dict[str, list[Fetch]] = {}
         for fetch in self._fetches.values():
-            by_store.setdefault(fetch.source, []).append(fetch)
+            by_store.setdefault(fetch.source.store, []).append(fetch)
         self._beats += bool(by_store)
-        for source, fetches in by_store.items():
+        for fetches in by_store.values():
+            source = fetches[0].source
             for fetch in fetches:
                 fetch.beat = self._beats if fetch.beat is None else fetch.beat
                 if fetch.slots:
                     outcome.orders.append(Ask(source, Credit(fetch.number, fetch.credit)))
             outcome.orders.append(Ask(source, Wanting(self._beats, tuple(f.number for f in fetches))))
-        active = {source.store for source in by_store}
-        self._heard = {store: heard for store, heard in self._heard.items() if store in active}
+        self._heard = {store: heard for store, heard in self._heard.items() if store in by_store}
         return outcome
 
     # --- internals --------------------------------------------------------------------------------------------------
