@@ -16,12 +16,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from baton.errors import StartupError
-from baton.messages import Pages, Peer
+from baton.messages import PageReply, PageRequest, Pages, Peer, SentPage
 from baton.wire.pages import PageSockets, Sending
 from kvstore.checksum import copy_page, page_checksum
 from kvstore.tiers import (
@@ -82,7 +82,7 @@ class _Close:
 _Order: TypeAlias = PeerOrder | _Use | _Close
 
 
-class _Mailbox:
+class Mailbox:
     """Orders one way and events the other, each with a descriptor that can be read while something is there."""
 
     def __init__(self) -> None:
@@ -128,14 +128,16 @@ class ZmqTransport:
     def __init__(self, me: Peer, endpoint: str = "tcp://127.0.0.1:0", silence_s: float = 5.0) -> None:
         """Listen on `endpoint`; a peer that neither reads nor speaks for `silence_s` is cut off. Raises PortInUse or
         StartupError."""
-        sockets = PageSockets(me.incarnation, endpoint, silence_s)
-        self.endpoint: Final = sockets.server.endpoint
-        self._mailbox = _Mailbox()
-        self._carrier = _Carrier(sockets, self._mailbox)
+        self._mailbox = Mailbox()
+        self._carrier = self._make(me.incarnation, endpoint, silence_s)
+        self.endpoint: Final = self._carrier.endpoint
         self._failure: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
         self._thread.start()
+
+    def _make(self, me: str, endpoint: str, silence_s: float) -> Carrier:
+        return Carrier(PageSockets(me, endpoint, silence_s), self._mailbox)
 
     def use(self, arena: memoryview, page_bytes: int) -> None:
         self._mailbox.order(_Use(arena, page_bytes))
@@ -175,10 +177,12 @@ class ZmqTransport:
             os.eventfd_write(self._mailbox.happened, 1)
 
 
-class _Carrier:
-    """The thread's side: it alone touches sockets and page bytes."""
+class Carrier:
+    """The thread's side: it alone touches sockets and page bytes. Those who carry the bytes in another way replace how
+    pages are served (`serve`), what other words mean (`asked`, `answered`) and what is done every turn (`advance`)."""
 
-    def __init__(self, sockets: PageSockets, mailbox: _Mailbox) -> None:
+    def __init__(self, sockets: PageSockets, mailbox: Mailbox) -> None:
+        self.endpoint: Final = sockets.server.endpoint
         self._sockets = sockets
         self._server = sockets.server
         self._mailbox = mailbox
@@ -198,7 +202,7 @@ class _Carrier:
         try:
             while True:
                 if self._mailbox.backlog < _BACKLOG:
-                    ready = self._sockets.wait(self._look if self._sending else _TURN)
+                    ready = self._sockets.wait(self.patience())
                 else:
                     time.sleep(_LAST_LOOK)  # what can be read and is not would wake us at once
                     ready = {self._mailbox.ordered}
@@ -208,10 +212,14 @@ class _Carrier:
                             return
                         self._carry_out(order)
                 self._receive(ready)
-                self._look_at_sent()
+                self.advance()
                 self._drop_idle()
         finally:
-            self._sockets.close()
+            self.close()
+
+    def close(self) -> None:
+        """The last that the thread does."""
+        self._sockets.close()
 
     def stats(self) -> PeerStats:
         return PeerStats(
@@ -238,12 +246,15 @@ class _Carrier:
             case Answer(peer=peer, reply=reply):
                 self._server.send(peer, reply)
             case Serve():
-                self._serve(order)
+                self.serve(order)
             case Check(number=number, slot=slot, checksum=checksum):
                 self._mailbox.tell(Checked(number, page_checksum(self._slot(slot)) == checksum))
             case _Use(arena=arena, page_bytes=page_bytes):
-                self._arena, self._page_bytes = arena, page_bytes
                 self._expected.clear()
+                self.use(arena, page_bytes)
+
+    def use(self, arena: memoryview, page_bytes: int) -> None:
+        self._arena, self._page_bytes = arena, page_bytes
 
     def _slot(self, slot: int) -> memoryview:
         assert 0 <= slot < len(self._arena) // self._page_bytes, f"slot {slot} is not in the arena"
@@ -251,7 +262,7 @@ class _Carrier:
 
     # --- pages out --------------------------------------------------------------------------------------------------
 
-    def _serve(self, order: Serve) -> None:
+    def serve(self, order: Serve) -> None:
         sending = Sending()
         per_message = max(1, _MESSAGE_BYTES // self._page_bytes)
         for first in range(0, len(order.slots), per_message):
@@ -264,7 +275,12 @@ class _Carrier:
         self._sending[order.number] = sending
         self._look = _FIRST_LOOK
 
-    def _look_at_sent(self) -> None:
+    def patience(self) -> float:
+        """How many seconds may pass until the next `advance`."""
+        return self._look if self._sending else _TURN
+
+    def advance(self) -> None:
+        """Once every turn."""
         if not self._sending:
             return
         done = [number for number, sending in self._sending.items() if sending.done]
@@ -290,22 +306,28 @@ class _Carrier:
     def _receive(self, ready: Container[object]) -> None:
         if self._server.socket in ready:
             for peer, request in self._server.receive(_REQUESTS_PER_TURN):
-                self._mailbox.tell(PeerAsked(peer, request))
+                self.asked(peer, request)
         for link in [link for link in self._sockets.links.values() if link.socket in ready]:
             for reply, frames in link.receive(_REPLIES_PER_TURN):
                 self._used[link.store] = time.monotonic()
-                if isinstance(reply, Pages):
-                    self._land(reply, frames)
-                else:
-                    self._mailbox.tell(PeerAnswered(link.store, reply))
+                self.answered(link.store, reply, frames)
 
-    def _land(self, reply: Pages, frames: list[memoryview]) -> None:
+    def asked(self, peer: str, request: PageRequest) -> None:
+        self._mailbox.tell(PeerAsked(peer, request))
+
+    def answered(self, store: str, reply: PageReply, frames: Sequence[memoryview]) -> None:
+        if isinstance(reply, Pages):
+            self.land(reply.fetch, reply.pages, frames)
+        else:
+            self._mailbox.tell(PeerAnswered(store, reply))
+
+    def land(self, fetch: int, pages: Sequence[SentPage], frames: Sequence[memoryview]) -> None:
         """Write each page that is expected into its slot, and then look at what is there: a page that has landed is
         never written again, because from then on others may read it."""
-        expected = self._expected.get(reply.fetch, {})
+        expected = self._expected.get(fetch, {})
         landed: list[tuple[int, int]] = []
         damaged: set[int] = set()
-        for page, frame in zip(reply.pages, frames, strict=True):
+        for page, frame in zip(pages, frames, strict=True):
             slot = expected.get(page.index)
             if slot is None or len(frame) != self._page_bytes:
                 self._unexpected += 1
@@ -318,11 +340,11 @@ class _Carrier:
                 self._damaged += 1
                 damaged.add(page.index)
         if not expected:
-            self._expected.pop(reply.fetch, None)
+            self._expected.pop(fetch, None)
         self._pages_in += len(landed)
         self._bytes_in += len(landed) * self._page_bytes
         if landed or damaged:
-            self._mailbox.tell(Landed(reply.fetch, tuple(landed), tuple(sorted(damaged))))
+            self._mailbox.tell(Landed(fetch, tuple(landed), tuple(sorted(damaged))))
 
     def _drop_idle(self) -> None:
         now = time.monotonic()

@@ -26,7 +26,7 @@ import msgspec
 import zmq
 
 from baton.errors import StartupError
-from baton.messages import Envelope, PageReply, PageRequest, Pages
+from baton.messages import Envelope, Message, PageReply, PageRequest, Pages
 from baton.wire.sockets import bind, configure, connect
 
 _IO_THREADS = 2  # so that one can send while the other receives, and encryption has two cores
@@ -48,6 +48,18 @@ class Losses:
 
     malformed: int = 0
     dropped: int = 0  # not sent because nobody is there or reads, or received and meant for somebody else
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What all sockets of one store's transport share."""
+
+    context: zmq.Context[Any]
+    me: str
+    silence_s: float
+    requests: Any  # unions of messages
+    replies: Any
+    losses: Losses
 
 
 class Sending:
@@ -75,11 +87,11 @@ class Sending:
 class PageServer:
     """The one socket where other stores ask this one. Never blocks."""
 
-    def __init__(self, context: zmq.Context[Any], me: str, endpoint: str, silence_s: float, losses: Losses) -> None:
+    def __init__(self, common: _Common, endpoint: str) -> None:
         """Bind `endpoint`. Raises PortInUse or StartupError."""
-        self._me = me
-        self._losses = losses
-        self.socket = _configured(context.socket(zmq.ROUTER), silence_s)
+        self._me = common.me
+        self._losses = common.losses
+        self.socket = _configured(common.context.socket(zmq.ROUTER), common.silence_s)
         for option, value in (
             (zmq.SNDHWM, _REPLIES_SENT), (zmq.RCVHWM, _REQUESTS), (zmq.MAXMSGSIZE, _REQUEST_BYTES),
             (zmq.ROUTER_MANDATORY, 1), (zmq.ROUTER_HANDOVER, 1),
@@ -87,10 +99,10 @@ class PageServer:
             self.socket.setsockopt(option, value)
         self.socket.copy_threshold = 0  # small pages, too, are read where they lie: their slots bound the memory
         self.endpoint = bind(self.socket, endpoint)
-        self._decoder = msgspec.msgpack.Decoder(Envelope[PageRequest])
+        self._decoder: msgspec.msgpack.Decoder[Envelope[Any]] = msgspec.msgpack.Decoder(Envelope[common.requests])
         self._sequences: dict[str, int] = {}
 
-    def receive(self, limit: int) -> Iterator[tuple[str, PageRequest]]:
+    def receive(self, limit: int) -> Iterator[tuple[str, Any]]:
         """At most `limit` of the requests that are here, and who asks."""
         for _ in range(limit):
             try:
@@ -110,7 +122,7 @@ class PageServer:
             else:
                 self._losses.dropped += 1
 
-    def send(self, peer: str, reply: PageReply) -> bool:
+    def send(self, peer: str, reply: Message) -> bool:
         """Send words to the store of that incarnation. False when it is not connected, or has not read for long."""
         return self._start(peer, reply, 0)
 
@@ -124,7 +136,7 @@ class PageServer:
             self.socket.send(page, 0 if place == last else zmq.SNDMORE, copy=False)
         return True
 
-    def _start(self, peer: str, reply: PageReply, more: int) -> bool:
+    def _start(self, peer: str, reply: Message, more: int) -> bool:
         sequence = self._sequences.get(peer, 0) + 1
         try:
             self.socket.send(peer.encode(), zmq.NOBLOCK | zmq.SNDMORE)
@@ -145,20 +157,18 @@ class PageServer:
 class PageLink:
     """A connection to one store that we ask. Never blocks."""
 
-    def __init__(
-        self, context: zmq.Context[Any], me: str, store: str, endpoint: str, silence_s: float, losses: Losses
-    ) -> None:
+    def __init__(self, common: _Common, store: str, endpoint: str) -> None:
         """Connect to the store of incarnation `store`. Raises StartupError for an endpoint that can't be one."""
-        self._me = me
-        self._losses = losses
+        self._me = common.me
+        self._losses = common.losses
         self.store = store
         self.endpoint = endpoint
-        self.socket = _configured(context.socket(zmq.DEALER), silence_s)
+        self.socket = _configured(common.context.socket(zmq.DEALER), common.silence_s)
         for option, value in (
-            (zmq.SNDHWM, _REQUESTS), (zmq.RCVHWM, _REPLIES_READ), (zmq.CONNECT_TIMEOUT, int(silence_s * 1_000)),
+            (zmq.SNDHWM, _REQUESTS), (zmq.RCVHWM, _REPLIES_READ), (zmq.CONNECT_TIMEOUT, int(common.silence_s * 1_000)),
         ):  # fmt: skip
             self.socket.setsockopt(option, value)
-        self.socket.setsockopt(zmq.IDENTITY, me.encode())
+        self.socket.setsockopt(zmq.IDENTITY, common.me.encode())
         try:
             if not endpoint.startswith("tcp://"):
                 raise StartupError(f"{endpoint!r} is no endpoint of a store")
@@ -169,10 +179,10 @@ class PageLink:
         except StartupError:
             self.socket.close(0)
             raise
-        self._decoder = msgspec.msgpack.Decoder(Envelope[PageReply])
+        self._decoder: msgspec.msgpack.Decoder[Envelope[Any]] = msgspec.msgpack.Decoder(Envelope[common.replies])
         self._sequence = 0
 
-    def send(self, request: PageRequest) -> None:
+    def send(self, request: Message) -> None:
         """Queue a request, also while there is no connection."""
         self._sequence += 1
         try:
@@ -180,7 +190,7 @@ class PageLink:
         except zmq.Again:
             self._losses.dropped += 1
 
-    def receive(self, limit: int) -> Iterator[tuple[PageReply, list[memoryview]]]:
+    def receive(self, limit: int) -> Iterator[tuple[Any, list[memoryview]]]:
         """At most `limit` of the replies that are here; with `Pages` as many frames, each the bytes of a page."""
         for _ in range(limit):
             try:
@@ -210,15 +220,16 @@ class PageSockets:
     """All sockets of one store's transport, and the waiting for them. For one thread; ZMQ's threads behind it are its
     own, so that nobody's heartbeat waits behind a page."""
 
-    def __init__(self, me: str, endpoint: str, silence_s: float) -> None:
-        """Listen on `endpoint`. Raises PortInUse or StartupError."""
+    def __init__(
+        self, me: str, endpoint: str, silence_s: float, requests: Any = PageRequest, replies: Any = PageReply
+    ) -> None:
+        """Listen on `endpoint`. The unions are of the messages that may come in. Raises PortInUse or StartupError."""
         _keep_heap()
-        self._me = me
-        self._silence_s = silence_s
-        self.losses = Losses()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_IO_THREADS)
+        self.losses = Losses()
+        self._common = _Common(self._context, me, silence_s, requests, replies, self.losses)
         try:
-            self.server = PageServer(self._context, me, endpoint, silence_s, self.losses)
+            self.server = PageServer(self._common, endpoint)
         except StartupError:
             self._context.term()
             raise
@@ -238,7 +249,7 @@ class PageSockets:
             return link
         for other in [each for each in self.links.values() if each is link or each.endpoint == endpoint]:
             self.drop(other)  # first: two connections of one name would take over from each other for ever
-        link = self.links[store] = PageLink(self._context, self._me, store, endpoint, self._silence_s, self.losses)
+        link = self.links[store] = PageLink(self._common, store, endpoint)
         self._poller.register(link.socket, zmq.POLLIN)
         return link
 
