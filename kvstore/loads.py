@@ -108,10 +108,12 @@ class Loads:
     """The one owner of slots that the store itself has reserved."""
 
     def __init__(
-        self, pages: PageTable, disk: DiskTable, page_bytes: int, share: float, heartbeat: float, silence: float
-    ) -> None:
+        self, pages: PageTable, disk: DiskTable, page_bytes: int, share: float, heartbeat: float, silence: float,
+        numbers: Iterator[int],
+    ) -> None:  # fmt: skip
         """At most `share` of the slots are on their way in at once; a source silent for `silence` seconds is given
-        up. `page_bytes` may be 0 while there are no slots."""
+        up. `page_bytes` may be 0 while there are no slots. `numbers` are for fetches, never one twice: pages of a fetch
+        that ended may still be on a wire."""
         self._pages = pages
         self._disk = disk
         self._page_bytes = page_bytes
@@ -127,7 +129,7 @@ class Loads:
         self._retired: dict[int, list[Reservation]] = {}  # by fetch, until Retracted
         self._heard: dict[str, float] = {}  # when sources of fetches last said anything
         self._reserved = 0  # slots
-        self._numbers = 0
+        self._numbers = numbers
         self._beats = 0
         self._next_beat = float("-inf")
         self._meter = SpeedMeter("remote")
@@ -200,8 +202,7 @@ class Loads:
         if not sources:
             self._failed += len(keys)
             return Outcome(gone=keys) if wait else Outcome(failed=keys)
-        self._numbers += 1
-        fetch = Fetch(self._numbers, tuple(sources), keys, parents, wait, began=now)
+        fetch = Fetch(next(self._numbers), tuple(sources), keys, parents, wait, began=now)
         self._fetches[fetch.number] = fetch
         self._coming |= dict.fromkeys(keys, fetch)
         self._heard.setdefault(fetch.source.store, now)

@@ -26,6 +26,7 @@ Pure: events and the time in, commands out. Pages, their slots and tiers are `kv
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -120,6 +121,7 @@ class StoreState:
         self._namespace: Namespace | None = None
         self._page_bytes = 0
         self._disk = disk
+        self._fetch_numbers = itertools.count(1)
         self._tiers = self._new_tiers(0)
         self._strangers: dict[int, int] = {}  # connection that has not attached yet → pid
         self._attached: dict[int, Process] = {}  # by connection
@@ -130,8 +132,9 @@ class StoreState:
     def _new_tiers(self, slots: int) -> TieredPages:
         admission = AdmissionFilter(self._admit_after, 4 * slots + 1)
         return TieredPages(
-            self._settings, self._disk, admission, slots, self._page_bytes, self._heartbeat, self._silence
-        )
+            self._settings, self._disk, admission, slots, self._page_bytes, self._heartbeat, self._silence,
+            self._fetch_numbers,
+        )  # fmt: skip
 
     # --- what happens ---------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.config import StoreConfig
@@ -67,12 +67,13 @@ class TieredPages:
 
     def __init__(
         self, settings: StoreConfig, disk: DiskTable, admission: AdmissionFilter, slots: int, page_bytes: int,
-        heartbeat: float, silence: float,
+        heartbeat: float, silence: float, numbers: Iterator[int],
     ) -> None:  # fmt: skip
+        """`numbers`: for fetches from other stores, never one twice."""
         self.pages = PageTable(slots)
         self.waiting = WaitingRoom()
         self.disk = disk
-        self.loads = Loads(self.pages, disk, page_bytes, settings.load_share, heartbeat, silence)
+        self.loads = Loads(self.pages, disk, page_bytes, settings.load_share, heartbeat, silence, numbers)
         self.pins = Pins(self.pages, page_bytes, settings.pin_bytes)
         self.server = Server(
             self.pages, self.waiting, page_bytes, silence, self.loads.read, disk.parent,
