@@ -98,7 +98,7 @@ class Loading:
     def __init__(self, choice: Choice, runs: Sequence[TierRun], began: float) -> None:
         self._choice = choice
         self._began = began
-        self.tier: LowerTier = max(runs, key=lambda run: run.pages).speed.tier
+        self.tier = _most_of(runs, choice.pages)
         """Where most of it came from."""
         self.seconds = 0.0
         self.regret = 0.0
@@ -113,3 +113,13 @@ class Loading:
         self.seconds = now - self._began
         saved = self._choice.compute_seconds * min(1.0, pages / self._choice.pages)
         self.regret = max(0.0, self.seconds - saved)
+
+
+def _most_of(runs: Sequence[TierRun], pages: int) -> LowerTier:
+    """The tier that most of the first `pages` of these runs are on."""
+    on: dict[LowerTier, int] = {}
+    for run in runs:
+        taken = min(run.pages, pages)
+        on[run.speed.tier] = on.get(run.speed.tier, 0) + taken
+        pages -= taken
+    return max(on, key=lambda tier: on[tier])
