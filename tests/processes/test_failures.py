@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -179,33 +177,6 @@ def test_a_store_killed_at_any_time(start: Callable[..., LocalCluster], path: Pa
 
     eventually(fetched, what="hand-off through the new store")
     eventually(lambda: at_rest(cluster), what="everything freed")
-
-
-def test_a_page_whose_bytes_changed_is_found_and_made_again(start: Callable[..., LocalCluster], path: Path) -> None:
-    cluster = start(0, 1, **{"store.verify_pages": True})
-    prompt = LONG[:200]
-    assert workload.ask(cluster.address, prompt, 12).tokens == expected(path, prompt, 12)
-    eventually(lambda: (found := process(cluster, "store-0")) and found.pages_known >= 12, what="written through")
-    arena = next(fd for fd in Path(f"/proc/{cluster.pids['store-0']}/fd").iterdir() if "memfd:" in str(fd.readlink()))
-    with arena.open("r+b") as memory:
-        memory.seek(5 * 4 * 2 * 2 * 16 * 16 * 4)  # into the page of some slot that is in use
-        byte = memory.read(1)
-        memory.seek(-1, os.SEEK_CUR)
-        memory.write(bytes([byte[0] ^ 1]))
-    cluster.kill("decode-0")  # and with it its device's copy
-    cluster.start("decode-0")
-    cluster.wait_live(["decode-0"])
-    answer = workload.ask(cluster.address, prompt, 12)
-    assert answer.tokens == expected(path, prompt, 12)
-    assert answer.finished.work.pages_fetched < 12
-    found = process(cluster, "decode-0")
-    assert found is not None
-
-    def failures() -> bool:
-        with urllib.request.urlopen(f"http://{found.metrics_address}/metrics", timeout=5) as page:
-            return b'baton_checksum_failures_total{tier="host"} 1.0' in page.read()
-
-    eventually(failures, what="the failure counted")
 
 
 def test_a_prefill_worker_stopped_replaced_and_woken(start: Callable[..., LocalCluster], path: Path) -> None:

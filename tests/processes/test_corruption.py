@@ -1,0 +1,161 @@
+"""One bit flipped in a page, tier by tier, under a real cluster: found, counted, dropped, made again; tokens right.
+
+On the way between stores: `tests/kvstore/test_two_stores.py`. A worker's device is not checked: its pages are read at
+every step by arithmetic that has no room for it, and what leaves for the arena is sealed with a checksum of what the
+device had.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from deploy.local import LocalCluster
+from kvstore.disk_format import RecordLayout
+from tests import checkpoints
+from tests.processes import workload
+from tests.processes.seen import metric
+from tests.processes.test_failures import eventually
+from tests.store_deaths import PAGE_BYTES
+
+LAYOUT = RecordLayout(PAGE_BYTES)
+FULL = 12  # pages of a prompt of 200 tokens that its worker may take from elsewhere
+POOL = 40  # pages on the worker's device
+COUNT = 12  # tokens generated
+
+
+@dataclass
+class Site:
+    """A decode worker above a store with a disk, and a prompt of its own for each test."""
+
+    cluster: LocalCluster
+    path: Path
+    disk: Path
+    rng: random.Random
+
+    def begin(self) -> list[int]:
+        """Start over with an empty arena and an empty disk. Returns a prompt whose pages are in both."""
+        self.cluster.kill("store-0")
+        shutil.rmtree(self.disk)
+        self.start_store()
+        prompt = self.tokens(200)
+        self.ask(prompt)
+        eventually(lambda: self.on_disk() >= FULL, what="pages on the disk")
+        return prompt
+
+    def start_store(self) -> None:
+        """Returns once a worker has attached, and the disk is known."""
+        self.cluster.start("store-0")
+        self.cluster.wait_live(["store-0", "decode-0"])
+        eventually(lambda: metric(self.cluster, "store-0", "disk_up"), what="the disk in use")
+
+    def ask(self, prompt: list[int]) -> int:
+        """Ask for it; the tokens must be right. Returns how many of its pages came from the store."""
+        answer = workload.ask(self.cluster.address, prompt, COUNT)
+        assert answer.tokens == checkpoints.reference(self.path).generate(prompt, COUNT)[0]
+        return answer.finished.work.pages_fetched
+
+    def ask_again(self, prompt: list[int]) -> int:
+        """The same when the worker's device has forgotten it, because of another prompt as large as its pool."""
+        workload.ask(self.cluster.address, self.tokens(16 * POOL - 1), 1)
+        return self.ask(prompt)
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(3, checkpoints.VOCAB) for _ in range(count)]
+
+    def on_disk(self) -> float:
+        return metric(self.cluster, "store-0", "kv_pages", tier="disk", state="sealed")
+
+    def failures(self, number: int, tier: str) -> None:
+        """Wait until the store has counted so many."""
+        sample = "checksum_failures_total"
+        eventually(lambda: metric(self.cluster, "store-0", sample, tier=tier) == number, what=f"{number} of {sample}")
+
+    def segments(self) -> list[Path]:
+        return sorted(self.disk.rglob("*.kv"))
+
+
+@pytest.fixture(scope="module")
+def site(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("corruption")
+    path = checkpoint("llama")
+    settings = workload.settings(
+        path, 0, 1,
+        **{
+            "cluster.heartbeat_ms": 100,
+            "cluster.silence_ms": 1_000,
+            "store.verify_pages": True,
+            "store.arena_bytes": 512 * PAGE_BYTES,
+            "decode.pool_bytes": POOL * PAGE_BYTES,
+            "disk.path": str(folder / "disk"),
+            "disk.admit_after": 1,
+            "disk.segment_bytes": 8 * PAGE_BYTES,
+        },
+    )  # fmt: skip
+    with LocalCluster(settings, folder / "cluster") as cluster:
+        workload.ask(cluster.address, [3, 4, 5], 1)
+        yield Site(cluster, path, folder / "disk" / cluster.node, random.Random(1))
+
+
+def flip(file: Path, at: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)
+        opened.seek(at)
+        opened.write(bytes([byte[0] ^ 1]))
+
+
+def flip_record(segment: Path, record: int) -> None:
+    """In the page of that record."""
+    flip(segment, LAYOUT.offset(record) + LAYOUT.header_bytes + PAGE_BYTES // 2)
+
+
+def test_in_the_arena(site: Site) -> None:
+    prompt = site.begin()
+    descriptors = Path(f"/proc/{site.cluster.pids['store-0']}/fd").iterdir()
+    arena = next(fd for fd in descriptors if "memfd:" in str(fd.readlink()))
+    flip(arena, 5 * PAGE_BYTES + PAGE_BYTES // 2)  # slots are given out from the first
+    assert site.ask_again(prompt) < FULL
+    site.failures(1, "host")
+    assert metric(site.cluster, "decode-0", "checksum_failures_total", tier="host") == 1
+    assert site.ask_again(prompt) == FULL
+    site.failures(1, "host")
+
+
+@pytest.mark.parametrize("down", [True, False], ids=["while the store is down", "while the store is up"])
+def test_on_the_disk(site: Site, down: bool) -> None:
+    prompt = site.begin()
+    site.cluster.kill("store-0")  # with it goes the arena
+    if down:
+        flip_record(site.segments()[0], 5)
+    site.start_store()
+    eventually(lambda: site.on_disk() >= FULL, what="pages found on the disk")
+    if not down:
+        flip_record(site.segments()[0], 5)
+    assert site.ask_again(prompt) < FULL
+    site.failures(1, "disk")
+    assert site.ask_again(prompt) == FULL
+    # What was made again is on the disk again, and the bad record is no page any more.
+    eventually(lambda: site.on_disk() >= FULL, what="pages on the disk")
+    site.cluster.kill("store-0")
+    site.start_store()
+    eventually(lambda: site.on_disk() >= FULL, what="pages found on the disk")
+    assert site.ask_again(prompt) == FULL
+    site.failures(0, "disk")
+
+
+def test_on_the_disk_where_writing_had_ended(site: Site) -> None:
+    """There, every page is looked at when the store starts."""
+    prompt = site.begin()
+    site.cluster.kill("store-0")
+    flip_record(site.segments()[-1], 0)
+    site.start_store()
+    eventually(lambda: metric(site.cluster, "store-0", "disk_torn_records_total") == 1, what="the record found")
+    assert site.ask_again(prompt) < FULL
+    assert site.ask_again(prompt) == FULL
+    site.failures(0, "disk")
