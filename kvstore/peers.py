@@ -201,7 +201,7 @@ class Carrier:
         self._sockets.add(self._mailbox.ordered)
         try:
             while True:
-                if self._mailbox.backlog < _BACKLOG:
+                if not self.full():
                     ready = self._sockets.wait(self.patience())
                 else:
                     time.sleep(_LAST_LOOK)  # what can be read and is not would wake us at once
@@ -274,6 +274,10 @@ class Carrier:
             self._bytes_out += len(pages.pages) * self._page_bytes
         self._sending[order.number] = sending
         self._look = _FIRST_LOOK
+
+    def full(self) -> bool:
+        """Whether so much waits for others that nothing more shall come in."""
+        return self._mailbox.backlog >= _BACKLOG
 
     def patience(self) -> float:
         """How many seconds may pass until the next `advance`."""

@@ -61,11 +61,16 @@ class Store:
     """A transport with an arena, and what it has told."""
 
     def __init__(
-        self, name: str, endpoint: str = "tcp://127.0.0.1:0", silence_s: float = 30.0, page: int = PAGE
+        self,
+        name: str,
+        endpoint: str = "tcp://127.0.0.1:0",
+        silence_s: float = 30.0,
+        page: int = PAGE,
+        kind: type[ZmqTransport] = ZmqTransport,
     ) -> None:
         self.name = name
         self.page = page
-        self.transport = ZmqTransport(Peer("store", name, name, name, os.getpid()), endpoint, silence_s)
+        self.transport = kind(Peer("store", name, name, name, os.getpid()), endpoint, silence_s)
         self.memory = memoryview(bytearray(page * SLOTS))
         self.transport.use(self.memory, page)
         self.events: list[PeerEvent] = []
