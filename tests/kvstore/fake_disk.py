@@ -1,7 +1,8 @@
-"""A disk's index that is a dictionary, for tests of the store's state: its threads are whoever calls `finish`."""
+"""A disk's index that is a dictionary, for tests of the store's state: its threads are whoever tells it `Finished`."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -33,27 +34,38 @@ class Finished(DiskEvent):
 
 @dataclass
 class FakeDisk:
-    """Takes every page that it has room for, and loses one only when a read fails."""
+    """Takes every page that it has room for, and loses one only when a read fails or it is told to.
+
+    Each namespace has a shelf of its own; nothing can be read before one was opened."""
 
     room: int = 1_000_000
     working: bool = True
     speed: TierSpeed = DEFAULT_SPEEDS["disk"]
+    _shelves: dict[bytes, dict[bytes, tuple[bytes, int]]] = field(default_factory=dict)  # by namespace
     _pages: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)  # key → parent, checksum; parents first
     _coming: dict[bytes, bytes] = field(default_factory=dict)
+    _reading: Counter[bytes] = field(default_factory=Counter)
     _changes: ChangeLog = field(default_factory=ChangeLog)
 
     def restart(self) -> None:
         """The store's process was replaced: what was on its way never arrives, what was written stays."""
         self._coming.clear()
+        self._reading.clear()
+        self._pages = {}
+        self._changes = ChangeLog()
+
+    def open(self, namespace: bytes, page_bytes: int) -> DiskResult:
+        assert not self._coming, "opened anew while something is on its way"
+        assert not self._reading, "opened anew while something is on its way"
+        self._pages = self._shelves.setdefault(namespace, {})
         self._changes = ChangeLog()
         for key, (parent, _) in self._pages.items():
             self._changes.stored(key, parent)
-
-    def open(self, namespace: bytes, page_bytes: int) -> DiskResult:
         return DiskResult()
 
     def prefix(self, keys: Sequence[bytes], parent: bytes = b"") -> int:
-        return next((place for place, key in enumerate(keys) if key not in self._pages), len(keys))
+        chain = zip(keys, (parent, *keys), strict=False)
+        return next((place for place, (key, above) in enumerate(chain) if self.parent(key) != above), len(keys))
 
     def has(self, key: bytes) -> bool:
         return key in self._pages
@@ -79,6 +91,7 @@ class FakeDisk:
 
     def read(self, pages: Sequence[tuple[bytes, int]]) -> DiskResult:
         assert all(key in self._pages for key, _ in pages)
+        self._reading.update(key for key, _ in pages)
         return DiskResult([Read(key, slot) for key, slot in pages])
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -95,6 +108,7 @@ class FakeDisk:
                     self._changes.stored(page.key, page.parent)
                 return DiskResult(ended=[WriteEnded(page.key, page.slot, event.intact)])
             case Read(key=key, slot=slot):
+                self._reading -= Counter([key])
                 known = key in self._pages
                 checksum = self._pages[key][1] if known else 0
                 if known and not event.ok:
@@ -115,6 +129,13 @@ class FakeDisk:
 
     def validate(self) -> None:
         assert all(parent == b"" or parent in self._pages for parent, _ in self._pages.values()), "an orphan"
+
+    def evict(self, pick: int) -> None:
+        """Make room by a page that nothing follows and nobody reads."""
+        parents = {parent for parent, _ in self._pages.values()} | set(self._coming.values())
+        leaves = [key for key in self._pages if key not in parents and not self._reading[key]]
+        if leaves:
+            self._drop(leaves[pick % len(leaves)])
 
     def _drop(self, key: bytes) -> None:
         for child in [child for child, (parent, _) in self._pages.items() if parent == key]:

@@ -1,0 +1,879 @@
+"""Stores with arenas, disks, wires between them and workers around them, all of it as bad as in real life: a model of
+page bytes, to be driven by a state machine.
+
+What a page holds is its word and who made it, so that two makers of one key differ; its checksum is of just these
+bytes. Nothing happens by itself: each thread of a store (transport, disk), each wire, each worker and each store's loop
+does one thing when it is told to, in any legal order, and reads or writes the arena only then. Bytes that were damaged
+on purpose begin with `SPOILT`; any other bytes that are not what a checksum says are a slot that was reused too early.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+from zlib import crc32
+
+import msgspec
+
+from baton.clock import Tick
+from baton.messages import (
+    Acquire,
+    Arrived,
+    Attach,
+    Below,
+    Corrupt,
+    Forget,
+    Holding,
+    Medium,
+    PageReply,
+    PageRequest,
+    Pages,
+    Peer,
+    Pin,
+    Pinned,
+    Promote,
+    Refusal,
+    Release,
+    Released,
+    Reserve,
+    Reserved,
+    Seal,
+    Source,
+    StoreCall,
+    StoreReply,
+    Unpin,
+)
+from kvstore.changes import Cleared, Removed, Stored
+from kvstore.commands import (
+    Command,
+    Connected,
+    Disconnected,
+    Divide,
+    Drop,
+    Event,
+    Heard,
+    RouterSaid,
+    Send,
+    TellRouter,
+    WriterGone,
+)
+from kvstore.loads import STORE, Fetch
+from kvstore.pages import Page
+from kvstore.state import StoreState
+from kvstore.tickets import Ticket, Waiter
+from kvstore.tiers import (
+    Answer,
+    Ask,
+    Check,
+    Checked,
+    Expect,
+    Landed,
+    PeerAnswered,
+    PeerAsked,
+    PeerEvent,
+    PeerOrder,
+    Retract,
+    Retracted,
+    Serve,
+    Served,
+)
+from tests.kvstore.chains import key, keys, parent
+from tests.kvstore.fake_disk import FakeDisk, Finished, Read, Write
+from tests.kvstore.store_fixtures import NAMESPACE, store_config
+
+SLOTS = 6
+SHARE = 0.75
+HOLD = 1.0
+SILENCE = 3.0
+HEARTBEAT = 0.25
+WINDOW = 2  # pages of one fetch on their way, so that credits matter
+QUOTA = 400  # bytes that one tenant may pin
+WORDS = ("a", "ab", "abc", "abcd", "abcde", "abx", "abxy", "c", "cd", "cde", "g")
+OTHER = str.maketrans("abcdegxy", "ABCDEGXY")
+"""Pages of another namespace have other keys."""
+SPOILT = b"!"
+
+Slots: TypeAlias = set[int]
+
+
+def word_of(name: bytes) -> str:
+    return name.lstrip(b".").decode()
+
+
+def is_page(content: bytes, name: bytes, checksum: int) -> bool:
+    """Whether these bytes are those of that page, as its sealer left them."""
+    return crc32(content) == checksum and content.split(b"#")[0].decode() == word_of(name)
+
+
+@dataclass(eq=False)
+class Parcel:
+    """Something on a wire. Page bytes are read from the sender's arena only when they leave."""
+
+    message: PageRequest | PageReply
+    sender: Node
+    incarnation: str  # of the sender
+    number: int = 0  # of the Serve
+    slots: tuple[int, ...] = ()
+
+
+@dataclass
+class WorkerTicket:
+    """A worker's view of a ticket."""
+
+    word: str
+    start: int  # the pages from here on are the ticket's
+    writable: dict[int, int] = field(default_factory=dict)  # index → slot that it may write to
+    arrived: dict[int, tuple[int, int]] = field(default_factory=dict)  # index → slot, checksum
+    read: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # index → what it saw, checksum
+    below: int | None = None  # the first page that lower tiers have
+
+    def name(self, index: int) -> bytes:
+        return key(self.word[: self.start + index + 1])
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker's process. Calls wait in `calls` until the store hears them, replies in `replies`."""
+
+    node: Node
+    pid: int
+    connection: int | None = None
+    calls: deque[StoreCall] = field(default_factory=deque)
+    replies: deque[StoreReply] = field(default_factory=deque)
+    tickets: dict[int, WorkerTicket] = field(default_factory=dict)
+
+    def say(self, call: StoreCall) -> None:
+        if self.connection is not None:
+            self.calls.append(call)
+
+    @property
+    def writable(self) -> list[int]:
+        return [slot for ticket in self.tickets.values() for slot in ticket.writable.values()]
+
+
+class Node:
+    """One store with its threads, and the workers of its machine."""
+
+    def __init__(self, world: World, name: str, disk_room: int) -> None:
+        self.world = world
+        self.name = name
+        self.disk = FakeDisk(room=disk_room)
+        self.on_disk: dict[bytes, bytes] = {}  # the files' bytes, by key
+        self.namespace = NAMESPACE
+        self.workers = [Worker(self, world.number()) for _ in range(2)]
+        self.dead: list[Worker] = []  # whose death the kernel has not told of yet
+        self.orphans: list[int] = []  # connections whose end the store has not seen yet
+        self.start()
+
+    def start(self) -> None:
+        """A new process with an empty arena, on the same disk."""
+        self.incarnation = f"{self.name}{self.world.number()}"
+        me = Peer("store", self.name, self.name, self.incarnation, 1)
+        config = msgspec.structs.replace(store_config(SLOTS, HOLD, SHARE), load_share=0.5, pin_bytes=QUOTA)
+        self.disk.restart()
+        self.state = StoreState(me, config, self.disk, self.world.admit_after, HEARTBEAT, SILENCE)
+        self.memory = [b"?"] * SLOTS
+        self.orders: deque[PeerOrder] = deque()  # that the transport has not carried out
+        self.events: deque[PeerEvent | Finished] = deque()  # that the loop has not heard of
+        self.disk_orders: list[Write | Read] = []
+        self.expected: dict[int, dict[int, int]] = {}  # fetch → index → slot that the transport may write to
+        self.sending: dict[int, tuple[int, ...]] = {}  # Serve → slots that the transport may read
+        self.bad: dict[int, bytes] = {}  # slot → bytes that a Check has found to be wrong
+        self.told: dict[Medium, dict[bytes, bytes]] = {"CPU": {}, "DISK": {}}
+        self.refusable: set[int] = set()  # connections that may be refused
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> list[Command]:
+        made, waited = self.made, self.waits()
+        commands = self.state.handle(event, self.world.now)
+        self.state.validate()
+        for name in made - self.made:
+            stuck = self.waits().get(name, set()) & waited.get(name, set())
+            assert not stuck or self.coming(name), "somebody waits for what nobody makes any more"
+        workers = {worker.connection: worker for worker in self.workers if worker.connection is not None}
+        for command in commands:
+            match command:
+                case Send(connection=connection, reply=reply):
+                    assert not isinstance(reply, Refusal) or connection in self.refusable, reply
+                    if (worker := workers.get(connection)) is not None:
+                        self._note(worker, reply)
+                        worker.replies.append(reply)
+                case Drop(connection=connection):
+                    if (worker := workers.get(connection)) is not None:
+                        worker.connection = None
+                        worker.calls.clear()
+                case Expect() | Ask() | Retract() | Answer() | Serve() | Check():
+                    self.orders.append(command)
+                case Write() | Read():
+                    self.disk_orders.append(command)
+                case Divide():
+                    assert not self.touched, "the arena is cut anew under somebody's hands"
+                    self.state._tiers.loads._window = WINDOW
+                case TellRouter() | _:
+                    pass
+        self._follow_events()
+        return commands
+
+    def _note(self, worker: Worker, reply: StoreReply) -> None:
+        """From the moment the store says Reserved the worker may be writing, read or unread."""
+        if isinstance(reply, Reserved) and (ticket := worker.tickets.get(reply.ticket)) is not None:
+            ticket.writable = {index: slot for index, slot in enumerate(reply.slots) if slot is not None}
+
+    def _follow_events(self) -> None:
+        """What other machines believe to be here, from KV events alone."""
+        for medium, changes in self.state.drain_events():
+            told = self.told[medium]
+            for change in changes:
+                match change:
+                    case Stored(parent=above, keys=names):
+                        for name in names:
+                            assert name not in told
+                            assert above == b"" or above in told, f"{medium}: a child is told of before its parent"
+                            told[name] = above
+                            above = name
+                    case Removed(keys=names):
+                        for name in names:
+                            del told[name]
+                            assert name not in told.values(), f"{medium}: a parent is told gone before its child"
+                    case Cleared():
+                        self.told = {"CPU": {}, "DISK": {}}
+                        told = self.told[medium]
+
+    def hear(self) -> bool:
+        """The loop takes one event of its threads."""
+        if self.events:
+            self.handle(self.events.popleft())
+            return True
+        return False
+
+    # --- threads ----------------------------------------------------------------------------------------------------
+
+    def carry_out(self) -> bool:
+        """The transport takes one order."""
+        if not self.orders:
+            return False
+        match self.orders.popleft():
+            case Expect(fetch=fetch, slots=slots):
+                self.expected.setdefault(fetch, {}).update(slots)
+            case Retract(fetch=fetch):
+                self.expected.pop(fetch, None)
+                self.events.append(Retracted(fetch))
+            case Ask(source=source, request=request):
+                self.world.post(self.incarnation, source.store, Parcel(request, self, self.incarnation))
+            case Answer(peer=peer, reply=reply):
+                self.world.post(peer, self.incarnation, Parcel(reply, self, self.incarnation))
+            case Serve(number=number, peer=peer, fetch=fetch, pages=pages, slots=slots):
+                self.sending[number] = slots
+                parcel = Parcel(Pages(fetch, pages), self, self.incarnation, number, slots)
+                self.world.post(peer, self.incarnation, parcel)
+            case Check(number=number, slot=slot, checksum=checksum):
+                intact = self.read_slot(slot, checksum)
+                if not intact:
+                    self.bad[slot] = self.memory[slot]
+                self.events.append(Checked(number, intact))
+        return True
+
+    def read_slot(self, slot: int, checksum: int) -> bool:
+        """A thread reads a slot that was promised to it; whether the bytes are good."""
+        content = self.memory[slot]
+        intact = crc32(content) == checksum
+        assert intact or content.startswith(SPOILT), f"a slot was reused while a thread was to read it: {content!r}"
+        return intact
+
+    def sent(self, parcel: Parcel) -> None:
+        """The transport needs the slots of that parcel no longer."""
+        if parcel.slots and parcel.incarnation == self.incarnation:
+            del self.sending[parcel.number]
+            self.events.append(Served(parcel.number))
+
+    def take(self, parcel: Parcel, contents: list[bytes]) -> None:
+        """A parcel arrives from a wire."""
+        match message := parcel.message:
+            case Pages(fetch=fetch, pages=pages):
+                expected = self.expected.get(fetch, {})
+                landed: list[tuple[int, int]] = []
+                damaged: list[int] = []
+                for page, content in zip(pages, contents, strict=True):
+                    if (slot := expected.get(page.index)) is None:
+                        continue
+                    self.memory[slot] = content
+                    if crc32(content) == page.checksum:
+                        del expected[page.index]
+                        landed.append((page.index, page.checksum))
+                    else:
+                        damaged.append(page.index)
+                if landed or damaged:
+                    self.events.append(Landed(fetch, tuple(landed), tuple(damaged)))
+            case _ if message.__class__ in PageRequest.__args__:
+                self.events.append(PeerAsked(parcel.incarnation, message))
+            case _:
+                self.events.append(PeerAnswered(parcel.incarnation, message))
+
+    def work_on_disk(self, pick: int, ok: bool = True) -> bool:
+        """The disk's threads carry out one order, any of them, or fail to."""
+        if not self.disk_orders:
+            return False
+        order = self.disk_orders.pop(pick % len(self.disk_orders))
+        intact = True
+        match order:
+            case Write(page=page):
+                intact = self.read_slot(page.slot, page.checksum)
+                if ok and intact:
+                    self.on_disk[page.key] = self.memory[page.slot]
+            case Read(key=name, slot=slot):
+                content = self.on_disk.get(name, SPOILT)
+                self.memory[slot] = content if ok else SPOILT
+                ok = ok and not content.startswith(SPOILT)
+        self.events.append(Finished(order, ok, intact))
+        return True
+
+    def scribble_below(self, pick: int) -> None:
+        """A thread is half-way through writing a page that it brings in."""
+        slots = sorted(self.written)
+        if slots:
+            self.memory[slots[pick % len(slots)]] = b"half a page"
+
+    # --- what may happen to it --------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        for worker in self.workers:
+            worker.connection = None
+            worker.calls.clear()
+            worker.tickets.clear()
+        self.dead.clear()
+        self.orphans.clear()
+        self.start()
+
+    def spoil(self, pick: int) -> None:
+        """A bit flips in a page of the arena."""
+        slots = [page.slot for page in self.pages]
+        if slots:
+            self._spoil(self.memory, slots[pick % len(slots)])
+
+    def spoil_disk(self, pick: int) -> None:
+        names = list(self.on_disk)
+        if names:
+            self._spoil(self.on_disk, names[pick % len(names)])
+
+    def evict_from_disk(self, pick: int) -> None:
+        """The disk needs room."""
+        self.disk.evict(pick)
+        self._follow_events()
+
+    def _spoil(self, contents: list[bytes] | dict[bytes, bytes], place: int | bytes) -> None:
+        content = contents[place]
+        if not content.startswith(SPOILT):
+            contents[place] = SPOILT + content
+
+    # --- what can be read off ---------------------------------------------------------------------------------------
+
+    @property
+    def pages(self) -> list[Page]:
+        """Every sealed page: those that can be found, and those that somebody still holds."""
+        tiers = self.state._tiers
+        found = [n.value.page for n in tiers.pages._tree.preorder() if n.value.page is not None]
+        held = [page for ticket in self.state._tickets() for page in ticket.holds.values()]
+        everything = (*found, *held, *tiers.server.held, *tiers.pins.held, *tiers._demoting.values())
+        return list({id(page): page for page in everything}.values())
+
+    @property
+    def written(self) -> Slots:
+        """Slots that threads may write to."""
+        reading = [order.slot for order in self.disk_orders if isinstance(order, Read)]
+        slots = reading + [slot for slots in self.expected.values() for slot in slots.values()]
+        assert len(slots) == len(set(slots)), "two pages are brought into one slot"
+        return set(slots)
+
+    @property
+    def being_read(self) -> Slots:
+        """Slots that threads may read from."""
+        slots = {order.page.slot for order in self.disk_orders if isinstance(order, Write)}
+        slots |= {slot for slots in self.sending.values() for slot in slots}
+        for order in self.orders:
+            match order:
+                case Serve(slots=serving):
+                    slots |= set(serving)
+                case Check(slot=slot):
+                    slots.add(slot)
+                case _:
+                    pass
+        return slots
+
+    @property
+    def touched(self) -> Slots:
+        return self.written | self.being_read | {slot for worker in self.workers for slot in worker.writable}
+
+    @property
+    def made(self) -> set[bytes]:
+        """Keys that a worker has reserved and nobody has sealed."""
+        tree = self.state._tiers.pages._tree
+        return {
+            node.key
+            for node in tree.preorder()
+            if node.value.page is None and any(r.writer != STORE for r in node.value.reservations)
+        }
+
+    def coming(self, name: bytes) -> bool:
+        """Somebody makes or brings it, or it is here."""
+        tiers = self.state._tiers
+        return tiers.pages.find(name) is not None or tiers.pages.making(name) or tiers.loads.coming(name)
+
+    def waits(self) -> dict[bytes, set[Waiter]]:
+        return {name: set(waiting) for name, waiting in self.state._tiers.waiting._waiting.items()}
+
+    # --- what always holds ------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self._check_slots()
+        self._check_bytes()
+        self._check_waits()
+        self._check_numbers()
+
+    def _check_slots(self) -> None:
+        pages, written, being_read = self.state._tiers.pages, self.written, self.being_read
+        free, sealed = set(pages._free), {page.slot for page in self.pages}
+        writable = [slot for worker in self.workers for slot in worker.writable]
+        assert len(writable) == len(set(writable)), "two writers of one slot"
+        may_write = {*writable, *written}
+        assert len(may_write) == len(writable) + len(written), "a worker and a thread write to one slot"
+        assert not may_write & free, "a slot is free while somebody may write to it"
+        assert not may_write & sealed, "readable while somebody may write to it"
+        assert not being_read & may_write, "written to while a thread reads it"
+        assert not being_read & free, "a slot is free while a thread reads it"
+        assert being_read <= sealed, "nobody holds what a thread reads"
+
+    def _check_bytes(self) -> None:
+        for page in self.pages:
+            content = self.memory[page.slot]
+            good = content.startswith(SPOILT) or is_page(content, page.key, page.checksum)
+            assert good, f"{word_of(page.key)} holds {content!r}"
+        for name, (_, checksum) in self.disk._pages.items():
+            content = self.on_disk[name]
+            assert content.startswith(SPOILT) or is_page(content, name, checksum), "the disk holds another page"
+
+    def _check_waits(self) -> None:
+        """Every wait has a live producer. A hand-off without sources waits for whoever the router knows of."""
+        tiers = self.state._tiers
+        for name, waiters in self.waits().items():
+            made = tiers.pages.making(name) or tiers.loads.coming(name)
+            for waiter in waiters:
+                has_sources = isinstance(waiter, Ticket) and any(
+                    source.pages > index for source in waiter.sources for index in waiter.waits
+                    if waiter.keys[index] == name
+                )  # fmt: skip
+                assert made or (waiter.wait and not has_sources), f"nobody makes {word_of(name)}"
+
+    def _check_numbers(self) -> None:
+        stats = self.state.stats(self.world.now)
+        assert stats.free + stats.sealed + stats.reserved + stats.unlisted == stats.slots
+        assert stats.evictable <= stats.sealed
+        assert stats.pinned_bytes <= QUOTA * 2
+        snapshot: dict[Medium, dict[bytes, bytes]] = {"CPU": {}, "DISK": {}}
+        for run in self.state.snapshot():
+            for at in range(0, len(run.keys), 16):
+                above = run.keys[at - 16 : at] if at else run.parent
+                snapshot[run.medium][run.keys[at : at + 16]] = above
+        assert snapshot == self.told, f"{snapshot} is here, {self.told} was told"
+        for process in self.state._processes.values():
+            assert process.reserved <= int(SLOTS * SHARE)
+
+    def check_quiet(self) -> None:
+        """Nothing is on its way and nothing was lost lately: whatever still goes on waits for a page to be made."""
+        tiers = self.state._tiers
+        assert not tiers.loads._reading, "a read from disk never ended"
+        assert not tiers._demoting, "a write to disk never ended"
+        assert not tiers.loads._retired, "slots of an ended fetch are never freed"
+        assert tiers.server.idle, "a page is sent for ever"
+        kept = [page.slot for page in self.pages if not page.dropped]
+        assert not any(self.memory[slot] is self.bad.get(slot) for slot in kept), "a page known to be bad is kept"
+        for fetch in tiers.loads._fetches.values():
+            self._check_quiet_fetch(fetch)
+
+    def _check_quiet_fetch(self, fetch: Fetch) -> None:
+        server = self.world.node(fetch.source.store)
+        if server is None:
+            heard = self.state._tiers.loads._heard[fetch.source.store]
+            assert self.world.now - heard <= SILENCE + HEARTBEAT, "a fetch waits for a store that is gone"
+            return
+        tiers = server.state._tiers
+        serving = tiers.server._peers.get(self.incarnation, {}).get(fetch.number)
+        assert serving is not None, "a fetch waits for a store that knows nothing of it"
+        if serving.gone is None:
+            assert serving.credit == fetch.credit, "a credit was lost for good"
+        assert fetch.slots.keys() <= serving.waits, "a fetch waits for what will not be sent"
+        assert fetch.slots or fetch.credit < len(fetch.keys), "a fetch that has all it wants goes on"
+
+    def check_empty(self) -> None:
+        """Everybody has gone."""
+        stats, tiers = self.state.stats(self.world.now), self.state._tiers
+        assert stats.free + stats.sealed == stats.slots
+        assert stats.evictable == stats.sealed
+        assert stats.tickets == stats.waits == stats.held == stats.connections == stats.unproven == stats.pins == 0
+        assert tiers.idle
+        assert not tiers.loads._fetches
+        assert not tiers.server._peers
+        assert not any(self.expected.values()), "the transport still expects pages"
+        assert not self.sending
+
+
+class World:
+    """The machines, the wires between them, and time."""
+
+    def __init__(self, nodes: int, admit_after: int, disk_room: int) -> None:
+        self.now = 0.0
+        self.admit_after = admit_after
+        self.numbers = 0
+        self.links: dict[tuple[str, str], tuple[deque[Parcel], deque[Parcel]]] = {}
+        """By the incarnations of who asks and who serves: requests, and replies."""
+        self.ghosts: list[tuple[str, Parcel]] = []  # copies of words that may come once more
+        self.nodes = [Node(self, "ABC"[place], disk_room) for place in range(nodes)]
+
+    def number(self) -> int:
+        self.numbers += 1
+        return self.numbers
+
+    def node(self, incarnation: str) -> Node | None:
+        return next((node for node in self.nodes if node.incarnation == incarnation), None)
+
+    # --- wires ------------------------------------------------------------------------------------------------------
+
+    def post(self, asker: str, server: str, parcel: Parcel) -> None:
+        link = self.links.setdefault((asker, server), (deque(), deque()))
+        link[parcel.incarnation != asker or (asker == server and not is_request(parcel))].append(parcel)
+
+    def wires(self) -> list[tuple[str, deque[Parcel]]]:
+        """Each with something on it, and the incarnation that it leads to."""
+        both = [
+            wire
+            for (asker, server), (requests, replies) in self.links.items()
+            for wire in ((server, requests), (asker, replies))
+        ]
+        return [wire for wire in both if wire[1]]
+
+    def deliver(self, pick: int, mishap: str = "") -> bool:
+        """One parcel of some wire arrives: perhaps `damaged`, `twice`, or once more long after."""
+        wires = self.wires()
+        if mishap == "damaged":
+            wires = [wire for wire in wires if wire[1][0].slots] or wires
+        if not wires:
+            return False
+        to, wire = wires[pick % len(wires)]
+        parcel = wire.popleft()
+        contents: list[bytes] = []
+        if parcel.incarnation == parcel.sender.incarnation:
+            if isinstance(parcel.message, Pages):
+                for page, slot in zip(parcel.message.pages, parcel.slots, strict=True):
+                    parcel.sender.read_slot(slot, page.checksum)
+                    contents.append(parcel.sender.memory[slot])
+                parcel.sender.sent(parcel)
+        elif parcel.slots:
+            return True  # its arena has gone with it
+        if mishap == "damaged" and contents:
+            contents[0] = SPOILT + contents[0]
+        receiver = self.node(to)
+        if receiver is None:
+            return True
+        receiver.take(parcel, contents)
+        if mishap == "twice":
+            receiver.take(parcel, contents)
+        if mishap == "later" and not parcel.slots:
+            self.ghosts.append((to, parcel))
+        return True
+
+    def haunt(self) -> None:
+        """A word comes once more, long after it was said."""
+        if self.ghosts:
+            to, parcel = self.ghosts.pop(0)
+            if (receiver := self.node(to)) is not None:
+                receiver.take(parcel, [])
+
+    def cut(self, pick: int) -> None:
+        """A connection breaks, most likely one that carries pages: what is on it is lost, both ways."""
+        links = [link for link in self.links.values() if any(link)]
+        if pick % 2 == 0:
+            links = [link for link in links if any(parcel.slots for parcel in link[1])] or links
+        if links:
+            for wire in links[pick % len(links)]:
+                for parcel in wire:
+                    parcel.sender.sent(parcel)
+                wire.clear()
+
+    # --- workers ----------------------------------------------------------------------------------------------------
+
+    def attach(self, worker: Worker, refusable: bool = False) -> None:
+        """Also while the old connection is still open, as far as the store knows."""
+        node = worker.node
+        if worker.connection is not None:
+            node.orphans.append(worker.connection)
+        worker.connection = self.number()
+        worker.calls.clear()
+        worker.replies.clear()
+        if refusable:
+            node.refusable.add(worker.connection)
+        node.handle(Connected(worker.connection, worker.pid))
+        peer = Peer("prefill", "w", "node", f"w{worker.pid}", worker.pid)
+        worker.calls.append(Attach(peer, node.namespace, 100))
+        # What it read under an older connection no longer counts, but what it wrote may go on.
+        worker.tickets = {n: ticket for n, ticket in worker.tickets.items() if ticket.writable}
+        for ticket in worker.tickets.values():
+            ticket.arrived.clear()
+            ticket.read.clear()
+        worker.calls.append(Holding(tuple(worker.tickets)))
+        self.travel(worker)
+
+    def travel(self, worker: Worker, calls: int = 100, replies: int = 100) -> bool:
+        """What a worker says is heard, and the worker hears what the store says."""
+        moved = False
+        while calls and worker.connection is not None and worker.calls:
+            worker.node.handle(Heard(worker.connection, worker.calls.popleft()))
+            calls, moved = calls - 1, True
+        while replies and worker.replies:
+            self._learn(worker, worker.replies.popleft())
+            replies, moved = replies - 1, True
+        return moved
+
+    def _learn(self, worker: Worker, reply: StoreReply) -> None:
+        ticket = worker.tickets.get(getattr(reply, "ticket", -1))
+        if ticket is None:
+            return
+        match reply:
+            case Arrived(pages=pages):
+                for page in pages:
+                    assert page.index not in ticket.arrived, "a page arrives twice"
+                    ticket.arrived[page.index] = (page.slot, page.checksum)
+            case Below(first=first):
+                ticket.below = first
+            case Released(indices=indices, held=held):
+                for index, counts in zip(indices, held, strict=True):
+                    content, checksum = ticket.read.pop(index, (SPOILT, 0))
+                    if counts:
+                        assert is_page(content, ticket.name(index), checksum), f"read what no key names: {content!r}"
+            case _:
+                pass
+
+    def _word(self, worker: Worker, word: str) -> str:
+        return word if worker.node.namespace == NAMESPACE else word.translate(OTHER)
+
+    def _ticket(self, worker: Worker, word: str, start: int) -> tuple[int, WorkerTicket]:
+        if worker.connection is None:
+            self.attach(worker)
+        number = self.number()
+        word = self._word(worker, word)
+        worker.tickets[number] = ticket = WorkerTicket(word, start % len(word))
+        return number, ticket
+
+    def reserve(self, worker: Worker, word: str, start: int) -> int:
+        number, ticket = self._ticket(worker, word, start)
+        above = parent(ticket.word, ticket.start)
+        worker.say(Reserve(number, above, b"".join(keys(ticket.word, ticket.start))))
+        return number
+
+    def seal(self, worker: Worker, number: int, skip: int, count: int, hold: bool) -> None:
+        """Write some pages, from the `skip`-th one that is to be written on, and say so."""
+        ticket = worker.tickets.get(number)
+        if ticket is None or not ticket.writable or worker.connection is None:
+            return
+        indices = sorted(ticket.writable)
+        first = indices[skip % len(indices)]
+        checksums: list[int] = []
+        while first + len(checksums) in ticket.writable and len(checksums) < count:
+            index = first + len(checksums)
+            content = f"{word_of(ticket.name(index))}#{self.number()}".encode()
+            worker.node.memory[ticket.writable.pop(index)] = content
+            checksums.append(crc32(content))
+        worker.say(Seal(number, first, tuple(checksums), hold))
+
+    def write(self, worker: Worker, word: str, hold: bool) -> None:
+        """What a good worker does: reserve a chain, seal all of it, and be done with it."""
+        number = self.reserve(worker, word, 0)
+        self.travel(worker)
+        while number in worker.tickets and worker.tickets[number].writable:
+            self.seal(worker, number, 0, 5, hold)
+            self.travel(worker)
+        if not hold:
+            self.forget(worker, number)
+
+    def elsewhere(self, node: Node) -> list[str]:
+        """Words whose pages lie on that node's disk or in another store, and not in its arena."""
+        of_kind = [other for other in self.nodes if other.namespace == node.namespace]
+        names = {name for other in of_kind for name in other.told["CPU"]} | set(node.told["DISK"])
+        return sorted(word_of(name).lower() for name in names - set(node.told["CPU"]))
+
+    def acquire(self, worker: Worker, word: str, start: int, wait: bool, sources: tuple[Source, ...]) -> int:
+        number, ticket = self._ticket(worker, word, start)
+        names = b"".join(keys(ticket.word, ticket.start))
+        worker.say(Acquire(number, names, wait, parent(ticket.word, ticket.start), sources))
+        return number
+
+    def promote(self, worker: Worker, number: int, pages: int) -> None:
+        """Of some pages that lower tiers have; a good worker does so once."""
+        ticket = worker.tickets.get(number)
+        if ticket is not None and ticket.below is not None:
+            until = min(ticket.below + pages, len(ticket.word) - ticket.start)
+            ticket.below = None
+            worker.say(Promote(number, until))
+
+    def read(self, worker: Worker, number: int, accuse: bool) -> None:
+        """Copy what has arrived; whether it counts is told later. What is spoilt is always noticed."""
+        ticket = worker.tickets.get(number)
+        if ticket is None or not ticket.arrived:
+            return
+        indices = tuple(ticket.arrived)
+        for index, (slot, checksum) in ticket.arrived.items():
+            content = worker.node.memory[slot]
+            ticket.read[index] = (content, checksum)
+            if content.startswith(SPOILT) or accuse:
+                accuse = False
+                worker.say(Corrupt(number, index))
+        ticket.arrived.clear()
+        worker.say(Release(number, indices))
+
+    def forget(self, worker: Worker, number: int) -> None:
+        if worker.tickets.pop(number, None) is not None:
+            worker.say(Forget(number))
+
+    def beat(self, worker: Worker, dropped: int | None = None) -> None:
+        if worker.connection is not None:
+            worker.tickets.pop(-1 if dropped is None else dropped, None)
+            worker.say(Holding(tuple(worker.tickets)))
+
+    def misbehave(self, worker: Worker, number: int, kind: int) -> None:
+        """Calls that cost the caller its connection, or nothing; never anybody else anything."""
+        if worker.connection is None:
+            return
+        worker.node.refusable.add(worker.connection)
+        calls: list[StoreCall] = [
+            Promote(number, 2), Promote(number, 99), Promote(0, 1), Acquire(number, key("a")),
+            Seal(number, 3, (1, 2, 3)), Release(number, (-1,)), Reserve(self.number(), b"", key("ab")),
+            Acquire(self.number(), key("a") * 2), Acquire(self.number(), key("ab"), False, b"short"),
+        ]  # fmt: skip
+        worker.say(calls[kind % len(calls)])
+
+    def scribble(self, worker: Worker, pick: int) -> None:
+        """A writer half-way through, perhaps one that was stopped, or whose connection has gone; and a thread."""
+        if worker.writable:
+            worker.node.memory[worker.writable[pick % len(worker.writable)]] = b"rubbish"
+        worker.node.scribble_below(pick)
+
+    def lose_connection(self, worker: Worker) -> None:
+        if worker.connection is not None:
+            worker.node.orphans.append(worker.connection)
+            worker.connection = None
+            worker.calls.clear()
+
+    def die(self, worker: Worker) -> Worker:
+        node = worker.node
+        self.lose_connection(worker)
+        node.dead.append(worker)
+        node.workers[node.workers.index(worker)] = new = Worker(node, self.number())
+        return new
+
+    def tell_of_deaths(self, node: Node) -> None:
+        while node.dead:
+            pid = node.dead.pop(0).pid
+            node.handle(WriterGone(pid))
+            assert not node.state.needs_proof(pid)
+
+    def close_orphans(self, node: Node) -> None:
+        while node.orphans:
+            node.handle(Disconnected(node.orphans.pop()))
+
+    def move_in(self, node: Node, other: bool) -> None:
+        """All workers of a node die, and the next ones have perhaps another model."""
+        for worker in list(node.workers):
+            self.die(worker)
+        self.tell_of_deaths(node)
+        self.close_orphans(node)
+        before = node.namespace
+        if other:
+            model = bytes(16) if before != NAMESPACE else bytes([1] * 16)
+            node.namespace = msgspec.structs.replace(NAMESPACE, model=model)
+        for worker in node.workers:
+            idle = node.state._tiers.idle
+            self.attach(worker, refusable=not idle)
+            if worker.connection is None:
+                node.namespace = before
+
+    # --- operators --------------------------------------------------------------------------------------------------
+
+    def pin(self, node: Node, name: str, tenant: str, word: str, ttl_ms: int) -> None:
+        commands = node.handle(RouterSaid(Pin(name, tenant, b"".join(keys(word)), ttl_ms)))
+        (answer,) = (command.message for command in commands if isinstance(command, TellRouter))
+        assert isinstance(answer, Pinned)
+        if not answer.reason:
+            pinned = [node.state._tiers.pages.find(name) for name in keys(word)]
+            assert all(page is not None and page.holds for page in pinned), "a pin does not hold"
+
+    def unpin(self, node: Node, name: str) -> None:
+        node.handle(RouterSaid(Unpin(name)))
+
+    # --- time -------------------------------------------------------------------------------------------------------
+
+    def pass_time(self, seconds: float, paused: bool = False, asleep: int = -1) -> None:
+        self.now += seconds
+        for place, node in enumerate(self.nodes):
+            if place != asleep:
+                node.handle(Tick(seconds if paused else 0.0))
+
+    def hear(self) -> None:
+        """Every loop hears its threads, and they carry out what it says; but nothing arrives from wires or disks."""
+        for node in self.nodes:
+            while node.hear() or node.carry_out():
+                pass
+
+    def flow(self) -> None:
+        """Everything that is under way arrives, nothing more goes wrong."""
+        for _ in range(1_000):
+            moved = [self.travel(worker) for node in self.nodes for worker in node.workers]
+            moved += [node.carry_out() or node.hear() or node.work_on_disk(0) for node in self.nodes]
+            moved += [self.deliver(0)]
+            if not any(moved):
+                return
+        raise AssertionError("the stores never come to rest")
+
+    def settle(self) -> None:
+        """All goes well for a while."""
+        lost: list[int] = []
+        for beat in range(6):
+            if beat == 3:
+                lost = self.lost
+            for node in self.nodes:
+                for worker in node.workers:
+                    self.beat(worker)
+            self.flow()
+            self.pass_time(HEARTBEAT)
+        self.flow()
+        assert lost == self.lost, "pages are wanted anew that nobody has lost"
+        for node in self.nodes:
+            node.check_quiet()
+
+    @property
+    def lost(self) -> list[int]:
+        return [node.state.stats(self.now).loads.lost for node in self.nodes]
+
+    def everybody_goes(self) -> None:
+        for node in self.nodes:
+            for worker in list(node.workers):
+                self.die(worker)
+            self.tell_of_deaths(node)
+            self.close_orphans(node)
+        for _ in range(8):
+            self.flow()
+            self.pass_time(SILENCE / 2)
+        self.flow()
+        for node in self.nodes:
+            node.check()
+            node.check_empty()
+
+    def tickets(self, worker: Worker, pick: int, what: str) -> Iterator[int]:
+        """The number of a ticket of which `what` is not empty, if there is one."""
+        numbers = [n for n, ticket in worker.tickets.items() if not what or getattr(ticket, what) not in (None, {})]
+        if numbers:
+            yield numbers[pick % len(numbers)]
+
+
+def is_request(parcel: Parcel) -> bool:
+    return isinstance(parcel.message, PageRequest.__args__)
