@@ -1,12 +1,12 @@
 """The disk tier against the disk: pages through its index, threads, checks and records, and the same bytes raw.
 
     bench/disk_speed.py --quick
-    bench/disk_speed.py --dir /mnt/nvme --megabytes 2048 --runs 7
+    bench/disk_speed.py --dir /mnt/nvme --megabytes 1024 --runs 9
 
 The limit is one thread that writes, or reads, one file from end to end in blocks of 4 MiB, between the same memory and
 the same directory. Both sides keep the same rules: direct I/O where the file system has it, so that nothing comes from
 the page cache; where it has not, the cache is dropped before each reading; fdatasync before a writing counts as done.
-Only pages are counted as bytes, not the headers that the tier adds. Runs alternate, each side first in turn.
+Only pages are counted as bytes, not the headers that the tier adds. Sides alternate, each first in turn.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _READS = 2  # such reads at a time
 
 @dataclass(frozen=True)
 class Speed:
-    """Bytes per second of one direction and page size, raw and through the tier; the medians of the runs."""
+    """Bytes per second of one direction and page size, raw and through the tier, run by run."""
 
     direction: Literal["write", "read"]
     page_bytes: int
@@ -58,7 +58,8 @@ class Speed:
 
     @property
     def ratio(self) -> float:
-        return statistics.median(self.tier) / statistics.median(self.raw)
+        """The median over the runs: the two sides of a run see the same machine, one after the other."""
+        return statistics.median(tier / raw for tier, raw in zip(self.tier, self.raw, strict=True))
 
 
 def measure(directory: Path, page_bytes: int, size: int, runs: int) -> tuple[Speed, Speed]:
@@ -66,12 +67,11 @@ def measure(directory: Path, page_bytes: int, size: int, runs: int) -> tuple[Spe
     with tempfile.TemporaryDirectory(prefix="baton-disk-", dir=directory) as name:
         folder = Path(name)
         setting = DiskConfig(path=name, max_bytes=Bytes(4 * size + 2**30))
-        per_segment = (setting.segment_bytes - RecordLayout(page_bytes).header_bytes) // RecordLayout(
-            page_bytes
-        ).record_bytes
+        layout = RecordLayout(page_bytes)
+        per_segment = (setting.segment_bytes - layout.header_bytes) // layout.record_bytes
         segments = max(1, size // setting.segment_bytes)
         memory = _Memory(page_bytes, segments * per_segment)
-        direct = takes_direct_io(folder) and RecordLayout(page_bytes).aligned
+        direct = takes_direct_io(folder) and layout.aligned
         found: dict[str, list[float]] = {"tier write": [], "raw write": [], "tier read": [], "raw read": []}
         for run in range(runs + 1):
             sides: list[tuple[str, _Side]] = [
@@ -249,12 +249,12 @@ class _Tier(_Side):
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to be measured (default: here)")
-    parser.add_argument("--megabytes", type=int, metavar="N", help="per run and side (default 512)")
-    parser.add_argument("--runs", type=int, metavar="N", help="the medians of so many are compared (default 5)")
-    parser.add_argument("--quick", action="store_true", help="128 MB and 3 runs")
+    parser.add_argument("--megabytes", type=int, metavar="N", help="per run and side (default 128)")
+    parser.add_argument("--runs", type=int, metavar="N", help="so many are compared (default 15)")
+    parser.add_argument("--quick", action="store_true", help="64 MB and 5 runs")
     asked = parser.parse_args(argv)
-    megabytes = asked.megabytes or (128 if asked.quick else 512)
-    runs = asked.runs or (3 if asked.quick else 5)
+    megabytes = asked.megabytes or (64 if asked.quick else 128)
+    runs = asked.runs or (5 if asked.quick else 15)
     report.say(report.machine())
     for page_bytes in PAGE_SIZES:
         for speed in measure(asked.dir, page_bytes, megabytes * 2**20, runs):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvstore.disk_files import SegmentFiles
 from kvstore.disk_format import RecordFormat, RecordHeader, RecordLayout
 
-_RUN_BYTES = 2 * 2**20  # of one system call: large enough for full bandwidth, small enough to overlap with checking
+_RUN_BYTES = 4 * 2**20  # of one system call: large enough for full bandwidth, small enough to overlap with checking
 _PLACE = itemgetter(0, 1)  # of a Wanted
 _RUN_RECORDS = 256  # of one system call: it takes at most 1,024 buffers
 
@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
 
 def run_length(layout: RecordLayout) -> int:
     """How many records are moved by one system call."""
-    return max(1, min(_RUN_RECORDS, _RUN_BYTES // layout.record_bytes))
+    return min(_RUN_RECORDS, -(-_RUN_BYTES // layout.record_bytes))
 
 
 def runs(layout: RecordLayout, wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
