@@ -107,6 +107,7 @@ class StoreConfig(_Section, frozen=True):
     hold_ms: Positive = 30_000  # a hold that its owner does not renew lasts this long
     writer_share: Annotated[float, Meta(gt=0, le=1)] = 0.5  # of the slots, at most reserved by one writer
     load_share: Annotated[float, Meta(gt=0, le=1)] = 0.25  # of the slots, at most waiting for pages from lower tiers
+    transport: Literal["zmq", "nixl"] = "zmq"  # of pages between stores; nixl: RDMA, not encrypted, pip install nixl
     pin_bytes: Bytes = Bytes(128 * 2**20)  # at most pinned for one tenant in one store
     event_tokens: bool = False  # put token ids, which are the users' prompts, into KV events; needs cluster.key_file
     verify_pages: bool = False  # check the checksum of a page at every read, not only across tiers and nodes

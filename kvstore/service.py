@@ -63,6 +63,7 @@ from kvstore.commands import (
 from kvstore.disk import DiskTier
 from kvstore.disk_index import DiskIndex
 from kvstore.figures import figures
+from kvstore.nixl_transport import NixlTransport
 from kvstore.peers import ZmqTransport
 from kvstore.publishing import PageEvents
 from kvstore.state import StoreState
@@ -109,7 +110,8 @@ class Store:
             self._arena = Arena.create(config.store.arena_bytes)
             cleanup.callback(self._arena.close)
             silence = config.cluster.silence_ms / 1_000
-            self._transport = ZmqTransport(self.me, hosts.endpoint(host), silence)
+            transport = NixlTransport if config.store.transport == "nixl" else ZmqTransport
+            self._transport = transport(self.me, hosts.endpoint(host), silence)
             cleanup.callback(self._transport.close)
             self._disk: DiskTier | None = None
             if config.disk.path:
