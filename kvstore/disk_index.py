@@ -20,12 +20,12 @@ Pure: calls and events in, orders and outcomes out. Time comes with `tick`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from baton.config import DiskConfig
 from baton.messages import TierSpeed
-from kvstore.changes import Change, ChangeLog
+from kvstore.changes import Change
 from kvstore.cost import SpeedMeter
 from kvstore.disk_format import MAX_NAMESPACE, RecordLayout
 from kvstore.disk_orders import (
@@ -52,9 +52,9 @@ from kvstore.disk_orders import (
     WritePage,
     Written,
 )
-from kvstore.eviction import LeafFirstLru
+from kvstore.disk_pages import DiskPages, StoredPage
+from kvstore.disk_stats import DiskCounters, DiskStats
 from kvstore.keys import START
-from kvstore.radix import Node, RadixTree
 from kvstore.segments import Segment, Segments
 from kvstore.tiers import DiskEvent, DiskOrder, DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
 
@@ -62,74 +62,21 @@ RETRY_SECONDS = 30.0
 """How long a disk that has failed is left alone."""
 
 
-class _Page:
-    """A page that is written or being written. `node` is none once nobody can find it any more."""
-
-    __slots__ = ("checksum", "node", "readable", "record", "segment")
-
-    def __init__(self, checksum: int) -> None:
-        self.checksum = checksum
-        self.segment: Segment[_Page] | None = None  # none while it is on its way
-        self.record = 0
-        self.readable = False
-        self.node: Node[_Page] | None = None
-
-
 class _Coming(NamedTuple):
     """A record that is being written: from a slot, or from another segment, where its place is."""
 
-    page: _Page
+    page: StoredPage
     key: bytes
     slot: int
-    source: tuple[Segment[_Page], int] | None
+    source: tuple[Segment[StoredPage], int] | None
 
 
 class _Reading(NamedTuple):
     key: bytes
     slot: int
-    page: _Page
-    segment: Segment[_Page]
+    page: StoredPage
+    segment: Segment[StoredPage]
     record: int
-
-
-@dataclass(frozen=True, slots=True)
-class DiskStats:
-    """A snapshot of the disk tier. The first group is what is so now, the second what has happened since the start."""
-
-    state: str  # "off", "opening", "on", "failed: reason"
-    pages: int  # readable
-    bytes: int  # of all files that are ours, those on their way included
-    live_bytes: int  # of these, records of pages
-    segments: int
-    reading: int  # pages
-    writing: int  # pages
-
-    written: int  # pages
-    read: int  # pages
-    evictions: int
-    cleaned_bytes: int  # moved to make room
-    dropped_writes: int  # pages not taken: no room, no time, no disk
-    torn: int  # records whose writing was cut off
-    corrupt: int  # records that did not match their checksum
-    orphans: int  # records found without those before them
-    duplicates: int  # records found twice
-    damaged: int  # pages that did not match their checksum in the arena
-    errors: int  # orders that failed
-
-
-@dataclass(slots=True)
-class _Counters:
-    written: int = 0
-    read: int = 0
-    evictions: int = 0
-    cleaned_bytes: int = 0
-    dropped_writes: int = 0
-    torn: int = 0
-    corrupt: int = 0
-    orphans: int = 0
-    duplicates: int = 0
-    damaged: int = 0
-    errors: int = 0
 
 
 @dataclass(slots=True)
@@ -149,8 +96,8 @@ class DiskIndex:
     def __init__(self, settings: DiskConfig) -> None:
         self._settings = settings
         self._meter = SpeedMeter("disk")
-        self._count = _Counters()
-        self._changes = ChangeLog()
+        self._count = DiskCounters()
+        self._pages = DiskPages()
         self._epoch = 0
         self._namespace: tuple[bytes, int] | None = None  # digest, bytes of a page
         self._failure = ""
@@ -161,16 +108,15 @@ class DiskIndex:
         self._begin(RecordLayout(1))
 
     def _begin(self, layout: RecordLayout) -> None:
-        self._segments: Segments[_Page] = Segments(layout, self._settings.segment_bytes, self._settings.max_bytes)
-        self._tree: RadixTree[_Page] = RadixTree()
-        self._lru: LeafFirstLru[_Page] = LeafFirstLru()
+        self._segments: Segments[StoredPage] = Segments(layout, self._settings.segment_bytes, self._settings.max_bytes)
+        self._pages.clear()
         self._open = False  # all that lies there is known
         self._accepting = False  # pages to write
         self._full = False  # why not
         self._coming: dict[tuple[int, int], _Coming] = {}  # by segment and index
         self._reads: dict[int, dict[int, _Reading]] = {}  # by number and place in the order
         self._read_bytes: dict[int, int] = {}  # by number: what has come well
-        self._writing = self._reading = self._readable = 0
+        self._writing = self._reading = 0
         self._sequence = 1
 
     # --- what can be asked ------------------------------------------------------------------------------------------
@@ -187,63 +133,39 @@ class DiskIndex:
 
     def has(self, key: bytes) -> bool:
         """Whether a page, and so all before it, can be read now."""
-        node = self._tree.find(key)
-        return node is not None and node.value.readable
+        return self._pages.find(key) is not None
 
     def parent(self, key: bytes) -> bytes | None:
         """What the page of `key` follows (empty: it starts a chain); none when it can't be read."""
-        node = self._tree.find(key)
-        return node.parent_key if node is not None and node.value.readable else None
+        node = self._pages.find(key)
+        return node.parent_key if node is not None else None
 
     def wants(self, key: bytes) -> bool:
         """Whether `write` might take this page: it is neither here nor on its way, and the queue has room."""
-        return self._accepting and self._writing < self._settings.queue_pages and key not in self._tree
+        return self._accepting and self._writing < self._settings.queue_pages and key not in self._pages
 
     def prefix(self, keys: Sequence[bytes], parent: bytes = START) -> int:
         """How many of the first `keys`, which follow `parent`, can be read now."""
-        above: Node[_Page] | None = None
-        if parent != START:
-            above = self._tree.find(parent)
-            if above is None:
-                return 0
-        count = 0
-        for key in keys:
-            node = self._tree.find(key)
-            if node is None or node.parent is not above or not node.value.readable:
-                break
-            above = node
-            count += 1
-        return count
+        return self._pages.prefix(keys, parent)
 
     def pages(self) -> Iterator[tuple[bytes, bytes]]:
         """Key and parent of every page that can be read, parents first."""
-        return ((node.key, node.parent_key) for node in self._tree.preorder() if node.value.readable)
+        return self._pages.pages()
 
     def drain_events(self) -> list[Change]:
         """What has become readable or stopped being so since the last call, in order."""
-        return self._changes.drain()
+        return self._pages.drain_events()
 
     def stats(self) -> DiskStats:
-        count = self._count
         return DiskStats(
             state=self._state(),
-            pages=self._readable,
+            pages=self._pages.readable,
             bytes=self._segments.used,
             live_bytes=self._segments.live_bytes,
             segments=len(self._segments),
             reading=self._reading,
             writing=self._writing,
-            written=count.written,
-            read=count.read,
-            evictions=count.evictions,
-            cleaned_bytes=count.cleaned_bytes,
-            dropped_writes=count.dropped_writes,
-            torn=count.torn,
-            corrupt=count.corrupt,
-            orphans=count.orphans,
-            duplicates=count.duplicates,
-            damaged=count.damaged,
-            errors=count.errors,
+            **asdict(self._count),
         )
 
     # --- what is asked for --------------------------------------------------------------------------------------------
@@ -263,7 +185,7 @@ class DiskIndex:
     def write(self, pages: Sequence[DiskPage]) -> DiskResult:
         """Take those pages that can be taken; parents first. Each ends in one WriteEnded, now or later."""
         run: list[WritePage] = []
-        last: tuple[Segment[_Page], int] | None = None
+        last: tuple[Segment[StoredPage], int] | None = None
         for page in pages:
             place = self._admit(page)
             if place is None:
@@ -283,8 +205,8 @@ class DiskIndex:
         order: list[ReadPage] = []
         reading: dict[int, _Reading] = {}
         for key, slot in pages:
-            node = self._tree.find(key)
-            if node is None or not node.value.readable:
+            node = self._pages.find(key)
+            if node is None:
                 self._out.ended.append(ReadEnded(key, slot, 0, ok=False))
                 continue
             page = node.value
@@ -293,8 +215,7 @@ class DiskIndex:
             reading[len(order)] = _Reading(key, slot, page, page.segment, page.record)
             order.append(ReadPage(key, page.checksum, page.segment.number, page.record, slot))
         for each in reversed(reading.values()):  # the deepest first: it protects the others at one go
-            assert each.page.node is not None
-            self._lru.pin(each.page.node)
+            self._pages.pin(each.page)
         if order:
             self._reading += len(order)
             self._reads[self._numbers] = reading
@@ -304,11 +225,7 @@ class DiskIndex:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """These pages, parents first, were useful: they go later."""
-        nodes = [node for node in map(self._tree.find, keys) if node is not None]
-        for node in reversed(nodes):
-            self._lru.pin(node)
-        for node in nodes:
-            self._lru.unpin(node)
+        self._pages.touch(keys)
 
     def tick(self, now: float) -> DiskResult:
         """Time passes: try again what has failed a while ago."""
@@ -372,9 +289,6 @@ class DiskIndex:
     # --- opening ------------------------------------------------------------------------------------------------------
 
     def _reopen(self, namespace: bytes, page_bytes: int) -> None:
-        for node in reversed(list(self._tree.preorder())):
-            if node.value.readable:
-                self._changes.removed(node.key)  # not Cleared, which would be of every tier
         layout = RecordLayout(page_bytes)
         self._begin(layout)
         self._epoch += 1
@@ -399,38 +313,37 @@ class DiskIndex:
         self._count.duplicates += event.duplicates
 
     def _found(self, event: Found) -> None:
-        nodes: list[Node[_Page]] = []
-        for key, parent, checksum, number, index in event.records:
-            above = self._tree.find(parent) if parent != START else None
-            if key in self._tree or (above is None and parent != START):
+        pages: list[StoredPage] = []
+        for key, parent, checksum, number, record in event.records:
+            if key in self._pages or not self._pages.can_follow(parent):
                 continue  # its parent has turned out to be unreadable meanwhile
-            page = _Page(checksum)
-            page.segment, page.record = self._segments.revive(number, index, page), index
-            nodes.append(self._plant(page, key, above))
-            self._tell(page)
-        for node in nodes:
-            self._lru.unpin(node)
+            page = StoredPage(checksum)
+            page.segment, page.record = self._segments.revive(number, record, page), record
+            self._pages.plant(page, key, parent)
+            self._pages.placed(page)
+            pages.append(page)
+        for page in pages:
+            self._pages.unpin(page)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def _admit(self, page: DiskPage) -> tuple[Segment[_Page], int] | None:
+    def _admit(self, page: DiskPage) -> tuple[Segment[StoredPage], int] | None:
         """A place for a page, which is on its way from now on."""
-        if page.key in self._tree:
+        if page.key in self._pages:
             return None
-        above = self._tree.find(page.parent) if page.parent != START else None
         place = None
-        if self.wants(page.key) and (above is not None or page.parent == START):
+        if self.wants(page.key) and self._pages.can_follow(page.parent):
             place = self._segments.append(moving=False)
         if place is None:
             self._count.dropped_writes += 1
             return None
-        written = _Page(page.checksum)
-        self._plant(written, page.key, above)
+        written = StoredPage(page.checksum)
+        self._pages.plant(written, page.key, page.parent)
         self._coming[place[0].number, place[1]] = _Coming(written, page.key, page.slot, None)
         self._writing += 1
         return place
 
-    def _append(self, last: tuple[Segment[_Page], int] | None, run: list[WritePage]) -> None:
+    def _append(self, last: tuple[Segment[StoredPage], int] | None, run: list[WritePage]) -> None:
         """Order the pages of a run, of which `last` is the last one's place, to be written."""
         if last is None or not run:
             return
@@ -450,8 +363,7 @@ class DiskIndex:
             self._count.damaged += not intact
             self._out.ended.append(WriteEnded(key, slot, intact))
             if event.reason or not intact:
-                if page.node is not None:
-                    self._drop(page.node)
+                self._drop(page)
                 self._segments.came(segment, index, None)
                 continue
             self._count.written += 1
@@ -460,8 +372,8 @@ class DiskIndex:
                 continue
             page.segment, page.record = segment, index
             self._segments.came(segment, index, page)
-            self._tell(page)
-            self._lru.unpin(page.node)
+            self._pages.placed(page)
+            self._pages.unpin(page)
         if not event.reason and self._accepting:
             self._failure = ""
 
@@ -476,8 +388,7 @@ class DiskIndex:
             if outcome == "ok":
                 self._count.read += 1
                 self._read_bytes[event.number] += self._segments.layout.page_bytes
-                if page.node is not None:
-                    self._lru.unpin(page.node)
+                self._pages.unpin(page)
             else:
                 self._spoilt(page, segment, index, outcome == "corrupt")
             self._segments.read_ended(segment)
@@ -492,15 +403,14 @@ class DiskIndex:
                 event.first_seconds, max(event.seconds - event.first_seconds, event.seconds / pages), size
             )
 
-    def _spoilt(self, page: _Page, segment: Segment[_Page], index: int, corrupt: bool) -> None:
+    def _spoilt(self, page: StoredPage, segment: Segment[StoredPage], index: int, corrupt: bool) -> None:
         """A record could not be read: it goes, and what hangs from it."""
         if corrupt:
             self._count.corrupt += 1
             self._out.orders.append(Invalidate(self._epoch, segment.number, index))
         else:
             self._count.errors += 1
-        if page.node is not None:
-            self._drop(page.node)
+        self._drop(page)
 
     # --- making room --------------------------------------------------------------------------------------------------
 
@@ -523,7 +433,7 @@ class DiskIndex:
             victim = self._segments.victim() if self._accepting else None
             if victim is not None:
                 self._clean(victim)
-            elif len(self._lru):
+            elif self._pages.evictable:
                 self._evict()
             else:
                 return
@@ -531,11 +441,11 @@ class DiskIndex:
     def _delete(self) -> None:
         self._out.orders.extend(Delete(self._epoch, segment.number) for segment in self._segments.deletable())
 
-    def _clean(self, victim: Segment[_Page]) -> None:
+    def _clean(self, victim: Segment[StoredPage]) -> None:
         """Move what is live in `victim` to the end of the open segment."""
         self._segments.clean(victim)
         run: list[MovePage] = []
-        last: tuple[Segment[_Page], int] | None = None
+        last: tuple[Segment[StoredPage], int] | None = None
 
         def order() -> None:
             assert last is not None
@@ -577,50 +487,20 @@ class DiskIndex:
             self._segments.left(victim)
 
     def _evict(self) -> None:
-        node = self._lru.pop()
-        self._bury(node)
-        self._tree.remove(node)
+        self._bury(self._pages.evict())
         self._count.evictions += 1
 
-    def _drop(self, top: Node[_Page]) -> None:
-        for node in self._tree.subtree(top):
-            self._bury(node)
-            self._lru.forget(node)
-            self._tree.remove(node)
+    def _drop(self, page: StoredPage) -> None:
+        for each in self._pages.drop(page):
+            self._bury(each)
 
-    def _bury(self, node: Node[_Page]) -> None:
-        """A page goes from the tree: its record is dead from now on, or will be when it is written."""
-        page = node.value
-        page.node = None
-        if page.readable:
-            page.readable = False
-            self._readable -= 1
-            self._changes.removed(node.key)
+    def _bury(self, page: StoredPage) -> None:
+        """Nobody can find a page any more: its record is dead, or will be when it is written."""
         if page.segment is not None:
             self._segments.died(page.segment, page.record)
             page.segment = None
 
     # --- the rest -----------------------------------------------------------------------------------------------------
-
-    def _plant(self, page: _Page, key: bytes, above: Node[_Page] | None) -> Node[_Page]:
-        """Put a page into the tree, pinned once."""
-        page.node = self._tree.add(key, above, page)
-        self._lru.insert(page.node)
-        return page.node
-
-    def _tell(self, page: _Page) -> None:
-        """A page is written: if all before it can be read, so can it, and what waited below it."""
-        node = page.node
-        assert node is not None
-        if node.parent is not None and not node.parent.value.readable:
-            return
-        waiting = [node]
-        while waiting:
-            here = waiting.pop()
-            here.value.readable = True
-            self._readable += 1
-            self._changes.stored(here.key, here.parent_key)
-            waiting.extend(child for child in here.children.values() if child.value.segment is not None)
 
     def _fail(self, reason: str, full: bool = False) -> None:
         """Leave the disk alone for a while, but for reading. When it is `full`, what there is must do from now on."""
@@ -644,24 +524,15 @@ class DiskIndex:
 
     def validate(self, intact: Callable[[bytes, int, int], bool] = lambda key, segment, index: True) -> None:
         """Check every invariant; for tests. `intact` says whether a record with this key is at its place."""
-        self._tree.validate()
-        self._lru.validate(self._tree)
         self._segments.validate()
         assert self._segments.used <= self._settings.max_bytes or not self._coming
-        live = {(s.number, index): page for s in self._segments for index, page in s.live.items()}
-        seen = readable = 0
-        for node in self._tree.preorder():
-            page = node.value
-            assert page.node is node
-            above = node.parent is None or node.parent.value.readable
-            assert page.readable == (page.segment is not None and above)
-            readable += page.readable
-            if page.segment is not None:
-                seen += 1
-                assert live[page.segment.number, page.record] is page
-                assert intact(node.key, page.segment.number, page.record), "readable, but its record is not there"
-        assert seen == len(live), "a record is live that no key leads to"
-        assert readable == self._readable
+        live = {(s.number, record): page for s in self._segments for record, page in s.live.items()}
+        placed = self._pages.validate()
+        for key, page in placed.items():
+            assert page.segment is not None
+            assert live[page.segment.number, page.record] is page
+            assert intact(key, page.segment.number, page.record), "readable, but its record is not there"
+        assert len(placed) == len(live), "a record is live that no key leads to"
         writes = sum(coming.source is None for coming in self._coming.values())
         assert writes == self._writing <= self._settings.queue_pages
         assert sum(map(len, self._reads.values())) == self._reading
@@ -671,5 +542,5 @@ class DiskIndex:
             assert segment.reading == len(reading)
 
 
-def _by_index(item: tuple[int, _Page]) -> int:
+def _by_index(item: tuple[int, StoredPage]) -> int:
     return item[0]

@@ -256,11 +256,8 @@ def believes_corrupt_moves(original: Callable[..., None]) -> Callable[..., None]
 
 
 def evicts_parents_first(self: DiskIndex) -> None:
-    node = next(node for node in self._tree.preorder() if node.value.segment is not None)
-    for each in self._tree.subtree(node):
-        self._bury(each)
-        self._lru.forget(each)
-        self._tree.remove(each)
+    page = next(page for page in self._pages.validate().values())
+    self._drop(page)
 
 
 def appends_without_limit(original: Callable[..., object]) -> Callable[..., object]:

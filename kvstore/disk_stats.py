@@ -1,0 +1,49 @@
+"""What can be read off the disk tier."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class DiskCounters:
+    """What has happened since the start."""
+
+    written: int = 0  # pages
+    read: int = 0  # pages
+    evictions: int = 0
+    cleaned_bytes: int = 0  # moved to make room
+    dropped_writes: int = 0  # pages not taken: no room, no time, no disk
+    torn: int = 0  # records whose writing was cut off
+    corrupt: int = 0  # records that did not match their checksum
+    orphans: int = 0  # records found without those before them
+    duplicates: int = 0  # records found twice
+    damaged: int = 0  # pages that did not match their checksum in the arena
+    errors: int = 0  # orders that failed
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """A snapshot of the disk tier. The first group is what is so now, the second what `DiskCounters` counts."""
+
+    state: str  # "off", "opening", "on", "failed: reason"
+    pages: int  # readable
+    bytes: int  # of all files that are ours, those on their way included
+    live_bytes: int  # of these, records of pages
+    segments: int
+    reading: int  # pages
+    writing: int  # pages
+
+    written: int
+    read: int
+    evictions: int
+    cleaned_bytes: int
+    dropped_writes: int
+    torn: int
+    corrupt: int
+    orphans: int
+    duplicates: int
+    damaged: int
+    errors: int
