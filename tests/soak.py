@@ -3,8 +3,8 @@
     .venv/bin/python -m tests.soak [--minutes 20] [--kills 50] [--seed N]
 
 Every request must end with the reference's tokens, whatever died meanwhile, while one decode worker lives; and when
-the load ends, nothing may be left running or held. Then a store with a disk tier is killed 50 times (see
-`tests/store_deaths.py`). Prints its seed first, and a line of JSON after each half.
+the load ends, nothing may be left running or held. Then stores with disk tiers are killed 50 times, and again in a
+cluster of two nodes (see `tests/store_deaths.py`). Prints its seed first, and a line of JSON after each part.
 """
 
 from __future__ import annotations
@@ -128,9 +128,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = Path(temporary)
         if given.minutes:
             print(json.dumps(soak(given.minutes * 60, given.seed, folder)), flush=True)
-        if given.kills:
-            path = checkpoints.make("llama", folder / "store-model")
-            print(json.dumps(store_deaths(given.kills, given.seed, folder / "store", path)), flush=True)
+        path = checkpoints.make("llama", folder / "store-model")
+        for nodes in (("a",), ("a", "b")) if given.kills else ():
+            result = store_deaths(given.kills, given.seed, folder / f"{len(nodes)}-nodes", path, nodes)
+            print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

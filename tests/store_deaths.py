@@ -1,8 +1,9 @@
-"""A store killed again and again under load, with a disk tier below it: the body of a test and of `make soak`.
+"""Stores killed again and again under load, with disk tiers below them: the body of a test and of `make soak`.
 
-The arena and the devices are so small that pages leave them all the time, and come back from the disk. Every request
-must end with the reference's tokens. At the end nothing may be held; and once everybody who has pages in memory has
-been started anew, prefixes are found on the disk.
+One store that both workers share, or two, between which every page of a prompt must pass. The arenas and the devices
+are so small that pages leave them all the time, and come back from the disk. Every request must end with the
+reference's tokens. At the end nothing may be held; and once everybody who has pages in memory has been started anew,
+prefixes are found on the disk.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import cache
 from pathlib import Path
 
 from deploy.local import LocalCluster
@@ -38,9 +40,10 @@ SETTINGS: Mapping[str, object] = {
 """Small tiers: none but the disk has room for all the pages of `documents`."""
 
 
-def documents(path: Path, seed: int) -> dict[tuple[int, ...], list[int]]:
+@cache
+def documents(path: Path) -> Mapping[tuple[int, ...], list[int]]:
     """Prompts that share the prefixes of a few documents, and the greedy tokens that follow each."""
-    rng = random.Random(seed)
+    rng = random.Random(5)
     model = checkpoints.reference(path)
     expected: dict[tuple[int, ...], list[int]] = {}
     for _ in range(8):
@@ -105,52 +108,72 @@ def restart(cluster: LocalCluster, *names: str) -> None:
     cluster.wait_live(names)
 
 
-def warm_from_disk(cluster: LocalCluster, expected: Mapping[tuple[int, ...], list[int]]) -> int:
+def known_pages(cluster: LocalCluster, store: str) -> int:
+    """How many of its pages the router knows of, in its arena and on its disk."""
+    found = process(cluster, store)
+    return found.pages_known if found else 0
+
+
+def warm_from_disk(cluster: LocalCluster, stores: Sequence[str], expected: Mapping[tuple[int, ...], list[int]]) -> int:
     """Ask for everything once, after everybody who had pages in memory has been started anew. Returns how many tokens
-    the disk saved."""
-    restart(cluster, "store-0", "prefill-0", "decode-0")
-    eventually(lambda: (found := process(cluster, "store-0")) and found.pages_known > 0, what="pages found on the disk")
+    the disks saved."""
+    restart(cluster, *stores, "prefill-0", "decode-0")
+    eventually(lambda: all(known_pages(cluster, store) for store in stores), what="pages found on every disk")
     cached = 0
     for prompt in expected:
         answer = workload.ask(cluster.address, prompt, COUNT)
         check(prompt, answer, expected)
         cached += answer.usage.cached_tokens
-    eventually(lambda: metric(cluster, "store-0", "tier_loads_total", tier="disk") > 0, what="loads from disk counted")
+    eventually(lambda: loads_of(cluster, stores, "disk") > 0, what="loads from disk counted")
     return cached
 
 
-def store_deaths(kills: int, seed: int, folder: Path, path: Path) -> dict[str, object]:
-    """Kill the store so many times; raises AssertionError at the first wrong or lost token."""
+def loads_of(cluster: LocalCluster, stores: Sequence[str], tier: str) -> float:
+    """Pages brought from that tier by the stores that run now."""
+    return sum(metric(cluster, store, "tier_loads_total", tier=tier) for store in stores)
+
+
+def store_deaths(kills: int, seed: int, folder: Path, path: Path, nodes: Sequence[str] = ("a",)) -> dict[str, object]:
+    """Kill stores so many times; raises AssertionError at the first wrong or lost token."""
     rng = random.Random(seed)
-    expected = documents(path, seed)
+    expected = documents(path)
     settings = workload.settings(path, 1, 1, **SETTINGS, **{"disk.path": str(folder / "disk")})
-    loads = evictions = 0.0
-    with LocalCluster(settings, folder / "cluster") as cluster:
+    placed = {"decode-0": nodes[0], "prefill-0": nodes[-1]}
+    stores = [f"store-{number}" for number in range(len(nodes))]
+    loads = {"disk": 0.0, "remote": 0.0}
+    evictions = 0.0
+    with LocalCluster(settings, folder / "cluster", nodes=nodes, placed=placed) as cluster:
         load = Load(cluster, expected, rng)
-        load.run(2.0)
+        load.run(1.0)
         for _ in range(kills):
             load.run(rng.uniform(*BETWEEN_DEATHS))
-            loads += metric(cluster, "store-0", "tier_loads_total", tier="disk")
-            evictions += metric(cluster, "store-0", "page_evictions_total", tier="host")
-            cluster.kill("store-0")
+            victim = rng.choice(stores)
+            for tier in loads:
+                loads[tier] += loads_of(cluster, [victim], tier)
+            evictions += metric(cluster, victim, "page_evictions_total", tier="host")
+            cluster.kill(victim)
             load.run(rng.uniform(0.0, 0.5))
-            cluster.start("store-0")
-        load.run(2.0)
+            cluster.start(victim)
+        load.run(1.0)
         load.finish()
-        cluster.wait_live(["store-0", "prefill-0", "decode-0"])
+        cluster.wait_live([*stores, "prefill-0", "decode-0"])
         eventually(lambda: at_rest(cluster), what="everything freed")
-        eventually(lambda: nothing_held(cluster, "store-0"), what="nothing held in the store")
-        warm = warm_from_disk(cluster, expected)
+        eventually(lambda: all(nothing_held(cluster, store) for store in stores), what="nothing held in any store")
+        for tier in loads:
+            loads[tier] += loads_of(cluster, stores, tier)
+        warm = warm_from_disk(cluster, stores, expected)
         assert warm > 0, "nothing was found on the disk"
-        eventually(lambda: nothing_held(cluster, "store-0"), what="nothing held in the store")
+        eventually(lambda: all(nothing_held(cluster, store) for store in stores), what="nothing held in any store")
     return {
         "seed": seed,
+        "nodes": len(nodes),
         "kills": kills,
         "requests": load.requests,
         "tokens": load.requests * COUNT,
         "attempts": load.attempts,
         "cached_tokens": load.cached,
-        "pages_from_disk": round(loads),
+        "pages_from_disk": round(loads["disk"]),
+        "pages_from_other_stores": round(loads["remote"]),
         "evictions": round(evictions),
         "cached_tokens_after_restart": warm,
     }

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from prometheus_client.metrics_core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.errors import Unavailable
 from deploy.local import LocalCluster
 from tests.processes.test_failures import process
 
@@ -41,10 +42,10 @@ def page(address: str) -> str:
 
 def samples(cluster: LocalCluster, name: str) -> list[Sample]:
     """Everything on the page of process `name`; nothing while it does not answer."""
-    found = process(cluster, name)
     try:
+        found = process(cluster, name)
         return parsed(page(cluster.reach(found.metrics_address))) if found else []
-    except OSError:  # it has just been killed, or started again
+    except (OSError, Unavailable):  # it has just been killed, or started again, or the machine is very busy
         return []
 
 

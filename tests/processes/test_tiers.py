@@ -41,10 +41,14 @@ def a_seed() -> int:
     return seed
 
 
-def test_a_store_killed_three_times_under_load(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    result = store_deaths(3, a_seed(), tmp_path, checkpoint("llama"))
+@pytest.mark.parametrize("nodes", [["a"], ["a", "b"]], ids=["one node", "two nodes"])
+def test_a_store_killed_three_times_under_load(
+    nodes: list[str], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    result = store_deaths(3, a_seed(), tmp_path, checkpoint("llama"), nodes)
     print(result)
-    assert result["pages_from_disk"], "the disk was never read from while the store lived"
+    assert result["pages_from_disk"], "no disk was ever read from while its store lived"
+    assert len(nodes) == 1 or result["pages_from_other_stores"]
 
 
 # --- directories that are not as they should be -----------------------------------------------------------------------
@@ -107,7 +111,7 @@ def site(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
     node = Node(NODE, enter=("sh", str(entering)))
     settings = workload.settings(path, 1, 1, **{**SETTINGS, **small})
     with LocalCluster(settings, folder / "cluster", nodes=[node]) as cluster:
-        yield Site(cluster, documents(path, 5), folder / "disk" / NODE, entering)
+        yield Site(cluster, documents(path), folder / "disk" / NODE, entering)
 
 
 LIMIT = 128 * PAGE_BYTES
