@@ -98,7 +98,7 @@ class Loading:
     def __init__(self, choice: Choice, runs: Sequence[TierRun], began: float) -> None:
         self._choice = choice
         self._began = began
-        self.tier = _most_of(runs, choice.pages)
+        self.tier: LowerTier = _most_of(runs, choice.pages)
         """Where most of it came from."""
         self.seconds = 0.0
         self.regret = 0.0
