@@ -1,7 +1,7 @@
 """The disk tier's hands: the threads that own its files and carry out what the index orders.
 
     Write ──▶ check the arena's bytes ──▶ append ─────────────▶ Written …
-    Read ───▶ two threads: bring a run into its slots, check it ──▶ PagesRead …, ReadFinished
+    Read ───▶ some threads: bring a run into its slots, check it ─▶ PagesRead …, ReadFinished
     all else ──▶ the thread that appends, in the order given
 
 So taking checksums overlaps with moving bytes: while one run is on its way to or from the disk, its neighbour is being
@@ -61,8 +61,8 @@ log = logging.getLogger(__name__)
 
 _FOUND_PER_EVENT = 1_024  # records, so that the index never takes long over one
 _CLOSE_SECONDS = 2.0
-_ROOMS = 3  # runs that are checked or being appended
-_FETCHERS = 2  # threads: one's checking overlaps with the other's reading
+_ROOMS = 8  # runs that are checked or being appended
+_FETCHERS = 3  # threads: one's checking overlaps with another's reading
 
 _NOT_OPEN = OSError(errno.ESTALE, "another namespace is open")
 
@@ -127,6 +127,7 @@ class DiskTier:
         self._epoch = 0  # of the latest Open
         self._closing = False
         self._events: deque[DiskEvent] = deque()
+        self._signalled = False  # the store's loop has been told of events, and has not looked yet
         self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._to_check: SimpleQueue[Write | _Append | None] = SimpleQueue()
         self._to_append: SimpleQueue[_Append | None] = SimpleQueue()
@@ -160,10 +161,12 @@ class DiskTier:
         """What has happened. Not more than one large event at a time, so that the caller's turn stays short."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._signal)
+        self._signalled = False  # before looking: what comes after this tells again
         events: list[DiskEvent] = []
         while self._events:
             events.append(self._events.popleft())
             if isinstance(events[-1], Found) and self._events:
+                self._signalled = True
                 os.eventfd_write(self._signal, 1)
                 break
         return events
@@ -200,7 +203,9 @@ class DiskTier:
 
     def _tell(self, event: DiskEvent) -> None:
         self._events.append(event)
-        os.eventfd_write(self._signal, 1)
+        if not self._signalled:
+            self._signalled = True
+            os.eventfd_write(self._signal, 1)
 
     def _opened(self, epoch: int) -> _Folder:
         folder = self._folder
