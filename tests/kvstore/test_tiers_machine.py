@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.messages import Source
-from tests.kvstore.world import HEARTBEAT, SILENCE, WORDS, Node, Worker, World
+from tests.kvstore.world import HEARTBEAT, HOLD, SILENCE, WORDS, Node, Worker, World
 
 WHO = st.integers(0, 5)
 PICK = st.integers(0, 12)
 WORD = st.sampled_from(WORDS)
 START = st.sampled_from([0, 0, 0, 1, 2])
 OFTEN = st.sampled_from([True, True, False])
+LONG = st.sampled_from(["abcd", "abxy", "cde"])
 SELDOM = st.sampled_from([False] * 7 + [True])
 ASKED = st.one_of(st.none(), st.none(), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=2))
 """Stores to ask, the last of them long gone, and how many pages they are believed to have; or just all the others."""
@@ -24,7 +25,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @initialize(
         nodes=st.sampled_from([2, 2, 3]),
-        admit_after=st.sampled_from([1, 2, 1_000]),
+        admit_after=st.sampled_from([1, 1, 2, 1_000]),
         room=st.sampled_from([3, 50]),
         there=st.lists(st.tuples(WHO, WORD), min_size=3, max_size=6),
     )
@@ -175,35 +176,83 @@ class TiersMachine(RuleBasedStateMachine):
         elif mishap == "haunt":
             self.world.haunt()
 
-    @rule(who=WHO, pick=PICK, wait=st.booleans(), times=st.integers(0, 6), prompt=OFTEN,
-          then=st.sampled_from(["cut", "cut", "damaged", "spoil", "time", "pressure", "restart"]))  # fmt: skip
-    def interrupted(self, who: int, pick: int, wait: bool, times: int, prompt: bool, then: str) -> None:
-        """Something happens while pages come from another store."""
-        worker = self.who(who)
-        words = self.world.elsewhere(worker.node) or WORDS
-        number = self.world.acquire(worker, words[pick % len(words)], 0, wait, self.sources(worker, None))
+    def begin_load(self, who: int, word: str, wait: bool, times: int, slept: bool = False) -> tuple[Worker, Node]:
+        """A chain is loaded from another store, as far as `times` parcels go; perhaps by one that has slept."""
+        worker, source = self.who(who), self.where(who + 1)
+        self.world.write(source.workers[0], word, hold=False)
+        asked = [((who + 1) % len(self.world.nodes), 4)]
+        number = self.world.acquire(worker, word, 0, wait, self.sources(worker, asked))
         self.world.travel(worker)
+        if slept:
+            self.world.pass_time(HOLD + HEARTBEAT)
         self.world.promote(worker, number, 5)
         self.world.travel(worker)
         for _ in range(times):
             self.world.hear()
-            self.world.deliver(pick)
+            self.world.deliver(0)
         self.world.hear()
+        return worker, source
+
+    @rule(who=WHO, word=LONG, wait=st.booleans(), times=st.integers(0, 4), prompt=OFTEN)
+    def cut_off(self, who: int, word: str, wait: bool, times: int, prompt: bool) -> None:
+        """The connection breaks while pages come from another store."""
+        self.begin_load(who, word, wait, times)
+        self.world.cut(0)
+        if prompt:
+            self.world.settle()
+
+    @rule(who=WHO, pick=PICK, word=LONG, wait=st.booleans(), times=st.integers(0, 4), slept=SELDOM, prompt=OFTEN,
+          then=st.sampled_from(["", "damaged", "spoil", "time", "pressure", "restart"]))  # fmt: skip
+    def interrupted(
+        self, who: int, pick: int, word: str, wait: bool, times: int, slept: bool, prompt: bool, then: str
+    ) -> None:
+        """Something else happens while pages come from another store."""
+        worker, source = self.begin_load(who, word, wait, times, slept)
         match then:
-            case "cut":
-                self.world.cut(0)
             case "damaged":
                 self.world.deliver(0, "damaged")
             case "spoil":
-                self.where(who + 1).spoil(pick)
+                source.spoil(pick)
             case "pressure":
-                for other in (self.where(who), self.where(who + 1)):
-                    self.world.write(other.workers[0], WORDS[pick % len(WORDS)], hold=False)
+                for node in (worker.node, source):
+                    self.world.write(node.workers[1], WORDS[pick % len(WORDS)], hold=False)
             case "time":
                 self.world.pass_time(SILENCE + HEARTBEAT, asleep=pick % 2)
-            case _ if pick == 0:
-                self.restart(self.where(who + 1))
-        self.go_on(worker, prompt)
+            case "restart" if pick == 0:
+                self.restart(source)
+            case _:
+                pass
+        if prompt:
+            self.world.settle()
+
+    @rule(who=WHO, pick=PICK, word=LONG, wait=SELDOM, prompt=OFTEN, anew=SELDOM,
+          then=st.sampled_from(["", "fails", "spoil", "pressure"]))  # fmt: skip
+    def from_disk(self, who: int, pick: int, word: str, wait: bool, prompt: bool, anew: bool, then: str) -> None:
+        """A chain is loaded from the disk, perhaps by a store that has just been started anew."""
+        node = self.where(who)
+        self.world.write(node.workers[0], word, hold=False)
+        self.world.write(node.workers[0], word, hold=False)
+        if anew:
+            self.world.flow()
+            self.restart(node)
+        else:
+            for other in ("g", "ab" if word == "cde" else "cd"):
+                self.world.write(node.workers[1], other, hold=False)
+        number = self.world.acquire(self.who(who), word, 0, wait, ())
+        self.world.travel(self.who(who))
+        self.world.promote(self.who(who), number, 5)
+        self.world.travel(self.who(who))
+        match then:
+            case "fails":
+                node.work_on_disk(pick, ok=False)
+            case "spoil":
+                node.spoil_disk(pick)
+            case "pressure":
+                self.world.write(node.workers[1], WORDS[pick % len(WORDS)], hold=False)
+            case _:
+                pass
+        if prompt:
+            self.world.flow()
 
     def restart(self, node: Node) -> None:
         node.restart()

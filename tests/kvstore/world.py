@@ -299,7 +299,7 @@ class Node:
                 for page, content in zip(pages, contents, strict=True):
                     if (slot := expected.get(page.index)) is None:
                         continue
-                    self.memory[slot] = content
+                    self.memory[slot] = b"rubbish" if content.startswith(SPOILT) else content
                     if crc32(content) == page.checksum:
                         del expected[page.index]
                         landed.append((page.index, page.checksum))
@@ -325,8 +325,8 @@ class Node:
                     self.on_disk[page.key] = self.memory[page.slot]
             case Read(key=name, slot=slot):
                 content = self.on_disk.get(name, SPOILT)
-                self.memory[slot] = content if ok else SPOILT
                 ok = ok and not content.startswith(SPOILT)
+                self.memory[slot] = content if ok else b"rubbish"
         self.events.append(Finished(order, ok, intact))
         return True
 
@@ -354,9 +354,9 @@ class Node:
             self._spoil(self.memory, slots[pick % len(slots)])
 
     def spoil_disk(self, pick: int) -> None:
-        names = list(self.on_disk)
-        if names:
-            self._spoil(self.on_disk, names[pick % len(names)])
+        """Some pages of the disk go bad, or all."""
+        for name in list(self.on_disk)[:: pick + 1]:
+            self._spoil(self.on_disk, name)
 
     def evict_from_disk(self, pick: int) -> None:
         """The disk needs room."""
@@ -443,7 +443,10 @@ class Node:
         assert not may_write & sealed, "readable while somebody may write to it"
         assert not being_read & may_write, "written to while a thread reads it"
         assert not being_read & free, "a slot is free while a thread reads it"
-        assert being_read <= sealed, "nobody holds what a thread reads"
+        held = {page.slot for page in self.pages if page.holds}
+        assert being_read <= held, "nobody holds what a thread reads"
+        reserved = {reservation.slot for reservation in self.state._tiers.loads.reservations}
+        assert written <= reserved, "a slot that a thread writes to is not reserved"
 
     def _check_bytes(self) -> None:
         for page in self.pages:

@@ -1,0 +1,435 @@
+"""Each invariant of the store, broken on purpose: the state machine must notice every time.
+
+A mutation replaces one method of the real code with one that is wrong in one way that a tired programmer might choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
+
+from baton.messages import Credit
+from kvstore.commands import Command
+from kvstore.eviction import LeafFirstLru
+from kvstore.loads import Fetch, Loads, Outcome
+from kvstore.pages import Page, PageTable, Reservation
+from kvstore.pins import Pins
+from kvstore.serving import PeerFetch, Server
+from kvstore.state import StoreState
+from kvstore.tickets import Process, Ticket, WaitingRoom
+from kvstore.tiered import TieredPages, Turn
+from kvstore.tiers import Ask, Landed, Serve, WriteEnded
+from tests.kvstore.fake_disk import FakeDisk, Finished, Write
+from tests.kvstore.test_tiers_machine import TiersMachine
+
+Patch: TypeAlias = pytest.MonkeyPatch
+Mutation: TypeAlias = Callable[[Patch], None]
+
+MUTATIONS: list[tuple[Mutation, tuple[str, ...]]] = []
+
+
+def mutation(*rules: str) -> Callable[[Mutation], Mutation]:
+    """What it is called is what is wrong. With `rules` the machine has only these: all of them find it too, later."""
+
+    def add(function: Mutation) -> Mutation:
+        MUTATIONS.append((function, rules))
+        return function
+
+    return add
+
+
+def machine(rules: Sequence[str]) -> type[TiersMachine]:
+    """One that has these rules only; all for none."""
+    everything = [name for name in vars(TiersMachine) if hasattr(getattr(TiersMachine, name), RULE_MARKER)]
+    others = [name for name in everything if rules and name not in rules]
+    return type("Machine", (TiersMachine,), dict.fromkeys(others))
+
+
+# --- nothing is readable before it is sealed, or with other bytes -----------------------------------------------------
+
+
+@mutation()
+def a_page_is_sealed_when_it_is_reserved(patch: Patch) -> None:
+    reserve = StoreState._reserve
+
+    def sealing(self: StoreState, process: Process, call: Any, now: float) -> list[Command]:
+        commands = reserve(self, process, call, now)
+        ticket = process.tickets.get(call.ticket)
+        for index, reservation in list((ticket.reservations if ticket else {}).items()):
+            if reservation.node is not None and reservation.node.value.page is None:
+                assert ticket is not None
+                self._pages.seal(ticket.reservations.pop(index), 0, hold=False)
+        return commands
+
+    patch.setattr(StoreState, "_reserve", sealing)
+
+
+@mutation("reserve", "seal")
+def the_second_seal_wins(patch: Patch) -> None:
+    seal = PageTable.seal
+
+    def overwrite(self: PageTable, reservation: Reservation, checksum: int, hold: bool) -> Page | None:
+        page = seal(self, reservation, checksum, hold)
+        if page is not None:
+            page.checksum = checksum
+        return page
+
+    patch.setattr(PageTable, "seal", overwrite)
+
+
+@mutation("interrupted")
+def damaged_pages_are_landed(patch: Patch) -> None:
+    landed = Loads.landed
+
+    def trusting(self: Loads, event: Landed, now: float) -> Outcome:
+        pages = (*event.pages, *((index, 0) for index in event.damaged))
+        return landed(self, Landed(event.fetch, pages), now)
+
+    patch.setattr(Loads, "landed", trusting)
+
+
+@mutation("interrupted")
+def a_doubt_is_answered_without_checking(patch: Patch) -> None:
+    checked = Server.checked
+    patch.setattr(Server, "checked", lambda self, number, intact: checked(self, number, True))
+
+
+@mutation("from_disk")
+def a_failed_read_is_landed(patch: Patch) -> None:
+    ended = Loads.read_ended
+
+    def trusting(self: Loads, event: Any, now: float) -> Outcome:
+        object.__setattr__(event, "ok", True)
+        return ended(self, event, now)
+
+    patch.setattr(Loads, "read_ended", trusting)
+
+
+@mutation("write", "load", "odds_and_ends", "time_passes", "interrupted")
+def a_page_is_granted_twice(patch: Patch) -> None:
+    promote = TieredPages.promote
+
+    def again(self: TieredPages, ticket: Ticket, until: int, now: float) -> Turn:
+        ticket.reached = next((index for index in range(until) if index not in ticket.holds), until)
+        return promote(self, ticket, until, now)
+
+    patch.setattr(TieredPages, "promote", again)
+
+
+@mutation()
+def a_dropped_page_counts_as_held(patch: Patch) -> None:
+    def drop(self: PageTable, page: Page) -> list[bytes]:
+        return []
+
+    patch.setattr(PageTable, "drop", drop)
+
+
+# --- no held page and no unproven reservation is reused ---------------------------------------------------------------
+
+
+@mutation()
+def a_hold_does_not_pin(patch: Patch) -> None:
+    def hold(self: PageTable, page: Page) -> None:
+        page.holds += 1
+        self.held += page.holds == 1
+
+    def unhold(self: PageTable, page: Page) -> None:
+        page.holds -= 1
+        self.held -= page.holds == 0
+
+    patch.setattr(PageTable, "hold", hold)
+    patch.setattr(PageTable, "unhold", unhold)
+    patch.setattr(LeafFirstLru, "validate", lambda self, tree: None)
+
+
+@mutation("reserve", "mishap")
+def the_end_of_a_connection_frees_its_reservations(patch: Patch) -> None:
+    disconnect = StoreState._disconnect
+
+    def free(self: StoreState, connection: int) -> list[Command]:
+        process = self._attached.get(connection)
+        commands = self._end(list(process.tickets.values())) if process else []
+        return commands + disconnect(self, connection)
+
+    patch.setattr(StoreState, "_disconnect", free)
+
+
+@mutation()
+def reservations_expire(patch: Patch) -> None:
+    expire = StoreState._expire
+
+    def also(self: StoreState, now: float) -> list[Command]:
+        old = [t for t in self._tickets() if t.reservations and now >= t.expires]
+        return self._end(old) + expire(self, now)
+
+    patch.setattr(StoreState, "_expire", also)
+
+
+@mutation()
+def retired_slots_are_free_before_the_transport_lets_go(patch: Patch) -> None:
+    end = Loads._end
+
+    def at_once(self: Loads, fetch: Fetch, outcome: Outcome) -> Outcome:
+        outcome = end(self, fetch, outcome)
+        for reservation in self._retired[fetch.number]:
+            self._reserved -= 1
+            self._pages.release(reservation)
+        self._retired[fetch.number] = []
+        return outcome
+
+    patch.setattr(Loads, "_end", at_once)
+
+
+@mutation("interrupted", "write")
+def a_page_is_released_when_it_is_served(patch: Patch) -> None:
+    send = Server._send
+
+    def release(self: Server, fetch: PeerFetch, pages: Sequence[tuple[int, Page]]) -> Outcome:
+        outcome = send(self, fetch, pages)
+        for order in outcome.orders:
+            assert isinstance(order, Serve)
+            for page in self._sending.pop(order.number):
+                self._pages.unhold(page)
+        return outcome
+
+    patch.setattr(Server, "_send", release)
+    patch.setattr(Server, "served", lambda self, number: None)
+
+
+@mutation("interrupted")
+def a_doubted_page_is_not_held(patch: Patch) -> None:
+    doubt = Server._doubt
+
+    def release(self: Server, fetch: PeerFetch, index: int) -> Outcome:
+        outcome = doubt(self, fetch, index)
+        for doubted in list(self._doubted.values())[-len(outcome.orders) :]:
+            if doubted.fetch is fetch and doubted.page.holds:
+                self._pages.unhold(doubted.page)
+        return outcome
+
+    patch.setattr(Server, "_doubt", release)
+
+
+@mutation()
+def demotion_does_not_hold(patch: Patch) -> None:
+    demote, ended = TieredPages._demote, TieredPages._disk_ended
+
+    def release(self: TieredPages, chain: Sequence[Page]) -> Any:
+        before = set(self._demoting)
+        orders = demote(self, chain)
+        for key in self._demoting.keys() - before:
+            self.pages.unhold(self._demoting.pop(key))
+        return orders
+
+    def forgive(self: TieredPages, outcome: Any, now: float) -> Turn:
+        return Turn() if isinstance(outcome, WriteEnded) else ended(self, outcome, now)
+
+    patch.setattr(TieredPages, "_demote", release)
+    patch.setattr(TieredPages, "_disk_ended", forgive)
+
+
+@mutation()
+def a_pin_does_not_hold(patch: Patch) -> None:
+    pin = Pins.pin
+
+    def release(self: Pins, order: Any, now: float) -> Any:
+        answer, pages = pin(self, order, now)
+        self.unpin(order.pin)
+        return answer, pages
+
+    patch.setattr(Pins, "pin", release)
+
+
+@mutation()
+def a_failed_read_frees_its_slot_twice(patch: Patch) -> None:
+    abort = PageTable.abort
+
+    def twice(self: PageTable, reservation: Reservation) -> list[bytes]:
+        unmade = abort(self, reservation)
+        self._free.append(reservation.slot)
+        return unmade
+
+    patch.setattr(PageTable, "abort", twice)
+
+
+# --- every slot is accounted for --------------------------------------------------------------------------------------
+
+
+@mutation("reserve", "seal")
+def a_duplicate_is_never_freed(patch: Patch) -> None:
+    seal = PageTable.seal
+
+    def leak(self: PageTable, reservation: Reservation, checksum: int, hold: bool) -> Page | None:
+        node = reservation.node
+        duplicate = node is not None and node.value.page is not None
+        page = seal(self, reservation, checksum, hold)
+        if duplicate:
+            self._free.remove(reservation.slot)
+        return page
+
+    patch.setattr(PageTable, "seal", leak)
+
+
+@mutation("load", "write", "read")
+def a_loose_page_is_never_freed(patch: Patch) -> None:
+    unhold = PageTable.unhold
+
+    def leak(self: PageTable, page: Page) -> None:
+        if page.node is not None or page.dropped or page.holds > 1:
+            unhold(self, page)
+
+    patch.setattr(PageTable, "unhold", leak)
+
+
+@mutation()
+def a_served_page_stays_held(patch: Patch) -> None:
+    patch.setattr(Server, "served", lambda self, number: None)
+
+
+@mutation()
+def a_fetch_goes_on_when_nobody_wants_it(patch: Patch) -> None:
+    patch.setattr(TieredPages, "prune", lambda self, now: Turn())
+
+
+@mutation("hand_off", "flow")
+def two_stores_may_wait_for_each_other(patch: Patch) -> None:
+    patch.setattr(WaitingRoom, "wanted", WaitingRoom.awaited)
+
+
+# --- no orphans -------------------------------------------------------------------------------------------------------
+
+
+@mutation()
+def an_evicted_parent_leaves_its_child(patch: Patch) -> None:
+    def most_recent(self: LeafFirstLru[Any]) -> Any:
+        _, node = self._order.popitem(last=True)
+        return node
+
+    patch.setattr(LeafFirstLru, "pop", most_recent)
+
+
+@mutation()
+def a_dropped_page_leaves_its_children(patch: Patch) -> None:
+    def drop(self: PageTable, top: Any) -> list[bytes]:
+        page = top.value.page
+        top.value.page = None
+        if page is not None:
+            page.node, page.dropped = None, True
+            self.unlisted += bool(page.holds)
+            if not page.holds:
+                self._free.append(page.slot)
+        return []
+
+    patch.setattr(PageTable, "_drop", drop)
+
+
+@mutation("reserve", "seal")
+def a_child_is_told_of_before_its_parent(patch: Patch) -> None:
+    tell = PageTable._tell
+
+    def early(self: PageTable, node: Any) -> None:
+        if node.parent is not None and not node.parent.value.whole:
+            self._changes.stored(node.key, node.parent_key)
+        tell(self, node)
+
+    patch.setattr(PageTable, "_tell", early)
+
+
+@mutation()
+def the_disk_tells_of_a_child_before_its_parent(patch: Patch) -> None:
+    handle = FakeDisk.handle
+
+    def early(self: FakeDisk, event: Any) -> Any:
+        if isinstance(event, Finished) and isinstance(event.order, Write) and event.ok and event.intact:
+            page = event.order.page
+            if page.parent and page.parent not in self._pages:
+                self._changes.stored(page.key, page.parent)
+        return handle(self, event)
+
+    patch.setattr(FakeDisk, "handle", early)
+
+
+# --- every wait has a live producer -----------------------------------------------------------------------------------
+
+
+@mutation("hand_off", "mishap", "odds_and_ends")
+def nobody_hears_that_a_maker_has_gone(patch: Patch) -> None:
+    patch.setattr(TieredPages, "unmade", lambda self, keys: Turn())
+
+
+@mutation()
+def nobody_hears_that_a_load_has_failed(patch: Patch) -> None:
+    anew = Loads._anew
+
+    def quiet(self: Loads, *arguments: Any) -> Outcome:
+        outcome = anew(self, *arguments)
+        outcome.failed, outcome.gone = [], []
+        return outcome
+
+    patch.setattr(Loads, "_anew", quiet)
+
+
+@mutation("interrupted", "odds_and_ends", "cut_off")
+def a_load_is_forgotten_with_one_of_its_tickets(patch: Patch) -> None:
+    let_go = StoreState._let_go
+
+    def forget(self: StoreState, ticket: Ticket) -> None:
+        for index in ticket.waits:
+            self._tiers.loads._coming.pop(ticket.keys[index], None)
+        let_go(self, ticket)
+
+    patch.setattr(StoreState, "_let_go", forget)
+
+
+@mutation("cut_off")
+def a_lost_credit_is_never_said_again(patch: Patch) -> None:
+    tick = Loads.tick
+
+    def once(self: Loads, now: float, paused: float) -> Outcome:
+        outcome = tick(self, now, paused)
+        outcome.orders = [o for o in outcome.orders if not (isinstance(o, Ask) and isinstance(o.request, Credit))]
+        return outcome
+
+    patch.setattr(Loads, "tick", once)
+
+
+@mutation("cut_off")
+def lost_pages_are_not_missed(patch: Patch) -> None:
+    patch.setattr(Loads, "_lacks", lambda self, fetch, sent: False)
+
+
+@mutation()
+def a_silent_store_is_waited_for(patch: Patch) -> None:
+    patch.setattr(Loads, "_try_next", lambda self, fetch, outcome, now: outcome)
+
+
+# --- the test ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mutate", "rules"), MUTATIONS, ids=[mutate.__name__ for mutate, _ in MUTATIONS])
+def test_the_machine_notices(mutate: Mutation, rules: tuple[str, ...], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):  # a check of ours, or what comes of it: a thing is not there twice
+        run_state_machine_as_test(
+            machine(rules),
+            settings=settings(
+                max_examples=400, stateful_step_count=60, deadline=None, derandomize=True, database=None,
+                phases=[Phase.generate], report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+            ),
+        )  # fmt: skip
+
+
+def test_a_machine_with_fewer_rules_finds_nothing_wrong_by_itself() -> None:
+    """So whatever it notices above is the mutation."""
+    for rules in dict.fromkeys(rules for _, rules in MUTATIONS):
+        run_state_machine_as_test(
+            machine(rules),
+            settings=settings(
+                max_examples=15, stateful_step_count=40, deadline=None, derandomize=True, database=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )  # fmt: skip
