@@ -23,6 +23,7 @@ from baton.messages import (
     Heartbeat,
     Load,
     LowerTier,
+    NotReserved,
     Prefill,
     Prefilled,
     Refused,
@@ -304,7 +305,8 @@ class PrefillState:
         job = self._owners.get(ticket)
         if job is None:
             return []
-        job.progress = now
+        if not isinstance(event, NotReserved):
+            job.progress = now
         if job.lookup is not None and ticket in job.lookup.tickets:
             return self._look_on(job, job.lookup, event, now)
         elif job.fetch is not None and ticket in job.fetch.tickets:
