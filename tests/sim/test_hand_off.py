@@ -1,7 +1,8 @@
-"""Prefill and decode workers and their store under any order of steps, deaths, cancellations and restarts.
+"""Workers and stores of two nodes under any order of steps, losses, deaths, cancellations and restarts.
 
-No router here: requests are ordered at random, with hints that may be wrong. Whatever happens, a device never reads a
-wrong page, no token differs from the reference, and when everything is cancelled nothing is left held or reserved."""
+No router here: requests are ordered at random, with hints and sources that may be wrong. Whatever happens, a device
+never reads a wrong page, no token differs from the reference, nobody waits beyond its deadline, and when everything is
+cancelled nothing is left held or reserved."""
 
 from __future__ import annotations
 
@@ -11,78 +12,113 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
-from baton.messages import Cancel, Decode, Prefill, Refused, Resend, Sampling, Tokens
+from baton.messages import Cancel, Decode, Prefill, Refused, Resend, Sampling, Source, Tokens
+from decode_worker.sequence import Phase
 from kvstore.keys import pack_tokens, shippable_pages
-from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
+from prefill_worker.state import PrefillState
+from tests.rig import PAGE, ROOT, Rig, RigStore, RigWorker, reference
 
+NODES = ("a", "b")
 BIT = st.integers(0, 1)
+WHO = st.integers(0, 3)
+SOURCES = st.one_of(
+    st.just([(0, 9), (1, 9)]), st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 2, 9])), max_size=3)
+)
+"""Stores to ask (the last is long gone) and how many pages they are believed to have. A node's own is among them."""
+SHARED = list(range(1, 25))
 PROMPTS = st.builds(
-    lambda shared, own: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12][:shared] + own,
-    st.integers(0, 12),
+    lambda shared, own: SHARED[:shared] + own,
+    st.sampled_from([0, 3, 12, 16, 24]),
     st.lists(st.integers(0, 3), min_size=1, max_size=10),
 )
 
 
 class HandOff(RuleBasedStateMachine):
     @initialize(
-        slots=st.integers(4, 24), pages=st.integers(10, 20), chunk=st.integers(PAGE, 12), copies=st.integers(1, 8)
-    )
-    def start(self, slots: int, pages: int, chunk: int, copies: int) -> None:
-        self.rig = Rig(slots, hold=5.0)
+        slots=st.integers(4, 24), pages=st.integers(10, 20), chunk=st.integers(PAGE, 12), copies=st.integers(1, 8),
+        admit_after=st.integers(1, 2), share=st.sampled_from([0.25, 1.0]),
+    )  # fmt: skip
+    def start(self, slots: int, pages: int, chunk: int, copies: int, admit_after: int, share: float) -> None:
+        self.rig = Rig(slots, hold=5.0, nodes=NODES, admit_after=admit_after, load_share=share)
         self.pages = pages
         self.prefill_config = PrefillConfig(chunk_tokens=chunk, max_prompts=3, store_ms=2_000)
         self.decode_config = DecodeConfig(step_tokens=chunk, copies_per_step=copies, fetch_ms=2_000)
         self.workers: list[RigWorker] = []
-        for _ in range(2):
-            self.workers.append(self.rig.worker("prefill", pages, self.prefill_config))
-            self.workers.append(self.rig.worker("decode", pages, self.decode_config))
+        for node in NODES:
+            self.workers.append(self.rig.worker("prefill", pages, self.prefill_config, node))
+            self.workers.append(self.rig.worker("decode", pages, self.decode_config, node))
         self.requests: dict[str, tuple[list[int], int]] = {}
-        self.orders: list[tuple[str, int]] = []  # (request, worker)
+
+    def store(self, number: int) -> RigStore:
+        return self.rig.stores[NODES[number]]
+
+    def sources(self, chosen: list[tuple[int, int]]) -> tuple[Source, ...]:
+        return tuple(
+            self.store(number).source(pages) if number < len(NODES) else Source("gone", "inproc", pages)
+            for number, pages in chosen
+        )
 
     def pick(self, number: int, kind: str) -> RigWorker:
         of_kind = [w for w in self.workers if w.peer.role == kind]
         return of_kind[number % len(of_kind)]
 
     @rule(prompt=PROMPTS, count=st.integers(1, 12), to=BIT, fetch=st.integers(0, 6), awaited=st.booleans(),
-          known=st.integers(0, 5), prefill=st.integers(0, 2))  # fmt: skip
+          known=st.integers(0, 5), prefill=st.integers(0, 2), chosen=SOURCES, cached=SOURCES)  # fmt: skip
     def order(
-        self, prompt: list[int], count: int, to: int, fetch: int, awaited: bool, known: int, prefill: int
-    ) -> None:
+        self, prompt: list[int], count: int, to: int, fetch: int, awaited: bool, known: int, prefill: int,
+        chosen: list[tuple[int, int]], cached: list[tuple[int, int]],
+    ) -> None:  # fmt: skip
+        """Anything may be ordered, and the hints may all be wrong."""
         request = f"r{len(self.requests)}"
         self.requests[request] = (prompt, count)
         tokens = prompt + reference(prompt, min(known, count - 1))
-        decode = self.pick(to, "decode")
-        decode.handle(
-            Decode(
-                request, 1, ROOT, pack_tokens(tokens), len(prompt), count, Sampling(temperature=0), (), fetch, awaited
-            )
-        )
+        greedy = Sampling(temperature=0)
+        self.pick(to, "decode").handle(
+            Decode(request, 1, ROOT, pack_tokens(tokens), len(prompt), count, greedy, (), fetch, awaited,
+                   self.sources(chosen))
+        )  # fmt: skip
         full = shippable_pages(len(tokens), PAGE) * PAGE
         if prefill and full:
-            self.pick(prefill, "prefill").handle(Prefill(request, 1, ROOT, pack_tokens(tokens[:full])))
+            order = Prefill(request, 1, ROOT, pack_tokens(tokens[:full]), self.sources(cached))
+            self.pick(prefill, "prefill").handle(order)
 
-    @rule(number=st.integers(0, 3))
+    @rule(prompt=PROMPTS, to=BIT, prefill=st.integers(0, 2), turns=st.integers(0, 30))
+    def sensible_order(self, prompt: list[int], to: int, prefill: int, turns: int) -> None:
+        """As a router orders: prefill on some node, or (0) nowhere, and the others are asked for what is cached."""
+        others = [(1 - to, 9)]
+        self.order(prompt, 4, to, 9, prefill > 0, 0, prefill, others, [(1 - prefill % 2, 9)])
+        for _ in range(turns):
+            self.a_little()
+
+    def a_little(self) -> None:
+        for worker in self.workers:
+            worker.turn()
+        for store in self.rig.stores.values():
+            store.deliver()
+            store.work()
+
+    @rule(number=WHO)
     def hear(self, number: int) -> None:
         self.workers[number].hear()
 
-    @rule(number=st.integers(0, 3))
+    @rule(number=WHO)
     def hear_one(self, number: int) -> None:
         if self.workers[number].inbox:
             self.workers[number].handle(self.workers[number].inbox.popleft())
 
-    @rule(number=st.integers(0, 3))
+    @rule(number=WHO)
     def copy(self, number: int) -> None:
         self.workers[number].copy()
 
-    @rule(number=st.integers(0, 3))
+    @rule(number=WHO)
     def step(self, number: int) -> None:
         self.workers[number].step()
 
-    @rule(number=st.integers(0, 3))
+    @rule(number=WHO)
     def turn(self, number: int) -> None:
         self.workers[number].turn()
 
-    @rule(which=st.integers(0, 30), number=st.integers(0, 3))
+    @rule(which=st.integers(0, 30), number=WHO)
     def cancel(self, which: int, number: int) -> None:
         self.workers[number].handle(Cancel(f"r{which}", 1))
 
@@ -101,19 +137,39 @@ class HandOff(RuleBasedStateMachine):
         """Nobody renews a hold meanwhile."""
         self.rig.now += seconds
 
-    @rule(number=st.integers(0, 3))
+    @rule(number=BIT, damage=st.sampled_from([False, False, False, True]), times=st.integers(1, 4))
+    def wires(self, number: int, damage: bool, times: int) -> None:
+        for _ in range(times):
+            self.store(number).deliver(damage)
+
+    @rule(number=BIT, ok=st.sampled_from([True, True, True, False]), times=st.integers(1, 4))
+    def threads(self, number: int, ok: bool, times: int) -> None:
+        for _ in range(times):
+            self.store(number).work(ok)
+
+    @rule(number=BIT)
+    def cut(self, number: int) -> None:
+        """A connection breaks, and what is on its way from that store is lost."""
+        self.store(number).lose()
+
+    @rule()
+    def settle(self) -> None:
+        self.rig.settle()
+
+    @rule(number=WHO)
     def kill(self, number: int) -> None:
         worker = self.workers[number]
         self.rig.kill(worker)
         config = self.prefill_config if worker.peer.role == "prefill" else self.decode_config
-        self.workers[number] = self.rig.worker(worker.peer.role, self.pages, config)
+        self.workers[number] = self.rig.worker(worker.peer.role, self.pages, config, worker.node.name)
 
     @precondition(lambda self: len(self.requests) > 2)
-    @rule()
-    def restart_store(self) -> None:
-        self.rig.restart_store()
+    @rule(number=BIT)
+    def restart_store(self, number: int) -> None:
+        self.rig.restart_store(NODES[number])
         for worker in self.workers:
-            worker.attach()
+            if worker.node is self.store(number):
+                worker.attach()
 
     @invariant()
     def every_token_is_the_reference(self) -> None:
@@ -130,17 +186,39 @@ class HandOff(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "workers"):
             return
+        self.everybody_ends()
         for worker in self.workers:
             for request in self.requests:
                 worker.handle(Cancel(request, 1))
-        for _ in range(3):
+        for _ in range(5):
             self.rig.settle()
-            self.rig.tick(10.0)
+            self.rig.tick(2.0)
+        self.rig.settle()
         for worker in self.workers:
             assert worker.state.cache.available == worker.num_pages
             assert worker.state.tickets == ()
-        stats = self.rig.store.stats(0.0)
-        assert (stats.reserved, stats.held, stats.waits) == (0, 0, 0)
+        for store in self.rig.stores.values():
+            stats = store.state.stats(0.0)
+            assert (stats.reserved, stats.held, stats.waits, stats.unlisted) == (0, 0, 0, 0)
+            assert (stats.loads.loading, stats.loads.fetches) == (0, 0)
+            assert (stats.serving.fetches, stats.serving.sending) == (0, 0)
+            assert store.state._tiers.idle
+
+    def everybody_ends(self) -> None:
+        """Nothing fails any more. Then every fetch ends by itself, and whoever prefills is done or gives up."""
+        for _ in range(12):
+            self.rig.settle()
+            self.rig.tick(0.5)
+            for worker in self.workers:
+                worker.handle(Tick())
+        self.rig.settle()
+        for worker in self.workers:
+            if isinstance(worker.state, PrefillState):
+                assert worker.state.stats().running == 0, "a prompt is neither done nor given up"
+            else:
+                # Who fell short keeps its device pages until the router says what next; others may have to wait.
+                phases = {sequence.phase for sequence in worker.state._sequences.values()}
+                assert phases <= {Phase.ENDED, Phase.SHORT} | ({Phase.PREEMPTED} if Phase.SHORT in phases else set())
 
 
 TestHandOff = HandOff.TestCase
