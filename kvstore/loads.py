@@ -408,8 +408,7 @@ class Loads:
         ended = self._end(fetch, Outcome())
         left = [link for link in zip(fetch.keys, fetch.parents, strict=True) if self._missing(link[0])]
         again = self.fetch(sources, left, fetch.wait, now)
-        outcome.orders += ended.orders
-        outcome.add(again)
+        outcome.orders += [*ended.orders, *again.orders]
         outcome.failed += [key for key in ended.failed if key not in self._coming]
         outcome.gone += [key for key in ended.gone if key not in self._coming]
         outcome.unmade += ended.unmade

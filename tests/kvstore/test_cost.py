@@ -1,0 +1,89 @@
+"""Load or recompute, case by case."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.messages import TierRun, TierSpeed
+from kvstore.cost import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, Loading, RateMeter, SpeedMeter, choose, load_seconds
+
+PAGE_BYTES, PAGE_SIZE, RATE = 1_000_000, 16, 1_600.0  # a page is computed in 10 ms
+QUICK = TierSpeed("disk", 0.001, 1e9, measured=True)  # a page in 1 ms
+SLOW = TierSpeed("remote", 0.005, 5e7, measured=True)  # in 20 ms
+EVEN = TierSpeed("remote", 0.0, 1e8, measured=True)  # in 10 ms
+LATE = TierSpeed("remote", 0.0451, 1e9, measured=True)
+
+
+@pytest.mark.parametrize(
+    ("runs", "on_device", "pages"),
+    [
+        ([], 0, 0),
+        ([TierRun(QUICK, 10)], 0, 10),
+        ([TierRun(SLOW, 10)], 0, 0),
+        ([TierRun(QUICK, 10), TierRun(SLOW, 5)], 0, 10),
+        ([TierRun(SLOW, 2), TierRun(QUICK, 10)], 0, 12),  # the second run pays for the first
+        ([TierRun(SLOW, 10), TierRun(QUICK, 2)], 0, 0),
+        ([TierRun(EVEN, 5)], 0, 0),
+        ([TierRun(LATE, 5)], 0, 0),
+        ([TierRun(LATE, 6)], 0, 6),
+        ([TierRun(QUICK, 10)], 9, 0),  # one page is not worth bringing ten
+        ([TierRun(QUICK, 10)], 20, 0),
+    ],
+)
+def test_loads_stop_where_computing_is_as_quick(runs: list[TierRun], on_device: int, pages: int) -> None:
+    choice = choose(runs, PAGE_BYTES, PAGE_SIZE, RATE, on_device)
+    assert choice.pages == pages
+    if not pages:
+        assert (choice.load_seconds, choice.compute_seconds) == (0.0, 0.0)
+    else:
+        assert choice.load_seconds < choice.compute_seconds
+
+
+def test_before_anything_is_measured_the_defaults_count() -> None:
+    run = TierRun(DEFAULT_SPEEDS["disk"], 10)
+    choice = choose([run], PAGE_BYTES, PAGE_SIZE, 0.0)
+    assert choice.load_seconds == load_seconds(run, PAGE_BYTES) == pytest.approx(0.012)
+    assert choice.compute_seconds == pytest.approx(10 * PAGE_SIZE / DEFAULT_PREFILL_RATE)
+
+
+def test_measurements_replace_the_defaults_and_are_then_averaged() -> None:
+    meter = SpeedMeter("remote")
+    assert not meter.speed.measured
+    meter.loaded(0.1, 1.0, 1_000)
+    assert meter.speed == TierSpeed("remote", 0.1, 1_000.0, measured=True)
+    meter.loaded(0.2, 1.0, 2_000)
+    assert meter.speed.latency == pytest.approx(0.12)
+    assert meter.speed.bytes_per_second == pytest.approx(1_200)
+
+
+def test_a_load_that_takes_no_time_at_all_is_measured_too() -> None:
+    meter = SpeedMeter("disk")
+    meter.loaded(0.0, 0.0, 1_000)
+    assert meter.speed.latency > 0
+    assert meter.speed.bytes_per_second > 0
+
+
+def test_steps_without_time_or_tokens_tell_no_rate() -> None:
+    meter = RateMeter()
+    meter.computed(100, 0.0)
+    meter.computed(0, 1.0)
+    assert meter.rate == 0.0
+    meter.computed(100, 1.0)
+    meter.computed(200, 1.0)
+    assert meter.rate == pytest.approx(120)
+
+
+@pytest.mark.parametrize(
+    ("pages", "seconds", "regret"), [(10, 0.02, 0.0), (10, 0.3, 0.2), (5, 0.3, 0.25), (0, 0.3, 0.3)]
+)
+def test_regret_is_the_time_that_computing_would_have_saved(pages: int, seconds: float, regret: float) -> None:
+    runs = [TierRun(QUICK, 10)]
+    loading = Loading(choose(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, began=5.0)
+    loading.end(pages, 5.0 + seconds)
+    assert loading.regret == pytest.approx(regret)
+    assert loading.predicted == pytest.approx(0.011)
+
+
+def test_a_load_is_of_the_tier_that_it_came_from() -> None:
+    runs = [TierRun(QUICK, 10), TierRun(SLOW, 50)]
+    assert Loading(choose(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, 0.0).tier == "disk"

@@ -1,0 +1,251 @@
+"""What a store brings in, call by call: credits, losses, sources that fail, slots that are freed in time."""
+
+from __future__ import annotations
+
+import itertools
+
+from baton.messages import Credit, Doubt, Gone, PageRequest, Serving, Source, Unwant, Want, Wanting
+from kvstore.loads import Loads, Outcome, links
+from kvstore.pages import PageTable, Reservation
+from kvstore.tiers import Ask, DiskPage, Expect, Landed, ReadEnded, Retract
+from tests.kvstore.chains import key, keys
+from tests.kvstore.fake_disk import FakeDisk, Finished, Read, Write
+
+NEAR, FAR = Source("near", "inproc", 9), Source("far", "inproc", 9)
+
+
+class Bench:
+    """Loads over an arena and a disk, two pages of a fetch on their way at once."""
+
+    def __init__(self, slots: int = 8, share: float = 1.0) -> None:
+        self.pages = PageTable(slots)
+        self.disk = FakeDisk()
+        self.loads = Loads(self.pages, self.disk, 100, share, 0.25, 3.0, itertools.count(1))
+        self.loads._window = 2
+        self.now = 0.0
+
+    def fetch(self, word: str, *sources: Source, wait: bool = False) -> Outcome:
+        return self.loads.fetch(sources, links(keys(word), b""), wait, self.now)
+
+    def land(self, fetch: int, *indices: int, damaged: tuple[int, ...] = ()) -> Outcome:
+        outcome = self.loads.landed(Landed(fetch, tuple((index, index) for index in indices), damaged), self.now)
+        for page in outcome.landed:
+            self.pages.unhold(page)
+        self.loads.validate()
+        self.pages.validate()
+        return outcome
+
+    def beat(self) -> Outcome:
+        self.now += 0.3
+        return self.loads.tick(self.now, 0.0)
+
+    def hear(self, store: str, reply: Gone | Serving) -> Outcome:
+        outcome = self.loads.answered(store, reply, self.now)
+        self.loads.validate()
+        return outcome
+
+    def store(self, word: str) -> None:
+        """Put a chain on the disk."""
+        for name, above in links(keys(word), b""):
+            page = DiskPage(name, above, 0, 7)
+            self.disk.write([page])
+            self.disk.handle(Finished(Write(page)))
+
+    def seal(self, word: str) -> None:
+        """Somebody makes a chain here."""
+        made = self.pages.reserve("worker", b"", keys(word))
+        assert isinstance(made, list)
+        for each in made:
+            if isinstance(each, Reservation):
+                self.pages.seal(each, 1, hold=False)
+            else:
+                self.pages.unhold(each)
+
+    def read(self, word: str) -> list[Read]:
+        outcome = self.loads.read(links(keys(word), b""), self.now)
+        return [order for order in outcome.orders if isinstance(order, Read)]
+
+    def have_read(self, order: Read, ok: bool = True) -> Outcome:
+        outcome = self.loads.read_ended(ReadEnded(order.key, order.slot, 7, ok), self.now)
+        for page in outcome.landed:
+            self.pages.unhold(page)
+        self.loads.validate()
+        return outcome
+
+
+def asked(outcome: Outcome, store: str = "near") -> list[PageRequest]:
+    """What that store is told."""
+    return [order.request for order in outcome.orders if isinstance(order, Ask) and order.source.store == store]
+
+
+def expected(outcome: Outcome) -> list[int]:
+    """Indices that may land from now on."""
+    return [index for order in outcome.orders if isinstance(order, Expect) for index, _ in order.slots]
+
+
+def test_pages_are_wanted_as_there_is_room_and_each_once() -> None:
+    bench = Bench()
+    began = bench.fetch("abcd", NEAR)
+    assert expected(began) == [0, 1]
+    assert asked(began) == [Want(1, 100, b"".join(keys("abcd")), False, 2)]
+    assert bench.fetch("abcd", FAR).orders == []
+    half = bench.land(1, 0, 1)
+    assert (expected(half), asked(half)) == ([2, 3], [Credit(1, 4)])
+    over = bench.land(1, 2, 3)
+    assert [page.key for page in over.landed] == keys("abcd")[2:]
+    assert over.orders == [Retract(1), Ask(NEAR, Unwant(1))]
+    bench.loads.retracted(1, bench.now)
+    assert bench.loads.idle
+
+
+def test_slots_of_a_fetch_that_ended_are_free_when_the_transport_lets_go() -> None:
+    bench = Bench(slots=2)
+    bench.fetch("ab", NEAR)
+    assert bench.hear("near", Gone(1, 0)).failed == keys("ab")
+    assert bench.pages.free == 0
+    assert bench.pages.find(key("a")) is None
+    bench.loads.retracted(1, bench.now)
+    assert bench.pages.free == 2
+
+
+def test_the_next_source_is_asked_for_what_has_not_come() -> None:
+    bench = Bench()
+    bench.fetch("abc", NEAR, FAR)
+    bench.land(1, 0)
+    again = bench.hear("near", Gone(1, 1))
+    assert asked(again) == [Unwant(1)]
+    assert asked(again, "far") == [Want(2, 100, b"".join(keys("abc")[1:]), False, 2)]
+    assert bench.hear("near", Gone(1, 1)).orders == [], "it was said before"
+    assert bench.hear("near", Gone(2, 0)).orders == [], "that one was not asked"
+    assert bench.hear("far", Gone(2, 0)).failed == keys("abc")[1:]
+
+
+def test_a_hand_off_that_no_source_has_is_gone_not_failed() -> None:
+    bench = Bench()
+    bench.fetch("ab", NEAR, wait=True)
+    outcome = bench.hear("near", Gone(1, 0))
+    assert (outcome.gone, outcome.failed) == (keys("ab"), [])
+
+
+def test_who_sent_more_than_came_is_asked_again() -> None:
+    bench = Bench()
+    bench.fetch("ab", NEAR)
+    assert Wanting(1, (1,)) in asked(bench.beat())
+    assert bench.hear("near", Serving(1, ((1, 0),))).orders == []
+    bench.land(1, 0)
+    assert bench.hear("near", Serving(2, ((1, 1),))).orders == []
+    assert asked(bench.hear("near", Serving(3, ((1, 2),)))) == [Unwant(1), Want(2, 100, key("ab"), False, 1)]
+    assert bench.loads.stats().lost == 1
+
+
+def test_who_knows_nothing_of_a_fetch_that_was_listed_is_asked_again() -> None:
+    bench = Bench()
+    bench.beat()
+    bench.fetch("ab", NEAR)
+    assert bench.hear("near", Serving(0, ())).orders == [], "it could not know yet"
+    bench.beat()
+    assert isinstance(asked(bench.hear("near", Serving(1, ())))[-1], Want)
+
+
+def test_a_page_that_somebody_makes_here_meanwhile_hides_no_loss() -> None:
+    bench = Bench()
+    bench.fetch("abcd", NEAR)
+    bench.seal("abc")
+    bench.land(1, 0, 1)  # of the next two pages one is here already
+    assert bench.loads._fetches[1].slots.keys() == {3}
+    assert bench.hear("near", Serving(0, ((1, 3),))).orders == [], "one of the three has come in vain, perhaps"
+    assert isinstance(asked(bench.hear("near", Serving(1, ((1, 3),))))[-1], Want), "it will not come any more"
+
+
+def test_a_fetch_ends_when_the_rest_is_made_here() -> None:
+    bench = Bench(slots=4)
+    held = bench.pages.reserve("worker", b"", [key("x"), key("xx")])
+    bench.fetch("abcd", NEAR, wait=True)
+    bench.land(1, 0, 1)
+    assert bench.loads._fetches[1].credit == 2, "no slot is left"
+    assert isinstance(held, list)
+    for each in reversed(held):
+        assert isinstance(each, Reservation)
+        bench.pages.abort(each)
+    bench.seal("abcd")
+    assert Retract(1) in bench.beat().orders
+
+
+def test_heartbeats_say_again_what_may_have_been_lost() -> None:
+    bench = Bench()
+    bench.fetch("abcd", NEAR)
+    bench.land(1, 0, 1)
+    assert asked(bench.beat()) == [Credit(1, 4), Wanting(1, (1,))]
+
+
+def test_two_sources_at_one_store_are_one_store() -> None:
+    bench = Bench()
+    bench.fetch("ab", NEAR)
+    bench.fetch("cd", Source("near", "inproc", 2))
+    assert [request for request in asked(bench.beat()) if isinstance(request, Wanting)] == [Wanting(1, (1, 2))]
+
+
+def test_a_silent_source_is_given_up_unless_we_were_asleep() -> None:
+    bench = Bench()
+    bench.fetch("ab", NEAR, FAR)
+    bench.now = 3.1
+    bench.loads.tick(bench.now, 3.0)
+    assert bench.loads.stats().fetches == 1
+    bench.now = 6.2
+    outcome = bench.loads.tick(bench.now, 0.0)
+    assert asked(outcome) == [Unwant(1)]
+    assert isinstance(asked(outcome, "far")[0], Want)
+
+
+def test_a_page_that_comes_damaged_four_times_is_asked_of_another() -> None:
+    bench = Bench()
+    bench.fetch("a", NEAR, FAR)
+    for _ in range(3):
+        assert asked(bench.land(1, damaged=(0,))) == [Doubt(1, 0)]
+    last = bench.land(1, damaged=(0,))
+    assert (asked(last), bench.loads.stats().damaged) == ([Unwant(1)], 4)
+    assert isinstance(asked(last, "far")[0], Want)
+
+
+def test_a_doubt_that_is_not_answered_is_not_waited_for() -> None:
+    bench = Bench()
+    bench.fetch("a", NEAR)
+    bench.land(1, damaged=(0,))
+    assert not [request for request in asked(bench.beat()) if isinstance(request, Want)]
+    bench.hear("near", Serving(1, ((1, 1),)))
+    assert not [request for request in asked(bench.beat()) if isinstance(request, Want)]
+    assert [request.fetch for request in asked(bench.beat()) if isinstance(request, Want)] == [2]
+
+
+def test_reads_beyond_the_share_come_after_the_others() -> None:
+    bench = Bench(slots=8, share=0.25)
+    bench.store("abcd")
+    first = bench.read("abcd")
+    assert [order.key for order in first] == keys("abcd")[:2]
+    orders = [order for each in first for order in bench.have_read(each).orders]
+    assert [order.key for order in orders if isinstance(order, Read)] == keys("abcd")[2:]
+
+
+def test_what_hangs_from_a_failed_read_is_told_of_apart() -> None:
+    bench = Bench()
+    bench.store("ab")
+    parent = bench.pages.reserve("worker", b"", [key("a")])
+    (order,) = bench.read("a")
+    child = bench.pages.reserve("worker", key("a"), [key("ax")])
+    assert isinstance(parent, list)
+    assert isinstance(child, list)
+    assert isinstance(parent[0], Reservation)
+    bench.pages.abort(parent[0])
+    outcome = bench.have_read(order, ok=False)
+    assert (outcome.failed, outcome.unmade) == ([key("a")], [key("ax")])
+
+
+def test_what_no_worker_wants_is_not_brought() -> None:
+    bench = Bench(share=0.25)
+    bench.store("abcd")
+    bench.read("abcd")
+    bench.fetch("xy", NEAR)
+    outcome = bench.loads.prune(lambda name: name == key("abc"), lambda name: False)
+    assert asked(outcome) == [Unwant(1)]
+    assert [name for name, _ in bench.loads._queued] == [key("abc")], "another store awaits it"
+    bench.loads.validate()

@@ -1,0 +1,181 @@
+"""What a store does for others, call by call."""
+
+from __future__ import annotations
+
+from baton.messages import Credit, Doubt, Gone, PageRequest, SentPage, Serving, Unwant, Want, Wanting
+from kvstore.loads import Outcome
+from kvstore.pages import PageTable, Reservation
+from kvstore.serving import Server
+from kvstore.tickets import WaitingRoom
+from kvstore.tiers import Answer, Check, Serve
+from tests.kvstore.chains import key, keys
+
+
+class Bench:
+    """A server over an arena; what it would read from the disk is noted."""
+
+    def __init__(self) -> None:
+        self.pages = PageTable(8)
+        self.waiting = WaitingRoom()
+        self.on_disk: dict[bytes, bytes] = {}
+        self.brought: list[bytes] = []
+        self.server = Server(
+            self.pages, self.waiting, 100, 3.0, self._bring, self.on_disk.get,
+            lambda page: Outcome(unmade=self.pages.drop(page)),
+        )  # fmt: skip
+
+    def _bring(self, links: object, now: float) -> Outcome:
+        assert isinstance(links, list)
+        self.brought += [name for name, _ in links]
+        return Outcome()
+
+    def write(self, word: str, checksum: int = 0) -> None:
+        made = self.pages.reserve("worker", b"", keys(word))
+        assert isinstance(made, list)
+        for index, each in enumerate(made):
+            if not isinstance(each, Reservation):
+                self.pages.unhold(each)
+                continue
+            page = self.pages.seal(each, checksum or index, hold=True)
+            assert page is not None
+            for waiter, place in self.waiting.call(page.key):
+                self.server.arrived(waiter, place, page)
+            self.pages.unhold(page)
+
+    def ask(self, request: PageRequest, now: float = 0.0) -> list[object]:
+        outcome = self.server.asked("peer", request, now)
+        self.pages.validate()
+        self.waiting.validate(self.server.fetches)
+        return list(outcome.orders)
+
+
+def want(fetch: int, word: str, credit: int, wait: bool = False, page_bytes: int = 100) -> Want:
+    return Want(fetch, page_bytes, b"".join(keys(word)), wait, credit)
+
+
+def test_what_is_here_is_sent_as_far_as_there_is_credit_and_held_until_served() -> None:
+    bench = Bench()
+    bench.write("abc")
+    (serve,) = bench.ask(want(1, "abc", 2))
+    assert isinstance(serve, Serve)
+    assert (serve.fetch, serve.pages) == (1, (SentPage(0, 0), SentPage(1, 1)))
+    assert bench.pages.held == 2
+    bench.server.served(serve.number)
+    assert bench.pages.held == 0
+    (rest,) = bench.ask(Credit(1, 3))
+    assert isinstance(rest, Serve)
+    assert rest.pages == (SentPage(2, 2),)
+    assert bench.ask(Credit(1, 3)) == []
+    assert bench.ask(Wanting(4, (1,))) == [Answer("peer", Serving(4, ((1, 3),)))]
+
+
+def test_what_is_neither_here_nor_below_is_gone_and_said_so_until_it_is_heard() -> None:
+    bench = Bench()
+    bench.write("a")
+    serve, gone = bench.ask(want(1, "abc", 3))
+    assert isinstance(serve, Serve), "first what is here"
+    assert gone == Answer("peer", Gone(1, 1))
+    assert bench.ask(Credit(1, 3)) == []
+    assert bench.ask(Wanting(1, (1,))) == [gone, Answer("peer", Serving(1, ((1, 1),)))]
+    assert bench.ask(Wanting(2, ())) == [Answer("peer", Serving(2, ()))]
+
+
+def test_what_is_only_being_made_is_sent_when_it_is_sealed() -> None:
+    bench = Bench()
+    assert bench.ask(want(1, "ab", 2, wait=True)) == []
+    bench.write("ab")
+    assert bench.server.stats().sending == 2
+    assert len(bench.waiting) == 0
+
+
+def test_what_is_on_the_disk_is_brought() -> None:
+    bench = Bench()
+    bench.on_disk[key("ab")] = key("a")
+    bench.write("a")
+    (serve,) = bench.ask(want(1, "ab", 2))
+    assert isinstance(serve, Serve)
+    assert bench.brought == [key("ab")]
+    bench.write("ab")
+    assert bench.server.stats().sending == 2
+
+
+def test_a_want_that_makes_no_sense_is_refused() -> None:
+    for odd in (want(1, "", 0), want(1, "ab", 2, page_bytes=50), Want(1, 100, key("a") * 2, True, 2)):
+        assert Bench().ask(odd) == [Answer("peer", Gone(1, 0))]
+
+
+def test_a_want_of_the_same_number_replaces_the_first() -> None:
+    bench = Bench()
+    bench.ask(want(1, "ab", 2, wait=True))
+    bench.ask(want(1, "cd", 1, wait=True))
+    assert len(bench.waiting) == 1
+    assert bench.waiting.awaited(key("c"))
+
+
+def test_a_doubted_page_is_checked_and_sent_again_if_it_is_good() -> None:
+    bench = Bench()
+    bench.write("a", checksum=7)
+    bench.ask(want(1, "a", 1))
+    (check,) = bench.ask(Doubt(1, 0))
+    assert isinstance(check, Check)
+    assert check.checksum == 7
+    (again,) = bench.server.checked(check.number, intact=True).orders
+    assert isinstance(again, Serve)
+    assert bench.server.stats().sent_pages == 2
+
+
+def test_a_doubted_page_that_is_bad_goes_and_with_it_what_hangs_from_it() -> None:
+    bench = Bench()
+    bench.write("ab")
+    (serve,) = bench.ask(want(1, "ab", 2))
+    (check,) = bench.ask(Doubt(1, 0))
+    assert isinstance(serve, Serve)
+    assert isinstance(check, Check)
+    assert bench.server.checked(check.number, intact=False).orders == [Answer("peer", Gone(1, 0))]
+    assert bench.pages.find(key("ab")) is None
+    assert bench.pages.free == 6, "both are still being sent"
+    bench.server.served(serve.number)
+    assert bench.pages.free == 8
+
+
+def test_a_doubt_about_a_page_made_anew_is_about_the_new_one() -> None:
+    bench = Bench()
+    bench.write("a", checksum=7)
+    (serve,) = bench.ask(want(1, "a", 1))
+    assert isinstance(serve, Serve)
+    bench.server.served(serve.number)
+    page = bench.pages.find(key("a"))
+    assert page is not None
+    bench.pages.drop(page)
+    assert bench.ask(Doubt(1, 0)) == [Answer("peer", Gone(1, 0))]
+    bench.write("a", checksum=8)
+    (check,) = bench.ask(Doubt(1, 0))
+    assert isinstance(check, Check)
+    (again,) = bench.server.checked(check.number, intact=True).orders
+    assert isinstance(again, Serve)
+    assert again.pages == (SentPage(0, 8),)
+
+
+def test_whoever_goes_is_forgotten_but_what_is_on_its_way_stays_held() -> None:
+    bench = Bench()
+    bench.write("a")
+    (serve,) = bench.ask(want(1, "ab", 2, wait=True))
+    assert isinstance(serve, Serve)
+    bench.server.tick(2.0, paused=0.0)
+    assert bench.server.stats().fetches == 1
+    bench.server.tick(3.5, paused=3.0)
+    assert bench.server.stats().fetches == 1, "we were asleep"
+    bench.server.tick(7.0, paused=0.0)
+    stats = bench.server.stats()
+    assert (stats.peers, stats.fetches, stats.sending, len(bench.waiting)) == (0, 0, 1, 0)
+    bench.server.served(serve.number)
+    assert bench.server.idle
+
+
+def test_unwanted_and_unlisted_fetches_are_forgotten() -> None:
+    bench = Bench()
+    for number in (1, 2, 3):
+        bench.ask(want(number, "ab", 1, wait=True))
+    bench.ask(Unwant(1))
+    bench.ask(Wanting(1, (3,)))
+    assert [fetch.number for fetch in bench.server.fetches] == [3]

@@ -1,0 +1,181 @@
+"""Moving pages between a device and its store, word by word: lookups, fetches and shipments."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from baton.messages import (
+    Acquire,
+    Arrived,
+    Below,
+    Corrupt,
+    NotComing,
+    NotReserved,
+    Page,
+    Promote,
+    Release,
+    Released,
+    Reserved,
+    Seal,
+    Sealed,
+    Source,
+    TierRun,
+)
+from kvstore.cost import DEFAULT_SPEEDS
+from kvstore.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut, Fetch, Lookup, Ship
+
+DISK, REMOTE = DEFAULT_SPEEDS["disk"], DEFAULT_SPEEDS["remote"]
+
+
+def chain(count: int) -> list[bytes]:
+    return [number.to_bytes(16, "big") for number in range(1, count + 1)]
+
+
+def lookup(count: int, *sources: Source) -> Lookup:
+    return Lookup(itertools.count(1), chain(count), sources)
+
+
+def fetch(count: int, wait: bool = False, parent: bytes = b"") -> Fetch:
+    return Fetch(itertools.count(1), chain(count), range(100, 100 + count), wait, parent)
+
+
+def here(ticket: int, first: int, last: int) -> Arrived:
+    return Arrived(ticket, tuple(Page(index, index, 7) for index in range(first, last)))
+
+
+# --- lookups ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_chain_takes_several_tickets_each_with_its_parent_and_its_part_of_the_sources() -> None:
+    keys = chain(2_500)
+    calls = lookup(2_500, Source("s", "e", 1_500), Source("t", "e", 500)).start()
+    assert [(call.ticket, call.parent, call.sources) for call in calls if isinstance(call, Acquire)] == [
+        (1, b"", (Source("s", "e", 1_500), Source("t", "e", 500))),
+        (2, keys[1_023], (Source("s", "e", 476),)),
+        (3, keys[2_047], ()),
+    ]
+
+
+def test_what_the_arena_has_is_found_and_nothing_else_is_asked_for() -> None:
+    looking = lookup(3)
+    looking.handle(here(1, 0, 3))
+    assert looking.undecided
+    assert looking.runs == []
+    assert looking.decide(0) == []
+    assert looking.found == 3
+
+
+def test_what_lies_below_is_decided_about_once_all_is_known() -> None:
+    looking = lookup(2_000)
+    looking.handle(here(1, 0, 1_000))
+    looking.handle(Below(1, 1_000, (TierRun(DISK, 24),)))
+    assert not looking.undecided
+    looking.handle(Below(2, 0, (TierRun(DISK, 6), TierRun(REMOTE, 70))))
+    assert looking.undecided
+    assert (looking.here, looking.runs) == (1_000, [TierRun(DISK, 24), TierRun(DISK, 6), TierRun(REMOTE, 70)])
+    assert looking.decide(30) == [Promote(1, 1_024), Promote(2, 6)]
+    assert looking.found is None
+    looking.handle(here(1, 1_000, 1_024))
+    looking.handle(NotComing(2, 4))
+    assert looking.found is None
+    looking.handle(here(2, 0, 4))
+    assert looking.found == 1_028
+
+
+def test_a_gap_ends_what_can_be_loaded() -> None:
+    looking = lookup(3_000)
+    looking.handle(Below(1, 0, (TierRun(DISK, 10),)))
+    looking.handle(Below(2, 0, (TierRun(DISK, 1_024),)))
+    looking.handle(NotComing(3, 0))
+    assert looking.runs == [TierRun(DISK, 10)]
+    assert looking.decide(10) == [Promote(1, 10)]
+
+
+def test_nothing_is_promoted_of_tickets_that_are_here_already() -> None:
+    looking = lookup(1_500)
+    looking.handle(here(1, 0, 1_024))
+    looking.handle(here(2, 0, 100))
+    looking.handle(Below(2, 100, (TierRun(DISK, 376),)))
+    assert looking.decide(376) == [Promote(2, 476)]
+
+
+# --- fetches ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_counts_when_the_hold_has_lasted() -> None:
+    fetching = fetch(3, wait=True)
+    assert fetching.handle(here(1, 0, 2)) == [CopyIn(1, 0, 0, 100, 7), CopyIn(1, 1, 1, 101, 7)]
+    assert fetching.handle(CopiedIn(1, (0, 1))) == [Release(1, (0, 1))]
+    assert fetching.covered == 0
+    fetching.handle(Released(1, (0, 1), (True, True)))
+    assert (fetching.covered, fetching.ended) == (2, False)
+    fetching.handle(NotComing(1, 2))
+    assert (fetching.ended, fetching.complete) == (True, False)
+
+
+def test_a_hold_that_had_expired_ends_the_fetch_there() -> None:
+    fetching = fetch(3, wait=True)
+    fetching.handle(here(1, 0, 3))
+    fetching.handle(Released(1, (0, 1, 2), (True, False, True)))
+    assert (fetching.covered, fetching.ended) == (1, True)
+
+
+def test_a_corrupt_page_is_reported_before_it_is_released() -> None:
+    fetching = fetch(2)
+    fetching.handle(here(1, 0, 2))
+    assert fetching.handle(CopiedIn(1, (0, 1), corrupt=(1,))) == [Corrupt(1, 1), Release(1, (0, 1))]
+    fetching.handle(Released(1, (0, 1), (True, False)))
+    assert (fetching.covered, fetching.ended, fetching.undecided) == (1, True, False)
+
+
+def test_a_hand_off_has_nothing_to_decide() -> None:
+    fetching = fetch(2, wait=True, parent=b"p" * 16)
+    (call,) = fetching.start()
+    assert isinstance(call, Acquire)
+    assert (call.wait, call.parent) == (True, b"p" * 16)
+    assert not fetching.undecided
+
+
+def test_a_cached_fetch_ends_where_its_decision_says() -> None:
+    fetching = fetch(4)
+    fetching.handle(here(1, 0, 1))
+    fetching.handle(Below(1, 1, (TierRun(DISK, 3),)))
+    fetching.decide(1)
+    fetching.handle(Released(1, (0,), (True,)))
+    assert not fetching.ended
+    fetching.handle(here(1, 1, 2))
+    fetching.handle(Released(1, (1,), (True,)))
+    assert (fetching.covered, fetching.ended) == (2, True)
+
+
+def test_keys_and_device_pages_go_together() -> None:
+    with pytest.raises(ValueError, match="2 keys for 1 device pages"):
+        Fetch(itertools.count(1), chain(2), [0], wait=False)
+
+
+# --- shipments --------------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_written_once_they_are_ready_and_slots_are_known() -> None:
+    ship = Ship(1, b"", chain(3), hold=True)
+    assert ship.ready(0, 50) == []
+    assert ship.handle(Reserved(1, (4, None, 6))) == [CopyOut(1, 0, 50, 4)]
+    assert ship.ready(1, 51) == [], "it is there already"
+    assert ship.ready(2, 52) == [CopyOut(1, 2, 52, 6)]
+    assert ship.handle(CopiedOut(1, 0, (9,))) == [Seal(1, 0, (9,), True)]
+    ship.handle(Sealed(1, 0, 1))
+    assert not ship.done
+    ship.handle(Sealed(1, 2, 1))
+    assert (ship.done, ship.written) == (True, 2)
+
+
+def test_a_refusal_is_kept_until_it_is_asked_again() -> None:
+    ship = Ship(1, b"", chain(1), hold=False)
+    ship.handle(NotReserved(1, "full"))
+    assert ship.refused == "full"
+    ship.start()
+    assert ship.refused is None
+    ship.handle(NotComing(1, 0))
+    assert ship.refused == "orphan"
