@@ -298,11 +298,12 @@ class StoreMachine(RuleBasedStateMachine):
             return
         self.misbehaved.add(worker.connection)
         ticket = self.ticket(worker, pick) or 0
+        mine = worker.tickets.get(ticket, Ticket("a"))
         calls: list[StoreCall] = [
             Reserve(ticket, b"", bytes(17)),
             Reserve(self.new_number(), b"short", key("a")),
             Reserve(self.new_number(), b"", key("ab")),
-            Reserve(ticket, b"", key("a")),
+            Reserve(ticket, parent(mine.word, mine.start), b"".join(keys(mine.word, mine.start))),  # perhaps in use
             Seal(ticket, 3, (1, 2, 3)),
             Acquire(ticket, key("a") * 2),
             Release(ticket, (-1,)),

@@ -748,8 +748,10 @@ class World:
         if worker.connection is None:
             return
         worker.node.refusable.add(worker.connection)
+        ticket = worker.tickets[number]
+        in_use = Acquire(number, b"".join(keys(ticket.word, ticket.start)), False, parent(ticket.word, ticket.start))
         calls: list[StoreCall] = [
-            Promote(number, 2), Promote(number, 99), Promote(0, 1), Acquire(number, key("a")),
+            Promote(number, 2), Promote(number, 99), Promote(0, 1), in_use,
             Seal(number, 3, (1, 2, 3)), Release(number, (-1,)), Reserve(self.number(), b"", key("ab")),
             Acquire(self.number(), key("a") * 2), Acquire(self.number(), key("ab"), False, b"short"),
         ]  # fmt: skip
