@@ -645,6 +645,27 @@ class Serving(Message, frozen=True):
     fetches: tuple[tuple[int, int], ...] = ()
 
 
+# Where NIXL carries the bytes (`kvstore.nixl_transport`), an Offer stands for Pages.
+
+
+class Offer(Message, frozen=True):
+    """These pages of a fetch can be read at these addresses of an agent, by whoever gives its metadata to NIXL."""
+
+    offer: Count
+    agent: Name
+    metadata: bytes
+    fetch: Count
+    page_bytes: Count
+    pages: tuple[SentPage, ...]
+    addresses: tuple[Count, ...]
+
+
+class Taken(Message, frozen=True):
+    """Nobody reads the pages of that offer any more."""
+
+    offer: Count
+
+
 # --- one union per direction ------------------------------------------------------------------------------------------
 
 ToAny: TypeAlias = Welcome | Rejected | Introduce | RouterHeartbeat
@@ -663,5 +684,7 @@ StoreReply: TypeAlias = (
 )
 PageRequest: TypeAlias = Want | Credit | Doubt | Unwant | Wanting
 PageReply: TypeAlias = Pages | Gone | Serving
+NixlRequest: TypeAlias = PageRequest | Taken
+NixlReply: TypeAlias = PageReply | Offer
 ToPublisher: TypeAlias = SnapshotRequest
 FromPublisher: TypeAlias = Snapshot

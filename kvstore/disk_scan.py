@@ -1,7 +1,8 @@
 """What a directory's segments hold, found out anew at every start: there is no index file that could be wrong.
 
-Only headers are read, which is quick; a page is checked when it is used. But of the segment that was written last all
-pages are checked, for there the writing may have been cut off. What is torn, corrupt, there twice or without the pages
+Only headers are read, which is quick; a page is checked when it is used. But where the writing may have been cut off
+all pages are checked: in the segment with the latest sequence, and, since pages that are moved keep theirs, in the one
+that was made last and in the one whose file was changed last. What is torn, corrupt, there twice or without the pages
 before it is left out and counted. Any bytes may lie there: they cost a record, or a segment, and never more.
 """
 
@@ -24,7 +25,8 @@ from kvstore.keys import START
 _BLOCK_BYTES = 2**20  # small records are read in blocks of this size
 _APART = 16 * 1_024  # records larger than this are visited one by one
 _AHEAD = 64  # headers that the kernel is told of in advance
-_CHECKED_BYTES = 256 * 2**20  # at most, at the end of the last segment
+_TICK_NS = 50_000_000  # the clock of files goes in steps, of some milliseconds
+_CHECKED_BYTES = 256 * 2**20  # at most, at the end of each segment that is checked
 
 
 class _Record(NamedTuple):
@@ -57,15 +59,21 @@ def scan(
     form = RecordFormat(layout, namespace)
     found: list[_Record] = []
     damaged: dict[int, int] = {}  # segment → headers that are none
+    changed: dict[int, int] = {}  # segment → when its file was changed, nanoseconds
     for number, size in sorted(segment_files(folder)):
         if abandoned():
             return None
         count = max(0, size - layout.header_bytes) // layout.record_bytes
+        if size < layout.header_bytes:  # it was being made
+            result.torn += 1
+            result.segments.append(FoundSegment(number, size, 0))
+            continue
         try:
             with _opened(segment_path(folder, number)) as fd:
                 if size > max_bytes or not is_segment(os.pread(fd, layout.header_bytes, 0), layout, namespace):
                     raise ValueError("no segment of this kind")
                 result.torn += size > layout.offset(count)  # a record that was cut off
+                changed[number] = os.fstat(fd).st_mtime_ns
                 for index, raw in _headers(fd, layout, count):
                     try:
                         header = form.parse(raw)
@@ -79,13 +87,14 @@ def scan(
             count = 0
         result.segments.append(FoundSegment(number, size, count))
     found.sort(key=_sequence)
-    tail = found[-1].segment if found else -1
+    tails = _tails(found, changed)
     result.next_sequence = found[-1].header.sequence + 1 if found else 1
     result.spoilt = [
         (record.segment, record.record)
+        for tail in tails
         for record in _torn(folder, layout, [record for record in found if record.segment == tail])
     ]
-    result.torn += damaged.pop(tail, 0) + len(result.spoilt)
+    result.torn += sum(damaged.pop(tail, 0) for tail in tails) + len(result.spoilt)
     result.corrupt += sum(damaged.values())
     spoilt = set(result.spoilt)
     sound = [record for record in found if (record.segment, record.record) not in spoilt]
@@ -94,6 +103,14 @@ def scan(
     result.duplicates = len(sound) - len(latest)
     result.orphans = len(latest) - len(result.records)
     return result
+
+
+def _tails(found: list[_Record], changed: dict[int, int]) -> set[int]:
+    """The segments that were being written when it ended, and perhaps some others. `found` in the order of sequence."""
+    if not found:
+        return set()
+    late = max(changed.values()) - _TICK_NS
+    return {found[-1].segment, max(changed), *(number for number, at in changed.items() if at >= late)}
 
 
 def _headers(fd: int, layout: RecordLayout, count: int) -> Iterator[tuple[int, bytes | memoryview]]:

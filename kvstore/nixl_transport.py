@@ -30,7 +30,7 @@ from typing import Any
 
 from baton import hosts
 from baton.errors import StartupError
-from baton.messages import Count, Message, Name, PageReply, PageRequest, Pages, SentPage
+from baton.messages import NixlReply, NixlRequest, Offer, PageReply, Pages, SentPage, Taken
 from baton.wire.pages import PageSockets
 from kvstore.peers import Carrier, Mailbox, ZmqTransport
 from kvstore.tiers import PeerAnswered, Serve, Served
@@ -44,24 +44,6 @@ _LOOK = 0.000_5  # seconds between two looks whether pages have come
 _TURN = 1.0
 
 
-class Offer(Message, frozen=True):
-    """These pages of a fetch can be read at these addresses of an agent, by whoever gives its metadata to NIXL."""
-
-    offer: Count
-    agent: Name
-    metadata: bytes
-    fetch: Count
-    page_bytes: Count
-    pages: tuple[SentPage, ...]
-    addresses: tuple[Count, ...]
-
-
-class Taken(Message, frozen=True):
-    """Nobody reads the pages of that offer any more."""
-
-    offer: Count
-
-
 class NixlTransport(ZmqTransport):
     """A `PageTransport`. Needs the package `nixl`; raises StartupError without it."""
 
@@ -69,7 +51,7 @@ class NixlTransport(ZmqTransport):
         if hosts.is_loopback(hosts.host_of(endpoint)):
             os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX would listen on every interface
         nixl = _library()
-        sockets = PageSockets(me, endpoint, silence_s, PageRequest | Taken, PageReply | Offer)
+        sockets = PageSockets(me, endpoint, silence_s, NixlRequest, NixlReply)
         return _NixlCarrier(sockets, self._mailbox, nixl, me, silence_s)
 
 
@@ -194,7 +176,7 @@ class _NixlCarrier(Carrier):
         self._pages_out += len(order.slots)
         self._bytes_out += len(order.slots) * self._page_bytes
 
-    def asked(self, peer: str, request: PageRequest | Taken) -> None:
+    def asked(self, peer: str, request: NixlRequest) -> None:
         if peer in self._heard:
             self._heard[peer] = time.monotonic()
         if not isinstance(request, Taken):
@@ -212,7 +194,7 @@ class _NixlCarrier(Carrier):
 
     # --- pages in ---------------------------------------------------------------------------------------------------
 
-    def answered(self, store: str, reply: PageReply | Offer, frames: Sequence[memoryview]) -> None:
+    def answered(self, store: str, reply: NixlReply, frames: Sequence[memoryview]) -> None:
         if isinstance(reply, Pages):
             self._sockets.losses.malformed += 1  # from a store that does not speak NIXL
         elif isinstance(reply, Offer):

@@ -16,7 +16,8 @@ from baton.messages import AttemptHeld, Delta, Envelope, Heartbeat, Load, Messag
 from tests import messages_strategy
 
 LINKS = (
-    "ToDecode ToPrefill ToStore FromDecode FromPrefill FromStore ToRouter StoreCall StoreReply PageRequest PageReply "
+    "ToDecode ToPrefill ToStore FromDecode FromPrefill FromStore ToRouter StoreCall StoreReply PageRequest PageReply"
+    " NixlRequest NixlReply "
     "ToPublisher FromPublisher"
 )
 UNIONS = {name: getattr(messages, name) for name in LINKS.split()}

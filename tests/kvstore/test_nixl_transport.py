@@ -11,9 +11,9 @@ from contextlib import ExitStack
 import pytest
 
 from baton.errors import StartupError
-from baton.messages import Gone, Peer, SentPage, Serving, Wanting
+from baton.messages import Gone, Offer, Peer, SentPage, Serving, Wanting
 from kvstore.checksum import page_checksum
-from kvstore.nixl_transport import NixlTransport, Offer
+from kvstore.nixl_transport import NixlTransport
 from kvstore.tiers import Answer, Landed, PeerAnswered, PeerAsked, Retract, Retracted, Serve, Served
 from tests.kvstore.test_peers import PAGE, SLOTS, Store
 
