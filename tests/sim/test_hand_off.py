@@ -19,6 +19,7 @@ from prefill_worker.state import PrefillState
 from tests.rig import PAGE, ROOT, Rig, RigStore, RigWorker, reference
 
 NODES = ("a", "b")
+SELDOM = st.sampled_from([False, False, False, True])
 BIT = st.integers(0, 1)
 WHO = st.integers(0, 3)
 SOURCES = st.one_of(
@@ -82,20 +83,20 @@ class HandOff(RuleBasedStateMachine):
             order = Prefill(request, 1, ROOT, pack_tokens(tokens[:full]), self.sources(cached))
             self.pick(prefill, "prefill").handle(order)
 
-    @rule(prompt=PROMPTS, to=BIT, prefill=st.integers(0, 2), turns=st.integers(0, 30))
-    def sensible_order(self, prompt: list[int], to: int, prefill: int, turns: int) -> None:
-        """As a router orders: prefill on some node, or (0) nowhere, and the others are asked for what is cached."""
+    @rule(prompt=PROMPTS, to=BIT, prefill=st.integers(0, 2), turns=st.integers(0, 30), damage=SELDOM, fails=SELDOM)
+    def sensible_order(
+        self, prompt: list[int], to: int, prefill: int, turns: int, damage: bool, fails: bool
+    ) -> None:  # fmt: skip
+        """As a router orders: prefill on some node, or (0) nowhere, and the others are asked for what is cached. Then
+        all goes on for a while, perhaps over a bad wire or with a bad disk."""
         others = [(1 - to, 9)]
         self.order(prompt, 4, to, 9, prefill > 0, 0, prefill, others, [(1 - prefill % 2, 9)])
         for _ in range(turns):
-            self.a_little()
-
-    def a_little(self) -> None:
-        for worker in self.workers:
-            worker.turn()
-        for store in self.rig.stores.values():
-            store.deliver()
-            store.work()
+            for worker in self.workers:
+                worker.turn()
+            for store in self.rig.stores.values():
+                store.deliver(damage)
+                store.work(ok=not fails)
 
     @rule(number=WHO)
     def hear(self, number: int) -> None:
@@ -137,7 +138,7 @@ class HandOff(RuleBasedStateMachine):
         """Nobody renews a hold meanwhile."""
         self.rig.now += seconds
 
-    @rule(number=BIT, damage=st.sampled_from([False, False, False, True]), times=st.integers(1, 4))
+    @rule(number=BIT, damage=SELDOM, times=st.integers(1, 4))
     def wires(self, number: int, damage: bool, times: int) -> None:
         for _ in range(times):
             self.store(number).deliver(damage)
