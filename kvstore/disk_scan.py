@@ -2,7 +2,7 @@
 
 Only headers are read, which is quick; a page is checked when it is used. But where the writing may have been cut off
 all pages are checked: in the segment with the latest sequence, and, since pages that are moved keep theirs, in the one
-that was made last and in the one whose file was changed last. What is torn, corrupt, there twice or without the pages
+that was made last. What is torn, corrupt, there twice or without the pages
 before it is left out and counted. Any bytes may lie there: they cost a record, or a segment, and never more.
 """
 
@@ -25,7 +25,6 @@ from kvstore.keys import START
 _BLOCK_BYTES = 2**20  # small records are read in blocks of this size
 _APART = 16 * 1_024  # records larger than this are visited one by one
 _AHEAD = 64  # headers that the kernel is told of in advance
-_TICK_NS = 50_000_000  # the clock of files goes in steps, of some milliseconds
 _CHECKED_BYTES = 256 * 2**20  # at most, at the end of each segment that is checked
 
 
@@ -59,7 +58,6 @@ def scan(
     form = RecordFormat(layout, namespace)
     found: list[_Record] = []
     damaged: dict[int, int] = {}  # segment → headers that are none
-    changed: dict[int, int] = {}  # segment → when its file was changed, nanoseconds
     for number, size in sorted(segment_files(folder)):
         if abandoned():
             return None
@@ -73,7 +71,6 @@ def scan(
                 if size > max_bytes or not is_segment(os.pread(fd, layout.header_bytes, 0), layout, namespace):
                     raise ValueError("no segment of this kind")
                 result.torn += size > layout.offset(count)  # a record that was cut off
-                changed[number] = os.fstat(fd).st_mtime_ns
                 for index, raw in _headers(fd, layout, count):
                     try:
                         header = form.parse(raw)
@@ -87,7 +84,7 @@ def scan(
             count = 0
         result.segments.append(FoundSegment(number, size, count))
     found.sort(key=_sequence)
-    tails = _tails(found, changed)
+    tails = {found[-1].segment, max(record.segment for record in found)} if found else set[int]()
     result.next_sequence = found[-1].header.sequence + 1 if found else 1
     result.spoilt = [
         (record.segment, record.record)
@@ -103,14 +100,6 @@ def scan(
     result.duplicates = len(sound) - len(latest)
     result.orphans = len(latest) - len(result.records)
     return result
-
-
-def _tails(found: list[_Record], changed: dict[int, int]) -> set[int]:
-    """The segments that were being written when it ended, and perhaps some others. `found` in the order of sequence."""
-    if not found:
-        return set()
-    late = max(changed.values()) - _TICK_NS
-    return {found[-1].segment, max(changed), *(number for number, at in changed.items() if at >= late)}
 
 
 def _headers(fd: int, layout: RecordLayout, count: int) -> Iterator[tuple[int, bytes | memoryview]]:
