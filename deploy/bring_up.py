@@ -143,8 +143,9 @@ def _start_supervisor(config: Config, folder: Path, keys: Keys | None) -> None:
     from deploy.crew import SUPERVISOR
     from deploy.supervisor import Desired, Supervisor
 
-    # On this node, where the router will be as well, so that the addresses it says are good here.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    # On this node, where the router will be as well, so that the addresses it says are good here. Not softly: Ray 2.60
+    # then takes any node for an actor, and with this one the router is lost anyway.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {
         "name": SUPERVISOR,
         "lifetime": "detached",
