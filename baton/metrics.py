@@ -77,7 +77,7 @@ TABLE: Mapping[str, Entry] = {
     "tier_loads_failed": Entry("counter", "Pages that were to come from a lower tier and did not."),
     "pages_sent": Entry("counter", "Pages sent to other stores."),
     "disk_up": Entry("gauge", "1 while the disk tier works; 0 without one, and once it has failed."),
-    "disk_writes_dropped": Entry("counter", "Pages not written to disk: no room, no time, no disk."),
+    "disk_writes_dropped": Entry("counter", "Pages not written to disk: no room, no time, or the disk has failed."),
     "disk_torn_records": Entry("counter", "Records found at start whose writing was cut off."),
     "store_misses": Entry("counter", "Pages asked for that were not in the arena."),
     "store_calls": Entry("counter", "Calls from workers.", ("call",)),

@@ -141,8 +141,8 @@ class DiskIndex:
         return node.parent_key if node is not None else None
 
     def wants(self, key: bytes) -> bool:
-        """Whether `write` might take this page: it is neither here nor on its way, and the queue has room."""
-        return self._accepting and self._writing < self._settings.queue_pages and key not in self._pages
+        """Whether `write` would take this page if there is room: it is neither here nor on its way."""
+        return self._accepting and key not in self._pages
 
     def prefix(self, keys: Sequence[bytes], parent: bytes = START) -> int:
         """How many of the first `keys`, which follow `parent`, can be read now."""
@@ -332,7 +332,8 @@ class DiskIndex:
         if page.key in self._pages:
             return None
         place = None
-        if self.wants(page.key) and self._pages.can_follow(page.parent):
+        room = self._writing < self._settings.queue_pages
+        if room and self._accepting and self._pages.can_follow(page.parent):
             place = self._segments.append(moving=False)
         if place is None:
             self._count.dropped_writes += 1

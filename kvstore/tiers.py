@@ -237,7 +237,7 @@ class DiskTable(Protocol):
         ...
 
     def wants(self, key: bytes) -> bool:
-        """Neither here nor on its way, and there is room in the queue."""
+        """Pages are taken, and this one is neither here nor on its way; whether there is room, `write` finds out."""
         ...
 
     def write(self, pages: Sequence[DiskPage]) -> DiskResult:
