@@ -27,9 +27,11 @@ from baton.errors import StoreGone
 from baton.messages import (
     Acquire,
     Arrived,
+    Attached,
     Forget,
     Namespace,
     Peer,
+    Refusal,
     Release,
     Released,
     Reserve,
@@ -37,15 +39,17 @@ from baton.messages import (
     Seal,
     Sealed,
     StoreCall,
+    StoreHeartbeat,
     StoreReply,
 )
 from engine.pool import PagePool
 from kvstore.checksum import page_checksum
 from kvstore.client import StoreClient, store_address
-from kvstore.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut, Fetch, Ship, batches
+from kvstore.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, Fetch, Ship, batches
 
 _PATIENCE = 30.0  # seconds
-_PAGES = 512  # in one hand-off
+_PAGES = 512  # in one hand-off, of prompts with
+_PROMPT = 64  # pages each: 1,024 tokens
 _WORD = 64  # pages that one message tells of
 
 
@@ -115,13 +119,17 @@ def hand_offs(page_bytes: int, runs: int) -> list[HandOff]:
         try:
             made = torch.randint(0, 256, (_PAGES, page_bytes), dtype=torch.uint8)
             ours, theirs = PagePool(made, page_bytes), PagePool(torch.zeros_like(made), page_bytes)
+
+            def hand_off(verify: bool) -> float:
+                keys = [secrets.token_bytes(16) for _ in range(_PAGES)]
+                return _timed(lambda: _hand_off(writer, reader, ours, theirs, keys, verify))
+
             for _ in range(4):
-                _hand_off(writer, reader, ours, theirs, verify=True)  # every slot is touched once
+                hand_off(verify=True)  # every slot is touched once
             measured: list[HandOff] = []
             for _ in range(runs):
                 copying = _timed(lambda: _copy(ours, writer, reader, theirs))
-                sealing = _timed(lambda: _hand_off(writer, reader, ours, theirs, verify=False))
-                verifying = _timed(lambda: _hand_off(writer, reader, ours, theirs, verify=True))
+                sealing, verifying = hand_off(verify=False), hand_off(verify=True)
                 assert all(torch.equal(ours.view(page), theirs.view(page)) for page in range(_PAGES)), "other bytes"
                 size = _PAGES * page_bytes
                 measured.append(HandOff(size / copying, size / sealing, size / verifying))
@@ -166,48 +174,66 @@ def _copy(ours: PagePool, writer: Worker, reader: Worker, theirs: PagePool) -> N
         theirs.copy_in(reader.store.slot(page), page)
 
 
-def _hand_off(writer: Worker, reader: Worker, ours: PagePool, theirs: PagePool, verify: bool) -> None:
-    keys = [secrets.token_bytes(16) for _ in range(_PAGES)]
-    ship = Ship(next(writer.tickets), b"", keys, hold=True)
-    fetch = Fetch(reader.tickets, keys, range(len(keys)), wait=True)
-    for call in fetch.start():
-        reader.store.call(call)
-    for call in ship.start():
-        writer.store.call(call)
-    copies = [copy for copy in ship.handle(writer.hear()) if isinstance(copy, CopyOut)]  # none are ready yet
-    for index in range(len(keys)):
-        copies += [copy for copy in ship.ready(index, index) if isinstance(copy, CopyOut)]
-    for batch in batches(copies, _WORD):
-        event = CopiedOut(batch[0].ticket, batch[0].index, tuple(_out(writer, ours, copy) for copy in batch))
-        for call in ship.handle(event):
-            assert not isinstance(call, CopyIn | CopyOut)
-            writer.store.call(call)
-    while not ship.done:
-        ship.handle(writer.hear())
-    while not fetch.complete:
-        arrived = [copy for copy in fetch.handle(reader.hear()) if isinstance(copy, CopyIn)]
-        for batch in batches(arrived, _WORD):
+def _hand_off(
+    writer: Worker, reader: Worker, ours: PagePool, theirs: PagePool, keys: Sequence[bytes], verify: bool
+) -> None:
+    """Every prompt is known from the start, as to workers with a queue: the store reserves the slots of one while the
+    pages of another are copied."""
+    starts = range(0, _PAGES, _PROMPT)
+    fetches = [Fetch(reader.tickets, keys[at : at + _PROMPT], range(at, at + _PROMPT), wait=True) for at in starts]
+    ships = [Ship(next(writer.tickets), b"", keys[at : at + _PROMPT], hold=True) for at in starts]
+    fetching = {ticket: fetch for fetch in fetches for ticket in fetch.tickets}
+    shipping = {ship.ticket: ship for ship in ships}
+    for ship, at in zip(ships, starts, strict=True):
+        _call(writer, ship.start())
+        for index in range(_PROMPT):
+            ship.ready(index, at + index)
+    for fetch in fetches:
+        _call(reader, fetch.start())
+    while not all(ship.done for ship in ships):
+        reply = writer.hear()
+        ship = shipping[_ticket(reply)]
+        for batch in batches(_copies(ship.handle(reply)), _WORD):
+            checksums = tuple(_out(writer, ours, copy) for copy in batch)
+            _call(writer, ship.handle(CopiedOut(batch[0].ticket, batch[0].index, checksums)))
+    while not all(fetch.complete for fetch in fetches):
+        reply = reader.hear()
+        fetch = fetching[_ticket(reply)]
+        for batch in batches(_copies(fetch.handle(reply)), _WORD):
             indices = tuple(copy.index for copy in batch if _in(reader, theirs, copy, verify))
-            for call in fetch.handle(CopiedIn(batch[0].ticket, indices)):
-                assert not isinstance(call, CopyIn | CopyOut)
-                reader.store.call(call)
-    for call in ship.forget():
-        writer.store.call(call)
-    for call in fetch.forget():
-        reader.store.call(call)
+            _call(reader, fetch.handle(CopiedIn(batch[0].ticket, indices)))
+    for worker, transfers in ((writer, ships), (reader, fetches)):
+        for transfer in transfers:
+            _call(worker, transfer.forget())
 
 
-def _out(writer: Worker, ours: PagePool, copy: CopyIn | CopyOut) -> int:
+def _ticket(reply: StoreReply) -> int:
+    assert not isinstance(reply, Attached | Refusal | StoreHeartbeat)
+    return reply.ticket
+
+
+def _call(worker: Worker, calls: Sequence[StoreCall | Copy]) -> None:
+    for call in calls:
+        assert not isinstance(call, CopyIn | CopyOut)
+        worker.store.call(call)
+
+
+def _copies(asked: Sequence[StoreCall | Copy]) -> list[Copy]:
+    return [copy for copy in asked if isinstance(copy, CopyIn | CopyOut)]
+
+
+def _out(writer: Worker, ours: PagePool, copy: Copy) -> int:
     slot = writer.store.slot(copy.slot)
     ours.copy_out(copy.page, slot)
     return page_checksum(slot)
 
 
-def _in(reader: Worker, theirs: PagePool, copy: CopyIn | CopyOut, verify: bool) -> bool:
+def _in(reader: Worker, theirs: PagePool, copy: Copy, verify: bool) -> bool:
     slot = reader.store.slot(copy.slot)
-    intact = not verify or (isinstance(copy, CopyIn) and page_checksum(slot) == copy.checksum)
+    if verify:
+        return isinstance(copy, CopyIn) and theirs.copy_in_checked(slot, copy.page) == copy.checksum
     theirs.copy_in(slot, copy.page)
-    return intact
+    return True
 
 
 def _timed(action: Callable[[], None]) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvstore.checksum import page_checksum
+
 
 class PagePool:
     """Wraps the pool's tensor, [num_pages, …]. Host memory is any writable buffer of one page.
@@ -29,6 +31,14 @@ class PagePool:
             self._view[page * self.page_bytes : (page + 1) * self.page_bytes] = src
         else:
             self._pages[page].copy_(torch.frombuffer(src, dtype=torch.uint8))
+
+    def copy_in_checked(self, src: memoryview, page: int) -> int:
+        """As `copy_in`; returns the checksum of the page's bytes. On a CPU they are read where they have come to lie,
+        which the cache still has, so that all of it costs little more than the copy."""
+        self.copy_in(src, page)
+        if self._view is not None:
+            return page_checksum(self._view[page * self.page_bytes : (page + 1) * self.page_bytes])
+        return page_checksum(src)
 
     def view(self, page: int) -> torch.Tensor:
         """The bytes of one device page, [page_bytes] uint8; writing to it writes to the page."""

@@ -211,8 +211,11 @@ class Worker:
     def _copy_in(self, copy: Copy) -> bool:
         """Returns whether the page is intact, as far as that is to be verified."""
         slot = self._store.slot(copy.slot)
-        intact = not (self._verify and isinstance(copy, CopyIn)) or page_checksum(slot) == copy.checksum
-        self.engine.pages.copy_in(slot, copy.page)
+        if self._verify and isinstance(copy, CopyIn):
+            intact = self.engine.pages.copy_in_checked(slot, copy.page) == copy.checksum
+        else:
+            self.engine.pages.copy_in(slot, copy.page)
+            intact = True
         self.pages_in += 1
         self.corrupt += not intact
         return intact

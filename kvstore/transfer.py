@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from baton.messages import (
     MAX_KEYS_PER_CALL,
     Acquire,
@@ -47,8 +49,7 @@ class Call:
     call: StoreCall
 
 
-@dataclass(frozen=True)
-class CopyIn:
+class CopyIn(msgspec.Struct, frozen=True):
     """Copy an arena slot into a device page."""
 
     ticket: int
@@ -58,8 +59,7 @@ class CopyIn:
     checksum: int
 
 
-@dataclass(frozen=True)
-class CopyOut:
+class CopyOut(msgspec.Struct, frozen=True):
     """Copy a device page into an arena slot."""
 
     ticket: int
@@ -103,18 +103,17 @@ Copy: TypeAlias = CopyIn | CopyOut
 TransferEvent: TypeAlias = StoreReply | CopiedIn | CopiedOut
 
 
-def batches(copies: Sequence[Copy], most: int) -> Iterator[list[Copy]]:
+def batches(copies: Sequence[Copy], most: int) -> Iterator[Sequence[Copy]]:
     """Neighbours of one kind, one ticket and consecutive indices together, at most `most`: one word tells of each."""
-    batch: list[Copy] = []
-    for copy in copies:
-        last = batch[-1] if batch else None
-        follows = last is not None and type(copy) is type(last) and copy.ticket == last.ticket
-        if batch and not (follows and last is not None and copy.index == last.index + 1 and len(batch) < most):
-            yield batch
-            batch = []
-        batch.append(copy)
-    if batch:
-        yield batch
+    first = 0
+    for end in range(1, len(copies) + 1):
+        if end == len(copies) or end - first == most or not _follows(copies[end], copies[end - 1]):
+            yield copies[first:end]
+            first = end
+
+
+def _follows(copy: Copy, last: Copy) -> bool:
+    return copy.index == last.index + 1 and copy.ticket == last.ticket and type(copy) is type(last)
 
 
 class _Acquisition:
