@@ -114,6 +114,7 @@ class Worker:
 
 def hand_offs(page_bytes: int, runs: int) -> list[HandOff]:
     """Several runs, each of all three kinds."""
+    torch.set_num_threads(1)  # a second one would spin for a while after every comparison, on the store's core
     with store_process(3 * _PAGES * page_bytes) as cluster:
         writer, reader = Worker(cluster, page_bytes), Worker(cluster, page_bytes)
         try:
