@@ -18,7 +18,6 @@ others are packed.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvstore.checksum import page_checksum
@@ -40,25 +39,16 @@ _STARTS_CHAIN = 1
 _VOID = 2
 
 
-@dataclass(frozen=True, slots=True)
 class RecordLayout:
     """How pages of one size lie in a segment."""
 
-    page_bytes: int
-
-    @property
-    def aligned(self) -> bool:
+    def __init__(self, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self.aligned = page_bytes >= _ALIGNED_FROM and page_bytes % BLOCK == 0
         """Whether pages can be moved by direct I/O."""
-        return self.page_bytes >= _ALIGNED_FROM and self.page_bytes % BLOCK == 0
-
-    @property
-    def header_bytes(self) -> int:
+        self.header_bytes = BLOCK if self.aligned else _PACKED
         """Of the segment's header and of each record's."""
-        return BLOCK if self.aligned else _PACKED
-
-    @property
-    def record_bytes(self) -> int:
-        return self.header_bytes + self.page_bytes
+        self.record_bytes = self.header_bytes + page_bytes
 
     def offset(self, index: int) -> int:
         """Where record `index` begins; with the number of records, how long the file is."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvstore.disk_files import SegmentFiles
 from kvstore.disk_format import RecordFormat, RecordHeader, RecordLayout
 
-_RUN_BYTES = 4 * 2**20  # of one system call: large enough for full bandwidth, small enough to overlap with checking
+_RUN_BYTES = 8 * 2**20  # of one system call: large enough for full bandwidth, small enough to overlap with checking
 _PLACE = itemgetter(0, 1)  # of a Wanted
 _RUN_RECORDS = 256  # of one system call: it takes at most 1,024 buffers
 
