@@ -15,6 +15,7 @@ from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.processes import workload
+from tests.processes.seen import samples, total
 from tests.processes.test_failures import eventually
 
 PAGE = 4 * 2 * 2 * 16 * 16 * 4  # bytes: layers, K and V, heads, tokens, dimensions, float32
@@ -99,7 +100,7 @@ def test_a_pin_is_made_anew_when_its_store_dies(cluster: LocalCluster) -> None:
         client.warm(wish(prefix, id="kept"), timeout=30)
         cluster.kill("store-0")
         cluster.start("store-0")
-        eventually(lambda: [pin.node for pin in client.pins()] == [""], 10)
-        eventually(lambda: [pin.node for pin in client.pins()] == ["local"], 30)
+        eventually(lambda: total(samples(cluster, "store-0"), "pinned_bytes") == PREFIX * PAGE, 30)
+        assert [pin.node for pin in client.pins()] == ["local"]
         flood(cluster, 100)
         assert cached(cluster, prefix) == PREFIX
