@@ -126,6 +126,7 @@ class DiskTier:
         self._folder: _Folder | None = None
         self._epoch = 0  # of the latest Open
         self._closing = False
+        self._failure: BaseException | None = None  # what one of the threads has died of
         self._events: deque[DiskEvent] = deque()
         self._signalled = False  # the store's loop has been told of events, and has not looked yet
         self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -158,7 +159,10 @@ class DiskTier:
         return self._signal
 
     def poll(self) -> list[DiskEvent]:
-        """What has happened. Not more than one large event at a time, so that the caller's turn stays short."""
+        """What has happened. Not more than one large event at a time, so that the caller's turn stays short. Raises
+        what a thread has died of, which no disk can bring about."""
+        if self._failure is not None:
+            raise self._failure
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._signal)
         self._signalled = False  # before looking: what comes after this tells again
@@ -198,8 +202,12 @@ class DiskTier:
         return threading.Thread(target=self._serve, args=(queue, work), name=f"disk-{name}", daemon=True)
 
     def _serve(self, queue: SimpleQueue[T | None], work: Callable[[T], None]) -> None:
-        while (item := queue.get()) is not None and not self._closing:
-            work(item)
+        try:
+            while (item := queue.get()) is not None and not self._closing:
+                work(item)
+        except BaseException as error:  # noqa: BLE001 - the loop shall hear of it, whatever it is
+            self._failure = error
+            os.eventfd_write(self._signal, 1)
 
     def _tell(self, event: DiskEvent) -> None:
         self._events.append(event)

@@ -15,6 +15,7 @@ import pytest
 
 from kvstore import disk, disk_files
 from kvstore.disk_index import RETRY_SECONDS
+from kvstore.disk_records import RecordReader, RecordWriter
 from kvstore.tiers import WriteEnded
 from tests.kvstore.chains import key, keys
 from tests.kvstore.disk_rig import LARGE, NAMESPACE, SMALL, Rig, prefixes
@@ -294,6 +295,23 @@ def test_a_disk_that_hangs_keeps_nobody(tmp_path: Path, monkeypatch: pytest.Monk
     for thread in threading.enumerate():
         if thread.name.startswith("disk-"):
             thread.join()
+
+
+@pytest.mark.parametrize(("hand", "deed"), [(RecordWriter, "append"), (RecordReader, "read")])
+def test_what_a_thread_dies_of_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hand: type[object], deed: str
+) -> None:
+    """No disk can bring that about; a store that went on with fewer hands would hold pages for ever."""
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError(deed)
+
+    with Rig(tmp_path) as rig:
+        rig.write("ab")
+        monkeypatch.setattr(hand, deed, fails)
+        act = (lambda: rig.write("abc")) if deed == "append" else (lambda: rig.read(keys("ab")))
+        with pytest.raises(ZeroDivisionError, match=deed):
+            act()
 
 
 def test_an_index_of_many_pages_comes_in_parts(tmp_path: Path) -> None:
