@@ -56,6 +56,11 @@ class Node:
     store: Store
     others: Sequence[Store] = ()
 
+    def sources(self, after: int, pages: int) -> tuple[Source, ...]:
+        """Where the store gets those of the first `pages` that come after the first `after`."""
+        helpers = [other for other in self.others if other.pages > after]
+        return tuple(Source(helper.incarnation, helper.endpoint, min(helper.pages, pages)) for helper in helpers)
+
 
 @dataclass(frozen=True, slots=True)
 class Reach:
@@ -104,10 +109,9 @@ def _reach(prefix: Prefix, node: Node, begin: int, device: int, rate: float) -> 
     choice = choose(runs, prefix.page_bytes, prefix.page_size, rate, max(0, device - begin))
     loaded = begin + choice.pages
     ends = accumulate(run.pages for run in runs)
-    helpers = [other for other in node.others if other.pages > here] if loaded > here else []
     return Reach(
         pages=max(device, loaded),
         loads=tuple(run for run, end in zip(runs, ends, strict=True) if end <= choice.pages),
         seconds=choice.load_seconds,
-        sources=tuple(Source(h.incarnation, h.endpoint, min(h.pages, prefix.pages)) for h in helpers),
+        sources=node.sources(here, prefix.pages) if loaded > here else (),
     )

@@ -16,7 +16,7 @@ Pins are named anew with each attempt, so a late answer never counts for another
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from baton.config import Config
 from baton.errors import (
@@ -36,19 +36,19 @@ from baton.messages import (
     Cancel,
     Pin,
     Prefill,
-    Source,
     Unpin,
 )
 from kvstore.keys import namespace_root, split_keys
 from router.admission import ModelLimits, check_tokens
+from router.candidates import stores
 from router.events import WARM, Cancelled, Failed, Kept, PinView, Unwarm, Warm, Warmed
 from router.life import Life
 from router.outbox import Outbox
 from router.peers import Member, Members, Work
 from router.pin import Phase, WarmPrefix
 from router.prefixes import Prefixes
+from router.reach import nodes_of
 
-_SOURCES = 3  # other stores that are named; the next is asked when one fails
 _LEAST_URGENT = 2**31 - 1  # the least urgent that a request can be
 _MOST = 4_096  # prefixes; each costs its tokens, and a moment of every tick
 _SIGHTINGS = 2  # heartbeats after which we no longer wait for the message that would have said the same
@@ -165,7 +165,8 @@ class Warmer:
         root = namespace_root(card.namespace, prefix.tenant)
         prefix.derive_keys(root, size)
         prefix.page_bytes = card.page_bytes
-        held = {holder: match.pages for holder, match in self._pages.match(split_keys(prefix.keys)).items()}
+        matches = self._pages.match(split_keys(prefix.keys))
+        held = {holder: match.pages for holder, match in matches.items()}
 
         def cost(pair: tuple[Member, Member]) -> tuple[bool, int, int, str]:
             worker, store = pair
@@ -179,26 +180,21 @@ class Warmer:
         worker, store = min(free, key=cost)
         prefix.begin(worker.incarnation, store.incarnation, store.peer.node, now)
         del self._waiting[prefix.name]
-        missing = prefix.pages - held.get(store.incarnation, 0)
+        here = held.get(store.incarnation, 0)
+        missing = prefix.pages - here
+        node = nodes_of(stores(self._members, matches, ()))[store.peer.node]
         message = Prefill(
             request=prefix.name,
             attempt=prefix.attempts,
             root=root,
             tokens=prefix.tokens,
-            sources=self._sources(store, held),
+            sources=node.sources(here, prefix.pages),
             priority=_LEAST_URGENT,
             deadline_ms=prefix.left_ms(now),
         )
         worker.slots.add(prefix.attempt)
         worker.work[prefix.attempt] = Work(self._out.send(worker.incarnation, message), missing)
         self.note(prefix, f"attempt {prefix.attempts} on {worker.peer.name}: {prefix.pages} pages, {missing} missing")
-
-    def _sources(self, store: Member, held: Mapping[str, int]) -> tuple[Source, ...]:
-        """Other nodes' stores that have more of it, the most first: the worker weighs loading against computing."""
-        others = [other for other in self._members.of("store") if other is not store and other.hello.data]
-        better = [other for other in others if held.get(other.incarnation, 0) > held.get(store.incarnation, 0)]
-        better.sort(key=lambda other: (-held[other.incarnation], other.peer.name))
-        return tuple(Source(o.incarnation, o.hello.data, held[o.incarnation]) for o in better[:_SOURCES])
 
     # --- attempts go on ----------------------------------------------------------------------------------------------
 
