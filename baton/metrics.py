@@ -51,6 +51,9 @@ TABLE: Mapping[str, Entry] = {
     "prefix_map_healed": Entry("counter", "Holders whose pages were found known wrongly and asked for.", ("found_by",)),
     "pins": Entry("gauge", "Prefixes that are kept warm, or are on their way to it.", ("phase",)),
     "peers": Entry("gauge", "Live processes.", ("role",)),
+    # workers and stores, about their KV events
+    "kv_event_answers_dropped": Entry("counter", "Snapshots and replays that a follower asked for and did not take."),
+    "kv_event_digests_corrected": Entry("counter", "Digests that were not those of what is held: a mistake of ours."),
     # router and workers
     "num_requests_running": Entry("gauge", "Requests in the running batch."),
     "num_requests_waiting": Entry("gauge", "Requests that wait."),

@@ -259,6 +259,7 @@ class Worker:
         page_bytes = self.engine.layout.page_bytes
         moved = {("in",): float(self.pages_in), ("out",): float(self.pages_out)}
         return {
+            **self._events.figures,
             "pages_moved": moved,
             "bytes_moved": {direction: pages * page_bytes for direction, pages in moved.items()},
             "checksum_failures": {("host",): self.corrupt},

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ import msgspec
 from baton import hosts
 from baton.clock import Clock
 from baton.messages import PageRun
+from baton.metrics import Sample
 from baton.wire import Publisher, Replayer
 from kvstore.changes import TierChanges, in_parts, packed_digest, snapshot_parts
 from kvstore.events import EncodedBatch, EventLog
@@ -66,8 +67,8 @@ class PageEvents:
         self._answers: dict[bytes, _Answer] = {}
         self._made: tuple[bytes, ...] = ()  # the parts of a snapshot that is still true
         self._next_snapshot = float("-inf")
-        self.given_up = 0  # answers that somebody did not read, or that too many asked for
-        self.corrected = 0  # times that our digest was not that of what we hold: a mistake of ours
+        self._given_up = 0  # answers that somebody did not read, or that too many asked for
+        self._corrected = 0  # times that our digest was not that of what we hold: a mistake of ours
 
     @property
     def endpoint(self) -> str:
@@ -99,6 +100,11 @@ class PageEvents:
         """Questions that were none."""
         return self._replayer.malformed
 
+    @property
+    def figures(self) -> Mapping[str, Sample]:
+        """For the metrics page."""
+        return {"kv_event_answers_dropped": self._given_up, "kv_event_digests_corrected": self._corrected}
+
     def publish(self, changes: Sequence[TierChanges], page_size: int) -> None:
         """What has changed since the last call, by tier, in as many batches as that takes."""
         for part in in_parts(changes):
@@ -114,7 +120,7 @@ class PageEvents:
             answer = self._answers.get(follower)
             if answer is None:
                 if len(self._answers) >= _FOLLOWERS:
-                    self.given_up += 1
+                    self._given_up += 1
                     continue
                 answer = self._answers[follower] = _Answer(now)
             if isinstance(question, int):
@@ -151,7 +157,7 @@ class PageEvents:
                 (answer.batches or answer.parts).popleft()
             else:
                 if sent is None or now - answer.since > _PATIENCE:
-                    self.given_up += 1
+                    self._given_up += 1
                     del self._answers[follower]
                 return
 
@@ -171,5 +177,5 @@ class PageEvents:
             truth ^= packed_digest(run.keys, run.medium)
         if truth != self._log.digest:
             log.error("the events up to %d do not add up to the pages that are held", self._log.last)
-            self.corrected += 1
+            self._corrected += 1
             self._log.digest = truth

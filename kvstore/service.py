@@ -359,6 +359,7 @@ class Store:
             self._metrics.publish(
                 {
                     **figures(stats),
+                    **self._events.figures,
                     "store_calls": {(call,): count for call, count in self._calls.items()},
                     "malformed_messages": malformed + stats.refusals,
                     "connections_refused": refused(),

@@ -278,7 +278,7 @@ def test_who_contradicts_himself_is_put_right_by_his_own_pages(
     owner.store(keys("abc"))
     owner.events.publish([("CPU", [Removed((key("zzz"),))])], 16)  # it never had that
     ask(owner, follower, SNAPSHOT, is_last)
-    assert owner.events.corrected == 1
+    assert owner.events.figures["kv_event_digests_corrected"] == 1
     assert owner.events.digest == packed_digest(b"".join(keys("abc")), "CPU")
     assert "do not add up" in caplog.text
 
@@ -372,7 +372,7 @@ def test_a_follower_that_does_not_read_costs_little_and_is_given_up() -> None:
             clock.advance(11.0)
             owner.turn()
             assert not owner.events._answers
-            assert owner.events.given_up == 1
+            assert owner.events.figures["kv_event_answers_dropped"] == 1
             assert owner.snapshots == 1, "one for both"
     finally:
         owner.events.close()
@@ -408,7 +408,7 @@ def test_too_many_followers_wait(owner: Owner, monkeypatch: pytest.MonkeyPatch) 
             socket.connect(owner.events.snapshots)
             socket.send_multipart([b"", SNAPSHOT])
         end = time.monotonic() + PATIENCE
-        while owner.events.given_up < 2:
+        while owner.events.figures["kv_event_answers_dropped"] < 2:
             assert time.monotonic() < end
             owner.turn()
         assert len(owner.events._answers) == 2
