@@ -16,6 +16,7 @@ import yaml
 from msgspec import Meta, Struct
 
 from baton.errors import ConfigError
+from baton.trace import MAX_STEPS
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -70,6 +71,8 @@ class ClusterConfig(_Section, frozen=True):
     heartbeat_ms: Positive = 250  # every link, both ways
     silence_ms: Positive = 3_000  # a peer silent for longer loses all it held
     stuck_ms: Positive = 60_000  # a worker whose step takes longer counts as gone
+    trace_steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)] = 0  # each worker and store traces so many from its start
+    trace_dir: str = ""  # where traces are written; default: traces, below log_dir
     key_file: str = ""  # the cluster's CURVE keys: needed by sockets that are not on loopback; made by baton up
 
     @property
@@ -79,6 +82,10 @@ class ClusterConfig(_Section, frozen=True):
     @property
     def logs(self) -> Path:
         return Path(self.log_dir) if self.log_dir else self.state_dir / "logs"
+
+    @property
+    def traces(self) -> Path:
+        return Path(self.trace_dir) if self.trace_dir else self.logs / "traces"
 
 
 class PagesConfig(_Section, frozen=True):

@@ -23,6 +23,8 @@ from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 from msgspec import Meta, Struct
 
+from baton.trace import MAX_STEPS
+
 PROTOCOL_VERSION = 2
 KEY_BYTES = 16
 TOKEN_BYTES = 4
@@ -121,6 +123,13 @@ class Rejected(Message, frozen=True):
 
 class Introduce(Message, frozen=True):
     """The router heard from an incarnation it does not know: say Hello."""
+
+
+class Trace(Message, frozen=True):
+    """Write down where the time of the next `steps` goes; `mark` tells the file from others. See `baton.trace`."""
+
+    mark: Annotated[str, Meta(pattern=r"^[0-9a-f]{1,16}$")]
+    steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)]
 
 
 # --- heartbeats: state is truth ------------------------------------------------------------------------------------
@@ -668,7 +677,7 @@ class Taken(Message, frozen=True):
 
 # --- one union per direction ------------------------------------------------------------------------------------------
 
-ToAny: TypeAlias = Welcome | Rejected | Introduce | RouterHeartbeat
+ToAny: TypeAlias = Welcome | Rejected | Introduce | RouterHeartbeat | Trace
 ToDecode: TypeAlias = ToAny | Decode | Cancel | Resend
 ToPrefill: TypeAlias = ToAny | Prefill | Cancel
 ToStore: TypeAlias = ToAny | Pin | Unpin

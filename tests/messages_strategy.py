@@ -27,6 +27,8 @@ def _of(info: mi.Type) -> st.SearchStrategy[Any]:
             return st.floats(
                 low if low is not None else above, high, exclude_min=above is not None, allow_nan=False, width=64
             )
+        case mi.StrType(pattern=str(pattern)):
+            return st.from_regex(pattern, fullmatch=True)
         case mi.StrType(min_length=shortest, max_length=longest):
             return st.text(st.characters(codec="ascii"), min_size=shortest or 0, max_size=longest or 20)
         case mi.BytesType(min_length=shortest, max_length=longest):
