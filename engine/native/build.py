@@ -1,0 +1,143 @@
+"""From the C++ sources beside this file to a loaded library, compiled for the very CPU it runs on.
+
+The library is kept in the user's cache, named by all that went into it (sources, flags, compiler, CPU), so that a
+change of any of them makes another and an old one is never taken for a new one. Whoever could write to that cache could
+run code as us: it must be ours alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-pthread")
+NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
+COMPILE_SECONDS = 300
+
+Library = ctypes.CDLL
+
+
+class NoLibrary(Exception):  # stays in this package: what it tells is logged, and torch does the work
+    """Why there can be none here."""
+
+
+@functools.cache
+def library() -> Library | None:
+    """The loaded library, compiled if it has not been; None where that can't be, which one log line explains."""
+    try:
+        return load(SOURCES, cache_root())
+    except NoLibrary as reason:
+        log.info("no native kernels: %s; torch does their work", reason)
+        return None
+
+
+def cache_root() -> Path:
+    """Where this user's libraries are kept, each in a directory of its own."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "baton" / "native"
+
+
+def load(sources: Path, root: Path) -> Library:
+    """The library of the C++ files in `sources`, from `root` or compiled into it. Raises NoLibrary."""
+    cpu = cpu_description()
+    if missing := NEEDED - set(cpu.split()):
+        raise NoLibrary(f"this CPU lacks {', '.join(sorted(missing))}")
+    compiler = find_compiler()
+    files = sorted([*sources.glob("*.cpp"), *sources.glob("*.h")])
+    directory = root / _digest(files, compiler, cpu)
+    target = directory / "library.so"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not target.exists():
+            _compile(compiler, [file for file in files if file.suffix == ".cpp"], target)
+        _refuse_strangers(directory, target)
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise NoLibrary(f"{target}: {error}") from error
+
+
+def cpu_description() -> str:
+    """Model and flags of the first CPU, as words; "" where the kernel does not tell them."""
+    if platform.machine() != "x86_64":
+        return ""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return ""
+    told = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+    told = {key.strip(): value.strip() for key, value in told.items()}
+    keys = ("vendor_id", "cpu family", "model", "stepping", "flags")
+    return " ".join(told.get(key, "") for key in keys)
+
+
+def find_compiler() -> list[str]:
+    """The command of a C++ compiler: $CXX, one on the PATH, or the one that PyPI's `ziglang` brings.
+
+    Raises NoLibrary.
+    """
+    if chosen := shlex.split(os.environ.get("CXX", "")):
+        if shutil.which(chosen[0]) is None:
+            raise NoLibrary(f"CXX names {chosen[0]}, which is not there")
+        return chosen
+    for name in ("c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return [found]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "c++"]
+    raise NoLibrary("no C++ compiler; install g++, clang++ or the PyPI package ziglang")
+
+
+def _digest(files: Sequence[Path], compiler: Sequence[str], cpu: str) -> str:
+    try:
+        told = subprocess.run([*compiler, "--version"], capture_output=True, timeout=60, check=False).stdout  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoLibrary(f"{compiler[0]} does not run: {error}") from error
+    parts = [cpu.encode(), told, "\0".join([*compiler, *FLAGS]).encode()]
+    for file in files:
+        parts += [file.name.encode(), file.read_bytes()]
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _compile(compiler: Sequence[str], sources: Sequence[Path], target: Path) -> None:
+    """Compile beside `target` and move it there whole: several processes start at once, and one may be killed."""
+    number, name = tempfile.mkstemp(dir=target.parent, prefix="making-", suffix=".so")
+    os.close(number)
+    making = Path(name)
+    try:
+        command = [*compiler, *FLAGS, *map(str, sources), "-o", str(making)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)  # noqa: S603
+        if done.returncode:
+            said = " | ".join(line for line in done.stderr.splitlines() if "error" in line)[:500]
+            raise NoLibrary(f"{compiler[0]} failed: {said or done.stderr[:500]}")
+        making.chmod(0o700)
+        making.rename(target)
+    except subprocess.TimeoutExpired as error:
+        raise NoLibrary(f"{compiler[0]} took longer than {COMPILE_SECONDS} s") from error
+    finally:
+        making.unlink(missing_ok=True)
+
+
+def _refuse_strangers(*paths: Path) -> None:
+    for path in paths:
+        found = path.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise NoLibrary(f"{path} is not ours alone, so it is not loaded; remove it")
