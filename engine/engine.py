@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from baton.errors import ModelError, NotEnoughMemory
+from baton.trace import Tracer
 from engine import sampler, weights
 from engine.attention import TorchAttention
 from engine.batch import Chunk, Sampled, flatten
@@ -41,6 +42,7 @@ class Engine:
         self.fingerprint = fingerprint
         self.pool = pool
         self.pages = PagePool(pool, layout.page_bytes)
+        self.tracer = Tracer()  # of whoever runs the steps
         self._model = Model(config, model_weights, TorchAttention(pool, layout))
 
     @classmethod
@@ -84,13 +86,19 @@ class Engine:
         """
         if not chunks:
             return []
-        batch = flatten(chunks, self.layout.page_size, len(self.pool), self.config.vocab_size)
-        hidden = self._model.forward(batch)
+        span = self.tracer.span
+        with span("inputs", "engine"):
+            batch = flatten(chunks, self.layout.page_size, len(self.pool), self.config.vocab_size)
+        with span("layers", "engine"):
+            hidden = self._model.forward(batch)
         if hidden is None:
             return [None] * len(chunks)
         draws = [chunk.sample for chunk in chunks if chunk.sample is not None]
         ends = [chunk.end for chunk in chunks if chunk.sample is not None]
-        sampled = iter(sampler.sample(self._model.logits(hidden), draws, ends))
+        with span("head", "engine"):
+            logits = self._model.logits(hidden)
+        with span("sampling", "engine"):
+            sampled = iter(sampler.sample(logits, draws, ends))
         return [None if chunk.sample is None else next(sampled) for chunk in chunks]
 
 
