@@ -25,13 +25,15 @@ def run(config: Config, name: str, node: str, router: str, stop: threading.Event
         )
         log.info("decode worker %s serves with %d pages", worker.peer.incarnation, worker.num_pages)
         while not stop.is_set():
-            for event in worker.events(state):
-                worker.do(state.handle(event, worker.clock.now()))
-            worker.copy(state)
-            worker.do(state.prepare(worker.clock.now()))
-            if plan := state.plan(worker.clock.now()):
-                worker.do(state.handle(worker.step(state, plan), worker.clock.now()))
-            worker.publish(state, lambda: _values(state.stats()))
+            with worker.turn():
+                for event in worker.events(state):
+                    worker.handle(state, event)
+                worker.copy(state)
+                with worker.tracer.span("prepare", "scheduler"):
+                    worker.do(state.prepare(worker.clock.now()))
+                if plan := worker.plan(state):
+                    worker.handle(state, worker.step(state, plan))
+                worker.publish(state, lambda: _values(state.stats()))
 
 
 def _values(stats: DecodeStats) -> Mapping[str, Sample]:

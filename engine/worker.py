@@ -6,7 +6,8 @@
                                 publish       heartbeat, KV events, metrics
 
 All of it runs on one thread, so a state never changes while a step or a copy touches its pages; the heart alone has a
-thread of its own. A service's loop calls these in that order and shows what its worker adds.
+thread of its own. A service's loop calls these in that order, within a `turn`, and shows what its worker adds. Each is
+a span of the worker's trace (`baton.trace`): of the scheduler, the engine, page copies or sockets.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -25,8 +27,9 @@ from baton.clock import MonotonicClock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import NotEnoughMemory, StoreError
 from baton.membership import Membership, OwnerLost, Say, Verdict
-from baton.messages import Heartbeat, Hello, Holding, ModelCard, Namespace, Peer, WorkerRole
+from baton.messages import Heartbeat, Hello, Holding, ModelCard, Namespace, Peer, Trace, WorkerRole
 from baton.metrics import Metrics, Sample
+from baton.trace import Tracer, new_mark, trace_path
 from baton.wire import Heart, Link, Poller, refused
 from engine import files
 from engine.config import ModelConfig
@@ -59,6 +62,7 @@ class WorkerState(Protocol):
     def tickets(self) -> tuple[int, ...]: ...
     def handle(self, event: Any, now: float) -> Sequence[Say | Call]: ...
     def take_copies(self) -> list[Copy]: ...
+    def plan(self, now: float) -> Plan: ...
     def heartbeat(self, heard: int) -> Heartbeat: ...
 
 
@@ -113,6 +117,10 @@ class Worker:
         self._step_started: float | None = None
         self._next_beat = 0.0
         self.pages_in = self.pages_out = self.corrupt = 0
+        self._traces = config.cluster.traces
+        self.tracer = self.engine.tracer = Tracer(name)
+        if config.cluster.trace_steps:
+            self.tracer.start(trace_path(self._traces, name, new_mark()), config.cluster.trace_steps)
 
     def __enter__(self) -> Self:
         return self
@@ -120,24 +128,35 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.tracer.close()
         self._heart.close()
         self._link.close()
         self._events.close()
         self._store.close()
         self.metrics.close()
 
+    def turn(self) -> AbstractContextManager[None]:
+        """One turn of the loop."""
+        return self.tracer.turn()
+
     # --- in ---------------------------------------------------------------------------------------------------------
 
     def events(self, state: WorkerState) -> Iterator[Any]:
         """Wait until there is something to do, then everything that has come in, then a Tick."""
-        self._poller.wait(0.0 if state.busy else _IDLE)
+        with self.tracer.span("wait", "sockets"):
+            self._poller.wait(0.0 if state.busy else _IDLE)
         now = self.clock.now()
         paused = self._pauses.tick(now)
         yield from self._from_store(now)
-        for envelope in self._link.receive():
+        with self.tracer.span("read the router", "sockets"):
+            envelopes = list(self._link.receive())
+        for envelope in envelopes:
             verdict = self._membership.handle(envelope, now)
             yield from self._follow(verdict)
-            if verdict.deliver:
+            if verdict.deliver and isinstance(envelope.message, Trace):
+                asked = envelope.message
+                self.tracer.start(trace_path(self._traces, self.peer.name, asked.mark), asked.steps)
+            elif verdict.deliver:
                 yield envelope.message
         yield from self._follow(self._membership.tick(now, paused))
         yield Tick(paused)
@@ -164,7 +183,9 @@ class Worker:
                     yield StoreUp(self._store.slots, self.engine.layout.page_bytes)
             return
         try:
-            yield from self._store.receive()
+            with self.tracer.span("read the store", "sockets"):
+                replies = self._store.receive()
+            yield from replies
             self._store.tick(now)
         except StoreError as error:
             log.warning("lost the store: %s", error)
@@ -174,6 +195,12 @@ class Worker:
 
     # --- out --------------------------------------------------------------------------------------------------------
 
+    def handle(self, state: WorkerState, event: Any) -> None:
+        """Tell the state, and do what it says."""
+        with self.tracer.span(f"handle {type(event).__name__}", "scheduler"):
+            commands = state.handle(event, self.clock.now())
+        self.do(commands)
+
     def do(self, commands: Sequence[Say | Call]) -> None:
         """Carry out a state's commands. What is for a router or store that is not there is dropped: the state hears
         of the loss and starts over."""
@@ -181,25 +208,31 @@ class Worker:
             match command:
                 case Say(message=message):
                     if self._membership.router is not None:
-                        self._link.send(self._membership.router, message)
+                        with self.tracer.span("tell the router", "sockets"):
+                            self._link.send(self._membership.router, message)
                 case Call(call=call):
                     if self._store.connected:
-                        self._store.call(call)
+                        with self.tracer.span("call the store", "sockets"):
+                            self._store.call(call)
 
     def copy(self, state: WorkerState) -> None:
         """Make the copies that are due and report them to the state."""
         if not self._store.connected:
             return
-        for batch in batches(state.take_copies(), _COPIES_PER_WORD):
+        with self.tracer.span("take copies", "scheduler"):
+            copies = state.take_copies()
+        for batch in batches(copies, _COPIES_PER_WORD):
             ticket, first = batch[0].ticket, batch[0].index
             if isinstance(batch[0], CopyOut):
-                event = CopiedOut(ticket, first, tuple(map(self._copy_out, batch)))
+                with self.tracer.span("copy out", "copies", pages=len(batch)):
+                    event = CopiedOut(ticket, first, tuple(map(self._copy_out, batch)))
             else:
-                good = [self._copy_in(copy) for copy in batch]
+                with self.tracer.span("copy in", "copies", pages=len(batch)):
+                    good = [self._copy_in(copy) for copy in batch]
                 indices = tuple(copy.index for copy, intact in zip(batch, good, strict=True) if intact)
                 corrupt = tuple(copy.index for copy, intact in zip(batch, good, strict=True) if not intact)
                 event = CopiedIn(ticket, indices, corrupt)
-            self.do(state.handle(event, self.clock.now()))
+            self.handle(state, event)
 
     def _copy_out(self, copy: Copy) -> int:
         """Returns the checksum of what lies in the slot then, read while the copy is still in the cache."""
@@ -220,12 +253,22 @@ class Worker:
         self.corrupt += not intact
         return intact
 
+    def plan(self, state: WorkerState) -> Plan:
+        """What the state would have the engine do next: nothing, perhaps."""
+        with self.tracer.span("plan", "scheduler"):
+            return state.plan(self.clock.now())
+
     def step(self, state: WorkerState, plan: Plan) -> StepDone | StepFailed:
         """Run one step of the engine. While it runs, the heart tells how old it is."""
+        self.tracer.count()
         self._step_started = self.clock.now()
-        self._beat(state)
+        with self.tracer.span("heartbeat", "sockets"):
+            self._beat(state)
+        chunks = list(plan.values())
+        size = {"chunks": len(chunks), "tokens": sum(len(chunk.tokens) for chunk in chunks)} if self.tracer.on else {}
         try:
-            return StepDone(plan, self.engine.step(list(plan.values())))
+            with self.tracer.span("step", "engine", **size):
+                return StepDone(plan, self.engine.step(chunks))
         except Exception as error:  # one bad batch must not end the worker; its requests hear of it
             log.exception("request=%s a step failed", ",".join(name.request for name in plan))
             return StepFailed(plan, f"{type(error).__name__}: {error}")
@@ -236,11 +279,14 @@ class Worker:
     def publish(self, state: WorkerState, values: Callable[[], Mapping[str, Sample]]) -> None:
         """After a turn: the heartbeat's snapshot and KV events; `values`, for the metrics page, once a heartbeat."""
         now = self.clock.now()
-        self._publish_changes(state.cache)
-        self._beat(state)
+        with self.tracer.span("publish changes", "sockets"):
+            self._publish_changes(state.cache)
+        with self.tracer.span("heartbeat", "sockets"):
+            self._beat(state)
         if now >= self._next_beat:
             self._next_beat = now + self._membership.heartbeat
-            self.metrics.publish({**values(), **self._moved()})
+            with self.tracer.span("publish metrics", "sockets"):
+                self.metrics.publish({**values(), **self._moved()})
             if self._store.connected:
                 self._store.call(Holding(state.tickets))
 
