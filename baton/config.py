@@ -138,7 +138,7 @@ class PrefillConfig(_Section, frozen=True):
     copies_per_step: Positive = 256  # pages copied from or to the arena per step
     max_prompts: Positive = 2  # prompts taken at a time; the others wait in the router
     store_ms: Positive = 10_000  # a prompt that gets no answer or no slots from the store for longer fails
-    threads: Natural = 0  # of the tensor library; 0: all cores of the process
+    threads: Natural = 0  # of the engine; 0: this worker's share of the cores that it finds itself on
 
 
 class DecodeConfig(_Section, frozen=True):
@@ -148,7 +148,7 @@ class DecodeConfig(_Section, frozen=True):
     step_tokens: Positive = 512  # tokens per step, decoding ones first
     copies_per_step: Positive = 64  # pages copied from or to the arena per step
     fetch_ms: Positive = 10_000  # a fetch without progress for longer ends with what is here
-    threads: Natural = 0  # of the tensor library; 0: all cores of the process
+    threads: Natural = 0  # of the engine; 0: this worker's share of the cores that it finds itself on
 
 
 class Config(_Section, frozen=True):

@@ -25,6 +25,7 @@ from baton.hosts import LOOPBACK, is_loopback
 from baton.messages import Role
 from baton.wire import Keys, use_keys
 from deploy.addresses import Addresses
+from deploy.cores import share_cores
 from deploy.kv import Keys as RayKeys
 from deploy.processes import Identity, end
 from deploy.reports import Failure, Record, Report
@@ -44,6 +45,7 @@ class Order(msgspec.Struct, frozen=True):
     node: str
     config: Config
     router: str = ""  # where workers and stores connect; empty for the router itself
+    workers: int = 1  # that share the node's cores
     keys: Keys | None = None  # handed over in memory: a node needs no copy of the file
 
 
@@ -96,7 +98,7 @@ class Service:
                 from prefill_worker.service import run
             case "decode":
                 from decode_worker.service import run
-        run(order.config, order.name, order.node, order.router, self._stop, self._host)
+        run(share_cores(order.config, order.workers), order.name, order.node, order.router, self._stop, self._host)
 
     async def _serve_router(self) -> None:
         from router.service import serve

@@ -9,7 +9,7 @@ Each node that has a worker has one store.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.config import Config
@@ -73,6 +73,11 @@ def plan(
     # A store is named after its node's place in the list, and keeps its name while it runs.
     stores = _stores(usable, {w.node for w in workers}, placed)
     return [Spec("router", "router", router_node), *stores, *workers]
+
+
+def workers_on(node: str, specs: Iterable[Spec]) -> int:
+    """How many workers share a node's cores."""
+    return sum(spec.node == node and spec.role in ("prefill", "decode") for spec in specs)
 
 
 def _stores(nodes: Sequence[str], used: set[str], placed: Mapping[str, str]) -> list[Spec]:

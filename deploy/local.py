@@ -41,7 +41,8 @@ from baton.hosts import LOOPBACK
 from baton.v1 import cluster_pb2
 from deploy.addresses import Addresses
 from deploy.client import Client
-from deploy.desired import Scale, Spec, plan, scale_of
+from deploy.cores import share_cores
+from deploy.desired import Scale, Spec, plan, scale_of, workers_on
 from deploy.processes import Identity, end
 
 _POLL = 0.05
@@ -228,7 +229,9 @@ class LocalCluster:
 
     def _spawn(self, spec: Spec) -> int:
         config = self.directory / "config.yaml"
-        config.write_text(dump(self.config))
+        # All nodes are this machine.
+        workers = sum(workers_on(node, self._specs.values()) for node in self.nodes)
+        config.write_text(dump(share_cores(self.config, workers)))
         node = self._nodes[spec.node]
         command = [*node.enter, sys.executable, "-m", "deploy.child", str(os.getpid()), _MODULES[spec.role]]
         command += ["--config", str(config), "--name", spec.name, "--node", spec.node, "--host", node.host]

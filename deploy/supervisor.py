@@ -26,7 +26,7 @@ from deploy.actors import Order
 from deploy.addresses import Addresses
 from deploy.client import Client
 from deploy.crew import SUPERVISOR, Crew
-from deploy.desired import Scale, Spec, plan
+from deploy.desired import Scale, Spec, plan, workers_on
 from deploy.kv import Keys
 from deploy.ledger import Ledger
 from deploy.observe import Facts, listed
@@ -139,7 +139,8 @@ class Supervisor:
         if (addresses := self._desired.addresses) is not None:
             config, endpoint = addresses.pin(config), addresses.endpoint
         router = "" if spec.role == "router" else endpoint
-        order = Order(self._namespace, spec.name, spec.role, spec.node, config, router, self._cluster_keys)
+        workers = workers_on(spec.node, self._specs())
+        order = Order(self._namespace, spec.name, spec.role, spec.node, config, router, workers, self._cluster_keys)
         if self._crew.start(order):
             log.info("started %s on %s", spec.name, spec.node)
             self._ledger.started(spec.name, spec.node, now)

@@ -1,0 +1,29 @@
+"""Workers of one machine share its cores."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from baton.config import Config, load
+from deploy.cores import share_cores
+from deploy.desired import Scale, plan, workers_on
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 2, 1), (8, 3, 2), (2, 1, 2), (1, 4, 1), (4, 0, 4)])
+def test_each_gets_its_share(monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, threads: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    shared = share_cores(Config(), workers)
+    assert (shared.prefill.threads, shared.decode.threads) == (threads, threads)
+
+
+def test_what_is_set_stays() -> None:
+    shared = share_cores(load(None, {"decode.threads": 7}), 1)
+    assert shared.decode.threads == 7
+
+
+def test_only_workers_of_the_node_count() -> None:
+    specs = plan(load(None, {"router.host": "10.0.0.1"}), Scale(2, 1), ["a", "b"])
+    assert workers_on("a", specs) + workers_on("b", specs) == 3
+    assert workers_on("c", specs) == 0
