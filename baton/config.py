@@ -134,7 +134,8 @@ class PrefillConfig(_Section, frozen=True):
     """Prefill workers."""
 
     pool_bytes: Bytes = Bytes(512 * 2**20)  # device pages
-    chunk_tokens: Positive = 512  # tokens per step, over all prompts
+    step_ms: Positive = 50  # about how long a step lasts while several prompts are at hand; twice that for one alone
+    chunk_tokens: Positive = 2_048  # tokens per step at most, over all prompts
     copies_per_step: Positive = 256  # pages copied from or to the arena per step
     max_prompts: Positive = 2  # prompts taken at a time; the others wait in the router
     store_ms: Positive = 10_000  # a prompt that gets no answer or no slots from the store for longer fails
