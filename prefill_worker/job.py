@@ -1,16 +1,22 @@
 """One attempt at one prompt, as the prefill worker has it.
 
-    Prefill ─▶ LOOKING ─▶ (READING) ─▶ COMPUTING ─▶ SETTLING ─▶ DONE ─▶ Cancel ─▶ (forgotten)
-               what the    store pages   chunk by     every page   Prefilled said;
-               store has,  that prefix   chunk        sealed       pages stay held
-               or loads
+    Prefill ─▶ LOOKING ─▶ (WAITING) ─▶ (READING) ─▶ COMPUTING ─▶ SETTLING ─▶ DONE ─▶ Cancel ─▶ (forgotten)
+               what the    another      store pages   chunk by     every page   Prefilled said;
+               store has,  prompt is    that prefix   chunk        sealed       pages stay held
+               or loads    making the
+                           next page
 
 `Prefill` asks for a result: every page of the prompt sealed in the node's store. What is there already is held; what
 the device has cached is copied; the rest is computed. Slots are reserved as soon as it is known what is missing.
+
+Prompts at hand that begin alike share the device pages of what they have in common, complete or not. One of them,
+reading or computing, makes the next page, and the others wait for it; should it end before, one of them goes on.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -21,13 +27,14 @@ from kvstore.transfer import Fetch, Lookup, Ship
 
 class Phase(Enum):
     LOOKING = "looking"
+    WAITING = "waiting"
     READING = "reading"
     COMPUTING = "computing"
     SETTLING = "settling"
     DONE = "done"
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """Tokens, device pages and progress of one prompt."""
 
@@ -39,12 +46,12 @@ class Job:
     arrival: float  # seconds
     deadline: float | None
     pages: list[int]
-    device: int  # pages from the start that the device had cached
     phase: Phase = Phase.LOOKING
     stored: int = 0  # pages from the start that the store had when we looked
     computed: int = 0  # tokens from the start whose K and V lie in `pages`
     sources: tuple[Source, ...] = ()  # other stores that have some of its pages cached
-    turns: int = 0  # steps it has had a share of
+    waits_for: Job | None = None  # while WAITING: who makes the next page
+    passed: int = 0  # steps in a row in which it got less than its part
     loading: Loading | None = None  # what the store was asked to bring from lower tiers
     loaded_from: int = 0  # page from which on that was
     lookup: Lookup | None = None
@@ -74,6 +81,30 @@ class Job:
     def pending(self) -> int:
         """Tokens still to compute."""
         return len(self.tokens) - self.computed
+
+    @property
+    def active(self) -> bool:
+        """Not done yet: it has device pages."""
+        return self.phase is not Phase.DONE
+
+    @property
+    def making(self) -> bool:
+        """Its next page is on its way to the device."""
+        return self.phase in (Phase.READING, Phase.COMPUTING) and self.pending > 0
+
+    @property
+    def awaits_store(self) -> bool:
+        """It can go on only when the store says something."""
+        return self.phase in (Phase.LOOKING, Phase.READING, Phase.SETTLING)
+
+    @property
+    def loading_now(self) -> bool:
+        """Pages of its prefix are on their way to the arena."""
+        return self.phase is Phase.LOOKING and self.loading is not None and not self.loading.seconds
+
+    def in_common(self, keys: Sequence[bytes]) -> int:
+        """How many pages at the start of `keys` are this prompt's, too. A key stands for everything before it."""
+        return bisect_left(range(min(self.total, len(keys))), True, key=lambda page: self.keys[page] != keys[page])
 
     def held(self) -> AttemptHeld:
         return AttemptHeld(self.name.request, self.name.attempt, self.computed, self.phase is Phase.DONE)

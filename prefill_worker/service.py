@@ -37,7 +37,8 @@ def run(config: Config, name: str, node: str, router: str, stop: threading.Event
 def _values(stats: PrefillStats) -> Mapping[str, Sample]:
     used = stats.pages_total - stats.pages_free
     return {
-        "num_requests_running": stats.running,
+        "num_requests_running": stats.running - stats.waiting,
+        "num_requests_waiting": stats.waiting,
         "kv_cache_usage_perc": {("device",): used / stats.pages_total},
         "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
         "prompt_tokens_computed": stats.tokens_computed,

@@ -31,6 +31,7 @@ from baton.messages import (
     StoreCall,
     StoreReply,
 )
+from engine.pace import StepPace
 from engine.steps import Plan, StepDone, StepFailed
 from kvstore.cost import Loading, RateMeter, choose
 from kvstore.device_cache import DeviceCache
@@ -49,7 +50,7 @@ from kvstore.transfer import (
     TransferEvent,
 )
 from prefill_worker.job import Job, Phase
-from prefill_worker.schedule import plan_step
+from prefill_worker.schedule import pairs, plan_step
 
 _SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
 
@@ -66,6 +67,7 @@ class PrefillStats:
     """Counts since the start, and the present size of things."""
 
     running: int
+    waiting: int  # of these, those that wait for pages which another prompt is making
     holding: int  # prompts that are done and whose pages we still hold
     pages_free: int
     pages_total: int
@@ -92,6 +94,7 @@ class PrefillState:
         self._slots = 0  # of the arena; 0 without a store
         self._page_bytes = 0
         self._rate = RateMeter()
+        self._pace = StepPace()
         self._planned = 0.0  # when the step that runs was planned, seconds
         self._regret: dict[LowerTier, float] = {}
         self._step = 0
@@ -101,6 +104,9 @@ class PrefillState:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; what it changes elsewhere comes back as commands, in order."""
+        return [*self._handle(event, now), *self._wake(now)]
+
+    def _handle(self, event: Event, now: float) -> list[Command]:
         match event:
             case Prefill():
                 return self._prefill(event, now)
@@ -152,12 +158,12 @@ class PrefillState:
         if len(keys) > self._num_pages:
             message = f"the prompt takes {len(keys)} pages and this worker has {self._num_pages}"
             return [*commands, Say(Refused(*_named(name), "too_large", message))]
-        active = sum(job.phase is not Phase.DONE for job in self._jobs.values())
-        device = self._cache.match(keys)
-        pages = self._cache.take(keys, len(keys)) if active < self._config.max_prompts else None
-        if pages is None:
+        active = len(self._active)
+        taken = self._take(keys) if active < self._config.max_prompts else None
+        if taken is None:
             message = f"{active} prompts are being computed and {self._cache.available} pages are free"
             return [*commands, Say(Refused(*_named(name), "busy", message))]
+        pages, complete = taken
         job = Job(
             name=name,
             tokens=tokens,
@@ -167,13 +173,75 @@ class PrefillState:
             arrival=now,
             deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
             pages=pages,
-            device=device,
-            computed=device * self._page_size,
+            computed=complete * self._page_size,
             sources=order.sources,
             progress=now,
         )
         self._jobs[order.request] = job
         return commands + self._look(job)
+
+    def _take(self, keys: Sequence[bytes]) -> tuple[list[int], int] | None:
+        """Device pages for a chain, all or nothing, and how many of them are complete. What it has in common with a
+        prompt at hand is on the same pages: those are taken, and filled, once."""
+        alike = max(self._active, key=lambda job: job.in_common(keys), default=None)
+        common = alike.in_common(keys) if alike is not None else 0
+        cached = self._cache.match(keys)
+        if alike is None or common <= cached:
+            pages = self._cache.take(keys, len(keys))
+            return None if pages is None else (pages, cached)
+        shared = alike.pages[:common]
+        self._cache.retain(shared)
+        fresh = self._cache.grow(len(keys) - common)
+        if fresh is None:
+            self._cache.free(shared)
+            return None
+        return shared + fresh, min(alike.ready, common)
+
+    # --- prompts that begin alike -----------------------------------------------------------------------------------
+
+    @property
+    def _active(self) -> list[Job]:
+        """The prompts that are not done, in the order in which they came."""
+        return [job for job in self._jobs.values() if job.active]
+
+    def _maker(self, job: Job) -> Job | None:
+        """Who else makes the next page of `job`, or loads it."""
+        alike = [other for other in self._active if other is not job and _share_next(job, other)]
+        making = (other for other in alike if other.making)
+        return next(making, None) or next((other for other in alike if other.loading_now), None)
+
+    def _spared(self, job: Job) -> int:
+        """How many pages from the start this prompt need not compute: those that are complete, and those that another
+        prompt makes or, as it came earlier, will make."""
+        spared = job.ready
+        for other in self._active:
+            if other is job:
+                break
+            spared = max(spared, other.in_common(job.keys))
+        maker = self._maker(job)
+        return max(spared, maker.in_common(job.keys)) if maker is not None else spared
+
+    def _gained(self, job: Job, before: int) -> None:
+        """Pages of `job` from `before` on have become complete: they can be found, and those who share them have them
+        as well."""
+        for page in range(before, job.ready):
+            tokens = job.tokens[page * self._page_size : (page + 1) * self._page_size]
+            self._cache.publish(job.keys[page], job.keys[page - 1] if page else b"", job.pages[page], tokens)
+        for other in self._active:
+            if other is not job and other.ready < job.ready and _share_next(other, job):
+                other.computed = min(job.ready, job.in_common(other.keys)) * self._page_size
+
+    def _wake(self, now: float) -> list[Command]:
+        """Those who wait for a page that is complete, or that nobody makes any more, go on; the most urgent first,
+        lest they all wait again for the least urgent one."""
+        waiting = [job for job in self._jobs.values() if job.phase is Phase.WAITING]
+        commands: list[Command] = []
+        for job in sorted(waiting, key=lambda job: (job.priority, job.arrival)):
+            job.waits_for = self._maker(job)
+            if job.waits_for is None:
+                job.progress = now
+                commands += self._go_on(job)
+        return commands
 
     # --- from phase to phase --------------------------------------------------------------------------------------
 
@@ -190,8 +258,8 @@ class PrefillState:
         commands: list[Command] = []
         if lookup.undecided:
             runs = lookup.runs
-            have = max(0, job.device - lookup.here)
-            choice = choose(runs, self._page_bytes, self._page_size, self._rate.rate, have)
+            spared = max(0, self._spared(job) - lookup.here)
+            choice = choose(runs, self._page_bytes, self._page_size, self._rate.rate, spared)
             commands = [Call(call) for call in lookup.decide(choice.pages)]
             if choice.pages:
                 job.loading = Loading(choice, runs, now)
@@ -202,14 +270,21 @@ class PrefillState:
             job.loading.end(found - job.loaded_from, now)
             tier = job.loading.tier
             self._regret[tier] = self._regret.get(tier, 0.0) + job.loading.regret
-        return commands + self._read(job, found, now)
+        return commands + self._found(job, found, now)
 
-    def _read(self, job: Job, found: int, now: float) -> list[Command]:
-        """The store has a prefix of `found` pages: bring those that computing the rest needs to the device."""
+    def _found(self, job: Job, found: int, now: float) -> list[Command]:
+        """The store has, and holds for us, a prefix of `found` pages."""
         job.stored = job.settled = job.offered = found
-        if found == job.total:
-            return self._finish(job, now)
-        have = job.ready
+        return self._finish(job, now) if found == job.total else self._go_on(job)
+
+    def _go_on(self, job: Job) -> list[Command]:
+        """Bring what the store has to the device, as far as computing the rest needs it, and compute the rest; unless
+        another prompt is making the same pages."""
+        job.waits_for = self._maker(job)
+        if job.waits_for is not None:
+            job.phase = Phase.WAITING
+            return []
+        have, found = job.ready, job.stored
         if found <= have:
             return self._compute(job)
         job.phase = Phase.READING
@@ -325,7 +400,7 @@ class PrefillState:
         if fetch.undecided:
             fetch.decide(0)  # what was worth loading has been loaded
         job.computed += (fetch.covered - before) * self._page_size
-        self._publish(job, job.ready - (fetch.covered - before))
+        self._gained(job, job.ready - (fetch.covered - before))
         if fetch.ended:
             job.fetch = None
             commands += [c for ticket in fetch.tickets for c in self._drop(ticket)]
@@ -355,17 +430,19 @@ class PrefillState:
 
     def plan(self, now: float) -> Plan:
         """The next step; empty when nothing computes."""
-        plan = plan_step(self._jobs.values(), self._config.chunk_tokens)
+        step = self._config.step_ms / 1_000
+        plan = plan_step(self._jobs.values(), self._pace, step, self._config.chunk_tokens)
         self._planned = now
         for name in plan:
             job = self._jobs[name.request]
-            job.turns += 1
             job.first_step = now if job.first_step is None else job.first_step
         return plan
 
     def _step_done(self, plan: Plan, now: float) -> list[Command]:
         self._step += 1
-        self._rate.computed(sum(len(chunk.tokens) for chunk in plan.values()), now - self._planned)
+        tokens, seconds = sum(len(chunk.tokens) for chunk in plan.values()), now - self._planned
+        self._rate.computed(tokens, seconds)
+        self._pace.observe(tokens, 0, seconds, sum(pairs(chunk.start, len(chunk.tokens)) for chunk in plan.values()))
         commands: list[Command] = []
         for name, chunk in plan.items():
             job, before = self._jobs[name.request], self._jobs[name.request].ready
@@ -373,16 +450,11 @@ class PrefillState:
             job.computed_here += len(chunk.tokens)
             self._computed += len(chunk.tokens)
             job.progress = now
-            self._publish(job, before)
+            self._gained(job, before)
             if not job.pending:
                 job.phase = Phase.SETTLING
             commands += self._offer(job)
         return commands
-
-    def _publish(self, job: Job, first: int) -> None:
-        for page in range(first, job.ready):
-            tokens = job.tokens[page * self._page_size : (page + 1) * self._page_size]
-            self._cache.publish(job.keys[page], job.keys[page - 1] if page else b"", job.pages[page], tokens)
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
@@ -405,7 +477,7 @@ class PrefillState:
                 continue
             if job.deadline is not None and now > job.deadline:
                 commands += self._fail(job, "deadline", "the request's deadline has passed")
-            elif now - job.progress > self._config.store_ms / 1_000:
+            elif job.awaits_store and now - job.progress > self._config.store_ms / 1_000:
                 message = f"the store gave neither answer nor slots for {self._config.store_ms} ms"
                 commands += self._fail(job, StoreError.reason, message)
             elif job.retry_at is not None and now >= job.retry_at:
@@ -425,16 +497,21 @@ class PrefillState:
         return tuple(self._owners)
 
     def heartbeat(self, heard: int) -> Heartbeat:
-        active = [job for job in self._jobs.values() if job.phase is not Phase.DONE]
+        active = self._active
         running = sum(job.phase is Phase.COMPUTING for job in active)
-        queued = sum(job.pending for job in active)
+        queued = sum(job.pending - self._made_by_others(job) for job in active)
         load = Load(running, len(active) - running, self._cache.available, self._num_pages, queued, self._rate.rate)
         return Heartbeat(heard, load, self._step, attempts=tuple(job.held() for job in self._jobs.values()))
+
+    def _made_by_others(self, job: Job) -> int:
+        """Tokens of this prompt that another one computes."""
+        return (job.waits_for.in_common(job.keys) - job.ready) * self._page_size if job.waits_for is not None else 0
 
     def stats(self) -> PrefillStats:
         done = sum(job.phase is Phase.DONE for job in self._jobs.values())
         return PrefillStats(
             running=len(self._jobs) - done,
+            waiting=sum(job.phase is Phase.WAITING for job in self._jobs.values()),
             holding=done,
             pages_free=self._cache.available,
             pages_total=self._num_pages,
@@ -453,6 +530,16 @@ class PrefillState:
             assert (job.phase is Phase.DONE) == (not job.pages), job.name
             assert job.offered >= job.settled or job.phase is Phase.DONE, job.name
             assert job.ready <= job.total, job.name
+            assert (job.phase is Phase.WAITING) == (job.waits_for is not None), job.name
+            assert job.waits_for is None or job.waits_for is self._maker(job), job.name
+            assert (job.fetch is not None) == (job.phase is Phase.READING), job.name
+        active = self._active
+        for job, other in itertools.combinations(active, 2):
+            common = job.in_common(other.keys)
+            assert job.pages[:common] == other.pages[:common], (job.name, other.name)
+            assert min(job.ready, common) == min(other.ready, common), (job.name, other.name)
+            assert not (job.making and other.making and _share_next(job, other)), (job.name, other.name)
+        assert self._cache.stats().referenced == len({page for job in active for page in job.pages})
         jobs = {id(job) for job in self._jobs.values()}
         assert all(id(job) in jobs for job in self._owners.values())
         assert self._copies.tickets <= set(self._owners)
@@ -460,3 +547,9 @@ class PrefillState:
 
 def _named(name: AttemptName) -> tuple[str, int]:
     return name.request, name.attempt
+
+
+def _share_next(job: Job, other: Job) -> bool:
+    """The next page that `job` lacks is the same page of `other`."""
+    page = job.ready
+    return page < min(job.total, other.total) and job.pages[page] == other.pages[page]
