@@ -5,6 +5,7 @@ BatonError                        INTERNAL
 │   └── ContextTooLong            INVALID_ARGUMENT     prompt + max_tokens exceed the model's context or every pool
 ├── ModelMismatch                 NOT_FOUND            the client named a model this cluster does not serve
 ├── PinNotFound                   NOT_FOUND            the client named a pin that there is not
+├── ProcessNotFound               NOT_FOUND            the client named a worker or store that is not live
 ├── Overloaded                    RESOURCE_EXHAUSTED   no room now; carries when to try again
 ├── QuotaExceeded                 RESOURCE_EXHAUSTED   a tenant may not pin as much as that
 ├── DeadlineExpired               DEADLINE_EXCEEDED    the client's deadline passed first
@@ -68,6 +69,13 @@ class PinNotFound(BatonError):
 
     status = "NOT_FOUND"
     reason = "pin_not_found"
+
+
+class ProcessNotFound(BatonError):
+    """The client named a worker or store that is not live."""
+
+    status = "NOT_FOUND"
+    reason = "process_not_found"
 
 
 class Overloaded(BatonError):

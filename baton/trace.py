@@ -178,8 +178,8 @@ class Tracer:
             self.close()
 
     def close(self) -> None:
-        """Write what there is and be off."""
-        recording, self._recording, self._waiting = self._recording, None, None
+        """Write what there is, be it nothing yet, and be off."""
+        recording, self._recording, self._waiting = self._recording or self._waiting, None, None
         if recording is None:
             return
         document = recording.document(self._process, os.getpid(), threading.get_native_id())

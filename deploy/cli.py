@@ -251,6 +251,28 @@ def warm(
 
 @app.command()
 @reported
+def profile(
+    process: Annotated[str, typer.Argument(help="A worker or store, such as decode-0; baton status lists them.")],
+    steps: Annotated[int, typer.Option(min=1, help="Steps to trace.")] = 100,
+    address: Annotated[str, typer.Option(help="host:port of a router, instead of --name.")] = "",
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Have a process trace where its next steps' time goes, for chrome://tracing or Perfetto."""
+    from deploy.client import Client
+    from deploy.status import find
+
+    with Client(address or find(_folder(name)).grpc) as client:
+        asked = client.profile(process, steps)
+    if as_json:
+        _print_json({"process": process, "steps": asked.steps, "path": asked.path, "node": asked.node})
+        return
+    _out.print(f"{escape(process)} traces its next {asked.steps} steps; when they are done, on {escape(asked.node)}:")
+    _out.print(escape(asked.path))
+
+
+@app.command()
+@reported
 def scale(
     prefill: Annotated[int | None, typer.Option(help="Prefill workers from now on.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers from now on.")] = None,

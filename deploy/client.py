@@ -37,6 +37,12 @@ class Client:
         except grpc.RpcError as error:
             raise typed(error, self.address) from None
 
+    def profile(self, process: str, steps: int = 0, timeout: float = 5.0) -> cluster_pb2.ProfileResponse:
+        """Have a worker or store trace its next steps (0: the router's default). Raises BatonError: ProcessNotFound
+        when none of that name is live."""
+        with self._typed():
+            return self._cluster.Profile(cluster_pb2.ProfileRequest(process=process, steps=steps), timeout=timeout)
+
     def serving(self, timeout: float = 2.0) -> bool:
         """Whether the router says that the cluster serves; a router that does not answer doesn't."""
         try:

@@ -40,9 +40,11 @@ from baton.messages import (
     Refusal,
     StoreCall,
     ToStore,
+    Trace,
     Unpin,
 )
 from baton.metrics import Metrics
+from baton.trace import Tracer, new_mark, trace_path
 from baton.unix import UnixListener, UnixSocket
 from baton.wire import Heart, Link, Poller, refused
 from kvstore.arena import Arena
@@ -162,6 +164,10 @@ class Store:
         self._congested = False
         self._calls: Counter[str] = Counter()
         self._malformed = 0
+        self._traces = config.cluster.traces
+        self._tracer = Tracer(name)
+        if config.cluster.trace_steps:
+            self._tracer.start(trace_path(self._traces, name, new_mark()), config.cluster.trace_steps)
 
     def __enter__(self) -> Self:
         return self
@@ -169,6 +175,7 @@ class Store:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._tracer.close()
         for connection in self._connections.values():
             connection.socket.close()
         for pidfd in self._pidfds.values():
@@ -176,24 +183,37 @@ class Store:
         self._cleanup.close()
 
     def turn(self) -> None:
-        """Wait for something to do, for a moment at most, and do it."""
-        ready = self._poller.wait(_CONGESTED if self._congested else _TURN)
+        """Wait for something to do, for a moment at most, and do it. In a trace, turns with something to do are
+        steps."""
+        with self._tracer.turn():
+            self._turn()
+
+    def _turn(self) -> None:
+        span = self._tracer.span
+        with span("wait", "sockets"):
+            ready = self._poller.wait(_CONGESTED if self._congested else _TURN)
+        if ready:
+            self._tracer.count()
         now = self._clock.now()
         paused = self._pauses.tick(now)
         for connection in [connection for connection in self._connections.values() if connection.fd in ready]:
-            self._hear(connection, _CALLS_PER_TURN)
+            with span("calls", "sockets", connection=connection.number):
+                self._hear(connection, _CALLS_PER_TURN)
         for pid in [pid for pid, pidfd in self._pidfds.items() if pidfd in ready]:
             self._bury(pid)
         if self._listener.fileno() in ready:
             self._accept()
         if self._link is not None:
-            self._attend_router(self._link, now, paused)
+            with span("router", "sockets"):
+                self._attend_router(self._link, now, paused)
         for threads in (self._transport, self._disk):
             for event in threads.poll() if threads is not None else ():
                 self._handle(event)
         self._handle(Tick(paused))
-        self._flush()
-        self._publish(now)
+        with span("flush", "sockets"):
+            self._flush()
+        with span("publish", "sockets"):
+            self._publish(now)
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
@@ -287,12 +307,14 @@ class Store:
     # --- the state's commands ---------------------------------------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
-        waiting: deque[Command] = deque(self._state.handle(event, self._clock.now()))
+        with self._tracer.span(_name_of(event), "scheduler"):
+            waiting: deque[Command] = deque(self._state.handle(event, self._clock.now()))
         while waiting:
             match waiting.popleft():
                 case Send(connection=number, reply=reply) if (connection := self._connections.get(number)) is not None:
                     try:
-                        connection.socket.send(reply, [self._arena.fd] if isinstance(reply, Attached) else ())
+                        with self._tracer.span("reply", "sockets"):
+                            connection.socket.send(reply, [self._arena.fd] if isinstance(reply, Attached) else ())
                     except StoreGone as error:
                         log.warning("closing a connection: %s", error)
                         self._close(connection)
@@ -311,9 +333,11 @@ class Store:
                     self._transport.use(self._arena.view, page_bytes)
                 case DiskOrder() as order:
                     assert self._disk is not None, "an order for a disk tier that there is not"
-                    self._disk.submit(order)
+                    with self._tracer.span("order to the disk", "copies"):
+                        self._disk.submit(order)
                 case order:
-                    self._transport.submit(order)
+                    with self._tracer.span("order to the transport", "copies"):
+                        self._transport.submit(order)
 
     def _flush(self) -> None:
         """Push on what workers have been slow to read."""
@@ -330,7 +354,10 @@ class Store:
         for envelope in link.receive():
             verdict = self._membership.handle(envelope, now)
             self._follow(link, verdict)
-            if verdict.deliver and isinstance(envelope.message, Pin | Unpin):
+            if verdict.deliver and isinstance(envelope.message, Trace):
+                asked = envelope.message
+                self._tracer.start(trace_path(self._traces, self.me.name, asked.mark), asked.steps)
+            elif verdict.deliver and isinstance(envelope.message, Pin | Unpin):
                 self._handle(RouterSaid(envelope.message))
         self._follow(link, self._membership.tick(now, paused))
         if (router := self._membership.router) is not None:
@@ -365,3 +392,8 @@ class Store:
                     "connections_refused": refused(),
                 }
             )
+
+
+def _name_of(event: Event) -> str:
+    """What a trace calls it: for what a worker said, the call."""
+    return type(event.call if isinstance(event, Heard) else event).__name__

@@ -65,6 +65,15 @@ class Unwarm:
 
 
 @dataclass(frozen=True, slots=True)
+class Profile:
+    """A client's wish that a worker or store trace its next steps."""
+
+    process: str  # its name
+    mark: str
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClientGone:
     """Nobody listens to this request, or waits for this warm-up, any more."""
 
@@ -108,7 +117,9 @@ class Shutdown:
     """This router is about to stop: end everything, and let nothing in."""
 
 
-Event: TypeAlias = Submit | Warm | Unwarm | ClientGone | StopMatched | Heard | KvEvents | KvSnapshot | Tick | Shutdown
+Event: TypeAlias = (
+    Submit | Warm | Unwarm | Profile | ClientGone | StopMatched | Heard | KvEvents | KvSnapshot | Tick | Shutdown
+)
 
 # --- outcomes ------------------------------------------------------------------------------------------------------
 

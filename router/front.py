@@ -29,7 +29,7 @@ from baton.v1 import (
 )
 from router import replies
 from router.events import Cancelled, End, Failed, Finished
-from router.intake import Intake, Wish, name_of, pin_of, take_in, take_in_prefix
+from router.intake import Intake, Wish, name_of, pin_of, steps_of, take_in, take_in_prefix
 from router.relay import Relay
 from router.stream import Stream
 
@@ -154,6 +154,15 @@ class ClusterFront(cluster_pb2_grpc.ClusterServicer):
             cluster=relay.config.cluster.name,
             model_name=relay.model.name,
         )
+
+    async def Profile(  # noqa: N802 gRPC's name
+        self, request: cluster_pb2.ProfileRequest, context: Any
+    ) -> cluster_pb2.ProfileResponse:
+        async with _typed(context):
+            steps = steps_of(request)
+            path, node = self._relay.profile(request.process, steps)
+            return cluster_pb2.ProfileResponse(path=str(path), node=node, steps=steps)
+        raise AssertionError("abort returned")
 
 
 class Front:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from baton.errors import InvalidRequest, ModelMismatch
 from baton.messages import Sampling
-from baton.v1 import cache_pb2
+from baton.trace import MAX_STEPS
+from baton.v1 import cache_pb2, cluster_pb2
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
 from router.model_files import ServedModel
@@ -23,6 +24,7 @@ _MAX_STOP_TOKENS = 1_000
 _MAX_LOGPROBS = 20
 _MAX_SEED = 2**63 - 1
 _MAX_ID = 80
+_DEFAULT_STEPS = 100
 _DEFAULT_TTL_MS = 3_600_000
 _MIN_TTL_MS, _MAX_TTL_MS = 1_000, 7 * 24 * 3_600_000
 
@@ -58,6 +60,13 @@ def name_of(request: pb.GenerateRequest) -> str:
 def pin_of(request: cache_pb2.WarmRequest) -> str:
     """What the pin is called. Raises InvalidRequest."""
     return _named("id", request.id)
+
+
+def steps_of(request: cluster_pb2.ProfileRequest) -> int:
+    """How many steps to trace. Raises InvalidRequest."""
+    if request.steps > MAX_STEPS:
+        raise InvalidRequest(f"steps is {request.steps}; it must be at most {MAX_STEPS}")
+    return request.steps or _DEFAULT_STEPS
 
 
 def _named(field: str, given: str) -> str:

@@ -12,6 +12,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from baton.clock import Clock
@@ -20,6 +21,7 @@ from baton.errors import RequestCancelled
 from baton.logs import RequestLog
 from baton.messages import Load, Message, Peer
 from baton.metrics import Metrics
+from baton.trace import new_mark, trace_path
 from router.events import (
     WARM,
     AskSnapshot,
@@ -35,6 +37,7 @@ from router.events import (
     Kept,
     Note,
     PinView,
+    Profile,
     Send,
     Shutdown,
     StopMatched,
@@ -142,6 +145,14 @@ class Relay:
     def pins(self) -> list[PinView]:
         """The pins of the only tenant there is while nobody authenticates."""
         return self.state.pins("", self._clock.now())
+
+    def profile(self, process: str, steps: int) -> tuple[Path, str]:
+        """Have a worker or store trace its next steps. Returns the file that will hold them, and its node. Raises
+        ProcessNotFound."""
+        mark = new_mark()
+        self.handle(Profile(process, mark, steps))
+        node = next(view.peer.node for view in self.state.processes(self._clock.now()) if view.peer.name == process)
+        return trace_path(self.config.cluster.traces, process, mark), node
 
     def stop(self) -> None:
         """End every stream: whoever is served gets Unavailable, and may ask the router that comes after this one."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from baton import messages
 from baton.clock import Tick
 from baton.config import Config
-from baton.errors import BatonError
+from baton.errors import BatonError, ProcessNotFound
 from baton.messages import (
     AttemptHeld,
     AttemptName,
@@ -30,6 +30,7 @@ from baton.messages import (
     Role,
     RouterHeartbeat,
     ToRouter,
+    Trace,
     Welcome,
 )
 from router.admission import ModelLimits
@@ -47,6 +48,7 @@ from router.events import (
     KvEvents,
     KvSnapshot,
     PinView,
+    Profile,
     Shutdown,
     StopMatched,
     Submit,
@@ -117,7 +119,7 @@ class RouterState:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; returns what is to be done, in order. Raises InvalidRequest for a Submit whose name is in
-        use, and PinNotFound for an Unwarm of what there is not."""
+        use, PinNotFound for an Unwarm and ProcessNotFound for a Profile of what there is not."""
         match event:
             case Heard(envelope=envelope):
                 self._heard(envelope, now)
@@ -131,6 +133,8 @@ class RouterState:
                 self._warmer.warm(event, now)
             case Unwarm():
                 self._warmer.unwarm(event, now)
+            case Profile():
+                self._profile(event)
             case ClientGone(request=name, why=why):
                 self._warmer.abandon(name, why)
                 if (request := self._life.requests.get(name)) is not None:
@@ -339,6 +343,16 @@ class RouterState:
                 member.drop(name)
             else:
                 self._life.retry(request, f"{member.peer.name} does not have it", now)
+
+    # --- profiles ----------------------------------------------------------------------------------------------------
+
+    def _profile(self, wish: Profile) -> None:
+        member = self._members.named(wish.process)
+        if member is None:
+            raise ProcessNotFound(
+                f"no worker or store of the name {wish.process!r} is live; `baton status` lists those that are"
+            )
+        self._out.send(member.incarnation, Trace(wish.mark, wish.steps))
 
     # --- time --------------------------------------------------------------------------------------------------------
 

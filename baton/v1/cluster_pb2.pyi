@@ -33,6 +33,24 @@ PROCESS_STATE_SILENT: ProcessState
 PROCESS_STATE_STUCK: ProcessState
 PROCESS_STATE_DEAD: ProcessState
 
+class ProfileRequest(_message.Message):
+    __slots__ = ("process", "steps")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    process: str
+    steps: int
+    def __init__(self, process: _Optional[str] = ..., steps: _Optional[int] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("path", "node", "steps")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    node: str
+    steps: int
+    def __init__(self, path: _Optional[str] = ..., node: _Optional[str] = ..., steps: _Optional[int] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

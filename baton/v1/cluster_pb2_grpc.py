@@ -39,6 +39,11 @@ class ClusterStub:
                 request_serializer=baton_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/baton.v1.Cluster/Profile',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -51,6 +56,14 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Has a live worker or store trace its next steps; returns before they have been done. NOT_FOUND without one of that
+        name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +71,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.GetStatusRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.ProfileRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +105,33 @@ class Cluster:
             '/baton.v1.Cluster/GetStatus',
             baton_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/Profile',
+            baton_dot_v1_dot_cluster__pb2.ProfileRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

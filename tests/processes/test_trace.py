@@ -1,0 +1,136 @@
+"""Traces of real processes: what is in them, that spans nest, and that hardly anything of a loop is missing."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.errors import InvalidRequest, ProcessNotFound
+from deploy.cli import app
+from deploy.client import Client
+from deploy.local import LocalCluster
+from tests import checkpoints
+from tests.processes import workload
+from tests.processes.test_failures import eventually
+
+_RNG = random.Random(5)
+PROMPT = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(200)]
+STEPS = 20
+SPANS = {
+    *("turn", "wait", "read the router", "read the store", "tell the router", "call the store", "heartbeat"),
+    *("handle Decode", "handle StepDone", "take copies", "plan"),
+    *("step", "inputs", "sampling"),
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """Times in microseconds."""
+
+    name: str
+    category: str
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+def read(path: Path) -> list[Span]:
+    """The spans of one file, in the order in which they began; outer ones first."""
+    events = json.loads(path.read_text())["traceEvents"]
+    made = [Span(e["name"], e["cat"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
+    return sorted(made, key=lambda span: (span.start, -span.end))
+
+
+def depths(spans: Sequence[Span]) -> list[int]:
+    """How deep each one lies. Fails where two overlap and neither holds the other."""
+    found: list[int] = []
+    open_spans: list[Span] = []
+    for span in spans:
+        while open_spans and open_spans[-1].end <= span.start:
+            open_spans.pop()
+        assert not open_spans or span.end <= open_spans[-1].end + 0.002, (open_spans[-1], span)  # it is rounded
+        found.append(len(open_spans))
+        open_spans.append(span)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    folder = tmp_path_factory.mktemp("trace")
+    path = checkpoints.make("llama", folder / "model")
+    with LocalCluster(workload.settings(path, 1, 1, **{"cluster.trace_steps": 2}), folder / "cluster") as cluster:
+        yield cluster
+
+
+def traces(cluster: LocalCluster, process: str) -> list[Path]:
+    return sorted(cluster.config.cluster.traces.glob(f"{process}-*.json"))
+
+
+def test_each_process_traces_its_first_steps_when_told_to(cluster: LocalCluster) -> None:
+    workload.ask(cluster.address, PROMPT)
+    for process in ("prefill-0", "decode-0", "store-0"):
+        eventually(lambda process=process: traces(cluster, process), what=f"the trace of {process}")
+        (path,) = traces(cluster, process)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        depths(read(path))
+
+
+def test_the_next_steps_of_a_decode_worker_that_runs(cluster: LocalCluster) -> None:
+    result = CliRunner().invoke(
+        app, ["profile", "decode-0", "--steps", str(STEPS), "--address", cluster.address, "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    asked = json.loads(result.stdout)
+    assert (asked["process"], asked["steps"], asked["node"]) == ("decode-0", STEPS, cluster.node)
+    path = Path(asked["path"])
+    # Other tokens than above: their pages are on no device yet, and come as copies.
+    workload.ask(cluster.address, PROMPT[::-1], STEPS + 8)
+    eventually(path.exists, what="the trace")
+    spans = read(path)
+    by_depth = list(zip(depths(spans), spans, strict=True))
+    assert sum(span.name == "step" for span in spans) == STEPS
+    assert {span.category for span in spans} == {"loop", "scheduler", "engine", "copies", "sockets"}
+    assert {span.name for span in spans} >= SPANS
+    turns = [span for depth, span in by_depth if depth == 0]
+    assert {span.name for span in turns} == {"turn"}
+    loop = turns[-1].end - turns[0].start
+    named = sum(span.duration for depth, span in by_depth if depth == 1)
+    assert named >= 0.95 * loop, f"{named / loop:.3f} of the loop's time has a name"
+
+
+def test_the_next_calls_of_a_store(cluster: LocalCluster) -> None:
+    with Client(cluster.address) as client:
+        path = Path(client.profile("store-0", 5).path)
+    workload.ask(cluster.address, PROMPT[1:])
+    eventually(path.exists, what="the trace")
+    assert {"turn", "wait", "calls", "reply", "publish"} <= {span.name for span in read(path)}
+
+
+def test_a_trace_of_nobody_or_of_too_much(cluster: LocalCluster) -> None:
+    with Client(cluster.address) as client:
+        with pytest.raises(ProcessNotFound, match="decode-7"):
+            client.profile("decode-7")
+        with pytest.raises(InvalidRequest, match="10001"):
+            client.profile("decode-0", 10_001)
+    assert CliRunner().invoke(app, ["profile", "decode-7", "--address", cluster.address]).exit_code == 1
+
+
+def test_a_worker_that_is_told_to_stop_writes_what_it_has(cluster: LocalCluster) -> None:
+    with Client(cluster.address) as client:
+        path = Path(client.profile("prefill-0", 10_000).path)
+    log = cluster.config.cluster.logs / "prefill-0.log"
+    eventually(lambda: path.name in log.read_text(), what="the word that it traces")
+    cluster.kill("prefill-0", signal.SIGTERM)
+    eventually(path.exists, what="the trace")
+    assert all(span.name != "step" for span in read(path))
