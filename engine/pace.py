@@ -41,6 +41,7 @@ class StepPace:
         self._seen = np.zeros(4, dtype=np.bool_)  # what any step so far had some of
         self._moments: npt.NDArray[np.float64] = np.zeros((4, 4))
         self._products: _Vector = np.zeros(4)
+        self.largest = 0  # prompt tokens of the largest step so far; what is said of far larger ones is a guess
         self._slow = 0  # steps in a row that took far longer than expected
 
     def observe(self, tokens: int, rows: int, seconds: float, pairs: int = 0) -> None:
@@ -51,9 +52,11 @@ class StepPace:
         step = np.array([1.0, tokens, rows, pairs]) / _UNITS
         size = math.sqrt(float(step @ step))
         step, seconds = step / size, seconds / size
-        if not self._believes(step, seconds):
+        new = tokens > self.largest or not self._seen[step > 0].all()  # nothing can be expected of it
+        if not new and not self._believes(seconds, float(self._cost @ step)):
             return
         self._seen |= step > 0
+        self.largest = max(self.largest, tokens)
         self._moments = self._moments * _KEEP + np.outer(step, step)
         self._products = self._products * _KEEP + seconds * step
         self._cost = _least_squares(self._moments + _NEAR * np.eye(4), self._products + _NEAR * self._cost)
@@ -73,12 +76,9 @@ class StepPace:
             return None
         return max(0, int((seconds - self.seconds(0, rows)) / each))
 
-    def _believes(self, step: _Vector, seconds: float) -> bool:
+    def _believes(self, seconds: float, expected: float) -> bool:
         """Whether this time is to be learnt from. Where it shows that the machine has changed, what was known before
         counts little from now on."""
-        expected = float(self._cost @ step)
-        if not expected or not self._seen[step > 0].all():
-            return True  # of a kind of step that is new, nothing can be expected
         self._slow = self._slow + 1 if seconds > _FAR * expected else 0
         if 0 < self._slow < _BELIEVED:
             return False

@@ -35,6 +35,7 @@ from prefill_worker.job import Job, Phase
 LEVELS = 4  # a prompt that is less urgent than that many levels waits no longer for it
 STEPS_PER_LEVEL = 4
 _UNMEASURED = 256  # tokens of the first step, of which nobody knows yet how long it will take
+_GROWTH = 4  # no step is larger than the largest so far times this
 _FIXED = 4.0  # a step lasts at least this many times what it costs to compute nothing
 
 Ranks: TypeAlias = Sequence[tuple[int, Sequence[Job]]]
@@ -54,24 +55,30 @@ def plan_step(jobs: Collection[Job], pace: StepPace, step: float, most: int) -> 
     ranks = rank(ready, [job for job in jobs if job.phase is Phase.WAITING])
     alone = sum(job.phase not in (Phase.SETTLING, Phase.DONE) for job in jobs) == 1
     seconds = max(2 * step if alone else step, _FIXED * pace.seconds(0))
-    if not pace.seconds(page_size):
-        most = min(most, _UNMEASURED)
-    most_pages = min(most // page_size, sum(job.pending for job in ready) // page_size)
-    pages = bisect_right(range(1, most_pages + 1), seconds, key=lambda count: _seconds(share(ranks, count), pace))
+    most = min(most, max(_UNMEASURED, _GROWTH * pace.largest), sum(job.pending for job in ready))
+    pages = bisect_right(
+        range(1, most // page_size + 1), seconds, key=lambda count: _seconds(share(ranks, count), pace)
+    )
     shares = share(ranks, max(1, pages))
     _age(ranks, shares)
     return {job.name: _chunk(job, count) for job, count in shares.items()}
 
 
 def rank(ready: Collection[Job], waiting: Collection[Job]) -> Ranks:
-    """Who goes first, by the formula above; among equals those who have waited longest, then those who came first."""
+    """Who goes first, by the formula above; among equals those who have waited longest, then those who got
+    least, then those who came first."""
     urgent = min(job.priority for job in (*ready, *waiting))
     ranked: list[tuple[int, Sequence[Job]]] = []
     for job in ready:
         behind = [job, *(other for other in waiting if other.waits_for is job)]
         best = min(min(each.priority - urgent, LEVELS) * STEPS_PER_LEVEL - each.passed for each in behind)
         ranked.append((max(0, best), behind))
-    return sorted(ranked, key=lambda item: (item[0], -max(job.passed for job in item[1]), item[1][0].arrival))
+    return sorted(ranked, key=_place)
+
+
+def _place(ranked: tuple[int, Sequence[Job]]) -> tuple[float, ...]:
+    of, (job, *behind) = ranked
+    return of, -max(each.passed for each in (job, *behind)), job.computed_here, job.arrival
 
 
 def share(ranks: Ranks, pages: int) -> Shares:

@@ -1,0 +1,218 @@
+"""What a prefill step computes: how much, in which order, and that nobody is passed over for long."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.messages import AttemptName
+from engine.pace import StepPace
+from engine.steps import Plan
+from prefill_worker.job import Job, Phase
+from prefill_worker.schedule import LEVELS, STEPS_PER_LEVEL, pairs, plan_step
+
+PAGE = 16
+_numbers = itertools.count()
+
+
+def prompt(pages: int, priority: int = 0, computed: int = 0, phase: Phase = Phase.COMPUTING) -> Job:
+    """A prompt of so many pages, of which `computed` are complete. Who is made later came later."""
+    number = next(_numbers)
+    return Job(
+        name=AttemptName(f"r{number}", 1),
+        tokens=list(range(pages * PAGE)),
+        keys=[number.to_bytes(8, "big") + page.to_bytes(8, "big") for page in range(pages)],
+        page_size=PAGE,
+        priority=priority,
+        arrival=float(number),
+        deadline=None,
+        pages=list(range(pages)),
+        computed=computed * PAGE,
+        phase=phase,
+    )
+
+
+def planned(jobs: Sequence[Job], pages: int) -> dict[str, int]:
+    """The pages of each prompt in a step of at most so many, on a machine whose pace nobody knows."""
+    plan = plan_step(jobs, StepPace(), 1.0, pages * PAGE)
+    return {name.request: len(chunk.tokens) // PAGE for name, chunk in plan.items()}
+
+
+def run(jobs: Sequence[Job], plan: Plan) -> None:
+    for job in jobs:
+        if job.name in plan:
+            job.computed = plan[job.name].end
+            job.computed_here += len(plan[job.name].tokens)
+
+
+def took(plan: Plan, fixed: float = 0.002) -> float:
+    """Seconds that the machine below takes for it."""
+    chunks = [(chunk.start, len(chunk.tokens)) for chunk in plan.values()]
+    return machine(sum(count for _, count in chunks), sum(pairs(*chunk) for chunk in chunks), fixed)
+
+
+def machine(tokens: int, attended: int = 0, fixed: float = 0.002) -> float:
+    return fixed + 100e-6 * tokens + 50e-9 * attended
+
+
+def known_pace(fixed: float = 0.002) -> StepPace:
+    pace = StepPace()
+    for count in range(50):
+        tokens, start = (64, 256, 512)[count % 3], count % 7 * 1_000
+        attended = pairs(start, tokens)
+        pace.observe(tokens, 0, machine(tokens, attended, fixed), attended)
+    return pace
+
+
+PROMPTS = st.builds(prompt, st.integers(1, 40), st.integers(-3, 9))
+
+
+@given(st.lists(PROMPTS, max_size=12), st.integers(1, 30), st.data())
+def test_a_step_is_whole_pages_in_order_within_its_budget(jobs: list[Job], pages: int, data: st.DataObject) -> None:
+    for job in jobs:
+        job.computed = data.draw(st.integers(0, job.total)) * PAGE
+        job.passed = data.draw(st.integers(0, 40))
+    plan = plan_step(jobs, StepPace(), 1.0, pages * PAGE)
+    ready = {job.name: job for job in jobs if job.pending}
+    assert plan.keys() <= ready.keys()
+    for name, chunk in plan.items():
+        job = ready[name]
+        assert chunk.start == job.computed
+        assert chunk.tokens
+        assert len(chunk.tokens) % PAGE == 0
+        assert chunk.tokens == job.tokens[chunk.start : chunk.end]
+        assert chunk.pages == job.pages[: chunk.end // PAGE]
+        assert chunk.sample is None
+    # All that there is room for, and no more.
+    most = min(pages * PAGE, 256, sum(job.pending for job in jobs))
+    assert sum(len(chunk.tokens) for chunk in plan.values()) == most
+
+
+@given(st.lists(PROMPTS, min_size=1, max_size=8), st.lists(PROMPTS, max_size=60), st.integers(1, 16), st.data())
+def test_whatever_arrives_nobody_is_passed_over_for_longer_than_the_bound(
+    jobs: list[Job], arriving: list[Job], pages: int, data: st.DataObject
+) -> None:
+    passed: dict[AttemptName, int] = {}
+    most = 0
+    while ready := [job for job in jobs if job.pending]:
+        most = max(most, len(ready))
+        plan = plan_step(jobs, StepPace(), 1.0, pages * PAGE)
+        part = max(1, sum(len(chunk.tokens) for chunk in plan.values()) // PAGE // len(ready))
+        for job in ready:
+            got = len(plan[job.name].tokens) // PAGE if job.name in plan else 0
+            passed[job.name] = 0 if got >= min(part, job.pending // PAGE) else passed.get(job.name, 0) + 1
+            assert passed[job.name] <= LEVELS * STEPS_PER_LEVEL + math.ceil(most / pages)
+        run(jobs, plan)
+        jobs = [*jobs, *arriving[: (count := data.draw(st.integers(0, 3)))]]
+        arriving = arriving[count:]
+
+
+def test_equals_share_and_what_a_short_one_leaves_goes_to_the_longer_ones() -> None:
+    short, long, longer = prompt(2), prompt(20), prompt(30)
+    shares = planned([longer, short, long], 12)
+    assert shares == {short.name.request: 2, long.name.request: 5, longer.name.request: 5}
+
+
+def test_several_short_prompts_fit_into_one_step() -> None:
+    jobs = [prompt(2) for _ in range(6)]
+    assert list(planned(jobs, 12).values()) == [2] * 6
+
+
+def test_the_more_urgent_go_first_and_leave_what_they_dont_need() -> None:
+    later, urgent = prompt(20, priority=1), prompt(4, priority=0)
+    assert planned([later, urgent], 10) == {urgent.name.request: 4, later.name.request: 6}
+    urgent = prompt(20, priority=-5)
+    assert planned([later, urgent], 10) == {urgent.name.request: 10}
+
+
+@pytest.mark.parametrize(("priority", "steps"), [(0, 0), (1, 4), (3, 12), (4, 16), (2**31 - 1, 16)])
+def test_who_waits_rises_the_sooner_the_less_is_between(priority: int, steps: int) -> None:
+    jobs = [prompt(10_000, priority=0), prompt(100, priority=priority)]
+    until = 0
+    while True:
+        plan = plan_step(jobs, StepPace(), 1.0, 10 * PAGE)
+        if jobs[1].name in plan:
+            break
+        until += 1
+        run(jobs, plan)
+    assert until == steps
+    assert len(plan[jobs[1].name].tokens) == 5 * PAGE  # its part
+    assert jobs[1].passed == 0
+
+
+def test_scraps_are_no_part() -> None:
+    """Who gets a page now and then, because others leave it, still rises."""
+    low = prompt(1_000, priority=9)
+    for _ in range(16):
+        assert planned([prompt(9, priority=0), low], 10)[low.name.request] == 1
+    assert planned([prompt(9, priority=0), low], 10)[low.name.request] == 5
+
+
+def test_with_more_prompts_than_pages_they_take_turns() -> None:
+    jobs = [prompt(4) for _ in range(5)]
+    seen: list[str] = []
+    for _ in range(5):
+        plan = plan_step(jobs, StepPace(), 1.0, 2 * PAGE)
+        seen += [name.request for name in plan]
+        run(jobs, plan)
+    assert [seen.count(job.name.request) for job in jobs] == [2] * 5
+
+
+def test_who_is_waited_for_goes_as_early_as_those_who_wait() -> None:
+    maker, other, waiter = prompt(20, priority=7), prompt(20, priority=3), prompt(20, priority=0, phase=Phase.WAITING)
+    waiter.waits_for = maker
+    assert planned([maker, other, waiter], 10) == {maker.name.request: 10}
+    # And its age: whoever waited long, waits behind somebody who has not.
+    waiter.priority, waiter.passed = 9, 16
+    assert planned([maker, other, waiter], 10) == {maker.name.request: 5, other.name.request: 5}
+    assert waiter.passed == 0
+    assert planned([maker, other, waiter], 10) == {other.name.request: 10}
+    assert (maker.passed, waiter.passed) == (1, 1)
+
+
+def test_a_step_lasts_as_long_as_it_should() -> None:
+    pace = known_pace()
+    for jobs, seconds in (([prompt(1_000)], 0.1), ([prompt(1_000), prompt(500, phase=Phase.LOOKING)], 0.05)):
+        assert took(plan_step(jobs, pace, 0.05, 10_000)) == pytest.approx(seconds, rel=0.1)
+
+
+def test_the_end_of_a_long_prompt_takes_smaller_chunks_than_its_beginning() -> None:
+    pace = known_pace()
+    first, last = (plan_step([prompt(2_000, computed=at)], pace, 0.05, 10_000) for at in (0, 1_800))
+    assert took(first) == pytest.approx(0.1, rel=0.1)
+    assert 0.06 < took(last) <= 0.105  # a page takes 25 ms there
+    ((many,), (few,)) = first.values(), last.values()
+    assert len(few.tokens) < len(many.tokens) / 4
+
+
+def test_where_a_step_costs_much_in_itself_it_computes_more() -> None:
+    assert took(plan_step([prompt(1_000)], known_pace(0.1), 0.05, 10_000), 0.1) == pytest.approx(0.4, rel=0.1)
+
+
+def test_a_slow_machine_still_gets_a_page_done_and_a_fast_one_keeps_to_the_bound() -> None:
+    slow, fast = StepPace(), StepPace()
+    slow.observe(PAGE, 0, 4.0)
+    slow.observe(16 * PAGE, 0, 60.0)
+    fast.observe(512, 0, 0.001)
+    assert [len(c.tokens) for c in plan_step([prompt(100)], slow, 0.05, 512).values()] == [PAGE]
+    assert [len(c.tokens) for c in plan_step([prompt(100)], fast, 0.05, 512).values()] == [512]
+
+
+def test_steps_grow_no_faster_than_they_are_measured() -> None:
+    pace, job, counts = StepPace(), prompt(1_000), []
+    for _ in range(5):
+        (chunk,) = plan_step([job], pace, 60.0, 10_000).values()
+        counts.append(len(chunk.tokens))
+        pace.observe(len(chunk.tokens), 0, 0.001)
+    assert counts == [256, 1_024, 4_096, 10_000, 10_000]
+
+
+def test_there_is_no_step_without_anything_to_compute() -> None:
+    assert plan_step([], StepPace(), 1.0, 512) == {}
+    others = [prompt(3, phase=phase) for phase in Phase if phase is not Phase.COMPUTING]
+    assert plan_step([*others, prompt(3, computed=3)], StepPace(), 1.0, 512) == {}
