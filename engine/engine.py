@@ -16,9 +16,11 @@ from baton.errors import ModelError, NotEnoughMemory
 from baton.trace import Tracer
 from engine import sampler, weights
 from engine.attention import TorchAttention
-from engine.batch import Chunk, Sampled, flatten
+from engine.batch import Batch, Chunk, Sampled, flatten
 from engine.config import DTYPES, ModelConfig
 from engine.model import NUMERICS_VERSION, Model
+from engine.native import build, decode
+from engine.native.pool import Pool
 from engine.pool import PagePool
 from engine.weights import TORCH_DTYPES, ModelWeights
 from kvstore.layout import PageLayout
@@ -36,7 +38,10 @@ class Engine:
         fingerprint: bytes,
         layout: PageLayout,
         pool: torch.Tensor,
+        threads: int = 1,
+        native: bool = True,
     ) -> None:
+        """With `native`, kernels of our own do what they can do here; without, torch does everything."""
         self.config = config
         self.layout = layout
         self.fingerprint = fingerprint
@@ -44,6 +49,9 @@ class Engine:
         self.pages = PagePool(pool, layout.page_bytes)
         self.tracer = Tracer()  # of whoever runs the steps
         self._model = Model(config, model_weights, TorchAttention(pool, layout))
+        self._few: decode.NativeDecode | None = None
+        if native and decode.runs(config, model_weights, threads) and (library := build.library()) is not None:
+            self._few = decode.NativeDecode(library, Pool(library, threads), config, model_weights, layout, pool)
 
     @classmethod
     def load(
@@ -55,22 +63,25 @@ class Engine:
         page_size: int,
         head: bool,
         threads: int | None = None,
+        native: bool = True,
     ) -> Engine:
         """Load the checkpoint in the directory `path` and make a pool of `num_pages` empty pages.
 
         `dtype` "auto" is the checkpoint's own, and is that of the pages too. `device` "auto" is cuda where there is
         one. Without `head` the engine makes pages and never tokens. `threads` None is one for each CPU of this
-        process: the setting is torch's, so it holds for the whole process.
+        process: the setting is torch's, so it holds for the whole process. Without `native`, torch does all the work.
         Raises ModelError (ModelNotFound, UnsupportedModel, CorruptWeights) and NotEnoughMemory.
         """
         # Ray sets OMP_NUM_THREADS to 1 in its actors, so leaving it to torch would use one core.
-        torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+        threads = threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(threads)
         config = ModelConfig.from_directory(path)
         layout = layout_of(config, dtype, page_size)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded = weights.load(path, config, TORCH_DTYPES[layout.dtype], torch.device(device), head)
-        return cls(config, loaded.weights, loaded.fingerprint, layout, _make_pool(num_pages, layout, device))
+        pool = _make_pool(num_pages, layout, device)
+        return cls(config, loaded.weights, loaded.fingerprint, layout, pool, threads, native)
 
     @staticmethod
     def pages_for(memory_bytes: int, layout: PageLayout) -> int:
@@ -89,17 +100,29 @@ class Engine:
         span = self.tracer.span
         with span("inputs", "engine"):
             batch = flatten(chunks, self.layout.page_size, len(self.pool), self.config.vocab_size)
-        with span("layers", "engine"):
-            hidden = self._model.forward(batch)
-        if hidden is None:
+        logits, best = self._logits(batch)
+        if logits is None:
             return [None] * len(chunks)
         draws = [chunk.sample for chunk in chunks if chunk.sample is not None]
         ends = [chunk.end for chunk in chunks if chunk.sample is not None]
-        with span("head", "engine"):
-            logits = self._model.logits(hidden)
         with span("sampling", "engine"):
-            sampled = iter(sampler.sample(logits, draws, ends))
+            sampled = iter(sampler.sample(logits, draws, ends, best))
         return [None if chunk.sample is None else next(sampled) for chunk in chunks]
+
+    def _logits(self, batch: Batch) -> tuple[torch.Tensor | None, Sequence[int] | None]:
+        """Run the model: logits of the rows that a token is drawn from, if there are any and there is a head; and the
+        likeliest tokens, where they were found on the way."""
+        span = self.tracer.span
+        if self._few is not None and len(batch.tokens) <= decode.MOST_ROWS:
+            with span("layers and head", "engine"):
+                decoded = self._few.run(batch)
+            return (decoded.logits, decoded.best) if len(batch.sample_rows) else (None, None)
+        with span("layers", "engine"):
+            hidden = self._model.forward(batch)
+        if hidden is None:
+            return None, None
+        with span("head", "engine"):
+            return self._model.logits(hidden), None
 
 
 def layout_of(config: ModelConfig, dtype: str, page_size: int) -> PageLayout:

@@ -38,13 +38,16 @@ class _Ranked:
     log_total: float  # log of the sum of exponentials over the whole vocabulary, same scale
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[Sampled]:
+def sample(
+    logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int], best: Sequence[int] | None = None
+) -> list[Sampled]:
     """Draw one token from each row of `logits` [rows, vocab]; `positions` are those that the new tokens will have.
 
-    A row that is not finite gives some token of the vocabulary, and touches no other row.
+    `best` is the likeliest token of each row, of equal logits the lowest id, if that is known already. A row that is
+    not finite gives some token of the vocabulary, and touches no other row.
     """
     logits = logits.float()
-    tokens: list[int] = logits.argmax(dim=-1).tolist()  # of equal logits the lowest id
+    tokens: list[int] = logits.argmax(dim=-1).tolist() if best is None else list(best)
     warm = [row for row, draw in enumerate(draws) if draw.temperature > 0]
     if warm:
         picked = _draw_rows(logits[warm], [draws[row] for row in warm], [positions[row] for row in warm])

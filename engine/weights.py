@@ -14,7 +14,7 @@ import torch
 
 from baton.errors import CorruptWeights
 from engine.config import ModelConfig
-from engine.linear import Linear, stacked
+from engine.linear import TILE, Linear, stacked
 from engine.tensors import TensorFiles
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,8 +38,8 @@ class LayerWeights:
     qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim], of Qwen3: one row for each head of q, then of k
     output: Linear  # heads · head_dim → hidden
     mlp_norm: torch.Tensor  # [hidden]
-    gate_up: Linear  # hidden → 2 · intermediate: gate, then up
-    down: Linear  # intermediate → hidden
+    gate_up: Linear  # hidden → 2 · inner: gate, then up
+    down: Linear  # inner → hidden, where inner is the intermediate size rounded up to whole tiles, zeros behind it
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,13 @@ def _assemble(read: Callable[[str], torch.Tensor], config: ModelConfig, head: bo
     return ModelWeights(embedding, tuple(layers), None, read("model.norm.weight"), Linear(output))
 
 
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _layer(read: Callable[[str], torch.Tensor], config: ModelConfig, prefix: str) -> LayerWeights:
-    def product(names: tuple[str, ...], bias: bool) -> Linear:
-        return _product(read, tuple(prefix + name for name in names), bias)
+    def product(names: tuple[str, ...], bias: bool, pad: Callable[[torch.Tensor], torch.Tensor] = _as_it_is) -> Linear:
+        return _product(read, tuple(prefix + name for name in names), bias, pad)
 
     qk_norm = None
     if config.qk_norm:
@@ -151,8 +155,11 @@ def _layer(read: Callable[[str], torch.Tensor], config: ModelConfig, prefix: str
         qk_norm=qk_norm,
         output=product(("self_attn.o_proj",), config.output_bias),
         mlp_norm=read(prefix + "post_attention_layernorm.weight"),
-        gate_up=product(("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias),
-        down=product(("mlp.down_proj",), config.mlp_bias),
+        gate_up=product(("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias, lambda part: _whole_tiles(part, 0)),
+        down=Linear(
+            _whole_tiles(read(prefix + "mlp.down_proj.weight"), 1),
+            read(prefix + "mlp.down_proj.bias") if config.mlp_bias else None,
+        ),
     )
 
 
@@ -164,6 +171,22 @@ def _key_value(read: Callable[[str], torch.Tensor], config: ModelConfig, prefix:
     )
 
 
-def _product(read: Callable[[str], torch.Tensor], names: tuple[str, ...], bias: bool) -> Linear:
-    weights = [read(f"{name}.weight") for name in names]
-    return stacked(weights, [read(f"{name}.bias") if bias else None for name in names])
+def _product(
+    read: Callable[[str], torch.Tensor],
+    names: tuple[str, ...],
+    bias: bool,
+    pad: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
+) -> Linear:
+    weights = [pad(read(f"{name}.weight")) for name in names]
+    return stacked(weights, [pad(read(f"{name}.bias")) if bias else None for name in names])
+
+
+def _whole_tiles(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Zeros added along `dim` up to whole tiles, so that no tile holds some of gate and some of up. What goes through
+    them is zero, whatever comes in."""
+    missing = -tensor.shape[dim] % TILE
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat((tensor, tensor.new_zeros(shape)), dim)
