@@ -146,8 +146,12 @@ class DecodeConfig(_Section, frozen=True):
     """Decode workers."""
 
     pool_bytes: Bytes = Bytes(512 * 2**20)  # device pages
-    step_tokens: Positive = 512  # tokens per step, decoding ones first
-    copies_per_step: Positive = 64  # pages copied from or to the arena per step
+    step_tokens: Positive = 512  # tokens per step, decoding ones first; prompts get two pages at least
+    itl_ms: Natural = 0  # what a step with both decoding sequences and prompts may take; 0: three steps without prompts
+    first_step_ms: Natural = 200  # a sequence that lacks a page at most waits no longer for others' tokens
+    ageing_ms: Positive = 10_000  # one level of priority is worth so much waiting
+    copies_per_step: Positive = 256  # pages copied from or to the arena per step
+    copy_share: Annotated[float, Meta(gt=0, le=1)] = 0.25  # of a decoding step's time, at most for copies before it
     fetch_ms: Positive = 10_000  # a fetch without progress for longer ends with what is here
     threads: Natural = 0  # of the engine; 0: this worker's share of the cores that it finds itself on
 

@@ -1,31 +1,88 @@
-"""What the next step runs: one token for every decoding sequence first, then prompt tails within the token budget."""
+"""What the next step runs: one token for every decoding sequence, then prompts' tails within their budget.
+
+Iteration-level scheduling (Orca, OSDI'22) with chunked prefill (Sarathi-Serve, OSDI'24): a sequence that waits for its
+next token never waits for somebody's prompt. A *tail* is what of a prompt is left to compute here: a *short* one takes
+at most a page, as after a hand-off, a *long* one is a prompt that is prefilled locally.
+
+Nobody starves:
+
+- Short tails are run in order of rank, and have half of the prompts' budget before the long ones get theirs. One that
+  has waited for `first_step` seconds is run whatever that does to the others' tokens, within the step's budget.
+- Long tails are run in order of rank plus what they take times `_STRETCH`, both in seconds: a shorter one overtakes,
+  but none is overtaken by those that come later than that. They have at least half of the prompts' budget.
+- More decoding sequences than a step has tokens take turns, those first whose last turn is the longest ago.
+
+Chunks end with a page or with the tokens, so that pages fill up and products have whole tiles.
+"""
+
+# pyright: strict
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from decode_worker.sequence import Phase, Sequence
 from engine.batch import Chunk, Draw
 from engine.steps import Plan
 
+_STRETCH = 4.0  # seconds that a long tail may be overtaken for each second that it takes
 
-def plan_step(sequences: Iterable[Sequence], budget: int) -> Plan:
-    """Chunks for the running sequences, at most `budget` tokens in all.
 
-    Iteration-level scheduling (Orca, OSDI'22) with chunked prefill (Sarathi-Serve, OSDI'24): sequences that wait for
-    their next token never wait for somebody's prompt. Every sequence given here must hold the pages that its known
-    tokens need."""
-    running = sorted((s for s in sequences if s.phase is Phase.RUNNING), key=lambda s: s.rank)
-    decoding = [s for s in running if s.pending == 1]
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a step may hold. `prompts` are tokens of tails, at least two pages; `tokens` those of the whole step, except
+    that tails always get two pages. `overdue`: since when a short tail must have waited to go before everything else;
+    `rate`: prompt tokens computed per second."""
+
+    tokens: int
+    prompts: int
+    overdue: float
+    rate: float
+
+
+def plan_step(sequences: Iterable[Sequence], budget: Budget) -> Plan:
+    """Chunks for the running sequences, each of which must hold the pages that its known tokens need."""
+    running = [s for s in sequences if s.phase is Phase.RUNNING]
+    decoding = sorted((s for s in running if s.pending == 1), key=lambda s: (s.served, s.rank))
+    chosen = [(sequence, 1) for sequence in decoding[: budget.tokens]]
     tails = [s for s in running if s.pending > 1]
-    plan: Plan = {}
-    for sequence in decoding + tails:
-        count = min(sequence.pending, budget)
+    return {s.name: _chunk(s, count) for s, count in chosen + _share(tails, budget, budget.tokens - len(chosen))}
+
+
+def _share(tails: list[Sequence], budget: Budget, room: int) -> list[tuple[Sequence, int]]:
+    """How many tokens of which tails. `room` is what the step has left for them."""
+    if not tails:
+        return []
+    page = tails[0].page_size
+    short = sorted((s for s in tails if s.pending <= page), key=lambda s: s.rank)
+    long = sorted((s for s in tails if s.pending > page), key=lambda s: _due(s, budget.rate))
+    left = budget.prompts
+    entitled = max(page, left // 2) if long else left
+    overdue = max(entitled, room - (page if long else 0))
+    chosen: list[tuple[Sequence, int]] = []
+    waiting: list[Sequence] = []
+    taken = 0
+    for sequence in sorted(short, key=lambda s: s.joined > budget.overdue):
+        if taken + sequence.pending <= (overdue if sequence.joined <= budget.overdue else entitled):
+            chosen.append((sequence, sequence.pending))
+            taken += sequence.pending
+        else:
+            waiting.append(sequence)
+    left = max(left - taken, page if long else 0)
+    for sequence in long + waiting:
+        count = sequence.pending if sequence.pending <= left else left // page * page
         if count <= 0:
             break
-        budget -= count
-        plan[sequence.name] = _chunk(sequence, count)
-    return plan
+        chosen.append((sequence, count))
+        left -= count
+    return chosen
+
+
+def _due(sequence: Sequence, rate: float) -> tuple[float, int]:
+    """When a long tail is to be done; the same from step to step but for what is learned about the rate."""
+    urgency, arrival = sequence.rank
+    return (urgency + _STRETCH * sequence.tail / rate if rate else urgency, arrival)
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:

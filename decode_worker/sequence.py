@@ -45,6 +45,7 @@ class Sequence:
     max_tokens: int  # output tokens over all attempts
     sampling: Sampling
     stop_token_ids: frozenset[int]
+    urgency: float  # seconds: when its request came here, later by `decode.ageing_ms` for each level of priority
     priority: int
     arrival: int  # order of arrival at this worker
     page_size: int
@@ -64,6 +65,9 @@ class Sequence:
     loading: Loading | None = None  # what the store was asked to bring from lower tiers
     loaded_from: int = 0  # page of the fetch from which on that was
     progress: float = 0.0  # when the fetch last went on
+    joined: float = 0.0  # when it last began to run
+    tail: int = 0  # tokens that were to be computed then
+    served: int = 0  # number of the last step that it was part of
     prompt_computed: int = 0  # prompt tokens computed by this attempt
     first_new: int = 0  # tokens known when the attempt began
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # of tokens[first_new:]
@@ -79,9 +83,11 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Order of service: urgent first, then oldest first."""
-        return (self.priority, self.arrival)
+    def rank(self) -> tuple[float, int]:
+        """Order of service, of resumption and, backwards, of preemption: urgent first, then oldest first. It never
+        changes, and a request is only ever overtaken by those that come within `decode.ageing_ms` for each level of
+        priority between them."""
+        return (self.urgency, self.arrival)
 
     @property
     def needs(self) -> int:

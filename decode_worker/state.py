@@ -24,7 +24,6 @@ from baton.messages import (
     Delta,
     Failed,
     FinishReason,
-    Forget,
     Have,
     Heartbeat,
     Load,
@@ -38,8 +37,11 @@ from baton.messages import (
     TokenLogprob,
     Tokens,
 )
-from decode_worker.schedule import plan_step
+from decode_worker.headroom import Headroom, LearnedHeadroom, Outlook
+from decode_worker.schedule import Budget, plan_step
 from decode_worker.sequence import Phase, Sequence
+from decode_worker.shipments import Shipments
+from decode_worker.tempo import Tempo
 from engine.batch import Sampled
 from engine.steps import Plan, StepDone, StepFailed
 from kvstore.cost import Loading, RateMeter, choose
@@ -52,7 +54,6 @@ from kvstore.transfer import (
     Copy,
     CopyQueue,
     Fetch,
-    Ship,
     StoreLost,
     StoreUp,
     TransferEvent,
@@ -84,40 +85,44 @@ class DecodeStats:
     fetches_short: int
     pages_shipped: int
     ships_refused: int
+    headroom: int  # pages to keep free for what the present sequences are going to take
     load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
-
-
-@dataclass
-class _Shipment:
-    """A write-through on its way, with the device pages that stay referenced until it ends."""
-
-    ship: Ship
-    pages: list[int]
-    sequence: Sequence
 
 
 class DecodeState:
     """The sequences of one decode worker and the device pages they own."""
 
-    def __init__(self, config: DecodeConfig, page_size: int, num_pages: int, *, event_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        config: DecodeConfig,
+        page_size: int,
+        num_pages: int,
+        *,
+        event_tokens: bool = False,
+        headroom: Headroom | None = None,
+    ) -> None:
+        """`headroom`: the rule for admission, the learned one unless told otherwise."""
         self._config = config
         self._page_size = page_size
         self._cache = DeviceCache(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
         self._sequences: dict[str, Sequence] = {}  # by request: one attempt each
+        self._headroom: Headroom = headroom or LearnedHeadroom()
+        self._tempo = Tempo(config)
         self._fetching: dict[int, Sequence] = {}  # by ticket
-        self._shipments: dict[int, _Shipment] = {}  # by ticket
-        self._copies = CopyQueue()
+        self._copies = CopyQueue()  # of fetches
         self._tickets = itertools.count(1)
+        self._shipments = Shipments(self._cache, self._tickets, page_size)
         self._arrivals = itertools.count()
         self._store_up = False
         self._page_bytes = 0
         self._rate = RateMeter()
+        self._copying = 0.0  # since when the copies that were handed out are being made, seconds
         self._planned = 0.0  # when the step that runs was planned, seconds
         self._regret: dict[LowerTier, float] = {}
         self._step = 0
         self._preemptions = self._generated = self._computed = 0
-        self._device_pages = self._fetched_pages = self._short = self._shipped = self._refused = 0
+        self._device_pages = self._fetched_pages = self._short = 0
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -128,14 +133,16 @@ class DecodeState:
                 return self._decode(event, now)
             case Cancel(request=request, attempt=attempt):
                 sequence = self._sequences.get(request)
-                return self._forget(sequence) if sequence and sequence.name.attempt == attempt else []
+                return self._forget(sequence, cut=False) if sequence and sequence.name.attempt == attempt else []
             case Resend(request=request, attempt=attempt, position=position):
                 return self._resend(AttemptName(request, attempt), position)
             case RouterHeartbeat(attempts=listed):
                 keep = frozenset(listed)
-                return [c for s in list(self._sequences.values()) if s.name not in keep for c in self._forget(s)]
+                gone = [s for s in self._sequences.values() if s.name not in keep]
+                return [command for sequence in gone for command in self._forget(sequence, cut=False)]
             case OwnerLost():
-                return [c for s in list(self._sequences.values()) for c in self._forget(s)]
+                everybody = list(self._sequences.values())
+                return [command for sequence in everybody for command in self._forget(sequence, cut=True)]
             case StepDone(plan=plan, sampled=sampled):
                 return self._step_done(plan, sampled, now)
             case StepFailed(plan=plan, message=message):
@@ -153,10 +160,12 @@ class DecodeState:
     def _decode(self, order: Decode, now: float) -> list[Command]:
         name = AttemptName(order.request, order.attempt)
         commands: list[Command] = []
+        urgency = now + order.priority * self._config.ageing_ms / 1_000
         if (old := self._sequences.get(order.request)) is not None:
             if old.name.attempt >= order.attempt:
                 return []
-            commands += self._forget(old)
+            commands += self._forget(old, cut=True)
+            urgency = old.urgency
         try:
             tokens = unpack_tokens(order.tokens)
         except BatonError as error:
@@ -172,6 +181,7 @@ class DecodeState:
             max_tokens=order.max_tokens,
             sampling=order.sampling,
             stop_token_ids=frozenset(order.stop_token_ids),
+            urgency=urgency,
             priority=order.priority,
             arrival=next(self._arrivals),
             page_size=self._page_size,
@@ -186,14 +196,61 @@ class DecodeState:
         if most > self._num_pages:
             message = f"prompt and output take up to {most} pages and this worker has {self._num_pages}"
             return [*commands, Say(Refused(*_named(name), "too_large", message))]
-        headroom = sum(s.phase is Phase.RUNNING for s in self._sequences.values())
-        if self._cache.available - sequence.needs < headroom or not self._reserve(sequence):
+        if (made := self._make_room(sequence)) is None:
             return [*commands, Say(Refused(*_named(name), "busy", f"{self._cache.available} pages are free"))]
+        commands += made
         self._sequences[order.request] = sequence
         sequence.device_pages = sequence.computed // self._page_size
         self._device_pages += sequence.device_pages
         commands.append(Say(Accepted(*_named(name), sequence.device_pages)))
         return commands + self._begin(sequence, order.fetch, now)
+
+    # --- admission ----------------------------------------------------------------------------------------------
+
+    def _make_room(self, newcomer: Sequence) -> list[Command] | None:
+        """Reserve pages for a newcomer, if need be those of less urgent sequences; none, and no change, if there is no
+        room. Nobody is admitted before a preempted sequence that comes first in rank."""
+        if any(s.phase is Phase.PREEMPTED and s.rank < newcomer.rank for s in self._sequences.values()):
+            return None
+        staying = sorted(self._holders(), key=lambda s: s.rank)
+        leaving: list[Sequence] = []
+        freed = 0
+        while not self._fits(newcomer, staying, freed):
+            if not staying or staying[-1].priority <= newcomer.priority or staying[-1].rank < newcomer.rank:
+                return None
+            leaving.append(staying.pop())
+            freed += self._cache.sole(leaving[-1].pages)
+        commands = [command for victim in leaving for command in self._preempt(victim)]
+        while not self._reserve(newcomer):
+            commands += self._give_up_shipment()
+        return commands
+
+    def _fits(self, sequence: Sequence, others: Items[Sequence], freed: int = 0) -> bool:
+        """Whether it may hold pages beside these `others`, when `freed` pages more than now are there: what all of them
+        are going to take must have room, too. Alone, it may have all."""
+        keys = sequence.reusable_keys()
+        own = (
+            sequence.needs if freed else self._cache.claim(keys, sequence.needs)
+        )  # what is freed may be what it shares
+        left = self._cache.available + freed - own
+        if left < 0 or not others:
+            return left >= 0
+        return left >= self._needed([self._outlook(s) for s in others] + [_outlook(sequence, sequence.needs, own)])
+
+    def _needed(self, outlooks: Items[Outlook]) -> int:
+        return self._headroom.needed(outlooks, self._page_size)
+
+    def _outlook(self, holder: Sequence) -> Outlook:
+        return _outlook(holder, len(holder.pages), self._cache.sole(holder.pages))
+
+    def _holders(self) -> list[Sequence]:
+        return [s for s in self._sequences.values() if s.pages]
+
+    def _give_up_shipment(self) -> list[Command]:
+        """What is written through only for others' sake makes room."""
+        given_up = self._shipments.give_up()
+        assert given_up is not None, "there is room, and nothing holds it"
+        return [*given_up]
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Device pages for every known token, the cached prefix among them; all or nothing."""
@@ -213,7 +270,7 @@ class DecodeState:
         have = sequence.computed // self._page_size
         keys = sequence.reusable_keys()[have:goal]
         if not keys:
-            return self._run(sequence)
+            return self._run(sequence, now)
         if not self._store_up:
             return self._end_fetch(sequence, "the node's store is gone", now)
         sources = [Source(s.store, s.endpoint, s.pages - have) for s in sequence.sources if s.pages > have]
@@ -223,8 +280,9 @@ class DecodeState:
         self._fetching |= dict.fromkeys(fetch.tickets, sequence)
         return [Call(call) for call in fetch.start()]
 
-    def _run(self, sequence: Sequence) -> list[Command]:
+    def _run(self, sequence: Sequence, now: float) -> list[Command]:
         sequence.phase = Phase.RUNNING
+        sequence.joined, sequence.tail = now, sequence.pending
         loading = sequence.loading
         predicted, took = (loading.predicted, loading.seconds) if loading else (0.0, 0.0)
         pages = (sequence.device_pages, sequence.fetched_pages)
@@ -235,6 +293,10 @@ class DecodeState:
     def _transfer(self, event: TransferEvent, now: float) -> list[Command]:
         """Something about a ticket; one that we have forgotten meanwhile means nothing any more."""
         ticket = getattr(event, "ticket", 0)
+        if isinstance(event, CopiedIn | CopiedOut):
+            pages = len(event.checksums) if isinstance(event, CopiedOut) else len(event.indices) + len(event.corrupt)
+            self._tempo.copied(pages, now - self._copying)
+            self._copying = now
         if (sequence := self._fetching.get(ticket)) is not None and sequence.fetch is not None:
             fetch, before = sequence.fetch, sequence.fetch.covered
             commands: list[Command] = [*self._copies.add(fetch.handle(event))]
@@ -243,15 +305,7 @@ class DecodeState:
             if fetch.undecided:
                 commands += self._decide(sequence, fetch, now)
             return commands + (self._end_fetch(sequence, "the store has no more", now) if fetch.ended else [])
-        if (shipment := self._shipments.get(ticket)) is not None:
-            commands = [*self._copies.add(shipment.ship.handle(event))]
-            if shipment.ship.refused:
-                self._refused += 1
-                shipment.sequence.ships = False
-            if shipment.ship.done or shipment.ship.refused:
-                commands += self._end_shipment(ticket)
-            return commands
-        return []
+        return [*self._shipments.handle(ticket, event)]
 
     def _decide(self, sequence: Sequence, fetch: Fetch, now: float) -> list[Command]:
         """How much of a cached prefix that lower tiers have is worth loading."""
@@ -282,7 +336,7 @@ class DecodeState:
         commands = self._drop_fetch(sequence)
         self._short += not complete
         if complete or not sequence.awaited:
-            return commands + self._run(sequence)
+            return commands + self._run(sequence, now)
         sequence.phase = Phase.SHORT
         return [*commands, Say(Have(*_named(sequence.name), sequence.computed // self._page_size, why))]
 
@@ -296,34 +350,9 @@ class DecodeState:
             self._copies.drop(ticket)
         return [Call(call) for call in fetch.forget()]
 
-    def _ship(self, sequence: Sequence) -> list[Command]:
-        """Write the pages that filled up through to the store, if it will have them: this never waits for space."""
-        full = sequence.computed // self._page_size
-        first, sequence.shipped = sequence.shipped, max(sequence.shipped, full)
-        if not (self._store_up and sequence.ships):
-            return []
-        commands: list[Command] = []
-        for start in range(first, full, 1_024):
-            end = min(start + 1_024, full)
-            ship = Ship(next(self._tickets), sequence.parent_of(start), sequence.keys[start:end], hold=False)
-            pages = sequence.pages[start:end]
-            self._cache.retain(pages)
-            self._shipments[ship.ticket] = _Shipment(ship, pages, sequence)
-            commands += self._copies.add(ship.start())
-            for index, page in enumerate(pages):
-                commands += self._copies.add(ship.ready(index, page))
-        return commands
-
-    def _end_shipment(self, ticket: int) -> list[Command]:
-        shipment = self._shipments.pop(ticket)
-        self._shipped += shipment.ship.written
-        self._copies.drop(ticket)
-        self._cache.free(shipment.pages)
-        return [Call(Forget(ticket))]
-
     def _store_lost(self, now: float) -> list[Command]:
         self._store_up = False
-        commands = [command for ticket in list(self._shipments) for command in self._end_shipment(ticket)]
+        commands: list[Command] = [*self._shipments.end_all()]
         for sequence in self._sequences.values():
             if sequence.fetch is not None:
                 commands += self._end_fetch(sequence, "the node's store is gone", now)
@@ -332,44 +361,71 @@ class DecodeState:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def take_copies(self) -> list[Copy]:
-        """The copies to make now, at most `copies_per_step` of them. Report each as CopiedIn or CopiedOut."""
-        return self._copies.take(self._config.copies_per_step)
+        """The copies to make now, as many as those who decode can bear; what somebody waits for comes first. Report
+        each as CopiedIn or CopiedOut."""
+        most = self._tempo.copies(self._decoding())
+        coming = self._copies.take(most)
+        return coming + self._shipments.take_copies(most - len(coming))
+
+    @property
+    def patience(self) -> float:
+        """Seconds worth waiting for the store before the next plan: it need only confirm pages that were copied, and
+        their sequence joins this step rather than the one after it. 0: there is nothing to wait for."""
+        if not any(s.fetch is not None and s.fetch.confirming for s in self._sequences.values()):
+            return 0.0
+        return self._tempo.patience(self._decoding())
 
     @property
     def busy(self) -> bool:
         """There is something to do without waiting for a message."""
-        return bool(self._copies) or any(s.phase is Phase.RUNNING for s in self._sequences.values())
+        running = any(s.phase is Phase.RUNNING for s in self._sequences.values())
+        return running or bool(self._copies) or self._shipments.copying
 
     def prepare(self, now: float) -> list[Command]:
-        """Before a plan: give every running sequence the pages that its known tokens need, at the cost of the least
-        urgent, newest one where none are left; then resume preempted ones as far as there is room."""
+        """Before a plan: give every running sequence the pages that its known tokens need, at the cost of the last in
+        rank where none are left; then resume preempted ones, in order of rank, as far as there is room."""
         commands: list[Command] = []
         for sequence in sorted(self._sequences.values(), key=lambda s: s.rank):
             while sequence.phase is Phase.RUNNING and (missing := sequence.needs - len(sequence.pages)):
                 if (grown := self._cache.grow(missing)) is not None:
                     sequence.pages += grown
+                elif (given_up := self._shipments.give_up()) is not None:
+                    commands += given_up
                 else:
-                    holders = (s for s in self._sequences.values() if s.phase in (Phase.RUNNING, Phase.FETCHING))
-                    commands += self._preempt(max(holders, key=lambda s: s.rank))
-        for sequence in sorted(self._sequences.values(), key=lambda s: s.rank):
-            if sequence.phase is Phase.PREEMPTED:
-                if not self._reserve(sequence):
-                    break
-                commands += self._begin(sequence, len(sequence.keys) if self._store_up else 0, now)
+                    commands += self._preempt(max(self._holders(), key=lambda s: s.rank))
+        preempted = (s for s in self._sequences.values() if s.phase is Phase.PREEMPTED)
+        for sequence in sorted(preempted, key=lambda s: s.rank):
+            if not self._fits(sequence, self._holders()):
+                break
+            reserved = self._reserve(sequence)
+            assert reserved
+            commands += self._begin(sequence, len(sequence.keys) if self._store_up else 0, now)
         return commands
 
     def plan(self, now: float) -> Plan:
         """The next step; empty when nothing runs."""
         self._planned = now
-        return plan_step(self._sequences.values(), self._config.step_tokens)
+        rows = self._decoding()
+        tails = [s for s in self._sequences.values() if s.phase is Phase.RUNNING and s.pending > 1]
+        context = max((s.computed for s in tails), default=0)
+        prompts = self._tempo.prompt_tokens(rows, context, self._page_size)
+        overdue = now - self._config.first_step_ms / 1_000
+        return plan_step(self._sequences.values(), Budget(self._config.step_tokens, prompts, overdue, self._rate.rate))
+
+    def _decoding(self) -> int:
+        """Sequences that wait for their next token."""
+        return sum(s.phase is Phase.RUNNING and s.pending == 1 for s in self._sequences.values())
 
     def _preempt(self, sequence: Sequence) -> list[Command]:
-        """Forget its device pages. What was published stays cached as long as there is room, and in the store."""
+        """Forget its device pages. What was published stays cached as long as there is room, and in the store. One
+        whose fetch ended short waits for the router all the same."""
         commands = self._drop_fetch(sequence)
         self._preemptions += 1
         self._cache.free(sequence.pages)
         sequence.pages = []
         sequence.computed = sequence.published = 0
+        if sequence.phase is Phase.SHORT:
+            return commands
         sequence.phase = Phase.PREEMPTED
         sequence.sources, sequence.loading = (), None
         sequence.awaited = False  # what the store has by then is taken, the rest is computed here
@@ -377,6 +433,7 @@ class DecodeState:
 
     def _step_done(self, plan: Plan, sampled: Items[Sampled | None], now: float) -> list[Command]:
         self._step += 1
+        self._tempo.stepped(plan, now - self._planned)
         tokens = sum(len(chunk.tokens) for chunk in plan.values())
         if tokens >= _RATE_FROM * len(plan):  # mostly prompts
             self._rate.computed(tokens, now - self._planned)
@@ -387,12 +444,14 @@ class DecodeState:
             in_prompt = max(0, min(sequence.prompt, chunk.end) - chunk.start)
             sequence.prompt_computed += in_prompt
             self._computed += in_prompt
-            sequence.computed = chunk.end
+            sequence.computed, sequence.served = chunk.end, self._step
             if drawn is not None:
                 deltas.append(self._append(sequence, drawn))
             self._publish(sequence)
-            commands += self._ship(sequence)
+            if self._store_up:
+                commands += self._shipments.ship(sequence)
             if sequence.finish is not None:
+                self._note_end(sequence, cut=sequence.finish == "length")
                 sequence.phase = Phase.ENDED
                 self._cache.free(sequence.pages)
                 sequence.pages = []
@@ -423,7 +482,7 @@ class DecodeState:
     def _step_failed(self, plan: Plan, message: str) -> list[Command]:
         commands: list[Command] = []
         for name in plan:
-            commands += self._forget(self._sequences[name.request])
+            commands += self._forget(self._sequences[name.request], cut=True)
             commands.append(Say(Failed(*_named(name), "internal", message)))
         return commands
 
@@ -442,20 +501,29 @@ class DecodeState:
         delta = Delta(*_named(name), position, tokens, logprobs, sequence.finish, computed)
         return [Say(Tokens(self._step, (delta,)))]
 
-    def _forget(self, sequence: Sequence) -> list[Command]:
-        """Free everything it holds. Its complete pages stay cached, which is what makes a new attempt cheap."""
+    def _forget(self, sequence: Sequence, cut: bool) -> list[Command]:
+        """Free everything it holds. Its complete pages stay cached, which is what makes a new attempt cheap. `cut`: its
+        request goes on elsewhere, so its output would have been longer."""
         commands = self._drop_fetch(sequence)
+        if sequence.phase is not Phase.ENDED:
+            self._note_end(sequence, cut)
         self._cache.free(sequence.pages)
         sequence.pages = []
         del self._sequences[sequence.name.request]
         return commands
 
+    def _note_end(self, sequence: Sequence, cut: bool) -> None:
+        begun = sequence.first_new - sequence.prompt
+        if sequence.generated > begun:
+            self._headroom.ended(begun, sequence.generated, cut)
+
     def _tick(self, now: float, paused: float) -> list[Command]:
+        self._copying = now
         commands: list[Command] = []
         for sequence in list(self._sequences.values()):
             sequence.progress += paused
             if sequence.deadline is not None and now > sequence.deadline and sequence.phase is not Phase.ENDED:
-                commands += self._forget(sequence)
+                commands += self._forget(sequence, cut=False)
                 commands.append(Say(Failed(*_named(sequence.name), "deadline", "the request's deadline has passed")))
             elif sequence.fetch is not None and now - sequence.progress > self._config.fetch_ms / 1_000:
                 commands += self._end_fetch(sequence, f"no page came for {self._config.fetch_ms} ms", now)
@@ -471,7 +539,7 @@ class DecodeState:
     @property
     def tickets(self) -> tuple[int, ...]:
         """Every ticket at the store that we still care about."""
-        return (*self._fetching, *self._shipments)
+        return (*self._fetching, *self._shipments.tickets)
 
     def heartbeat(self, heard: int) -> Heartbeat:
         phases = [s.phase for s in self._sequences.values()]
@@ -495,8 +563,9 @@ class DecodeState:
             prompt_pages_device=self._device_pages,
             prompt_pages_fetched=self._fetched_pages,
             fetches_short=self._short,
-            pages_shipped=self._shipped,
-            ships_refused=self._refused,
+            pages_shipped=self._shipments.written,
+            ships_refused=self._shipments.refused,
+            headroom=self._needed([self._outlook(s) for s in self._holders()]),
             load_regret=dict(self._regret),
         )
 
@@ -509,8 +578,16 @@ class DecodeState:
             assert (sequence.phase is Phase.FETCHING) == (sequence.fetch is not None), sequence.name
             if sequence.phase in (Phase.PREEMPTED, Phase.ENDED):
                 assert not sequence.pages, sequence.name
+            if sequence.phase in (Phase.FETCHING, Phase.RUNNING):
+                assert sequence.pages, sequence.name
         assert set(self._fetching) == {t for s in self._sequences.values() if s.fetch for t in s.fetch.tickets}
-        assert self._copies.tickets <= {*self._fetching, *self._shipments}
+        assert self._copies.tickets <= set(self._fetching)
+        self._shipments.validate()
+
+
+def _outlook(sequence: Sequence, pages: int, own: int) -> Outlook:
+    generated = sequence.generated
+    return Outlook(generated, sequence.max_tokens - generated, len(sequence.tokens), pages, own)
 
 
 def _finish(sequence: Sequence, token: int) -> FinishReason | None:

@@ -12,6 +12,7 @@ Pure: page numbers and keys, no tensors and no clock. The tree of keys is `kvsto
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,18 +68,27 @@ class DeviceCache:
         """How many pages at the start of `keys` are cached. Changes nothing, not even the eviction order."""
         return len(self._tree.match(keys))
 
+    def sole(self, pages: Sequence[int]) -> int:
+        """How many of these pages, in the order of their chain, nobody but the caller refers to. What is shared comes
+        first, so the place where it ends is sought: O(log pages)."""
+        return len(pages) - bisect_left(pages, True, key=lambda page: self._references[page] == 1)
+
+    def claim(self, keys: Sequence[bytes], total: int) -> int:
+        """By how many pages `available` shrinks if `total` are taken so: the fresh ones, and the cached ones that
+        nobody refers to now."""
+        return self._claim(self._tree.match(keys[:total]), total)
+
     def take(self, keys: Sequence[bytes], total: int) -> list[int] | None:
         """`total` pages, all or nothing: those of the cached prefix of `keys`, in order, then fresh ones, each with
         one reference for the caller. None, and no change, when there is no room."""
         cached = self._tree.match(keys[:total])
-        fresh = total - len(cached)
-        if fresh > self.available - (self._lru.exempted_by(cached[-1]) if cached else 0):
+        if self._claim(cached, total) > self.available:
             return None
         for node in cached:
             self._refer(node.value)
         self._lookups += len(keys)
         self._hits += len(cached)
-        return [node.value for node in cached] + self._allocate(fresh)
+        return [node.value for node in cached] + self._allocate(total - len(cached))
 
     def grow(self, count: int) -> list[int] | None:
         """`count` fresh pages with one reference each, or None and no change."""
@@ -159,6 +169,9 @@ class DeviceCache:
                 assert self._tree.find(node.key) is node
                 assert node.pins == (references > 0)
         assert len(self._tree) == sum(node is not None for node in self._nodes)
+
+    def _claim(self, cached: Sequence[Node[int]], total: int) -> int:
+        return total - len(cached) + (self._lru.exempted_by(cached[-1]) if cached else 0)
 
     def _refer(self, page: int) -> None:
         node = self._nodes[page]

@@ -243,6 +243,7 @@ class Fetch(_Acquisition):
             raise ValueError(f"{len(keys)} keys for {len(pages)} device pages")
         super().__init__(tickets, keys, wait, parent, sources)
         self._pages = pages
+        self._copied: set[int] = set()
         self._counted: set[int] = set()
         self.covered = 0  # pages from the start whose bytes count
 
@@ -250,6 +251,11 @@ class Fetch(_Acquisition):
     def ended(self) -> bool:
         """Nothing more will come: all is covered, or all up to the first page that is not coming."""
         return self._decided and self.covered >= self.limit
+
+    @property
+    def confirming(self) -> bool:
+        """Every page that will come was copied; the store need only confirm the last of them."""
+        return self._decided and self.covered < self.limit <= len(self._copied)
 
     @property
     def complete(self) -> bool:
@@ -269,6 +275,7 @@ class Fetch(_Acquisition):
             case CopiedIn(ticket=ticket, indices=indices, corrupt=corrupt):
                 for index in corrupt:
                     self._lost(ticket, index)
+                self._copied |= {self._bases[ticket] + index for index in indices}
                 calls: list[StoreCall | Copy] = [Corrupt(ticket, index) for index in corrupt]
                 return [*calls, Release(ticket, indices)] if indices else calls
             case Released(ticket=ticket, indices=indices, held=held):

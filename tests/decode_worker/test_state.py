@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from baton.clock import Tick
 from baton.config import DecodeConfig
 from baton.membership import OwnerLost
@@ -20,10 +22,13 @@ from baton.messages import (
     Started,
     Tokens,
 )
+from decode_worker.state import DecodeState
 from engine.batch import Chunk
 from engine.steps import StepFailed
 from kvstore.keys import pack_tokens
-from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
+from kvstore.transfer import StoreUp
+from tests.decode_worker.load import OnePageEach
+from tests.rig import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
 
 GREEDY = Sampling(temperature=0)
 
@@ -40,7 +45,7 @@ def order(
     return Decode(request, attempt, ROOT, tokens, len(prompt), count, GREEDY, **more)  # type: ignore[arg-type]
 
 
-def worker(slots: int = 64, pages: int = 32, **config: int) -> RigWorker:
+def worker(slots: int = 64, pages: int = 32, **config: Any) -> RigWorker:
     return Rig(slots).worker("decode", pages, DecodeConfig(**config))
 
 
@@ -183,6 +188,8 @@ def test_what_can_never_fit_is_refused_at_the_door_and_what_does_not_fit_now_is_
 
 def test_too_small_a_pool_preempts_the_newest_and_loses_no_token() -> None:
     one = worker(pages=12)
+    one.state = DecodeState(DecodeConfig(), PAGE, 12, headroom=OnePageEach())
+    one.handle(StoreUp(one.rig.slots, PAGE_BYTES))
     prompts = {f"r{i}": [i + 1, *PROMPT[:5]] for i in range(3)}
     for request, prompt in prompts.items():
         one.handle(order(prompt, 30, request))

@@ -16,7 +16,7 @@ from tests.kvstore.chains import CHAINS, key, keys, parent
 PAGES = 8
 
 
-@dataclass
+@dataclass(eq=False)  # two users that are alike are still two
 class Sequence:
     """A user of the cache: its word, its pages, and how many of them it has written and published."""
 
@@ -210,3 +210,19 @@ def test_misuse_is_our_own_bug_and_said_so() -> None:
         cache.free([0])
     with pytest.raises(AssertionError):
         cache.publish(key("a"), b"", 0)
+
+
+def test_what_taking_costs_and_what_is_nobody_elses() -> None:
+    cache = DeviceCache(8)
+    first = cache.take(keys("abc"), 4)
+    assert first is not None
+    for index, name in enumerate(keys("abc")):
+        cache.publish(name, parent("abc", index), first[index])
+    assert cache.sole(first) == 4
+    assert cache.claim(keys("ab"), 3) == 1  # two are in use anyway
+    second = cache.take(keys("ab"), 3)
+    assert second is not None
+    assert (cache.sole(first), cache.sole(second)) == (2, 1)
+    cache.free(first)
+    assert cache.claim(keys("abc"), 4) == 2  # the third is cached, but it could have been evicted
+    assert cache.available == 5

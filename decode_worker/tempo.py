@@ -1,0 +1,68 @@
+"""How much may be put between two tokens of the running sequences: prompt tokens in their step, page copies before it.
+
+Both are bounds in time, turned into counts by what steps and copies have lately taken. Where nothing decodes there is
+nobody to disturb, and only the configured counts hold.
+
+Pure: the times are given.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from baton.config import DecodeConfig
+from engine.pace import StepPace
+from engine.steps import Plan
+
+_MIXED = 3.0  # times a step that only decodes: what one with prompts in it may take, unless decode.itl_ms says
+_UNKNOWN = 8  # part of step_tokens that prompts get while it is not known what they cost
+_WEIGHT = 0.2  # of the newest measurement
+_FAR = 4.0  # times the average: so much counts of a copy that took longer, since the process may have stood still
+
+
+class Tempo:
+    """What steps and copies take, and what follows from it."""
+
+    def __init__(self, config: DecodeConfig) -> None:
+        self._config = config
+        self._pace = StepPace()
+        self._copy_seconds = 0.0  # for a page; 0: not measured yet
+
+    def stepped(self, plan: Plan, seconds: float) -> None:
+        """The plan took that long."""
+        prompts = [chunk for chunk in plan.values() if len(chunk.tokens) > 1]
+        tokens = sum(len(chunk.tokens) for chunk in prompts)
+        pairs = sum(len(chunk.tokens) * (chunk.start + chunk.end - 1) // 2 for chunk in prompts)
+        self._pace.observe(tokens, len(plan) - len(prompts), seconds, pairs)
+
+    def copied(self, pages: int, seconds: float) -> None:
+        """So many pages were copied, and the store was told, in that time."""
+        if pages <= 0 or seconds <= 0:
+            return
+        each, old = seconds / pages, self._copy_seconds
+        self._copy_seconds = old + _WEIGHT * (min(each, _FAR * old) - old) if old else each
+
+    def prompt_tokens(self, rows: int, context: int, page_size: int) -> int:
+        """How many prompt tokens, that attend to `context` positions before them, a step with `rows` decoding sequences
+        may have. At least two pages, so that both short and long tails of prompts get on."""
+        room = self._config.step_tokens - rows
+        if rows:
+            within = self._pace.tokens_within(self.longest_step(rows), rows, context)
+            room = min(room, self._config.step_tokens // _UNKNOWN if within is None else within)
+        return max(room, 2 * page_size)
+
+    def copies(self, rows: int) -> int:
+        """How many pages may be copied before a step of `rows` decoding sequences; at least one."""
+        most = self._config.copies_per_step
+        if not rows or not self._copy_seconds:
+            return most
+        return max(1, min(most, int(self._config.copy_share * self._pace.seconds(0, rows) / self._copy_seconds)))
+
+    def longest_step(self, rows: int) -> float:
+        """Seconds that a step with prompts in it may take; 0 while nothing is known."""
+        return self._config.itl_ms / 1_000 or _MIXED * self._pace.seconds(0, rows)
+
+    def patience(self, rows: int) -> float:
+        """Seconds that a step may be put off for the store's word on pages that were copied: less than they would wait
+        for the end of that step."""
+        return self._config.copy_share * self._pace.seconds(0, rows) / 2

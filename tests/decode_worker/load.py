@@ -1,0 +1,139 @@
+"""A decode worker's state under load in virtual time: no model, no store, no bytes. Other rules for its admission."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.clock import Tick
+from baton.config import DecodeConfig
+from baton.membership import Say
+from baton.messages import Cancel, Decode, Refused, Sampling, Tokens
+from decode_worker.headroom import Headroom, Outlook
+from decode_worker.state import Command, DecodeState
+from engine.batch import Sampled
+from engine.steps import StepDone
+from kvstore.keys import pack_tokens
+
+PAGE = 16
+STOP = 1
+STEP = 0.010  # seconds for a step,
+ROW = 0.0002  # each sequence in it that decodes,
+TOKEN = 0.0002  # and each token of a prompt
+
+
+class OnePageEach:
+    """Keeps one page for each sequence."""
+
+    def ended(self, begun: int, generated: int, cut: bool) -> None:
+        pass
+
+    def needed(self, holders: Sequence[Outlook], page_size: int) -> int:
+        return len(holders)
+
+
+class AllThatIsAllowed:
+    """Keeps what max_tokens allows: nobody is ever preempted."""
+
+    def ended(self, begun: int, generated: int, cut: bool) -> None:
+        pass
+
+    def needed(self, holders: Sequence[Outlook], page_size: int) -> int:
+        return sum(-(-(holder.known + holder.left) // page_size) - holder.pages for holder in holders)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request, and how long its output is going to be."""
+
+    name: str
+    prompt: int
+    output: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a whole load. `utilisation`: share of the pool, over time, in pages that sequences held."""
+
+    seconds: float
+    preemptions: int
+    utilisation: float
+    computed: int  # prompt and other known tokens that were computed
+
+    @property
+    def summary(self) -> str:
+        return f"{self.seconds:.1f} s, {self.preemptions} preemptions, {self.utilisation:.2f} used"
+
+
+def requests(
+    count: int, prompt: int, length: Callable[[random.Random], int], max_tokens: int, seed: int = 0
+) -> list[Wanted]:
+    """Prompts of up to `prompt` tokens, outputs by `length` as far as `max_tokens` allows."""
+    rng = random.Random(seed)
+    return [
+        Wanted(f"r{i}", rng.randrange(16, prompt), max(1, min(max_tokens, length(rng))), max_tokens)
+        for i in range(count)
+    ]
+
+
+def run(wanted: Sequence[Wanted], clients: int, num_pages: int, headroom: Headroom | None = None) -> Outcome:
+    """So many clients send one request after the other; what is refused is sent again at the next step, oldest first.
+    The first half of the load warms up and is not counted."""
+    state = DecodeState(DecodeConfig(ageing_ms=10_000), PAGE, num_pages, headroom=headroom)
+    rng = random.Random(1)
+    queue = deque(wanted)
+    asking: deque[Wanted] = deque()
+    outputs = {each.name: each for each in wanted}
+    ended = 0
+    now = began = used = 0.0
+    before = computed_before = 0
+    while queue or asking or ended < len(wanted):
+        while queue and len(wanted) - len(queue) - ended < clients:
+            asking.append(queue.popleft())
+        while asking:
+            each = asking[0]
+            tokens = [rng.randrange(2, 30_000) for _ in range(each.prompt)]
+            order = Decode(
+                each.name, 1, b"r" * 16, pack_tokens(tokens), each.prompt, each.max_tokens, Sampling(temperature=0),
+                (STOP,),
+            )  # fmt: skip
+            if _refused(state.handle(order, now)):
+                break
+            asking.popleft()
+        state.handle(Tick(), now)
+        state.prepare(now)
+        plan = state.plan(now)
+        assert plan, "somebody waits for ever"
+        prompts = sum(len(chunk.tokens) for chunk in plan.values() if len(chunk.tokens) > 1)
+        took = STEP + ROW * len(plan) + TOKEN * prompts
+        now += took
+        stats = state.stats()
+        used += took * (1 - stats.pages_free / num_pages)
+        sampled = [
+            Sampled(_token(outputs[name.request], chunk.end)) if chunk.sample else None for name, chunk in plan.items()
+        ]
+        for command in state.handle(StepDone(plan, sampled), now):
+            if isinstance(command, Say) and isinstance(command.message, Tokens):
+                for delta in command.message.deltas:
+                    if delta.finish:
+                        ended += 1
+                        state.handle(Cancel(delta.request, 1), now)
+                        if ended == len(wanted) // 2:
+                            began, used, before = now, 0.0, state.stats().preemptions
+                            computed_before = state.stats().prompt_tokens_computed
+    stats = state.stats()
+    return Outcome(
+        now - began, stats.preemptions - before, used / (now - began), stats.prompt_tokens_computed - computed_before
+    )
+
+
+def _token(each: Wanted, known: int) -> int:
+    """The token after `known` ones: it stops where its output ends."""
+    return STOP if known + 1 - each.prompt == each.output < each.max_tokens else 2
+
+
+def _refused(commands: Sequence[Command]) -> bool:
+    return any(isinstance(command, Say) and isinstance(command.message, Refused) for command in commands)
