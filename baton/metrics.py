@@ -65,6 +65,7 @@ TABLE: Mapping[str, Entry] = {
     "pages_moved": Entry("counter", "Pages copied between device and arena.", ("direction",)),
     "bytes_moved": Entry("counter", "Bytes copied between device and arena.", ("direction",)),
     "num_preemptions": Entry("counter", "Sequences whose device pages were taken."),
+    "headroom_pages": Entry("gauge", "Device pages that admission leaves to those that have some already."),
     "prompt_tokens_computed": Entry("counter", "Prompt tokens computed by this worker."),
     "prompt_pages_cached": Entry("counter", "Prompt pages found instead of computed.", ("tier",)),
     "fetches_short": Entry("counter", "Fetches that ended before every page was here."),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import select
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -160,6 +161,13 @@ class Worker:
                 yield envelope.message
         yield from self._follow(self._membership.tick(now, paused))
         yield Tick(paused)
+
+    def replies(self, seconds: float) -> Iterator[Any]:
+        """What the store says, as soon as it says something and at most `seconds` from now."""
+        if self._store.connected:
+            with self.tracer.span("wait for the store", "sockets"):
+                select.select([self._store.fileno()], [], [], seconds)
+            yield from self._from_store(self.clock.now())
 
     def _follow(self, verdict: Verdict) -> Iterator[OwnerLost]:
         for message in verdict.send:
