@@ -1,30 +1,32 @@
 """What the next prefill step computes, and how long it may take.
 
 **Length.** A newcomer, a cancellation and pages on their way to a decode worker all wait for the end of a step, so a
-step lasts about `step` seconds while several prompts are at hand, and twice that for one alone. How many tokens that
-is, `engine.pace` learns from the steps themselves, which also know that the end of a long prompt is slower than its
-beginning. Where a step costs much however little it computes, it lasts longer, so that at most a quarter is lost.
+step lasts about `step` seconds while several prompts are at hand, and twice that for one alone. How much that is,
+`engine.pace` learns from the steps themselves; it knows that the end of a long prompt is slower than its beginning.
+Where a step costs much however little it computes, it lasts longer, so that at most a quarter is lost.
 
-**Order.** The urgent go first, and what they leave goes to the others. Those who are equally urgent share by max-min
-fairness: each may have an equal part, and what a short prompt leaves goes to the longer ones. So short prompts don't
-wait behind long ones, and several of them fit into one step.
+**Order.** The urgent go first, and what they leave goes to the others. Those who are equally urgent share the time by
+max-min fairness: each may have an equal part, and what a short prompt leaves goes to the longer ones. So short prompts
+don't wait behind long ones, and several of them fit into one step.
 
 **Ageing.** A prompt that waits for its next part rises: `passed` counts the steps in a row in which it got less than an
-equal part of the step, and its rank (0 first) is
+equal part, and its rank (0 first) is
 
     rank = max(0, min(priority − most urgent priority here, LEVELS) · STEPS_PER_LEVEL − passed)
 
-So whatever arrives, every prompt gets its part after at most LEVELS · STEPS_PER_LEVEL steps without one, and one step
-more for each time that the prompts which have waited as long fill a whole step with one page each.
+Within a rank, those passed over get a page before anybody gets a second one. So whatever arrives, every prompt has its
+turn after at most LEVELS · STEPS_PER_LEVEL steps without one, and one more for each time that the prompts which have
+waited as long fill a whole step with a page each.
 
 **Lending.** A prompt that waits for pages which another one makes lends that one its rank.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import groupby
+from math import inf
 from typing import TypeAlias
 
 from engine.batch import Chunk
@@ -44,6 +46,9 @@ Ranks: TypeAlias = Sequence[tuple[int, Sequence[Job]]]
 Shares: TypeAlias = Mapping[Job, int]
 """How many pages of each prompt a step computes; of none 0."""
 
+Cost: TypeAlias = Callable[[Job, int], float]
+"""Seconds of a prompt's n-th page from now, counted from 0."""
+
 
 def plan_step(jobs: Collection[Job], pace: StepPace, step: float, most: int) -> Plan:
     """Whole pages of the prompts that are computing: as many as fit into the seconds that a step may last, and at most
@@ -51,16 +56,14 @@ def plan_step(jobs: Collection[Job], pace: StepPace, step: float, most: int) -> 
     ready = [job for job in jobs if job.phase is Phase.COMPUTING and job.pending]
     if not ready:
         return {}
-    page_size = ready[0].page_size
-    ranks = rank(ready, [job for job in jobs if job.phase is Phase.WAITING])
+    most = min(most, max(_UNMEASURED, _GROWTH * pace.largest)) // ready[0].page_size
     alone = sum(job.phase not in (Phase.SETTLING, Phase.DONE) for job in jobs) == 1
-    seconds = max(2 * step if alone else step, _FIXED * pace.seconds(0))
-    most = min(most, max(_UNMEASURED, _GROWTH * pace.largest), sum(job.pending for job in ready))
-    pages = bisect_right(
-        range(1, most // page_size + 1), seconds, key=lambda count: _seconds(share(ranks, count), pace)
-    )
-    shares = share(ranks, max(1, pages))
-    _age(ranks, shares)
+    fixed = pace.seconds(0)
+    seconds = max(2 * step if alone else step, _FIXED * fixed) - fixed
+    cost = _cost(pace, ready[0].page_size)
+    ranks = rank(ready, [job for job in jobs if job.phase is Phase.WAITING])
+    shares = share(ranks, cost, seconds if pace.largest else inf, most)
+    _age(ranks, cost, shares)
     return {job.name: _chunk(job, count) for job, count in shares.items()}
 
 
@@ -81,31 +84,57 @@ def _place(ranked: tuple[int, Sequence[Job]]) -> tuple[float, ...]:
     return of, -max(each.passed for each in (job, *behind)), job.computed_here, job.arrival
 
 
-def share(ranks: Ranks, pages: int) -> Shares:
-    """At most `pages` pages, shared between those of each rank, one rank after the other. In a rank that has more
-    prompts than pages are left, the foremost get one each."""
+def share(ranks: Ranks, cost: Cost, seconds: float, most: int) -> Shares:
+    """Pages worth that time, at most `most` of them, but at least one: rank after rank, and within a rank page by page
+    to whoever will have had the least time with it."""
     shares: dict[Job, int] = {}
+    spent: dict[Job, float] = {}
+
+    def give(job: Job) -> bool:
+        """One more page, if there is one and room for it."""
+        nonlocal seconds, most
+        count = shares.get(job, 0)
+        if not most or count == job.pending // job.page_size:
+            return False
+        price = cost(job, count)
+        if price > seconds and shares:
+            return False
+        seconds, most = seconds - price, most - 1
+        shares[job], spent[job] = count + 1, spent.get(job, 0.0) + price
+        return True
+
     for _, equals in groupby(ranks, key=lambda item: item[0]):
-        served = [behind[0] for _, behind in equals][:pages]
-        for left, job in zip(range(len(served), 0, -1), sorted(served, key=lambda job: job.pending), strict=True):
-            count = min(job.pending // job.page_size, pages // left)
-            pages -= count
-            shares[job] = count
+        served = [behind[0] for _, behind in equals]
+        for job in served:
+            if job.passed:
+                give(job)
+        queue = [(spent.get(job, 0.0) + cost(job, shares.get(job, 0)), place, job) for place, job in enumerate(served)]
+        heapify(queue)
+        while queue:
+            _, place, job = heappop(queue)
+            if give(job):
+                heappush(queue, (spent[job] + cost(job, shares[job]), place, job))
     return shares
 
 
-def _age(ranks: Ranks, shares: Shares) -> None:
-    part = max(1, sum(shares.values()) // len(ranks))
+def _age(ranks: Ranks, cost: Cost, shares: Shares) -> None:
+    times = {job: sum(cost(job, page) for page in range(count)) for job, count in shares.items()}
+    part = sum(times.values()) / len(ranks)
     for _, (job, *behind) in ranks:
-        served = shares.get(job, 0) >= min(part, job.pending // job.page_size)
+        count = shares.get(job, 0)
+        over = count * job.page_size == job.pending or (count and times[job] + cost(job, count) > part)
         for each in (job, *behind):
-            each.passed = 0 if served else each.passed + 1
+            each.passed = 0 if over else each.passed + 1
 
 
-def _seconds(shares: Shares, pace: StepPace) -> float:
-    """What such a step would take."""
-    chunks = [(job.computed, count * job.page_size) for job, count in shares.items()]
-    return pace.seconds(sum(count for _, count in chunks), pairs=sum(pairs(start, count) for start, count in chunks))
+def _cost(pace: StepPace, page_size: int) -> Cost:
+    """By what a page makes a step longer; while nothing is known, all pages are equal."""
+    if not pace.largest:
+        return lambda job, page: 1.0
+    fixed = pace.seconds(0)
+    page_seconds = pace.seconds(page_size) - fixed
+    pair_seconds = (pace.seconds(0, pairs=1_000_000) - fixed) / 1_000_000
+    return lambda job, page: page_seconds + pair_seconds * pairs(job.computed + page * page_size, page_size)
 
 
 def pairs(start: int, count: int) -> int:

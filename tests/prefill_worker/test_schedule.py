@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -60,6 +61,7 @@ def machine(tokens: int, attended: int = 0, fixed: float = 0.002) -> float:
     return fixed + 100e-6 * tokens + 50e-9 * attended
 
 
+@cache
 def known_pace(fixed: float = 0.002) -> StepPace:
     pace = StepPace()
     for count in range(50):
@@ -107,6 +109,27 @@ def test_whatever_arrives_nobody_is_passed_over_for_longer_than_the_bound(
             got = len(plan[job.name].tokens) // PAGE if job.name in plan else 0
             passed[job.name] = 0 if got >= min(part, job.pending // PAGE) else passed.get(job.name, 0) + 1
             assert passed[job.name] <= LEVELS * STEPS_PER_LEVEL + math.ceil(most / pages)
+        run(jobs, plan)
+        jobs = [*jobs, *arriving[: (count := data.draw(st.integers(0, 3)))]]
+        arriving = arriving[count:]
+
+
+@given(st.lists(PROMPTS, min_size=1, max_size=8), st.lists(PROMPTS, max_size=40), st.floats(0.001, 0.1), st.data())
+def test_nor_where_some_pages_take_far_longer_than_others(
+    jobs: list[Job], arriving: list[Job], step: float, data: st.DataObject
+) -> None:
+    pace = known_pace()
+    passed: dict[AttemptName, int] = {}
+    most = 0
+    for job in jobs:
+        job.computed = data.draw(st.integers(0, job.total)) * PAGE
+    while ready := [job for job in jobs if job.pending]:
+        most = max(most, len(ready))
+        plan = plan_step(jobs, pace, step, 10_000)
+        assert len(plan) == 1 or took(plan) < max(2 * step, 0.008) * 1.1
+        for job in ready:
+            passed[job.name] = 0 if job.name in plan else passed.get(job.name, 0) + 1
+            assert passed[job.name] <= LEVELS * STEPS_PER_LEVEL + most
         run(jobs, plan)
         jobs = [*jobs, *arriving[: (count := data.draw(st.integers(0, 3)))]]
         arriving = arriving[count:]

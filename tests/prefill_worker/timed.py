@@ -1,0 +1,118 @@
+"""A prefill worker in virtual time: a state, a store that grants everything, and a machine whose steps take as long as
+a formula says. Thousands of tokens a millisecond, so whole loads can be looked at step by step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.clock import Tick
+from baton.config import PrefillConfig
+from baton.membership import Say
+from baton.messages import (
+    Acquire,
+    Failed,
+    Message,
+    NotComing,
+    Prefill,
+    Prefilled,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    StoreCall,
+    StoreReply,
+)
+from engine.steps import Plan, StepDone
+from kvstore.keys import pack_tokens
+from kvstore.transfer import Call, CopiedOut, CopyOut, StoreUp, batches
+from prefill_worker.schedule import pairs
+from prefill_worker.state import Event, PrefillState
+
+PAGE = 16
+ROOT = b"r" * 16
+
+
+def machine(tokens: int, attended: int) -> float:
+    """Seconds of a step: two cores, a hundred million parameters."""
+    return 0.003 + 180e-6 * tokens + 30e-9 * attended
+
+
+@dataclass
+class Timed:
+    """The worker, what it said and when, and the steps that it ran."""
+
+    config: PrefillConfig = field(default_factory=lambda: PrefillConfig(max_prompts=64))
+    pages: int = 8_000
+    now: float = 0.0
+    ended: dict[str, float] = field(default_factory=dict[str, float])  # when each request was Prefilled or Failed
+    said: dict[str, Message] = field(default_factory=dict[str, Message])
+    steps: list[tuple[float, Plan]] = field(default_factory=list[tuple[float, Plan]])  # when each began
+    sealed: set[bytes] = field(default_factory=set[bytes])
+
+    def __post_init__(self) -> None:
+        self.state = PrefillState(self.config, PAGE, self.pages)
+        self._keys: dict[int, list[bytes]] = {}  # of each shipment, by ticket
+        self._slots = itertools.count()
+        self.handle(StoreUp(10**6, 1))
+
+    def order(self, request: str, tokens: Sequence[int], priority: int = 0) -> None:
+        self.handle(Prefill(request, 1, ROOT, pack_tokens(tokens), priority=priority))
+
+    def handle(self, event: Event) -> None:
+        for command in self.state.handle(event, self.now):
+            match command:
+                case Call(call=call):
+                    for reply in self._store(call):
+                        self.handle(reply)
+                case Say(message=Prefilled() | Failed() as message):
+                    self.ended[message.request] = self.now
+                    self.said[message.request] = message
+                case _:
+                    pass
+
+    def turn(self) -> bool:
+        """Copies, then a step, as the worker's loop makes them. Whether there was a step."""
+        for batch in batches(self.state.take_copies(), 64):
+            assert all(isinstance(copy, CopyOut) for copy in batch)
+            self.handle(CopiedOut(batch[0].ticket, batch[0].index, (0,) * len(batch)))
+        plan = self.state.plan(self.now)
+        if plan:
+            self.steps.append((self.now, plan))
+            chunks = [(chunk.start, len(chunk.tokens)) for chunk in plan.values()]
+            self.now += machine(sum(count for _, count in chunks), sum(itertools.starmap(pairs, chunks)))
+            self.handle(StepDone(plan, [None] * len(plan)))
+        self.handle(Tick())
+        return bool(plan)
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Turns until that holds, or nobody has anything to do."""
+        while not until() and (self.turn() or self.state.busy):
+            pass
+        self.state.validate()
+
+    def tokens(self, request: str) -> int:
+        """How many tokens of that request were computed."""
+        return sum(
+            len(chunk.tokens) for _, plan in self.steps for name, chunk in plan.items() if name.request == request
+        )
+
+    def served(self, request: str) -> list[int]:
+        """The steps, counted from 0, in which it had a part."""
+        return [i for i, (_, plan) in enumerate(self.steps) if any(name.request == request for name in plan)]
+
+    def _store(self, call: StoreCall) -> list[StoreReply]:
+        match call:
+            case Acquire(ticket=ticket):
+                return [NotComing(ticket, 0)]  # its lookups find nothing: prompts of before are of no concern here
+            case Reserve(ticket=ticket, keys=keys):
+                wanted = [keys[at : at + 16] for at in range(0, len(keys), 16)]
+                self._keys[ticket] = wanted
+                slots = tuple(None if key in self.sealed else next(self._slots) for key in wanted)
+                return [Reserved(ticket, slots)]
+            case Seal(ticket=ticket, first=first, checksums=checksums):
+                self.sealed.update(self._keys[ticket][first : first + len(checksums)])
+                return [Sealed(ticket, first, len(checksums))]
+            case _:
+                return []
