@@ -1,0 +1,141 @@
+"""Interference: what is counted, what is judged against what, and that processes stay on their cores."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Iterator, Sequence
+
+import pytest
+
+from baton.errors import Unavailable
+from bench import cores, interference
+from bench.interference import COLOCATED, SPLIT, Seen
+from bench.streams import Gap, Prompts, Streams, every, first_token, tokens_in
+
+
+class Fake:
+    """A server that sends messages of these sizes, and takes turns with everybody else between them."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self.asked: list[tuple[int, int]] = []
+
+    async def generate(self, prompt: Sequence[int], count: int) -> AsyncGenerator[int, None]:
+        self.asked.append((len(prompt), count))
+        for size in self._sizes:
+            await asyncio.sleep(0)
+            yield size
+
+
+def streams(server: Fake) -> Streams:
+    return Streams(server, Prompts(100, seed=1), number=2, prompt=64, output=5)
+
+
+async def run_for(made: Streams, turns: int) -> None:
+    async with made:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+
+
+def test_streams_ask_again_and_again_and_gaps_are_within_a_request() -> None:
+    made = streams(server := Fake([1, 3, 1]))
+    asyncio.run(run_for(made, 100))
+    assert len(server.asked) > 4
+    assert set(server.asked) == {(64, 5)}
+    first_tokens = len(server.asked)
+    tokens = sum(count for _, count in made.arrived)
+    assert tokens - first_tokens <= len(made.gaps) <= tokens - first_tokens + 2
+    assert sum(gap.seconds == 0 for gap in made.gaps) >= 2 * len(made.gaps) // 5  # of a message with three tokens, two
+
+
+def test_what_came_outside_the_window_does_not_count() -> None:
+    made = streams(Fake([]))
+    made.gaps = [Gap(1.0, 0.5), Gap(2.0, 0.1), Gap(3.0, 0.2)]
+    made.arrived = [(1.0, 4), (2.0, 2), (3.0, 1)]
+    assert made.gaps_between(1.5, 3.0) == [0.1]
+    assert made.tokens_between(1.0, 2.5) == 6
+
+
+def test_a_stream_that_fails_is_told() -> None:
+    class Broken(Fake):
+        async def generate(self, prompt: Sequence[int], count: int) -> AsyncGenerator[int, None]:
+            await asyncio.sleep(0)
+            yield 1
+            raise Unavailable("gone")
+
+    async def run() -> None:
+        async with streams(Broken([])):
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+    with pytest.raises(Unavailable, match="gone"):
+        asyncio.run(run())
+
+
+def test_so_many_long_prompts_are_sent() -> None:
+    server = Fake([1])
+    found = asyncio.run(every(0.0, 3, server, Prompts(100, seed=1), 350))
+    assert len(found) == 3
+    assert server.asked == [(350, 1)] * 3
+
+
+def test_a_request_without_a_token_is_an_error() -> None:
+    with pytest.raises(Unavailable):
+        asyncio.run(first_token(Fake([]), [1, 2]))
+
+
+def test_tokens_of_a_completions_message() -> None:
+    assert tokens_in({"choices": [{"text": "ab", "token_ids": [4, 5]}]}) == 2
+    assert tokens_in({"choices": [{"text": "", "token_ids": None}]}) == 0
+    assert tokens_in({"choices": [], "usage": {}}) == 0
+    with pytest.raises(Unavailable, match="too long"):
+        tokens_in({"error": {"message": "too long"}})
+
+
+def seen(p99: float, rate: float) -> list[Seen]:
+    return [Seen((p99 / 10, p99, p99 * 2), rate, (500.0, 700.0))]
+
+
+def test_ours_are_judged_by_the_better_setting_of_the_peer() -> None:
+    lines = interference.results(
+        {COLOCATED: seen(180, 330), SPLIT: seen(30, 280), "vLLM": seen(295, 407), "vLLM, chunks of 512": seen(167, 296)}
+    )
+    judged = {line.case: (line.ratio, line.ok) for line in lines if line.target is not None}
+    assert judged == {
+        f"{COLOCATED}: itl p99": (180 / 167, False),
+        f"{COLOCATED}: output tokens": (330 / 296, True),
+        f"{SPLIT}: itl p99": (30 / 167, True),
+        f"{SPLIT}: output tokens": (280 / 296, True),
+    }
+
+
+def test_without_the_peer_nothing_is_judged() -> None:
+    lines = interference.results({COLOCATED: seen(180, 330), SPLIT: seen(30, 280)})
+    assert len(lines) == 14
+    assert all(line.target is None for line in lines)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    code = "import threading, sys; threading.Thread(target=sys.stdin.read).start(); print('', flush=True)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process.pid
+    process.communicate()
+
+
+def test_every_thread_of_a_pinned_process_stays_on_its_cores(sleeper: int) -> None:
+    core = min(os.sched_getaffinity(0))
+    cores.pin(sleeper, {core})
+    assert cores.of(sleeper) == {frozenset({core})}
+
+
+def test_a_process_that_has_ended_can_not_be_pinned() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    with pytest.raises(ProcessLookupError):
+        cores.pin(process.pid, {0})
