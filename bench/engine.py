@@ -1,0 +1,119 @@
+"""The bare engine beside what the machine's memory and arithmetic allow.
+
+    bench/engine.py [--quick] [--cases decode-1,prefill-8] [--threads 2] [--step-tokens 512]
+
+`Engine.step` in a loop, in a process of its own, and nothing else, on a Llama of 100 M random parameters. Each round
+runs every case with prompts of its own, and measures the limits before and after it, since a virtual machine's memory
+is not as fast at every moment. docs/benchmarks.md says how tokens are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from bench import limits, models, report, roofline
+from bench.peers import environments
+from bench.peers.adapter import Peer, PeerFailed
+from bench.peers.cases import CASES, Case, chosen
+from bench.roofline import Limits, Shape
+from engine.weights import TORCH_DTYPES
+
+TARGETS = {"decode-1": 0.75, "decode-8": 0.75}
+"""Shares of the roofline."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a case, and what the machine could do around it."""
+
+    seconds: float
+    limits: Limits
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    asked = _parse(argv)
+    try:
+        with bare_engine(asked.model, asked.dtype, asked.threads, asked.step_tokens) as engine:
+            report.say(report.machine())
+            runs = measure(engine, asked.cases, asked.rounds, asked.threads, TORCH_DTYPES[asked.dtype])
+    except PeerFailed as error:
+        report.say(f"engine: {error}")
+        return 1
+    shape = Shape.of(models.LLAMA_100M, TORCH_DTYPES[asked.dtype].itemsize)
+    for result in results(runs, shape):
+        report.emit(result)
+    return 0
+
+
+def bare_engine(
+    model: str, dtype: str, threads: int, step_tokens: int, variables: Mapping[str, str] | None = None
+) -> Peer:
+    """The engine's process, ready. Raises PeerFailed."""
+    told = [str(models.directory(model)), dtype, str(threads), str(step_tokens)]
+    command = [sys.executable, "-m", "bench.peers.baton_engine", *told]
+    return Peer("baton", command, environments.variables(variables or {}))
+
+
+def measure(engine: Peer, cases: Sequence[Case], count: int, threads: int, dtype: torch.dtype) -> dict[Case, list[Run]]:
+    """`count` runs of each case, in turns, after one to warm up."""
+    runs: dict[Case, list[Run]] = {case: [] for case in cases}
+    before = limits.measure(threads, dtype)
+    for number in range(count + 1):
+        for case in cases:
+            prompts = case.prompts(models.LLAMA_100M["vocab_size"], number)
+            seconds = engine.generate(prompts, case.output).seconds
+            after = limits.measure(threads, dtype)
+            runs[case].append(Run(seconds, before.best(after)))
+            before = after
+        told = ", ".join(f"{case.name} {case.rate(runs[case][-1].seconds):,.0f}/s" for case in cases)
+        report.say(f"round {number} of {count}: {told}; {before}")
+    return {case: taken[1:] for case, taken in runs.items()}
+
+
+def results(runs: Mapping[Case, Sequence[Run]], shape: Shape) -> list[report.Result]:
+    """Each case beside its roofline, and the limits that it is made of. A ratio is the median of the runs' own."""
+    lines: list[report.Result] = []
+    for case, taken in runs.items():
+        told = beside_roofline("engine", case.name, case, taken, shape)
+        target = TARGETS.get(case.name)
+        lines.append(told if target is None else report.judged(told, target, "high"))
+    seen = [one.limits for taken in runs.values() for one in taken]
+    read, compute = statistics.median(one.read for one in seen), statistics.median(one.compute for one in seen)
+    return [
+        *lines,
+        report.Result("engine", "limit: memory read", read, "B/s"),
+        report.Result("engine", "limit: large product", compute, "FLOP/s"),
+    ]
+
+
+def beside_roofline(bench: str, name: str, case: Case, runs: Sequence[Run], shape: Shape) -> report.Result:
+    rates = [case.rate(one.seconds) for one in runs]
+    bounds = [roofline.rate(case, shape, one.limits) for one in runs]
+    ratio = statistics.median(rate / bound for rate, bound in zip(rates, bounds, strict=True))
+    told = report.median_of(bench, name, case.unit, rates)
+    return replace(told, limit=statistics.median(bounds), ratio=ratio)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="2 rounds instead of 7")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--cases", type=chosen, default=CASES, help=f"of {', '.join(case.name for case in CASES)}")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    parser.add_argument("--step-tokens", type=int, default=512, help="the most tokens of one step (default 512)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--model", default="100m", help="a checkpoint of that same shape, as bench/models.py knows it")
+    asked = parser.parse_args(argv)
+    asked.rounds = asked.rounds or (2 if asked.quick else 7)
+    return asked
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""OpenVINO GenAI with continuous batching, in its own environment.
+
+`python -m bench.peers.openvino_genai MODEL THREADS STEP_TOKENS`. MODEL is the checkpoint as run.py has converted it,
+its weights in bfloat16; what is computed and cached is bfloat16, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from bench.peers import adapter
+
+_CACHE_GIB = 2
+
+
+def load() -> adapter.Generate:
+    # By name, and only here: they are in this peer's environment, and in no other.
+    numpy, openvino, openvino_genai = map(import_module, ("numpy", "openvino", "openvino_genai"))
+    model, threads, step_tokens = sys.argv[1:]
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.max_num_batched_tokens = int(step_tokens)
+    scheduler.cache_size = _CACHE_GIB
+    scheduler.enable_prefix_caching = True
+    pipeline = openvino_genai.ContinuousBatchingPipeline(
+        model,
+        scheduler,
+        "CPU",
+        {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_PRECISION_HINT": "bf16",
+            "KV_CACHE_PRECISION": "bf16",
+            "INFERENCE_NUM_THREADS": int(threads),
+        },
+    )
+
+    def generate(prompts: adapter.Tokens, count: int) -> adapter.Tokens:
+        wanted = openvino_genai.GenerationConfig()
+        wanted.max_new_tokens = wanted.min_new_tokens = count
+        wanted.do_sample = False
+        wanted.ignore_eos = True
+        asked = [openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)) for prompt in prompts]
+        ended = pipeline.generate(asked, [wanted] * len(prompts))
+        return [list(one.m_generation_ids[0]) for one in ended]
+
+    return generate
+
+
+if __name__ == "__main__":
+    adapter.serve(load)
