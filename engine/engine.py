@@ -19,7 +19,7 @@ from engine.attention import TorchAttention
 from engine.batch import Batch, Chunk, Sampled, flatten
 from engine.config import DTYPES, ModelConfig
 from engine.model import NUMERICS_VERSION, Model
-from engine.native import build, decode
+from engine.native import build, decode, huge, prefill
 from engine.native.pool import Pool
 from engine.pool import PagePool
 from engine.weights import TORCH_DTYPES, ModelWeights
@@ -50,8 +50,13 @@ class Engine:
         self.tracer = Tracer()  # of whoever runs the steps
         self._model = Model(config, model_weights, TorchAttention(pool, layout))
         self._few: decode.NativeDecode | None = None
-        if native and decode.runs(config, model_weights, threads) and (library := build.library()) is not None:
+        self._many: prefill.NativePrefill | Model = self._model
+        if not native or pool.device.type != "cpu" or (library := build.library()) is None:
+            return
+        if decode.runs(config, model_weights, threads):
             self._few = decode.NativeDecode(library, Pool(library, threads), config, model_weights, layout, pool)
+        if prefill.runs(config, model_weights):
+            self._many = prefill.NativePrefill(library, threads, config, model_weights, layout, pool)
 
     @classmethod
     def load(
@@ -118,7 +123,7 @@ class Engine:
                 decoded = self._few.run(batch)
             return (decoded.logits, decoded.best) if len(batch.sample_rows) else (None, None)
         with span("layers", "engine"):
-            hidden = self._model.forward(batch)
+            hidden = self._many.forward(batch)
         if hidden is None:
             return None, None
         with span("head", "engine"):
@@ -137,7 +142,10 @@ def layout_of(config: ModelConfig, dtype: str, page_size: int) -> PageLayout:
 def _make_pool(num_pages: int, layout: PageLayout, device: str) -> torch.Tensor:
     """Zeros, since attention reads, behind a mask, what was never written."""
     try:
-        return torch.zeros((num_pages, *layout.shape), dtype=TORCH_DTYPES[layout.dtype], device=device)
+        pool = torch.zeros((num_pages, *layout.shape), dtype=TORCH_DTYPES[layout.dtype], device=device)
     except RuntimeError as error:
         size = num_pages * layout.page_bytes
         raise NotEnoughMemory(f"{num_pages} pages, {size:,} bytes, don't fit into {device}: {error}") from error
+    if pool.device.type == "cpu":
+        huge.promise(pool.data_ptr(), pool.nbytes)
+    return pool

@@ -1,0 +1,567 @@
+// Steps with many rows: what stands between the products of a layer. The products themselves are oneDNN's.
+//
+// Everything here runs on the threads that oneDNN's products run on, which torch's OpenMP owns: between two products they
+// spin for their next work, and threads of our own would wait for the cores behind them.
+//
+// Attention reads K and V where they lie in pages. It goes over the keys in blocks with a running maximum and sum
+// (Milakov and Gimelshein, 2018; Dao et al., 2022), and keeps queries in the lanes of its vectors: a key's scores for 48
+// queries are three vectors, so K is used as it lies, element pairs broadcast, and no maximum or sum crosses lanes.
+#include <atomic>
+#include <limits>
+
+#include "kernels.h"
+
+namespace baton {
+namespace {
+
+// What `GOMP_parallel` is: calls work(data) on so many threads, and returns when all have.
+using Parallel = void (*)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+
+struct Team {
+  Parallel parallel;
+  int64_t threads;
+};
+
+struct Shape {
+  int64_t dtype, heads, kv_heads, head_dim, page_size, num_layers;
+};
+
+// Some rows of one sequence. Its units of work are numbered from `first_unit` on.
+struct Piece {
+  int64_t row, rows;     // in the queries
+  int64_t position;      // of the first of them, in the sequence
+  int64_t first_page;    // where its sequence's pages begin, in the list of pages
+  int64_t first_unit;
+};
+
+constexpr int kVectors = 3;                // of queries that are attended for at once: 8 keys × 3 fill the registers
+constexpr int kWide = kVectors * kLanes;   // so many queries
+constexpr int kTile = 8;                   // keys, or elements of a head, to a tile of registers
+constexpr int kKeys = 64;                  // to a block: its scores and its V stay in the L1 cache
+constexpr int kMostHeadDim = 256;
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+alignas(64) const float kZeros[kMostHeadDim] = {};
+
+// Calls work(unit, worker) for each unit once, in order, on whichever thread is free; workers are 0 to threads − 1.
+template <class Work>
+void share_out(const Team* team, int64_t units, const Work& work) {
+  struct Shared {
+    const Work& work;
+    const int64_t units;
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> workers{0};
+  } shared{work, units};
+  const auto serve = [](void* data) {
+    auto& shared = *static_cast<Shared*>(data);
+    const int64_t worker = shared.workers.fetch_add(1, std::memory_order_relaxed);
+    for (int64_t unit; (unit = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.units;)
+      shared.work(unit, worker);
+  };
+  const int64_t threads = units < team->threads ? units : team->threads;
+  if (threads > 1) {
+    team->parallel(serve, &shared, unsigned(threads), 0);
+  } else {
+    serve(&shared);
+  }
+}
+
+// As `share_out`, for rows, some at a time.
+template <class Work>
+void share_rows(const Team* team, int64_t rows, const Work& work) {
+  constexpr int64_t kRows = 16;
+  share_out(team, (rows + kRows - 1) / kRows, [&](int64_t unit, int64_t) {
+    const int64_t end = (unit + 1) * kRows < rows ? (unit + 1) * kRows : rows;
+    for (int64_t row = unit * kRows; row < end; ++row) work(row);
+  });
+}
+
+// ---- What differs between the two types of elements. A "cell" is 32 bits: one float, or two bf16.
+
+template <class T>
+struct Cells;
+
+template <>
+struct Cells<float> {
+  static constexpr int kStep = 1;  // elements in a cell
+  static constexpr float kExponent = 1.0f;
+  static __m512 dot(__m512 sum, __m512i a, __m512i b) {
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+  }
+  static __m512 power(__m512 x) { return exp16(x); }
+};
+
+template <>
+struct Cells<bf16> {
+  static constexpr int kStep = 2;
+  static constexpr float kExponent = 1.44269504f;  // `power` is one of two: less work, and exact enough for 8 bits
+  static __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+  // 2^x for x up to 127 and from −126 on, below which it stays: x = n + r, with a polynomial for 2^r whose greatest
+  // relative error is the least that its degree allows, 7.5e-5, a fiftieth of what rounding to bf16 then adds. Adding
+  // 1.5 · 2²³ rounds x to n, which is left in the lowest bits; from there it is added to the exponent.
+  static __m512 power(__m512 x) {
+    const __m512 rounder = _mm512_set1_ps(12582912.0f);
+    x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
+    const __m512 shifted = _mm512_add_ps(x, rounder);
+    const __m512 r = _mm512_sub_ps(x, _mm512_sub_ps(shifted, rounder));
+    __m512 sum = _mm512_set1_ps(5.517154555e-2f);
+    sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(2.426111127e-1f));
+    sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(6.932610083e-1f));
+    sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(9.999280747e-1f));
+    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum), exponent));
+  }
+};
+
+// ---- Attention
+
+// 16 rows of 16 cells become 16 columns.
+inline void transpose16(__m512i (&x)[16]) {
+  __m512i y[16];
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
+      x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {  // x[4b + i]: cell i of each quarter, rows 4b to 4b + 3
+    const __m512i low = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88), low_odd = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+    const __m512i high = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+    const __m512i high_odd = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+    y[i] = _mm512_shuffle_i32x4(low, high, 0x88);
+    y[i + 8] = _mm512_shuffle_i32x4(low, high, 0xdd);
+    y[i + 4] = _mm512_shuffle_i32x4(low_odd, high_odd, 0x88);
+    y[i + 12] = _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd);
+  }
+  for (int i = 0; i < 16; ++i) x[i] = y[i];
+}
+
+// Up to 48 queries and what is known of their output. The lanes in use fill `vectors` vectors.
+struct Lanes {
+  alignas(64) int32_t queries[kMostHeadDim * kWide];  // [cells of a head][48]
+  alignas(64) float output[kMostHeadDim * kWide];     // [head_dim][48], not yet divided by `sum`
+  alignas(64) int32_t last[kWide];                    // the last position that each one sees
+  alignas(64) float most[kWide];                      // the largest exponent so far
+  alignas(64) float sum[kWide];
+  alignas(64) float shrink[kWide];  // what the output so far is worth once this block's maximum is known
+  int64_t first_position, last_position;
+  int vectors;
+};
+
+struct Scratch {
+  Lanes lanes[4];
+  alignas(64) float scores[kKeys * kWide];
+  alignas(64) int32_t weights[kKeys * kWide];       // [key cells][48]
+  alignas(64) int32_t values[kKeys * kMostHeadDim];  // [key cells][head_dim], a cell holds what two keys have there
+  const void* keys[kKeys];
+};
+constexpr int64_t kMostLanes = 4 * kWide;
+
+template <class T, int V>
+void score(const void* const* keys, const int32_t* queries, int cells, float* scores) {
+  __m512 sums[kTile][V];
+  const int32_t* rows[kTile];
+#pragma GCC unroll 8
+  for (int key = 0; key < kTile; ++key) {
+    rows[key] = static_cast<const int32_t*>(keys[key]);
+    for (int v = 0; v < V; ++v) sums[key][v] = _mm512_setzero_ps();
+  }
+  for (int cell = 0; cell < cells; ++cell) {
+    __m512i query[V];
+    for (int v = 0; v < V; ++v) query[v] = _mm512_load_si512(queries + cell * kWide + v * kLanes);
+#pragma GCC unroll 8
+    for (int key = 0; key < kTile; ++key) {
+      const __m512i both = _mm512_set1_epi32(rows[key][cell]);
+      for (int v = 0; v < V; ++v) sums[key][v] = Cells<T>::dot(sums[key][v], both, query[v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int key = 0; key < kTile; ++key)
+    for (int v = 0; v < V; ++v) _mm512_store_ps(scores + key * kWide + v * kLanes, sums[key][v]);
+}
+
+template <class T, int V>
+void weigh(const int32_t* values, const int32_t* weights, int cells, int head_dim, const float* shrink, float* output) {
+  for (int element = 0; element < head_dim; element += kTile) {
+    __m512 sums[kTile][V];
+#pragma GCC unroll 8
+    for (int i = 0; i < kTile; ++i)
+      for (int v = 0; v < V; ++v) {
+        const __m512 before = _mm512_load_ps(output + (element + i) * kWide + v * kLanes);
+        sums[i][v] = _mm512_mul_ps(before, _mm512_load_ps(shrink + v * kLanes));
+      }
+    for (int cell = 0; cell < cells; ++cell) {
+      const int32_t* value = values + cell * head_dim + element;
+      __m512i weight[V];
+      for (int v = 0; v < V; ++v) weight[v] = _mm512_load_si512(weights + cell * kWide + v * kLanes);
+#pragma GCC unroll 8
+      for (int i = 0; i < kTile; ++i) {
+        const __m512i both = _mm512_set1_epi32(value[i]);
+        for (int v = 0; v < V; ++v) sums[i][v] = Cells<T>::dot(sums[i][v], both, weight[v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kTile; ++i)
+      for (int v = 0; v < V; ++v) _mm512_store_ps(output + (element + i) * kWide + v * kLanes, sums[i][v]);
+  }
+}
+
+// The weights of two keys side by side in each cell.
+inline void store_weights(int32_t* to, __m512 first, __m512 second) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  _mm512_store_si512(to, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first)));
+}
+
+// From a block's scores to weights; `count` keys from position `first` on, of which a lane sees those up to its last
+// and, with a window, the last `window` of those.
+template <class T>
+void soften(Lanes& lanes, float* scores, int32_t* weights, int64_t first, int count, int64_t window, float scale) {
+  const int tiled = (count + kTile - 1) / kTile * kTile;
+  const bool all_seen = tiled == count && first + count - 1 <= lanes.first_position &&
+                        (!window || first > lanes.last_position - window);
+  const __m512 factor = _mm512_set1_ps(scale * Cells<T>::kExponent);
+  for (int v = 0; v < lanes.vectors; ++v) {
+    float* const column = scores + v * kLanes;
+    __m512 most = _mm512_set1_ps(kNever);
+    if (all_seen) {
+      __m512 each[kTile];  // so that no maximum waits for the one before
+      for (int i = 0; i < kTile; ++i) each[i] = _mm512_load_ps(column + i * kWide);
+      for (const float* tile = column + kTile * kWide; tile < column + count * kWide; tile += kTile * kWide)
+#pragma GCC unroll 8
+        for (int i = 0; i < kTile; ++i) each[i] = _mm512_max_ps(each[i], _mm512_load_ps(tile + i * kWide));
+      for (const __m512 one : each) most = _mm512_max_ps(most, one);
+    } else {
+      const __m512i last = _mm512_load_si512(lanes.last + v * kLanes);
+      const __m512i before = _mm512_sub_epi32(last, _mm512_set1_epi32(window ? int(window) : INT32_MAX));
+      for (int key = 0; key < tiled; ++key) {
+        const __m512i position = _mm512_set1_epi32(int(first) + key);
+        __mmask16 seen = _mm512_cmple_epi32_mask(position, last) & _mm512_cmpgt_epi32_mask(position, before);
+        if (key >= count) seen = 0;
+        const __m512 score = _mm512_mask_loadu_ps(_mm512_set1_ps(kNever), seen, column + key * kWide);
+        _mm512_store_ps(column + key * kWide, score);
+        most = _mm512_max_ps(most, score);
+      }
+    }
+    const __m512 old = _mm512_load_ps(lanes.most + v * kLanes);
+    most = _mm512_max_ps(old, _mm512_mul_ps(most, factor));
+    _mm512_store_ps(lanes.most + v * kLanes, most);
+    // A lane that has seen nothing yet: −∞ less −∞ is no number.
+    const __m512 base = _mm512_maskz_mov_ps(_mm512_cmpneq_ps_mask(most, _mm512_set1_ps(kNever)), most);
+    const __m512 shrink = Cells<T>::power(_mm512_sub_ps(old, base));
+    _mm512_store_ps(lanes.shrink + v * kLanes, shrink);
+    __m512 sum = _mm512_mul_ps(_mm512_load_ps(lanes.sum + v * kLanes), shrink);
+#pragma GCC unroll 4
+    for (int key = 0; key < tiled; key += 2) {
+      const __m512 one = Cells<T>::power(_mm512_fmsub_ps(_mm512_load_ps(column + key * kWide), factor, base));
+      const __m512 two = Cells<T>::power(_mm512_fmsub_ps(_mm512_load_ps(column + (key + 1) * kWide), factor, base));
+      sum = _mm512_add_ps(sum, _mm512_add_ps(one, two));
+      if constexpr (Cells<T>::kStep == 2) {
+        store_weights(weights + key / 2 * kWide + v * kLanes, one, two);
+      } else {
+        _mm512_store_ps(weights + key * kWide + v * kLanes, one);
+        _mm512_store_ps(weights + (key + 1) * kWide + v * kLanes, two);
+      }
+    }
+    _mm512_store_ps(lanes.sum + v * kLanes, sum);
+  }
+}
+
+// V of two keys side by side; for float32, of one key.
+inline void pack_values(int32_t* to, const bf16* first, const bf16* second, int64_t head_dim) {
+  for (int64_t i = 0; i < head_dim; i += kLanes) {
+    const __mmask16 mask = first_lanes(head_dim - i);
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, first + i));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, second + i));
+    _mm512_mask_storeu_epi32(to + i, mask, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  }
+}
+inline void pack_values(int32_t* to, const float* first, const float* second, int64_t head_dim) {
+  std::memcpy(to, first, size_t(head_dim) * sizeof(float));
+  std::memcpy(to + head_dim, second, size_t(head_dim) * sizeof(float));
+}
+
+template <class T>
+struct Attention {
+  const Shape& shape;
+  const T* queries;  // rows of `query_stride` elements, which begin with [heads, head_dim]
+  int64_t query_stride;
+  T* output;  // [rows, heads, head_dim]
+  const T* pool;
+  int64_t layer;
+  const int64_t* pages;
+  int64_t window;
+  float scale;
+
+  int64_t group() const { return shape.heads / shape.kv_heads; }
+
+  // The queries of a piece that share a KV head, in the order of their rows, are its lanes; here those from `first` on.
+  void begin(Lanes& lanes, const Piece& piece, int64_t head, int64_t first, int64_t count) const {
+    const int cells = int(shape.head_dim) / Cells<T>::kStep;
+    lanes.vectors = int((count + kLanes - 1) / kLanes);
+    lanes.first_position = piece.position + first / group();
+    lanes.last_position = piece.position + (first + count - 1) / group();
+    for (int v = 0; v < lanes.vectors; ++v) {
+      const T* rows[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        // Lanes beyond the last repeat it, and nobody asks for their output.
+        const int64_t lane = first + (v * kLanes + i < count ? v * kLanes + i : count - 1);
+        const int64_t row = lane / group(), of_group = lane % group();
+        rows[i] = queries + (piece.row + row) * query_stride + (head * group() + of_group) * shape.head_dim;
+        lanes.last[v * kLanes + i] = int(piece.position + row);
+      }
+      for (int cell = 0; cell < cells; cell += kLanes) {
+        const __mmask16 mask = first_lanes(cells - cell);
+        __m512i block[kLanes];
+        for (int i = 0; i < kLanes; ++i)
+          block[i] = _mm512_maskz_loadu_epi32(mask, reinterpret_cast<const int32_t*>(rows[i]) + cell);
+        transpose16(block);
+        for (int i = 0; i < kLanes && cell + i < cells; ++i)
+          _mm512_store_si512(lanes.queries + (cell + i) * kWide + v * kLanes, block[i]);
+      }
+      _mm512_store_ps(lanes.most + v * kLanes, _mm512_set1_ps(kNever));
+      _mm512_store_ps(lanes.sum + v * kLanes, _mm512_setzero_ps());
+      for (int i = 0; i < shape.head_dim; ++i)
+        _mm512_store_ps(lanes.output + i * kWide + v * kLanes, _mm512_setzero_ps());
+    }
+  }
+
+  void end(const Lanes& lanes, const Piece& piece, int64_t head, int64_t first, int64_t count) const {
+    for (int v = 0; v < lanes.vectors; ++v) {
+      const __m512 share = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(lanes.sum + v * kLanes));
+      for (int element = 0; element < shape.head_dim; element += kLanes) {
+        const __mmask16 mask = first_lanes(shape.head_dim - element);
+        __m512i block[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          const float* column = lanes.output + (element + i) * kWide + v * kLanes;
+          block[i] = element + i < shape.head_dim ? _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(column), share))
+                                                  : _mm512_setzero_si512();
+        }
+        transpose16(block);
+        for (int i = 0; i < kLanes && v * kLanes + i < count; ++i) {
+          const int64_t lane = first + v * kLanes + i;
+          T* to = output + ((piece.row + lane / group()) * shape.heads + head * group() + lane % group()) * shape.head_dim;
+          store16(to + element, _mm512_castsi512_ps(block[i]), mask);
+        }
+      }
+    }
+  }
+
+  // Where K of `tiled` positions from `first` on lies, of which `count` are there; V lies page_size rows later.
+  void find(const Piece& piece, int64_t head, int64_t first, int count, int tiled, const void** keys) const {
+    int64_t index = first / shape.page_size, offset = first % shape.page_size;
+    const int64_t next_page = shape.kv_heads * shape.num_layers, of_head = head * shape.num_layers + layer;
+    for (int i = 0; i < count; ++index, offset = 0) {
+      const int64_t page = pages[piece.first_page + index] * next_page + of_head;
+      const T* key = pool + (page * 2 * shape.page_size + offset) * shape.head_dim;
+      for (; i < count && offset < shape.page_size; ++i, ++offset, key += shape.head_dim) keys[i] = key;
+    }
+    for (int i = count; i < tiled; ++i) keys[i] = kZeros;
+  }
+
+  void step(Lanes& lanes, Scratch& scratch, int64_t first, int count) const {
+    const int cells = int(shape.head_dim) / Cells<T>::kStep;
+    const int tiled = (count + kTile - 1) / kTile * kTile;
+    const auto scored = lanes.vectors == 1 ? score<T, 1> : lanes.vectors == 2 ? score<T, 2> : score<T, 3>;
+    const auto weighed = lanes.vectors == 1 ? weigh<T, 1> : lanes.vectors == 2 ? weigh<T, 2> : weigh<T, 3>;
+    for (int i = 0; i < tiled; i += kTile) scored(scratch.keys + i, lanes.queries, cells, scratch.scores + i * kWide);
+    soften<T>(lanes, scratch.scores, scratch.weights, first, count, window, scale);
+    weighed(scratch.values, scratch.weights, tiled / Cells<T>::kStep, int(shape.head_dim), lanes.shrink, lanes.output);
+  }
+
+  // Lanes `first` to `last` − 1 of one KV head, at most kMostLanes, over all that they see.
+  void attend(const Piece& piece, int64_t head, int64_t first, int64_t last, Scratch& scratch) const {
+    int groups = 0;
+    for (int64_t lane = first; lane < last; lane += kWide, ++groups)
+      begin(scratch.lanes[groups], piece, head, lane, last - lane < kWide ? last - lane : kWide);
+    const int64_t end_position = scratch.lanes[groups - 1].last_position + 1;
+    int64_t position = window ? scratch.lanes[0].first_position - window + 1 : 0;
+    position = position < 0 ? 0 : position / shape.page_size * shape.page_size;
+    for (; position < end_position; position += kKeys) {
+      const int count = int(end_position - position < kKeys ? end_position - position : kKeys);
+      const int tiled = (count + kTile - 1) / kTile * kTile;
+      find(piece, head, position, count, tiled, scratch.keys);
+      for (int i = 0; i < tiled; i += 2) {
+        const auto value = [&](int j) {
+          const T* k = static_cast<const T*>(scratch.keys[j]);
+          return j < count ? k + shape.page_size * shape.head_dim : k;
+        };
+        pack_values(scratch.values + i / Cells<T>::kStep * shape.head_dim, value(i), value(i + 1), shape.head_dim);
+      }
+      for (int i = 0; i < groups; ++i) {
+        Lanes& lanes = scratch.lanes[i];
+        const bool later = position > lanes.last_position;
+        const bool earlier = window && position + count <= lanes.first_position - window + 1;
+        if (later || earlier) continue;
+        const int64_t seen = lanes.last_position + 1 - position;
+        step(lanes, scratch, position, int(seen < count ? seen : count));
+      }
+    }
+    for (int i = 0; i < groups; ++i) {
+      const int64_t lane = first + i * kWide;
+      end(scratch.lanes[i], piece, head, lane, last - lane < kWide ? last - lane : kWide);
+    }
+  }
+
+  void run(const Team* team, const Piece* pieces, int64_t count, int64_t units, int64_t lanes, char* scratch) const {
+    share_out(team, units, [&](int64_t unit, int64_t worker) {
+      int64_t low = 0, high = count;  // the last piece whose units begin at or before this one
+      while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        (pieces[middle].first_unit <= unit ? low : high) = middle;
+      }
+      const Piece& piece = pieces[low];
+      const int64_t all = piece.rows * group(), cuts = (all + lanes - 1) / lanes;
+      const int64_t at = unit - piece.first_unit;
+      const int64_t cut = cuts - 1 - at / shape.kv_heads;  // what sees most first, so that nobody ends late
+      const int64_t last = (cut + 1) * lanes < all ? (cut + 1) * lanes : all;
+      attend(piece, at % shape.kv_heads, cut * lanes, last, reinterpret_cast<Scratch*>(scratch)[worker]);
+    });
+  }
+};
+
+// ---- What goes row by row
+
+template <class T>
+void norm_row(T* x, const T* delta, const T* weight, T* out, int64_t width, float eps) {
+  __m512 squares[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const __mmask16 mask = first_lanes(width - i);
+    __m512 value = load16(x + i, mask);
+    if (delta) {
+      store16(x + i, _mm512_add_ps(value, load16(delta + i, mask)), mask);
+      value = load16(x + i, mask);  // as rounded
+    }
+    squares[i / kLanes % 2] = _mm512_fmadd_ps(value, value, squares[i / kLanes % 2]);
+  }
+  const float mean = _mm512_reduce_add_ps(_mm512_add_ps(squares[0], squares[1])) / float(width);
+  const __m512 factor = _mm512_set1_ps(1.0f / __builtin_sqrtf(mean + eps));
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const __mmask16 mask = first_lanes(width - i);
+    const __m512 value = _mm512_mul_ps(load16(x + i, mask), factor);
+    store16(out + i, _mm512_mul_ps(value, load16(weight + i, mask)), mask);
+  }
+}
+
+template <class T>
+void gate_row(const T* gate, const T* up, T* out, int64_t width) {
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const __mmask16 mask = first_lanes(width - i);
+    store16(out + i, _mm512_mul_ps(silu16(load16(gate + i, mask)), load16(up + i, mask)), mask);
+  }
+}
+
+// Rotates one head from `x` to `to`, after an RMSNorm of its own where there is a `weight`.
+template <class T>
+void turn_head(const T* x, T* to, const float* cos, const float* sin, const T* weight, int64_t head_dim, float eps) {
+  const int64_t half = head_dim / 2;
+  __m512 factor = _mm512_set1_ps(1.0f);
+  if (weight) {
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < head_dim; i += kLanes) {
+      const __m512 value = load16(x + i, first_lanes(head_dim - i));
+      squares = _mm512_fmadd_ps(value, value, squares);
+    }
+    factor = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(squares) / float(head_dim) + eps));
+  }
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const __mmask16 mask = first_lanes(half - i);
+    __m512 first = load16(x + i, mask), second = load16(x + half + i, mask);
+    if (weight) {
+      first = _mm512_mul_ps(_mm512_mul_ps(first, factor), load16(weight + i, mask));
+      second = _mm512_mul_ps(_mm512_mul_ps(second, factor), load16(weight + half + i, mask));
+    }
+    const __m512 c = load16(cos + i, mask), s = load16(sin + i, mask);
+    store16(to + i, _mm512_fmsub_ps(first, c, _mm512_mul_ps(second, s)), mask);
+    store16(to + half + i, _mm512_fmadd_ps(second, c, _mm512_mul_ps(first, s)), mask);
+  }
+}
+
+template <class T>
+void write_row(const Shape& shape, int64_t heads, T* qkv, const float* cos, const float* sin, const T* weight, T* keys,
+               float eps) {
+  const int64_t head_dim = shape.head_dim, values = shape.page_size * head_dim;
+  const int64_t next_head = shape.num_layers * 2 * values;
+  const auto of_head = [&](int64_t head) { return weight ? weight + head * head_dim : nullptr; };
+  for (int64_t head = 0; head < heads; ++head)
+    turn_head(qkv + head * head_dim, qkv + head * head_dim, cos, sin, of_head(head), head_dim, eps);
+  const T* const new_keys = qkv + heads * head_dim;
+  for (int64_t head = 0; head < shape.kv_heads; ++head) {
+    T* const to = keys + head * next_head;
+    turn_head(new_keys + head * head_dim, to, cos, sin, of_head(heads + head), head_dim, eps);
+    std::memcpy(to + values, new_keys + (shape.kv_heads + head) * head_dim, size_t(head_dim) * sizeof(T));
+  }
+}
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+extern "C" {
+
+// Of memory that `baton_prefill_attend` needs for each thread.
+int64_t baton_prefill_scratch() { return sizeof(Scratch); }
+
+// x += delta, unless that is null; out = RMSNorm(x) · weight. All [rows, width], weight [width].
+void baton_prefill_norm(const Team* team, int64_t dtype, void* x, const void* delta, const void* weight, void* out,
+                        int64_t rows, int64_t width, float eps) {
+  const auto run = [&](auto* as) {
+    using T = std::remove_pointer_t<decltype(as)>;
+    share_rows(team, rows, [&](int64_t row) {
+      const T* const added = delta ? static_cast<const T*>(delta) + row * width : nullptr;
+      norm_row(static_cast<T*>(x) + row * width, added, static_cast<const T*>(weight), static_cast<T*>(out) + row * width,
+               width, eps);
+    });
+  };
+  dtype == kBfloat16 ? run(static_cast<bf16*>(nullptr)) : run(static_cast<float*>(nullptr));
+}
+
+// out [rows, width] = silu(gate) · up, which stand side by side in each row of `gate_up`.
+void baton_prefill_gate(const Team* team, int64_t dtype, const void* gate_up, void* out, int64_t rows, int64_t width) {
+  const auto run = [&](auto* as) {
+    using T = std::remove_pointer_t<decltype(as)>;
+    share_rows(team, rows, [&](int64_t row) {
+      const T* const gate = static_cast<const T*>(gate_up) + row * 2 * width;
+      gate_row(gate, gate + width, static_cast<T*>(out) + row * width, width);
+    });
+  };
+  dtype == kBfloat16 ? run(static_cast<bf16*>(nullptr)) : run(static_cast<float*>(nullptr));
+}
+
+// Rotates the `heads` queries of each row of `qkv` where they stand and its keys into their page, and copies its values
+// beside them. cos and sin are [rows, head_dim / 2]; `slots` says where in `pool`, in elements, K of head 0 of layer 0
+// goes for each row; `weight`, [heads + kv_heads, head_dim] or null, norms queries and keys first.
+void baton_prefill_write(const Team* team, const Shape* shape, int64_t heads, int64_t layer, void* qkv, const float* cos,
+                         const float* sin, const void* weight, const int64_t* slots, void* pool, int64_t rows, float eps) {
+  const int64_t width = (heads + 2 * shape->kv_heads) * shape->head_dim, half = shape->head_dim / 2;
+  const int64_t of_layer = layer * 2 * shape->page_size * shape->head_dim;
+  const auto run = [&](auto* as) {
+    using T = std::remove_pointer_t<decltype(as)>;
+    share_rows(team, rows, [&](int64_t row) {
+      write_row(*shape, heads, static_cast<T*>(qkv) + row * width, cos + row * half, sin + row * half,
+                static_cast<const T*>(weight), static_cast<T*>(pool) + slots[row] + of_layer, eps);
+    });
+  };
+  shape->dtype == kBfloat16 ? run(static_cast<bf16*>(nullptr)) : run(static_cast<float*>(nullptr));
+}
+
+// Attention of the rows of `count` pieces, in `units` units of at most `lanes` queries each, a multiple of 48 up to 192.
+// A unit of a piece is one KV head's share of a cut of its queries. `window` 0 is none. `scratch` is aligned to 64 bytes.
+void baton_prefill_attend(const Team* team, const Shape* shape, int64_t layer, const void* queries, int64_t query_stride,
+                          void* output, const void* pool, const int64_t* pages, const Piece* pieces, int64_t count,
+                          int64_t units, int64_t lanes, int64_t window, float scale, void* scratch) {
+  const auto run = [&](auto* as) {
+    using T = std::remove_pointer_t<decltype(as)>;
+    Attention<T>{*shape, static_cast<const T*>(queries), query_stride, static_cast<T*>(output),
+                 static_cast<const T*>(pool), layer, pages, window, scale}
+        .run(team, pieces, count, units, lanes, static_cast<char*>(scratch));
+  };
+  shape->dtype == kBfloat16 ? run(static_cast<bf16*>(nullptr)) : run(static_cast<float*>(nullptr));
+}
+
+}  // extern "C"
