@@ -14,27 +14,19 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
-
-from bench import limits, models, report, roofline
+from bench import models, report, roofline
 from bench.peers import environments
 from bench.peers.adapter import Peer, PeerFailed
 from bench.peers.cases import CASES, Case, chosen
-from bench.roofline import Limits, Shape
+from bench.roofline import Shape
+from bench.turns import Run, Turns
 from engine.weights import TORCH_DTYPES
 
+OWN = "baton"
 TARGETS = {"decode-1": 0.75, "decode-8": 0.75}
 """Shares of the roofline."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a case, and what the machine could do around it."""
-
-    seconds: float
-    limits: Limits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with bare_engine(asked.model, asked.dtype, asked.threads, asked.step_tokens) as engine:
             report.say(report.machine())
-            runs = measure(engine, asked.cases, asked.rounds, asked.threads, TORCH_DTYPES[asked.dtype])
+            vocabulary = models.LLAMA_100M["vocab_size"]
+            turns = Turns({OWN: engine}, vocabulary, asked.threads, TORCH_DTYPES[asked.dtype])
+            runs = measure(turns, asked.cases, asked.rounds)
     except PeerFailed as error:
         report.say(f"engine: {error}")
         return 1
@@ -58,22 +52,17 @@ def bare_engine(
     """The engine's process, ready. Raises PeerFailed."""
     told = [str(models.directory(model)), dtype, str(threads), str(step_tokens)]
     command = [sys.executable, "-m", "bench.peers.baton_engine", *told]
-    return Peer("baton", command, environments.variables(variables or {}))
+    return Peer(OWN, command, environments.variables(variables or {}))
 
 
-def measure(engine: Peer, cases: Sequence[Case], count: int, threads: int, dtype: torch.dtype) -> dict[Case, list[Run]]:
+def measure(turns: Turns, cases: Sequence[Case], count: int) -> dict[Case, list[Run]]:
     """`count` runs of each case, in turns, after one to warm up."""
     runs: dict[Case, list[Run]] = {case: [] for case in cases}
-    before = limits.measure(threads, dtype)
     for number in range(count + 1):
         for case in cases:
-            prompts = case.prompts(models.LLAMA_100M["vocab_size"], number)
-            seconds = engine.generate(prompts, case.output).seconds
-            after = limits.measure(threads, dtype)
-            runs[case].append(Run(seconds, before.best(after)))
-            before = after
+            runs[case].append(turns.take(case, [OWN]).runs[OWN])
         told = ", ".join(f"{case.name} {case.rate(runs[case][-1].seconds):,.0f}/s" for case in cases)
-        report.say(f"round {number} of {count}: {told}; {before}")
+        report.say(f"round {number} of {count}: {told}; {runs[cases[-1]][-1].limits}")
     return {case: taken[1:] for case, taken in runs.items()}
 
 
@@ -86,10 +75,12 @@ def results(runs: Mapping[Case, Sequence[Run]], shape: Shape) -> list[report.Res
         lines.append(told if target is None else report.judged(told, target, "high"))
     seen = [one.limits for taken in runs.values() for one in taken]
     read, compute = statistics.median(one.read for one in seen), statistics.median(one.compute for one in seen)
+    others = [one.others for taken in runs.values() for one in taken]
     return [
         *lines,
         report.Result("engine", "limit: memory read", read, "B/s"),
         report.Result("engine", "limit: large product", compute, "FLOP/s"),
+        report.Result("engine", "used by others meanwhile", max(others), "cores"),
     ]
 
 

@@ -22,21 +22,19 @@ from pathlib import Path
 
 import torch
 
-from bench import limits, models, report
-from bench.engine import Run, bare_engine, beside_roofline
+from bench import models, report
+from bench.engine import OWN, bare_engine, beside_roofline
 from bench.peers import environments
-from bench.peers.adapter import Peer, PeerFailed, Tokens
+from bench.peers.adapter import Peer, PeerFailed
 from bench.peers.cases import CASES, Case, against_best, agreement, chosen, table
 from bench.peers.environments import OPENVINO, VLLM, NotPrepared
 from bench.roofline import Shape
+from bench.turns import Turn, Turns
 
-OWN = "baton"
 TARGET, CLEARLY, OFTEN = 1.0, 1.1, 3
 """In every case at least as fast as the best peer, and 1.1 times as fast in three of them."""
 
 _STEP_TOKENS = 4_096  # of OpenVINO, whose own default of 256 makes prefill slower; it is vLLM's default here
-
-Runs = dict[Case, dict[str, list[Run]]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,11 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ExitStack() as stack:
             peers = start(asked, stack)
             report.say(report.machine())
-            runs, agreed = measure(peers, asked.cases, asked.rounds, asked.threads)
+            turns = Turns(peers, models.LLAMA_100M["vocab_size"], asked.threads, torch.bfloat16)
+            taken = measure(turns, list(peers), asked.cases, asked.rounds)
     except (NotPrepared, PeerFailed) as error:
         report.say(f"peers: {error}")
         return 1
-    for result in results(runs, agreed, Shape.of(models.LLAMA_100M, torch.bfloat16.itemsize)):
+    for result in results(taken, Shape.of(models.LLAMA_100M, torch.bfloat16.itemsize)):
         report.emit(result)
     return 0
 
@@ -122,45 +121,37 @@ def _openvino(folder: Path, threads: int) -> tuple[list[str], dict[str, str]]:
     return [str(OPENVINO.python(folder)), "-m", "bench.peers.openvino_genai", *told], {}
 
 
-def measure(
-    peers: Mapping[str, Peer], cases: Sequence[Case], count: int, threads: int
-) -> tuple[Runs, dict[str, list[float]]]:
-    """`count` runs of each case by each engine after one to warm up, and how far the others' first tokens are ours."""
-    runs: Runs = {case: {name: [] for name in peers} for case in cases}
-    agreed: dict[str, list[float]] = {name: [] for name in peers if name != OWN}
-    order = list(peers)
-    before = limits.measure(threads, torch.bfloat16)
+def measure(turns: Turns, names: Sequence[str], cases: Sequence[Case], count: int) -> dict[Case, list[Turn]]:
+    """`count` turns of each case after one to warm up, in rounds, each of which begins with another engine."""
+    taken: dict[Case, list[Turn]] = {case: [] for case in cases}
     for number in range(count + 1):
+        first = number % len(names)
         for case in cases:
-            tokens: dict[str, Tokens] = {}
-            for name in order:
-                answer = peers[name].generate(case.prompts(models.LLAMA_100M["vocab_size"], number), case.output)
-                after = limits.measure(threads, torch.bfloat16)
-                runs[case][name].append(Run(answer.seconds, before.best(after)))
-                tokens[name], before = answer.tokens, after
-            for name, shares in agreed.items():
-                shares.append(agreement(tokens[OWN], tokens[name]))
-            told = ", ".join(f"{name} {case.rate(runs[case][name][-1].seconds):,.0f}" for name in peers)
-            report.say(f"round {number} of {count}, {case.name}: {told} {case.unit}; {before}")
-        order.append(order.pop(0))
-    return {case: {name: taken[1:] for name, taken in by.items()} for case, by in runs.items()}, agreed
+            turn = turns.take(case, [*names[first:], *names[:first]])
+            taken[case].append(turn)
+            told = ", ".join(f"{name} {case.rate(turn.runs[name].seconds):,.0f}" for name in names)
+            report.say(
+                f"round {number} of {count}, {case.name}: {told} {case.unit}; {turn.runs[OWN].limits}; others used "
+                f"{turn.others:.2f} cores"
+            )
+    return {case: turns[1:] for case, turns in taken.items()}
 
 
-def results(runs: Runs, agreed: Mapping[str, Sequence[float]], shape: Shape) -> list[report.Result]:
+def results(taken: Mapping[Case, Sequence[Turn]], shape: Shape) -> list[report.Result]:
     """Every engine beside the roofline, ours beside the best of the others; the table is said."""
     lines: list[report.Result] = []
     rates: dict[str, dict[str, float]] = {}
     bounds: dict[str, float] = {}
     ratios: list[float] = []
-    for case, by in runs.items():
-        told = {
-            name: beside_roofline("peers", f"{case.name}, {name}", case, taken, shape) for name, taken in by.items()
-        }
+    names = list(next(iter(taken.values()))[0].runs)
+    for case, turns in taken.items():
+        runs = {name: [turn.runs[name] for turn in turns] for name in sorted(names)}
+        told = {name: beside_roofline("peers", f"{case.name}, {name}", case, own, shape) for name, own in runs.items()}
         lines += told.values()
         for name, result in told.items():
             rates.setdefault(name, {})[case.name] = result.value
         bounds[case.name] = statistics.median(result.limit or 0.0 for result in told.values())
-        speeds = {name: [case.rate(one.seconds) for one in taken] for name, taken in by.items()}
+        speeds = {name: [case.rate(one.seconds) for one in own] for name, own in runs.items()}
         if len(speeds) > 1:
             best, ratio = against_best(speeds.pop(OWN), speeds)
             ratios.append(ratio)
@@ -168,8 +159,11 @@ def results(runs: Runs, agreed: Mapping[str, Sequence[float]], shape: Shape) -> 
             lines.append(report.Result("peers", against, ratio, "ratio", target=TARGET, ok=ratio >= TARGET))
     clear = sum(ratio >= CLEARLY for ratio in ratios)
     lines.append(report.Result("peers", f"{CLEARLY} or more", clear, "cases", target=OFTEN, ok=clear >= OFTEN))
-    for name, shares in agreed.items():
-        lines.append(report.Result("peers", f"first tokens of {name} as ours", statistics.fmean(shares), "share"))
+    every = [turn for turns in taken.values() for turn in turns]
+    for name in sorted(set(names) - {OWN}):
+        agreed = statistics.fmean(agreement(turn.tokens[OWN], turn.tokens[name]) for turn in every)
+        lines.append(report.Result("peers", f"first tokens of {name} as ours", agreed, "share"))
+    lines.append(report.Result("peers", "used by others meanwhile", max(turn.others for turn in every), "cores"))
     report.say(table(rates, bounds))
     return lines
 

@@ -1,0 +1,78 @@
+"""Engines that take turns at a case: with the same prompts, the machine's limits measured around each of them.
+
+A turn that others disturbed is taken again, by all engines, and the quietest counts: on a machine of two cores a build
+that somebody else started takes more from a case of half a second than engines differ by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench import limits
+from bench.neighbours import Neighbours
+from bench.peers.adapter import Peer, Tokens
+from bench.peers.cases import Case
+from bench.roofline import Limits
+
+QUIET = 0.1  # cores that others may use
+_TRIES = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine's run of a case: the better of the limits before and after it, and the cores that others used."""
+
+    seconds: float
+    limits: Limits
+    others: float
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What came of a case for every engine, by name."""
+
+    runs: Mapping[str, Run]
+    tokens: Mapping[str, Tokens]
+
+    @property
+    def others(self) -> float:
+        return max(run.others for run in self.runs.values())
+
+
+class Turns:
+    """All of it with one number of threads and one dtype. Make it when the engines are running."""
+
+    def __init__(self, engines: Mapping[str, Peer], vocabulary: int, threads: int, dtype: torch.dtype) -> None:
+        self._engines = engines
+        self._vocabulary = vocabulary
+        self._threads, self._dtype = threads, dtype
+        self._neighbours = Neighbours()
+        self._before = self._limits()
+        self._seed = 0
+
+    def take(self, case: Case, order: Sequence[str]) -> Turn:
+        """The quietest of up to four tries, each with prompts that no engine has seen. Raises PeerFailed."""
+        tries: list[Turn] = []
+        while len(tries) < _TRIES and (not tries or tries[-1].others > QUIET):
+            tries.append(self._try(case, order))
+        return min(tries, key=lambda turn: turn.others)
+
+    def _try(self, case: Case, order: Sequence[str]) -> Turn:
+        self._seed += 1
+        prompts = case.prompts(self._vocabulary, self._seed)
+        runs: dict[str, Run] = {}
+        tokens: dict[str, Tokens] = {}
+        for name in order:
+            self._neighbours.lap()
+            answer = self._engines[name].generate(prompts, case.output)
+            others = self._neighbours.lap()
+            after = self._limits()
+            runs[name] = Run(answer.seconds, self._before.best(after), others)
+            tokens[name], self._before = answer.tokens, after
+        return Turn(runs, tokens)
+
+    def _limits(self) -> Limits:
+        return limits.measure(self._threads, self._dtype)
