@@ -93,7 +93,7 @@ class NativePrefill:
         """`weights` and `pool` are such as `runs` says; `threads` as many as torch has."""
         assert runs(config, weights)
         self._config, self._weights, self._layout, self._pool = config, weights, layout, pool
-        self._kernels = _Kernels(library, threads, config, layout, pool)
+        self._kernels = Kernels(library, threads, config, layout, pool)
         last = weights.last_kv
         self._last_norm = None
         if last is not None and last.k_norm is not None:
@@ -205,7 +205,7 @@ class NativePrefill:
         return self._x[:rows], self._normed[:rows]
 
 
-class _Kernels:
+class Kernels:
     """The functions of `prefill.cpp`, for one model and pool, on tensors and arrays; all contiguous."""
 
     def __init__(

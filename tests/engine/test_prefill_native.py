@@ -1,0 +1,279 @@
+"""The kernels of steps with many rows against plain formulas, and whole steps against torch's path."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from engine import rope
+from engine.batch import Chunk, Draw, flatten
+from engine.config import ModelConfig
+from engine.engine import Engine
+from engine.native import build, prefill
+from engine.native.prefill import Kernels, cut
+from engine.weights import TORCH_DTYPES
+from kvstore.layout import PageLayout
+from tests.checkpoints import RECIPES, VOCAB, Reference
+from tests.engine.driver import GREEDY, assert_same_tokens, generate, prompt_of
+
+library = build.library()
+native = pytest.mark.skipif(
+    library is None or prefill.parallel_function() is None,
+    reason="no native kernels here: see the log of build.library",
+)
+few = settings(max_examples=60, deadline=None)
+both = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+CONFIG = ModelConfig.from_dict(
+    {
+        "model_type": "llama",
+        "vocab_size": 10,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 999,
+    }
+)
+
+
+def kernels(heads: int, kv_heads: int, head_dim: int, page_size: int, pool: torch.Tensor, threads: int = 2) -> Kernels:
+    assert library is not None
+    config = replace(CONFIG, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    dtype = str(pool.dtype).removeprefix("torch.")
+    return Kernels(library, threads, config, PageLayout(3, kv_heads, head_dim, page_size, dtype), pool)
+
+
+def normal(*shape: int, dtype: str, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(TORCH_DTYPES[dtype])
+
+
+def plain_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, window: int | None
+) -> torch.Tensor:
+    """[rows, heads, head_dim] over [context, kv_heads, head_dim], in float64."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", queries.double(), keys) * queries.shape[-1] ** -0.5
+    query, key = torch.arange(start, start + len(queries))[:, None], torch.arange(len(keys))
+    hidden = (key > query) | (key <= query - window if window is not None else torch.tensor(False))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
+
+
+@native
+@both
+@few
+@given(
+    data=st.data(),
+    group=st.sampled_from([1, 2, 3, 7, 8]),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([8, 16, 24, 64, 128, 256]),
+    page_size=st.sampled_from([1, 4, 7, 16, 64]),
+    window=st.one_of(st.none(), st.integers(1, 200)),
+)
+def test_attention_is_that_of_the_formula(
+    dtype: str, data: st.DataObject, group: int, kv_heads: int, head_dim: int, page_size: int, window: int | None
+):
+    """Several sequences in one call, their pages anywhere, and nothing but NaN where nobody may look."""
+    span = st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(1, 100)))
+    spans = data.draw(st.lists(span, min_size=1, max_size=4), "(start, rows)")
+    layer, seed = data.draw(st.integers(0, 2), "layer"), data.draw(st.integers(0, 99), "seed")
+    heads, rng = group * kv_heads, random.Random(seed)
+    counts = [-(-(start + rows) // page_size) for start, rows in spans]
+    order = rng.sample(range(sum(counts) + 3), sum(counts))
+    pool = torch.full((sum(counts) + 3, kv_heads, 3, 2, page_size, head_dim), float("nan"), dtype=TORCH_DTYPES[dtype])
+    ours = kernels(heads, kv_heads, head_dim, page_size, pool)
+    width = (heads + 2 * kv_heads) * head_dim
+    queries = normal(sum(rows for _, rows in spans), width, dtype=dtype, seed=seed)
+
+    expected: list[torch.Tensor] = []
+    table: list[tuple[int, int, int, int]] = []
+    row = page = 0
+    for (start, rows), count in zip(spans, counts, strict=True):
+        keys, values = normal(2, start + rows, kv_heads, head_dim, dtype=dtype, seed=seed + row + 1)
+        for position in range(start + rows):
+            into = pool[order[page + position // page_size], :, layer, :, position % page_size]
+            into[:, 0], into[:, 1] = keys[position], values[position]
+        own = queries[row : row + rows, : heads * head_dim].view(rows, heads, head_dim)
+        expected.append(plain_attention(own, keys, values, start, window))
+        table.append((row, rows, start, page))
+        row, page = row + rows, page + count
+    got = ours.attend(layer, queries, np.array(order), ours.pieces(table), window)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), torch.cat(expected).flatten(1), atol=tolerance, rtol=tolerance)
+
+
+@native
+def test_large_scores_do_not_overflow():
+    """Scores of ±10⁴, falling and rising along the context: the maximum is met at either end."""
+    for sign in (1, -1):
+        pool = torch.ones(20, 1, 3, 2, 16, 16)
+        pool[:, 0, 0, 0] = torch.linspace(-sign * 2500, sign * 2500, 320).view(20, 16, 1)
+        pool[:, 0, 0, 1] = torch.arange(320.0).view(20, 16, 1)
+        ours = kernels(1, 1, 16, 16, pool)
+        got = ours.attend(0, torch.ones(1, 48), np.arange(20), ours.pieces([(0, 1, 319, 0)]), None)
+        torch.testing.assert_close(got, torch.full((1, 16), 319.0 if sign == 1 else 0.0))
+
+
+@native
+@both
+@pytest.mark.parametrize("rows", [1, 15, 33])
+@pytest.mark.parametrize("width", [16, 40, 768])
+def test_norm_and_gate(dtype: str, rows: int, width: int):
+    ours, tolerance = kernels(1, 1, 8, 1, torch.zeros(1, 1, 3, 2, 1, 8, dtype=TORCH_DTYPES[dtype])), TOLERANCE[dtype]
+    x, delta, weight = (normal(n, width, dtype=dtype, seed=n) for n in (rows, rows, 1))
+    out, added = torch.empty_like(x), (x.float() + delta.float()).to(x.dtype)
+    expected = functional.rms_norm(x.float(), (width,), weight[0].float(), CONFIG.norm_eps)
+    ours.norm(x, None, weight[0], out)
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
+    ours.norm(x, delta, weight[0], out)
+    torch.testing.assert_close(x, added)
+    expected = functional.rms_norm(added.float(), (width,), weight[0].float(), CONFIG.norm_eps)
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
+
+    gate_up = normal(rows, 2 * width, dtype=dtype, seed=9) * 10
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    torch.testing.assert_close(ours.gate(gate_up).float(), functional.silu(gate) * up, atol=tolerance, rtol=tolerance)
+
+
+@native
+@both
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("heads", [0, 4])  # none: what a prefill worker does of the last layer
+@pytest.mark.parametrize("head_dim", [8, 24, 64])
+def test_keys_and_values_are_written(dtype: str, normed: bool, heads: int, head_dim: int):
+    pool = torch.zeros(6, 2, 3, 2, 4, head_dim, dtype=TORCH_DTYPES[dtype])
+    ours, rows, layer, tolerance = kernels(4, 2, head_dim, 4, pool), 19, 1, TOLERANCE[dtype]
+    qkv = normal(rows, (heads + 4) * head_dim, dtype=dtype)
+    weight = normal(heads + 2, head_dim, dtype=dtype, seed=1) if normed else None
+    frequencies = rope.inverse_frequencies(CONFIG.rope, head_dim)
+    turn = rope.rotation(torch.arange(100, 100 + rows), frequencies)
+    qk, values = qkv.view(rows, -1, head_dim).float().split((heads + 2, 2), dim=1)
+    if weight is not None:
+        qk = functional.rms_norm(qk, (head_dim,), None, CONFIG.norm_eps) * weight.float()
+    queries, keys = rope.rotate(qk, turn).split((heads, 2), dim=1)
+
+    places = random.Random(0).sample([(page, offset) for page in range(6) for offset in range(4)], rows)
+    slots = np.array([page * 2 * 3 * 2 * 4 + offset for page, offset in places]) * head_dim
+    ours.write(layer, qkv, heads, *turn, weight, slots)
+    for row, (page, offset) in enumerate(places):
+        there = pool[page, :, layer, :, offset].float()
+        torch.testing.assert_close(there[:, 0], keys[row], atol=tolerance, rtol=tolerance)
+        assert torch.equal(there[:, 1], values[row])
+    rotated = qkv[:, : heads * head_dim].view(rows, heads, head_dim).float()
+    torch.testing.assert_close(rotated, queries, atol=tolerance, rtol=tolerance)
+    assert not pool[:, :, [0, 2]].any(), "another layer was written to"
+
+
+def test_blocks_cover_all_rows_and_none_is_small():
+    for rows in range(1, 2000):
+        blocks = list(cut(rows))
+        assert [first for first, _ in blocks] == [0, *(last for _, last in blocks[:-1])]
+        assert blocks[-1][1] == rows
+        assert all(4 * (last - first) >= prefill.BLOCK_ROWS for first, last in blocks) or len(blocks) == 1
+        assert all(last - first < prefill.BLOCK_ROWS * 5 // 4 for first, last in blocks)
+
+
+@native
+def test_units_are_finer_where_there_are_few():
+    pool = torch.zeros(1, 4, 3, 2, 16, 64)
+    ours = kernels(12, 4, 64, 16, pool)
+    long = ours.pieces([(0, 512, 0, 0), (512, 1, 900, 0)])
+    assert long.lanes == prefill.MOST_LANES
+    assert long.units == 4 * (512 * 3 // 192) + 4
+    assert long.table.tolist() == [[512, 1, 900, 0, 0], [0, 512, 0, 0, 4]]
+    short = ours.pieces([(0, 40, 0, 0)])
+    assert (short.lanes, short.units) == (96, 8)
+
+
+def ragged(seed: int, pages: int) -> list[Chunk]:
+    """Chunks of several sequences, more rows together than a block, with single tokens among them."""
+    rng = random.Random(seed)
+    chunks: list[Chunk] = []
+    order = rng.sample(range(pages), pages)
+    for i in range(6):
+        start = rng.choice([0, 0, 5, 16, 40])
+        length = 1 if rng.random() < 0.4 else rng.randrange(1, 120 - start)
+        own = order[i * 8 : i * 8 + 8]
+        chunks.append(Chunk([rng.randrange(VOCAB) for _ in range(length)], start, own, rng.choice([None, GREEDY])))
+    return chunks
+
+
+@native
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_is_that_of_torch(name: str, checkpoint: Callable[[str], Path]):
+    ours, theirs = (
+        Engine.load(checkpoint(name), "float32", "cpu", 64, 16, True, 1, native) for native in (True, False)
+    )
+    assert ours._many is not ours._model
+    assert theirs._many is theirs._model
+    for seed in range(8):
+        theirs.pool.normal_(generator=torch.Generator().manual_seed(seed))
+        ours.pool.copy_(theirs.pool)
+        chunks = ragged(seed, 64)
+        batch = flatten(chunks, 16, 64, VOCAB)
+        with torch.inference_mode():
+            got, expected = ours._many.forward(batch), theirs._many.forward(batch)
+        torch.testing.assert_close(ours.pool, theirs.pool, atol=1e-4, rtol=1e-4)
+        if expected is None:
+            assert got is None
+        else:
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@native
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_in_bfloat16_it_is_as_near_to_float32_as_torch(name: str, checkpoint: Callable[[str], Path]):
+    def pages(dtype: str, native: bool) -> torch.Tensor:
+        engine = Engine.load(checkpoint(name), dtype, "cpu", 64, 16, True, 1, native)
+        with torch.inference_mode():
+            engine._many.forward(flatten(ragged(1, 64), 16, 64, VOCAB))
+        return engine.pool.float()
+
+    exact, torchs, ours = pages("float32", False), pages("bfloat16", False), pages("bfloat16", True)
+    error, allowed = (ours - exact).abs().mean(), (torchs - exact).abs().mean()
+    assert 0 < error <= 1.1 * allowed
+
+
+@native
+def test_threads_change_nothing(checkpoint: Callable[[str], Path]):
+    before = torch.get_num_threads()
+    pools: list[torch.Tensor] = []
+    try:
+        for threads in (1, 2, 3):
+            engine = Engine.load(checkpoint("llama"), "bfloat16", "cpu", 64, 16, False, threads)
+            for seed in range(3):
+                engine.step(ragged(seed, 64))
+            pools.append(engine.pool)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(pools[0], pools[1])
+    assert torch.equal(pools[0], pools[2])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_torch_alone_makes_the_tokens_of_transformers(
+    name: str, checkpoint: Callable[[str], Path], reference: Callable[[str], Reference]
+):
+    """The path of other CPUs and of float16, which the engine's other tests don't take where there are kernels."""
+    engine = Engine.load(checkpoint(name), "float32", "cpu", 20, 16, True, 1, native=False)
+    for length, sizes in ((20, []), (77, [30, 1, 17, 16])):
+        prompt = prompt_of(length, seed=length)
+        expected, gaps = reference(name).generate(prompt, 12)
+        assert_same_tokens(generate(engine, prompt, 12, sizes), expected, gaps)
+
+
+def test_float16_is_left_to_torch(checkpoint: Callable[[str], Path]):
+    engine = Engine.load(checkpoint("llama"), "float16", "cpu", 20, 16, True, 1)
+    assert engine._many is engine._model
+    assert engine.step([Chunk(prompt_of(40), 0, range(3), Draw(temperature=0))])[0] is not None
