@@ -1,0 +1,197 @@
+"""Prompts that begin alike on one prefill worker, under any order of steps, copies, cancellations, failures, silences
+and store restarts: with a real store state, and a device that notices a wrong page.
+
+Whatever happens, a page is computed by one prompt at a time, a prompt waits only for one that goes on, the device pages
+are shared and come back, and every prompt ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import Phase as Generation
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from baton.clock import Tick
+from baton.config import PrefillConfig
+from baton.messages import AttemptName, Cancel, Failed, Prefill, Prefilled, Refused, RouterHeartbeat
+from engine.steps import StepFailed
+from kvstore.keys import pack_tokens
+from prefill_worker.job import Job, Phase
+from prefill_worker.state import PrefillState
+from tests.rig import PAGE, ROOT, Rig
+
+SHARED = list(range(1, 41))
+PROMPTS = st.builds(
+    lambda shared, fork, own: SHARED[: shared * PAGE] + [fork] * (own * PAGE),
+    st.integers(1, 10),
+    st.integers(41, 42),
+    st.integers(0, 4),
+)
+
+
+class PrefillMachine(RuleBasedStateMachine):
+    @initialize(
+        slots=st.integers(16, 60), pages=st.integers(14, 40), chunk=st.integers(PAGE, 6 * PAGE),
+        copies=st.integers(1, 8), attentive=st.booleans(),
+    )  # fmt: skip
+    def start(self, slots: int, pages: int, chunk: int, copies: int, attentive: bool) -> None:
+        self.rig = Rig(slots, hold=5.0, admit_after=1, load_share=0.5)
+        config = PrefillConfig(chunk_tokens=chunk, copies_per_step=copies, max_prompts=6, store_ms=2_000)
+        self.worker = self.rig.worker("prefill", pages, config)
+        self.state = self.worker.state
+        self.count = 0
+        self.quiet = attentive  # nothing but orders and turns: then no page is computed twice
+        self.ordered: set[bytes] = set()  # prompts' pages
+
+    @rule(prompt=PROMPTS, priority=st.integers(-2, 9))
+    def order(self, prompt: list[int], priority: int) -> None:
+        request = f"r{self.count}"
+        self.count += 1
+        self.worker.handle(Prefill(request, 1, ROOT, pack_tokens(prompt), priority=priority))
+        if request in self.state._jobs:
+            self.ordered.update(self.state._jobs[request].keys)
+
+    @rule(prompt=PROMPTS, count=st.integers(2, 4), turns=st.integers(0, 4))
+    def order_alike(self, prompt: list[int], count: int, turns: int) -> None:
+        for _ in range(count):
+            self.order(prompt, 0)
+        for _ in range(turns):
+            self.turn()
+
+    @rule()
+    def hear_one(self) -> None:
+        if self.worker.inbox:
+            self.worker.handle(self.worker.inbox.popleft())
+
+    @rule()
+    def copy(self) -> None:
+        self.worker.copy()
+
+    @rule()
+    def turn(self) -> None:
+        self.worker.turn()
+
+    @rule(ok=st.sampled_from([True, True, False]), times=st.integers(1, 4))
+    def disk(self, ok: bool, times: int) -> None:
+        for _ in range(times):
+            self.rig.stores["n0"].work(ok)
+
+    @precondition(lambda self: not self.quiet)
+    @rule(which=st.integers(0, 20))
+    def cancel(self, which: int) -> None:
+        self.worker.handle(Cancel(f"r{which}", 1))
+
+    @precondition(lambda self: not self.quiet)
+    @rule(kept=st.sets(st.integers(0, 20)))
+    def the_router_lists(self, kept: set[int]) -> None:
+        self.worker.handle(RouterHeartbeat(attempts=tuple(AttemptName(f"r{number}", 1) for number in kept)))
+
+    @precondition(lambda self: not self.quiet)
+    @rule()
+    def a_step_fails(self) -> None:
+        if plan := self.state.plan(self.rig.now):
+            self.worker.handle(StepFailed(plan, "boom"))
+
+    @precondition(lambda self: not self.quiet)
+    @rule(seconds=st.sampled_from([0.02, 0.5, 3.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.rig.tick(seconds)
+        self.worker.handle(Tick())
+
+    @precondition(lambda self: not self.quiet)
+    @rule()
+    def restart_store(self) -> None:
+        self.rig.restart_store()
+        self.worker.attach()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "worker"):
+            return
+        for _ in range(12):
+            self.rig.settle()
+            self.rig.tick(0.5)
+            self.worker.handle(Tick())
+        self.rig.settle()
+        assert all(job.phase is Phase.DONE for job in self.state._jobs.values())
+        done = [message.request for message in self.worker.said if isinstance(message, Prefilled)]
+        assert len(done) == len(set(done))
+        ended = [message.request for message in self.worker.said if isinstance(message, Prefilled | Failed | Refused)]
+        if self.quiet:
+            assert len(ended) == self.count
+            if self.state.cache.stats().evictions == 0 and self.rig.store.stats(0.0).evictions == 0:
+                assert self.state.stats().tokens_computed <= len(self.ordered) * PAGE, "computed twice"
+        for number in range(self.count):
+            self.worker.handle(Cancel(f"r{number}", 1))
+        self.rig.settle()
+        assert self.state.cache.available == self.worker.num_pages
+        assert self.state.tickets == ()
+        stats = self.rig.store.stats(0.0)
+        assert (stats.reserved, stats.held, stats.tickets) == (0, 0, 0)
+
+
+TestPrefill = PrefillMachine.TestCase
+TestPrefill.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+
+
+def _nobody_waits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefillState, "_maker", lambda self, job: None)
+
+
+def _who_waits_is_never_woken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefillState, "_wake", lambda self, now: [])
+
+
+def _others_are_not_told_of_complete_pages(patch: pytest.MonkeyPatch) -> None:
+    gained = PrefillState._gained
+
+    def alone(self: PrefillState, job: Job, before: int) -> None:
+        others = {name: other for name, other in self._jobs.items() if other is not job}
+        for name in others:
+            del self._jobs[name]
+        gained(self, job, before)
+        self._jobs.update(others)
+
+    patch.setattr(PrefillState, "_gained", alone)
+
+
+def _each_takes_pages_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    def take(self: PrefillState, keys: list[bytes]) -> tuple[list[int], int] | None:
+        cached = self._cache.match(keys)
+        pages = self._cache.take(keys, len(keys))
+        return None if pages is None else (pages, cached)
+
+    patch.setattr(PrefillState, "_take", take)
+
+
+def _a_shared_page_counts_as_complete(patch: pytest.MonkeyPatch) -> None:
+    take = PrefillState._take
+
+    def hasty(self: PrefillState, keys: list[bytes]) -> tuple[list[int], int] | None:
+        taken = take(self, keys)
+        common = max((job.in_common(keys) for job in self._active), default=0)
+        return taken and (taken[0], max(taken[1], common))
+
+    patch.setattr(PrefillState, "_take", hasty)
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        _nobody_waits,
+        _who_waits_is_never_woken,
+        _others_are_not_told_of_complete_pages,
+        _each_takes_pages_of_its_own,
+        _a_shared_page_counts_as_complete,
+    ],
+)
+def test_it_notices(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)
+    once = settings(
+        max_examples=200, stateful_step_count=50, deadline=None, phases=[Generation.generate], database=None,
+        suppress_health_check=list(HealthCheck), derandomize=True, report_multiple_bugs=False,
+    )  # fmt: skip
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(PrefillMachine, settings=once)
