@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from tests import checkpoints
 from tests.soak import soak
+from tests.soak_requests import requests
 
 
 def test_twenty_seconds_of_deaths_and_stops(tmp_path: Path) -> None:
     result = soak(20.0, seed=11, folder=tmp_path)
     assert result["requests"]
     assert result["faults"]
+
+
+@pytest.mark.parametrize("prefill", [0, 1], ids=["1D", "1P+1D"])
+def test_requests_of_mixed_length_leave_every_pool_empty(tmp_path: Path, prefill: int) -> None:
+    path = checkpoints.make("llama", tmp_path / "model")
+    result = requests(400, 11, tmp_path / "cluster", prefill, path)
+    assert result["cancelled"]
+    assert result["evictions"]
