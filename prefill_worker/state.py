@@ -49,6 +49,7 @@ from kvstore.transfer import (
     StoreUp,
     TransferEvent,
 )
+from prefill_worker import alike
 from prefill_worker.job import Job, Phase
 from prefill_worker.schedule import pairs, plan_step
 
@@ -158,10 +159,10 @@ class PrefillState:
         if len(keys) > self._num_pages:
             message = f"the prompt takes {len(keys)} pages and this worker has {self._num_pages}"
             return [*commands, Say(Refused(*_named(name), "too_large", message))]
-        active = len(self._active)
-        taken = self._take(keys) if active < self._config.max_prompts else None
+        active = self._active
+        taken = alike.take(self._cache, keys, active) if len(active) < self._config.max_prompts else None
         if taken is None:
-            message = f"{active} prompts are being computed and {self._cache.available} pages are free"
+            message = f"{len(active)} prompts are being computed and {self._cache.available} pages are free"
             return [*commands, Say(Refused(*_named(name), "busy", message))]
         pages, complete = taken
         job = Job(
@@ -180,23 +181,6 @@ class PrefillState:
         self._jobs[order.request] = job
         return commands + self._look(job)
 
-    def _take(self, keys: Sequence[bytes]) -> tuple[list[int], int] | None:
-        """Device pages for a chain, all or nothing, and how many of them are complete. What it has in common with a
-        prompt at hand is on the same pages: those are taken, and filled, once."""
-        alike = max(self._active, key=lambda job: job.in_common(keys), default=None)
-        common = alike.in_common(keys) if alike is not None else 0
-        cached = self._cache.match(keys)
-        if alike is None or common <= cached:
-            pages = self._cache.take(keys, len(keys))
-            return None if pages is None else (pages, cached)
-        shared = alike.pages[:common]
-        self._cache.retain(shared)
-        fresh = self._cache.grow(len(keys) - common)
-        if fresh is None:
-            self._cache.free(shared)
-            return None
-        return shared + fresh, min(alike.ready, common)
-
     # --- prompts that begin alike -----------------------------------------------------------------------------------
 
     @property
@@ -204,32 +188,13 @@ class PrefillState:
         """The prompts that are not done, in the order in which they came."""
         return [job for job in self._jobs.values() if job.active]
 
-    def _maker(self, job: Job) -> Job | None:
-        """Who else makes the next page of `job`, or loads it."""
-        alike = [other for other in self._active if other is not job and _share_next(job, other)]
-        making = (other for other in alike if other.making)
-        return next(making, None) or next((other for other in alike if other.loading_now), None)
-
-    def _spared(self, job: Job) -> int:
-        """How many pages from the start this prompt need not compute: those that are complete, and those that another
-        prompt makes or, as it came earlier, will make."""
-        spared = job.ready
-        for other in self._active:
-            if other is job:
-                break
-            spared = max(spared, other.in_common(job.keys))
-        maker = self._maker(job)
-        return max(spared, maker.in_common(job.keys)) if maker is not None else spared
-
     def _gained(self, job: Job, before: int) -> None:
         """Pages of `job` from `before` on have become complete: they can be found, and those who share them have them
         as well."""
         for page in range(before, job.ready):
             tokens = job.tokens[page * self._page_size : (page + 1) * self._page_size]
             self._cache.publish(job.keys[page], job.keys[page - 1] if page else b"", job.pages[page], tokens)
-        for other in self._active:
-            if other is not job and other.ready < job.ready and _share_next(other, job):
-                other.computed = min(job.ready, job.in_common(other.keys)) * self._page_size
+        alike.tell(job, self._active)
 
     def _wake(self, now: float) -> list[Command]:
         """Those who wait for a page that is complete, or that nobody makes any more, go on; the most urgent first,
@@ -237,7 +202,7 @@ class PrefillState:
         waiting = [job for job in self._jobs.values() if job.phase is Phase.WAITING]
         commands: list[Command] = []
         for job in sorted(waiting, key=lambda job: (job.priority, job.arrival)):
-            job.waits_for = self._maker(job)
+            job.waits_for = alike.maker(job, self._active)
             if job.waits_for is None:
                 job.progress = now
                 commands += self._go_on(job)
@@ -258,7 +223,7 @@ class PrefillState:
         commands: list[Command] = []
         if lookup.undecided:
             runs = lookup.runs
-            spared = max(0, self._spared(job) - lookup.here)
+            spared = max(0, alike.spared(job, self._active) - lookup.here)
             choice = choose(runs, self._page_bytes, self._page_size, self._rate.rate, spared)
             commands = [Call(call) for call in lookup.decide(choice.pages)]
             if choice.pages:
@@ -280,7 +245,7 @@ class PrefillState:
     def _go_on(self, job: Job) -> list[Command]:
         """Bring what the store has to the device, as far as computing the rest needs it, and compute the rest; unless
         another prompt is making the same pages."""
-        job.waits_for = self._maker(job)
+        job.waits_for = alike.maker(job, self._active)
         if job.waits_for is not None:
             job.phase = Phase.WAITING
             return []
@@ -531,14 +496,9 @@ class PrefillState:
             assert job.offered >= job.settled or job.phase is Phase.DONE, job.name
             assert job.ready <= job.total, job.name
             assert (job.phase is Phase.WAITING) == (job.waits_for is not None), job.name
-            assert job.waits_for is None or job.waits_for is self._maker(job), job.name
             assert (job.fetch is not None) == (job.phase is Phase.READING), job.name
         active = self._active
-        for job, other in itertools.combinations(active, 2):
-            common = job.in_common(other.keys)
-            assert job.pages[:common] == other.pages[:common], (job.name, other.name)
-            assert min(job.ready, common) == min(other.ready, common), (job.name, other.name)
-            assert not (job.making and other.making and _share_next(job, other)), (job.name, other.name)
+        alike.validate(active)
         assert self._cache.stats().referenced == len({page for job in active for page in job.pages})
         jobs = {id(job) for job in self._jobs.values()}
         assert all(id(job) in jobs for job in self._owners.values())
@@ -547,9 +507,3 @@ class PrefillState:
 
 def _named(name: AttemptName) -> tuple[str, int]:
     return name.request, name.attempt
-
-
-def _share_next(job: Job, other: Job) -> bool:
-    """The next page that `job` lacks is the same page of `other`."""
-    page = job.ready
-    return page < min(job.total, other.total) and job.pages[page] == other.pages[page]

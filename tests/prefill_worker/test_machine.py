@@ -6,7 +6,7 @@ are shared and come back, and every prompt ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,7 +18,9 @@ from baton.clock import Tick
 from baton.config import PrefillConfig
 from baton.messages import AttemptName, Cancel, Failed, Prefill, Prefilled, Refused, RouterHeartbeat
 from engine.steps import StepFailed
+from kvstore.device_cache import DeviceCache
 from kvstore.keys import pack_tokens
+from prefill_worker import alike
 from prefill_worker.job import Job, Phase
 from prefill_worker.state import PrefillState
 from tests.rig import PAGE, ROOT, Rig
@@ -137,7 +139,7 @@ TestPrefill.settings = settings(max_examples=200, stateful_step_count=50, deadli
 
 
 def _nobody_waits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefillState, "_maker", lambda self, job: None)
+    patch.setattr(alike, "maker", lambda job, at_hand: None)
 
 
 def _who_waits_is_never_woken(patch: pytest.MonkeyPatch) -> None:
@@ -145,36 +147,23 @@ def _who_waits_is_never_woken(patch: pytest.MonkeyPatch) -> None:
 
 
 def _others_are_not_told_of_complete_pages(patch: pytest.MonkeyPatch) -> None:
-    gained = PrefillState._gained
-
-    def alone(self: PrefillState, job: Job, before: int) -> None:
-        others = {name: other for name, other in self._jobs.items() if other is not job}
-        for name in others:
-            del self._jobs[name]
-        gained(self, job, before)
-        self._jobs.update(others)
-
-    patch.setattr(PrefillState, "_gained", alone)
+    patch.setattr(alike, "tell", lambda job, at_hand: None)
 
 
 def _each_takes_pages_of_its_own(patch: pytest.MonkeyPatch) -> None:
-    def take(self: PrefillState, keys: list[bytes]) -> tuple[list[int], int] | None:
-        cached = self._cache.match(keys)
-        pages = self._cache.take(keys, len(keys))
-        return None if pages is None else (pages, cached)
-
-    patch.setattr(PrefillState, "_take", take)
+    take = alike.take
+    patch.setattr(alike, "take", lambda cache, keys, at_hand: take(cache, keys, ()))
 
 
 def _a_shared_page_counts_as_complete(patch: pytest.MonkeyPatch) -> None:
-    take = PrefillState._take
+    take = alike.take
 
-    def hasty(self: PrefillState, keys: list[bytes]) -> tuple[list[int], int] | None:
-        taken = take(self, keys)
-        common = max((job.in_common(keys) for job in self._active), default=0)
+    def hasty(cache: DeviceCache, keys: Sequence[bytes], at_hand: Collection[Job]) -> tuple[list[int], int] | None:
+        taken = take(cache, keys, at_hand)
+        common = max((job.in_common(keys) for job in at_hand), default=0)
         return taken and (taken[0], max(taken[1], common))
 
-    patch.setattr(PrefillState, "_take", hasty)
+    patch.setattr(alike, "take", hasty)
 
 
 @pytest.mark.parametrize(
