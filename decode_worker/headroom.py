@@ -6,7 +6,7 @@ with probability 1 − Sᵢ(t), and otherwise taken those of t more tokens:
 
     taken(t) = Σ Sᵢ(t) · growthᵢ(t)  −  Σ (1 − Sᵢ(t)) · ownᵢ          headroom = max over t of taken(t) + z · σ(t)
 
-and never less than a page each, which is what the next moments may take of those that began together.
+but no less than a page each, which those that began together take together, and no more than what is allowed.
 
 Why not the sum of all expected growth: most of it never stands in the pool at one time. Why a margin: half of the time
 more is taken than expected, and a preemption costs the victim a prefill. That the future peak is what counts is the
@@ -100,7 +100,9 @@ class LearnedHeadroom:
         growth = np.maximum(0, np.ceil((known + np.minimum(ahead, left)) / page_size) - pages)
         taken = (survives * growth - (1 - survives) * own).sum(0)
         spread = np.sqrt((survives * (1 - survives) * (growth + own) ** 2).sum(0))
-        return max(len(holders), int(np.ceil((taken + _MARGIN * spread).max())))
+        worst = int(np.ceil((taken + _MARGIN * spread).max()))
+        allowed = int(np.maximum(0, np.ceil((known + left) / page_size) - pages).sum())
+        return min(allowed, max(len(holders), worst))
 
     def _survives(self, generated: _Vector, ahead: _Vector) -> _Vector:
         """Probability that an output of so many tokens goes on for `ahead` more, [sequences, horizons]."""
