@@ -40,6 +40,7 @@ from kvstore.changes import page_runs
 from kvstore.checksum import page_checksum
 from kvstore.client import StoreClient, store_address
 from kvstore.device_cache import DeviceCache
+from kvstore.layout import PageLayout
 from kvstore.memory import available_memory
 from kvstore.publishing import PageEvents
 from kvstore.transfer import Call, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, StoreLost, StoreUp, batches
@@ -326,9 +327,7 @@ def _load(config: Config, head: bool, pool_bytes: int, threads: int) -> Engine:
     path = files.resolve(config.model.path)
     model = ModelConfig.from_directory(path)
     layout = layout_of(model, config.model.dtype, config.pages.page_size)
-    num_pages = Engine.pages_for(pool_bytes, layout)
-    if num_pages < 1:
-        raise NotEnoughMemory(f"a page takes {layout.page_bytes} bytes and the pool {pool_bytes}; raise pool_bytes")
+    num_pages = pool_pages(pool_bytes, layout)
     room = available_memory()
     on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())
     if on_cpu and pool_bytes > room.available:
@@ -338,6 +337,20 @@ def _load(config: Config, head: bool, pool_bytes: int, threads: int) -> Engine:
     return Engine.load(
         path, config.model.dtype, config.model.device, num_pages, config.pages.page_size, head, threads or None
     )
+
+
+def pool_pages(pool_bytes: int, layout: PageLayout) -> int:
+    """How many pages the pool has. They fill its memory but for less than a page: to within 1 % wherever it holds a
+    hundred; where that is not so, the log says what stays unused. Raises NotEnoughMemory for a pool below one page."""
+    pages = Engine.pages_for(pool_bytes, layout)
+    if pages < 1:
+        raise NotEnoughMemory(f"a page takes {layout.page_bytes} bytes and the pool {pool_bytes}; raise pool_bytes")
+    if (unused := pool_bytes - pages * layout.page_bytes) > pool_bytes / 100:
+        log.warning(
+            "%d of the pool's %d bytes stay unused: a page takes %d; set pool_bytes to a multiple of that",
+            *(unused, pool_bytes, layout.page_bytes),
+        )
+    return pages
 
 
 def _namespace(engine: Engine, page_size: int) -> Namespace:

@@ -1,0 +1,179 @@
+"""The time to the first token of a prompt that one worker prefills and another goes on with, beside the bare engine;
+and what the pages that come in do to the streams that run there.
+
+    bench/hand_off_ttft.py            # about 80 s
+    bench/hand_off_ttft.py --quick    # about 40 s
+
+Each worker has a core of its own, as in `interference.py`, and the bare engine has that of the prefill worker, in turns
+with it. docs/benchmarks.md says what the figures mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import grpc.aio
+
+from baton.errors import BatonError
+from bench import interference, models, report
+from bench.neighbours import Neighbours
+from bench.streams import Prompts, Router, Streams, first_token
+from deploy.client import Client
+from engine.batch import Chunk, Draw
+from engine.engine import Engine
+
+PROMPT = 2_000  # tokens
+ALLOWED = 0.010  # seconds, besides prefill and two steps
+_PAGE_SIZE, _STEPS, _LEAD, _PAUSE = 16, 8, 2.0, 1.0
+_STEP_TOKENS = (512, 1_024, PROMPT)  # how the bare engine may take the prompt; the best of them counts
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds."""
+
+    bare: float  # prefill, and two decode steps
+    ttft: float  # through the cluster
+    others: float  # cores that processes of others used meanwhile
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Of the streams, by one prompt whose pages came in, in steps: gaps between tokens over the median gap before."""
+
+    largest: float
+    step: float  # that median, seconds
+
+
+class Bare:
+    """The engine, alone in this process."""
+
+    def __init__(self, model: Path) -> None:
+        pages = -(-(PROMPT + _STEPS) // _PAGE_SIZE)
+        self._engine = Engine.load(model, "auto", "cpu", pages, _PAGE_SIZE, head=True, threads=1)
+        self._pages = range(pages)
+        self.step_tokens = PROMPT
+
+    def warm_up(self, prompt: Sequence[int]) -> None:
+        """Find out how to take a prompt fastest."""
+        took = {tokens: min(self._prefill(prompt, tokens) for _ in range(2)) for tokens in _STEP_TOKENS}
+        self.step_tokens = min(took, key=took.__getitem__)
+
+    def first_token(self, prompt: Sequence[int]) -> float:
+        """Prefill, and two decode steps after it, in seconds."""
+        prefill = self._prefill(prompt, self.step_tokens)
+        steps: list[float] = []
+        for position in range(len(prompt), len(prompt) + _STEPS):
+            start = time.perf_counter()
+            self._engine.step([Chunk([prompt[0]], position, self._pages, Draw(temperature=0))])
+            steps.append(time.perf_counter() - start)
+        return prefill + 2 * median(steps)
+
+    def _prefill(self, prompt: Sequence[int], step_tokens: int) -> float:
+        begin = time.perf_counter()
+        for start in range(0, len(prompt), step_tokens):
+            end = min(start + step_tokens, len(prompt))
+            draw = Draw(temperature=0) if end == len(prompt) else None
+            self._engine.step([Chunk(prompt[start:end], start, self._pages, draw)])
+        return time.perf_counter() - begin
+
+
+def results(rounds: Sequence[Round], disturbances: Sequence[Disturbance], apart: float) -> list[report.Result]:
+    """The medians, each beside what it may be at most."""
+    bare = median(one.bare for one in rounds) + ALLOWED
+    ttft = report.median_of("hand_off_ttft", "ttft", "ms", [one.ttft * 1_000 for one in rounds])
+    ratio = median(one.ttft / (one.bare + ALLOWED) for one in rounds)
+    largest = report.median_of("hand_off_ttft", "largest gap, in steps", "1", [one.largest for one in disturbances])
+    step = [one.step * 1_000 for one in disturbances]
+    return [
+        report.judged(replace(ttft, limit=bare * 1_000, ratio=ratio), 1.0, "low"),
+        report.judged(replace(largest, limit=1.0, ratio=largest.value), 1.5, "low"),
+        report.median_of("hand_off_ttft", "step of the streams", "ms", step),
+        report.Result("hand_off_ttft", "prefilled apart", apart, "share"),
+        report.median_of("hand_off_ttft", "used by others meanwhile", "cores", [one.others for one in rounds]),
+    ]
+
+
+async def _rounds(bare: Bare, server: Router, prompts: Prompts, count: int) -> list[Round]:
+    rounds: list[Round] = []
+    bare.warm_up(prompts.draw(PROMPT))
+    report.say(f"the bare engine takes the prompt in steps of {bare.step_tokens}")
+    for number in range(count + 1):
+        others = Neighbours()
+        took = bare.first_token(prompts.draw(PROMPT))
+        ttft = await first_token(server, prompts.draw(PROMPT))
+        rounds.append(Round(took, ttft, others.lap()))
+        report.say(f"round {number} of {count}: bare {took * 1_000:.0f} ms, through the cluster {ttft * 1_000:.0f} ms")
+    return rounds[1:]
+
+
+async def _disturb(server: Router, prompts: Prompts, count: int) -> list[Disturbance]:
+    found: list[Disturbance] = []
+    shape = interference.STREAMS, interference.PROMPT, interference.OUTPUT
+    async with Streams(server, prompts, *shape) as streams:
+        await asyncio.sleep(_LEAD)
+        for number in range(count):
+            await asyncio.sleep(_PAUSE)
+            sent = time.perf_counter()
+            await first_token(server, prompts.draw(PROMPT))
+            arrived = time.perf_counter()
+            await asyncio.sleep(_PAUSE / 4)  # what it held up shows in gaps that end later
+            step = median(streams.gaps_between(sent - _PAUSE, sent))
+            largest = max(streams.gaps_between(sent, arrived + _PAUSE / 4))
+            found.append(Disturbance(largest / step, step))
+            report.say(
+                f"prompt {number + 1} of {count}: a step takes {step * 1_000:.1f} ms, largest {largest / step:.2f}"
+            )
+    return found
+
+
+async def measure(model: Path, asked: argparse.Namespace) -> list[report.Result]:
+    """Raises BatonError."""
+    with ExitStack() as stack:
+        report.say("starting 1P+1D")
+        made = interference.start(stack, interference.SPLIT, model, asked)
+        client = stack.enter_context(Client(made.address))
+        prompts = Prompts(client.status(timeout=10).model.vocab_size, asked.seed)
+        async with grpc.aio.insecure_channel(made.address) as channel:
+            server = Router(channel)
+            rounds = await _rounds(Bare(model), server, prompts, asked.rounds)
+            counts = client.status().counts
+            disturbances = await _disturb(server, prompts, asked.rounds)
+        return results(rounds, disturbances, counts.placed_split / (counts.placed_split + counts.placed_local))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    asked = _parse(argv)
+    report.say(report.machine())
+    try:
+        lines = asyncio.run(measure(models.directory("100m"), asked))
+    except BatonError as error:
+        report.say(f"hand_off_ttft: {error}")
+        return 1
+    for line in lines:
+        report.emit(line)
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="5 rounds, instead of 15")
+    parser.add_argument("--rounds", type=int, help="prompts in each of the two parts")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="where traces go, if --set has any written")
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="SECTION.SETTING=VALUE")
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args(argv)
+    asked.rounds = asked.rounds or (5 if asked.quick else 15)
+    return asked
+
+
+if __name__ == "__main__":
+    sys.exit(main())
