@@ -1,0 +1,154 @@
+"""What a step holds: decoding sequences, short and long tails, in which order and how much of each."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.messages import AttemptName, Sampling
+from decode_worker.schedule import Budget, plan_step
+from decode_worker.sequence import Phase, Sequence
+from engine.steps import Plan
+
+PAGE = 16
+NEVER = -1.0
+
+
+def sequence(
+    name: str, known: int, computed: int, arrival: int = 0, urgency: float = 0.0, joined: float = 0.0
+) -> Sequence:
+    pages = list(range(-(-known // PAGE)))
+    made = Sequence(
+        AttemptName(name, 1), b"", [7] * known, known, 100, Sampling(temperature=0), frozenset(), urgency, 0, arrival,
+        PAGE, phase=Phase.RUNNING, pages=pages, computed=computed, joined=joined,
+    )  # fmt: skip
+    made.tail = made.pending
+    return made
+
+
+def decoding(name: str, arrival: int = 0) -> Sequence:
+    return sequence(name, 40, 39, arrival)
+
+
+def budget(tokens: int = 512, prompts: int = 64, overdue: float = NEVER, rate: float = 1_000.0) -> Budget:
+    return Budget(tokens, prompts, overdue, rate)
+
+
+def run(plan: Plan, sequences: list[Sequence], step: int) -> None:
+    """What the engine and the state do about a plan: decoding sequences have one token more, and its page."""
+    by_name = {each.name: each for each in sequences}
+    for name, chunk in plan.items():
+        each = by_name[name]
+        each.computed, each.served = chunk.end, step
+        if chunk.sample is not None:
+            each.tokens.append(7)
+            each.pages += range(len(each.pages), each.needs)
+
+
+def sizes(plan: Plan) -> dict[str, int]:
+    return {name.request: len(chunk.tokens) for name, chunk in plan.items()}
+
+
+def test_who_decodes_never_waits_for_a_prompt() -> None:
+    plan = plan_step([sequence("long", 4_000, 0), decoding("a"), decoding("b")], budget(prompts=48))
+    assert sizes(plan) == {"a": 1, "b": 1, "long": 48}
+
+
+def test_a_short_tail_goes_before_a_long_one_that_came_earlier() -> None:
+    tails = [sequence("long", 4_000, 0), sequence("short", 40, 32, arrival=1)]
+    assert sizes(plan_step(tails, budget(prompts=48))) == {"short": 8, "long": 32}
+
+
+def test_short_tails_leave_half_to_a_long_one() -> None:
+    tails = [sequence(f"s{i}", 47, 32, i) for i in range(20)] + [sequence("long", 4_000, 0, 20)]
+    plan = sizes(plan_step(tails, budget(prompts=128)))
+    assert [name for name in plan if name != "long"] == ["s0", "s1", "s2", "s3"]
+    assert plan["long"] == 64
+
+
+def test_short_tails_take_what_long_ones_leave() -> None:
+    tails = [sequence(f"s{i}", 47, 32, i) for i in range(20)] + [sequence("middle", 20, 0, 20)]
+    assert sum(sizes(plan_step(tails, budget(prompts=128))).values()) > 128 - PAGE
+
+
+def test_a_shorter_prompt_overtakes_a_much_longer_one_but_not_for_ever() -> None:
+    tails = [sequence("long", 4_000, 0), sequence("middle", 100, 0, arrival=1, urgency=10.0)]
+    assert next(iter(sizes(plan_step(tails, budget())))) == "middle"  # it takes 0.1 s, the other one 4
+    tails[1].urgency = 20.0
+    assert next(iter(sizes(plan_step(tails, budget())))) == "long"
+
+
+def test_a_tail_that_has_waited_too_long_is_run_whatever_it_costs_the_others() -> None:
+    tails = [sequence(f"s{i}", 47, 32, i, joined=float(i)) for i in range(20)]
+    long = [sequence("long", 4_000, 0, 20)]
+    assert len(plan_step(tails + long, budget(prompts=32, overdue=9.5))) == 10 + 1
+    assert len(plan_step(tails + long, budget(prompts=32, overdue=99.0))) == 20 + 1
+
+
+def test_chunks_of_long_tails_end_with_a_page() -> None:
+    assert sizes(plan_step([sequence("long", 4_000, 32)], budget(prompts=50))) == {"long": 48}
+
+
+def test_more_that_decode_than_a_step_holds_take_turns() -> None:
+    everybody = [decoding(f"d{i}", i) for i in range(10)]
+    turns = dict.fromkeys((each.name.request for each in everybody), 0)
+    for step in range(1, 11):
+        plan = plan_step(everybody, budget(tokens=4))
+        assert len(plan) == 4
+        for name in plan:
+            turns[name.request] += 1
+        run(plan, everybody, step)
+    assert set(turns.values()) <= {3, 4, 5}
+
+
+tails = st.builds(
+    lambda pages, tail, joined: (pages * PAGE + tail, pages * PAGE, joined),
+    st.integers(0, 5), st.integers(2, 200), st.floats(0, 10),
+)  # fmt: skip
+
+
+@given(st.integers(0, 20), st.lists(tails, max_size=12), st.integers(1, 64), st.integers(32, 300), st.floats(-1, 11))
+def test_every_plan_is_within_its_budget_and_nobody_is_in_it_twice_or_starves(
+    rows: int, wanted: list[tuple[int, int, float]], tokens: int, prompts: int, overdue: float
+) -> None:
+    sequences = [decoding(f"d{i}", i) for i in range(rows)]
+    sequences += [
+        sequence(f"t{i}", known, computed, rows + i, joined=joined)
+        for i, (known, computed, joined) in enumerate(wanted)
+    ]
+    prompts = max(2 * PAGE, min(prompts, tokens - rows))
+    limits = Budget(tokens, prompts, overdue, 1_000.0)
+    waiting = {each.name.request for each in sequences if each.pending > 1}
+    short = sum(each.pending <= PAGE for each in sequences if each.pending > 1)
+    work = sum(each.pending for each in sequences if each.pending > 1)
+    steps = 0
+    while waiting:
+        steps += 1
+        by_name = {each.name: each for each in sequences}
+        plan = plan_step(sequences, limits)
+        ones = sum(by_name[name].pending == 1 for name in plan)
+        others = sum(len(chunk.tokens) for name, chunk in plan.items() if by_name[name].pending > 1)
+        assert ones == min(tokens, sum(each.pending == 1 for each in sequences))
+        assert others <= max(prompts, tokens - ones)
+        for name, chunk in plan.items():
+            each = by_name[name]
+            assert chunk.start == each.computed
+            assert chunk.end == len(each.tokens) if chunk.sample else chunk.end % PAGE == 0
+            assert len(chunk.pages) == -(-chunk.end // PAGE)
+            if chunk.sample:
+                waiting.discard(name.request)
+        run(plan, sequences, steps)
+        assert steps <= short + work // PAGE + len(wanted), "somebody waits too long"
+
+
+@given(st.integers(1, 30), st.integers(32, 256))
+def test_the_first_token_after_a_hand_off_comes_within_a_bounded_number_of_steps(shorts: int, prompts: int) -> None:
+    """However much prefills want: one that k short tails stand before waits for k / (half the budget in pages)."""
+    everybody = [sequence(f"long{i}", 100_000, 0, i) for i in range(3)]
+    everybody += [sequence(f"s{i}", 48, 32, 3 + i) for i in range(shorts)]
+    each_step = max(1, prompts // 2 // PAGE)
+    for step in range(1, -(-shorts // each_step) + 1):
+        plan = plan_step(everybody, budget(prompts=prompts))
+        run(plan, everybody, step)
+        assert any(name.request.startswith("long") for name in plan)
+    assert not [each for each in everybody if 1 < each.pending <= PAGE]
