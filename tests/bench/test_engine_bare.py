@@ -1,0 +1,46 @@
+"""The bare engine's loop: its tokens are those of one prompt at a time, its steps those of a decode worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bench import bare
+from deploy import demo_model
+from engine.batch import Chunk, Sampled
+from engine.engine import Engine
+
+PAGE_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    checkpoint: Path = tmp_path_factory.mktemp("tiny")
+    demo_model.write(checkpoint)
+    return Engine.load(checkpoint, "float32", "cpu", 64, PAGE_SIZE, head=True, threads=1)
+
+
+def test_a_batch_has_the_tokens_of_its_prompts_alone(engine: Engine) -> None:
+    prompts = [list(range(2, 2 + length)) for length in (1, 15, 40, 70)]
+    together = bare.generate_batch(engine, prompts, 5, step_tokens=32)
+    assert together == [bare.generate_batch(engine, [prompt], 5, step_tokens=512)[0] for prompt in prompts]
+
+
+def test_steps_are_full_and_those_that_decode_come_first(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[list[tuple[int, int, bool]]] = []
+    run = Engine.step
+
+    def step(self: Engine, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+        steps.append([(chunk.start, len(chunk.tokens), chunk.sample is not None) for chunk in chunks])
+        return run(self, chunks)
+
+    monkeypatch.setattr(Engine, "step", step)
+    bare.generate_batch(engine, [list(range(2, 14)), list(range(2, 32))], 2, step_tokens=16)
+    assert steps == [
+        [(0, 12, True), (0, 4, False)],
+        [(12, 1, True), (4, 15, False)],
+        [(19, 11, True)],
+        [(30, 1, True)],
+    ]

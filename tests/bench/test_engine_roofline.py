@@ -1,0 +1,73 @@
+"""What a case costs at least, worked out by hand for a small model; and what is told of runs beside it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bench import engine, models, roofline
+from bench.peers.cases import BY_NAME, Case
+from bench.roofline import Limits, Shape
+from bench.turns import Run
+from engine.config import ModelConfig
+from engine.weights import expected_tensors
+
+SMALL = Shape(layers=1_000, head=500, attention=8, kv_bytes=32, width=2)
+
+
+def test_the_shape_is_that_of_the_checkpoint() -> None:
+    shape = Shape.of(models.LLAMA_100M, width=2)
+    tensors = expected_tensors(ModelConfig.from_dict(models.LLAMA_100M))
+    assert shape.layers + shape.head == sum(math.prod(size) for size in tensors.values() if len(size) == 2)
+    assert shape.kv_bytes == 12 * 2 * 4 * 64 * 2
+    assert shape.attention == 12 * 4 * 12 * 64
+
+
+def test_a_step_is_bound_by_what_takes_longer() -> None:
+    reading = Limits(read=1e3, compute=1e12)
+    assert roofline.decode_step(2, 10, SMALL, reading) == pytest.approx((1_500 * 2 + 2 * 10 * 32) / 1e3)
+    computing = Limits(read=1e12, compute=1e3)
+    assert roofline.decode_step(2, 10, SMALL, computing) == pytest.approx(2 * (2 * 1_500 + 8 * 10) / 1e3)
+
+
+def test_prefill_needs_the_head_for_the_last_token_only() -> None:
+    case = Case("prefill", sequences=3, prompt=4, output=1)
+    computing = Limits(read=1e12, compute=1e3)
+    operations = 3 * (2 * 1_000 * 4 + 2 * 500 + 8 * (1 + 2 + 3 + 4))
+    assert roofline.seconds(case, SMALL, computing) == pytest.approx(operations / 1e3)
+    assert roofline.rate(case, SMALL, computing) == pytest.approx(12 / (operations / 1e3))
+
+
+def test_prefill_counts_as_time_of_a_decode_case() -> None:
+    reading = Limits(read=1e3, compute=1e12)
+    case = Case("decode", sequences=1, prompt=4, output=3)
+    steps = [3_000, 3_000 + 5 * 32, 3_000 + 6 * 32]  # the first token comes from the prompt's step
+    assert roofline.seconds(case, SMALL, reading) == pytest.approx(sum(steps) / 1e3)
+    assert roofline.rate(case, SMALL, reading) == pytest.approx(3 / (sum(steps) / 1e3))
+
+
+def test_a_machine_twice_as_fast_has_a_roofline_twice_as_high() -> None:
+    shape, slow, fast = Shape.of(models.LLAMA_100M, 2), Limits(40e9, 1e12), Limits(80e9, 2e12)
+    for case in BY_NAME.values():
+        assert roofline.rate(case, shape, fast) == pytest.approx(2 * roofline.rate(case, shape, slow))
+
+
+def test_the_better_of_two_limits_counts() -> None:
+    assert Limits(1, 4).best(Limits(2, 3)) == Limits(2, 4)
+
+
+def test_a_ratio_is_the_median_of_each_run_with_its_own_limits() -> None:
+    case = BY_NAME["decode-1"]
+    limits = [Limits(80e9, 1e12), Limits(40e9, 1e12), Limits(80e9, 1e12)]
+    shape = Shape.of(models.LLAMA_100M, 2)
+    shares = [0.9, 0.8, 0.5]
+    runs = [
+        Run(roofline.seconds(case, shape, limit) / share, limit, 0.0)
+        for limit, share in zip(limits, shares, strict=True)
+    ]
+    told = {result.case: result for result in engine.results({case: runs}, shape)}
+    assert told["decode-1"].ratio == pytest.approx(0.8)
+    assert told["decode-1"].ok
+    assert told["limit: memory read"].value == 80e9
+    assert told["limit: large product"].value == 1e12
