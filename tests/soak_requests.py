@@ -31,8 +31,8 @@ CANCELLED = 20  # one in so many
 PAGE_BYTES = 2 * 4 * 2 * 16 * 16 * 4  # of the "llama" checkpoint in float32
 POOLS = {
     "store.arena_bytes": 512 * PAGE_BYTES,
-    "prefill.pool_bytes": 160 * PAGE_BYTES,
-    "decode.pool_bytes": 320 * PAGE_BYTES,
+    "prefill.pool_bytes": 128 * PAGE_BYTES,
+    "decode.pool_bytes": 128 * PAGE_BYTES,
 }
 
 
