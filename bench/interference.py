@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -29,6 +29,7 @@ from baton.errors import BatonError
 from baton.trace import MAX_STEPS
 from bench import cluster, cores, models, report, vllm_server
 from bench.figures import percentile
+from bench.memory import Memory
 from bench.neighbours import Neighbours
 from bench.streams import Completions, Prompts, Router, Server, Streams, every
 from deploy.client import Client
@@ -51,6 +52,7 @@ class Seen:
     rate: float  # tokens a second of all streams
     ttft: tuple[float, ...]  # of the long prompts
     others: float = 0.0  # cores that processes of others used meanwhile
+    memory: Mapping[str, int] = field(default_factory=dict[str, int])  # process → the most it has had so far, bytes
 
 
 async def interfere(server: Server, prompts: Prompts, longs: int) -> Seen:
@@ -80,6 +82,8 @@ def results(seen: Mapping[str, Sequence[Seen]]) -> list[report.Result]:
                 result = replace(result, limit=limit, ratio=result.value / limit)
                 result = report.judged(result, target, better)
             lines.append(result)
+        for process, peak in runs[-1].memory.items():
+            lines.append(report.Result("interference", f"{name}: peak RSS of {process}", peak / 2**20, "MiB"))
     return lines
 
 
@@ -152,7 +156,9 @@ async def _ours(name: str, model: Path, asked: argparse.Namespace) -> list[Seen]
             for process in made.pids.keys() - {"router"} if asked.trace is not None else ():
                 report.say(f"{process}: {client.profile(process, MAX_STEPS).path}")
         async with grpc.aio.insecure_channel(made.address) as channel:
-            return await _measure(Router(channel), name, vocab, asked)
+            runs = await _measure(Router(channel), name, vocab, asked)
+        peaks = {process: Memory.of(pid).peak for process, pid in sorted(made.pids.items())}
+        return [*runs[:-1], replace(runs[-1], memory=peaks)]
 
 
 async def _theirs(name: str, model: Path, asked: argparse.Namespace) -> list[Seen]:

@@ -13,11 +13,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
 
+from bench.memory import Memory
 from bench.streams import Router, Server
 from bench.workload import Lengths, Planned, Workload
 from deploy.local import LocalCluster
@@ -34,22 +34,6 @@ POOLS = {
     "prefill.pool_bytes": 128 * PAGE_BYTES,
     "decode.pool_bytes": 128 * PAGE_BYTES,
 }
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Of one process, in bytes, as the kernel counts it: the most that it ever had, and what it has now."""
-
-    peak: int  # VmHWM
-    anonymous: int  # RssAnon: its own
-    files: int  # RssFile: libraries, and what it maps of files
-    shared: int  # RssShmem: of the arena
-
-    @classmethod
-    def of(cls, pid: int) -> Memory:
-        lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        sizes = {words[0]: int(words[1]) * 1_024 for words in lines if words[-1] == "kB"}
-        return cls(*(sizes[f"{name}:"] for name in ("VmHWM", "RssAnon", "RssFile", "RssShmem")))
 
 
 def mixed(count: int, seed: int) -> list[Planned]:
