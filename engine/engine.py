@@ -142,10 +142,10 @@ def layout_of(config: ModelConfig, dtype: str, page_size: int) -> PageLayout:
 def _make_pool(num_pages: int, layout: PageLayout, device: str) -> torch.Tensor:
     """Zeros, since attention reads, behind a mask, what was never written."""
     try:
-        pool = torch.zeros((num_pages, *layout.shape), dtype=TORCH_DTYPES[layout.dtype], device=device)
+        pool = torch.empty((num_pages, *layout.shape), dtype=TORCH_DTYPES[layout.dtype], device=device)
     except RuntimeError as error:
         size = num_pages * layout.page_bytes
         raise NotEnoughMemory(f"{num_pages} pages, {size:,} bytes, don't fit into {device}: {error}") from error
     if pool.device.type == "cpu":
         huge.promise(pool.data_ptr(), pool.nbytes)
-    return pool
+    return pool.zero_()

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from engine.native import huge
+
 TILE = 64
 """Outputs whose weights stand together."""
 
@@ -38,6 +40,10 @@ class Linear:
     def in_size(self) -> int:
         return self._weight.shape[1]
 
+    @property
+    def out_size(self) -> int:
+        return self._weight.shape[0]
+
     def tiles(self) -> torch.Tensor:
         """The weight as `tiled` orders it, on a CPU: oneDNN's own memory where that is its order too, or a copy. Valid
         while this object lives."""
@@ -45,6 +51,7 @@ class Linear:
             wanted = tiled(self._weight.to_dense() if self._packed else self._weight)
             shared = _memory(self._weight, wanted) if self._packed else None
             self._tiles = wanted if shared is None or not torch.equal(shared, wanted) else shared
+            huge.collapse(self._tiles.data_ptr(), self._tiles.nbytes)
         return self._tiles
 
 

@@ -18,9 +18,10 @@ namespace {
 
 constexpr int kTile = 64;          // outputs
 constexpr int kStepBytes = 256;    // of a tile for one word of input
-constexpr int kBlockSteps = 128;   // 32 KiB: stays in the first-level cache while rows pass over it
+constexpr int kBlockSteps = 64;    // 16 KiB: this and the next block stay in the first-level cache while rows pass over it
 constexpr int kPassRows = 6;       // 6 × 4 sums, 4 vectors of weights and one of input fit into 32 registers
 constexpr int kPositions = 256;    // of a context attended to between two adjustments of the softmax's maximum
+constexpr int kAhead = 48;         // positions whose K and V are asked for before they are needed
 constexpr int kStretch = 512;      // positions below which a context is not divided between threads
 
 }  // namespace
@@ -93,7 +94,7 @@ void pass(const char* weights, const uint32_t* x, int64_t stride, int64_t steps,
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) w[j] = _mm512_loadu_si512(weights + s * kStepBytes + j * 64);
 #pragma GCC unroll 4
-    for (int line = 0; line < Lines; ++line) _mm_prefetch(ahead + (s * Lines + line) * 64, _MM_HINT_T1);
+    for (int line = 0; line < Lines; ++line) _mm_prefetch(ahead + (s * Lines + line) * 64, _MM_HINT_T0);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const __m512i word = _mm512_set1_epi32(static_cast<int>(x[r * stride + s]));
@@ -180,7 +181,7 @@ struct Private {
 
 // Where the parts of one attention over a context that several threads share are kept.
 struct Parts {
-  float* output;  // [rows · kv_heads][threads][group][head_dim rounded up to kLanes]
+  float* output;  // [rows · kv_heads][threads][group][head_dim rounded up to 32]
   float* most;    // [rows · kv_heads][threads][group]
   float* total;   // likewise
   std::atomic<int32_t>* ended;  // [rows · kv_heads]
@@ -193,7 +194,7 @@ class Step {
   Step(const DecodeModel& model, const DecodeStep& step, int64_t most_rows, Pool* pool, int threads, char* memory)
       : m(model), s(step), pool_(pool), threads_(threads), group_(model.heads / model.kv_heads) {
     padded_head_ = round_up(m.head_dim, 32);
-    lanes_head_ = round_up(m.head_dim, kLanes);
+    
     qkv_size_ = round_up((m.heads + 2 * m.kv_heads) * m.head_dim, kTile);
     Carver carve(memory);
     x_ = carve.take<float>(most_rows * m.hidden);
@@ -204,7 +205,7 @@ class Step {
     attended_ = carve.take<T>(most_rows * m.heads * m.head_dim);
     activated_ = carve.take<T>(most_rows * m.inner);
     const int64_t parts = most_rows * m.kv_heads * threads * group_;
-    parts_.output = carve.take<float>(parts * lanes_head_);
+    parts_.output = carve.take<float>(parts * padded_head_);
     parts_.most = carve.take<float>(parts);
     parts_.total = carve.take<float>(parts);
     parts_.ended = carve.take<std::atomic<int32_t>>(most_rows * m.kv_heads);
@@ -474,8 +475,8 @@ class Step {
   // One KV head of one row over positions [from, to): the unscaled output, the largest score and the sum of the
   // exponentials relative to it (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
   void attend_stretch(int64_t row, int64_t head, int64_t l, int64_t from, int64_t to, int thread, int64_t part) {
-    float* output = parts_.output + part * lanes_head_;
-    std::memset(output, 0, group_ * lanes_head_ * sizeof(float));
+    float* output = parts_.output + part * padded_head_;
+    std::memset(output, 0, group_ * padded_head_ * sizeof(float));
     for (int64_t g = 0; g < group_; ++g) {
       parts_.most[part + g] = -std::numeric_limits<float>::infinity();
       parts_.total[part + g] = 0;
@@ -483,23 +484,41 @@ class Step {
     const T* queries = queries_ + (row * m.heads + head * group_) * padded_head_;
     const int64_t* pages = s.pages + s.tables[row];
     float* scores = own_[thread].scores;
+    int64_t asked = from;
     for (int64_t begin = from; begin < to; begin += kPositions) {
-      const int64_t count = to - begin < kPositions ? to - begin : kPositions;
-      for (int64_t at = 0, n; at < count; at += n) {
-        const int64_t offset = (begin + at) % m.page_size;
-        n = m.page_size - offset < count - at ? m.page_size - offset : count - at;
-        const T* keys = key_page(pages[(begin + at) / m.page_size], head, l) + offset * m.head_dim;
-        score(queries, keys, n, scores + at);
+      const int64_t end = to - begin < kPositions ? to : begin + kPositions;
+      for (int64_t at = begin, n; at < end; at += n) {
+        while (asked < to && asked < at + kAhead) asked += ask(pages, head, l, asked, to);
+        const T* keys = find(pages, head, l, at, end, n);
+        score(queries, keys, n, scores + at - begin);
       }
       for (int64_t g = 0; g < group_; ++g)
-        soften(scores + g * kPositions, count, parts_.most[part + g], parts_.total[part + g], output + g * lanes_head_);
-      for (int64_t at = 0, n; at < count; at += n) {
-        const int64_t offset = (begin + at) % m.page_size;
-        n = m.page_size - offset < count - at ? m.page_size - offset : count - at;
-        const T* keys = key_page(pages[(begin + at) / m.page_size], head, l) + offset * m.head_dim;
-        gather(scores + at, keys + m.page_size * m.head_dim, n, output);
+        soften(scores + g * kPositions, end - begin, parts_.most[part + g], parts_.total[part + g], output + g * padded_head_);
+      for (int64_t at = begin, n; at < end; at += n) {
+        const T* keys = find(pages, head, l, at, end, n);
+        gather(scores + at - begin, keys + m.page_size * m.head_dim, n, output);
       }
     }
+  }
+
+  // Where the keys from position `at` on lie, and how many there are side by side, of those before `end` and at most 16.
+  const T* find(const int64_t* pages, int64_t head, int64_t l, int64_t at, int64_t end, int64_t& n) const {
+    const int64_t offset = at % m.page_size;
+    n = m.page_size - offset < kLanes ? m.page_size - offset : kLanes;
+    if (n > end - at) n = end - at;
+    return key_page(pages[at / m.page_size], head, l) + offset * m.head_dim;
+  }
+
+  // Asks for the keys and values that `find` finds. Pages lie anywhere, so the processor can't guess the next one.
+  int64_t ask(const int64_t* pages, int64_t head, int64_t l, int64_t at, int64_t end) const {
+    int64_t n;
+    const auto* keys = reinterpret_cast<const char*>(find(pages, head, l, at, end, n));
+    const int64_t values = m.page_size * m.head_dim * sizeof(T);
+    for (int64_t byte = 0; byte < n * m.head_dim * static_cast<int64_t>(sizeof(T)); byte += 64) {
+      _mm_prefetch(keys + byte, _MM_HINT_T1);
+      _mm_prefetch(keys + values + byte, _MM_HINT_T1);
+    }
+    return n;
   }
 
   // The group's queries times n keys → scores [group][kPositions], 16 keys at a time.
@@ -535,7 +554,7 @@ class Step {
     return _mm512_maskz_loadu_epi32(first_lanes(left), from);
   }
   static __m512i load_words(const bf16* from, int64_t left) {
-    return _mm512_maskz_loadu_epi16(left >= 32 ? __mmask32(0xffffffff) : __mmask32((1u << left) - 1), from);
+    return _mm512_maskz_loadu_epi16(halves_mask(left), from);
   }
 
   // Lane k is the sum of all lanes of vector k: pairs are interleaved and added until one vector is left.
@@ -576,17 +595,17 @@ class Step {
     }
     const float faded = std::exp(most - now);
     if (faded != 1.0f)
-      for (int64_t i = 0; i < lanes_head_; i += kLanes)
+      for (int64_t i = 0; i < padded_head_; i += kLanes)
         store16(output + i, _mm512_mul_ps(load16(output + i), _mm512_set1_ps(faded)));
     total = total * faded + _mm512_reduce_add_ps(sum);
     most = now;
   }
 
-  // Adds n values, weighted, to the group's outputs.
+  // Adds n values, weighted, to the group's outputs: 32 of head_dim at a time for as many heads as there are registers for.
   void gather(const float* weights, const T* values, int64_t n, float* output) const {
     for (int64_t g = 0; g < group_; g += 4) {
       const float* w = weights + g * kPositions;
-      float* to = output + g * lanes_head_;
+      float* to = output + g * padded_head_;
       switch (group_ - g) {
         case 1: gather_heads<1>(w, values, n, to); break;
         case 2: gather_heads<2>(w, values, n, to); break;
@@ -598,19 +617,54 @@ class Step {
 
   template <int G>
   void gather_heads(const float* weights, const T* values, int64_t n, float* output) const {
-    for (int64_t i = 0; i < m.head_dim; i += kLanes) {
-      const __mmask16 mask = first_lanes(m.head_dim - i);
-      __m512 sum[G];
+    for (int64_t i = 0; i < m.head_dim; i += 32) {
+      const int64_t left = m.head_dim - i;
+      __m512 sum[G][2];
 #pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) sum[g] = load16(output + g * lanes_head_ + i);
+      for (int g = 0; g < G; ++g) {
+        sum[g][0] = load16(output + g * padded_head_ + i);
+        sum[g][1] = load16(output + g * padded_head_ + i + kLanes);
+      }
       for (int64_t k = 0; k < n; ++k) {
-        const __m512 value = load16(values + k * m.head_dim + i, mask);
+        __m512 first, second;
+        load_halves(values + k * m.head_dim + i, left, first, second);
 #pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) sum[g] = _mm512_fmadd_ps(_mm512_set1_ps(weights[g * kPositions + k]), value, sum[g]);
+        for (int g = 0; g < G; ++g) {
+          const __m512 weight = _mm512_set1_ps(weights[g * kPositions + k]);
+          sum[g][0] = _mm512_fmadd_ps(weight, first, sum[g][0]);
+          sum[g][1] = _mm512_fmadd_ps(weight, second, sum[g][1]);
+        }
       }
 #pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) store16(output + g * lanes_head_ + i, sum[g]);
+      for (int g = 0; g < G; ++g) {
+        store16(output + g * padded_head_ + i, sum[g][0]);
+        store16(output + g * padded_head_ + i + kLanes, sum[g][1]);
+      }
     }
+  }
+
+  // 32 numbers, of which `left` are there, in two vectors: of bf16 those with even and those with odd places, which costs
+  // least; `store_halves` puts them back.
+  static void load_halves(const float* from, int64_t left, __m512& first, __m512& second) {
+    first = load16(from, first_lanes(left));
+    second = load16(from + kLanes, first_lanes(left - kLanes));
+  }
+  static void load_halves(const bf16* from, int64_t left, __m512& first, __m512& second) {
+    const __m512i both = load_words(from, left);
+    first = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+    second = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+  static void store_halves(float* to, int64_t left, __m512 first, __m512 second) {
+    store16(to, first, first_lanes(left));
+    store16(to + kLanes, second, first_lanes(left - kLanes));
+  }
+  static void store_halves(bf16* to, int64_t left, __m512 first, __m512 second) {
+    const __m512i even = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(first));
+    const __m512i odd = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(second));
+    _mm512_mask_storeu_epi16(to, halves_mask(left), _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+  }
+  static __mmask32 halves_mask(int64_t left) {
+    return left >= 32 ? __mmask32(0xffffffff) : __mmask32((1u << left) - 1);
   }
 
   // The stretches of one context as one, divided by the softmax's sum.
@@ -621,14 +675,15 @@ class Step {
       for (int64_t i = 0; i < stretches_; ++i)
         total += parts_.total[part + i * group_ + g] * std::exp(parts_.most[part + i * group_ + g] - most);
       T* to = attended_ + (row * m.heads + head * group_ + g) * m.head_dim;
-      for (int64_t lane = 0; lane < m.head_dim; lane += kLanes) {
-        __m512 sum = _mm512_setzero_ps();
+      for (int64_t lane = 0; lane < m.head_dim; lane += 32) {
+        __m512 first = _mm512_setzero_ps(), second = first;
         for (int64_t i = 0; i < stretches_; ++i) {
           const int64_t one = part + i * group_ + g;
           const __m512 weight = _mm512_set1_ps(std::exp(parts_.most[one] - most) / total);
-          sum = _mm512_fmadd_ps(load16(parts_.output + one * lanes_head_ + lane), weight, sum);
+          first = _mm512_fmadd_ps(load16(parts_.output + one * padded_head_ + lane), weight, first);
+          second = _mm512_fmadd_ps(load16(parts_.output + one * padded_head_ + lane + kLanes), weight, second);
         }
-        store16(to + lane, sum, first_lanes(m.head_dim - lane));
+        store_halves(to + lane, m.head_dim - lane, first, second);
       }
     }
   }
@@ -687,7 +742,7 @@ class Step {
   Pool* const pool_;
   const int threads_;
   const int64_t group_;  // query heads that share a KV head
-  int64_t padded_head_, lanes_head_, qkv_size_, stretches_ = 1, memory_used_ = 0;
+  int64_t padded_head_, qkv_size_, stretches_ = 1, memory_used_ = 0;
   float* x_;       // [rows][hidden], the residual stream
   float* qkv_;     // [rows][qkv_size_]
   T* queries_;     // [rows][heads][padded_head_], zeros behind head_dim

@@ -32,7 +32,7 @@ _Count = ctypes.c_int64
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012 - ctypes wants a list
+    _fields_ = [
         ("input_norm", _Pointer), ("qkv", _Pointer), ("qkv_bias", _Pointer), ("qk_norm", _Pointer),
         ("output", _Pointer), ("output_bias", _Pointer), ("mlp_norm", _Pointer), ("gate_up", _Pointer),
         ("gate_up_bias", _Pointer), ("down", _Pointer), ("down_bias", _Pointer), ("window", _Count),
@@ -40,7 +40,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Model(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("dtype", _Count), ("hidden", _Count), ("inner", _Count), ("heads", _Count), ("kv_heads", _Count),
         ("head_dim", _Count), ("layers", _Count), ("vocab", _Count), ("page_size", _Count),
         ("norm_eps", ctypes.c_double), ("embedding", _Pointer), ("frequencies", _Pointer), ("norm", _Pointer),
@@ -49,7 +49,7 @@ class _Model(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("rows", _Count), ("begun_count", _Count), ("sample_count", _Count), ("tokens", _Pointer),
         ("positions", _Pointer), ("tables", _Pointer), ("pages", _Pointer), ("begun", _Pointer),
         ("sample_rows", _Pointer), ("logits", _Pointer), ("best", _Pointer),
