@@ -109,6 +109,19 @@ class PrefillMachine(RuleBasedStateMachine):
         self.rig.restart_store()
         self.worker.attach()
 
+    @precondition(lambda self: not self.quiet)
+    @rule(prompt=PROMPTS, count=st.integers(1, 3), restart=st.booleans(), hear=st.integers(0, 6))
+    def the_device_is_empty(self, prompt: list[int], count: int, restart: bool, hear: int) -> None:
+        """What is asked for then is at most in the arena, or (after a restart) on the disk."""
+        self.order(prompt, 0)
+        self.rig.settle()
+        if restart:
+            self.restart_store()
+        self.state.cache.clear()
+        self.order_alike(prompt + [43] * PAGE, count, 0)
+        for _ in range(hear):
+            self.hear_one()
+
     def teardown(self) -> None:
         if not hasattr(self, "worker"):
             return
