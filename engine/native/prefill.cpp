@@ -1,13 +1,17 @@
-// Steps with many rows: what stands between the products of a layer. The products themselves are oneDNN's.
+// Steps with many rows: the parts of a layer.
 //
-// Everything here runs on the threads that oneDNN's products run on, which torch's OpenMP owns: between two products they
-// spin for their next work, and threads of our own would wait for the cores behind them.
+// Everything here runs on the threads that torch's own work runs on, which its OpenMP owns: after their work they spin for
+// more, and threads of our own would wait for the cores behind them.
+//
+// Products are of weights as oneDNN packs them where it has no matrix unit to pack for: tiles of 64 outputs, in each of
+// them the inputs one after the other (`tiled` in linear.py). Six rows by 64 outputs fill the registers.
 //
 // Attention reads K and V where they lie in pages. It goes over the keys in blocks with a running maximum and sum
 // (Milakov and Gimelshein, 2018; Dao et al., 2022), and keeps queries in the lanes of its vectors: a key's scores for 48
 // queries are three vectors, so K is used as it lies, element pairs broadcast, and no maximum or sum crosses lanes.
 #include <atomic>
 #include <limits>
+#include <type_traits>
 
 #include "kernels.h"
 
@@ -69,10 +73,10 @@ void share_out(const Team* team, int64_t units, const Work& work) {
 // As `share_out`, for rows, some at a time.
 template <class Work>
 void share_rows(const Team* team, int64_t rows, const Work& work) {
-  constexpr int64_t kRows = 16;
-  share_out(team, (rows + kRows - 1) / kRows, [&](int64_t unit, int64_t) {
-    const int64_t end = (unit + 1) * kRows < rows ? (unit + 1) * kRows : rows;
-    for (int64_t row = unit * kRows; row < end; ++row) work(row);
+  constexpr int64_t kAtOnce = 16;
+  share_out(team, (rows + kAtOnce - 1) / kAtOnce, [&](int64_t unit, int64_t) {
+    const int64_t end = (unit + 1) * kAtOnce < rows ? (unit + 1) * kAtOnce : rows;
+    for (int64_t row = unit * kAtOnce; row < end; ++row) work(row);
   });
 }
 
@@ -89,6 +93,8 @@ struct Cells<float> {
     return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
   }
   static __m512 power(__m512 x) { return exp16(x); }
+  static __m512 rounded(__m512 x) { return x; }
+  static __m512 silu(__m512 x) { return silu16(x); }
 };
 
 template <>
@@ -110,6 +116,15 @@ struct Cells<bf16> {
     sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(9.999280747e-1f));
     const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum), exponent));
+  }
+  static __m512 rounded(__m512 x) {
+    const __m256i half = (__m256i)_mm512_cvtneps_pbh(x);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+  // x · sigmoid(x), to the 14 bits of the reciprocal. Of less than −87 it is nearly zero, as it should be.
+  static __m512 silu(__m512 x) {
+    const __m512 turned = power(_mm512_min_ps(_mm512_mul_ps(x, _mm512_set1_ps(-kExponent)), _mm512_set1_ps(126.0f)));
+    return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), turned)));
   }
 };
 
@@ -424,6 +439,108 @@ struct Attention {
   }
 };
 
+// ---- Products
+
+enum class Into : int64_t { kNew = 0, kSum = 1, kGate = 2 };
+
+constexpr int kPanel = 64;  // outputs that a tile of weights is for
+constexpr int kRows = 6;
+
+// sums[row][0 to 1] and [2 to 3] are the products of a row with the 32 outputs at `left` and at `right`.
+template <class T, int R>
+inline __attribute__((always_inline)) void multiply(const int32_t* x, int64_t stride, const int32_t* left,
+                                                    const int32_t* right, int64_t cells, __m512 (&sums)[R][4]) {
+#pragma GCC unroll 6
+  for (int row = 0; row < R; ++row)
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) sums[row][v] = _mm512_setzero_ps();
+  for (int64_t cell = 0; cell < cells; ++cell, left += kPanel, right += kPanel) {
+    const __m512i weights[4] = {_mm512_loadu_si512(left), _mm512_loadu_si512(left + kLanes), _mm512_loadu_si512(right),
+                                _mm512_loadu_si512(right + kLanes)};
+#pragma GCC unroll 6
+    for (int row = 0; row < R; ++row) {
+      const __m512i both = _mm512_set1_epi32(x[row * stride + cell]);
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) sums[row][v] = Cells<T>::dot(sums[row][v], both, weights[v]);
+    }
+  }
+}
+
+template <class T>
+struct Product {
+  const T* x;  // [rows, inputs]
+  const int32_t* tiles;
+  const T* bias;  // [outputs] or null
+  T* out;         // [rows, outputs], or half as many outputs where they gate one another
+  int64_t rows, inputs, outputs;
+  Into into;
+
+  bool gates() const { return into == Into::kGate; }
+  int64_t width() const { return gates() ? outputs / 2 : outputs; }  // of `out`
+  int64_t cells() const { return inputs / Cells<T>::kStep; }
+  // The tile's column for an output: its first input; the next inputs follow kPanel cells apart.
+  const int32_t* column(int64_t output) const {
+    return tiles + output / kPanel * kPanel * cells() + output % kPanel;
+  }
+
+  template <int R>
+  void run_rows(int64_t row, int64_t first) const {
+    const int64_t second = gates() ? width() + first : first + kPanel / 2;
+    __m512 sums[R][4];
+    multiply<T, R>(reinterpret_cast<const int32_t*>(x + row * inputs), cells(), column(first),
+                   column(second), cells(), sums);
+    const int64_t at[4] = {first, first + kLanes, second, second + kLanes};
+    __mmask16 masks[4];
+    for (int v = 0; v < 4; ++v) masks[v] = first_lanes(outputs - at[v]);
+    if (bias) {
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+        const __m512 added = load16(bias + (masks[v] ? at[v] : 0), masks[v]);
+#pragma GCC unroll 6
+        for (int i = 0; i < R; ++i) sums[i][v] = _mm512_add_ps(sums[i][v], added);
+      }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < R; ++i) {
+      T* const to = out + (row + i) * width();
+      if (gates()) {
+        store16(to + first, _mm512_mul_ps(Cells<T>::silu(sums[i][0]), sums[i][2]));
+        store16(to + first + kLanes, _mm512_mul_ps(Cells<T>::silu(sums[i][1]), sums[i][3]));
+        continue;
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+        if (!masks[v]) continue;
+        const __m512 before = into == Into::kSum ? load16(to + at[v], masks[v]) : _mm512_setzero_ps();
+        store16(to + at[v], _mm512_add_ps(before, sums[i][v]), masks[v]);
+      }
+    }
+  }
+
+  // Rows `row` to `end` − 1 of the outputs from `first` on: 64, or 32 gates with what they gate.
+  void run_panel(int64_t row, int64_t end, int64_t first) const {
+    for (; row + kRows <= end; row += kRows) run_rows<kRows>(row, first);
+    switch (end - row) {
+      case 5: return run_rows<5>(row, first);
+      case 4: return run_rows<4>(row, first);
+      case 3: return run_rows<3>(row, first);
+      case 2: return run_rows<2>(row, first);
+      case 1: return run_rows<1>(row, first);
+    }
+  }
+
+  void run(const Team* team) const {
+    constexpr int64_t kUnits = 4;  // for each thread, so that none waits long for another
+    const int64_t step = gates() ? kPanel / 2 : kPanel, panels = (width() + step - 1) / step;
+    const int64_t wanted = (kUnits * team->threads + panels - 1) / panels, groups = (rows + kRows - 1) / kRows;
+    const int64_t cuts = wanted < groups ? wanted : groups;
+    share_out(team, panels * cuts, [&](int64_t unit, int64_t) {
+      const int64_t cut = unit % cuts, row = groups * cut / cuts * kRows, end = groups * (cut + 1) / cuts * kRows;
+      run_panel(row, end < rows ? end : rows, unit / cuts * step);
+    });
+  }
+};
+
 // ---- What goes row by row
 
 template <class T>
@@ -433,8 +550,8 @@ void norm_row(T* x, const T* delta, const T* weight, T* out, int64_t width, floa
     const __mmask16 mask = first_lanes(width - i);
     __m512 value = load16(x + i, mask);
     if (delta) {
-      store16(x + i, _mm512_add_ps(value, load16(delta + i, mask)), mask);
-      value = load16(x + i, mask);  // as rounded
+      value = Cells<T>::rounded(_mm512_add_ps(value, load16(delta + i, mask)));
+      store16(x + i, value, mask);
     }
     squares[i / kLanes % 2] = _mm512_fmadd_ps(value, value, squares[i / kLanes % 2]);
   }
@@ -451,7 +568,7 @@ template <class T>
 void gate_row(const T* gate, const T* up, T* out, int64_t width) {
   for (int64_t i = 0; i < width; i += kLanes) {
     const __mmask16 mask = first_lanes(width - i);
-    store16(out + i, _mm512_mul_ps(silu16(load16(gate + i, mask)), load16(up + i, mask)), mask);
+    store16(out + i, _mm512_mul_ps(Cells<T>::silu(load16(gate + i, mask)), load16(up + i, mask)), mask);
   }
 }
 
@@ -517,6 +634,19 @@ void baton_prefill_norm(const Team* team, int64_t dtype, void* x, const void* de
       norm_row(static_cast<T*>(x) + row * width, added, static_cast<const T*>(weight), static_cast<T*>(out) + row * width,
                width, eps);
     });
+  };
+  dtype == kBfloat16 ? run(static_cast<bf16*>(nullptr)) : run(static_cast<float*>(nullptr));
+}
+
+// out [rows, outputs] = x [rows, inputs] · weightᵀ + bias, or out += that, or, [rows, outputs / 2], out = silu(gate) · up,
+// which are the halves of that; then outputs / 2 is a multiple of 32. `bias` may be null.
+void baton_prefill_product(const Team* team, int64_t dtype, int64_t into, const void* x, const void* tiles,
+                           const void* bias, void* out, int64_t rows, int64_t inputs, int64_t outputs) {
+  const auto run = [&](auto* as) {
+    using T = std::remove_pointer_t<decltype(as)>;
+    Product<T>{static_cast<const T*>(x), static_cast<const int32_t*>(tiles), static_cast<const T*>(bias),
+               static_cast<T*>(out), rows, inputs, outputs, Into(into)}
+        .run(team);
   };
   dtype == kBfloat16 ? run(static_cast<bf16*>(nullptr)) : run(static_cast<float*>(nullptr));
 }

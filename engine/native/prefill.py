@@ -1,4 +1,4 @@
-"""Steps with many rows: oneDNN's products, and `prefill.cpp` for all that stands between them.
+"""Steps with many rows, in kernels of `prefill.cpp`; on a CPU with a matrix unit, the products are oneDNN's.
 
 A layer is run on a block of rows at a time: what one kernel has written, the next finds in the cache, and the results
 of the products are small enough that the allocator hands out the same memory again instead of mapping new. A block
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,18 +20,22 @@ import torch
 from engine import rope
 from engine.batch import Batch, Ints, Span
 from engine.config import ModelConfig
+from engine.linear import Linear
+from engine.native import build
 from engine.native.build import Library
 from engine.weights import LayerWeights, ModelWeights
 from kvstore.layout import PageLayout
 
-BLOCK_ROWS = 128
-"""Rows that go through a layer together. The more there are, the less of them the next kernel finds in the L2 cache:
-with 100 M parameters on two cores 256 and 1,024 take 4 % longer."""
+BLOCK_ROWS = 256
+"""Rows that go through a layer together. With fewer, the weights are read more often from where they don't fit into the
+L2 cache; with more, what one kernel has written does not. Between 192 and 512 the difference is lost in the noise."""
 MOST_LANES, FEWEST_LANES = 192, 48
 """Queries that one thread attends for at a time: more share the work of reading K and V, fewer divide more evenly."""
 UNITS_PER_THREAD = 4
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MOST_HEAD_DIM = 256
+_GATES = 32  # that one kernel computes together
+_NEW, _SUM, _GATE = 0, 1, 2  # what becomes of a product: `Into` in prefill.cpp
 _ALIGNMENT = 64
 
 _Pointer, _Count = ctypes.c_void_p, ctypes.c_int64
@@ -94,6 +98,9 @@ class NativePrefill:
         assert runs(config, weights)
         self._config, self._weights, self._layout, self._pool = config, weights, layout, pool
         self._kernels = Kernels(library, threads, config, layout, pool)
+        self._products: Products = OneDnnProducts(self._kernels)
+        if own_products(weights):
+            self._products = OwnProducts(self._kernels, linears_of(weights))
         last = weights.last_kv
         self._last_norm = None
         if last is not None and last.k_norm is not None:
@@ -144,7 +151,7 @@ class NativePrefill:
         assert w is not None
         for block in step.blocks:
             rows = slice(block.first, block.last)
-            kv = w.kv(normed[rows])
+            kv = self._products.plain(w.kv, normed[rows])
             self._kernels.write(last, kv, 0, step.cos[rows], step.sin[rows], self._last_norm, step.slots[rows])
 
     def _attend(self, layer: int, w: LayerWeights, normed: torch.Tensor, step: _Step, block: _Block) -> torch.Tensor:
@@ -153,7 +160,7 @@ class NativePrefill:
 
     def _write(self, layer: int, w: LayerWeights, normed: torch.Tensor, step: _Step, block: _Block) -> torch.Tensor:
         """Write K and V; return [rows, (heads + 2 · kv_heads) · head_dim], of which the queries are rotated."""
-        rows, qkv = slice(block.first, block.last), w.qkv(normed)
+        rows, qkv = slice(block.first, block.last), self._products.plain(w.qkv, normed)
         heads = self._config.num_heads
         self._kernels.write(layer, qkv, heads, step.cos[rows], step.sin[rows], w.qk_norm, step.slots[rows])
         return qkv
@@ -162,8 +169,8 @@ class NativePrefill:
         self, w: LayerWeights, x: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor, normed: torch.Tensor
     ) -> None:
         """The layer from its output product on: into `x`, and normed for whatever is next into `normed`."""
-        self._kernels.norm(x, w.output(attended), w.mlp_norm, normed)
-        self._kernels.norm(x, w.down(self._kernels.gate(w.gate_up(normed))), next_norm, normed)
+        self._products.add(w.output, attended, x, w.mlp_norm, normed)
+        self._products.add(w.down, self._products.gated(w.gate_up, normed), x, next_norm, normed)
 
     def _begin(self, batch: Batch) -> _Step:
         layout, spans = self._layout, batch.spans
@@ -205,6 +212,63 @@ class NativePrefill:
         return self._x[:rows], self._normed[:rows]
 
 
+class Products(Protocol):
+    """What a layer multiplies; `x` is [rows, in]."""
+
+    def plain(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """[rows, out]."""
+        ...
+
+    def gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) · up, the halves of the product: [rows, out / 2]."""
+        ...
+
+    def add(self, linear: Linear, x: torch.Tensor, to: torch.Tensor, norm: torch.Tensor, normed: torch.Tensor) -> None:
+        """to += product; normed = RMSNorm(to) · norm."""
+        ...
+
+
+class OneDnnProducts:
+    """Products by oneDNN."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def plain(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        return linear(x)
+
+    def gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        return self._kernels.gate(linear(x))
+
+    def add(self, linear: Linear, x: torch.Tensor, to: torch.Tensor, norm: torch.Tensor, normed: torch.Tensor) -> None:
+        self._kernels.norm(to, linear(x), norm, normed)
+
+
+class OwnProducts:
+    """Products by `prefill.cpp`."""
+
+    def __init__(self, kernels: Kernels, linears: Sequence[Linear]) -> None:
+        self._kernels = kernels
+        for linear in linears:
+            linear.tiles()  # made while loading, not in the first step
+
+    def plain(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((len(x), linear.out_size), dtype=x.dtype)
+        self._kernels.product(linear, x, out, _NEW)
+        return out
+
+    def gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        if linear.out_size // 2 % _GATES:
+            return self._kernels.gate(self.plain(linear, x))
+        out = torch.empty((len(x), linear.out_size // 2), dtype=x.dtype)
+        self._kernels.product(linear, x, out, _GATE)
+        return out
+
+    def add(self, linear: Linear, x: torch.Tensor, to: torch.Tensor, norm: torch.Tensor, normed: torch.Tensor) -> None:
+        self._kernels.product(linear, x, to, _SUM)
+        self._kernels.norm(to, None, norm, normed)
+
+
 class Kernels:
     """The functions of `prefill.cpp`, for one model and pool, on tensors and arrays; all contiguous."""
 
@@ -225,6 +289,7 @@ class Kernels:
         p, n, f = _Pointer, _Count, ctypes.c_float
         self._norm = _function(library.baton_prefill_norm, p, n, p, p, p, p, n, n, f)
         self._gate = _function(library.baton_prefill_gate, p, n, p, p, n, n)
+        self._product = _function(library.baton_prefill_product, p, n, n, p, p, p, p, n, n, n)
         self._write = _function(library.baton_prefill_write, p, p, n, n, p, p, p, p, p, p, n, f)
         self._attend = _function(library.baton_prefill_attend, p, p, n, p, n, p, p, p, p, n, n, n, n, f, p)
         library.baton_prefill_scratch.restype = _Count
@@ -238,6 +303,13 @@ class Kernels:
         self._norm(
             self._team_at, self._dtype, x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *x.shape, self._eps
         )
+
+    def product(self, linear: Linear, x: torch.Tensor, out: torch.Tensor, into: int) -> None:
+        bias = None if linear.bias is None else linear.bias.data_ptr()
+        self._product(
+            self._team_at, self._dtype, into, x.data_ptr(), linear.tiles().data_ptr(), bias, out.data_ptr(), len(x),
+            linear.in_size, linear.out_size,
+        )  # fmt: skip
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[rows, 2 · inner] → silu(gate) · up, [rows, inner]."""
@@ -303,6 +375,20 @@ def runs(config: ModelConfig, weights: ModelWeights) -> bool:
         and config.head_dim <= _MOST_HEAD_DIM
         and parallel_function() is not None
     )
+
+
+def own_products(weights: ModelWeights) -> bool:
+    """Whether our own products are the faster ones. oneDNN uses a matrix unit where there is one; we don't."""
+    if weights.embedding.dtype == torch.float32:
+        return True
+    whole_cells = all(linear.in_size % 2 == 0 for linear in linears_of(weights))
+    return whole_cells and "amx_bf16" not in build.cpu_description().split()
+
+
+def linears_of(weights: ModelWeights) -> list[Linear]:
+    """All products of the layers."""
+    linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    return linears if weights.last_kv is None else [*linears, weights.last_kv.kv]
 
 
 @cache

@@ -18,8 +18,9 @@ from engine import rope
 from engine.batch import Chunk, Draw, flatten
 from engine.config import ModelConfig
 from engine.engine import Engine
+from engine.linear import Linear
 from engine.native import build, prefill
-from engine.native.prefill import Kernels, cut
+from engine.native.prefill import Kernels, NativePrefill, OneDnnProducts, OwnProducts, cut
 from engine.weights import TORCH_DTYPES
 from kvstore.layout import PageLayout
 from tests.checkpoints import RECIPES, VOCAB, Reference
@@ -277,3 +278,51 @@ def test_float16_is_left_to_torch(checkpoint: Callable[[str], Path]):
     engine = Engine.load(checkpoint("llama"), "float16", "cpu", 20, 16, True, 1)
     assert engine._many is engine._model
     assert engine.step([Chunk(prompt_of(40), 0, range(3), Draw(temperature=0))])[0] is not None
+
+
+@native
+@both
+@few
+@given(
+    rows=st.integers(1, 40),
+    inputs=st.sampled_from([2, 40, 64, 130]),
+    halves=st.integers(1, 5),
+    odd=st.sampled_from([0, 8, 50]),
+    biased=st.booleans(),
+    threads=st.sampled_from([1, 3]),
+)
+def test_products(dtype: str, rows: int, inputs: int, halves: int, odd: int, biased: bool, threads: int):
+    outputs, tolerance = 64 * halves + odd, TOLERANCE[dtype]
+    pool = torch.zeros(1, 1, 3, 2, 1, 8, dtype=TORCH_DTYPES[dtype])
+    ours = kernels(1, 1, 8, 1, pool, threads)
+    x, weight = normal(rows, inputs, dtype=dtype), normal(outputs, inputs, dtype=dtype, seed=1)
+    bias = normal(outputs, dtype=dtype, seed=2) if biased else None
+    linear = Linear(weight, bias)
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    products = OwnProducts(ours, [linear])
+
+    def agree(got: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(got.double(), expected, atol=tolerance * inputs**0.5, rtol=tolerance)
+
+    agree(products.plain(linear, x), exact)
+    gate, up = exact.chunk(2, dim=-1)
+    agree(products.gated(linear, x), functional.silu(gate) * up)
+    before, norm = normal(rows, outputs, dtype=dtype, seed=3), normal(outputs, dtype=dtype, seed=4)
+    to, normed = before.clone(), torch.empty_like(before)
+    products.add(linear, x, to, norm, normed)
+    agree(to, before.double() + exact)
+    agree(normed, functional.rms_norm(to.double(), (outputs,), norm.double(), CONFIG.norm_eps))
+
+
+@native
+def test_a_matrix_unit_is_left_to_onednn(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
+    """And with its products, steps are what they are with ours."""
+    ours = Engine.load(checkpoint("llama-bias"), "bfloat16", "cpu", 64, 16, True, 1)
+    monkeypatch.setattr(build, "cpu_description", lambda: "flags amx_bf16 amx_tile")
+    theirs = Engine.load(checkpoint("llama-bias"), "bfloat16", "cpu", 64, 16, True, 1)
+    for engine, products in ((ours, OwnProducts), (theirs, OneDnnProducts)):
+        assert isinstance(engine._many, NativePrefill)
+        assert type(engine._many._products) is products
+        engine.step(ragged(3, 64))
+    torch.testing.assert_close(ours.pool, theirs.pool, atol=0.5, rtol=0.1)
+    assert (ours.pool - theirs.pool).abs().float().mean() < 0.02 * ours.pool.abs().float().mean()
