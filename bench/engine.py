@@ -98,7 +98,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--cases", type=chosen, default=CASES, help=f"of {', '.join(case.name for case in CASES)}")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    parser.add_argument("--step-tokens", type=int, default=512, help="the most tokens of one step (default 512)")
+    parser.add_argument("--step-tokens", type=int, default=2_048, help="the most tokens of one step (default 2,048)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--model", default="100m", help="a checkpoint of that same shape, as bench/models.py knows it")
     asked = parser.parse_args(argv)

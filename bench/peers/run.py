@@ -175,7 +175,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--cases", type=chosen, default=CASES, help=f"of {', '.join(case.name for case in CASES)}")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    parser.add_argument("--step-tokens", type=int, default=512, help="the most tokens of a step of ours (default 512)")
+    parser.add_argument("--step-tokens", type=int, default=2_048, help="the most tokens of a step of ours (2,048)")
     parser.add_argument("--without", action="append", default=[], choices=(VLLM.name, OPENVINO.name))
     parser.add_argument("--folder", type=Path, default=cache / "baton-bench" / "peers", help="of the environments")
     parser.add_argument("--prepare", action="store_true", help="make the environments and the checkpoint, no more")
