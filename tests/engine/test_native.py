@@ -1,0 +1,279 @@
+"""The native kernels for few rows beside the torch path, and how their library is made."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.batch import Chunk, Draw, Sampled
+from engine.engine import Engine
+from engine.linear import Linear, tiled
+from engine.native import build
+from engine.native.decode import MOST_ROWS
+from engine.native.pool import Pool
+from tests import checkpoints
+from tests.checkpoints import RECIPES, VOCAB, Reference
+from tests.engine.driver import GREEDY, Running, assert_same_tokens, generate, prompt_of
+
+Pair = tuple[Engine, Engine]
+Pairs = Callable[..., Pair]
+
+PAGES = 64
+EVERYTHING = Draw(temperature=0, logprobs=VOCAB)
+
+native = pytest.mark.skipif(build.library() is None, reason="no compiler, or no AVX512-BF16: torch does the work here")
+few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+names = pytest.mark.parametrize("name", RECIPES)
+
+
+@pytest.fixture(scope="session")
+def pair(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    """`pair(name, …)`: the same checkpoint on native kernels and on torch alone. "odd" is a model whose sizes are
+    multiples of nothing."""
+
+    @cache
+    def path(name: str) -> Path:
+        if name != "odd":
+            return checkpoint(name)
+        sizes = {"hidden_size": 78, "head_dim": 18, "intermediate_size": 131, "num_attention_heads": 6}
+        return checkpoints.make("llama-bias", tmp_path_factory.mktemp(name), **sizes)
+
+    @cache
+    def loaded(name: str, page_size: int = 16, dtype: str = "float32", threads: int = 1) -> Pair:
+        def load(native: bool) -> Engine:
+            pages = PAGES * 16 // page_size
+            return Engine.load(path(name), dtype, "cpu", pages, page_size, True, threads=threads, native=native)
+
+        ours, plain = load(True), load(False)
+        assert ours._few is not None
+        assert plain._few is None
+        return ours, plain
+
+    return loaded
+
+
+def dense(sampled: Sampled | None) -> torch.Tensor:
+    """The log-probabilities of `EVERYTHING`, [vocab]."""
+    assert sampled is not None
+    tokens, logprobs = zip(*sampled.top, strict=True)
+    return torch.empty(VOCAB).scatter_(0, torch.tensor(tokens), torch.tensor(logprobs))
+
+
+@native
+@names
+def test_greedy_tokens_are_those_of_transformers(
+    name: str, pair: Pairs, checkpoint: Callable[[str], Path], reference: Callable[[str], Reference]
+):
+    """All steps are few enough rows to be native, those of the prompt too."""
+    ours, plain = pair(name)
+    prompt = prompt_of(75, seed=4)
+    expected, gaps = reference(name).generate(prompt, 60)
+    tokens = generate(ours, prompt, 60, sizes=[MOST_ROWS, 17, MOST_ROWS])
+    assert_same_tokens(tokens, expected, gaps)
+    assert_same_tokens(tokens, generate(plain, prompt, 60), gaps)
+
+
+@native
+@pytest.mark.parametrize("name", [*RECIPES, "odd"])
+@few
+@given(data=st.data())
+def test_any_batch_gives_the_logits_and_pages_of_torch(name: str, data: st.DataObject, pair: Pairs):
+    page_size = data.draw(st.sampled_from([1, 7, 16, 64]), "page_size")
+    ours, plain = pair(name, page_size, threads=data.draw(st.sampled_from([1, 2]), "threads"))
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=8).filter(lambda x: sum(x) <= MOST_ROWS))
+    rng = data.draw(st.randoms(use_true_random=False))
+    free = list(range(len(ours.pool)))
+    rng.shuffle(free)
+    chunks: list[Chunk] = []
+    for length in lengths:
+        start = rng.choice([0, 1, page_size - 1, page_size, rng.randrange(64)])
+        pages = [free.pop() for _ in range(-(-(start + length) // page_size))] if free else []
+        if len(pages) * page_size < start + length:
+            continue
+        tokens = [rng.randrange(VOCAB) for _ in range(length)]
+        chunks.append(Chunk(tokens, start, pages, EVERYTHING if rng.random() < 0.8 else None))
+    generator = torch.Generator().manual_seed(rng.randrange(2**30))
+    ours.pool.normal_(generator=generator)
+    plain.pool.copy_(ours.pool)
+    for mine, theirs in zip(ours.step(chunks), plain.step(chunks), strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(dense(mine), dense(theirs), atol=5e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.pool, plain.pool, atol=2e-4, rtol=1e-4)
+
+
+@native
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("threads", [2, 5])
+def test_long_contexts_are_shared_between_threads(name: str, threads: int, pair: Pairs):
+    """One sequence has fewer heads than there are threads, so each takes a stretch of the context."""
+    ours, plain = pair(name, 16, "float32", threads)
+    generator = torch.Generator().manual_seed(1)
+    ours.pool.normal_(generator=generator)
+    plain.pool.copy_(ours.pool)
+    for start in (511, 512, 700, 1_000):
+        chunks = [Chunk([5], start, range(PAGES), EVERYTHING)]
+        (mine,), (theirs,) = ours.step(chunks), plain.step(chunks)
+        torch.testing.assert_close(dense(mine), dense(theirs), atol=5e-4, rtol=1e-4)
+
+
+@native
+def test_the_number_of_threads_changes_no_token(pair: Pairs):
+    def tokens(threads: int) -> list[list[int]]:
+        ours, _ = pair("qwen3", 16, "float32", threads)
+        sequences = [Running(prompt_of(n, seed=n), range(8 * n, 8 * n + 8)) for n in range(1, 8)]
+        while len(sequences[0].drawn) < 20:
+            chunks = [one.chunk(4) for one in sequences]
+            for one, chunk, sampled in zip(sequences, chunks, ours.step(chunks), strict=True):
+                one.take(chunk, sampled)
+        return [one.tokens for one in sequences]
+
+    assert tokens(1) == tokens(2) == tokens(3)
+
+
+@native
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3", "odd"])
+def test_bfloat16_is_as_near_to_float32_as_torch_is(name: str, pair: Pairs):
+    """Of all the outputs of some batches, each computed from the same rounded weights and pages."""
+    ours, plain = pair(name, 16, "bfloat16")
+    exact, _ = pair(name, 16, "float32")
+    errors: list[tuple[float, float]] = []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        ours.pool.normal_(generator=generator)
+        plain.pool.copy_(ours.pool)
+        exact.pool.copy_(ours.pool)
+        chunks = [Chunk(prompt_of(1 + i, seed=i), 9 * i, range(6 * i, 6 * i + 6), EVERYTHING) for i in range(6)]
+        for mine, theirs, right in zip(ours.step(chunks), plain.step(chunks), exact.step(chunks), strict=True):
+            errors.append(tuple(float((dense(one) - dense(right)).abs().mean()) for one in (mine, theirs)))
+        torch.testing.assert_close(ours.pool[:, :, 0].float(), plain.pool[:, :, 0].float(), atol=0.3, rtol=0.05)
+    mine, theirs = (sum(column) for column in zip(*errors, strict=True))
+    assert mine < 1.25 * theirs
+
+
+@native
+def test_equal_logits_give_the_lowest_token(pair: Pairs):
+    ours, _ = pair("llama")
+    assert ours._few is not None
+    head = ours._few._model.head
+    zeros = torch.zeros(1024 * 64)  # as many weights as the head has
+    ours._few._model.head = zeros.data_ptr()
+    try:
+        (sampled,) = ours.step([Chunk([7], 0, [0], GREEDY)])
+    finally:
+        ours._few._model.head = head
+    assert sampled is not None
+    assert sampled.token == 0
+
+
+@pytest.mark.parametrize(("out_size", "in_size"), [(64, 32), (128, 96), (1000, 64), (7, 10)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_hold_the_weight(out_size: int, in_size: int, dtype: torch.dtype):
+    weight = torch.randn(out_size, in_size).to(dtype)
+    word = 4 // weight.element_size()
+    linear = Linear(weight)
+    tiles = linear.tiles()
+    assert torch.equal(tiles, tiled(weight))
+    tiles = tiles.view(-1, in_size // word, 64, word)
+    for out, into in ((0, 0), (out_size - 1, in_size - 1), (out_size // 2, 3)):
+        assert tiles[out // 64, into // word, out % 64, into % word] == weight[out, into]
+
+
+def test_a_large_weight_is_in_memory_once():
+    """oneDNN's own order is ours wherever it has been seen; another would cost a copy, and this test would say so."""
+    linear = Linear(torch.randn(256, 128))
+    if not linear._packed:
+        pytest.skip("torch has no oneDNN here")
+    assert linear.tiles().data_ptr() == torch.ops.mkldnn.data_ptr(linear._weight)
+
+
+# --- the library -----------------------------------------------------------------------------------------------------
+
+SOURCE = 'extern "C" int answer() { return %d; }'
+compiled = pytest.mark.skipif(build.library() is None, reason="nothing can be compiled here")
+
+
+@compiled
+def test_a_change_of_the_sources_makes_another_library(tmp_path: Path):
+    sources, root = tmp_path / "sources", tmp_path / "cache"
+    sources.mkdir()
+    (sources / "answer.cpp").write_text(SOURCE % 41)
+    assert build.load(sources, root).answer() == 41
+    (made,) = root.glob("*/library.so")
+    before = made.stat()
+    assert build.load(sources, root).answer() == 41
+    assert made.stat().st_mtime_ns == before.st_mtime_ns, "made once"
+    (sources / "answer.cpp").write_text(SOURCE % 42)
+    assert build.load(sources, root).answer() == 42
+    (sources / "answer.h").write_text("// headers count too")
+    build.load(sources, root)
+    assert len(list(root.glob("*/library.so"))) == 3
+    assert not list(root.glob("*/making-*"))
+
+
+@compiled
+def test_two_processes_may_make_it_at_once(tmp_path: Path):
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "answer.cpp").write_text(SOURCE % 43)
+    code = (
+        "import sys; from pathlib import Path; from engine.native import build;"
+        "print(build.load(Path(sys.argv[1]), Path(sys.argv[2])).answer())"
+    )
+    command = [sys.executable, "-c", code, str(sources), str(tmp_path / "cache")]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [one.communicate(timeout=120)[0].strip() for one in both] == ["43", "43"]
+
+
+@compiled
+def test_what_others_can_write_to_is_not_loaded(tmp_path: Path):
+    sources, root = tmp_path / "sources", tmp_path / "cache"
+    sources.mkdir()
+    (sources / "answer.cpp").write_text(SOURCE % 44)
+    build.load(sources, root)
+    (made,) = root.glob("*/library.so")
+    made.chmod(0o722)
+    with pytest.raises(build.NoLibrary, match="not ours alone"):
+        build.load(sources, root)
+
+
+@compiled
+def test_what_does_not_compile_says_where(tmp_path: Path):
+    (tmp_path / "wrong.cpp").write_text("int answer() { return nonsense; }")
+    with pytest.raises(build.NoLibrary, match=r"wrong\.cpp.*nonsense"):
+        build.load(tmp_path, tmp_path / "cache")
+
+
+def test_without_a_compiler_torch_does_the_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "cpu_description", lambda: " ".join(build.NEEDED))
+    with caplog.at_level(logging.INFO, logger=build.__name__):
+        assert build.library.__wrapped__() is None
+    assert [record.message for record in caplog.records] == [
+        "no native kernels: CXX names no-such-compiler, which is not there; torch does their work"
+    ]
+
+
+def test_a_cpu_without_the_instructions_is_told_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(build, "cpu_description", lambda: "GenuineIntel avx512f avx512bw avx512dq avx512vl")
+    with pytest.raises(build.NoLibrary, match="lacks avx512_bf16"):
+        build.load(tmp_path, tmp_path)
+
+
+@native
+def test_a_pool_that_is_never_used_ends():
+    library = build.library()
+    assert library is not None
+    for threads in (1, 2, 7):
+        Pool(library, threads)._end()
