@@ -55,6 +55,7 @@ class ModelConfig(_Section, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's own
     name: str = ""  # the name clients use; default: the last part of path
     device: str = "auto"  # torch device; auto: cuda where there is one, else cpu
+    native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 
     @property
     def served_name(self) -> str:

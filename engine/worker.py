@@ -334,8 +334,9 @@ def _load(config: Config, head: bool, pool_bytes: int, threads: int) -> Engine:
         raise NotEnoughMemory(
             f"the page pool takes {pool_bytes} bytes and {room.bound} leaves {room.available}; lower pool_bytes"
         )
+    settings = config.model
     return Engine.load(
-        path, config.model.dtype, config.model.device, num_pages, config.pages.page_size, head, threads or None
+        path, settings.dtype, settings.device, num_pages, config.pages.page_size, head, threads or None, settings.native
     )
 
 
