@@ -54,6 +54,7 @@ from prefill_worker.job import Job, Phase
 from prefill_worker.schedule import pairs, plan_step
 
 _SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
+_PATIENCE = 0.05  # of a step's time, at most waited for the store before it
 
 
 Command: TypeAlias = Say | Call
@@ -392,6 +393,14 @@ class PrefillState:
     def busy(self) -> bool:
         """There is something to do without waiting for a message."""
         return bool(self._copies) or any(job.phase is Phase.COMPUTING for job in self._jobs.values())
+
+    @property
+    def patience(self) -> float:
+        """For how many seconds the next step should wait for the store: an answer takes far less than a step, and a
+        prompt that gets it now has its part in the step, instead of waiting for the next."""
+        phases = [job.phase for job in self._active if not job.loading_now]
+        expected = Phase.LOOKING in phases or Phase.READING in phases
+        return _PATIENCE * self._config.step_ms / 1_000 if expected and Phase.COMPUTING in phases else 0.0
 
     def plan(self, now: float) -> Plan:
         """The next step; empty when nothing computes."""

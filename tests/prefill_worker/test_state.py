@@ -109,6 +109,20 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
     assert [m.request for m in done(one.said)] == ["short", "long"]
 
 
+def test_a_step_waits_for_the_store_where_that_lets_a_prompt_in() -> None:
+    one = worker(chunk_tokens=2 * PAGE, pages=64, step_ms=100)
+    one.handle(order(PROMPT, "first"))
+    assert one.state.patience == 0  # there is no step that could wait
+    one.hear()
+    assert one.state.patience == 0  # nothing is to be said that matters
+    one.handle(order([1] * 40, "second"))
+    assert 0 < one.state.patience <= 0.01
+    one.hear()
+    assert one.state.patience == 0
+    assert one.step()
+    assert one.state._jobs["second"].computed == PAGE
+
+
 def test_a_prompt_beyond_the_share_of_the_arena_passes_through_a_window() -> None:
     rig = Rig(24)  # a writer may reserve 12 slots
     prefill = rig.worker("prefill", 64, PrefillConfig())
