@@ -18,7 +18,7 @@ from bench.peers.cases import Case
 from bench.roofline import Limits
 
 QUIET = 0.1  # cores that others may use
-_TRIES = 4
+_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Turns:
         self._seed = 0
 
     def take(self, case: Case, order: Sequence[str]) -> Turn:
-        """The quietest of up to four tries, each with prompts that no engine has seen. Raises PeerFailed."""
+        """The quietest of up to three tries, each with prompts that no engine has seen. Raises PeerFailed."""
         tries: list[Turn] = []
         while len(tries) < _TRIES and (not tries or tries[-1].others > QUIET):
             tries.append(self._try(case, order))
