@@ -68,8 +68,8 @@ def plan_step(jobs: Collection[Job], pace: StepPace, step: float, most: int) -> 
 
 
 def rank(ready: Collection[Job], waiting: Collection[Job]) -> Ranks:
-    """Who goes first, by the formula above; among equals those who have waited longest, then those who got
-    least, then those who came first."""
+    """Who goes first, by the formula above; among equals those who have waited longest, then those who got least, then
+    those who came first."""
     urgent = min(job.priority for job in (*ready, *waiting))
     ranked: list[tuple[int, Sequence[Job]]] = []
     for job in ready:
@@ -122,9 +122,9 @@ def _age(ranks: Ranks, cost: Cost, shares: Shares) -> None:
     part = sum(times.values()) / len(ranks)
     for _, (job, *behind) in ranks:
         count = shares.get(job, 0)
-        over = count * job.page_size == job.pending or (count and times[job] + cost(job, count) > part)
+        served = count * job.page_size == job.pending or (count and times[job] + cost(job, count) > part)
         for each in (job, *behind):
-            each.passed = 0 if over else each.passed + 1
+            each.passed = 0 if served else each.passed + 1
 
 
 def _cost(pace: StepPace, page_size: int) -> Cost:
@@ -132,7 +132,7 @@ def _cost(pace: StepPace, page_size: int) -> Cost:
     if not pace.largest:
         return lambda job, page: 1.0
     fixed = pace.seconds(0)
-    page_seconds = pace.seconds(page_size) - fixed
+    page_seconds = max(1e-9, pace.seconds(page_size) - fixed)  # were pages free, the first prompt would get them all
     pair_seconds = (pace.seconds(0, pairs=1_000_000) - fixed) / 1_000_000
     return lambda job, page: page_seconds + pair_seconds * pairs(job.computed + page * page_size, page_size)
 
