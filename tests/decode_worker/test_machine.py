@@ -1,0 +1,187 @@
+"""A decode worker under any order of requests of any priority, cancellations, preemptions and pages that come or don't.
+
+Its pool is too small for what it is asked. Beside what `tests/sim/test_hand_off.py` checks, with whole clusters: who is
+preempted, who is resumed and who is admitted, in which order; that nobody is resumed only to be preempted at once; and
+that all end."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from baton.clock import Tick
+from baton.config import DecodeConfig, PrefillConfig
+from baton.messages import Cancel, Decode, Have, Prefill, Sampling, Tokens
+from decode_worker.sequence import Phase, Sequence
+from kvstore.keys import pack_tokens, shippable_pages
+from tests.decode_worker.load import OnePageEach
+from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
+
+AGEING = 1.0  # seconds
+SHARED = list(range(1, 25))
+PROMPTS = st.builds(
+    lambda shared, own: SHARED[:shared] + own,
+    st.sampled_from([0, 8, 16, 24]),
+    st.lists(st.integers(0, 3), min_size=1, max_size=10),
+)
+
+
+class DecodeMachine(RuleBasedStateMachine):
+    @initialize(
+        pages=st.integers(12, 24), tokens=st.integers(1, 24), copies=st.integers(1, 8), slots=st.integers(4, 24),
+        share=st.sampled_from([0.01, 1.0]), greedy=st.booleans(),
+    )  # fmt: skip
+    def start(self, pages: int, tokens: int, copies: int, slots: int, share: float, greedy: bool) -> None:
+        self.rig = Rig(slots, hold=5.0)
+        config = DecodeConfig(
+            step_tokens=tokens, copies_per_step=copies, copy_share=share, fetch_ms=2_000, first_step_ms=50,
+            ageing_ms=int(AGEING * 1_000),
+        )  # fmt: skip
+        self.worker: RigWorker = self.rig.worker("decode", pages, config)
+        if greedy:
+            self.worker.state._headroom = OnePageEach()
+        self.prefill = self.rig.worker("prefill", 24, PrefillConfig(chunk_tokens=8, max_prompts=8, store_ms=2_000))
+        self.requests: dict[str, tuple[list[int], int]] = {}
+        self.got: dict[str, list[int]] = {}
+        self.resumed: set[str] = set()  # by the last prepare, and nobody was admitted since
+        self.steps = 0
+
+    @property
+    def sequences(self) -> dict[str, Sequence]:
+        return self.worker.state._sequences
+
+    def phases(self) -> dict[str, Phase]:
+        return {request: sequence.phase for request, sequence in self.sequences.items()}
+
+    @rule(
+        prompt=PROMPTS, count=st.integers(1, 20), priority=st.sampled_from([0, 0, 0, -1, 1, 3]),
+        split=st.booleans(), awaited=st.booleans(), made=st.booleans(),
+    )  # fmt: skip
+    def order(self, prompt: list[int], count: int, priority: int, split: bool, awaited: bool, made: bool) -> None:
+        """With `split` pages are to be fetched; some of them may never be made."""
+        request = f"r{len(self.requests)}"
+        self.requests[request] = (prompt, count)
+        full = shippable_pages(len(prompt), PAGE) * PAGE
+        before, known = self.phases(), {r: (s.rank, s.priority) for r, s in self.sequences.items()}
+        self.worker.handle(
+            Decode(
+                request, 1, ROOT, pack_tokens(prompt), len(prompt), count, Sampling(temperature=0), (),
+                full // PAGE if split else 0, awaited and split, (), priority,
+            )
+        )  # fmt: skip
+        if split and made and full:
+            self.prefill.handle(Prefill(request, 1, ROOT, pack_tokens(prompt[:full])))
+        if request not in self.sequences:
+            assert self.phases() == before, "somebody was preempted for one that was refused"
+            return
+        rank = self.sequences[request].rank
+        self.resumed.clear()
+        for name, phase in before.items():
+            if phase is Phase.PREEMPTED:
+                assert rank < known[name][0], "a newcomer went before one that waits to be resumed"
+            elif self.sequences[name].phase is Phase.PREEMPTED:
+                assert rank < known[name][0]
+                assert priority < known[name][1], "somebody as urgent was displaced"
+
+    @rule(seconds=st.sampled_from([0.0, 0.001, 0.02]))
+    def step(self, seconds: float) -> None:
+        before = self.phases()
+        first = min((s for s in self.sequences.values() if s.pages), key=lambda s: s.rank, default=None)
+        name = first.name.request if first else ""
+        preempted = self.worker.state.stats().preemptions
+        resumed, self.resumed = self.resumed, set()
+        ran = self.worker.step()
+        self.steps += ran
+        now = self.phases()
+        if first and before[name] in (Phase.RUNNING, Phase.FETCHING):
+            assert now[name] is not Phase.PREEMPTED, "the first in rank was preempted"
+        for each in resumed & set(now):
+            assert now[each] is not Phase.PREEMPTED, "resumed only to be preempted at once"
+        back = {r for r, phase in before.items() if phase is Phase.PREEMPTED and now[r] is not Phase.PREEMPTED}
+        waiting = [s.rank for s in self.sequences.values() if s.phase is Phase.PREEMPTED]
+        if back and self.worker.state.stats().preemptions == preempted:
+            assert all(self.sequences[each].rank < rank for each in back for rank in waiting), "resumed out of turn"
+            self.resumed = back
+        self.rig.now += seconds
+
+    @rule()
+    def hear(self) -> None:
+        self.worker.hear()
+
+    @rule(seconds=st.sampled_from([0.0, 0.0001, 0.01]))
+    def copy(self, seconds: float) -> None:
+        self.worker.handle(Tick())
+        self.rig.now += seconds
+        self.worker.copy()
+
+    @rule(turns=st.integers(1, 5))
+    def prefills_go_on(self, turns: int) -> None:
+        for _ in range(turns):
+            self.prefill.turn()
+
+    @rule(which=st.integers(0, 40))
+    def cancel(self, which: int) -> None:
+        self.worker.handle(Cancel(f"r{which}", 1))
+        self.prefill.handle(Cancel(f"r{which}", 1))
+
+    @rule(seconds=st.sampled_from([0.01, 0.6, 3.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.rig.tick(seconds)
+        self.worker.handle(Tick())
+        self.prefill.handle(Tick())
+
+    @rule(turns=st.integers(5, 40))
+    def go_on(self, turns: int) -> None:
+        for _ in range(turns):
+            self.worker.hear()
+            self.copy(0.0)
+            self.worker.hear()
+            self.step(0.01)
+
+    @invariant()
+    def every_token_is_the_reference(self) -> None:
+        if not hasattr(self, "worker"):
+            return
+        for message in self.worker.said:
+            match message:
+                case Tokens(deltas=deltas):
+                    for delta in deltas:
+                        prompt, count = self.requests[delta.request]
+                        got = self.got.setdefault(delta.request, [])
+                        assert delta.position == len(prompt) + len(got)
+                        got += delta.tokens
+                        assert got == reference(prompt, count)[: len(got)]
+                        assert (delta.finish is not None) == (len(got) == count)
+                case Have(request=request) if request in self.sequences:
+                    # As the router does: a new attempt, which needs nobody, or none.
+                    self.worker.state.handle(Cancel(request, 1), self.rig.now)
+                case _:
+                    pass
+        self.worker.said.clear()
+
+    def teardown(self) -> None:
+        """All that was admitted ends, in a number of steps that what is left to compute bounds."""
+        if not hasattr(self, "worker"):
+            return
+        for _ in range(2_000):
+            self.go_on(1)
+            self.prefill.turn()
+            self.every_token_is_the_reference()
+            if all(s.phase is Phase.ENDED for s in self.sequences.values()) and not self.worker.state.busy:
+                break
+            self.rig.tick(0.05)
+            self.worker.handle(Tick())
+        else:
+            raise AssertionError(f"somebody waits for ever: {self.phases()}")
+        for request in self.requests:
+            self.worker.handle(Cancel(request, 1))
+        for _ in range(3):
+            self.rig.settle()
+            self.rig.tick(2.0)
+        assert self.worker.state.cache.available == self.worker.num_pages
+        assert self.worker.state.tickets == ()
+
+
+TestDecodeMachine = DecodeMachine.TestCase
+TestDecodeMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
