@@ -1,9 +1,10 @@
 """What the next prefill step computes, and how long it may take.
 
 **Length.** A newcomer, a cancellation and pages on their way to a decode worker all wait for the end of a step, so a
-step lasts about `step` seconds while several prompts are at hand, and twice that for one alone. How much that is,
-`engine.pace` learns from the steps themselves; it knows that the end of a long prompt is slower than its beginning.
-Where a step costs much however little it computes, it lasts longer, so that at most a quarter is lost.
+step lasts about `step` seconds while several prompts are at hand. For one alone it lasts three times that, as fewer
+steps are a little faster, and its pages still travel while the next ones are computed. How much that is, `engine.pace`
+learns from the steps themselves; it knows that the end of a long prompt is slower than its beginning. Where a step
+costs much however little it computes, it lasts longer, so that at most a quarter is lost.
 
 **Order.** The urgent go first, and what they leave goes to the others. Those who are equally urgent share the time by
 max-min fairness: each may have an equal part, and what a short prompt leaves goes to the longer ones. So short prompts
@@ -38,6 +39,7 @@ LEVELS = 4  # a prompt that is less urgent than that many levels waits no longer
 STEPS_PER_LEVEL = 4
 _UNMEASURED = 256  # tokens of the first step, of which nobody knows yet how long it will take
 _GROWTH = 4  # no step is larger than the largest so far times this
+_ALONE = 3  # times as long is a step of a prompt that is alone
 _FIXED = 4.0  # a step lasts at least this many times what it costs to compute nothing
 
 Ranks: TypeAlias = Sequence[tuple[int, Sequence[Job]]]
@@ -59,7 +61,7 @@ def plan_step(jobs: Collection[Job], pace: StepPace, step: float, most: int) -> 
     most = min(most, max(_UNMEASURED, _GROWTH * pace.largest)) // ready[0].page_size
     alone = sum(job.phase not in (Phase.SETTLING, Phase.DONE) for job in jobs) == 1
     fixed = pace.seconds(0)
-    seconds = max(2 * step if alone else step, _FIXED * fixed) - fixed
+    seconds = max(_ALONE * step if alone else step, _FIXED * fixed) - fixed
     cost = _cost(pace, ready[0].page_size)
     ranks = rank(ready, [job for job in jobs if job.phase is Phase.WAITING])
     shares = share(ranks, cost, seconds if pace.largest else inf, most)
