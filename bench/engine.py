@@ -21,7 +21,7 @@ from bench.peers import environments
 from bench.peers.adapter import Peer, PeerFailed
 from bench.peers.cases import CASES, Case, chosen
 from bench.roofline import Shape
-from bench.turns import Run, Turns
+from bench.turns import Run, Turn, Turns, quiet
 from engine.weights import TORCH_DTYPES
 
 OWN = "baton"
@@ -36,11 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.say(report.machine())
             vocabulary = models.LLAMA_100M["vocab_size"]
             turns = Turns({OWN: engine}, vocabulary, asked.threads, TORCH_DTYPES[asked.dtype])
-            runs = measure(turns, asked.cases, asked.rounds)
+            taken = measure(turns, asked.cases, asked.rounds)
     except PeerFailed as error:
         report.say(f"engine: {error}")
         return 1
     shape = Shape.of(models.LLAMA_100M, TORCH_DTYPES[asked.dtype].itemsize)
+    runs = {case: [turn.runs[OWN] for turn in own] for case, own in taken.items()}
     for result in results(runs, shape):
         report.emit(result)
     return 0
@@ -55,15 +56,15 @@ def bare_engine(
     return Peer(OWN, command, environments.variables(variables or {}))
 
 
-def measure(turns: Turns, cases: Sequence[Case], count: int) -> dict[Case, list[Run]]:
-    """`count` runs of each case, in turns, after one to warm up."""
-    runs: dict[Case, list[Run]] = {case: [] for case in cases}
+def measure(turns: Turns, cases: Sequence[Case], count: int) -> dict[Case, list[Turn]]:
+    """`count` turns at each case after one to warm up; then those that were quiet."""
+    taken: dict[Case, list[Turn]] = {case: [] for case in cases}
     for number in range(count + 1):
         for case in cases:
-            runs[case].append(turns.take(case, [OWN]).runs[OWN])
-        told = ", ".join(f"{case.name} {case.rate(runs[case][-1].seconds):,.0f}/s" for case in cases)
-        report.say(f"round {number} of {count}: {told}; {runs[cases[-1]][-1].limits}")
-    return {case: taken[1:] for case, taken in runs.items()}
+            taken[case].append(turns.take(case, [OWN]))
+        told = ", ".join(f"{case.name} {case.rate(taken[case][-1].runs[OWN].seconds):,.0f}/s" for case in cases)
+        report.say(f"round {number} of {count}: {told}; {taken[cases[-1]][-1].runs[OWN].limits}")
+    return {case: quiet(own[1:]) for case, own in taken.items()}
 
 
 def results(runs: Mapping[Case, Sequence[Run]], shape: Shape) -> list[report.Result]:

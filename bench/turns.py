@@ -1,7 +1,7 @@
 """Engines that take turns at a case: with the same prompts, the machine's limits measured around each of them.
 
-A turn that others disturbed is taken again, by all engines, and the quietest counts: on a machine of two cores a build
-that somebody else started takes more from a case of half a second than engines differ by.
+A turn that others disturbed is taken again, by all engines, and where that does not help it does not count: on a
+machine of two cores, a build that somebody else started takes more from a case than engines differ by.
 """
 
 from __future__ import annotations
@@ -40,6 +40,13 @@ class Turn:
     @property
     def others(self) -> float:
         return max(run.others for run in self.runs.values())
+
+
+def quiet(turns: Sequence[Turn]) -> list[Turn]:
+    """Those that others did not disturb; or the quietest third, where that is more."""
+    ranked = sorted(turns, key=lambda turn: turn.others)
+    calm = sum(turn.others <= QUIET for turn in ranked)
+    return ranked[: max(calm, -(-len(ranked) // 3))]
 
 
 class Turns:

@@ -29,7 +29,7 @@ from bench.peers.adapter import Peer, PeerFailed
 from bench.peers.cases import CASES, Case, against_best, agreement, chosen, table
 from bench.peers.environments import OPENVINO, VLLM, NotPrepared
 from bench.roofline import Shape
-from bench.turns import Turn, Turns
+from bench.turns import Turn, Turns, quiet
 
 TARGET, CLEARLY, OFTEN = 1.0, 1.1, 3
 """In every case at least as fast as the best peer, and 1.1 times as fast in three of them."""
@@ -122,7 +122,7 @@ def _openvino(folder: Path, threads: int) -> tuple[list[str], dict[str, str]]:
 
 
 def measure(turns: Turns, names: Sequence[str], cases: Sequence[Case], count: int) -> dict[Case, list[Turn]]:
-    """`count` turns of each case after one to warm up, in rounds, each of which begins with another engine."""
+    """`count` turns at each case after one to warm up, each begun by another engine; then those that were quiet."""
     taken: dict[Case, list[Turn]] = {case: [] for case in cases}
     for number in range(count + 1):
         first = number % len(names)
@@ -134,7 +134,7 @@ def measure(turns: Turns, names: Sequence[str], cases: Sequence[Case], count: in
                 f"round {number} of {count}, {case.name}: {told} {case.unit}; {turn.runs[OWN].limits}; others used "
                 f"{turn.others:.2f} cores"
             )
-    return {case: turns[1:] for case, turns in taken.items()}
+    return {case: quiet(own[1:]) for case, own in taken.items()}
 
 
 def results(taken: Mapping[Case, Sequence[Turn]], shape: Shape) -> list[report.Result]:

@@ -9,7 +9,7 @@ import pytest
 from bench import engine, models, roofline
 from bench.peers.cases import BY_NAME, Case
 from bench.roofline import Limits, Shape
-from bench.turns import Run
+from bench.turns import Run, Turn, quiet
 from engine.config import ModelConfig
 from engine.weights import expected_tensors
 
@@ -71,3 +71,11 @@ def test_a_ratio_is_the_median_of_each_run_with_its_own_limits() -> None:
     assert told["decode-1"].ok
     assert told["limit: memory read"].value == 80e9
     assert told["limit: large product"].value == 1e12
+
+
+def test_turns_that_others_disturbed_do_not_count_unless_most_were() -> None:
+    def turns(*others: float) -> list[Turn]:
+        return [Turn({"a": Run(1.0, Limits(1, 1), one)}, {}) for one in others]
+
+    assert [turn.others for turn in quiet(turns(0.9, 0.0, 0.05, 0.8))] == [0.0, 0.05]
+    assert [turn.others for turn in quiet(turns(0.9, 0.5, 0.6, 0.8))] == [0.5, 0.6]
