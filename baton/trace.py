@@ -134,7 +134,7 @@ class Tracer:
 
     def __init__(self, process: str = "") -> None:
         """Off. `process` is what the trace calls it."""
-        self._process = process
+        self.process = process
         self._recording: Recording | None = None
         self._waiting: Recording | None = None  # for the next turn
         self._path = Path()
@@ -182,7 +182,7 @@ class Tracer:
         recording, self._recording, self._waiting = self._recording or self._waiting, None, None
         if recording is None:
             return
-        document = recording.document(self._process, os.getpid(), threading.get_native_id())
+        document = recording.document(self.process, os.getpid(), threading.get_native_id())
         try:
             _write(self._path, msgspec.json.encode(document))
         except OSError as error:

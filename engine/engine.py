@@ -56,7 +56,7 @@ class Engine:
         if decode.runs(config, model_weights, threads):
             self._few = decode.NativeDecode(library, Pool(library, threads), config, model_weights, layout, pool)
         if prefill.runs(config, model_weights):
-            self._many = prefill.NativePrefill(library, threads, config, model_weights, layout, pool)
+            self._many = prefill.NativePrefill(library, threads, config, model_weights, layout, pool, self.tracer)
 
     @classmethod
     def load(

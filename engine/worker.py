@@ -30,7 +30,7 @@ from baton.errors import NotEnoughMemory, StoreError
 from baton.membership import Membership, OwnerLost, Say, Verdict
 from baton.messages import Heartbeat, Hello, Holding, ModelCard, Namespace, Peer, Trace, WorkerRole
 from baton.metrics import Metrics, Sample
-from baton.trace import Tracer, new_mark, trace_path
+from baton.trace import new_mark, trace_path
 from baton.wire import Heart, Link, Poller, refused
 from engine import files
 from engine.config import ModelConfig
@@ -120,7 +120,8 @@ class Worker:
         self._next_beat = 0.0
         self.pages_in = self.pages_out = self.corrupt = 0
         self._traces = config.cluster.traces
-        self.tracer = self.engine.tracer = Tracer(name)
+        self.tracer = self.engine.tracer
+        self.tracer.process = name
         if config.cluster.trace_steps:
             self.tracer.start(trace_path(self._traces, name, new_mark()), config.cluster.trace_steps)
 

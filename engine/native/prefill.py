@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from baton.trace import Tracer
 from engine import rope
 from engine.batch import Batch, Ints, Span
 from engine.config import ModelConfig
@@ -93,9 +94,11 @@ class NativePrefill:
         weights: ModelWeights,
         layout: PageLayout,
         pool: torch.Tensor,
+        tracer: Tracer | None = None,
     ) -> None:
         """`weights` and `pool` are such as `runs` says; `threads` as many as torch has."""
         assert runs(config, weights)
+        self._span = (tracer or Tracer()).span
         self._config, self._weights, self._layout, self._pool = config, weights, layout, pool
         self._kernels = Kernels(library, threads, config, layout, pool)
         self._products: Products = OneDnnProducts(self._kernels)
@@ -142,7 +145,9 @@ class NativePrefill:
         hidden = torch.empty_like(x)
         for block in step.samples:
             rows = slice(block.first, block.last)
-            attended = self._kernels.attend(last, sampled[rows], step.pages, block.pieces, self._config.windows[last])
+            with self._span("attention", "engine"):
+                window = self._config.windows[last]
+                attended = self._kernels.attend(last, sampled[rows], step.pages, block.pieces, window)
             self._finish(weights, x[rows], attended, self._weights.norm, hidden[rows])
         return hidden
 
@@ -156,21 +161,25 @@ class NativePrefill:
 
     def _attend(self, layer: int, w: LayerWeights, normed: torch.Tensor, step: _Step, block: _Block) -> torch.Tensor:
         qkv = self._write(layer, w, normed, step, block)
-        return self._kernels.attend(layer, qkv, step.pages, block.pieces, self._config.windows[layer])
+        with self._span("attention", "engine"):
+            return self._kernels.attend(layer, qkv, step.pages, block.pieces, self._config.windows[layer])
 
     def _write(self, layer: int, w: LayerWeights, normed: torch.Tensor, step: _Step, block: _Block) -> torch.Tensor:
         """Write K and V; return [rows, (heads + 2 · kv_heads) · head_dim], of which the queries are rotated."""
-        rows, qkv = slice(block.first, block.last), self._products.plain(w.qkv, normed)
+        with self._span("products", "engine"):
+            rows, qkv = slice(block.first, block.last), self._products.plain(w.qkv, normed)
         heads = self._config.num_heads
-        self._kernels.write(layer, qkv, heads, step.cos[rows], step.sin[rows], w.qk_norm, step.slots[rows])
+        with self._span("K and V", "engine"):
+            self._kernels.write(layer, qkv, heads, step.cos[rows], step.sin[rows], w.qk_norm, step.slots[rows])
         return qkv
 
     def _finish(
         self, w: LayerWeights, x: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor, normed: torch.Tensor
     ) -> None:
         """The layer from its output product on: into `x`, and normed for whatever is next into `normed`."""
-        self._products.add(w.output, attended, x, w.mlp_norm, normed)
-        self._products.add(w.down, self._products.gated(w.gate_up, normed), x, next_norm, normed)
+        with self._span("products", "engine"):
+            self._products.add(w.output, attended, x, w.mlp_norm, normed)
+            self._products.add(w.down, self._products.gated(w.gate_up, normed), x, next_norm, normed)
 
     def _begin(self, batch: Batch) -> _Step:
         layout, spans = self._layout, batch.spans
