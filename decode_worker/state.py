@@ -59,6 +59,7 @@ from kvstore.transfer import (
     TransferEvent,
 )
 
+_LEVELS = 8  # of priority to either side of 0; beyond them no request is more, or less, urgent
 _RATE_FROM = 16  # tokens per sequence from which on a step tells how fast prompts are computed
 
 Command: TypeAlias = Say | Call
@@ -160,7 +161,8 @@ class DecodeState:
     def _decode(self, order: Decode, now: float) -> list[Command]:
         name = AttemptName(order.request, order.attempt)
         commands: list[Command] = []
-        urgency = now + order.priority * self._config.ageing_ms / 1_000
+        priority = max(-_LEVELS, min(order.priority, _LEVELS))
+        urgency = now + priority * self._config.ageing_ms / 1_000
         if (old := self._sequences.get(order.request)) is not None:
             if old.name.attempt >= order.attempt:
                 return []
@@ -182,7 +184,7 @@ class DecodeState:
             sampling=order.sampling,
             stop_token_ids=frozenset(order.stop_token_ids),
             urgency=urgency,
-            priority=order.priority,
+            priority=priority,
             arrival=next(self._arrivals),
             page_size=self._page_size,
             deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,

@@ -200,6 +200,35 @@ def test_too_small_a_pool_preempts_the_newest_and_loses_no_token() -> None:
     assert one.state.cache.available == one.num_pages
 
 
+def test_an_urgent_newcomer_displaces_the_less_urgent_until_these_have_waited_long_enough() -> None:
+    for waited, displaced in ((9.0, True), (11.0, False)):
+        one = worker(pages=12, ageing_ms=10_000)
+        one.handle(order(PROMPT * 3, 8, "patient", priority=1))
+        one.rig.now += waited
+        one.handle(order(PROMPT[::-1] * 3, 8, "urgent"))
+        busy = [m.request for m in one.said if isinstance(m, Refused)]
+        assert (busy, one.state.stats().preemptions) == (([], 1) if displaced else (["urgent"], 0))
+        one.rig.settle()
+        assert tokens_of(one.said, "patient") == reference(PROMPT * 3, 8)
+
+
+def test_nobody_is_displaced_for_one_that_is_as_urgent_or_does_not_fit_anyway() -> None:
+    one = worker(pages=20)
+    one.handle(order(PROMPT * 3, 8, "same"))
+    one.handle(order(PROMPT * 3, 4, "less", priority=1))
+    one.handle(order(PROMPT[::-1] * 5, 20, "urgent"))
+    assert [m.request for m in one.said if isinstance(m, Refused)] == ["less", "urgent"]
+    assert one.state.stats().preemptions == 0
+
+
+def test_an_absurd_priority_is_no_more_than_the_highest() -> None:
+    one = worker(pages=12, ageing_ms=10)
+    one.handle(order(PROMPT * 3, 8, "patient", priority=8))
+    one.rig.now += 1.0
+    one.handle(order(PROMPT[::-1] * 3, 8, "urgent", priority=-(2**31)))
+    assert one.state.stats().preemptions == 0
+
+
 def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
     for ending in (Cancel("r", 1), RouterHeartbeat(), OwnerLost()):
         one = worker()
