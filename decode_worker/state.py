@@ -37,7 +37,8 @@ from baton.messages import (
     TokenLogprob,
     Tokens,
 )
-from decode_worker.headroom import Headroom, LearnedHeadroom, Outlook
+from decode_worker.admission import Admission
+from decode_worker.headroom import Headroom, LearnedHeadroom
 from decode_worker.schedule import Budget, plan_step
 from decode_worker.sequence import Phase, Sequence
 from decode_worker.shipments import Shipments
@@ -108,7 +109,7 @@ class DecodeState:
         self._cache = DeviceCache(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
         self._sequences: dict[str, Sequence] = {}  # by request: one attempt each
-        self._headroom: Headroom = headroom or LearnedHeadroom()
+        self._admission = Admission(self._cache, headroom or LearnedHeadroom(), page_size)
         self._tempo = Tempo(config)
         self._fetching: dict[int, Sequence] = {}  # by ticket
         self._copies = CopyQueue()  # of fetches
@@ -211,39 +212,14 @@ class DecodeState:
 
     def _make_room(self, newcomer: Sequence) -> list[Command] | None:
         """Reserve pages for a newcomer, if need be those of less urgent sequences; none, and no change, if there is no
-        room. Nobody is admitted before a preempted sequence that comes first in rank."""
-        if any(s.phase is Phase.PREEMPTED and s.rank < newcomer.rank for s in self._sequences.values()):
+        room."""
+        leaving = self._admission.displaced_by(newcomer, self._sequences.values())
+        if leaving is None:
             return None
-        staying = sorted(self._holders(), key=lambda s: s.rank)
-        leaving: list[Sequence] = []
-        freed = 0
-        while not self._fits(newcomer, staying, freed):
-            if not staying or staying[-1].priority <= newcomer.priority or staying[-1].rank < newcomer.rank:
-                return None
-            leaving.append(staying.pop())
-            freed += self._cache.sole(leaving[-1].pages)
         commands = [command for victim in leaving for command in self._preempt(victim)]
         while not self._reserve(newcomer):
             commands += self._give_up_shipment()
         return commands
-
-    def _fits(self, sequence: Sequence, others: Items[Sequence], freed: int = 0) -> bool:
-        """Whether it may hold pages beside these `others`, when `freed` pages more than now are there: what all of them
-        are going to take must have room, too. Alone, it may have all."""
-        keys = sequence.reusable_keys()
-        own = (
-            sequence.needs if freed else self._cache.claim(keys, sequence.needs)
-        )  # what is freed may be what it shares
-        left = self._cache.available + freed - own
-        if left < 0 or not others:
-            return left >= 0
-        return left >= self._needed([self._outlook(s) for s in others] + [_outlook(sequence, sequence.needs, own)])
-
-    def _needed(self, outlooks: Items[Outlook]) -> int:
-        return self._headroom.needed(outlooks, self._page_size)
-
-    def _outlook(self, holder: Sequence) -> Outlook:
-        return _outlook(holder, len(holder.pages), self._cache.sole(holder.pages))
 
     def _holders(self) -> list[Sequence]:
         return [s for s in self._sequences.values() if s.pages]
@@ -397,7 +373,7 @@ class DecodeState:
                     commands += self._preempt(max(self._holders(), key=lambda s: s.rank))
         preempted = (s for s in self._sequences.values() if s.phase is Phase.PREEMPTED)
         for sequence in sorted(preempted, key=lambda s: s.rank):
-            if not self._fits(sequence, self._holders()):
+            if not self._admission.fits(sequence, self._holders()):
                 break
             reserved = self._reserve(sequence)
             assert reserved
@@ -453,7 +429,7 @@ class DecodeState:
             if self._store_up:
                 commands += self._shipments.ship(sequence)
             if sequence.finish is not None:
-                self._note_end(sequence, cut=sequence.finish == "length")
+                self._admission.ended(sequence, cut=sequence.finish == "length")
                 sequence.phase = Phase.ENDED
                 self._cache.free(sequence.pages)
                 sequence.pages = []
@@ -508,16 +484,11 @@ class DecodeState:
         request goes on elsewhere, so its output would have been longer."""
         commands = self._drop_fetch(sequence)
         if sequence.phase is not Phase.ENDED:
-            self._note_end(sequence, cut)
+            self._admission.ended(sequence, cut)
         self._cache.free(sequence.pages)
         sequence.pages = []
         del self._sequences[sequence.name.request]
         return commands
-
-    def _note_end(self, sequence: Sequence, cut: bool) -> None:
-        begun = sequence.first_new - sequence.prompt
-        if sequence.generated > begun:
-            self._headroom.ended(begun, sequence.generated, cut)
 
     def _tick(self, now: float, paused: float) -> list[Command]:
         self._copying = now
@@ -567,7 +538,7 @@ class DecodeState:
             fetches_short=self._short,
             pages_shipped=self._shipments.written,
             ships_refused=self._shipments.refused,
-            headroom=self._needed([self._outlook(s) for s in self._holders()]),
+            headroom=self._admission.headroom(self._holders()),
             load_regret=dict(self._regret),
         )
 
@@ -585,11 +556,6 @@ class DecodeState:
         assert set(self._fetching) == {t for s in self._sequences.values() if s.fetch for t in s.fetch.tickets}
         assert self._copies.tickets <= set(self._fetching)
         self._shipments.validate()
-
-
-def _outlook(sequence: Sequence, pages: int, own: int) -> Outlook:
-    generated = sequence.generated
-    return Outlook(generated, sequence.max_tokens - generated, len(sequence.tokens), pages, own)
 
 
 def _finish(sequence: Sequence, token: int) -> FinishReason | None:

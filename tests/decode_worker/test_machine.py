@@ -14,9 +14,11 @@ from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
 from baton.messages import Cancel, Decode, Have, Prefill, Sampling, Tokens
 from decode_worker.sequence import Phase, Sequence
+from decode_worker.state import DecodeState
 from kvstore.keys import pack_tokens, shippable_pages
+from kvstore.transfer import StoreUp
 from tests.decode_worker.load import OnePageEach
-from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
+from tests.rig import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
 
 AGEING = 1.0  # seconds
 SHARED = list(range(1, 25))
@@ -40,7 +42,8 @@ class DecodeMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.worker: RigWorker = self.rig.worker("decode", pages, config)
         if greedy:
-            self.worker.state._headroom = OnePageEach()
+            self.worker.state = DecodeState(config, PAGE, pages, headroom=OnePageEach())
+            self.worker.handle(StoreUp(slots, PAGE_BYTES))
         self.prefill = self.rig.worker("prefill", 24, PrefillConfig(chunk_tokens=8, max_prompts=8, store_ms=2_000))
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.got: dict[str, list[int]] = {}

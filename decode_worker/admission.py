@@ -1,0 +1,67 @@
+"""Who may have device pages, and at whose cost: by pages, never by a count of requests.
+
+Decides and changes nothing. A sequence that is the only one may have them all; beside others it must leave room for
+what all of them are going to take (`decode_worker.headroom`).
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from decode_worker.headroom import Headroom, Outlook
+from decode_worker.sequence import Phase, Sequence
+from kvstore.device_cache import DeviceCache
+
+
+class Admission:
+    """Of newcomers, and of preempted sequences that are to be resumed."""
+
+    def __init__(self, cache: DeviceCache, headroom: Headroom, page_size: int) -> None:
+        self._cache, self._headroom, self._page_size = cache, headroom, page_size
+
+    def displaced_by(self, newcomer: Sequence, sequences: Collection[Sequence]) -> list[Sequence] | None:
+        """Which of the others must be preempted before `newcomer` has room, last in rank first; most often nobody. They
+        are less urgent than it and come after it in rank. None: there is no room, or one that was preempted and comes
+        before it in rank has still to be resumed."""
+        if any(s.phase is Phase.PREEMPTED and s.rank < newcomer.rank for s in sequences):
+            return None
+        staying = sorted((s for s in sequences if s.pages), key=lambda s: s.rank)
+        leaving: list[Sequence] = []
+        freed = 0
+        while not self.fits(newcomer, staying, freed):
+            if not staying or staying[-1].priority <= newcomer.priority or staying[-1].rank < newcomer.rank:
+                return None
+            leaving.append(staying.pop())
+            freed += self._cache.sole(leaving[-1].pages)
+        return leaving
+
+    def fits(self, sequence: Sequence, holders: Collection[Sequence], freed: int = 0) -> bool:
+        """Whether it may have pages beside these `holders` of some, when `freed` pages more than now are available."""
+        own = self._cache.claim(sequence.reusable_keys(), sequence.needs)
+        if freed:
+            own = sequence.needs  # what is freed may be what it would have shared
+        left = self._cache.available + freed - own
+        if left < 0 or not holders:
+            return left >= 0
+        outlooks = [self._outlook(each) for each in holders]
+        return left >= self._headroom.needed([*outlooks, _outlook(sequence, sequence.needs, own)], self._page_size)
+
+    def headroom(self, holders: Collection[Sequence]) -> int:
+        """Pages to keep free for these."""
+        return self._headroom.needed([self._outlook(each) for each in holders], self._page_size)
+
+    def ended(self, sequence: Sequence, cut: bool) -> None:
+        """It takes no more pages; `cut`: its output would have gone on."""
+        begun = sequence.first_new - sequence.prompt
+        if sequence.generated > begun:
+            self._headroom.ended(begun, sequence.generated, cut)
+
+    def _outlook(self, holder: Sequence) -> Outlook:
+        return _outlook(holder, len(holder.pages), self._cache.sole(holder.pages))
+
+
+def _outlook(sequence: Sequence, pages: int, own: int) -> Outlook:
+    generated = sequence.generated
+    return Outlook(generated, sequence.max_tokens - generated, len(sequence.tokens), pages, own)
