@@ -51,8 +51,7 @@ class AttentionBackend(Protocol):
 class TorchAttention:
     """Plain torch, one code for CPU and CUDA: gathers each sequence's pages and gives them to SDPA.
 
-    Gathering copies the context once a layer, which for one sequence is a few per cent of the step on a CPU; a kernel
-    that reads pages where they lie would save it.
+    Gathering copies the context once a layer. Where there are native kernels, they read pages where they lie instead.
     """
 
     def __init__(self, pool: torch.Tensor, layout: PageLayout) -> None:

@@ -366,16 +366,34 @@ struct Attention {
     }
   }
 
-  // Where K of `tiled` positions from `first` on lies, of which `count` are there; V lies page_size rows later.
+  // K of the sequence's page `index`, from `offset` on; V lies page_size rows later.
+  const T* key(const Piece& piece, int64_t head, int64_t index, int64_t offset) const {
+    const int64_t block = (pages[piece.first_page + index] * shape.kv_heads + head) * shape.num_layers + layer;
+    return pool + (block * 2 * shape.page_size + offset) * shape.head_dim;
+  }
+
+  // Where K of `tiled` positions from `first` on lies, of which `count` are there.
   void find(const Piece& piece, int64_t head, int64_t first, int count, int tiled, const void** keys) const {
     int64_t index = first / shape.page_size, offset = first % shape.page_size;
-    const int64_t next_page = shape.kv_heads * shape.num_layers, of_head = head * shape.num_layers + layer;
     for (int i = 0; i < count; ++index, offset = 0) {
-      const int64_t page = pages[piece.first_page + index] * next_page + of_head;
-      const T* key = pool + (page * 2 * shape.page_size + offset) * shape.head_dim;
-      for (; i < count && offset < shape.page_size; ++i, ++offset, key += shape.head_dim) keys[i] = key;
+      const T* at = key(piece, head, index, offset);
+      for (; i < count && offset < shape.page_size; ++i, ++offset, at += shape.head_dim) keys[i] = at;
     }
     for (int i = count; i < tiled; ++i) keys[i] = kZeros;
+  }
+
+  // Asks for K and V of the positions from `first` on, which lie in pages that no prefetcher foresees.
+  void ask(const Piece& piece, int64_t head, int64_t first, int64_t end) const {
+    constexpr int64_t kLine = 64 / int64_t(sizeof(T));
+    int64_t index = first / shape.page_size, offset = first % shape.page_size;
+    for (int64_t rows; first < end; first += rows, ++index, offset = 0) {
+      rows = shape.page_size - offset < end - first ? shape.page_size - offset : end - first;
+      const T* const keys = key(piece, head, index, offset);
+      for (int64_t i = 0; i < rows * shape.head_dim; i += kLine) {
+        _mm_prefetch(keys + i, _MM_HINT_T1);
+        _mm_prefetch(keys + shape.page_size * shape.head_dim + i, _MM_HINT_T1);
+      }
+    }
   }
 
   void step(Lanes& lanes, Scratch& scratch, int64_t first, int count) const {
@@ -400,6 +418,7 @@ struct Attention {
       const int count = int(end_position - position < kKeys ? end_position - position : kKeys);
       const int tiled = (count + kTile - 1) / kTile * kTile;
       find(piece, head, position, count, tiled, scratch.keys);
+      ask(piece, head, position + kKeys, position + 2 * kKeys < end_position ? position + 2 * kKeys : end_position);
       for (int i = 0; i < tiled; i += 2) {
         const auto value = [&](int j) {
           const T* k = static_cast<const T*>(scratch.keys[j]);
