@@ -14,7 +14,9 @@ from baton.config import DecodeConfig
 from engine.pace import StepPace
 from engine.steps import Plan
 
-_MIXED = 3.0  # times a step that only decodes: what one with prompts in it may take, unless decode.itl_ms says
+_MIXED = 8.0
+"""Times a step that only decodes: what one with prompts in it may take, unless `decode.itl_ms` says. With 3, on
+two cores, chunks had some 50 tokens, each of which took twice as long as one in a chunk of 512: all were slower."""
 _UNKNOWN = 8  # part of step_tokens that prompts get while it is not known what they cost
 _WEIGHT = 0.2  # of the newest measurement
 _FAR = 4.0  # times the average: so much counts of a copy that took longer, since the process may have stood still

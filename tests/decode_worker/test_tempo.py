@@ -29,8 +29,8 @@ def measured(**config: Any) -> Tempo:
     return tempo
 
 
-def test_a_step_with_prompts_takes_three_times_one_without_unless_told_otherwise() -> None:
-    assert measured().prompt_tokens(8, 0, PAGE) == pytest.approx((3 - 1) * 14 / 0.2, rel=0.1)
+def test_a_step_with_prompts_takes_eight_times_one_without_unless_told_otherwise() -> None:
+    assert measured(step_tokens=2_048).prompt_tokens(8, 0, PAGE) == pytest.approx((8 - 1) * 14 / 0.2, rel=0.1)
     assert measured(itl_ms=20).prompt_tokens(8, 0, PAGE) == pytest.approx((20 - 14) / 0.2, rel=0.2)
 
 
