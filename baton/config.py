@@ -135,7 +135,7 @@ class PrefillConfig(_Section, frozen=True):
     """Prefill workers."""
 
     pool_bytes: Bytes = Bytes(512 * 2**20)  # device pages
-    step_ms: Positive = 50  # about how long a step lasts while several prompts are at hand; thrice for one alone
+    step_ms: Positive = 50  # about how long a step lasts while several prompts are at hand; four times that for one
     chunk_tokens: Positive = 2_048  # tokens per step at most, over all prompts
     copies_per_step: Positive = 256  # pages copied from or to the arena per step
     max_prompts: Positive = 2  # prompts taken at a time; the others wait in the router
