@@ -1,8 +1,8 @@
 """What the next prefill step computes, and how long it may take.
 
 **Length.** A newcomer, a cancellation and pages on their way to a decode worker all wait for the end of a step, so a
-step lasts about `step` seconds while several prompts are at hand. For one alone it lasts three times that, as fewer
-steps are a little faster, and its pages still travel while the next ones are computed. How much that is, `engine.pace`
+step lasts about `step` seconds while several prompts are at hand. For one alone it lasts four times that, as fewer
+steps are faster, and its pages still travel while the next ones are computed. How much that is, `engine.pace`
 learns from the steps themselves; it knows that the end of a long prompt is slower than its beginning. Where a step
 costs much however little it computes, it lasts longer, so that at most a quarter is lost.
 
@@ -39,7 +39,7 @@ LEVELS = 4  # a prompt that is less urgent than that many levels waits no longer
 STEPS_PER_LEVEL = 4
 _UNMEASURED = 256  # tokens of the first step, of which nobody knows yet how long it will take
 _GROWTH = 4  # no step is larger than the largest so far times this
-_ALONE = 3  # times as long is a step of a prompt that is alone
+_ALONE = 4  # times as long is a step of a prompt that is alone
 _FIXED = 4.0  # a step lasts at least this many times what it costs to compute nothing
 
 Ranks: TypeAlias = Sequence[tuple[int, Sequence[Job]]]

@@ -126,7 +126,7 @@ def test_nor_where_some_pages_take_far_longer_than_others(
     while ready := [job for job in jobs if job.pending]:
         most = max(most, len(ready))
         plan = plan_step(jobs, pace, step, 10_000)
-        assert len(plan) == 1 or took(plan) < max(3 * step, 0.008) * 1.1
+        assert len(plan) == 1 or took(plan) < max(4 * step, 0.008) * 1.1
         for job in ready:
             passed[job.name] = 0 if job.name in plan else passed.get(job.name, 0) + 1
             assert passed[job.name] <= LEVELS * STEPS_PER_LEVEL + most
@@ -200,15 +200,15 @@ def test_who_is_waited_for_goes_as_early_as_those_who_wait() -> None:
 
 def test_a_step_lasts_as_long_as_it_should() -> None:
     pace = known_pace()
-    for jobs, seconds in (([prompt(1_000)], 0.15), ([prompt(1_000), prompt(500, phase=Phase.LOOKING)], 0.05)):
+    for jobs, seconds in (([prompt(1_000)], 0.2), ([prompt(1_000), prompt(500, phase=Phase.LOOKING)], 0.05)):
         assert took(plan_step(jobs, pace, 0.05, 10_000)) == pytest.approx(seconds, rel=0.1)
 
 
 def test_the_end_of_a_long_prompt_takes_smaller_chunks_than_its_beginning() -> None:
     pace = known_pace()
     first, last = (plan_step([prompt(2_000, computed=at)], pace, 0.05, 10_000) for at in (0, 1_800))
-    assert took(first) == pytest.approx(0.15, rel=0.1)
-    assert 0.11 < took(last) <= 0.155  # a page takes 25 ms there
+    assert took(first) == pytest.approx(0.2, rel=0.1)
+    assert 0.16 < took(last) <= 0.205  # a page takes 25 ms there
     ((many,), (few,)) = first.values(), last.values()
     assert len(few.tokens) < len(many.tokens) / 4
 
