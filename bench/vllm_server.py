@@ -31,6 +31,8 @@ def serve(model: Path, peers: Path, step_tokens: int | None, threads: int) -> It
         raise StartupError(f"vLLM's environment can't be made: {error}") from None
     own = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "5",
+        # Without this it would not heed the executor that is chosen below.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
         **environments.preloading(*libraries),
     }  # fmt: skip
@@ -38,6 +40,8 @@ def serve(model: Path, peers: Path, step_tokens: int | None, threads: int) -> It
     command = [str(environments.VLLM.python(peers)), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
     command += ["--max-model-len", str(_CONTEXT), "--disable-uvicorn-access-log"]
+    # One process computes and schedules: two would take turns at waiting for each other on these few cores.
+    command += ["--distributed-executor-backend", "uni"]
     if step_tokens is not None:
         command += ["--max-num-batched-tokens", str(step_tokens)]
     with tempfile.TemporaryFile() as output:
