@@ -118,7 +118,7 @@ class Engine:
         """Run the model: logits of the rows that a token is drawn from, if there are any and there is a head; and the
         likeliest tokens, where they were found on the way."""
         span = self.tracer.span
-        if self._few is not None and len(batch.tokens) <= decode.MOST_ROWS:
+        if self._few is not None and self._few.takes(batch):
             with span("layers and head", "engine"):
                 decoded = self._few.run(batch)
             return (decoded.logits, decoded.best) if len(batch.sample_rows) else (None, None)

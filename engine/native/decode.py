@@ -21,8 +21,11 @@ from engine.native.pool import Pool
 from engine.weights import LayerWeights, ModelWeights
 from kvstore.layout import PageLayout
 
-MOST_ROWS = 32
-"""Beyond, oneDNN's products are faster."""
+MOST_ROWS = 64
+"""Beyond, oneDNN's products are as fast."""
+MOST_IN_RUNS = 16_384
+"""Pairs of a new token and a position it attends to, in sequences with several new tokens. Here each token reads its
+context for itself; the kernels for many rows read it once for all, which is worth their slower products beyond this."""
 MOST_THREADS = 256
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALIGNMENT = 128
@@ -92,6 +95,12 @@ class NativeDecode:
         self._run: Callable[..., None] = library.baton_decode_step
         library.baton_decode_step.argtypes = [_Pointer, _Pointer, _Count, _Pointer, _Pointer]
         library.baton_decode_step.restype = None
+
+    @staticmethod
+    def takes(batch: Batch) -> bool:
+        """Whether the batch is run faster here than as one with many rows."""
+        in_runs = sum(len(span) * span.end for span in batch.spans if len(span) > 1)
+        return len(batch.tokens) <= MOST_ROWS and in_runs <= MOST_IN_RUNS
 
     def run(self, batch: Batch) -> Decoded:
         """Compute the batch's K and V into their pages, and logits of its `sample_rows`."""

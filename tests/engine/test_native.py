@@ -14,11 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.batch import Chunk, Draw, Sampled
+from engine.batch import Chunk, Draw, Sampled, flatten
 from engine.engine import Engine
 from engine.linear import Linear, tiled
 from engine.native import build
-from engine.native.decode import MOST_ROWS
+from engine.native.decode import MOST_ROWS, NativeDecode
 from engine.native.pool import Pool
 from tests import checkpoints
 from tests.checkpoints import RECIPES, VOCAB, Reference
@@ -158,6 +158,24 @@ def test_bfloat16_is_as_near_to_float32_as_torch_is(name: str, pair: Pairs):
         torch.testing.assert_close(ours.pool[:, :, 0].float(), plain.pool[:, :, 0].float(), atol=0.3, rtol=0.05)
     mine, theirs = (sum(column) for column in zip(*errors, strict=True))
     assert mine < 1.25 * theirs
+
+
+@pytest.mark.parametrize(
+    ("chunks", "few_rows"),
+    [
+        ([(1, 100_000)] * MOST_ROWS, True),
+        ([(1, 0)] * (MOST_ROWS + 1), False),
+        ([(16, 1_008)], True),
+        ([(16, 1_009)], False),
+        ([(1, 5_000), (8, 1_000), (8, 1_000)], True),
+        ([(1, 5_000), (8, 1_000), (8, 1_100)], False),
+    ],
+)
+def test_which_batches_have_few_rows(chunks: list[tuple[int, int]], few_rows: bool):
+    """By the new tokens of each sequence and how many came before."""
+    pages = range(100_001 // 16 + 1)
+    batch = flatten([Chunk([3] * rows, start, pages) for rows, start in chunks], 16, len(pages), VOCAB)
+    assert NativeDecode.takes(batch) == few_rows
 
 
 @native
