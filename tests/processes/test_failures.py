@@ -230,7 +230,7 @@ def test_a_deadline_frees_everything_too(start: Callable[..., LocalCluster]) -> 
     )
     # Either side may notice first: the router says so, or gRPC does.
     with Client(cluster.address) as client, pytest.raises((DeadlineExpired, Unavailable)):
-        for _ in client.generate(request, timeout=0.7):
+        for _ in client.generate(request, timeout=0.2):
             pass
     eventually(lambda: at_rest(cluster), what="everything freed")
 
