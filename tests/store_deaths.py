@@ -28,6 +28,7 @@ SURE = 1e-3  # two best logits closer than this may swap between implementations
 PAGE_BYTES = 2 * 4 * 2 * 16 * 16 * 4  # of the "llama" checkpoint in float32
 
 SETTINGS: Mapping[str, object] = {
+    **workload.SLOW_ENGINE,
     "cluster.heartbeat_ms": 100,
     "cluster.silence_ms": 1_000,
     "store.arena_bytes": 96 * PAGE_BYTES,

@@ -87,6 +87,7 @@ def site(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
     settings = workload.settings(
         path, 0, 1,
         **{
+            **workload.SLOW_ENGINE,
             "cluster.heartbeat_ms": 100,
             "cluster.silence_ms": 1_000,
             "store.verify_pages": True,

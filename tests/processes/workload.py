@@ -31,6 +31,10 @@ class Answer:
         return self.finished.usage
 
 
+SLOW_ENGINE = {"model.native": False}
+"""For tests of loading: native kernels compute a prompt of this small a model before a disk could have read it."""
+
+
 def settings(path: Path, prefill: int = 1, decode: int = 1, **more: object) -> config.Config:
     return config.load(
         None,
