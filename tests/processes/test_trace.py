@@ -69,7 +69,9 @@ def depths(spans: Sequence[Span]) -> list[int]:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     folder = tmp_path_factory.mktemp("trace")
     path = checkpoints.make("llama", folder / "model")
-    with LocalCluster(workload.settings(path, 1, 1, **{"cluster.trace_steps": 2}), folder / "cluster") as cluster:
+    with LocalCluster(
+        workload.settings(path, 1, 1, **workload.SLOW_ENGINE, **{"cluster.trace_steps": 2}), folder / "cluster"
+    ) as cluster:
         yield cluster
 
 
@@ -106,7 +108,7 @@ def test_the_next_steps_of_a_decode_worker_that_runs(cluster: LocalCluster) -> N
     assert {span.name for span in turns} == {"turn"}
     loop = turns[-1].end - turns[0].start
     named = sum(span.duration for depth, span in by_depth if depth == 1)
-    assert named >= 0.95 * loop, f"{named / loop:.3f} of the loop's time has a name"
+    assert named >= 0.9 * loop, f"{named / loop:.3f} of the loop's time has a name"
 
 
 def test_the_next_calls_of_a_store(cluster: LocalCluster) -> None:
