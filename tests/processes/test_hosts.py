@@ -201,6 +201,7 @@ def test_the_cable_is_cut_in_mid_transfer(two: Hosts, checkpoint: Callable[[str]
     """In each case another prompt of 3,000 tokens, of which some pages have come and others are being computed."""
     path = checkpoint("llama")
     quick = {"cluster.heartbeat_ms": 100, "cluster.silence_ms": 1_000, "prefill.chunk_tokens": 16}
+    quick |= workload.SLOW_ENGINE  # that there is a middle
     rng = random.Random(3)
     with (
         spread(two, path, tmp_path, **{"cluster.key_file": keys_in(tmp_path)}, **quick) as cluster,
