@@ -6,6 +6,8 @@ becomes of a token are its caller's. Not thread-safe: one thread calls it, or ca
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,7 +88,9 @@ class Engine:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded = weights.load(path, config, TORCH_DTYPES[layout.dtype], torch.device(device), head)
         pool = _make_pool(num_pages, layout, device)
-        return cls(config, loaded.weights, loaded.fingerprint, layout, pool, threads, native)
+        engine = cls(config, loaded.weights, loaded.fingerprint, layout, pool, threads, native)
+        _give_back()
+        return engine
 
     @staticmethod
     def pages_for(memory_bytes: int, layout: PageLayout) -> int:
@@ -137,6 +141,12 @@ def layout_of(config: ModelConfig, dtype: str, page_size: int) -> PageLayout:
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is none of auto, {', '.join(DTYPES)}")
     return PageLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype)
+
+
+def _give_back() -> None:
+    """Hand what only loading needed back to the kernel. glibc would keep it, and nothing later needs as much."""
+    with contextlib.suppress(AttributeError):  # a C library without it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _make_pool(num_pages: int, layout: PageLayout, device: str) -> torch.Tensor:
