@@ -65,11 +65,11 @@ def config_of(cluster: str, slots: int, hold_ms: int = 400) -> Config:
 class StoreProcess:
     """`python -m kvstore`, started and, in the end, killed."""
 
-    def __init__(self, directory: Path, slots: int = 8, router: str = "tcp://127.0.0.1:1") -> None:
+    def __init__(self, directory: Path, slots: int = 8, router: str = "tcp://127.0.0.1:1", hold_ms: int = 400) -> None:
         self.cluster = f"test-{os.getpid()}-{next(_numbers)}"
         self.config = directory / f"{self.cluster}.yaml"
         self.errors = directory / f"{self.cluster}.err"
-        text = dump(config_of(self.cluster, slots))
+        text = dump(config_of(self.cluster, slots, hold_ms))
         self.config.write_text(text.replace("log_dir: ''", f"log_dir: {directory}"))
         self._router = router
         self.process = self.start()

@@ -139,7 +139,11 @@ class Reader:
         eventually(turned, what)
 
     def until_read(self, count: int) -> None:
-        self.until(lambda: self.read >= set(range(count)), f"{count} pages read")
+        def all_read() -> bool:
+            assert self.end >= count, f"told that page {self.end} is not coming, with {len(self.read)} read"
+            return self.read >= set(range(count))
+
+        self.until(all_read, f"{count} pages read")
 
     def close(self) -> None:
         self.client.store.call(Forget(TICKET))
@@ -201,7 +205,8 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 async def _started(count: int, folder: Path, cleanup: ExitStack) -> list[RunningStore]:
     router = Listener("tcp://127.0.0.1:0", Peer("router", "router", NODE, "router-1", os.getpid()))
     try:
-        processes = [StoreProcess(folder, SLOTS, router.endpoint) for _ in range(count)]
+        # Readers say their heartbeats only while they are waited for: what is done between may take a while.
+        processes = [StoreProcess(folder, SLOTS, router.endpoint, hold_ms=10_000) for _ in range(count)]
         for process in processes:
             cleanup.callback(process.kill)
         hellos: dict[int, Hello] = {}
