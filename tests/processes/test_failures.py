@@ -97,7 +97,11 @@ def start(path: Path, tmp_path: Path) -> Iterator[Callable[..., LocalCluster]]:
     running: list[LocalCluster] = []
 
     def up(prefill: int, decode: int, **more: object) -> LocalCluster:
-        quick: dict[str, object] = {"cluster.heartbeat_ms": 100, "cluster.silence_ms": 1_000}
+        quick: dict[str, object] = {
+            "cluster.heartbeat_ms": 100,
+            "cluster.silence_ms": 1_000,
+            **workload.SLOW_ENGINE,  # that there is a middle in which to fail
+        }
         running.append(LocalCluster(workload.settings(path, prefill, decode, **(quick | more)), tmp_path))
         return running[-1].up()
 

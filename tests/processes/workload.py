@@ -32,7 +32,8 @@ class Answer:
 
 
 SLOW_ENGINE = {"model.native": False}
-"""For tests of loading: native kernels compute a prompt of this small a model before a disk could have read it."""
+"""Native kernels compute a prompt of this small a model before a disk could have read it, or anybody could have killed
+a process in the middle of it."""
 
 
 def settings(path: Path, prefill: int = 1, decode: int = 1, **more: object) -> config.Config:
