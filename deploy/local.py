@@ -185,8 +185,8 @@ class LocalCluster:
         return pid
 
     def wait_live(self, names: Iterable[str], seconds: float | None = None) -> cluster_pb2.GetStatusResponse:
-        """Wait until the router lists these processes, with the pids they have now, as live. Raises StartupError when
-        one of them ends first or the time is up."""
+        """Wait until the router lists these processes, as they were last started, as live. Raises StartupError when one
+        of them ends first or the time is up."""
         names = list(names)
         deadline = time.monotonic() + (self.patience if seconds is None else seconds)
         problem = "the router has not answered"
@@ -200,7 +200,7 @@ class LocalCluster:
                     problem = str(error)
                 else:
                     live = {p.name: p.pid for p in status.processes if p.state == cluster_pb2.PROCESS_STATE_LIVE}
-                    missing = [name for name in names if live.get(name) != self.pids.get(name)]
+                    missing = [name for name in names if live.get(name) != self._running[name].identity.pid]
                     if not missing:
                         return status
                     problem = f"the router does not list {', '.join(missing)} as live; see {self.directory}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import DeadlineExpired, RequestCancelled, Unavailable
+from baton.errors import DeadlineExpired, RequestCancelled, StartupError, Unavailable
 from baton.v1 import cluster_pb2, generation_pb2
 from deploy.client import Client
 from deploy.local import LocalCluster
@@ -141,7 +141,9 @@ def test_a_decode_worker_killed_while_it_streams(start: Callable[..., LocalClust
     eventually(lambda: at_rest(cluster), what="everything freed")
 
 
-def test_a_death_is_told_by_the_store_and_not_only_by_silence(start: Callable[..., LocalCluster], path: Path) -> None:
+def test_a_death_is_told_by_the_store_and_not_only_by_silence(
+    start: Callable[..., LocalCluster], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster = start(1, 2, **{"cluster.silence_ms": 3_600_000, "prefill.chunk_tokens": 16})
     streams = Streams(cluster)
     future = streams.start(LONG[:300], 150)
@@ -158,6 +160,10 @@ def test_a_death_is_told_by_the_store_and_not_only_by_silence(start: Callable[..
     found = process(cluster, "prefill-0")
     assert found is not None
     assert found.state == cluster_pb2.PROCESS_STATE_DEAD
+    # Who ends after it was seen running, and before the router was asked, is not live.
+    monkeypatch.setattr(cluster, "_check_running", lambda name: None)
+    with pytest.raises(StartupError, match="prefill-0"):
+        cluster.wait_live(["prefill-0"], 0.5)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
