@@ -29,21 +29,12 @@ def run(config: Config, name: str, node: str, router: str, stop: threading.Event
                 for event in worker.events(state):
                     worker.handle(state, event)
                 worker.copy(state)
-                _confirm(worker, state)
+                worker.hear_store(state, copying=False)
                 with worker.tracer.span("prepare", "scheduler"):
                     worker.do(state.prepare(worker.clock.now()))
                 if plan := worker.plan(state):
                     worker.handle(state, worker.step(state, plan))
                 worker.publish(state, lambda: _values(state.stats()))
-
-
-def _confirm(worker: Worker, state: DecodeState) -> None:
-    """Where the store need only confirm what was copied, hear it before the step is planned rather than after it: a
-    round trip to the store is much shorter than a step."""
-    until = worker.clock.now() + state.patience
-    while state.patience and (left := until - worker.clock.now()) > 0:
-        for event in worker.replies(left):
-            worker.handle(state, event)
 
 
 def _values(stats: DecodeStats) -> Mapping[str, Sample]:

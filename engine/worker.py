@@ -59,6 +59,8 @@ class WorkerState(Protocol):
     @property
     def busy(self) -> bool: ...
     @property
+    def patience(self) -> float: ...
+    @property
     def cache(self) -> DeviceCache: ...
     @property
     def tickets(self) -> tuple[int, ...]: ...
@@ -164,12 +166,17 @@ class Worker:
         yield from self._follow(self._membership.tick(now, paused))
         yield Tick(paused)
 
-    def replies(self, seconds: float) -> Iterator[Any]:
-        """What the store says, as soon as it says something and at most `seconds` from now."""
-        if self._store.connected:
+    def hear_store(self, state: WorkerState, *, copying: bool) -> None:
+        """Before a step is planned, hear what the store is about to say, for as long as `state` has patience: a round
+        trip to the store is much shorter than a step. `copying`: make the copies that follow from it at once."""
+        until = self.clock.now() + state.patience
+        while self._store.connected and state.patience and (left := until - self.clock.now()) > 0:
             with self.tracer.span("wait for the store", "sockets"):
-                select.select([self._store.fileno()], [], [], seconds)
-            yield from self._from_store(self.clock.now())
+                select.select([self._store.fileno()], [], [], left)
+            for event in self._from_store(self.clock.now()):
+                self.handle(state, event)
+            if copying:
+                self.copy(state)
 
     def _follow(self, verdict: Verdict) -> Iterator[OwnerLost]:
         for message in verdict.send:

@@ -29,19 +29,10 @@ def run(config: Config, name: str, node: str, router: str, stop: threading.Event
                 for event in worker.events(state):
                     worker.handle(state, event)
                 worker.copy(state)
-                _hear(worker, state)
+                worker.hear_store(state, copying=True)
                 if plan := worker.plan(state):
                     worker.handle(state, worker.step(state, plan))
                 worker.publish(state, lambda: _values(state.stats()))
-
-
-def _hear(worker: Worker, state: PrefillState) -> None:
-    """Wait for what the store is about to say, if the step is better planned with it."""
-    until = worker.clock.now() + state.patience
-    while state.patience and (left := until - worker.clock.now()) > 0:
-        for event in worker.replies(left):
-            worker.handle(state, event)
-        worker.copy(state)
 
 
 def _values(stats: PrefillStats) -> Mapping[str, Sample]:
