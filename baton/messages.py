@@ -29,6 +29,7 @@ PROTOCOL_VERSION = 2
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_KEYS_PER_CALL = 1_024
+MAX_STEP_SAMPLES = 32
 
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=128)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -84,6 +85,21 @@ class Namespace(Struct, frozen=True):
     adapter: str = ""
 
 
+class StepSample(Struct, frozen=True, array_like=True):
+    """What one step of an engine had to do, and how long it took. A sequence that gets a token is a row, and `context`
+    counts the tokens of all rows; `tokens` are those of prompts, and `pairs` sums up over these how many positions each
+    attends to, itself included."""
+
+    tokens: Count
+    pairs: Count
+    rows: Count
+    context: Count
+    seconds: Annotated[float, Meta(ge=0)]
+
+
+StepSamples: TypeAlias = Annotated[tuple[StepSample, ...], Meta(max_length=MAX_STEP_SAMPLES)]
+
+
 class ModelCard(Struct, frozen=True):
     """What a worker found out about its model and pool while loading."""
 
@@ -92,6 +108,7 @@ class ModelCard(Struct, frozen=True):
     vocab_size: Count
     max_context: Count  # tokens
     pool_pages: Count
+    steps: StepSamples = ()  # of a calibration: what is known of its speed before it has served anybody
 
 
 class Hello(Message, frozen=True):
@@ -163,7 +180,8 @@ class TierSpeed(Struct, frozen=True):
 
 class Load(Struct, frozen=True):
     """How busy a process is, and how fast. For a store, pages are arena slots and `tiers` are below it; a worker tells
-    the rate at which it computes prompts (0: not measured yet)."""
+    the rate at which it computes prompts (0: not measured yet), and of steps since its last heartbeat what they had to
+    do and took: of all, or of some of them, evenly spread, where there were many."""
 
     running: Count = 0
     waiting: Count = 0
@@ -172,6 +190,8 @@ class Load(Struct, frozen=True):
     tokens_queued: Count = 0
     prefill_rate: Annotated[float, Meta(ge=0)] = 0.0  # tokens per second
     tiers: tuple[TierSpeed, ...] = ()
+    context: Count = 0  # tokens of all that run
+    steps: StepSamples = ()
 
 
 class Heartbeat(Message, frozen=True):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton import messages
-from baton.messages import AttemptHeld, Delta, Envelope, Heartbeat, Load, Message, TokenLogprob, Tokens
+from baton.messages import AttemptHeld, Delta, Envelope, Heartbeat, Load, Message, StepSample, TokenLogprob, Tokens
 from tests import messages_strategy
 
 LINKS = (
@@ -49,13 +49,14 @@ def test_survives_the_wire_as_plain_messagepack(kind: type[Message], data: st.Da
     assert (sender, addressee, sequence, body["type"]) == ("a", "b", 1, kind.__name__)
 
 
+LOAD = Load(running=1, pages_total=4, context=33, steps=(StepSample(5, 15, 1, 33, 0.25),))
 GOLDEN = [
     (
-        Heartbeat(heard=7, load=Load(running=1, pages_total=4), step=9, attempts=(AttemptHeld("r", 2, 33),)),
-        "85a474797065a9486561727462656174a5686561726407a46c6f616487a772756e6e696e6701a777616974696e6700aa7061"
+        Heartbeat(7, LOAD, step=9, attempts=(AttemptHeld("r", 2, 33),)),
+        "85a474797065a9486561727462656174a5686561726407a46c6f616489a772756e6e696e6701a777616974696e6700aa7061"
         "6765735f6672656500ab70616765735f746f74616c04ad746f6b656e735f71756575656400ac70726566696c6c5f72617465"
-        "cb0000000000000000a5746965727390a47374657009a8617474656d7074739184a772657175657374a172a7617474656d70"
-        "7402a8706f736974696f6e21a5656e646564c2",
+        "cb0000000000000000a5746965727390a7636f6e7465787421a573746570739195050f0121cb3fd0000000000000a4737465"
+        "7009a8617474656d7074739184a772657175657374a172a7617474656d707402a8706f736974696f6e21a5656e646564c2",
     ),
     (
         Tokens(3, (Delta("r", 1, 5, (42,), (TokenLogprob(42, -0.5, ((42, -0.5),)),), "stop"),)),
