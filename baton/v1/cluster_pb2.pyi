@@ -1,3 +1,4 @@
+from baton.v1 import explain_pb2 as _explain_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -22,6 +23,7 @@ class ProcessState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PROCESS_STATE_SILENT: _ClassVar[ProcessState]
     PROCESS_STATE_STUCK: _ClassVar[ProcessState]
     PROCESS_STATE_DEAD: _ClassVar[ProcessState]
+    PROCESS_STATE_DRAINING: _ClassVar[ProcessState]
 ROLE_UNSPECIFIED: Role
 ROLE_ROUTER: Role
 ROLE_PREFILL: Role
@@ -32,6 +34,23 @@ PROCESS_STATE_LIVE: ProcessState
 PROCESS_STATE_SILENT: ProcessState
 PROCESS_STATE_STUCK: ProcessState
 PROCESS_STATE_DEAD: ProcessState
+PROCESS_STATE_DRAINING: ProcessState
+
+class DrainRequest(_message.Message):
+    __slots__ = ("worker", "now", "undo")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    now: bool
+    undo: bool
+    def __init__(self, worker: _Optional[str] = ..., now: _Optional[bool] = ..., undo: _Optional[bool] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: Process
+    def __init__(self, worker: _Optional[_Union[Process, _Mapping]] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("process", "steps")
@@ -72,7 +91,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., log_dir: _Optional[str] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., cluster: _Optional[str] = ..., model_name: _Optional[str] = ...) -> None: ...
 
 class Process(_message.Message):
-    __slots__ = ("name", "role", "node", "incarnation", "pid", "state", "load", "heartbeat_age_ms", "metrics_address", "pages_known")
+    __slots__ = ("name", "role", "node", "incarnation", "pid", "state", "load", "heartbeat_age_ms", "metrics_address", "pages_known", "attempts")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +102,7 @@ class Process(_message.Message):
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PAGES_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: Role
     node: str
@@ -93,7 +113,8 @@ class Process(_message.Message):
     heartbeat_age_ms: float
     metrics_address: str
     pages_known: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ProcessState, str]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., heartbeat_age_ms: _Optional[float] = ..., metrics_address: _Optional[str] = ..., pages_known: _Optional[int] = ...) -> None: ...
+    attempts: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ProcessState, str]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., heartbeat_age_ms: _Optional[float] = ..., metrics_address: _Optional[str] = ..., pages_known: _Optional[int] = ..., attempts: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "pages_free", "pages_total", "tokens_queued")

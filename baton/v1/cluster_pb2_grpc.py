@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from baton.v1 import cluster_pb2 as baton_dot_v1_dot_cluster__pb2
+from baton.v1 import explain_pb2 as baton_dot_v1_dot_explain__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
@@ -44,6 +45,21 @@ class ClusterStub:
                 request_serializer=baton_dot_v1_dot_cluster__pb2.ProfileRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.ProfileResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/baton.v1.Cluster/Explain',
+                request_serializer=baton_dot_v1_dot_explain__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_explain__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/baton.v1.Cluster/ListRequests',
+                request_serializer=baton_dot_v1_dot_explain__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_explain__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/baton.v1.Cluster/Drain',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -64,6 +80,28 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why one of the last requests (router.explain_requests of them are remembered) was served as it was. NOT_FOUND for
+        any other.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRequests(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Gives a live worker nothing new until that is undone; what it has goes on. NOT_FOUND without one of that name.
+        The router answers at once: the worker is empty when GetStatus shows it without attempts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +114,21 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Profile,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.ProfileRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.ProfileResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=baton_dot_v1_dot_explain__pb2.ExplainRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_explain__pb2.ExplainResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=baton_dot_v1_dot_explain__pb2.ListRequestsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_explain__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.DrainRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +185,87 @@ class Cluster:
             '/baton.v1.Cluster/Profile',
             baton_dot_v1_dot_cluster__pb2.ProfileRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.ProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/Explain',
+            baton_dot_v1_dot_explain__pb2.ExplainRequest.SerializeToString,
+            baton_dot_v1_dot_explain__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/ListRequests',
+            baton_dot_v1_dot_explain__pb2.ListRequestsRequest.SerializeToString,
+            baton_dot_v1_dot_explain__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/Drain',
+            baton_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,
