@@ -1,0 +1,47 @@
+"""llm-d's scorers: a weighted sum of scores between 0 and 1, the highest wins, any of those that are equal.
+
+Source: the plugins of llm-d's scheduler and of the Gateway API Inference Extension, with the weights of their example
+configurations:
+
+    3 · prefix   pages that match / pages of the prompt; a page in host memory counts 0.8 (precise-prefix-cache-scorer)
+    2 · KV       1 − share of the pool in use (kv-cache-utilization-scorer)
+    2 · queue    (longest − own) / (longest − shortest) of the queues, 1 where all are as long (queue-scorer)
+
+The prefix counts for the prefill stage and not for the decode stage. A queue is vLLM's: the requests that wait for
+their prompts to be begun. llm-d reads queue and use from metrics that are up to 50 ms old; here they are of this
+moment.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from bench.simulator.policies.rule import Prompt, Stage, Worker, lowest
+
+_PREFIX, _KV, _QUEUE = 3.0, 2.0, 2.0
+_HOST = 0.8
+
+
+class LlmD:
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+
+    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker:
+        queues = [_queue(worker) for worker in workers]
+        shortest, longest = min(queues), max(queues)
+
+        def score(worker: Worker) -> float:
+            queue = (longest - _queue(worker)) / (longest - shortest) if longest > shortest else 1.0
+            kv = 1.0 - min(1.0, worker.pages / worker.pool_pages)
+            prefix = (worker.device + _HOST * worker.host) / prompt.pages if prompt.pages else 0.0
+            return (_PREFIX * prefix if stage != "decode" else 0.0) + _KV * kv + _QUEUE * queue
+
+        return lowest(workers, lambda worker: -score(worker), self._random)
+
+
+def _queue(worker: Worker) -> int:
+    """All but the prompt that is being computed."""
+    return max(0, worker.prompts - 1)

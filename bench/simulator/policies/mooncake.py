@@ -1,0 +1,55 @@
+"""Mooncake's Algorithm 1: the prefill worker with the lowest predicted TTFT, where a prefix much longer than its own is
+worth being copied to it.
+
+Source: Qin et al., Mooncake, FAST '25 (arXiv:2407.00079), section 6. For each prefill worker
+
+    prefix, transfer = (its own, 0)                                  where longest / own ≤ threshold
+                       (the longest, time to send what it lacks)     elsewhere
+    TTFT             = transfer + queue + prefill(prompt, prefix)
+
+and then a decode worker by load, here the one with the shortest predicted step. The queue is the sum of what its
+prompts take to compute; the published predictor was fitted offline, ours are the cost models that the router learns.
+
+What is copied stays where it went, so the copy of a hot prefix that ends the algorithm, on the same condition, is
+the transfer itself. Different from the paper: which threshold it used is not published (2 here); where a worker has
+nothing of the prefix, its ratio counts as infinite.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from bench.simulator.policies.rule import Prompt, Stage, Worker, lowest
+
+_THRESHOLD = 2.0
+
+
+class Mooncake:
+    def __init__(self, seed: int, threshold: float = _THRESHOLD) -> None:
+        self._random = Random(seed)
+        self._threshold = threshold
+
+    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker:
+        if stage == "decode":
+            return lowest(workers, lambda worker: _step(prompt, worker), self._random)
+        longest = max(worker.cached for worker in workers)
+        return lowest(workers, lambda worker: self.ttft(prompt, worker, longest), self._random)
+
+    def copies(self, worker: Worker, longest: int) -> bool:
+        """Whether this worker is to get the longest prefix from whoever has it."""
+        return longest > self._threshold * worker.cached
+
+    def ttft(self, prompt: Prompt, worker: Worker, longest: int) -> float:
+        """Predicted seconds until the prompt is computed."""
+        copied = longest - worker.cached if self.copies(worker, longest) else 0
+        prefix = (worker.cached + copied) * prompt.page_size
+        transfer = copied * prompt.page_bytes / worker.link
+        return transfer + worker.queue + worker.prefill.seconds(prompt.tokens - prefix, prefix)
+
+
+def _step(prompt: Prompt, worker: Worker) -> float:
+    """Seconds of a step with this request in it."""
+    return worker.step.seconds(worker.requests + 1, worker.context + prompt.tokens)
