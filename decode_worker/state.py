@@ -145,8 +145,8 @@ class DecodeState:
             case OwnerLost():
                 everybody = list(self._sequences.values())
                 return [command for sequence in everybody for command in self._forget(sequence, cut=True)]
-            case StepDone(plan=plan, sampled=sampled):
-                return self._step_done(plan, sampled, now)
+            case StepDone():
+                return self._step_done(event, now)
             case StepFailed(plan=plan, message=message):
                 return self._step_failed(plan, message)
             case StoreUp(page_bytes=page_bytes):
@@ -390,6 +390,15 @@ class DecodeState:
         overdue = now - self._config.first_step_ms / 1_000
         return plan_step(self._sequences.values(), Budget(self._config.step_tokens, prompts, overdue, self._rate.rate))
 
+    def alike(self, plan: Plan) -> int:
+        """How many steps in a row may run this plan, each row feeding on its own last token, and come to the same as if
+        each had been planned by itself, while nothing comes in and no stop token is drawn: nobody waits for a turn, a
+        copy or its first token, or comes to the end of its page or to `max_tokens`."""
+        waits = any(s.phase is Phase.RUNNING and s.name not in plan for s in self._sequences.values())
+        if waits or self._copies or self._shipments.copying:
+            return 1
+        return min(self._sequences[name.request].steps_alike(chunk.end) for name, chunk in plan.items())
+
     def _decoding(self) -> int:
         """Sequences that wait for their next token."""
         return sum(s.phase is Phase.RUNNING and s.pending == 1 for s in self._sequences.values())
@@ -409,22 +418,25 @@ class DecodeState:
         sequence.awaited = False  # what the store has by then is taken, the rest is computed here
         return commands
 
-    def _step_done(self, plan: Plan, sampled: Items[Sampled | None], now: float) -> list[Command]:
-        self._step += 1
-        self._tempo.stepped(plan, now - self._planned)
+    def _step_done(self, done: StepDone, now: float) -> list[Command]:
+        plan, steps = done.plan, 1 + len(done.more)
+        seconds = (now - self._planned) / steps
+        self._step += steps
+        self._tempo.stepped(plan, seconds)
         tokens = sum(len(chunk.tokens) for chunk in plan.values())
         if tokens >= _RATE_FROM * len(plan):  # mostly prompts
-            self._rate.computed(tokens, now - self._planned)
+            self._rate.computed(tokens, seconds)
         deltas: list[Delta] = []
         commands: list[Command] = []
-        for (name, chunk), drawn in zip(plan.items(), sampled, strict=True):
+        for index, ((name, chunk), drawn) in enumerate(zip(plan.items(), done.sampled, strict=True)):
             sequence = self._sequences[name.request]
             in_prompt = max(0, min(sequence.prompt, chunk.end) - chunk.start)
             sequence.prompt_computed += in_prompt
             self._computed += in_prompt
             sequence.computed, sequence.served = chunk.end, self._step
             if drawn is not None:
-                deltas.append(self._append(sequence, drawn))
+                deltas.append(self._append(sequence, [drawn, *(step[index] for step in done.more)]))
+                sequence.computed = len(sequence.tokens) - 1
             self._publish(sequence)
             if self._store_up:
                 commands += self._shipments.ship(sequence)
@@ -435,17 +447,22 @@ class DecodeState:
                 sequence.pages = []
         return [Say(Tokens(self._step, tuple(deltas))), *commands] if deltas else commands
 
-    def _append(self, sequence: Sequence, drawn: Sampled) -> Delta:
+    def _append(self, sequence: Sequence, drawn: Items[Sampled]) -> Delta:
+        """What was drawn belongs to the sequence up to the token that ends it."""
         position = len(sequence.tokens)
-        sequence.tokens.append(drawn.token)
+        for each in drawn:
+            sequence.tokens.append(each.token)
+            self._generated += 1
+            if each.logprob is not None:
+                sequence.logprobs.append(TokenLogprob(each.token, each.logprob, each.top))
+            if (finish := _finish(sequence, each.token)) is not None:
+                sequence.finish = finish
+                break
         sequence.extend_keys()
-        sequence.finish = _finish(sequence, drawn.token)
-        self._generated += 1
-        if drawn.logprob is not None:
-            sequence.logprobs.append(TokenLogprob(drawn.token, drawn.logprob, drawn.top))
+        tokens = tuple(sequence.tokens[position:])
         computed = sequence.prompt_computed if position == sequence.first_new else 0
-        logprobs = tuple(sequence.logprobs[-1:])
-        return Delta(*_named(sequence.name), position, (drawn.token,), logprobs, sequence.finish, computed)
+        logprobs = tuple(sequence.logprobs[position - sequence.first_new :])
+        return Delta(*_named(sequence.name), position, tokens, logprobs, sequence.finish, computed)
 
     def _publish(self, sequence: Sequence) -> None:
         full = sequence.computed // self._page_size

@@ -15,10 +15,14 @@ Plan: TypeAlias = dict[AttemptName, Chunk]
 
 @dataclass(frozen=True)
 class StepDone:
-    """The engine has run the plan: for each chunk the token drawn, or none where no draw was asked for."""
+    """The engine has run the plan: for each chunk the token drawn, or none where no draw was asked for.
+
+    `more`: it went on for as many steps without asking what has come in meanwhile, each row feeding on its own last
+    token, and this is what each of them drew. No more of them than the state said would be alike."""
 
     plan: Plan
     sampled: Sequence[Sampled | None]
+    more: Sequence[Sequence[Sampled]] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,88 @@
+"""Steps that are alike may be run in a row, and nobody can tell from the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.config import DecodeConfig
+from baton.messages import Cancel, Decode, Sampling
+from engine.batch import Chunk, Draw, Sampled
+from engine.steps import StepDone
+from kvstore.keys import pack_tokens
+from tests.decode_worker.test_state import tokens_of
+from tests.rig import PAGE, ROOT, Rig, RigWorker, next_token, reference
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def order(count: int, request: str = "r", stops: tuple[int, ...] = ()) -> Decode:
+    prompt = pack_tokens([*PROMPT, len(request)])
+    return Decode(request, 1, ROOT, prompt, len(PROMPT) + 1, count, Sampling(temperature=0), stops)
+
+
+def worker() -> RigWorker:
+    return Rig(64).worker("decode", 32, DecodeConfig())
+
+
+def go_on(worker: RigWorker, plan: dict[object, Chunk], steps: int) -> list[list[Sampled]]:
+    """What `steps` more steps of this plan draw, each row feeding on its own last token."""
+    known = {name: list(worker.state._sequences[name.request].tokens) for name in plan}  # type: ignore[attr-defined]
+    drawn: list[list[Sampled]] = []
+    for step in range(steps):
+        row: list[Sampled] = []
+        for name, chunk in plan.items():
+            tokens = known[name]
+            tokens.append(next_token(tokens))
+            pages: Sequence[int] = worker.state._sequences[name.request].pages  # type: ignore[attr-defined]
+            at = chunk.start + step + 1
+            sampled = worker.device.run(tokens, Chunk(tokens[at : at + 1], at, pages, Draw()))
+            assert sampled is not None
+            row.append(sampled)
+        drawn.append(row)
+    return drawn
+
+
+def run(worker: RigWorker) -> list[int]:
+    """Run to the end, always as many steps in a row as are alike. Returns how many these were."""
+    runs: list[int] = []
+    while worker.state.busy:
+        worker.hear()
+        worker.copy()
+        worker.hear()
+        worker.state.prepare(worker.rig.now)
+        plan = worker.state.plan(worker.rig.now)
+        if not plan:
+            continue
+        runs.append(worker.state.alike(plan))
+        first = [worker.device.run(worker.state._sequences[n.request].tokens, chunk) for n, chunk in plan.items()]
+        worker.handle(StepDone(plan, first, go_on(worker, plan, runs[-1] - 1)))
+    return runs
+
+
+def test_steps_in_a_row_make_the_tokens_that_single_steps_make() -> None:
+    one = worker()
+    one.handle(order(23))
+    runs = run(one)
+    assert tokens_of(one.said) == reference([*PROMPT, 1], 23)
+    assert runs[0] == 1, "the first token is for itself"
+    assert max(runs) == PAGE, "the others come up to the end of a page"
+
+
+def test_several_rows_go_on_until_something_becomes_of_one() -> None:
+    many = worker()
+    many.handle(order(9, "r"))
+    many.handle(order(14, "rr"))
+    run(many)
+    assert tokens_of(many.said, "r") == reference([*PROMPT, 1], 9)
+    assert tokens_of(many.said, "rr") == reference([*PROMPT, 2], 14)
+
+
+def test_what_is_drawn_behind_a_stop_token_is_dropped() -> None:
+    expected = reference([*PROMPT, 1], 12)
+    stop = next(token for at, token in enumerate(expected) if at > 4 and token not in expected[:at])
+    stopped = worker()
+    stopped.handle(order(12, stops=(stop,)))
+    run(stopped)
+    assert tokens_of(stopped.said) == expected[: expected.index(stop) + 1]
+    stopped.handle(Cancel("r", 1))
+    assert stopped.state.stats().pages_free == 32
