@@ -6,8 +6,10 @@ at most a page, as after a hand-off, a *long* one is a prompt that is prefilled 
 
 Nobody starves:
 
-- Short tails are run in order of rank, and have half of the prompts' budget before the long ones get theirs. One that
-  has waited for `first_step` seconds is run whatever that does to the others' tokens, within the step's budget.
+- Short tails are run in order of rank, and have half of the prompts' budget before the long ones get theirs. Where
+  there are none of these, nobody need wait long for his next token: then short ones have a budget of their own, much
+  smaller, and come in parts. One that has waited for `first_step` seconds is run whatever that does to the others'
+  tokens, within the step's budget.
 - Long tails are run in order of rank plus what they take times `_STRETCH`, both in seconds: a shorter one overtakes,
   but none is overtaken by those that come later than that. They have at least half of the prompts' budget.
 - More decoding sequences than a step has tokens take turns, those first whose last turn is the longest ago.
@@ -31,12 +33,13 @@ _STRETCH = 4.0  # seconds that a long tail may be overtaken for each second that
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a step may hold. `prompts` are tokens of tails, at least two pages; `tokens` those of the whole step, except
-    that tails always get two pages. `overdue`: since when a short tail must have waited to go before everything else;
-    `rate`: prompt tokens computed per second."""
+    """What a step may hold. `prompts` are tokens of tails, at least two pages, and `tails` those where all are short;
+    `tokens` those of the whole step, except that tails always get two pages. `overdue`: since when a short tail must
+    have waited to go before everything else; `rate`: prompt tokens computed per second."""
 
     tokens: int
     prompts: int
+    tails: int
     overdue: float
     rate: float
 
@@ -57,16 +60,17 @@ def _share(tails: list[Sequence], budget: Budget, room: int) -> list[tuple[Seque
     page = tails[0].page_size
     short = sorted((s for s in tails if s.pending <= page), key=lambda s: s.rank)
     long = sorted((s for s in tails if s.pending > page), key=lambda s: _due(s, budget.rate))
-    left = budget.prompts
+    left = budget.prompts if long else budget.tails
     entitled = max(page, left // 2) if long else left
     overdue = max(entitled, room - (page if long else 0))
     chosen: list[tuple[Sequence, int]] = []
     waiting: list[Sequence] = []
     taken = 0
     for sequence in sorted(short, key=lambda s: s.joined > budget.overdue):
-        if taken + sequence.pending <= (overdue if sequence.joined <= budget.overdue else entitled):
-            chosen.append((sequence, sequence.pending))
-            taken += sequence.pending
+        most = (overdue if sequence.joined <= budget.overdue else entitled) - taken
+        if sequence.pending <= most or (most > 0 and not long):
+            chosen.append((sequence, min(sequence.pending, most)))
+            taken += chosen[-1][1]
         else:
             waiting.append(sequence)
     left = max(left - taken, page if long else 0)

@@ -387,8 +387,10 @@ class DecodeState:
         tails = [s for s in self._sequences.values() if s.phase is Phase.RUNNING and s.pending > 1]
         context = max((s.computed for s in tails), default=0)
         prompts = self._tempo.prompt_tokens(rows, context, self._page_size)
+        parts = self._tempo.tail_tokens(rows, context, self._page_size)
         overdue = now - self._config.first_step_ms / 1_000
-        return plan_step(self._sequences.values(), Budget(self._config.step_tokens, prompts, overdue, self._rate.rate))
+        budget = Budget(self._config.step_tokens, prompts, parts, overdue, self._rate.rate)
+        return plan_step(self._sequences.values(), budget)
 
     def alike(self, plan: Plan) -> int:
         """How many steps in a row may run this plan, each row feeding on its own last token, and come to the same as if

@@ -17,6 +17,10 @@ from engine.steps import Plan
 _MIXED = 8.0
 """Times a step that only decodes: what one with prompts in it may take, unless `decode.itl_ms` says. With 3, on
 two cores, chunks had some 50 tokens, each of which took twice as long as one in a chunk of 512: all were slower."""
+_TAIL = 1.4
+"""The same where all there is of prompts are the last few tokens of some that were handed off. They come in parts then,
+each of which reads the weights with those who decode."""
+_LEAST_TAIL = 4  # tokens of such a part
 _UNKNOWN = 8  # part of step_tokens that prompts get while it is not known what they cost
 _WEIGHT = 0.2  # of the newest measurement
 _FAR = 4.0  # times the average: so much counts of a copy that took longer, since the process may have stood still
@@ -52,6 +56,14 @@ class Tempo:
             within = self._pace.tokens_within(self.longest_step(rows), rows, context)
             room = min(room, self._config.step_tokens // _UNKNOWN if within is None else within)
         return max(room, 2 * page_size)
+
+    def tail_tokens(self, rows: int, context: int, page_size: int) -> int:
+        """The same where no prompt has more than a page left."""
+        most = self.prompt_tokens(rows, context, page_size)
+        if not rows:
+            return most
+        within = self._pace.tokens_within(_TAIL * self._pace.seconds(0, rows), rows, context)
+        return min(most, max(within or 0, _LEAST_TAIL))
 
     def copies(self, rows: int) -> int:
         """How many pages may be copied before a step of `rows` decoding sequences; at least one."""

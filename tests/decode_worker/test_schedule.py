@@ -30,8 +30,10 @@ def decoding(name: str, arrival: int = 0) -> Sequence:
     return sequence(name, 40, 39, arrival)
 
 
-def budget(tokens: int = 512, prompts: int = 64, overdue: float = NEVER, rate: float = 1_000.0) -> Budget:
-    return Budget(tokens, prompts, overdue, rate)
+def budget(
+    tokens: int = 512, prompts: int = 64, tails: int = 64, overdue: float = NEVER, rate: float = 1_000.0
+) -> Budget:
+    return Budget(tokens, prompts, tails, overdue, rate)
 
 
 def run(plan: Plan, sequences: list[Sequence], step: int) -> None:
@@ -71,6 +73,19 @@ def test_short_tails_take_what_long_ones_leave() -> None:
     assert sum(sizes(plan_step(tails, budget(prompts=128))).values()) > 128 - PAGE
 
 
+def test_without_a_long_one_short_tails_come_in_parts() -> None:
+    everybody = [decoding("d"), *(sequence(f"s{i}", 44, 32, 1 + i) for i in range(2))]
+    seen: list[dict[str, int]] = []
+    while any(each.pending > 1 for each in everybody):
+        plan = plan_step(everybody, budget(tails=5))
+        run(plan, everybody, len(seen))
+        seen.append(sizes(plan))
+    rest = [{"s0": 5}, {"s0": 5}, {"s0": 2, "s1": 3}, {"s0": 1, "s1": 5}, {"s0": 1, "s1": 4}]
+    assert seen == [{"d": 1} | others for others in rest]
+    late = [sequence("s", 47, 32, joined=1.0)]
+    assert sizes(plan_step(late, budget(tails=5, overdue=2.0))) == {"s": 15}
+
+
 def test_a_shorter_prompt_overtakes_a_much_longer_one_but_not_for_ever() -> None:
     tails = [sequence("long", 4_000, 0), sequence("middle", 100, 0, arrival=1, urgency=10.0)]
     assert next(iter(sizes(plan_step(tails, budget())))) == "middle"  # it takes 0.1 s, the other one 4
@@ -107,9 +122,12 @@ tails = st.builds(
 )  # fmt: skip
 
 
-@given(st.integers(0, 20), st.lists(tails, max_size=12), st.integers(1, 64), st.integers(32, 300), st.floats(-1, 11))
+@given(
+    st.integers(0, 20), st.lists(tails, max_size=12), st.integers(1, 64), st.integers(32, 300), st.integers(1, 40),
+    st.floats(-1, 11),
+)  # fmt: skip
 def test_every_plan_is_within_its_budget_and_nobody_is_in_it_twice_or_starves(
-    rows: int, wanted: list[tuple[int, int, float]], tokens: int, prompts: int, overdue: float
+    rows: int, wanted: list[tuple[int, int, float]], tokens: int, prompts: int, parts: int, overdue: float
 ) -> None:
     sequences = [decoding(f"d{i}", i) for i in range(rows)]
     sequences += [
@@ -117,9 +135,8 @@ def test_every_plan_is_within_its_budget_and_nobody_is_in_it_twice_or_starves(
         for i, (known, computed, joined) in enumerate(wanted)
     ]
     prompts = max(2 * PAGE, min(prompts, tokens - rows))
-    limits = Budget(tokens, prompts, overdue, 1_000.0)
+    limits = Budget(tokens, prompts, parts, overdue, 1_000.0)
     waiting = {each.name.request for each in sequences if each.pending > 1}
-    short = sum(each.pending <= PAGE for each in sequences if each.pending > 1)
     work = sum(each.pending for each in sequences if each.pending > 1)
     steps = 0
     while waiting:
@@ -129,16 +146,19 @@ def test_every_plan_is_within_its_budget_and_nobody_is_in_it_twice_or_starves(
         ones = sum(by_name[name].pending == 1 for name in plan)
         others = sum(len(chunk.tokens) for name, chunk in plan.items() if by_name[name].pending > 1)
         assert ones == min(tokens, sum(each.pending == 1 for each in sequences))
-        assert others <= max(prompts, tokens - ones)
+        all_short = all(each.pending <= PAGE for each in sequences)
+        assert others <= max(parts if all_short else prompts, tokens - ones)
         for name, chunk in plan.items():
             each = by_name[name]
             assert chunk.start == each.computed
-            assert chunk.end == len(each.tokens) if chunk.sample else chunk.end % PAGE == 0
+            assert chunk.end == len(each.tokens) if chunk.sample else all_short or chunk.end % PAGE == 0
             assert len(chunk.pages) == -(-chunk.end // PAGE)
             if chunk.sample:
                 waiting.discard(name.request)
         run(plan, sequences, steps)
-        assert steps <= short + work // PAGE + len(wanted), "somebody waits too long"
+        turns = 1 + -(-len(sequences) // tokens)  # a last token that a part has left comes in its turn
+        most = len(wanted) * (turns + -(-PAGE // parts)) + work // PAGE
+        assert steps <= most, "somebody waits too long"
 
 
 @given(st.integers(1, 30), st.integers(32, 256))

@@ -48,6 +48,12 @@ def test_before_anything_is_known_prompts_get_little_beside_those_who_decode() -
     assert Tempo(DecodeConfig()).prompt_tokens(0, 0, PAGE) == 512
 
 
+def test_the_last_tokens_of_prompts_come_in_parts_that_hold_up_nobody_for_long() -> None:
+    assert measured().tail_tokens(8, 0, PAGE) == pytest.approx(0.4 * 14 / 0.2, abs=4)
+    assert measured().tail_tokens(0, 0, PAGE) == 512
+    assert Tempo(DecodeConfig()).tail_tokens(8, 0, PAGE) == 4
+
+
 def test_copies_take_a_share_of_a_step() -> None:
     tempo = measured(copy_share=0.5, copies_per_step=1_000)
     assert tempo.copies(8) == 1_000
