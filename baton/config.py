@@ -106,6 +106,7 @@ class RouterConfig(_Section, frozen=True):
     max_queued: Natural = 1_024  # requests waiting for a worker; more are refused
     queue_ms: Positive = 30_000  # longest wait for a worker
     progress_ms: Positive = 120_000  # an attempt without any progress for longer is given up
+    explain_requests: Natural = 1_000  # the last so many can be explained; 0: none
 
 
 class StoreConfig(_Section, frozen=True):

@@ -65,6 +65,7 @@ class Answers:
         member.busy_since = member.work[attempt.name].sequence
         member.drop(attempt.name)
         self._out.note(f"attempt {attempt.name.attempt}: {member.peer.name} is busy", request.name)
+        self._life.recent.over(request, f"{member.peer.name} is busy", now)
         self._life.withdraw(request)
         self._life.enqueue(request, now)
 
@@ -121,6 +122,8 @@ class Answers:
         if request.decode_computed is None and delta.position == attempt.start:
             request.decode_computed = delta.computed
         if new:
+            if request.known == attempt.start:
+                self._life.recent.began(request, delta.computed, now)
             request.extend(new)
             attempt.progress = now
             request.failures = 0
@@ -158,6 +161,7 @@ class Answers:
         attempt.prefilled, attempt.predicted, attempt.progress = True, 0, now
         request.timeline.prefilled = now
         request.prefill_computed += event.computed
+        self._life.recent.prefilled(request, event.computed)
         request.pages_hit += event.hit
         request.pages_shipped += event.shipped
         request.prefill_queue_ms, request.prefill_compute_ms = event.queue_ms, event.compute_ms
@@ -181,6 +185,7 @@ class Answers:
         if refusal.reason == "busy":
             member.busy_since = member.work[attempt.name].sequence
         member.drop(attempt.name)
+        self._life.recent.noted(request, f"{member.peer.name} refuses to prefill: {refusal.message}")
         attempt.prefill, attempt.prefill_sent, attempt.predicted = None, False, 0
         request.failed_on.add(member.incarnation)
         others = prefill_candidates(self._members, {}, self._config.prefill.max_prompts, request.failed_on)

@@ -25,6 +25,7 @@ from kvstore.keys import namespace_root
 from router.admission import ModelLimits, Queue, check_tokens, settle_length
 from router.candidates import decode_candidates, prefill_candidates, stores, takes_work
 from router.events import WARM, Cancelled, End, Failed, Finished, Outcome, Submit
+from router.explain import Explanations
 from router.outbox import Outbox
 from router.peers import Member, Members, Work
 from router.placement import Plan, Wait, place
@@ -65,6 +66,7 @@ class Life:
         self.queue = Queue()
         self.room = False  # something has changed that may let a queued request be placed
         self.counts = Counts()
+        self.recent = Explanations(config.router.explain_requests)
         self.finished: Counter[str] = Counter()  # by reason
         self.failed: Counter[str] = Counter()  # by reason
         self.cancelled = 0
@@ -79,6 +81,7 @@ class Life:
         self._arrivals += 1
         request = Request.from_submit(submit, self._arrivals, now)
         self.requests[request.name] = request
+        self.recent.submitted(request)
         try:
             if self._shut:
                 raise Unavailable("this router is stopping")
@@ -160,6 +163,9 @@ class Life:
         decoder = self._members.live(plan.decode)
         if plan.prefill is not None:
             self._members.live(plan.prefill).slots.add(name)
+        prefill = self._members.live(plan.prefill).peer.name if plan.prefill else ""
+        cached = min(request.known, plan.cached * self._config.pages.page_size)
+        self.recent.placed(request, decoder.peer.name, prefill, cached, None)
         if request.decode_workers[-1:] != [decoder.peer.name]:
             request.decode_workers.append(decoder.peer.name)
         assert request.max_tokens is not None, request.name
@@ -181,7 +187,7 @@ class Life:
         pages = -(-request.known // self._config.pages.page_size)
         decoder.work[name] = Work(self._out.send(plan.decode, message), pages)
         decoder.unanswered.add(name)
-        split = f", prefill by {self._members.live(plan.prefill).peer.name}" if plan.prefill else ""
+        split = f", prefill by {prefill}" if prefill else ""
         loads = "".join(f", {run.pages} from {run.speed.tier}" for run in plan.loads)
         self._out.note(
             f"attempt {name.attempt} on {decoder.peer.name}{split}: {len(request.keys)} pages, {plan.cached} cached"
@@ -220,6 +226,7 @@ class Life:
         if blame:
             request.failed_on.add(attempt.decode)
         request.failures += attempt.phase is not Phase.PLACED and not free
+        self.recent.over(request, why, now)
         self.withdraw(request)
         if request.failures >= self._config.router.max_attempts:
             message = f"{request.attempts} attempts failed; the last because {why}"
@@ -263,6 +270,7 @@ class Life:
         """The one way out. `completion`: how many tokens count, if not all."""
         request.timeline.ended = now
         summary = request.summary(completion)
+        self.recent.ended(request, outcome, summary, now)
         self.withdraw(request)
         self.queue.discard(request)
         del self.requests[request.name]
