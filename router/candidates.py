@@ -6,16 +6,41 @@ prefix. Pure."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from baton.messages import LowerTier, TierSpeed
 from kvstore.cost import DEFAULT_SPEEDS
 from kvstore.prefix_map import Match
 from router.peers import Member, Members
-from router.placement import DecodeCandidate, PrefillCandidate
 from router.reach import Store
 
 _NOTHING = Match(0)
 _UNANSWERED = 16  # Decodes on their way to one worker; were there no limit, a full worker would refuse a whole queue
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCandidate:
+    """A live decode worker. Pages are those of the prefix at hand, without a gap from the first."""
+
+    incarnation: str
+    name: str
+    node: str
+    busy_pages: int  # of everything that was dispatched to it and has not ended
+    device_pages: int  # of the prefix, on its device
+    rate: float = 0.0  # prompt tokens that it computes per second; 0: not measured
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCandidate:
+    """A live prefill worker. `slots` are the prompts it may still be given."""
+
+    incarnation: str
+    name: str
+    node: str
+    busy_pages: int
+    device_pages: int
+    slots: int
+    rate: float = 0.0
 
 
 def takes_work(member: Member) -> bool:

@@ -23,15 +23,16 @@ from baton.errors import (
 from baton.messages import AttemptName, Cancel, Decode
 from kvstore.keys import namespace_root
 from router.admission import ModelLimits, Queue, check_tokens, settle_length
-from router.candidates import decode_candidates, prefill_candidates, stores, takes_work
+from router.candidates import takes_work
 from router.events import WARM, Cancelled, End, Failed, Finished, Outcome, Submit
 from router.explain import Explanations
 from router.outbox import Outbox
 from router.peers import Member, Members, Work
-from router.placement import Plan, Wait, place
+from router.placement import Ask, Placer, Plan
 from router.prefixes import Prefixes
 from router.reach import Prefix
 from router.request import Attempt, Phase, Request
+from router.view import View
 
 _LOOK_AHEAD = 64  # queued requests that are tried when the first can't be placed
 
@@ -53,9 +54,17 @@ class Life:
     """Every request that has not ended."""
 
     def __init__(
-        self, config: Config, limits: ModelLimits, members: Members, prefixes: Prefixes, outbox: Outbox
+        self,
+        config: Config,
+        limits: ModelLimits,
+        members: Members,
+        prefixes: Prefixes,
+        outbox: Outbox,
+        placer: Placer,
     ) -> None:
         self._config = config
+        self._placer = placer
+        self._view = View(config, members)
         self._limits = limits
         self._members = members
         self._prefixes = prefixes
@@ -139,14 +148,24 @@ class Life:
                 return True
         request.derive_keys(root, self._config.pages.page_size)
         final = request.failures >= self._config.router.max_attempts - 1
-        held = self._prefixes.match(request.keys)
-        needs = -(-(request.prompt + (request.max_tokens or 1)) // self._config.pages.page_size)
-        decoders = decode_candidates(self._members, held, needs, request.failed_on)
-        prefillers = prefill_candidates(self._members, held, self._config.prefill.max_prompts, request.failed_on)
-        prefix = Prefix(len(request.keys), self._config.pages.page_size, card.page_bytes)
-        reachable = stores(self._members, held, request.failed_on)
-        choice = place(prefix, decoders, prefillers, reachable, local=final or request.local)
-        if isinstance(choice, Wait):
+        assert request.max_tokens is not None, request.name
+        ask = Ask(
+            request=request.name,
+            prefix=Prefix(len(request.keys), self._config.pages.page_size, card.page_bytes),
+            keys=request.keys,
+            held=self._prefixes.match(request.keys),
+            tokens=request.known,
+            max_tokens=request.max_tokens,
+            prompt=request.prompt,
+            waited=now - request.submitted,
+            priority=request.priority,
+            tenant=request.tenant,
+            avoid=request.failed_on,
+            local=final or request.local,
+        )
+        self._view.now = now
+        choice = self._placer.place(ask, self._view)
+        if not isinstance(choice, Plan):
             return False
         self._begin(request, choice, now)
         return True

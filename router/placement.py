@@ -17,38 +17,17 @@ Pure. Pages are immutable and found by key, so a plan made from stale hints cost
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Protocol, TypeAlias
 
 from baton.messages import Source, TierRun
 from kvstore.cost import load_seconds
+from kvstore.prefix_map import Match
+from router.candidates import DecodeCandidate, PrefillCandidate, decode_candidates, prefill_candidates, stores
 from router.reach import Node, Prefix, Reach, Store, decoder_reach, nodes_of, prefiller_reach
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeCandidate:
-    """A live decode worker. Pages are those of the prefix at hand, without a gap from the first."""
-
-    incarnation: str
-    name: str
-    node: str
-    busy_pages: int  # of everything that was dispatched to it and has not ended
-    device_pages: int  # of the prefix, on its device
-    rate: float = 0.0  # prompt tokens that it computes per second; 0: not measured
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillCandidate:
-    """A live prefill worker. `slots` are the prompts it may still be given."""
-
-    incarnation: str
-    name: str
-    node: str
-    busy_pages: int
-    device_pages: int
-    slots: int
-    rate: float = 0.0
+from router.view import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +77,82 @@ class Wait:
     """Nothing can take it now that would not be worse than waiting."""
 
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """No placement meets its objectives. `retry_after`: seconds after which one might; none: nobody knows."""
+
+    why: str
+    retry_after: float | None = None
+
+
+Choice: TypeAlias = Plan | Wait | Reject
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request that wants a place, as its next attempt needs it."""
+
+    request: str
+    prefix: Prefix
+    keys: Sequence[bytes]  # of the prefix's pages
+    held: Mapping[str, Match]  # who has how much of the prefix, by incarnation
+    tokens: int  # known: the prompt, and what earlier attempts generated
+    max_tokens: int  # of output, those generated included
+    prompt: int  # tokens
+    ttft: float | None = None  # objective: seconds from now until the first token
+    tpot: float | None = None  # objective: seconds per token after the first
+    waited: float = 0.0  # seconds since it was received
+    priority: int = 0  # lower is more urgent
+    tenant: str = ""
+    avoid: Collection[str] = ()  # incarnations that have failed it
+    local: bool = False  # only a decode worker may be needed, and no store: this is how a last attempt is made
+    affinity: str = ""  # requests of one key go to one decode worker while it lives
+
+    @property
+    def needs(self) -> int:
+        """Device pages of a decode worker, for prompt and output."""
+        return -(-(self.prompt + self.max_tokens) // self.prefix.page_size)
+
+
+class Placer(Protocol):
+    """A policy. `router.state.RouterState` takes one; `LowestTtft` is Baton's own."""
+
+    def place(self, ask: Ask, view: View) -> Choice: ...
+
+
+class LowestTtft:
+    """The placement with the lowest predicted time to first token."""
+
+    def place(self, ask: Ask, view: View) -> Choice:
+        decoders = decode_candidates(view.members, ask.held, ask.needs, ask.avoid)
+        prefillers = prefill_candidates(view.members, ask.held, view.config.prefill.max_prompts, ask.avoid)
+        return place(ask.prefix, decoders, prefillers, stores(view.members, ask.held, ask.avoid), local=ask.local)
+
+
+def plan_for(ask: Ask, view: View, decode: str, prefill: str | None = None) -> Plan | Wait:
+    """The plan that uses just these workers, incarnations of live ones: what is cached is fetched as far as that pays.
+    Wait: one of them takes no work now, or the two have no store between them; without `prefill`, never for the
+    latter. For policies that choose workers by rules of their own."""
+    decoders = decode_candidates(view.members, ask.held, ask.needs, ask.avoid)
+    decoder = next((candidate for candidate in decoders if candidate.incarnation == decode), None)
+    if decoder is None:
+        return Wait("the decode worker takes no work now")
+    nodes = {} if ask.local else nodes_of(stores(view.members, ask.held, ask.avoid))
+    node = nodes.get(decoder.node)
+    alone = _alone(ask.prefix, decoder, node)
+    if prefill is None or alone.cached >= ask.prefix.pages:
+        return alone
+    prefillers = prefill_candidates(view.members, ask.held, view.config.prefill.max_prompts, ask.avoid)
+    makers = [
+        _Maker.of(ask.prefix, worker, nodes[worker.node])
+        for worker in prefillers
+        if worker.incarnation == prefill and worker.node in nodes
+    ]
+    makers = [maker for maker in makers if node is not None and (maker.store is node.store or maker.store.endpoint)]
+    pair = _best_pair(ask.prefix, decoder, node.store, makers) if node is not None else None
+    return pair or Wait("the prefill worker takes no prompt now")
 
 
 def place(

@@ -61,6 +61,7 @@ from router.life import Life
 from router.outbox import Outbox
 from router.peers import GoneReason, Member, Members
 from router.pin import Phase as PinPhase
+from router.placement import LowestTtft, Placer
 from router.prefixes import Prefixes, PrefixesStats
 from router.request import Attempt, Phase, Request
 from router.warm import Warmer
@@ -105,13 +106,14 @@ class RouterStats:
 class RouterState:
     """One router's whole knowledge."""
 
-    def __init__(self, me: Peer, config: Config, limits: ModelLimits) -> None:
+    def __init__(self, me: Peer, config: Config, limits: ModelLimits, placer: Placer | None = None) -> None:
+        """`placer`: the policy that says who shall do what; Baton's own unless told otherwise."""
         self._me = me
         self._config = config
         self._members = Members(config.pages.page_size)
         self._prefixes = Prefixes()
         self._out = Outbox(self._members)
-        self._life = Life(config, limits, self._members, self._prefixes, self._out)
+        self._life = Life(config, limits, self._members, self._prefixes, self._out, placer or LowestTtft())
         self._answers = Answers(config, limits, self._members, self._life, self._out)
         self._warmer = Warmer(me.incarnation, config, limits, self._members, self._prefixes, self._life, self._out)
         self._warm_answers = WarmAnswers(config, self._warmer, self._out)

@@ -10,7 +10,8 @@ from hypothesis import given
 
 from baton.messages import Source, TierRun, TierSpeed
 from kvstore.cost import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS
-from router.placement import DecodeCandidate, Plan, PrefillCandidate, Wait, place
+from router.candidates import DecodeCandidate, PrefillCandidate
+from router.placement import Plan, Wait, place
 from router.reach import Prefix, Store
 
 PREFIX = Prefix(pages=8, page_size=10, page_bytes=1_000)
