@@ -6,6 +6,7 @@ BatonError                        INTERNAL
 ├── ModelMismatch                 NOT_FOUND            the client named a model this cluster does not serve
 ├── PinNotFound                   NOT_FOUND            the client named a pin that there is not
 ├── ProcessNotFound               NOT_FOUND            the client named a worker or store that is not live
+├── RequestNotFound               NOT_FOUND            the client named a request that nobody remembers
 ├── Overloaded                    RESOURCE_EXHAUSTED   no room now; carries when to try again
 ├── QuotaExceeded                 RESOURCE_EXHAUSTED   a tenant may not pin as much as that
 ├── DeadlineExpired               DEADLINE_EXCEEDED    the client's deadline passed first
@@ -76,6 +77,13 @@ class ProcessNotFound(BatonError):
 
     status = "NOT_FOUND"
     reason = "process_not_found"
+
+
+class RequestNotFound(BatonError):
+    """The client named a request that this router never served, or has forgotten."""
+
+    status = "NOT_FOUND"
+    reason = "request_not_found"
 
 
 class Overloaded(BatonError):

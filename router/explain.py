@@ -103,7 +103,7 @@ class Record:
 
     name: str  # the cluster's name for it
     tenant: str
-    arrival: int
+    priority: int
     request: Request | None  # while it has not ended
     line: Timeline
     attempts: deque[Account] = field(default_factory=lambda: deque[Account](maxlen=_ATTEMPTS))
@@ -115,6 +115,11 @@ class Record:
     def request_id(self) -> str:
         """What the client calls it."""
         return client_name(self.name)
+
+    @property
+    def running(self) -> bool:
+        """A worker has it, or was offered it."""
+        return self.request is not None and self.request.attempt is not None
 
     @property
     def account(self) -> Summary:
@@ -178,7 +183,7 @@ class Explanations:
             return
         while len(self._records) >= self._most:
             self._forget(next(iter(self._records)))
-        record = Record(request.name, request.tenant, request.arrival, request, request.timeline)
+        record = Record(request.name, request.tenant, request.priority, request, request.timeline)
         self._records[request.name] = self._latest[record.request_id] = record
 
     def placed(self, request: Request, decode: str, prefill: str, cached: int, weighed: Weighed | None) -> None:

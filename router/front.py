@@ -24,6 +24,7 @@ from baton.v1 import (
     cache_pb2_grpc,
     cluster_pb2,
     cluster_pb2_grpc,
+    explain_pb2,
     generation_pb2,
     generation_pb2_grpc,
 )
@@ -37,7 +38,9 @@ log = logging.getLogger(__name__)
 
 REASON = "baton-reason"
 RETRY_AFTER = "retry-after-ms"
+REQUEST_ID = "x-request-id"
 _MAX_MESSAGE_BYTES = 16 * 2**20
+_LISTED = 10  # requests, unless the client says how many
 _LONG_TEXT = 4_000  # characters; longer prompts are tokenized on a thread, so that nobody's tokens wait for them
 _SERVICES = ("baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster")
 
@@ -65,6 +68,7 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
         request_id = ""
         try:
             request_id = name_of(request)
+            await context.send_initial_metadata(((REQUEST_ID, request_id),))
             intake = await self._take_in(request, request_id)
             stream = self._relay.submit(intake, received, deadline)
             await self._pass_on(intake, stream, context)
@@ -163,6 +167,17 @@ class ClusterFront(cluster_pb2_grpc.ClusterServicer):
             path, node = self._relay.profile(request.process, steps)
             return cluster_pb2.ProfileResponse(path=str(path), node=node, steps=steps)
         raise AssertionError("abort returned")
+
+    async def Explain(self, request: explain_pb2.ExplainRequest, context: Any) -> explain_pb2.ExplainResponse:  # noqa: N802
+        async with _typed(context):
+            return replies.explained(*self._relay.explain(request.request_id))
+        raise AssertionError("abort returned")
+
+    async def ListRequests(  # noqa: N802 gRPC's name
+        self, request: explain_pb2.ListRequestsRequest, context: Any
+    ) -> explain_pb2.ListRequestsResponse:
+        records, now = self._relay.recent(request.last or _LISTED)
+        return explain_pb2.ListRequestsResponse(requests=[replies.request_summary(record, now) for record in records])
 
 
 class Front:

@@ -48,6 +48,7 @@ from router.events import (
     Warm,
     Warmed,
 )
+from router.explain import Record
 from router.intake import Intake, Wish
 from router.model_files import ServedModel
 from router.state import ProcessView, RouterState
@@ -153,6 +154,14 @@ class Relay:
         self.handle(Profile(process, mark, steps))
         node = next(view.peer.node for view in self.state.processes(self._clock.now()) if view.peer.name == process)
         return trace_path(self.config.cluster.traces, process, mark), node
+
+    def explain(self, name: str) -> tuple[Record, float]:
+        """What is remembered of a request, and the time by its clock. Raises RequestNotFound."""
+        return self.state.explain(name, ""), self._clock.now()
+
+    def recent(self, count: int) -> tuple[list[Record], float]:
+        """The last requests of the only tenant there is, newest first, and the time by their clock."""
+        return self.state.recent(count, ""), self._clock.now()
 
     def stop(self) -> None:
         """End every stream: whoever is served gets Unavailable, and may ask the router that comes after this one."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from baton.messages import FinishReason, ModelCard, Role, TokenLogprob
 from baton.timeline import Timeline
-from baton.v1 import cache_pb2, cluster_pb2, generation_pb2
-from router.events import Kept, PinView, Summary
+from baton.v1 import cache_pb2, cluster_pb2, explain_pb2, generation_pb2
+from router.events import Cancelled, Failed, Finished, Kept, Outcome, PinView, Summary
+from router.explain import Account, Candidate, Record, reason
 from router.peers import GoneReason
+from router.placement import Predicted
 from router.state import ProcessView, RouterStats
 from router.stream import Output
 
@@ -147,9 +149,122 @@ def warmed(kept: Kept) -> cache_pb2.WarmResponse:
     return cache_pb2.WarmResponse(pin=pin(kept.view), tokens_computed=computed, tokens_cached=cached)
 
 
-def _since(line: Timeline, instant: str) -> float | None:
-    seconds = line.between("received", instant)
+def request_summary(record: Record, now: float) -> explain_pb2.RequestSummary:
+    account, line = record.account, record.line
+    usage, last = account.usage, record.attempts[-1] if record.attempts else None
+    return explain_pb2.RequestSummary(
+        request_id=record.request_id,
+        name=record.name,
+        state=_request_state(record),
+        outcome=_outcome(record.outcome),
+        age_ms=(now - line.received) * 1_000,
+        priority=record.priority,
+        prompt_tokens=usage.prompt,
+        cached_tokens=None if line.first_token is None else usage.cached,
+        completion_tokens=usage.completion,
+        ttft_ms=_ms(line.ttft),
+        tpot_ms=_ms(line.tpot(usage.completion)),
+        e2e_ms=_since(line, "ended"),
+        attempts=record.begun,
+        decode_worker=last.decode if last else "",
+        prefill_worker=last.prefill if last else "",
+    )
+
+
+def explained(record: Record, now: float) -> explain_pb2.ExplainResponse:
+    return explain_pb2.ExplainResponse(
+        request=request_summary(record, now),
+        attempts=[_attempt(record, account) for account in record.attempts],
+        attempts_omitted=record.begun - len(record.attempts),
+    )
+
+
+def _attempt(record: Record, account: Account) -> explain_pb2.ExplainedAttempt:
+    candidates, omitted = account.candidates()
+    line, first, placed = account.line, account.first_token, account.line.placed
+    return explain_pb2.ExplainedAttempt(
+        number=account.number,
+        decode_worker=account.decode,
+        prefill_worker=account.prefill,
+        why=reason(account, candidates),
+        candidates=[_candidate(one, chosen=account.chose(one)) for one in candidates],
+        candidates_omitted=omitted,
+        predicted=explain_pb2.Outlook(
+            cached_tokens=account.cached,
+            ttft_ms=_ms(account.predicted_ttft),
+            start_ms=_ms(account.plan.predicted.total),
+        ),
+        actual=explain_pb2.Outlook(
+            cached_tokens=account.actually_cached,
+            ttft_ms=None if first is None or account.resumes else (first - line.received) * 1_000,
+            tpot_ms=_ms(line.tpot(record.account.usage.completion)) if not account.resumes else None,
+            start_ms=None if first is None or placed is None else (first - placed) * 1_000,
+        ),
+        hops=explain_pb2.Hops(
+            placed=_since(line, "placed"),
+            accepted=_since(line, "accepted"),
+            prefill_sent=_since(line, "prefill_sent"),
+            prefilled=_since(line, "prefilled"),
+            started=_since(line, "started"),
+            first_token=None if first is None else (first - line.received) * 1_000,
+            ended=None if account.ended is None else (account.ended - line.received) * 1_000,
+        ),
+        notes=account.notes,
+        ended_because=account.over,
+    )
+
+
+def _candidate(candidate: Candidate, *, chosen: bool) -> explain_pb2.ExplainedCandidate:
+    return explain_pb2.ExplainedCandidate(
+        decode_worker=candidate.decode,
+        prefill_worker=candidate.prefill,
+        chosen=chosen,
+        infeasible=candidate.why_not,
+        cached_tokens=candidate.cached,
+        cost=_cost(candidate.predicted),
+    )
+
+
+def _cost(predicted: Predicted) -> explain_pb2.CostTerms:
+    return explain_pb2.CostTerms(
+        total_ms=predicted.total * 1_000,
+        queue_ms=predicted.queue * 1_000,
+        load_ms=predicted.load * 1_000,
+        compute_ms=predicted.compute * 1_000,
+        transfer_ms=predicted.transfer * 1_000,
+    )
+
+
+def _request_state(record: Record) -> explain_pb2.RequestState:
+    match record.outcome:
+        case Finished():
+            return explain_pb2.REQUEST_STATE_FINISHED
+        case Failed():
+            return explain_pb2.REQUEST_STATE_FAILED
+        case Cancelled():
+            return explain_pb2.REQUEST_STATE_CANCELLED
+        case None:
+            return explain_pb2.REQUEST_STATE_RUNNING if record.running else explain_pb2.REQUEST_STATE_QUEUED
+
+
+def _outcome(outcome: Outcome | None) -> str:
+    match outcome:
+        case Finished(reason=reason):
+            return reason
+        case Failed(error=error):
+            return f"{error.reason}: {error}"
+        case Cancelled(why=why):
+            return why
+        case None:
+            return ""
+
+
+def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1_000
+
+
+def _since(line: Timeline, instant: str) -> float | None:
+    return _ms(line.between("received", instant))
 
 
 def _logprob(one: TokenLogprob) -> generation_pb2.TokenLogprob:

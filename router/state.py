@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from baton import messages
 from baton.clock import Tick
 from baton.config import Config
-from baton.errors import BatonError, ProcessNotFound
+from baton.errors import BatonError, ProcessNotFound, RequestNotFound
 from baton.messages import (
     AttemptHeld,
     AttemptName,
@@ -57,6 +57,7 @@ from router.events import (
     Unwarm,
     Warm,
 )
+from router.explain import Record
 from router.life import Life
 from router.outbox import Outbox
 from router.peers import GoneReason, Member, Members
@@ -411,6 +412,17 @@ class RouterState:
     def pins(self, tenant: str, now: float) -> list[PinView]:
         """The prefixes that are kept warm for a tenant."""
         return self._warmer.pins(tenant, now)
+
+    def explain(self, name: str, tenant: str) -> Record:
+        """What is remembered of a tenant's request. Raises RequestNotFound."""
+        if (record := self._life.recent.find(name, tenant)) is None:
+            most = self._config.router.explain_requests
+            raise RequestNotFound(f"no request {name!r} is among the last {most} (router.explain_requests)")
+        return record
+
+    def recent(self, count: int, tenant: str) -> list[Record]:
+        """A tenant's last requests, newest first."""
+        return self._life.recent.last(count, tenant)
 
     def stats(self) -> RouterStats:
         life, counts = self._life, self._life.counts
