@@ -94,6 +94,7 @@ class Answers:
             return
         self._accept(request, attempt, now)
         attempt.phase = Phase.RUNNING
+        self._members.live(attempt.decode).work[attempt.name].covered = True
         request.timeline.started = now
         self._compare(request, attempt, now)
         if attempt.prefilled or not attempt.prefill_sent:

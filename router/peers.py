@@ -41,6 +41,7 @@ class Work:
 
     sequence: int  # of the message that gave it
     pages: int  # how much work it is; 0 once it is done and merely held
+    covered: bool = False  # of a decode worker: nothing of the prompt is to be computed or fetched any more
     missing: bool = False  # the last heartbeat should have listed it, and did not
 
 
