@@ -95,6 +95,13 @@ class PagesConfig(_Section, frozen=True):
     page_size: Annotated[int, Meta(ge=1, le=1_024)] = 16  # tokens
 
 
+class ObjectivesConfig(_Section, frozen=True):
+    """What a class of requests is promised, unless a request brings its own."""
+
+    ttft_ms: Natural = 0  # to the first token; 0: no promise
+    tpot_ms: Natural = 0  # between two tokens, on average; 0: no promise
+
+
 class RouterConfig(_Section, frozen=True):
     """The front door."""
 
@@ -106,6 +113,8 @@ class RouterConfig(_Section, frozen=True):
     max_queued: Natural = 1_024  # requests waiting for a worker; more are refused
     queue_ms: Positive = 30_000  # longest wait for a worker
     progress_ms: Positive = 120_000  # an attempt without any progress for longer is given up
+    ageing_ms: Positive = 10_000  # one level of priority is worth so much waiting
+    classes: dict[int, ObjectivesConfig] = {}  # objectives by priority; a class that is not here has none
     explain_requests: Natural = 1_000  # the last so many can be explained; 0: none
 
 

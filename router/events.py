@@ -36,6 +36,8 @@ class Submit:
     tenant: str = ""  # from the authenticated identity
     priority: int = 0  # lower is more urgent
     deadline: float | None = None  # seconds on the same clock
+    ttft: float | None = None  # objective, seconds; none: that of its priority's class
+    tpot: float | None = None  # the same
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from baton.errors import InvalidRequest, ModelMismatch
 from baton.messages import Sampling
@@ -41,6 +42,8 @@ class Intake:
     stop_token_ids: tuple[int, ...]
     request_id: str  # the client's name for it, or one that we made
     priority: int
+    ttft: float | None  # objective, seconds
+    tpot: float | None  # the same
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ def take_in(request: pb.GenerateRequest, request_id: str, model: ServedModel, dr
         stop_token_ids=tuple(dict.fromkeys((*eos, *stop_ids))),
         request_id=request_id,
         priority=request.priority,
+        ttft=_objective("ttft_ms", request),
+        tpot=_objective("tpot_ms", request),
     )
 
 
@@ -124,6 +129,15 @@ def _prompt(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedMo
     if model.tokenizer is None:
         raise InvalidRequest(f"{model.name} has no tokenizer.json, so its prompt can't be text; send token_ids")
     return model.tokenizer.encode(request.text)
+
+
+def _objective(field: Literal["ttft_ms", "tpot_ms"], request: pb.GenerateRequest) -> float | None:
+    """Seconds."""
+    if not request.HasField(field):
+        return None
+    if (asked := getattr(request, field)) < 1:
+        raise InvalidRequest(f"{field} is 0; it must be at least 1, or unset")
+    return asked / 1_000
 
 
 def _sampling(request: pb.GenerateRequest, defaults: Sampling, draw_seed: Callable[[], int]) -> Sampling:

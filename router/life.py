@@ -89,6 +89,7 @@ class Life:
             raise InvalidRequest(f"request {submit.request!r} is being served already")
         self._arrivals += 1
         request = Request.from_submit(submit, self._arrivals, now)
+        self._promise(request)
         self.requests[request.name] = request
         self.recent.submitted(request)
         try:
@@ -104,6 +105,15 @@ class Life:
         if request in self.queue and len(self.queue) > self._config.router.max_queued:
             message = f"{len(self.queue) - 1} requests wait for a worker already"
             self.end(request, Failed(Overloaded(message, self.queue.retry_after_ms(now))), now)
+
+    def _promise(self, request: Request) -> None:
+        """What a request does not ask for itself, its class does."""
+        if (promised := self._config.router.classes.get(request.priority)) is None:
+            return
+        if request.ttft is None and promised.ttft_ms:
+            request.ttft = promised.ttft_ms / 1_000
+        if request.tpot is None and promised.tpot_ms:
+            request.tpot = promised.tpot_ms / 1_000
 
     def _settle_length(self, request: Request) -> None:
         """Raises InvalidRequest or ContextTooLong. Without a worker, an open length stays open."""
@@ -166,6 +176,7 @@ class Life:
         self._view.now = now
         choice = self._placer.place(ask, self._view)
         if not isinstance(choice, Plan):
+            self.recent.waits(request, choice.why)
             return False
         self._begin(request, choice, now)
         return True

@@ -114,6 +114,8 @@ class Relay:
                 stop_token_ids=intake.stop_token_ids,
                 priority=intake.priority,
                 deadline=deadline,
+                ttft=intake.ttft,
+                tpot=intake.tpot,
             )
         )
         return stream

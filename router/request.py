@@ -79,6 +79,8 @@ class Request:
     max_tokens: int | None  # none until a worker's pool tells how many fit
     submitted: float
     timeline: Timeline
+    ttft: float | None = None  # objective, seconds; none: whenever there is room
+    tpot: float | None = None  # the same
     attempt: Attempt | None = None
     give_up: float | None = None  # when the wait in the queue ends, seconds; none while somebody has accepted it
     attempts: int = 0  # started
@@ -117,6 +119,8 @@ class Request:
             max_tokens=submit.max_tokens,
             submitted=now,
             timeline=Timeline(received=submit.received),
+            ttft=submit.ttft,
+            tpot=submit.tpot,
         )
 
     @property

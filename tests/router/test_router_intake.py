@@ -63,6 +63,8 @@ def ids(*tokens: int) -> pb.TokenIds:
         ({"stop": ["x" * 2_000]}, InvalidRequest, "stop has a string of 2000"),
         ({"stop": [str(i) for i in range(17)]}, InvalidRequest, "stop has 17"),
         ({"stop_token_ids": [400]}, InvalidRequest, "stop_token_ids has 400"),
+        ({"ttft_ms": 0}, InvalidRequest, "ttft_ms is 0"),
+        ({"tpot_ms": 0}, InvalidRequest, "tpot_ms is 0"),
         ({"request_id": "a b"}, InvalidRequest, "request_id is 'a b'"),
         ({"request_id": "x" * 81}, InvalidRequest, "request_id"),
         ({"request_id": "line\nbreak"}, InvalidRequest, "request_id"),
@@ -78,7 +80,7 @@ def test_what_is_open_is_filled_in() -> None:
     intake = taken(pb.GenerateRequest(text="fox"), MODEL)
     assert intake.sampling == Sampling(0.6, 0.9, 20, 0.05, 42)
     assert intake.stop_token_ids == (1,)
-    assert intake.max_tokens is None
+    assert (intake.max_tokens, intake.ttft, intake.tpot) == (None, None, None)
     assert unpack_tokens(intake.tokens) == list(intake.prompt) == tokenizers.byte_level().encode("fox").ids
 
 
@@ -98,11 +100,14 @@ def test_what_is_given_wins() -> None:
         logprobs=0,
         request_id="mine",
         priority=-2,
+        ttft_ms=2_000,
+        tpot_ms=50,
     )
     intake = taken(request, MODEL)
     assert intake.sampling == Sampling(0.0, 1.0, 0, 0.0, 7, 0)
     assert (intake.stops, intake.stop_token_ids) == (("a", "b"), (9,))
     assert (intake.max_tokens, intake.request_id, intake.priority) == (3, "mine", -2)
+    assert (intake.ttft, intake.tpot) == (2.0, 0.05)
 
 
 @pytest.mark.parametrize("fields", [{"text": "fox"}, {"token_ids": ids(5), "stop": ["x"]}])
