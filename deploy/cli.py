@@ -273,6 +273,37 @@ def profile(
 
 @app.command()
 @reported
+def explain(
+    request_id: Annotated[str, typer.Argument(help="As `baton generate --json` and logs tell it.")] = "",
+    last: Annotated[int, typer.Option(min=0, help="List the last requests instead.")] = 0,
+    address: Annotated[str, typer.Option(help="host:port of a router, instead of --name.")] = "",
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Show why a recent request was served as it was: every candidate's cost, predicted and actual, hop by hop."""
+    from deploy import explain as explaining
+    from deploy.client import Client
+    from deploy.status import find
+
+    if bool(request_id) == bool(last):
+        raise InvalidRequest("give a REQUEST_ID, or --last N")
+    with Client(address or find(_folder(name)).grpc) as client:
+        if last:
+            found = client.requests(last)
+            if as_json:
+                _print_json({"requests": [explaining.as_json(one) for one in found]})
+            else:
+                explaining.requests(_out, found)
+            return
+        explained = client.explain(request_id)
+    if as_json:
+        _print_json(explaining.as_json(explained))
+    else:
+        explaining.request(_out, explained)
+
+
+@app.command()
+@reported
 def scale(
     prefill: Annotated[int | None, typer.Option(help="Prefill workers from now on.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers from now on.")] = None,

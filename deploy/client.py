@@ -11,7 +11,15 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import BatonError, Unavailable, all_errors, from_reason
-from baton.v1 import cache_pb2, cache_pb2_grpc, cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
+from baton.v1 import (
+    cache_pb2,
+    cache_pb2_grpc,
+    cluster_pb2,
+    cluster_pb2_grpc,
+    explain_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+)
 
 _REASON = "baton-reason"
 
@@ -42,6 +50,17 @@ class Client:
         when none of that name is live."""
         with self._typed():
             return self._cluster.Profile(cluster_pb2.ProfileRequest(process=process, steps=steps), timeout=timeout)
+
+    def explain(self, request_id: str, timeout: float = 5.0) -> explain_pb2.ExplainResponse:
+        """Why a recent request was served as it was. Raises BatonError: RequestNotFound when nobody remembers it."""
+        with self._typed():
+            return self._cluster.Explain(explain_pb2.ExplainRequest(request_id=request_id), timeout=timeout)
+
+    def requests(self, last: int = 0, timeout: float = 5.0) -> list[explain_pb2.RequestSummary]:
+        """The last requests, newest first (0: the router's default). Raises BatonError."""
+        with self._typed():
+            asked = explain_pb2.ListRequestsRequest(last=last)
+            return list(self._cluster.ListRequests(asked, timeout=timeout).requests)
 
     def serving(self, timeout: float = 2.0) -> bool:
         """Whether the router says that the cluster serves; a router that does not answer doesn't."""

@@ -108,6 +108,7 @@ class Record:
     line: Timeline
     attempts: deque[Account] = field(default_factory=lambda: deque[Account](maxlen=_ATTEMPTS))
     begun: int = 0  # attempts, also those that are not kept
+    waits: str = ""  # why it was given no worker when it was last tried; "": it was, or has ended
     outcome: Outcome | None = None
     summary: Summary | None = None
 
@@ -186,12 +187,18 @@ class Explanations:
         record = Record(request.name, request.tenant, request.priority, request, request.timeline)
         self._records[request.name] = self._latest[record.request_id] = record
 
+    def waits(self, request: Request, why: str) -> None:
+        """No worker is given to it for now."""
+        if record := self._records.get(request.name):
+            record.waits = why
+
     def placed(self, request: Request, decode: str, prefill: str, cached: int, weighed: Weighed | None) -> None:
         """Its current attempt has begun. `decode` and `prefill` are names; `cached` tokens need no computing."""
         attempt = request.attempt
         if (record := self._records.get(request.name)) is None or attempt is None:
             return
         record.begun += 1
+        record.waits = ""
         account = Account(
             number=attempt.name.attempt,
             plan=attempt.plan,
@@ -237,6 +244,7 @@ class Explanations:
             self._close(account, summary.timeline, now)
         if record := self._records.get(request.name):
             record.request, record.outcome, record.summary, record.line = None, outcome, summary, summary.timeline
+            record.waits = ""
 
     def _current(self, request: Request) -> Account | None:
         record = self._records.get(request.name)

@@ -168,6 +168,7 @@ def request_summary(record: Record, now: float) -> explain_pb2.RequestSummary:
         attempts=record.begun,
         decode_worker=last.decode if last else "",
         prefill_worker=last.prefill if last else "",
+        waits_because=record.waits,
     )
 
 

@@ -1,0 +1,144 @@
+"""`baton explain`: a request's placement and course as JSON, and as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from baton.v1 import explain_pb2 as pb
+
+_TERMS = [field.name for field in pb.CostTerms.DESCRIPTOR.fields if field.name != "total_ms"]
+_COLOURS = {"finished": "green", "failed": "red", "cancelled": "yellow"}
+_OUTLOOK = {
+    "cached_tokens": ("cached tokens", "d"),
+    "ttft_ms": ("TTFT, ms", ".1f"),
+    "tpot_ms": ("TPOT, ms", ".2f"),
+    "start_ms": ("placed to first token, ms", ".1f"),
+}
+
+
+def as_json(message: Message) -> dict[str, Any]:
+    """Every field by its name in the contract; what is unknown is left out, what is 0 or empty is not."""
+    return json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def requests(console: Console, found: Sequence[pb.RequestSummary]) -> None:
+    """A line for each request."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("request")
+    table.add_column("state")
+    for column in ("age", "prompt", "cached", "output", "TTFT, ms", "TPOT, ms", "attempts"):
+        table.add_column(column, justify="right")
+    table.add_column("decode")
+    table.add_column("prefill")
+    for one in found:
+        table.add_row(
+            escape(one.request_id),
+            _state(one),
+            f"{one.age_ms / 1_000:.1f} s",
+            str(one.prompt_tokens),
+            _number(one, "cached_tokens", "d"),
+            str(one.completion_tokens),
+            _number(one, "ttft_ms", ".1f"),
+            _number(one, "tpot_ms", ".2f"),
+            str(one.attempts),
+            one.decode_worker,
+            one.prefill_worker,
+        )
+    console.print(table if found else "no request is remembered")
+
+
+def request(console: Console, found: pb.ExplainResponse) -> None:
+    """One request: what was weighed, predicted beside actual, and the time of each hop, attempt by attempt."""
+    one = found.request
+    ended = f": {escape(one.outcome)}" if one.outcome else ""
+    console.print(f"[bold]{escape(one.request_id)}[/] {_state(one)}{ended}   [dim]in logs {escape(one.name)}[/]")
+    cached = f" ({one.cached_tokens} cached)" if one.HasField("cached_tokens") else ""
+    console.print(
+        f"{one.prompt_tokens} prompt tokens{cached}, {one.completion_tokens} generated; priority {one.priority}; "
+        f"received {one.age_ms / 1_000:.1f} s ago"
+    )
+    if one.waits_because:
+        console.print(f"waits: {escape(one.waits_because)}")
+    if found.attempts_omitted:
+        console.print(f"[dim]{found.attempts_omitted} earlier attempts are not kept[/]")
+    for attempt in found.attempts:
+        console.print()
+        _attempt(console, attempt)
+
+
+def _attempt(console: Console, attempt: pb.ExplainedAttempt) -> None:
+    who = f"{attempt.decode_worker} with {attempt.prefill_worker}" if attempt.prefill_worker else attempt.decode_worker
+    why = f": {escape(attempt.why)}" if attempt.why else ""
+    console.print(f"[bold]attempt {attempt.number}[/] on {who}{why}")
+    if attempt.candidates:
+        _candidates(console, attempt)
+    _outlook(console, attempt)
+    hops = [(field.name, value) for field, value in attempt.hops.ListFields()]
+    console.print(
+        "hops, ms: received 0 " + " ".join(f"→ {name} {value:.1f}" for name, value in sorted(hops, key=_when))
+    )
+    for note in attempt.notes:
+        console.print(f"  {escape(note)}")
+    if attempt.ended_because:
+        console.print(f"[yellow]ended because {escape(attempt.ended_because)}[/]")
+
+
+def _candidates(console: Console, attempt: pb.ExplainedAttempt) -> None:
+    """Terms that are zero throughout are left out."""
+    terms = [term for term in _TERMS if any(getattr(one.cost, term) for one in attempt.candidates)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    table.add_column("decode")
+    table.add_column("prefill")
+    for column in ("cached", *(term.removesuffix("_ms").replace("_", " ") for term in terms), "total, ms"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for one in attempt.candidates:
+        costs = [f"{getattr(one.cost, term):.1f}" for term in (*terms, "total_ms")]
+        table.add_row(
+            "→" if one.chosen else "",
+            one.decode_worker,
+            one.prefill_worker,
+            str(one.cached_tokens),
+            *([""] * len(costs) if one.infeasible and not one.cost.total_ms else costs),
+            escape(one.infeasible),
+            style="bold" if one.chosen else "dim" if one.infeasible else None,
+        )
+    console.print(table)
+    if attempt.candidates_omitted:
+        console.print(f"[dim]and {attempt.candidates_omitted} more[/]")
+
+
+def _outlook(console: Console, attempt: pb.ExplainedAttempt) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    table.add_column("predicted", justify="right")
+    table.add_column("actual", justify="right")
+    for name, (title, form) in _OUTLOOK.items():
+        predicted, actual = _number(attempt.predicted, name, form), _number(attempt.actual, name, form)
+        if predicted or actual:
+            table.add_row(title, predicted, actual)
+    console.print(table)
+
+
+def _state(one: pb.RequestSummary) -> str:
+    word = pb.RequestState.Name(one.state).removeprefix("REQUEST_STATE_").lower()
+    return f"[{_COLOURS.get(word, 'cyan')}]{word}[/]"
+
+
+def _number(message: Message, name: str, form: str) -> str:
+    return format(getattr(message, name), form) if message.HasField(name) else ""
+
+
+def _when(hop: tuple[str, float]) -> float:
+    return hop[1]
