@@ -1,1 +1,36 @@
 """What others publish of how they route, to compare with: one rule to a file, each with its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from bench.simulator.policies.balance import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
+from bench.simulator.policies.cache_aware import CacheAware
+from bench.simulator.policies.dynamo_kv import DynamoKv
+from bench.simulator.policies.llm_d import LlmD
+from bench.simulator.policies.mooncake import Mooncake
+from bench.simulator.policies.placer import Ruled
+from bench.simulator.policies.rule import Rule
+from router.costs import PrefillCost, StepCost
+from router.placement import LowestTtft, Placer
+
+OWN = "baton"
+
+RULES: Mapping[str, Callable[[int], Rule]] = {
+    "random": RandomChoice,
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "power_of_two": PowerOfTwo,
+    "cache_aware": CacheAware,
+    "dynamo_kv": DynamoKv,
+    "mooncake": Mooncake,
+    "llm_d": LlmD,
+}
+"""By name; each takes a seed."""
+
+POLICIES = (OWN, *RULES)
+
+
+def placer(policy: str, seed: int, prefill: PrefillCost, step: StepCost) -> Placer:
+    """The policy of that name, one of POLICIES; the costs are those of the simulated workers."""
+    return LowestTtft() if policy == OWN else Ruled(RULES[policy](seed), prefill, step)

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
-from bench.simulator.policies.rule import Prompt, Stage, Worker, lowest
+from bench.simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
 
 
-class RandomChoice:
+class RandomChoice(Rule):
     """Any."""
 
     def __init__(self, seed: int) -> None:
@@ -22,7 +22,7 @@ class RandomChoice:
         return self._random.choice(workers)
 
 
-class RoundRobin:
+class RoundRobin(Rule):
     """Each in turn, by name; every stage has turns of its own."""
 
     def __init__(self, seed: int) -> None:
@@ -34,7 +34,7 @@ class RoundRobin:
         return sorted(workers, key=lambda worker: worker.name)[turn % len(workers)]
 
 
-class LeastLoaded:
+class LeastLoaded(Rule):
     """The one with fewest requests."""
 
     def __init__(self, seed: int) -> None:
@@ -44,7 +44,7 @@ class LeastLoaded:
         return lowest(workers, lambda worker: worker.requests, self._random)
 
 
-class PowerOfTwo:
+class PowerOfTwo(Rule):
     """Of two drawn at random, the one with fewer requests (Mitzenmacher: The Power of Two Choices in Randomized Load
     Balancing, IEEE TPDS 12(10), 2001)."""
 

@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bench.simulator.policies.balance import PowerOfTwo
-from bench.simulator.policies.rule import Prompt, Stage, Worker
+from bench.simulator.policies.rule import Prompt, Rule, Stage, Worker
 
 
-class CacheAware:
+class CacheAware(Rule):
     """The rule, with its history: a page's key names all that comes before it, so a table of keys is a prefix tree."""
 
     def __init__(self, seed: int, threshold: float = 0.3, most_apart: int = 64, most_times: float = 1.5) -> None:

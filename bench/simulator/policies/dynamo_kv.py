@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from bench.simulator.policies.rule import Prompt, Stage, Worker, lowest
+from bench.simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
 
 _DEVICE, _HOST, _DISK = 1.0, 0.75, 0.25
 _PREFILL_LOAD_SCALE = 1.0
 
 
-class DynamoKv:
+class DynamoKv(Rule):
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from bench.simulator.policies.rule import Prompt, Stage, Worker, lowest
+from bench.simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
 
 _PREFIX, _KV, _QUEUE = 3.0, 2.0, 2.0
 _HOST = 0.8
 
 
-class LlmD:
+class LlmD(Rule):
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
 

@@ -8,7 +8,8 @@ Source: Qin et al., Mooncake, FAST '25 (arXiv:2407.00079), section 6. For each p
     TTFT             = transfer + queue + prefill(prompt, prefix)
 
 and then a decode worker by load, here the one with the shortest predicted step. The queue is the sum of what its
-prompts take to compute; the published predictor was fitted offline, ours are the cost models that the router learns.
+prompts take to compute; the published predictor was fitted offline, ours are the cost models that the router learns. A
+request is rejected where either prediction misses its objective.
 
 What is copied stays where it went, so the copy of a hot prefix that ends the algorithm, on the same condition, is
 the transfer itself. Different from the paper: which threshold it used is not published (2 here); where a worker has
@@ -22,32 +23,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from bench.simulator.policies.rule import Prompt, Stage, Worker, lowest
+from bench.simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
 
 _THRESHOLD = 2.0
 
 
-class Mooncake:
+class Mooncake(Rule):
     def __init__(self, seed: int, threshold: float = _THRESHOLD) -> None:
         self._random = Random(seed)
         self._threshold = threshold
 
-    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker:
+    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker | None:
         if stage == "decode":
-            return lowest(workers, lambda worker: _step(prompt, worker), self._random)
+            chosen = lowest(workers, lambda worker: _step(prompt, worker), self._random)
+            return chosen if prompt.tpot is None or _step(prompt, chosen) <= prompt.tpot else None
         longest = max(worker.cached for worker in workers)
-        return lowest(workers, lambda worker: self.ttft(prompt, worker, longest), self._random)
+        chosen = lowest(workers, lambda worker: self.ttft(prompt, worker, longest), self._random)
+        return chosen if prompt.ttft is None or self.ttft(prompt, chosen, longest) <= prompt.ttft else None
+
+    def prefix(self, chosen: Worker, workers: Sequence[Worker]) -> int:
+        longest = max(worker.cached for worker in workers)
+        return longest if self.copies(chosen, longest) else chosen.cached
 
     def copies(self, worker: Worker, longest: int) -> bool:
         """Whether this worker is to get the longest prefix from whoever has it."""
-        return longest > self._threshold * worker.cached
+        return worker.link > 0 and longest > self._threshold * worker.cached
 
     def ttft(self, prompt: Prompt, worker: Worker, longest: int) -> float:
         """Predicted seconds until the prompt is computed."""
-        copied = longest - worker.cached if self.copies(worker, longest) else 0
-        prefix = (worker.cached + copied) * prompt.page_size
-        transfer = copied * prompt.page_bytes / worker.link
-        return transfer + worker.queue + worker.prefill.seconds(prompt.tokens - prefix, prefix)
+        prefix, transfer = worker.cached, 0.0
+        if self.copies(worker, longest):
+            prefix, transfer = longest, (longest - worker.cached) * prompt.page_bytes / worker.link
+        known = prefix * prompt.page_size
+        return transfer + worker.queue + worker.prefill.seconds(prompt.tokens - known, known)
 
 
 def _step(prompt: Prompt, worker: Worker) -> float:

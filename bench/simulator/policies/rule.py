@@ -8,10 +8,11 @@ that every rule has the same data path below it and the same admission before it
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from router.costs import PrefillCost, StepCost
 
@@ -31,6 +32,8 @@ class Prompt:
     keys: Sequence[bytes] = ()
     page_size: int = 1  # tokens
     page_bytes: int = 0
+    ttft: float | None = None  # objective: seconds from now until the first token
+    tpot: float | None = None  # objective: seconds per token after the first
 
     @property
     def pages(self) -> int:
@@ -58,7 +61,7 @@ class Worker:
     disk: int = 0
     prefill: PrefillCost = _NO_PREFILL
     step: StepCost = _NO_STEP
-    link: float = float("inf")  # bytes per second that its node gets from others
+    link: float = float("inf")  # bytes per second that its node gets from others; 0: nothing
 
     @property
     def cached(self) -> int:
@@ -66,12 +69,16 @@ class Worker:
         return self.device + self.host + self.disk
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """One policy. It may remember what it chose."""
 
-    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker:
-        """One of at least one worker."""
-        ...
+    @abstractmethod
+    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker | None:
+        """One of at least one worker; none: the rule rejects the request."""
+
+    def prefix(self, chosen: Worker, workers: Sequence[Worker]) -> int:
+        """Pages of the prompt that it takes for cached when it reckons with the chosen one's work later on."""
+        return chosen.cached
 
 
 def lowest(workers: Sequence[Worker], cost: Callable[[Worker], float], random: Random) -> Worker:
