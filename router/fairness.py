@@ -1,0 +1,97 @@
+"""Fairness between tenants: each has a virtual counter of the service it got, and whoever got least is served next.
+
+The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Service is counted
+in tokens: those of prompts when a request is placed, those of the output, which cost more, as they come. A prompt token
+that was found in a cache costs little (Cao et al., "Locality-aware Fair Scheduling in LLM Serving", 2025, count only
+what was computed). A tenant of weight 2 may have twice as much as one of weight 1.
+
+Nobody saves up: a tenant that begins to wait is lifted to the least counter of those who wait, or wherever the last who
+waited left it. So between two tenants that both have requests waiting, what they were served differs by no more than
+what was under way at once, however long they wait and whatever they did before.
+
+Pure.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a token costs its tenant; one of a prompt that had to be computed costs 1."""
+
+    cached: float = 0.1
+    output: float = 2.0  # as in the paper
+
+    def prompt(self, tokens: int, cached: int) -> float:
+        return tokens - cached + self.cached * cached
+
+
+class Fairness:
+    """The counters. They grow for ever, in tokens by weight: a double counts exactly up to 9 · 10^15 of them."""
+
+    def __init__(self, weight: Callable[[str], float]) -> None:
+        """`weight` of a tenant, above 0; asked anew each time."""
+        self.weight = weight
+        self._counters: dict[str, float] = {}  # of those above the floor, or waiting
+        self._waiting: Counter[str] = Counter()  # requests
+        self._floor = 0.0  # nobody who begins to wait has less
+
+    def counter(self, tenant: str) -> float:
+        """What it has been served, by weight, as far as that counts."""
+        return max(self._counters.get(tenant, 0.0), 0.0 if tenant in self._waiting else self._floor)
+
+    def waits(self, tenant: str) -> None:
+        """One more request of it waits."""
+        if tenant not in self._waiting:
+            if self._waiting:
+                self._floor = max(self._floor, min(self._counters[other] for other in self._waiting))
+            self._counters[tenant] = self.counter(tenant)
+        self._waiting[tenant] += 1
+
+    def waits_no_more(self, tenant: str) -> None:
+        """One request of it waits no longer, whatever became of it."""
+        self._waiting[tenant] -= 1
+        if self._waiting[tenant] > 0:
+            return
+        del self._waiting[tenant]
+        if not self._waiting:
+            self._floor = max(self._floor, self._counters[tenant])
+        self._forget()
+
+    def charge(self, tenant: str, cost: float) -> None:
+        """It was served for so much; less than nothing: it had been charged for more than it took."""
+        self._counters[tenant] = self.counter(tenant) + cost / self.weight(tenant)
+
+    def _forget(self) -> None:
+        """Whoever does not wait and is not above the floor is as good as unknown: so nothing grows with every tenant
+        there ever was."""
+        idle = [t for t, counter in self._counters.items() if counter <= self._floor and t not in self._waiting]
+        for tenant in idle:
+            del self._counters[tenant]
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        assert all(count > 0 for count in self._waiting.values())
+        assert set(self._waiting) <= set(self._counters)
+
+
+class TokensServed:
+    """Tokens by tenant, for metrics: the first `most` tenants by name, all later ones as `OTHER`."""
+
+    def __init__(self, most: int = 32) -> None:
+        self._most = most
+        self.tokens: Counter[tuple[str, str]] = Counter()  # by tenant and kind
+        self._named: set[str] = {OTHER}
+
+    def add(self, tenant: str, kind: str, tokens: int) -> None:
+        if tenant not in self._named and len(self._named) <= self._most:
+            self._named.add(tenant)
+        self.tokens[(tenant if tenant in self._named else OTHER, kind)] += tokens

@@ -1,0 +1,127 @@
+"""Virtual token counters: equal service for those who wait, and no credit for those who did not."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from router.fairness import OTHER, Fairness, Prices, TokensServed
+
+
+def even(tenant: str) -> float:
+    return 1.0
+
+
+def test_prices() -> None:
+    assert Prices().prompt(100, 0) == 100
+    assert Prices(cached=0.25).prompt(100, 80) == 40
+
+
+def test_a_counter_is_service_by_weight() -> None:
+    fairness = Fairness({"a": 1.0, "b": 4.0}.__getitem__)
+    for tenant in "ab":
+        fairness.waits(tenant)
+    for tenant in "ab":
+        fairness.charge(tenant, 100)
+    assert (fairness.counter("a"), fairness.counter("b")) == (100, 25)
+    fairness.charge("a", -50)
+    assert fairness.counter("a") == 50
+
+
+def test_whoever_begins_to_wait_has_no_credit() -> None:
+    fairness = Fairness(even)
+    fairness.waits("busy")
+    fairness.charge("busy", 1_000)
+    fairness.waits("fresh")
+    assert fairness.counter("fresh") == 1_000
+
+
+def test_whoever_begins_to_wait_keeps_its_debt() -> None:
+    fairness = Fairness(even)
+    fairness.waits("busy")
+    fairness.charge("idle", 500)
+    fairness.waits("idle")
+    assert fairness.counter("idle") == 500
+
+
+def test_after_nobody_waited_counting_goes_on_where_the_last_left_it() -> None:
+    fairness = Fairness(even)
+    fairness.waits("a")
+    fairness.charge("a", 1_000)
+    fairness.waits_no_more("a")
+    fairness.waits("b")
+    assert fairness.counter("b") == 1_000
+
+
+def test_tenants_that_owe_nothing_are_forgotten() -> None:
+    fairness = Fairness(even)
+    for i in range(1_000):
+        fairness.waits(f"t{i}")
+        fairness.charge(f"t{i}", 10)
+        fairness.waits_no_more(f"t{i}")
+        fairness.validate()
+    assert len(fairness._counters) <= 1
+
+
+def test_labels_are_bounded() -> None:
+    served = TokensServed(most=2)
+    for tenant in "abcda":
+        served.add(tenant, "output", 1)
+    assert served.tokens == {("a", "output"): 2, ("b", "output"): 1, (OTHER, "output"): 2}
+
+
+WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 0.5}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    slots=st.integers(1, 8),
+    backlogged=st.sets(st.sampled_from("abcd"), min_size=2),
+    sizes=st.lists(st.tuples(st.integers(1, 100), st.integers(1, 50)), min_size=4, max_size=12),
+    before=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 5_000)), max_size=6),
+    visits=st.lists(st.sampled_from("abcd"), max_size=40),
+)
+def test_those_who_wait_all_the_time_are_served_alike(
+    slots: int,
+    backlogged: set[str],
+    sizes: list[tuple[int, int]],
+    before: list[tuple[str, int]],
+    visits: list[str],
+) -> None:
+    """The bound of the paper's theorem, by weight: what the requests that run at once can differ by, twice."""
+    prices = Prices()
+    fairness = Fairness(WEIGHTS.__getitem__)
+    for tenant, cost in before:
+        fairness.charge(tenant, cost)
+    waiting: dict[str, deque[tuple[int, int]]] = {tenant: deque() for tenant in WEIGHTS}
+    served: Counter[str] = Counter()
+    running: list[tuple[str, int]] = []
+    for turn in range(300):
+        for tenant in [*sorted(backlogged), *visits[turn : turn + 1]]:
+            if tenant not in backlogged or not waiting[tenant]:
+                waiting[tenant].append(sizes[(turn + len(tenant)) % len(sizes)])
+                fairness.waits(tenant)
+        if turn == 0:  # who owed something beforehand pays it first: measured from when all are even
+            level = max(fairness.counter(tenant) for tenant in backlogged)
+            for tenant in backlogged:
+                fairness.charge(tenant, (level - fairness.counter(tenant)) * WEIGHTS[tenant])
+        while len(running) < slots and any(waiting.values()):
+            tenant = min((t for t in waiting if waiting[t]), key=lambda t: (fairness.counter(t), t))
+            prompt, output = waiting[tenant].popleft()
+            if tenant in backlogged:
+                waiting[tenant].append(sizes[turn % len(sizes)])
+                fairness.waits(tenant)
+            fairness.waits_no_more(tenant)
+            fairness.charge(tenant, prices.prompt(prompt, 0))
+            served[tenant] += prompt
+            running.append((tenant, output))
+        for tenant, _ in running:
+            fairness.charge(tenant, prices.output)
+            served[tenant] += 2
+        running = [(tenant, left - 1) for tenant, left in running if left > 1]
+        fairness.validate()
+        once = max(prompt + 2 * output for prompt, output in sizes) * slots
+        shares = [served[tenant] / WEIGHTS[tenant] for tenant in backlogged]
+        assert max(shares) - min(shares) <= 2 * once / min(WEIGHTS[tenant] for tenant in backlogged)
