@@ -108,7 +108,7 @@ class Record:
     line: Timeline
     attempts: deque[Account] = field(default_factory=lambda: deque[Account](maxlen=_ATTEMPTS))
     begun: int = 0  # attempts, also those that are not kept
-    waits: str = ""  # why it was given no worker when it was last tried; "": it was, or has ended
+    refusal: str = ""  # why placement had no worker for it when it was last tried
     outcome: Outcome | None = None
     summary: Summary | None = None
 
@@ -121,6 +121,13 @@ class Record:
     def running(self) -> bool:
         """A worker has it, or was offered it."""
         return self.request is not None and self.request.attempt is not None
+
+    @property
+    def waits(self) -> str:
+        """Why it has no worker; "": it has one, or has ended."""
+        if self.request is None or self.running:
+            return ""
+        return self.refusal or "no decode worker takes work now, or others come first"
 
     @property
     def account(self) -> Summary:
@@ -190,7 +197,7 @@ class Explanations:
     def waits(self, request: Request, why: str) -> None:
         """No worker is given to it for now."""
         if record := self._records.get(request.name):
-            record.waits = why
+            record.refusal = why
 
     def placed(self, request: Request, decode: str, prefill: str, cached: int, weighed: Weighed | None) -> None:
         """Its current attempt has begun. `decode` and `prefill` are names; `cached` tokens need no computing."""
@@ -198,7 +205,7 @@ class Explanations:
         if (record := self._records.get(request.name)) is None or attempt is None:
             return
         record.begun += 1
-        record.waits = ""
+        record.refusal = ""
         account = Account(
             number=attempt.name.attempt,
             plan=attempt.plan,
@@ -244,7 +251,6 @@ class Explanations:
             self._close(account, summary.timeline, now)
         if record := self._records.get(request.name):
             record.request, record.outcome, record.summary, record.line = None, outcome, summary, summary.timeline
-            record.waits = ""
 
     def _current(self, request: Request) -> Account | None:
         record = self._records.get(request.name)

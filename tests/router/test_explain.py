@@ -1,0 +1,246 @@
+"""What is remembered of requests: each attempt's choice and course, bounded in number and in what was weighed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from baton import config as settings
+from baton.errors import RequestNotFound
+from baton.messages import Accepted, Prefilled, Refused, Started
+from router import replies
+from router.events import ClientGone
+from router.explain import SHOWN, Candidate, Explanations, Record, Weighed, reason
+from router.placement import Plan, Predicted
+from router.request import Attempt, Request
+from tests.router.lab import Lab, named
+from tests.router.model import CONFIG, submit
+
+
+def explained(lab: Lab, name: str = "r") -> Record:
+    return lab.state.explain(name, "")
+
+
+def remembering(requests: int) -> settings.Config:
+    return msgspec.structs.replace(CONFIG, router=msgspec.structs.replace(CONFIG.router, explain_requests=requests))
+
+
+# --- one request, from its coming to its end ---
+
+
+def test_a_split_request_hop_by_hop() -> None:
+    lab = Lab()
+    decode, prefill, _store = lab.split()
+    lab.submit(prompt=50)
+    account = explained(lab).attempts[0]
+    assert (account.decode, account.prefill, account.cached, account.actually_cached) == (
+        "decode-0",
+        "prefill-0",
+        0,
+        None,
+    )
+    assert explained(lab).running
+    lab.now += 1
+    lab.say(decode, Accepted("r", 1, 0))
+    lab.now += 1
+    lab.say(prefill, Prefilled("r", 1, computed=48, hit=0, shipped=12))
+    lab.now += 1
+    lab.say(decode, Started("r", 1, 0, 12))
+    lab.now += 1
+    lab.tokens(decode, "r", 1, 50, 9, 9, computed=2)
+    assert account.actually_cached == 0
+    lab.now += 3
+    lab.tokens(decode, "r", 1, 52, 9, 9, 9, 9, finish="length")
+    found = replies.explained(explained(lab), lab.now)
+    hops = {field.name: value for field, value in found.attempts[0].hops.ListFields()}
+    assert hops == {
+        "placed": 0,
+        "accepted": 1_000,
+        "prefill_sent": 1_000,
+        "prefilled": 2_000,
+        "started": 3_000,
+        "first_token": 4_000,
+        "ended": 7_000,
+    }
+    assert (found.request.outcome, found.request.completion_tokens, found.request.attempts) == ("length", 6, 1)
+    assert (found.request.ttft_ms, found.request.tpot_ms, found.request.e2e_ms) == (4_000, 600, 7_000)
+    assert found.attempts[0].actual.ttft_ms == 4_000
+    assert found.attempts[0].actual.start_ms == 4_000
+    assert found.attempts[0].predicted.ttft_ms == pytest.approx(account.plan.predicted.total * 1_000)
+    assert not explained(lab).running
+
+
+def test_what_is_cached_is_predicted_and_found() -> None:
+    lab = Lab()
+    decode = lab.join("decode", "decode-0")
+    order = submit("r", 50)
+    lab.holds(decode, order, 10, medium="GPU")
+    lab.submit(prompt=50)
+    lab.say(decode, Accepted("r", 1, 10))
+    lab.tokens(decode, "r", 1, 50, 9, computed=10)
+    account = explained(lab).attempts[0]
+    assert account.cached == account.actually_cached == 40
+
+
+def test_attempts_keep_their_own_instants_and_why_they_ended() -> None:
+    lab = Lab()
+    first, second = lab.colocated(2)
+    lab.submit(prompt=10)
+    chosen = lab.to(lab.decode)
+    lab.say(chosen, Refused("r", 1, "busy", "full"))
+    other = second if chosen == first else first
+    assert lab.to(lab.decode) == other
+    lab.now += 1
+    lab.say(other, Accepted("r", 2, 0))
+    lab.tokens(other, "r", 2, 10, 9, computed=10)
+    lab.now += 1
+    lab.leaves(other)
+    record = explained(lab)
+    refused, died = record.attempts
+    assert refused.over == f"{refused.decode} is busy"
+    assert refused.line.accepted is None
+    assert died.line.accepted == lab.now - 1
+    assert died.first_token == lab.now - 1
+    assert "is gone" in died.over
+    assert not record.running
+    assert record.waits
+    lab.beat(chosen)  # it may have room again
+    third = explained(lab).attempts[2]
+    assert (third.start, third.resumes, third.predicted_ttft) == (11, True, None)
+    found = replies.explained(explained(lab), lab.now)
+    assert [attempt.number for attempt in found.attempts] == [1, 2, 3]
+    assert not found.attempts[2].predicted.HasField("ttft_ms")
+
+
+def test_a_refusal_to_prefill_is_noted() -> None:
+    lab = Lab()
+    decode, _prefill, _store = lab.split()
+    lab.join("prefill", "prefill-1")
+    lab.submit(prompt=50)
+    asked = explained(lab).attempts[0].prefill
+    lab.say(decode, Accepted("r", 1, 0))
+    lab.say(f"{asked}.1", Refused("r", 1, "busy", "two prompts here"))
+    assert explained(lab).attempts[0].notes == [f"{asked} refuses to prefill: two prompts here"]
+
+
+def test_who_waits_knows_why() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit()
+    lab.say(decode, Refused("r", 1, "busy", "full"))
+    lab.submit("s")
+    lab.advance(0.1)
+    assert not explained(lab).running
+    lab.tell(ClientGone("r"))
+    found = replies.explained(explained(lab), lab.now)
+    assert (found.request.outcome, found.request.waits_because) == ("the client went away", "")
+    assert not found.request.HasField("cached_tokens")
+
+
+# --- who is remembered ---
+
+
+def test_the_last_are_remembered_also_by_the_names_of_clients() -> None:
+    lab = Lab(remembering(3))
+    lab.colocated()
+    for name in ("mine-1", "mine-2", "a-b-3", "yours-4"):
+        lab.submit(name)
+    assert [record.name for record in lab.state.recent(2, "")] == ["yours-4", "a-b-3"]
+    assert explained(lab, "mine").name == "mine-2"
+    assert explained(lab, "mine-2").name == "mine-2"
+    assert explained(lab, "a-b").request_id == "a-b"
+    with pytest.raises(RequestNotFound, match="explain_requests"):
+        explained(lab, "mine-1")
+
+
+def test_a_tenant_sees_its_own_requests_only() -> None:
+    lab = Lab()
+    lab.colocated()
+    lab.submit("a-1", tenant="one")
+    lab.submit("b-2", tenant="two")
+    assert lab.state.explain("a", "one").name == "a-1"
+    assert [record.name for record in lab.state.recent(9, "two")] == ["b-2"]
+    with pytest.raises(RequestNotFound):
+        lab.state.explain("a", "two")
+
+
+def test_nothing_is_remembered_when_nothing_is_to_be() -> None:
+    lab = Lab(remembering(0))
+    (decode,) = lab.colocated()
+    lab.submit()
+    lab.tokens(decode, "r", 1, 10, 9, finish="length")
+    lab.end()
+    assert lab.state.recent(9, "") == []
+
+
+def test_a_request_that_outlives_its_record() -> None:
+    lab = Lab(remembering(1))
+    (decode,) = lab.colocated()
+    lab.submit("r")
+    lab.submit("s")
+    lab.tokens(decode, "r", 1, 10, 9, finish="length")
+    lab.end("r")
+    with pytest.raises(RequestNotFound):
+        explained(lab, "r")
+
+
+# --- what was weighed ---
+
+
+def candidate(decode: str, prefill: str = "", why_not: str = "", **terms: float) -> Candidate:
+    return Candidate(decode, prefill, 0, Predicted(**terms), why_not)
+
+
+def placed(explanations: Explanations, name: str, decode: str, weighed: Weighed) -> None:
+    request = Request.from_submit(submit(name), 1, 0.0)
+    explanations.submitted(request)
+    request.attempt = Attempt(named(name, 1), Plan(decode), request.known, 0.0, decode, None)
+    explanations.placed(request, decode, "", 0, weighed)
+
+
+def test_the_best_are_shown_and_the_chosen_one_always() -> None:
+    every = [candidate(f"decode-{i}", queue=float(i)) for i in range(100)]
+    explanations = Explanations(10)
+    placed(explanations, "r", "decode-70", Weighed(100, lambda: every))
+    record = explanations.find("r", "")
+    assert record is not None
+    shown, omitted = record.attempts[0].candidates()
+    assert [one.decode for one in shown] == [*(f"decode-{i}" for i in range(SHOWN - 1)), "decode-70"]
+    assert omitted == 100 - SHOWN
+
+
+def test_what_was_weighed_is_bounded_and_the_rest_stays() -> None:
+    explanations = Explanations(1_000)
+    for i in range(150):
+        placed(explanations, f"r-{i}", "d", Weighed(1_000, lambda: [candidate("d")]))
+    known = [record.attempts[0].weighed is not None for record in explanations.last(1_000, "")]
+    assert known == [True] * 100 + [False] * 50
+    oldest = explanations.find("r-0", "")
+    assert oldest is not None
+    assert oldest.attempts[0].candidates() == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("others", "says"),
+    [
+        ([], "the only way there was"),
+        ([candidate("b", why_not="is full")], "the only way there was"),
+        ([candidate("b", queue=1.0, compute=0.5)], "as quick as b alone"),
+        (
+            [candidate("b", "p", queue=1.5, compute=0.6)],
+            "600.0 ms quicker than b with p, most of it queueing (500.0 ms less)",
+        ),
+        ([candidate("b", queue=1.0, compute=0.499)], "within the tolerance of the quickest, b alone, by 1.0 ms"),
+    ],
+)
+def test_the_choice_in_words(others: list[Candidate], says: str) -> None:
+    explanations = Explanations(1)
+    every = [candidate("a", queue=1.0, compute=0.5), *others]
+    placed(explanations, "r", "a", Weighed(len(every), lambda: every))
+    record = explanations.find("r", "")
+    assert record is not None
+    account = record.attempts[0]
+    assert reason(account, account.candidates()[0]) == says
+    assert reason(replace(account, decode="c"), every) == ""
