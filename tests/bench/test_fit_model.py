@@ -1,0 +1,45 @@
+"""The fit of a timing model: what went in comes out, noise and outliers or not."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from bench.fit_model import Fit, Step, errors, fit, grid
+
+_TRUE = Fit(fixed=0.01, token=2e-4, pair=3e-8, row=5e-4, context=1e-6)
+
+
+def test_steps_in_numbers() -> None:
+    step = Step(tokens=3, behind=10, rows=2, context=7)
+    assert step.features == [1, 3, 36, 2, 14], "pairs: 11 + 12 + 13"
+    assert [(chunk.start, len(chunk.tokens), chunk.pages) for chunk in step.chunks()] == [
+        (10, 3, range(1)),
+        (6, 1, range(1, 2)),
+        (6, 1, range(2, 3)),
+    ]
+
+
+def test_exact_times_give_exact_coefficients() -> None:
+    steps, _ = grid()
+    found = fit(steps, [_TRUE.seconds(step) for step in steps])
+    for name in ("fixed", "token", "pair", "row", "context"):
+        assert getattr(found, name) == pytest.approx(getattr(_TRUE, name), rel=1e-6)
+
+
+def test_outliers_and_noise_move_little() -> None:
+    steps, checked = grid()
+    random = Random(3)
+    seconds = [_TRUE.seconds(step) * random.uniform(0.98, 1.02) for step in steps]
+    seconds[5] *= 4
+    seconds[-3] *= 3
+    found = fit(steps, seconds)
+    assert max(map(abs, errors(found, checked, map(_TRUE.seconds, checked)))) < 0.03
+
+
+def test_no_coefficient_is_negative() -> None:
+    """Times that fall with what there is to do."""
+    steps, _ = grid()
+    found = fit(steps, [1 / (1 + step.tokens + step.rows * step.context) for step in steps])
+    assert min(found.fixed, found.token, found.pair, found.row, found.context) >= 0
