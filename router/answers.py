@@ -16,7 +16,7 @@ from router.candidates import prefill_candidates
 from router.events import Emit, Failed, Finished
 from router.life import Life
 from router.outbox import Outbox
-from router.peers import Member, Members, Work
+from router.peers import Member, Members, Prompt, Work
 from router.placement import pick_prefill
 from router.request import Attempt, Phase, Request
 
@@ -47,7 +47,7 @@ class Answers:
 
     def _accept(self, request: Request, attempt: Attempt, now: float) -> None:
         """It has been accepted, whether or not we ever heard it said."""
-        self._members.live(attempt.decode).unanswered.discard(attempt.name)
+        self._members.live(attempt.decode).answered(attempt.name)
         self._life.room = True
         if attempt.phase is Phase.PLACED:
             attempt.phase, attempt.progress = Phase.PREPARING, now
@@ -62,7 +62,7 @@ class Answers:
         if refusal.reason == "too_large":
             self._life.end(request, Failed(ContextTooLong(f"{member.peer.name}: {refusal.message}")), now)
             return
-        member.busy_since = member.work[attempt.name].sequence
+        member.refuses(attempt.name)
         member.drop(attempt.name)
         self._out.note(f"attempt {attempt.name.attempt}: {member.peer.name} is busy", request.name)
         self._life.recent.over(request, f"{member.peer.name} is busy", now)
@@ -94,7 +94,9 @@ class Answers:
             return
         self._accept(request, attempt, now)
         attempt.phase = Phase.RUNNING
-        self._members.live(attempt.decode).work[attempt.name].covered = True
+        decoder = self._members.live(attempt.decode)
+        decoder.work[attempt.name].covered = True
+        decoder.computed(attempt.name)
         request.timeline.started = now
         self._compare(request, attempt, now)
         if attempt.prefilled or not attempt.prefill_sent:
@@ -169,9 +171,9 @@ class Answers:
         request.loaded(event.predicted_ms, event.load_ms)
         if attempt.prefill is not None:  # it still holds the pages, but has a slot for another prompt
             member = self._members.live(attempt.prefill)
-            member.slots.discard(attempt.name)
+            member.computed(attempt.name)
             member.work[attempt.name].pages = 0
-            member.busy_since = None
+            member.may_have_room()
             self._life.room = True
             if attempt.phase is Phase.RUNNING:
                 self._life.release_prefill(request, attempt)
@@ -184,7 +186,7 @@ class Answers:
             return
         member = self._members.live(attempt.prefill)
         if refusal.reason == "busy":
-            member.busy_since = member.work[attempt.name].sequence
+            member.refuses(attempt.name)
         member.drop(attempt.name)
         self._life.recent.noted(request, f"{member.peer.name} refuses to prefill: {refusal.message}")
         attempt.prefill, attempt.prefill_sent, attempt.predicted = None, False, 0
@@ -192,7 +194,9 @@ class Answers:
         others = prefill_candidates(self._members, {}, self._config.prefill.max_prompts, request.failed_on)
         if (other := pick_prefill(others, member.peer.node)) is not None:
             attempt.prefill = other.incarnation
-            self._members.live(other.incarnation).slots.add(attempt.name)
+            missing = request.missing_tokens(attempt.plan.cached, self._config.pages.page_size)
+            prompt = Prompt(missing, attempt.plan.cached * self._config.pages.page_size)
+            self._members.live(other.incarnation).promise(attempt.name, prompt, now)
             self._send_prefill(request, attempt, other.incarnation, now)
             return
         self._life.retry(request, f"{member.peer.name} refuses to prefill: {refusal.message}", now, free=True)
@@ -211,7 +215,7 @@ class Answers:
         )
         member = self._members.live(prefill)
         work = Work(self._out.send(prefill, message), attempt.plan.fetch - attempt.plan.cached)
-        member.work[attempt.name] = work
+        member.give(attempt.name, work)
         attempt.prefill_sent = True
         attempt.predicted = request.missing_tokens(attempt.plan.cached, size)
         request.prefill_worker = member.peer.name

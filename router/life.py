@@ -27,7 +27,7 @@ from router.candidates import takes_work
 from router.events import WARM, Cancelled, End, Failed, Finished, Outcome, Submit
 from router.explain import Explanations
 from router.outbox import Outbox
-from router.peers import Member, Members, Work
+from router.peers import Member, Members, Prompt, Work
 from router.placement import Ask, Placer, Plan
 from router.prefixes import Prefixes
 from router.reach import Prefix
@@ -167,6 +167,10 @@ class Life:
             tokens=request.known,
             max_tokens=request.max_tokens,
             prompt=request.prompt,
+            ttft=None
+            if request.ttft is None or request.generated
+            else request.ttft - (now - request.timeline.received),
+            tpot=request.tpot,
             waited=now - request.submitted,
             priority=request.priority,
             tenant=request.tenant,
@@ -178,10 +182,10 @@ class Life:
         if not isinstance(choice, Plan):
             self.recent.waits(request, choice.why)
             return False
-        self._begin(request, choice, now)
+        self._begin(request, ask, choice, now)
         return True
 
-    def _begin(self, request: Request, plan: Plan, now: float) -> None:
+    def _begin(self, request: Request, ask: Ask, plan: Plan, now: float) -> None:
         self.queue.discard(request)
         request.attempts += 1
         name = AttemptName(request.name, request.attempts)
@@ -191,8 +195,12 @@ class Life:
         self.counts.split += plan.prefill is not None
         self.counts.local += plan.prefill is None
         decoder = self._members.live(plan.decode)
+        known, left = plan.cached * ask.prefix.page_size, self._view.output(ask.max_tokens - request.generated)
         if plan.prefill is not None:
-            self._members.live(plan.prefill).slots.add(name)
+            shipped = ask.prefix.pages * ask.prefix.page_size
+            self._members.live(plan.prefill).promise(name, Prompt(shipped - known, known), now)
+        else:
+            decoder.promise(name, Prompt(request.known - known, known), now)
         prefill = self._members.live(plan.prefill).peer.name if plan.prefill else ""
         cached = min(request.known, plan.cached * self._config.pages.page_size)
         self.recent.placed(request, decoder.peer.name, prefill, cached, None)
@@ -215,7 +223,15 @@ class Life:
             deadline_ms=request.left_ms(now),
         )
         pages = -(-request.known // self._config.pages.page_size)
-        decoder.work[name] = Work(self._out.send(plan.decode, message), pages)
+        work = Work(
+            self._out.send(plan.decode, message),
+            pages,
+            context=request.known + left / 2,
+            taken=pages - ask.on_device(plan.decode),
+            growth=left / self._config.pages.page_size,
+            tpot=request.tpot,
+        )
+        decoder.give(name, work)
         decoder.unanswered.add(name)
         split = f", prefill by {prefill}" if prefill else ""
         loads = "".join(f", {run.pages} from {run.speed.tier}" for run in plan.loads)
@@ -291,7 +307,7 @@ class Life:
         if decoder is not None and decoder.drop(attempt.name):
             self._out.send(attempt.decode, Cancel(request.name, attempt.name.attempt))
             if attempt.phase is not Phase.PLACED:
-                decoder.busy_since = None  # it has given pages back
+                decoder.may_have_room()  # it has given pages back
         self.room = True
 
     # --- requests end ------------------------------------------------------------------------------------------------
@@ -307,6 +323,7 @@ class Life:
         match outcome:
             case Finished(reason=reason):
                 self.finished[reason] += 1
+                self._view.finished(request.generated)
                 self.counts.prompt_tokens += summary.usage.prompt
                 self.counts.cached_tokens += summary.usage.cached
                 self._out.note(f"finished: {reason}, {summary.usage}", request.name)
@@ -370,6 +387,8 @@ class Life:
                     expected[attempt.prefill].add(attempt.name)
                 if not attempt.prefilled:
                     slots[attempt.prefill].add(attempt.name)
+            if attempt.plan.prefill is None and attempt.phase is not Phase.RUNNING:
+                slots[attempt.decode].add(attempt.name)
         for member in self._members:
             work = {name for name in member.work if not name.request.startswith(WARM)}
             assert work == expected[member.incarnation], member.peer.name

@@ -37,27 +37,53 @@ GoneReason: TypeAlias = Literal["silent", "stuck", "dead", "replaced", "rejected
 
 @dataclass
 class Work:
-    """One attempt that a worker was given and has not been told to forget."""
+    """One attempt that a worker was given and has not been told to forget. Of a decode worker, a sequence: what it is
+    going to take on average, and what it was promised."""
 
     sequence: int  # of the message that gave it
     pages: int  # how much work it is; 0 once it is done and merely held
+    context: float = 0.0  # tokens that a step attends to
+    taken: int = 0  # device pages that nothing had before
+    growth: float = 0.0  # device pages that its output is still expected to take
+    tpot: float | None = None  # objective, seconds
     covered: bool = False  # of a decode worker: nothing of the prompt is to be computed or fetched any more
     missing: bool = False  # the last heartbeat should have listed it, and did not
 
 
 @dataclass
+class Prompt:
+    """Tokens of one attempt that a worker is to compute, or will be."""
+
+    new: int
+    context: int = 0  # tokens before them, that need no computing
+    seconds: float = 0.0  # that the rest of it takes, as last predicted
+
+
+@dataclass(eq=False)
 class Member:
-    """A live process, or one that went."""
+    """A live process, or one that went. What placement reads of it changes only through methods, which leave its
+    incarnation in `changed`."""
 
     hello: Hello
     heard_at: float  # when it last said anything, seconds
     load: Load = field(default_factory=Load)
     work: dict[AttemptName, Work] = field(default_factory=dict[AttemptName, Work])
-    slots: set[AttemptName] = field(default_factory=set[AttemptName])  # prompts a prefill worker is to make, or will be
+    slots: dict[AttemptName, Prompt] = field(default_factory=dict[AttemptName, Prompt])  # prompts it is to compute
     unanswered: set[AttemptName] = field(default_factory=set[AttemptName])  # neither accepted nor refused
     busy_since: int | None = None  # sequence of the work it had no room for; none: it may have room
     positions: dict[AttemptName, int] = field(default_factory=dict[AttemptName, int])  # as last reported
     gone: GoneReason | None = None
+    changed: set[str] = field(default_factory=set[str], repr=False)  # incarnations, shared by all members
+    since: float = 0.0  # its prompts are being computed as from then, seconds
+    context: float = 0.0  # of all its work
+    growth: float = 0.0  # of all its work, pages
+    room: int = 0  # free device pages: told by the last heartbeat, less what it was given since; below 0 by mistake
+    strangers: int = 0  # sequences of other routers, as the last heartbeat told
+    strange_context: float = 0.0  # and tokens of theirs
+
+    def __post_init__(self) -> None:
+        self.room = self.hello.model.pool_pages if self.hello.model else 0
+        self.touch()
 
     @property
     def peer(self) -> Peer:
@@ -72,12 +98,69 @@ class Member:
         """How much work it has been given, in pages."""
         return sum(work.pages for work in self.work.values())
 
+    def touch(self) -> None:
+        """Something that placement reads is different now."""
+        self.changed.add(self.incarnation)
+
+    # --- work --------------------------------------------------------------------------------------------------------
+
+    def promise(self, name: AttemptName, prompt: Prompt, now: float) -> None:
+        """It is to compute a prompt, at once or when another worker has room for the pages."""
+        if not self.slots:
+            self.since = now
+        self.slots[name] = prompt
+        self.touch()
+
+    def give(self, name: AttemptName, work: Work) -> None:
+        """A message to it begins an attempt."""
+        self.work[name] = work
+        self.context += work.context
+        self.growth += work.growth
+        self.room -= work.taken
+        self.touch()
+
+    def computed(self, name: AttemptName) -> None:
+        """It has computed that prompt, or need not any more: there is a slot for another."""
+        if (prompt := self.slots.pop(name, None)) is not None:
+            self.since += prompt.seconds  # it went into this one; the next report tells better
+            self.touch()
+
     def drop(self, name: AttemptName) -> bool:
         """It has nothing to do with this attempt any more. False: it was never given it."""
-        self.slots.discard(name)
+        self.computed(name)
         self.unanswered.discard(name)
         self.positions.pop(name, None)
-        return self.work.pop(name, None) is not None
+        self.touch()
+        if (work := self.work.pop(name, None)) is None:
+            return False
+        self.context = self.context - work.context if self.work else 0.0
+        self.growth = self.growth - work.growth if self.work else 0.0
+        self.room += work.taken
+        return True
+
+    def answered(self, name: AttemptName) -> None:
+        """It has said whether it takes it."""
+        self.unanswered.discard(name)
+        self.touch()
+
+    def refuses(self, name: AttemptName) -> None:
+        """It had no room for this."""
+        self.busy_since = self.work[name].sequence
+        self.touch()
+
+    def may_have_room(self) -> None:
+        self.busy_since = None
+        self.touch()
+
+    def reports(self, load: Load, heard: int, listed: int, now: float) -> None:
+        """A heartbeat: what it says of itself holds for everything that was given up to the message `heard`. `listed`
+        attempts of ours run there or are about to."""
+        self.load, self.since = load, now
+        self.strangers = max(0, load.running + load.waiting - listed)
+        self.strange_context = load.context * self.strangers / max(1, load.running)
+        if load.pages_total:
+            self.room = load.pages_free - sum(work.taken for work in self.work.values() if work.sequence > heard)
+        self.touch()
 
 
 @dataclass
@@ -95,6 +178,7 @@ class Members:
         self._gone: dict[str, Member] = {}  # by name, until replaced
         self._known: dict[str, _Acquaintance] = {}  # by incarnation, oldest first
         self._met = 0
+        self.changed: set[str] = set()  # incarnations about which placement may read something new; the reader clears
 
     def get(self, incarnation: str) -> Member | None:
         """The live process of that incarnation."""
@@ -166,15 +250,17 @@ class Members:
         """A process that has passed `check`; again for one that is live and says Hello again."""
         if (member := self._live.get(hello.peer.incarnation)) is not None:
             member.hello, member.heard_at = hello, now
+            member.touch()
             return member
         self._meet(hello.peer.incarnation)
         self._gone.pop(hello.peer.name, None)
-        member = self._live[hello.peer.incarnation] = Member(hello, now)
+        member = self._live[hello.peer.incarnation] = Member(hello, now, changed=self.changed)
         return member
 
     def leave(self, member: Member, why: GoneReason) -> None:
         del self._live[member.incarnation]
         member.gone = why
+        member.touch()
         if why != "replaced":
             self._gone[member.peer.name] = member
 
@@ -182,6 +268,8 @@ class Members:
         """We did not listen for so long: nobody is to blame for silence."""
         for member in self._live.values():
             member.heard_at += seconds
+            member.since += seconds
+            member.touch()
 
     def _check_card(self, card: ModelCard) -> None:
         if card.namespace.page_size != self._page_size:
@@ -231,6 +319,8 @@ class Members:
             assert member.gone is None
             assert member.incarnation in self._known
             assert member.unanswered <= set(member.work), member.unanswered
+            assert abs(member.context - sum(work.context for work in member.work.values())) < 1e-3
+            assert abs(member.growth - sum(work.growth for work in member.work.values())) < 1e-3
 
 
 def _shown(value: object) -> str:

@@ -115,6 +115,10 @@ class Ask:
         """Device pages of a decode worker, for prompt and output."""
         return -(-(self.prompt + self.max_tokens) // self.prefix.page_size)
 
+    def on_device(self, worker: str) -> int:
+        """Pages of the prefix that this one has on its device."""
+        return match.pages if (match := self.held.get(worker)) else 0
+
 
 class Placer(Protocol):
     """A policy. `router.state.RouterState` takes one; `LowestTtft` is Baton's own."""

@@ -283,7 +283,7 @@ class RouterState:
 
     def _heartbeat(self, member: Member, beat: Heartbeat, now: float) -> None:
         """Compare what it has with what it should have, and repair the difference."""
-        member.load = beat.load
+        member.reports(beat.load, beat.heard, sum(not held.ended for held in beat.attempts), now)
         self._ask(self._prefixes.heartbeat(member.incarnation, beat.events, beat.digest, now))
         if self._is_stuck(beat):
             self._gone(member, "stuck", now)
@@ -309,7 +309,7 @@ class RouterState:
                 else:
                     work.missing = True
         if member.busy_since is not None and member.busy_since <= beat.heard:
-            member.busy_since = None
+            member.may_have_room()
             self._life.room = True
 
     def _listed(self, member: Member, name: AttemptName, held: AttemptHeld, now: float) -> None:

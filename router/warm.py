@@ -44,7 +44,7 @@ from router.candidates import stores
 from router.events import WARM, Cancelled, Failed, Kept, PinView, Unwarm, Warm, Warmed
 from router.life import Life
 from router.outbox import Outbox
-from router.peers import Member, Members, Work
+from router.peers import Member, Members, Prompt, Work
 from router.pin import Phase, WarmPrefix
 from router.prefixes import Prefixes
 from router.reach import nodes_of
@@ -192,8 +192,8 @@ class Warmer:
             priority=_LEAST_URGENT,
             deadline_ms=prefix.left_ms(now),
         )
-        worker.slots.add(prefix.attempt)
-        worker.work[prefix.attempt] = Work(self._out.send(worker.incarnation, message), missing)
+        worker.promise(prefix.attempt, Prompt(missing * size, here * size), now)
+        worker.give(prefix.attempt, Work(self._out.send(worker.incarnation, message), missing))
         self.note(prefix, f"attempt {prefix.attempts} on {worker.peer.name}: {prefix.pages} pages, {missing} missing")
 
     # --- attempts go on ----------------------------------------------------------------------------------------------
@@ -202,9 +202,9 @@ class Warmer:
         """Every page is in the store, and held by the worker until it is pinned."""
         assert prefix.worker is not None, prefix.name
         worker = self._members.live(prefix.worker)
-        worker.slots.discard(prefix.attempt)
+        worker.computed(prefix.attempt)
         worker.work[prefix.attempt].pages = 0
-        worker.busy_since = None
+        worker.may_have_room()
         self._life.room = True
         prefix.phase, prefix.computed, prefix.progress, prefix.give_up = Phase.PINNING, computed, now, None
         self._ask(prefix, now)

@@ -47,7 +47,7 @@ class WarmAnswers:
             case Refused(reason="too_large", message=text):
                 self._warmer.end(prefix, Failed(ContextTooLong(f"{member.peer.name}: {text}")))
             case Refused():
-                member.busy_since = member.work[prefix.attempt].sequence
+                member.refuses(prefix.attempt)
                 self._warmer.wait(prefix, now, now)
             case messages.Failed(reason=reason, message=text):
                 error = from_reason(reason, text)
