@@ -102,6 +102,15 @@ class ObjectivesConfig(_Section, frozen=True):
     tpot_ms: Natural = 0  # between two tokens, on average; 0: no promise
 
 
+class TenantConfig(_Section, frozen=True):
+    """What a tenant may have."""
+
+    weight: Annotated[float, Meta(gt=0)] = 1.0  # its share of the service beside others that wait
+    tokens_per_minute: Natural = 0  # of prompts and outputs; 0: no limit
+    requests_per_minute: Natural = 0  # 0: no limit
+    burst_s: Annotated[float, Meta(gt=0)] = 60.0  # who has asked for nothing for so long may have it all at once
+
+
 class RouterConfig(_Section, frozen=True):
     """The front door."""
 
@@ -110,11 +119,17 @@ class RouterConfig(_Section, frozen=True):
     internal_port: Port = 50_052  # where workers and stores connect
     http_port: Port = 50_053  # /metrics and /discovery
     max_attempts: Positive = 4  # per request; the last is always decode-local
-    max_queued: Natural = 1_024  # requests waiting for a worker; more are refused
+    max_queued: Natural = 1_024  # requests waiting for a worker; of more, the least urgent are refused
+    max_queued_tokens: Positive = 16_777_216  # of their prompts together
     queue_ms: Positive = 30_000  # longest wait for a worker
     progress_ms: Positive = 120_000  # an attempt without any progress for longer is given up
     ageing_ms: Positive = 10_000  # one level of priority is worth so much waiting
     classes: dict[int, ObjectivesConfig] = {}  # objectives by priority; a class that is not here has none
+    tenants: dict[str, TenantConfig] = {}  # weights and quotas; "*": of all that are not named
+    cached_weight: Annotated[float, Meta(ge=0, le=1)] = 0.1  # of a cached prompt token in a tenant's service
+    output_weight: Annotated[float, Meta(ge=0)] = 2.0  # of a generated token
+    retry_share: Annotated[float, Meta(ge=0)] = 0.2  # failed attempts repeated at once, per first attempt
+    retries_per_s: Annotated[float, Meta(gt=0)] = 10.0  # and besides; others wait in the queue
     explain_requests: Natural = 1_000  # the last so many can be explained; 0: none
 
 

@@ -8,6 +8,8 @@ BatonError                        INTERNAL
 ├── ProcessNotFound               NOT_FOUND            the client named a worker or store that is not live
 ├── RequestNotFound               NOT_FOUND            the client named a request that nobody remembers
 ├── Overloaded                    RESOURCE_EXHAUSTED   no room now; carries when to try again
+│   ├── ObjectiveUnreachable      RESOURCE_EXHAUSTED   the first token can't come in the time that was asked for
+│   └── RateLimited               RESOURCE_EXHAUSTED   a tenant has used up its quota of this minute
 ├── QuotaExceeded                 RESOURCE_EXHAUSTED   a tenant may not pin as much as that
 ├── DeadlineExpired               DEADLINE_EXCEEDED    the client's deadline passed first
 ├── RequestCancelled              CANCELLED            the client went away
@@ -95,6 +97,18 @@ class Overloaded(BatonError):
     def __init__(self, message: str, retry_after_ms: int = 1_000) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
+
+
+class ObjectiveUnreachable(Overloaded):
+    """No placement can bring the first token in time. A request without that objective would be served."""
+
+    reason = "objective"
+
+
+class RateLimited(Overloaded):
+    """A tenant has used up what it may ask for in a minute."""
+
+    reason = "rate_limited"
 
 
 class QuotaExceeded(BatonError):
