@@ -147,8 +147,8 @@ _FILE = """\
 about: |
   The bare engine on {machine}: {model} in {dtype}, {threads} thread(s) to a worker. Fitted by
   bench/fit_model.py to {steps} steps of up to {largest} prompt tokens or {rows} rows, each run {repeats} times: half
-  of them are within {half:.0%} of the fit, nine in ten within {most:.0%}; of {mixed} steps with both, which were not fitted, half
-  within {mixed_half:.0%}. Copies, pages between stores and turns of the loops are those of docs/benchmarks.md.
+  of them are within {half:.0%} of the fit, nine in ten within {most:.0%}; of {mixed} steps with both, which were not
+  fitted, half within {mixed_half:.0%}. Copies, pages between stores and turns of the loops: docs/benchmarks.md.
 
 token_bytes: {token_bytes}
 max_context: {max_context}
