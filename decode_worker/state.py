@@ -529,6 +529,11 @@ class DecodeState:
         return self._cache
 
     @property
+    def attempts(self) -> frozenset[AttemptName]:
+        """All that we have, running or not."""
+        return frozenset(s.name for s in self._sequences.values())
+
+    @property
     def tickets(self) -> tuple[int, ...]:
         """Every ticket at the store that we still care about."""
         return (*self._fetching, *self._shipments.tickets)

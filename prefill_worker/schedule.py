@@ -58,7 +58,7 @@ def plan_step(jobs: Collection[Job], pace: StepPace, step: float, most: int) -> 
     ready = [job for job in jobs if job.phase is Phase.COMPUTING and job.pending]
     if not ready:
         return {}
-    most = min(most, max(_UNMEASURED, _GROWTH * pace.largest)) // ready[0].page_size
+    most = max(1, min(most, max(_UNMEASURED, _GROWTH * pace.largest)) // ready[0].page_size)
     alone = sum(job.phase not in (Phase.SETTLING, Phase.DONE) for job in jobs) == 1
     fixed = pace.seconds(0)
     seconds = max(_ALONE * step if alone else step, _FIXED * fixed) - fixed

@@ -235,6 +235,13 @@ def test_steps_grow_no_faster_than_they_are_measured() -> None:
     assert counts == [256, 1_024, 4_096, 10_000, 10_000]
 
 
+def test_a_first_step_has_a_page_however_large_pages_are() -> None:
+    large = Job(AttemptName("large", 1), list(range(1_024)), [b"k" * 16] * 2, 512, 0, 0.0, None, [0, 1])
+    large.phase = Phase.COMPUTING
+    plan = plan_step([large], StepPace(), 1.0, 8_192)
+    assert [len(chunk.tokens) for chunk in plan.values()] == [512]
+
+
 def test_there_is_no_step_without_anything_to_compute() -> None:
     assert plan_step([], StepPace(), 1.0, 512) == {}
     others = [prompt(3, phase=phase) for phase in Phase if phase is not Phase.COMPUTING]

@@ -1,0 +1,79 @@
+"""Virtual time: an agenda of what happens when, and processes that sleep on it.
+
+Events of one instant happen in the order in which they were planned, so the same events come from the same seed.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from heapq import heappop, heappush
+from math import inf
+from typing import Any, TypeAlias
+
+Body: TypeAlias = Generator[float, None, None]
+"""What a process does: it yields the time at which it goes on, `inf` where only somebody else can wake it."""
+
+
+class Agenda:
+    """The one clock, and all that is going to happen."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # seconds
+        self.happened = 0  # events
+        self._planned = 0
+        self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+
+    def at(self, when: float, do: Callable[..., object], *args: Any) -> None:
+        """Call `do` at the time `when`, or now if that is over."""
+        self._planned += 1
+        heappush(self._heap, (max(when, self.now), self._planned, do, args))
+
+    def after(self, seconds: float, do: Callable[..., object], *args: Any) -> None:
+        self.at(self.now + seconds, do, *args)
+
+    def run(self, until: Callable[[], bool], limit: float = inf) -> None:
+        """Let things happen until `until` is true, nothing is planned, or the time `limit` has come."""
+        heap = self._heap
+        while heap and not until():
+            when, _, do, args = heap[0]
+            if when > limit:
+                self.now = limit
+                return
+            heappop(heap)
+            self.now = when
+            self.happened += 1
+            do(*args)
+
+
+class Process:
+    """A body that runs on an agenda."""
+
+    def __init__(self, agenda: Agenda, body: Body) -> None:
+        self._agenda, self._body = agenda, body
+        self._sleeps = 0  # numbers the sleeps, so that what was to end an earlier one ends no later one
+        self._until = agenda.now
+        agenda.at(agenda.now, self._go_on, 0)
+
+    def wake(self, when: float) -> None:
+        """Its present sleep ends at `when`, if it would have been longer."""
+        if when < self._until:
+            self._sleeps += 1
+            self._sleep(when)
+
+    def end(self) -> None:
+        """It never goes on."""
+        self._sleeps += 1
+        self._until = -inf
+        self._body.close()
+
+    def _go_on(self, sleep: int) -> None:
+        if sleep == self._sleeps:
+            self._sleeps += 1
+            self._sleep(next(self._body))
+
+    def _sleep(self, until: float) -> None:
+        self._until = until
+        if until < inf:
+            self._agenda.at(until, self._go_on, self._sleeps)

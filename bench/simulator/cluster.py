@@ -1,0 +1,207 @@
+"""A simulated cluster: its processes, who stands where, and what starts and ends them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from baton.config import Config
+from baton.errors import ConfigError
+from baton.messages import ModelCard, Namespace, Peer, Role, Sampling, WorkerRole
+from bench.simulator.clock import Agenda
+from bench.simulator.disk import Disk
+from bench.simulator.measure import Measures
+from bench.simulator.network import Network
+from bench.simulator.router import Router
+from bench.simulator.store import Store
+from bench.simulator.timing import Noise, Timing
+from bench.simulator.worker import Worker
+from bench.simulator.workloads import VOCAB, Arrival
+from router.admission import ModelLimits
+from router.events import Submit
+from router.placement import Placer
+
+_BEGIN = 2.0  # seconds until the first request comes: everybody has joined by then
+_STOPS = (VOCAB - 1,)
+_SAMPLING = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many workers of each kind, and how many share a node and its store. Kinds are spread over all nodes."""
+
+    prefill: int
+    decode: int
+    per_node: int = 1
+
+    @classmethod
+    def parse(cls, text: str, per_node: int = 1) -> Layout:
+        """`8P+8D`, or `16D` for a colocated cluster. Raises ConfigError."""
+        match = re.fullmatch(r"(?:(\d+)P\+)?(\d+)D", text)
+        if not match or int(match[2]) < 1:
+            raise ConfigError(f"{text!r} is no cluster; write 8P+8D, or 16D for a colocated one")
+        return cls(int(match[1] or 0), int(match[2]), per_node)
+
+    @property
+    def workers(self) -> Iterator[tuple[WorkerRole, str, str]]:
+        """Role, name and node of each."""
+        total = self.prefill + self.decode
+        nodes = -(-total // self.per_node)
+        roles: list[WorkerRole] = ["prefill"] * self.prefill + ["decode"] * self.decode
+        numbers = (*range(self.prefill), *range(self.decode))
+        for place, (role, number) in enumerate(zip(roles, numbers, strict=True)):
+            yield role, f"{role}-{number:04}", f"node-{place % nodes:04}"
+
+
+class Cluster:
+    """Everything that lives. Names stay, processes come and go."""
+
+    def __init__(
+        self, layout: Layout, timing: Timing, config: Config, seed: int, placer: Placer | None = None, *,
+        runs: bool = True,
+    ) -> None:  # fmt: skip
+        """`runs`: decode steps that are alike are run in a row, which is much faster and hardly different."""
+        self.agenda = Agenda()
+        self.layout, self.timing, self.config = layout, timing, config
+        self._seed, self._runs = seed, runs
+        self._rng = random.Random(seed)
+        self.network = Network(self.agenda, timing, random.Random(seed + 1))
+        self.measures = Measures(self.agenda)
+        page_bytes = config.pages.page_size * timing.token_bytes
+        self._namespace = Namespace(b"simulated model.", 1, "bfloat16", config.pages.page_size, 1)
+        pool = config.decode.pool_bytes // page_bytes
+        self._card = ModelCard(self._namespace, page_bytes, VOCAB, timing.max_context, pool)
+        self._numbers = itertools.count(1)
+        self._places = {name: (role, node) for role, name, node in layout.workers}
+        nodes = sorted({node for _, node in self._places.values()})
+        self._disks = {node: Disk(config.disk, timing.disk, self.agenda) for node in nodes}
+        self.slowness: dict[str, float] = {}  # of workers, by name; 1 where nothing is said
+        self.stores: dict[str, Store] = {}  # by node
+        self.workers: dict[str, Worker] = {}  # by name
+        self.busy = dict.fromkeys(self._places, 0.0)  # seconds in steps, of processes that are gone
+        limits = ModelLimits(VOCAB, timing.max_context)
+        peer = self._peer("router", "router", "node-router")
+        self.router = Router(peer, config, limits, placer, self.agenda, self.network, self.measures)
+        self.network.join(peer.incarnation, self.router)
+        self._again(peer.incarnation, self.router.tick)
+        for node in nodes:
+            self.start_store(node)
+        for name in self._places:
+            self.start_worker(name)
+
+    # --- starting and ending ------------------------------------------------------------------------------------------
+
+    def start_worker(self, name: str) -> None:
+        if name in self.workers:
+            return
+        role, node = self._places[name]
+        peer = self._peer(role, name, node)
+        noise = Noise(self.timing.noise, (self._seed, peer.pid))
+        noise.slowness = self.slowness.get(name, 1.0)
+        worker = Worker(
+            role, peer, self._card, self.config, self.timing, self.agenda, self.network, lambda: self.router,
+            self.measures.outputs, noise, runs=self._runs,
+        )  # fmt: skip
+        self.workers[name] = worker
+        self.network.join(peer.incarnation, worker)
+        if (store := self.stores.get(node)) is not None:
+            worker.store_up(store)
+        self._again(peer.incarnation, worker.beat, self._rng.random() * self.config.cluster.heartbeat_ms / 1_000)
+
+    def end_worker(self, name: str) -> None:
+        """It dies; its node's store hears so from the kernel."""
+        worker = self.workers.pop(name, None)
+        if worker is None:
+            return
+        worker.end()
+        self.busy[name] += worker.busy
+        self.network.leave(worker.peer.incarnation)
+        if (store := self.stores.get(worker.peer.node)) is not None:
+            store.worker_gone(worker)
+
+    def start_store(self, node: str) -> None:
+        if node in self.stores:
+            return
+        peer = self._peer("store", f"store-{node}", node)
+        store = Store(
+            peer, self.config, self._namespace, self._card.page_bytes, self.agenda, self.network, lambda: self.router,
+            self._disks[node],
+        )  # fmt: skip
+        self.stores[node] = store
+        self.network.join(peer.incarnation, store)
+        for worker in self.workers.values():
+            if worker.peer.node == node:
+                worker.store_up(store)
+        self._again(peer.incarnation, store.beat, self._rng.random() * self.config.cluster.heartbeat_ms / 1_000)
+
+    def end_store(self, node: str) -> None:
+        """It dies, with all that its arena held; workers of its node hear so at once, others by its silence."""
+        store = self.stores.pop(node, None)
+        if store is None:
+            return
+        self.network.leave(store.peer.incarnation)
+        for worker in self.workers.values():
+            if worker.peer.node == node:
+                worker.store_lost()
+
+    def _peer(self, role: Role, name: str, node: str) -> Peer:
+        number = next(self._numbers)
+        return Peer(role, name, node, f"{name}-{number}", number)
+
+    def _again(self, incarnation: str, do: Callable[[], float], first: float = 0.0) -> None:
+        """Call `do` for as long as that process lives, each time after the seconds that it returned."""
+
+        def once() -> None:
+            if self.network.process(incarnation) is not None:
+                self.agenda.after(do(), once)
+
+        self.agenda.after(first, once)
+
+    # --- the load -----------------------------------------------------------------------------------------------------
+
+    def run(self, load: Iterator[Arrival], limit: float = float("inf")) -> Measures:
+        """Serve the load to its end, or until `limit` seconds have passed."""
+        self._exhausted = False
+        self._next(load, itertools.count(1))
+        measures = self.measures
+        self.agenda.run(lambda: self._exhausted and measures.over == measures.arrived, limit)
+        return measures
+
+    def _next(self, load: Iterator[Arrival], numbers: Iterator[int]) -> None:
+        arrival = next(load, None)
+        if arrival is None:
+            self._exhausted = True
+        else:
+            self.agenda.at(_BEGIN + arrival.at, self._submit, arrival, load, numbers)
+
+    def _submit(self, arrival: Arrival, load: Iterator[Arrival], numbers: Iterator[int]) -> None:
+        name = f"r{next(numbers)}"
+        self.measures.begin(name, arrival)
+        self.router.submit(
+            Submit(
+                request=name,
+                tokens=arrival.tokens(),
+                sampling=_SAMPLING,
+                received=self.agenda.now,
+                max_tokens=arrival.max_tokens,
+                stop_token_ids=_STOPS,
+                tenant=arrival.tenant,
+                priority=arrival.priority,
+                ttft=arrival.ttft,
+                tpot=arrival.tpot,
+            )
+        )
+        self._next(load, numbers)
+
+    # --- what can be read off -----------------------------------------------------------------------------------------
+
+    def utilisation(self) -> dict[str, float]:
+        """The share of the time that workers of each role spent in steps."""
+        shares: dict[str, list[float]] = {}
+        for name, (role, _) in self._places.items():
+            live = self.workers[name].busy if name in self.workers else 0.0
+            shares.setdefault(role, []).append((self.busy[name] + live) / max(self.agenda.now - _BEGIN, 1e-9))
+        return {role: sum(each) / len(each) for role, each in sorted(shares.items())}

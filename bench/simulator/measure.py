@@ -1,0 +1,166 @@
+"""What the clients of a simulated cluster see, request by request, and what follows from it.
+
+TTFT    from arriving to the first token
+TPOT    mean gap between tokens after the first
+TBT     mean of the longest tenth of a request's gaps, as in Mooncake's evaluation (FAST'25)
+goodput requests that ended well and met both objectives, a second of the load
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.simulator.clock import Agenda
+from bench.simulator.worker import Output
+from bench.simulator.workloads import Arrival
+from engine.batch import Sampled
+from router.events import Cancelled, End, Failed, Finished
+
+_PERCENTILES = (50, 90, 95, 99)
+_COLUMNS = ("arrived", "ttft", "tpot", "tbt", "seconds", "prompt", "output", "cached", "attempts", "finished")
+
+
+@dataclass(slots=True)
+class _Live:
+    arrival: Arrival
+    received: float
+    first: float | None = None
+    last: float = 0.0
+    tokens: int = 0
+    gaps: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])  # seconds, how many
+
+
+class Measures:
+    """The clients: they count along, and forget a request once its figures are noted."""
+
+    def __init__(self, agenda: Agenda) -> None:
+        self._agenda = agenda
+        self._live: dict[str, _Live] = {}
+        self.outputs: dict[str, Output] = {}  # of those who live: what the model is going to say
+        self._columns = {name: array("d") for name in _COLUMNS}
+        self._tenants: list[str] = []
+        self.arrived = self.over = 0
+        self.ends: Counter[str] = Counter()  # by outcome
+        self.ended_twice: list[str] = []
+        self.last_end = 0.0
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    def begin(self, name: str, arrival: Arrival) -> None:
+        self._live[name] = _Live(arrival, self._agenda.now)
+        self.outputs[name] = Output(arrival.prompt + arrival.output, Sampled(1 + self.arrived % 60_000))
+        self.arrived += 1
+
+    def tokens(self, request: str, count: int, spacing: float) -> None:
+        """See `bench.simulator.router.Clients`."""
+        live, now = self._live[request], self._agenda.now
+        earliest = now - (count - 1) * spacing
+        if live.first is None:
+            live.first = earliest
+        else:
+            live.gaps.append((earliest - live.last, 1))
+        if count > 1:
+            live.gaps.append((spacing, count - 1))
+        live.last = now
+        live.tokens += count
+
+    def ended(self, end: End) -> None:
+        live = self._live.pop(end.request, None)
+        if live is None:
+            self.ended_twice.append(end.request)
+            return
+        del self.outputs[end.request]
+        self.over += 1
+        self.last_end = self._agenda.now
+        self.ends[_outcome(end)] += 1
+        usage = end.summary.usage
+        ttft = math.nan if live.first is None else live.first - live.received
+        tpot = math.nan if live.first is None or live.tokens < 2 else (live.last - live.first) / (live.tokens - 1)
+        figures = (
+            live.received, ttft, tpot, _tbt(live.gaps), self._agenda.now - live.received, live.arrival.prompt,
+            live.tokens, usage.cached, end.summary.served.attempts, isinstance(end.outcome, Finished),
+        )  # fmt: skip
+        for name, figure in zip(_COLUMNS, figures, strict=True):
+            self._columns[name].append(figure)
+        self._tenants.append(live.arrival.tenant)
+
+    @property
+    def waiting(self) -> list[str]:
+        """Requests that have not ended."""
+        return list(self._live)
+
+    # --- what follows -------------------------------------------------------------------------------------------------
+
+    def table(self) -> dict[str, npt.NDArray[np.float64]]:
+        """A row for each request that ended, in the order of their ends; times in seconds, `finished` 1 or 0."""
+        return {name: np.frombuffer(column, dtype=np.float64).copy() for name, column in self._columns.items()}
+
+    def report(self) -> dict[str, Any]:
+        table = self.table()
+        good = table["finished"] > 0
+        seconds = float(self.last_end - table["arrived"].min()) if len(good) else 0.0
+        prompts = float(table["prompt"][good].sum())
+        return {
+            "requests": self.arrived,
+            "ends": dict(sorted(self.ends.items())),
+            "seconds": seconds,
+            "hit_rate": float(table["cached"][good].sum()) / prompts if prompts else 0.0,
+            "prompt_tokens": prompts,
+            "output_tokens": float(table["output"].sum()),
+            "attempts": float(table["attempts"].sum()),
+            **{name: _spread(table[name][good]) for name in ("ttft", "tpot", "tbt")},
+        }
+
+    def goodput(self, ttft: float, tbt: float) -> float:
+        """The share of all requests that finished with a first token and gaps within these objectives, in seconds."""
+        table = self.table()
+        well = (table["finished"] > 0) & (table["ttft"] <= ttft) & ~(table["tbt"] > tbt)
+        return float(well.sum()) / self.arrived if self.arrived else 0.0
+
+    def by_tenant(self) -> Mapping[str, float]:
+        """Tokens, of prompts and outputs, of finished requests."""
+        total: Counter[str] = Counter()
+        columns = (self._columns[name] for name in ("prompt", "output", "finished"))
+        for tenant, prompt, output, finished in zip(self._tenants, *columns, strict=True):
+            total[tenant] += (prompt + output) * finished  # type: ignore[assignment]
+        return dict(sorted(total.items()))
+
+
+def _outcome(end: End) -> str:
+    match end.outcome:
+        case Finished():
+            return "finished"
+        case Failed(error=error):
+            return error.reason
+        case Cancelled():
+            return "cancelled"
+
+
+def _tbt(gaps: list[tuple[float, int]]) -> float:
+    """The mean of the longest tenth; none without gaps."""
+    total = sum(count for _, count in gaps)
+    wanted = left = max(1, total // 10)
+    sum_ = 0.0
+    for seconds, count in sorted(gaps, reverse=True):
+        taken = min(count, left)
+        sum_ += seconds * taken
+        left -= taken
+        if not left:
+            break
+    return sum_ / wanted if total else math.nan
+
+
+def _spread(values: npt.NDArray[np.float64]) -> dict[str, float]:
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return {}
+    points = np.percentile(known, _PERCENTILES)
+    return {"mean": float(known.mean()), **{f"p{p}": float(v) for p, v in zip(_PERCENTILES, points, strict=True)}}

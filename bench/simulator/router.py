@@ -1,0 +1,102 @@
+"""The router around its real state, without its sockets and its front door."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, Protocol
+
+from baton.clock import Tick
+from baton.config import Config
+from baton.messages import Envelope, Peer, Snapshot
+from bench.simulator.clock import Agenda
+from bench.simulator.network import Network
+from kvstore.events import Batch
+from router.admission import ModelLimits
+from router.events import (
+    AskSnapshot,
+    Emit,
+    End,
+    Event,
+    Forget,
+    Heard,
+    KvEvents,
+    KvSnapshot,
+    Send,
+    Submit,
+    Subscribe,
+    Unsubscribe,
+)
+from router.placement import Placer
+from router.state import RouterState
+
+
+class Clients(Protocol):
+    """Those who hear what becomes of requests."""
+
+    def tokens(self, request: str, count: int, spacing: float) -> None:
+        """Tokens come in; all but the first of them came `spacing` seconds after the one before."""
+        ...
+
+    def ended(self, end: End) -> None: ...
+
+
+class Router:
+    """One router process."""
+
+    def __init__(
+        self, peer: Peer, config: Config, limits: ModelLimits, placer: Placer | None, agenda: Agenda, network: Network,
+        clients: Clients,
+    ) -> None:  # fmt: skip
+        self.state = RouterState(peer, config, limits, placer)
+        self.incarnation = peer.incarnation
+        self._agenda, self._network, self._clients = agenda, network, clients
+        self._tick = config.cluster.heartbeat_ms / 5_000
+        self._sent: dict[str, int] = defaultdict(int)  # messages to each peer, as links count them
+
+    def submit(self, submit: Submit) -> None:
+        self._handle(submit)
+
+    def hear(self, envelope: Envelope[Any], spacing: float) -> None:
+        """A worker or store says something; the tokens in it came `spacing` seconds after each other."""
+        self._handle(Heard(envelope), spacing)
+
+    def hear_events(self, batch: Batch) -> None:
+        self._handle(KvEvents(batch))
+
+    def hear_snapshot(self, holder: str, part: Snapshot) -> None:
+        self._handle(KvSnapshot(holder, part))
+
+    def tick(self) -> float:
+        """Returns the seconds until the next."""
+        self._handle(Tick())
+        return self._tick
+
+    def _handle(self, event: Event, spacing: float = 0.0) -> None:
+        for command in self.state.handle(event, self._agenda.now):
+            match command:
+                case Send(incarnation=to, message=message):
+                    self._sent[to] += 1
+                    if (process := self._network.process(to)) is not None:
+                        envelope = Envelope(self.incarnation, to, self._sent[to], message)
+                        self._network.message(to, process.hear_router, envelope)
+                case Emit(request=request, tokens=tokens):
+                    self._clients.tokens(request, len(tokens), spacing)
+                case End():
+                    self._clients.ended(command)
+                case Subscribe(incarnation=holder):
+                    if (process := self._network.process(holder)) is not None:
+                        process.followers[self.incarnation] = self
+                case AskSnapshot(incarnation=holder):
+                    self._network.message(holder, self._snapshot, holder)
+                case Unsubscribe(incarnation=holder):
+                    if (process := self._network.process(holder)) is not None:
+                        process.followers.pop(self.incarnation, None)
+                case Forget(incarnation=stranger):
+                    del self._sent[stranger]
+                case _:  # notes, and pins that nobody has asked for
+                    pass
+
+    def _snapshot(self, holder: str) -> None:
+        """Our question has reached the holder."""
+        for part in self._network.process(holder).snapshot():
+            self._network.message(self.incarnation, self.hear_snapshot, holder, part)

@@ -1,0 +1,251 @@
+"""A node's store around its real state: connections of workers, wires to other stores, threads of the disk.
+
+As in `kvstore.service`, but nothing is waited for: what comes in is handled when it comes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import Any
+
+from baton.clock import Tick
+from baton.config import Config
+from baton.membership import Membership, Verdict
+from baton.messages import (
+    Attach,
+    Attached,
+    Departed,
+    Envelope,
+    Heartbeat,
+    Hello,
+    Message,
+    Namespace,
+    PageReply,
+    PageRequest,
+    Pages,
+    Peer,
+    Pin,
+    Snapshot,
+    Unpin,
+)
+from bench.simulator.clock import Agenda
+from bench.simulator.disk import Disk
+from bench.simulator.feed import Feed
+from bench.simulator.network import Network
+from bench.simulator.worker import Router, RouterAddress, Worker
+from kvstore.commands import (
+    Command,
+    Connected,
+    Disconnected,
+    Drop,
+    Event,
+    Heard,
+    RouterSaid,
+    Send,
+    TellRouter,
+    WriterGone,
+)
+from kvstore.state import StoreState
+from kvstore.tiers import (
+    Answer,
+    Ask,
+    Check,
+    Checked,
+    DiskOrder,
+    Expect,
+    Landed,
+    PeerAnswered,
+    PeerAsked,
+    Retract,
+    Retracted,
+    Serve,
+    Served,
+)
+from kvstore.transfer import StoreUp
+
+_MESSAGE_BYTES = 64 * 2**20  # of pages that travel together; many small pages are one event
+
+
+class Store:
+    """One store process, from its start to its end."""
+
+    def __init__(
+        self, peer: Peer, config: Config, namespace: Namespace, page_bytes: int, agenda: Agenda, network: Network,
+        router: RouterAddress, disk: Disk,
+    ) -> None:  # fmt: skip
+        """`disk` stays when the process goes."""
+        self.peer = peer
+        self._namespace, self._page_bytes = namespace, page_bytes
+        self._agenda, self._network, self._router = agenda, network, router
+        self._disk = disk.opened(self._handle)
+        beat, silence = config.cluster.heartbeat_ms / 1_000, config.cluster.silence_ms / 1_000
+        self.state = StoreState(peer, config.store, self._disk.index, config.disk.admit_after, beat, silence)
+        self._membership = Membership(
+            Hello(peer, events="events", snapshots="snapshots", data=f"sim://{peer.incarnation}")
+        )
+        self.feed = Feed(peer.incarnation, config.pages.page_size)
+        self.followers: dict[str, Router] = {}
+        self._sequence = itertools.count(1)
+        self._connections = itertools.count(1)
+        self._workers: dict[int, Worker] = {}  # by connection
+        self._expected: dict[int, set[int]] = {}  # indices by fetch
+        self._events: deque[Event] = deque()
+        self._handling = False
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def attach(self, worker: Worker) -> int:
+        """A worker connects. Returns the connection."""
+        connection = next(self._connections)
+        self._workers[connection] = worker
+        self._handle(Connected(connection, worker.peer.pid))
+        self.hear(connection, Attach(worker.peer, self._namespace, self._page_bytes))
+        return connection
+
+    def call(self, worker: Worker, call: Any) -> None:
+        """A worker says something."""
+        self._network.call(self.peer.incarnation, self.hear, worker.connection, call)
+
+    def hear(self, connection: int, call: Any) -> None:
+        """What a worker said has come."""
+        self._handle(Heard(connection, call))
+
+    def worker_gone(self, worker: Worker) -> None:
+        """The kernel tells of its end; what it had said before still counts."""
+        self._agenda.after(0.001, self._bury, worker)
+
+    def _bury(self, worker: Worker) -> None:
+        if self._network.process(self.peer.incarnation) is not self:
+            return
+        if self._workers.pop(worker.connection, None) is not None:
+            self._handle(Disconnected(worker.connection))
+        self._handle(WriterGone(worker.peer.pid))
+        self._say(Departed(worker.peer.incarnation, worker.peer.pid))
+
+    # --- the router ---------------------------------------------------------------------------------------------------
+
+    def hear_router(self, envelope: Envelope[Any]) -> None:
+        """The router says something."""
+        verdict = self._membership.handle(envelope, self._agenda.now)
+        self._follow(verdict)
+        if verdict.deliver and isinstance(envelope.message, Pin | Unpin):
+            self._handle(RouterSaid(envelope.message))
+
+    def beat(self) -> float:
+        """A turn of its loop with nothing to do, and its heartbeat. Returns the seconds until the next."""
+        now = self._agenda.now
+        self._handle(Tick())
+        self._follow(self._membership.tick(now))
+        events, digest = self.feed.sequence, self.feed.digest
+        pins = self.state.pins
+        self._say(Heartbeat(self._membership.heard, self.state.load(), attempts=pins, events=events, digest=digest))
+        return self._membership.heartbeat
+
+    def snapshot(self) -> list[Snapshot]:
+        """For those who follow its KV events."""
+        self._publish()
+        return self.feed.snapshot(self.state.snapshot())
+
+    def _follow(self, verdict: Verdict) -> None:
+        for message in verdict.send:
+            if (router := self._router()) is not None:
+                self._post(router, "", message)
+
+    def _say(self, message: Message) -> None:
+        if (to := self._membership.router) is not None and (router := self._network.process(to)) is not None:
+            self._post(router, to, message)
+
+    def _post(self, router: Router, addressee: str, message: Message) -> None:
+        envelope = Envelope(self.peer.incarnation, addressee, next(self._sequence), message)
+        self._network.message(router.incarnation, router.hear, envelope, 0.0)
+
+    # --- the state ----------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        """Take an event and all that follows from it at once."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        while self._events:
+            for command in self.state.handle(self._events.popleft(), self._agenda.now):
+                self._do(command)
+        self._handling = False
+        self._publish()
+
+    def _do(self, command: Command) -> None:
+        match command:
+            case Send(connection=connection, reply=reply):
+                if (worker := self._workers.get(connection)) is not None:
+                    said = StoreUp(reply.slots, reply.page_bytes) if isinstance(reply, Attached) else reply
+                    self._network.call(worker.peer.incarnation, worker.hear_store, said, connection)
+            case Drop(connection=connection):
+                raise AssertionError(f"the store dropped the well-behaved {self._workers.get(connection)}")
+            case TellRouter(message=message):
+                self._say(message)
+            case Ask(source=source, request=request):
+                self._tell(source.store, "asked", request)
+            case Answer(peer=peer, reply=reply):
+                self._tell(peer, "answered", reply)
+            case Expect(fetch=fetch, slots=slots):
+                self._expected.setdefault(fetch, set()).update(index for index, _ in slots)
+            case Retract(fetch=fetch):
+                self._expected.pop(fetch, None)
+                self._events.append(Retracted(fetch))
+            case Serve():
+                self._serve(command)
+            case Check(number=number):
+                self._events.append(Checked(number, intact=True))
+            case DiskOrder():
+                self._disk.submit(command)
+            case _:  # Divide: there is no memory to divide
+                pass
+
+    def _publish(self) -> None:
+        for batch in self.feed.batches(self.state.drain_events()):
+            for incarnation, router in self.followers.items():
+                self._network.message(incarnation, router.hear_events, batch)
+
+    # --- other stores -------------------------------------------------------------------------------------------------
+
+    def asked(self, peer: str, request: PageRequest) -> None:
+        self._handle(PeerAsked(peer, request))
+
+    def answered(self, peer: str, reply: PageReply) -> None:
+        self._handle(PeerAnswered(peer, reply))
+
+    def landed(self, sent: Pages) -> None:
+        """Pages come; those that nobody expects (any more) are thrown away."""
+        expected = self._expected.get(sent.fetch, set())
+        pages = tuple((page.index, page.checksum) for page in sent.pages if page.index in expected)
+        expected.difference_update(index for index, _ in pages)
+        self._handle(Landed(sent.fetch, pages))
+
+    def _tell(self, peer: str, how: str, words: PageRequest | PageReply) -> None:
+        if isinstance(store := self._network.process(peer), Store):
+            deliver = getattr(store, how)
+            self._network.pages(self._place, store._place, 0, _nothing, deliver, self.peer.incarnation, words)
+
+    def _serve(self, order: Serve) -> None:
+        store = self._network.process(order.peer)
+        each = max(1, _MESSAGE_BYTES // self._page_bytes)
+        parts = [order.pages[at : at + each] for at in range(0, len(order.pages), each)]
+        if not isinstance(store, Store):
+            self._events.append(Served(order.number))
+            return
+        for number, part in enumerate(parts, 1):
+            done = Served(order.number) if number == len(parts) else None
+            self._network.pages(
+                self._place, store._place, len(part) * self._page_bytes,
+                lambda done=done: self._handle(done) if done else None,
+                store.landed, Pages(order.fetch, part),
+            )  # fmt: skip
+
+    @property
+    def _place(self) -> tuple[str, str]:
+        return self.peer.node, self.peer.incarnation
+
+
+def _nothing() -> None:
+    pass

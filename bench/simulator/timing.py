@@ -1,0 +1,138 @@
+"""How long things take, read from a file: steps of the engine, copies, messages, pages between nodes and disks.
+
+    a step = (fixed + token · prompt tokens + pair · pairs + row · rows + context · tokens of the rows) · noise
+
+The words are those of `router.costs`. The files in `models/` say how their figures follow from what the hardware can
+do, or how they were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import msgspec
+import numpy as np
+import yaml
+from msgspec import Meta, Struct
+
+from baton.config import Config, load
+from baton.errors import ConfigError
+from engine.steps import Plan
+from router.costs import pairs
+
+MODELS = Path(__file__).parent / "models"
+
+_Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
+_Rate: TypeAlias = Annotated[float, Meta(gt=0)]  # bytes per second
+
+
+class StepTimes(Struct, frozen=True, forbid_unknown_fields=True):
+    """Coefficients of a step, in seconds."""
+
+    fixed: _Seconds
+    token: _Seconds  # of a prompt
+    pair: _Seconds  # a prompt token and a position that it attends to, itself included
+    row: _Seconds  # a sequence that gets one token
+    context: _Seconds  # a token of those sequences
+
+
+class DiskTimes(Struct, frozen=True, forbid_unknown_fields=True):
+    """One node's disk."""
+
+    read: _Rate
+    write: _Rate
+    latency: _Seconds
+    max_bytes: str = "1TiB"
+
+
+class Timing(Struct, frozen=True, forbid_unknown_fields=True):
+    """One kind of worker and its node. Bandwidths are in bytes per second, latencies in seconds."""
+
+    about: str  # where the figures are from
+    token_bytes: Annotated[int, Meta(ge=1)]  # of keys and values, all layers
+    max_context: Annotated[int, Meta(ge=1)]
+    pool_bytes: str  # device pages of a worker
+    arena_bytes: str  # of a node's store
+    prefill: StepTimes  # of a prefill worker
+    decode: StepTimes  # of a decode worker, which may compute prompts, too
+    copy: _Rate  # between a worker's device and the arena
+    network: _Rate  # of a node, each way
+    network_latency: _Seconds
+    message: _Seconds  # between router and others, one way
+    call: _Seconds  # between a worker and its node's store, one way
+    start: _Seconds  # until a process that was started says Hello
+    turn: _Seconds = 0.0  # of a worker's loop besides its step
+    noise: Annotated[float, Meta(ge=0)] = 0.0  # sigma of the logarithm of a step's time
+    disk: DiskTimes | None = None
+    config: Mapping[str, object] = {}  # settings of `baton.config` that suit such workers
+
+    def configuration(self, page_size: int, overrides: Mapping[str, object]) -> Config:
+        """That of a cluster of such workers. Raises ConfigError."""
+        own: dict[str, object] = {
+            "pages.page_size": page_size,
+            "prefill.pool_bytes": self.pool_bytes,
+            "decode.pool_bytes": self.pool_bytes,
+            "store.arena_bytes": self.arena_bytes,
+        }
+        if self.disk is not None:
+            segment = 64 * page_size * self.token_bytes
+            own |= {"disk.path": "simulated", "disk.max_bytes": self.disk.max_bytes, "disk.segment_bytes": segment}
+        return load(None, {**own, **self.config, **overrides})
+
+
+class Work(Struct, frozen=True):
+    """What a step has to do."""
+
+    tokens: int
+    pairs: int
+    rows: int
+    context: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Work:
+        tokens = attended = rows = context = 0
+        for chunk in plan.values():
+            count = len(chunk.tokens)
+            if count == 1:
+                rows += 1
+                context += chunk.end
+            else:
+                tokens += count
+                attended += pairs(count, chunk.start)
+        return cls(tokens, attended, rows, context)
+
+    def seconds(self, times: StepTimes) -> float:
+        prompts = times.token * self.tokens + times.pair * self.pairs
+        return times.fixed + prompts + times.row * self.rows + times.context * self.context
+
+
+class Noise:
+    """Factors around 1, drawn from a seed; `slowness` makes one worker slower than the others."""
+
+    def __init__(self, sigma: float, seed: tuple[int, ...]) -> None:
+        self._sigma = sigma
+        self._rng = np.random.default_rng(seed)
+        self._drawn: list[float] = []
+        self.slowness = 1.0
+
+    def draw(self) -> float:
+        if not self._sigma:
+            return self.slowness
+        if not self._drawn:
+            mean = -self._sigma * self._sigma / 2
+            self._drawn = np.exp(self._rng.normal(mean, self._sigma, 1_024)).tolist()
+        return self._drawn.pop() * self.slowness
+
+
+def read(name: str) -> Timing:
+    """A model's timing: the path of a file, or the name of one in `models/`. Raises ConfigError."""
+    path = Path(name) if name.endswith(".yaml") else MODELS / f"{name}.yaml"
+    try:
+        return msgspec.yaml.decode(path.read_bytes(), type=Timing)
+    except OSError as error:
+        known = ", ".join(sorted(each.stem for each in MODELS.glob("*.yaml")))
+        raise ConfigError(f"can't read {path}: {error.strerror}; there are {known}") from None
+    except (yaml.YAMLError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: {error}") from None

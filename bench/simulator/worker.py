@@ -1,0 +1,348 @@
+"""A worker around its real state: the turns of `engine.worker` and of the two services, with durations for bodies.
+
+    everything that has come in ──▶ copies ──▶ a word with the store ──▶ plan ──▶ step ──▶ KV events
+
+Where a decode worker's next steps are alike (`DecodeState.alike`) they are run in a row, which is cut off at the end of
+the step during which a message comes in. So a run costs the simulator one step and nobody can tell; only the
+randomness of steps is drawn for each run rather than for each step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from math import inf
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import msgspec
+
+from baton.clock import Tick
+from baton.config import Config
+from baton.membership import Membership, OwnerLost, Say, Verdict
+from baton.messages import (
+    AttemptName,
+    Envelope,
+    Hello,
+    Holding,
+    Message,
+    ModelCard,
+    Peer,
+    RouterHeartbeat,
+    Snapshot,
+    WorkerRole,
+)
+from bench.simulator.clock import Agenda, Body, Process
+from bench.simulator.feed import Feed
+from bench.simulator.network import Network
+from bench.simulator.timing import Noise, Timing, Work
+from decode_worker.state import DecodeState
+from engine.batch import Sampled
+from engine.steps import Plan, StepDone
+from kvstore.changes import page_runs
+from kvstore.events import Batch
+from kvstore.transfer import Call, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, batches
+from prefill_worker.state import PrefillState
+
+_IDLE = 0.05  # seconds between two turns while somebody waits for the store, as in `engine.worker`
+_COPIES_PER_WORD = 64  # pages, as there
+_LONGEST_RUN = 1.0  # seconds; a router that learned of tokens later than that would plan with old figures
+END = Sampled(65_535)
+"""The token with which every output ends."""
+
+
+class Store(Protocol):
+    """The store of this worker's node, when it is up."""
+
+    def attach(self, worker: Worker) -> int:
+        """Returns the connection."""
+        ...
+
+    def call(self, worker: Worker, call: Any) -> None: ...
+
+
+class Router(Protocol):
+    """The router, as others see it."""
+
+    @property
+    def incarnation(self) -> str: ...
+    def hear(self, envelope: Envelope[Any], spacing: float) -> None: ...
+    def hear_events(self, batch: Batch) -> None: ...
+
+
+RouterAddress: TypeAlias = Callable[[], Router | None]
+"""What answers at the router's address now."""
+
+
+class Output(NamedTuple):
+    """What the model is going to say to a request: `token` over and over, and at last, as token number `end` of prompt
+    and output together, `END`."""
+
+    end: float
+    token: Sampled
+
+
+_STRANGER = Output(inf, Sampled(0))  # a request that has ended, as its worker has not yet heard
+
+
+class Worker:
+    """One worker process, from its start to its end."""
+
+    def __init__(
+        self, role: WorkerRole, peer: Peer, card: ModelCard, config: Config, timing: Timing, agenda: Agenda,
+        network: Network, router: RouterAddress, outputs: Mapping[str, Output], noise: Noise, *,
+        runs: bool = True,
+    ) -> None:  # fmt: skip
+        """`runs`: steps that are alike are run in a row."""
+        self.role, self.peer = role, peer
+        self._timing, self._agenda, self._network = timing, agenda, network
+        self._router, self._outputs, self._noise = router, outputs, noise
+        self._times = timing.decode if role == "decode" else timing.prefill
+        self._longest = _LONGEST_RUN if runs else 0.0
+        page_size, pages = config.pages.page_size, card.pool_pages
+        self._copy_seconds = card.page_bytes / timing.copy
+        self.state: DecodeState | PrefillState = (
+            DecodeState(config.decode, page_size, pages)
+            if role == "decode"
+            else PrefillState(config.prefill, page_size, pages)
+        )
+        self._membership = Membership(Hello(peer, model=card, events="events", snapshots="snapshots"))
+        self.feed = Feed(peer.incarnation, page_size)
+        self.followers: dict[str, Router] = {}  # routers that follow our KV events, by incarnation
+        self._sequence = itertools.count(1)
+        self._inbox: deque[Envelope[Any]] = deque()
+        self._from_store: deque[Any] = deque()
+        self._store: Store | None = None
+        self.connection = 0
+        self._listens = ""  # to whom, while the body sleeps: "", "store" or "all"
+        self._run: _Run | None = None
+        self.spacing = 0.0  # seconds between the tokens of the last run
+        self.busy = 0.0  # seconds spent in steps
+        self._process = Process(agenda, self._body())
+
+    # --- what others do to it -----------------------------------------------------------------------------------------
+
+    def hear_router(self, envelope: Envelope[Any]) -> None:
+        """The router says something."""
+        if self._run is not None and not self._inbox and self._is_no_news(envelope.message):
+            self._membership.handle(envelope, self._agenda.now)
+            return
+        self._inbox.append(envelope)
+        self._arrived("all")
+
+    def hear_store(self, reply: Any, connection: int) -> None:
+        """The store says something."""
+        if connection == self.connection:
+            self._from_store.append(reply)
+            self._arrived("store")
+
+    def store_up(self, store: Store) -> None:
+        """The node's store is there."""
+        self._store = store
+        self.connection = store.attach(self)
+
+    def store_lost(self) -> None:
+        self._store, self.connection = None, 0
+        self._from_store.clear()
+        self._from_store.append(StoreLost())
+        self._arrived("store")
+
+    def beat(self) -> float:
+        """Its heart, which is a thread of its own. Returns the seconds until the next beat."""
+        now = self._agenda.now
+        if self._membership.router is not None:
+            age = int((now - self._run.began) * 1_000) if self._run else 0
+            own = self.state.heartbeat(self._membership.heard)
+            told = msgspec.structs.replace(own, step_age_ms=age, events=self.feed.sequence, digest=self.feed.digest)
+            self._say(told)
+        self._call(Holding(self.state.tickets))
+        if self._listens == "all":
+            self._process.wake(now)
+        return self._membership.heartbeat
+
+    def end(self) -> None:
+        """It dies. What it had said is said."""
+        if (
+            self._run is not None
+            and isinstance(self.state, DecodeState)
+            and (done := self._run.ended(self._agenda.now))
+        ):
+            self._finish(self._run, done)
+        self._process.end()
+
+    def snapshot(self) -> list[Snapshot]:
+        """For those who follow its KV events."""
+        self._publish()
+        return self.feed.snapshot(page_runs(((page.key, page.parent) for page in self.state.cache.pages()), "GPU"))
+
+    # --- its loop -----------------------------------------------------------------------------------------------------
+
+    def _body(self) -> Body:
+        while True:
+            for event in self._events():
+                self._handle(event)
+            copied = yield from self._copy()
+            copied |= yield from self._wait_for_store()
+            if isinstance(self.state, DecodeState):
+                self._do(self.state.prepare(self._agenda.now))
+            plan = self.state.plan(self._agenda.now)
+            if plan:
+                yield from self._step(plan)
+            self._publish()
+            if not (plan or copied or self._inbox or self._from_store):
+                self._listens = "all"
+                yield self._agenda.now + _IDLE if self.state.tickets else inf
+                self._listens = ""
+
+    def _events(self) -> Iterator[Any]:
+        """Everything that has come in, then a Tick."""
+        now = self._agenda.now
+        while self._from_store:
+            yield self._from_store.popleft()
+        while self._inbox:
+            envelope = self._inbox.popleft()
+            verdict = self._membership.handle(envelope, now)
+            yield from self._follow(verdict)
+            if verdict.deliver:
+                yield envelope.message
+        yield from self._follow(self._membership.tick(now))
+        yield Tick()
+
+    def _copy(self) -> Generator[float, None, bool]:
+        """Copies take the loop's time. Tells whether there were any."""
+        copies = self.state.take_copies() if self._store is not None else []
+        for batch in batches(copies, _COPIES_PER_WORD):
+            yield self._agenda.now + len(batch) * self._copy_seconds
+            self._handle(_copied(batch))
+        return bool(copies)
+
+    def _wait_for_store(self) -> Generator[float, None, bool]:
+        """As `engine.worker.Worker.hear_store`. Tells whether anything was copied."""
+        copied = False
+        until = self._agenda.now + self.state.patience
+        while self._store is not None and self._agenda.now < until and self.state.patience:
+            if not self._from_store:
+                self._listens = "store"
+                yield until
+                self._listens = ""
+            while self._from_store:
+                self._handle(self._from_store.popleft())
+            if self.role == "prefill":
+                copied |= yield from self._copy()
+        return copied
+
+    def _step(self, plan: Plan) -> Body:
+        work = Work.of(plan)
+        noise = self._noise.draw()
+        first = (work.seconds(self._times) + self._timing.turn) * noise
+        run = self._run = _Run(plan, self._agenda.now, first, self._times.context * work.rows * noise)
+        if isinstance(self.state, DecodeState) and work.rows == len(plan) and self._longest:
+            left = min(self._output(name).end - chunk.end for name, chunk in plan.items())
+            run.steps = int(max(1, min(self.state.alike(plan), left, self._longest / first)))
+        yield run.end
+        self._run = None
+        self._finish(run, run.steps)
+
+    def _finish(self, run: _Run, steps: int) -> None:
+        self.busy += run.seconds(steps)
+        self.spacing = run.seconds(steps) / steps
+        plan = run.plan
+        if self.role == "prefill":
+            self._handle(StepDone(plan, [None] * len(plan)))
+            return
+        outputs = [self._output(name) for name in plan]
+        rows = [output.token for output in outputs]
+        ends = [output.end <= chunk.end + steps for output, chunk in zip(outputs, plan.values(), strict=True)]
+        last = [END if ends_ else token for ends_, token in zip(ends, rows, strict=True)]
+        first = rows if steps > 1 else last
+        drawn = [token if chunk.sample else None for token, chunk in zip(first, plan.values(), strict=True)]
+        self._handle(StepDone(plan, drawn, [rows] * (steps - 2) + [last] if steps > 1 else ()))
+
+    def _output(self, name: AttemptName) -> Output:
+        return self._outputs.get(name.request, _STRANGER)
+
+    # --- out ----------------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Any) -> None:
+        self._do(self.state.handle(event, self._agenda.now))
+
+    def _do(self, commands: Iterable[Say | Call]) -> None:
+        for command in commands:
+            match command:
+                case Say(message=message):
+                    self._say(message)
+                case Call(call=call):
+                    self._call(call)
+
+    def _say(self, message: Message) -> None:
+        if (to := self._membership.router) is not None and (router := self._network.process(to)) is not None:
+            self._post(router, to, message)
+
+    def _post(self, router: Router, addressee: str, message: Message) -> None:
+        envelope = Envelope(self.peer.incarnation, addressee, next(self._sequence), message)
+        self._network.message(router.incarnation, router.hear, envelope, self.spacing)
+
+    def _call(self, call: Any) -> None:
+        if self._store is not None:
+            self._store.call(self, call)
+
+    def _publish(self) -> None:
+        for batch in self.feed.batches([("GPU", self.state.cache.drain_events())]):
+            for incarnation, router in self.followers.items():
+                self._network.message(incarnation, router.hear_events, batch)
+
+    # --- in -----------------------------------------------------------------------------------------------------------
+
+    def _arrived(self, sender: str) -> None:
+        if self._listens in ("all", sender):
+            self._process.wake(self._agenda.now)
+        elif self._run is not None and self._run.cut(self._agenda.now):
+            self._process.wake(self._run.end)
+
+    def _is_no_news(self, message: Message) -> bool:
+        """A heartbeat of the router that changes nothing need not end a run."""
+        if not isinstance(message, RouterHeartbeat) or not isinstance(self.state, DecodeState):
+            return False
+        return self.state.attempts <= frozenset(message.attempts)
+
+    def _follow(self, verdict: Verdict) -> Iterator[OwnerLost]:
+        for message in verdict.send:
+            if (router := self._router()) is not None:
+                self._post(router, "", message)
+        if verdict.lost:
+            yield OwnerLost()
+
+
+class _Run:
+    """Steps in a row; each takes `growth` longer than the one before."""
+
+    def __init__(self, plan: Plan, began: float, first: float, growth: float) -> None:
+        self.plan, self.began, self._first, self._growth = plan, began, first, growth
+        self.steps = 1
+
+    @property
+    def end(self) -> float:
+        return self.began + self.seconds(self.steps)
+
+    def seconds(self, steps: int) -> float:
+        """That the first `steps` take."""
+        return steps * self._first + self._growth * (steps * (steps - 1) // 2)
+
+    def ended(self, now: float) -> int:
+        """How many have ended by now."""
+        steps = min(self.steps, int((now - self.began) / self._first))
+        while steps and self.began + self.seconds(steps) > now:
+            steps -= 1
+        return steps
+
+    def cut(self, now: float) -> bool:
+        """End with the step that runs now. Returns whether that is sooner than it would have been."""
+        steps = min(self.steps, self.ended(now) + 1)
+        sooner, self.steps = steps < self.steps, steps
+        return sooner
+
+
+def _copied(batch: Sequence[Copy]) -> CopiedIn | CopiedOut:
+    if isinstance(batch[0], CopyOut):
+        return CopiedOut(batch[0].ticket, batch[0].index, (0,) * len(batch))
+    return CopiedIn(batch[0].ticket, tuple(copy.index for copy in batch))

@@ -1,0 +1,147 @@
+"""Loads: traces of production, Poisson arrivals, bursts. Made one request after the other, the same for the same seed.
+
+A prompt is a chain of blocks of 512 tokens, as in Mooncake's traces: equal numbers make equal tokens. The numbers
+themselves are written into the tokens, so nothing need be drawn or kept for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import TypeVar
+
+import numpy as np
+
+from bench.mooncake import BLOCK, Line
+from bench.workload import Lengths
+
+T = TypeVar("T")
+
+VOCAB = 65_536
+_FILL = bytes(4 * (BLOCK - 2))
+_OWN = 2**30  # blocks from here on are in no trace
+_CHUNK = 1_000  # requests whose lengths are drawn at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request to come. An output has `output` tokens, which nobody knows who is told `max_tokens`."""
+
+    at: float  # seconds after the start of the load
+    blocks: Sequence[int]
+    prompt: int  # tokens
+    output: int
+    max_tokens: int
+    tenant: str = ""
+    priority: int = 0
+    ttft: float | None = None  # objectives, seconds
+    tpot: float | None = None
+
+    def tokens(self) -> bytes:
+        """The prompt, packed."""
+        packed = b"".join(struct.pack("<II", block & 0xFFFF, block >> 16 & 0x7FFF) + _FILL for block in self.blocks)
+        size = 4 * self.prompt
+        return packed[:size] if len(packed) >= size else packed + bytes(size - len(packed))
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What requests ask for besides tokens: for `max_tokens`, or their whole output if that is longer; with objectives;
+    in the name of one of `tenants`, and with one of `priorities`, both at random and with the weights given."""
+
+    max_tokens: int = 4_096
+    ttft: float | None = None
+    tpot: float | None = None
+    tenants: tuple[tuple[str, float], ...] = (("", 1.0),)
+    priorities: tuple[tuple[int, float], ...] = ((0, 1.0),)
+
+    def request(self, rng: random.Random, at: float, blocks: Sequence[int], prompt: int, output: int) -> Arrival:
+        tenant = _pick(self.tenants, rng)
+        return Arrival(
+            at, blocks, prompt, output, max(self.max_tokens, output), tenant, _pick(self.priorities, rng), self.ttft,
+            self.tpot,
+        )  # fmt: skip
+
+
+def trace(lines: Iterable[Line], speed: float, wishes: Wishes, seed: int) -> Iterator[Arrival]:
+    """A trace, `speed` times as fast as it was."""
+    rng = random.Random(seed)
+    start: float | None = None
+    for line in lines:
+        start = line.timestamp if start is None else start
+        at = (line.timestamp - start) / 1_000 / speed
+        yield wishes.request(rng, at, line.hash_ids, line.input_length, max(1, line.output_length))
+
+
+@dataclass(frozen=True)
+class Bursts:
+    """A Markov-modulated Poisson process: for spells of `spell` seconds on average, arrivals are `factor` times as
+    frequent as at other times; a `share` of the time belongs to such spells."""
+
+    factor: float = 1.0
+    share: float = 0.2
+    spell: float = 30.0
+
+
+@dataclass(frozen=True)
+class Random:
+    """Requests drawn at random. With `groups`, a prompt begins with the `prefix` tokens that its group shares."""
+
+    rate: float  # a second, on average
+    prompt: Lengths
+    output: Lengths
+    groups: int = 0
+    prefix: int = 0  # tokens, in whole blocks
+    bursts: Bursts = Bursts()
+
+    def arrivals(self, count: int | None, wishes: Wishes, seed: int) -> Iterator[Arrival]:
+        """`count` requests; none: for ever."""
+        rng = random.Random(seed)
+        fresh = itertools.count(_OWN)
+        shared = self.prefix // BLOCK
+        lengths = self._lengths(seed)
+        for at in itertools.islice(self._instants(random.Random(seed + 1)), count):
+            prompt, output = next(lengths)
+            group = rng.randrange(self.groups) if self.groups else 0
+            common = range(_OWN // 2 + group * shared, _OWN // 2 + (group + 1) * shared) if self.groups else ()
+            own = itertools.islice(fresh, -(-prompt // BLOCK))
+            yield wishes.request(rng, at, [*common, *own], len(common) * BLOCK + prompt, output)
+
+    def _lengths(self, seed: int) -> Iterator[tuple[int, int]]:
+        rng = np.random.default_rng([seed, 7])
+        while True:
+            yield from zip(self.prompt.draw(_CHUNK, rng), self.output.draw(_CHUNK, rng), strict=True)
+
+    def _instants(self, rng: random.Random) -> Iterator[float]:
+        """In a spell the rate is `factor` times that of other times, and the mean is `rate`."""
+        bursts = self.bursts
+        calm = self.rate / (1 + bursts.share * (bursts.factor - 1))
+        now, bursting = 0.0, False
+        turns = _until_change(bursts, rng, bursting)
+        while True:
+            gap = rng.expovariate(calm * (bursts.factor if bursting else 1))
+            if now + gap < turns:
+                now += gap
+                yield now
+            else:  # without memory: what is left of the gap is drawn anew
+                now, bursting = turns, not bursting
+                turns = now + _until_change(bursts, rng, bursting)
+
+
+def _until_change(bursts: Bursts, rng: random.Random, bursting: bool) -> float:
+    """Seconds until the rate changes."""
+    if bursts.factor == 1:
+        return inf
+    mean = bursts.spell if bursting else bursts.spell * (1 - bursts.share) / bursts.share
+    return rng.expovariate(1 / mean)
+
+
+def _pick(weighted: Sequence[tuple[T, float]], rng: random.Random) -> T:
+    if len(weighted) == 1:
+        return weighted[0][0]
+    values, weights = zip(*weighted, strict=True)
+    return rng.choices(values, weights)[0]
