@@ -94,9 +94,7 @@ class Answers:
             return
         self._accept(request, attempt, now)
         attempt.phase = Phase.RUNNING
-        decoder = self._members.live(attempt.decode)
-        decoder.work[attempt.name].covered = True
-        decoder.computed(attempt.name)
+        self._members.live(attempt.decode).computed(attempt.name)
         request.timeline.started = now
         self._compare(request, attempt, now)
         if attempt.prefilled or not attempt.prefill_sent:
