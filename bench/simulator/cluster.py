@@ -50,10 +50,10 @@ class Layout:
         """Role, name and node of each."""
         total = self.prefill + self.decode
         nodes = -(-total // self.per_node)
-        roles: list[WorkerRole] = ["prefill"] * self.prefill + ["decode"] * self.decode
-        numbers = (*range(self.prefill), *range(self.decode))
-        for place, (role, number) in enumerate(zip(roles, numbers, strict=True)):
-            yield role, f"{role}-{number:04}", f"node-{place % nodes:04}"
+        kinds: tuple[tuple[WorkerRole, int], ...] = (("prefill", self.prefill), ("decode", self.decode))
+        each = [(role, f"{role}-{number:04}") for role, count in kinds for number in range(count)]
+        for place, (role, name) in enumerate(each):
+            yield role, name, f"node-{place % nodes:04}"
 
 
 class Cluster:
@@ -75,10 +75,11 @@ class Cluster:
         pool = config.decode.pool_bytes // page_bytes
         self._card = ModelCard(self._namespace, page_bytes, VOCAB, timing.max_context, pool)
         self._numbers = itertools.count(1)
-        self._places = {name: (role, node) for role, name, node in layout.workers}
+        self._places: dict[str, tuple[WorkerRole, str]] = {name: (role, node) for role, name, node in layout.workers}
         nodes = sorted({node for _, node in self._places.values()})
         self._disks = {node: Disk(config.disk, timing.disk, self.agenda) for node in nodes}
-        self.slowness: dict[str, float] = {}  # of workers, by name; 1 where nothing is said
+        self._slowness: dict[str, float] = {}  # of workers, by name; 1 where nothing is said
+        self.ends = 0  # of processes
         self.stores: dict[str, Store] = {}  # by node
         self.workers: dict[str, Worker] = {}  # by name
         self.busy = dict.fromkeys(self._places, 0.0)  # seconds in steps, of processes that are gone
@@ -87,6 +88,8 @@ class Cluster:
         self.router = Router(peer, config, limits, placer, self.agenda, self.network, self.measures)
         self.network.join(peer.incarnation, self.router)
         self._again(peer.incarnation, self.router.tick)
+        self._queued: list[int] = []
+        self._again(peer.incarnation, self._look, _BEGIN)
         for node in nodes:
             self.start_store(node)
         for name in self._places:
@@ -100,7 +103,7 @@ class Cluster:
         role, node = self._places[name]
         peer = self._peer(role, name, node)
         noise = Noise(self.timing.noise, (self._seed, peer.pid))
-        noise.slowness = self.slowness.get(name, 1.0)
+        noise.slowness = self._slowness.get(name, 1.0)
         worker = Worker(
             role, peer, self._card, self.config, self.timing, self.agenda, self.network, lambda: self.router,
             self.measures.outputs, noise, runs=self._runs,
@@ -116,6 +119,7 @@ class Cluster:
         worker = self.workers.pop(name, None)
         if worker is None:
             return
+        self.ends += 1
         worker.end()
         self.busy[name] += worker.busy
         self.network.leave(worker.peer.incarnation)
@@ -142,10 +146,17 @@ class Cluster:
         store = self.stores.pop(node, None)
         if store is None:
             return
+        self.ends += 1
         self.network.leave(store.peer.incarnation)
         for worker in self.workers.values():
             if worker.peer.node == node:
                 worker.store_lost()
+
+    def slow_down(self, name: str, factor: float) -> None:
+        """From now on that worker's steps take so many times as long, whatever process it is."""
+        self._slowness[name] = factor
+        if (worker := self.workers.get(name)) is not None:
+            worker.slow_down(factor)
 
     def _peer(self, role: Role, name: str, node: str) -> Peer:
         number = next(self._numbers)
@@ -197,6 +208,15 @@ class Cluster:
         self._next(load, numbers)
 
     # --- what can be read off -----------------------------------------------------------------------------------------
+
+    def queue_lengths(self) -> dict[str, float]:
+        """Of the router's queue, looked at once a second."""
+        lengths = self._queued or [0]
+        return {"mean": sum(lengths) / len(lengths), "most": max(lengths)}
+
+    def _look(self) -> float:
+        self._queued.append(self.router.state.stats().queued)
+        return 1.0
 
     def utilisation(self) -> dict[str, float]:
         """The share of the time that workers of each role spent in steps."""

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 from baton.config import Config, load
 from baton.errors import ConfigError
 from engine.steps import Plan
-from router.costs import pairs
+from router.costs import PrefillCost, StepCost, pairs
 
 MODELS = Path(__file__).parent / "models"
 
@@ -67,6 +67,16 @@ class Timing(Struct, frozen=True, forbid_unknown_fields=True):
     noise: Annotated[float, Meta(ge=0)] = 0.0  # sigma of the logarithm of a step's time
     disk: DiskTimes | None = None
     config: Mapping[str, object] = {}  # settings of `baton.config` that suit such workers
+
+    @property
+    def prefill_cost(self) -> PrefillCost:
+        """As those know it who may look."""
+        return PrefillCost(self.prefill.fixed, self.prefill.token, self.prefill.pair)
+
+    @property
+    def step_cost(self) -> StepCost:
+        """The same of a decode step."""
+        return StepCost(self.decode.fixed, self.decode.row, self.decode.context)
 
     def configuration(self, page_size: int, overrides: Mapping[str, object]) -> Config:
         """That of a cluster of such workers. Raises ConfigError."""
@@ -130,7 +140,7 @@ def read(name: str) -> Timing:
     """A model's timing: the path of a file, or the name of one in `models/`. Raises ConfigError."""
     path = Path(name) if name.endswith(".yaml") else MODELS / f"{name}.yaml"
     try:
-        return msgspec.yaml.decode(path.read_bytes(), type=Timing)
+        return msgspec.yaml.decode(path.read_bytes(), type=Timing, strict=False)  # YAML 1.1 takes 87e9 for text
     except OSError as error:
         known = ", ".join(sorted(each.stem for each in MODELS.glob("*.yaml")))
         raise ConfigError(f"can't read {path}: {error.strerror}; there are {known}") from None

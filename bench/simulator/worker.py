@@ -147,6 +147,10 @@ class Worker:
         self._from_store.append(StoreLost())
         self._arrived("store")
 
+    def slow_down(self, factor: float) -> None:
+        """Its steps take so many times as long from now on."""
+        self._noise.slowness = factor
+
     def beat(self) -> float:
         """Its heart, which is a thread of its own. Returns the seconds until the next beat."""
         now = self._agenda.now

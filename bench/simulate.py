@@ -1,0 +1,158 @@
+"""Serve a load on a cluster in virtual time: the real router, workers and stores, with durations from a timing model.
+
+    bench/simulate.py --cluster 8P+8D --model a800_70b --trace conversation.jsonl --speed 2 --policy baton
+    bench/simulate.py --cluster 16D --poisson 4 --prompt lognormal:4000:1 --output lognormal:300:0.7 --requests 5000
+    bench/simulate.py --cluster 32P+32D --poisson 20 --deaths 10 --seed 7
+
+Traces are JSON lines in Mooncake's format, such as the public FAST'25 traces. The same arguments give the same result,
+to the byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.config import parse_override
+from baton.errors import BatonError
+from bench import mooncake
+from bench.simulator import faults, policies, timing
+from bench.simulator.cluster import Cluster, Layout
+from bench.simulator.measure import Measures
+from bench.simulator.workloads import Arrival, Bursts, Random, Wishes, trace
+from bench.workload import Lengths
+
+
+def main() -> None:
+    args = _arguments()
+    try:
+        result = simulate(args)
+    except BatonError as error:
+        sys.exit(f"simulate.py: {error}")
+    print(table(result))
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def simulate(args: argparse.Namespace) -> dict[str, Any]:
+    """The report: figures of the run, and apart from them, under `simulator`, what it took. Raises BatonError."""
+    model = timing.read(args.model)
+    config = model.configuration(args.page_size, dict(map(parse_override, args.set)))
+    layout = Layout.parse(args.cluster, args.per_node)
+    placer = policies.placer(args.policy, args.seed, model.prefill_cost, model.step_cost)
+    cluster = Cluster(layout, model, config, args.seed, placer, runs=not args.single_steps)
+    if args.deaths or args.store_deaths or args.loss or args.slow:
+        faults.Faults(args.deaths, args.store_deaths, args.loss, args.slow).inject(cluster, args.seed)
+    began = time.perf_counter()
+    measures = cluster.run(_load(args), args.limit)
+    took = time.perf_counter() - began
+    return {
+        "arguments": {name: value for name, value in sorted(vars(args).items()) if name != "json"},
+        **report(cluster, measures),
+        "goodput": {f"{ttft:g}s/{tbt:g}s": measures.goodput(ttft, tbt) for ttft, tbt in args.goodput},
+        "simulator": {
+            "seconds": round(took, 3),
+            "events": cluster.agenda.happened,
+            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1_024,
+        },
+    }
+
+
+def report(cluster: Cluster, measures: Measures) -> dict[str, Any]:
+    """All figures of a run; they depend on nothing but its arguments."""
+    stats = cluster.router.state.stats()
+    return {
+        **measures.report(),
+        "waiting": len(measures.waiting),
+        "ended_twice": len(measures.ended_twice),
+        "utilisation": cluster.utilisation(),
+        "queue": cluster.queue_lengths(),
+        "placed": {"split": stats.placed_split, "local": stats.placed_local},
+        "network_bytes": cluster.network.bytes,
+        "messages_lost": cluster.network.lost,
+        "ends_of_processes": cluster.ends,
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """For people."""
+    lines = [
+        f"{result['requests']} requests in {result['seconds']:.1f} s: "
+        + ", ".join(f"{count} {end}" for end, count in result["ends"].items())
+        + (f", {result['waiting']} still waiting" if result["waiting"] else ""),
+        f"hit rate {result['hit_rate']:.1%}, "
+        + ", ".join(f"{role} {share:.0%} busy" for role, share in result["utilisation"].items())
+        + f", queue {result['queue']['mean']:.1f} on average, {result['queue']['most']} at most",
+        "",
+        f"{'':6}{'mean':>10}{'p50':>10}{'p90':>10}{'p95':>10}{'p99':>10}",
+    ]
+    for name, unit, scale in (("ttft", "s", 1), ("tpot", "ms", 1_000), ("tbt", "ms", 1_000)):
+        spread = result[name]
+        cells = (f"{spread[key] * scale:>10.3f}" if key in spread else f"{'-':>10}" for key in
+                 ("mean", "p50", "p90", "p95", "p99"))  # fmt: skip
+        lines.append(f"{name:6}{''.join(cells)} {unit}")
+    lines += ["", *(f"goodput at {name}: {share:.1%}" for name, share in result["goodput"].items())]
+    took = result["simulator"]
+    lines.append(f"simulated in {took['seconds']:.1f} s, {took['events']} events, {took['peak_mib']} MiB at most")
+    return "\n".join(lines)
+
+
+def _load(args: argparse.Namespace) -> Iterator[Arrival]:
+    wishes = Wishes(args.max_tokens, args.ttft, args.tpot)
+    if args.trace:
+        return trace(mooncake.read(Path(args.trace), args.requests), args.speed, wishes, args.seed)
+    load = Random(
+        args.poisson * args.speed, Lengths.parse(args.prompt), Lengths.parse(args.output), args.groups, args.prefix,
+        Bursts(args.burst_factor, args.burst_share, args.burst_spell),
+    )  # fmt: skip
+    return load.arrivals(args.requests or 1_000, wishes, args.seed)
+
+
+def _objectives(text: str) -> tuple[float, float]:
+    ttft, _, tbt = text.partition("/")
+    return float(ttft), float(tbt)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--cluster", default="8P+8D", help="8P+8D, or 16D for a colocated one")
+    add("--per-node", type=int, default=1, help="workers that share a node and its store")
+    add("--model", default="a800_70b", help="a timing model: a name from bench/simulator/models, or a file")
+    add("--policy", default=policies.OWN, choices=policies.POLICIES)
+    add("--page-size", type=int, default=512, help="tokens")
+    add("--trace", help="a file of JSON lines in Mooncake's format")
+    add("--poisson", type=float, default=1.0, metavar="RATE", help="without a trace: requests a second on average")
+    add("--prompt", default="lognormal:4000:1.0:60000", help="tokens, as for bench/load.py")
+    add("--output", default="lognormal:250:0.8:2000", help="tokens")
+    add("--groups", type=int, default=0, help="groups of prompts that begin alike")
+    add("--prefix", type=int, default=2_048, help="tokens that a group shares")
+    add("--burst-factor", type=float, default=1.0, help="times the calm rate, during bursts")
+    add("--burst-share", type=float, default=0.2, help="of the time")
+    add("--burst-spell", type=float, default=30.0, help="seconds that a burst lasts on average")
+    add("--speed", type=float, default=1.0, help="times the load's own")
+    add("--requests", type=int, help="at most so many")
+    add("--max-tokens", type=int, default=4_096, help="what requests allow; outputs that are longer anyway have theirs")
+    add("--ttft", type=float, help="objective of every request, seconds")
+    add("--tpot", type=float, help="the same for tokens after the first")
+    add("--goodput", type=_objectives, nargs="*", default=[(30.0, 0.1), (30.0, 0.2), (30.0, 0.3)], metavar="TTFT/TBT")
+    add("--deaths", type=float, default=0.0, metavar="RATE", help="workers that die in a minute")
+    add("--store-deaths", type=float, default=0.0, metavar="RATE", help="stores that die in a minute")
+    add("--loss", type=float, default=0.0, help="share of messages to and from the router that are lost")
+    add("--slow", type=float, default=0.0, help="share of workers that are twice as slow")
+    add("--single-steps", action="store_true", help="simulate every decode step by itself")
+    add("--limit", type=float, default=float("inf"), help="stop after so many simulated seconds")
+    add("--seed", type=int, default=1)
+    add("--set", action="append", default=[], metavar="SECTION.SETTING=VALUE", help="configuration")
+    add("--json", help="write the report to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
