@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.pace import pairs
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
@@ -43,8 +45,3 @@ class StepCost:
     def seconds(self, rows: int, context: int) -> float:
         """A step of `rows` sequences of `context` tokens in all."""
         return self.fixed + rows * self.row + context * self.context
-
-
-def pairs(new: int, context: int = 0) -> int:
-    """Pairs of `new` tokens behind `context` others: each attends to those, to the new ones before it, and itself."""
-    return new * context + new * (new + 1) // 2

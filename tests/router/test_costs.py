@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from router.costs import PrefillCost, StepCost, pairs
+from router.costs import PrefillCost, StepCost
 
 PREFILL = PrefillCost(fixed=0.01, token=1e-4, pair=1e-8)
 
 
 def test_a_prompt_costs_its_steps_its_tokens_and_its_pairs() -> None:
-    assert pairs(3) == 1 + 2 + 3
-    assert pairs(3, 10) == 11 + 12 + 13
     assert PREFILL.seconds(1_000) == pytest.approx(0.01 + 0.1 + 500_500e-8)
     assert PREFILL.seconds(1_000, context=2_000) == pytest.approx(0.01 + 0.1 + 2_500_500e-8)
     assert PREFILL.seconds(1_000, chunk=256) == pytest.approx(4 * 0.01 + 0.1 + 500_500e-8)
