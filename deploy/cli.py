@@ -304,6 +304,37 @@ def explain(
 
 @app.command()
 @reported
+def drain(
+    worker: Annotated[str, typer.Argument(help="A worker, such as decode-0; baton status lists them.")],
+    now: Annotated[bool, typer.Option("--now", help="What it has goes on elsewhere, from the tokens so far.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Give it work again.")] = False,
+    wait: Annotated[float, typer.Option(help="Seconds to wait until it is empty.")] = 0.0,
+    address: Annotated[str, typer.Option(help="host:port of a router, instead of --name.")] = "",
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Give a worker nothing new; what it has goes on. The exit status is 1 if it is not empty after --wait."""
+    from deploy import drain as draining
+    from deploy.client import Client
+    from deploy.status import find
+
+    with Client(address or find(_folder(name)).grpc) as client:
+        found = client.drain(worker, now=now, undo=undo)
+        if wait and not undo:
+            found = draining.until_empty(client, found, wait)
+    if as_json:
+        _print_json({"worker": worker, "draining": not undo, "attempts": found.attempts})
+    elif undo:
+        _out.print(f"{escape(worker)} is given work again")
+    else:
+        left = f"{found.attempts} attempts are left" if found.attempts else "it is empty"
+        _out.print(f"{escape(worker)} is given nothing new; {left}")
+    if wait and found.attempts:
+        raise typer.Exit(1)
+
+
+@app.command()
+@reported
 def scale(
     prefill: Annotated[int | None, typer.Option(help="Prefill workers from now on.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers from now on.")] = None,

@@ -21,6 +21,7 @@ from baton.v1 import (
     generation_pb2_grpc,
 )
 
+UP = (cluster_pb2.PROCESS_STATE_LIVE, cluster_pb2.PROCESS_STATE_DRAINING)  # the process is there, and well
 _REASON = "baton-reason"
 
 
@@ -50,6 +51,13 @@ class Client:
         when none of that name is live."""
         with self._typed():
             return self._cluster.Profile(cluster_pb2.ProfileRequest(process=process, steps=steps), timeout=timeout)
+
+    def drain(self, worker: str, *, now: bool = False, undo: bool = False, timeout: float = 5.0) -> cluster_pb2.Process:
+        """Have a worker be given nothing new, or work again; returns how it is now. Raises BatonError: ProcessNotFound
+        when none of that name is live."""
+        with self._typed():
+            asked = cluster_pb2.DrainRequest(worker=worker, now=now, undo=undo)
+            return self._cluster.Drain(asked, timeout=timeout).worker
 
     def explain(self, request_id: str, timeout: float = 5.0) -> explain_pb2.ExplainResponse:
         """Why a recent request was served as it was. Raises BatonError: RequestNotFound when nobody remembers it."""

@@ -40,7 +40,7 @@ from baton.errors import BatonError, StartupError
 from baton.hosts import LOOPBACK
 from baton.v1 import cluster_pb2
 from deploy.addresses import Addresses
-from deploy.client import Client
+from deploy.client import UP, Client
 from deploy.cores import share_cores
 from deploy.desired import Scale, Spec, plan, scale_of, workers_on
 from deploy.processes import Identity, end
@@ -199,7 +199,7 @@ class LocalCluster:
                 except BatonError as error:
                     problem = str(error)
                 else:
-                    live = {p.name: p.pid for p in status.processes if p.state == cluster_pb2.PROCESS_STATE_LIVE}
+                    live = {p.name: p.pid for p in status.processes if p.state in UP}
                     missing = [name for name in names if live.get(name) != self._running[name].identity.pid]
                     if not missing:
                         return status

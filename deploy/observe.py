@@ -20,6 +20,7 @@ Listed: TypeAlias = Literal["live", "silent", "stuck", "absent", "unknown"]
 
 _STATES: Mapping[int, Listed] = {
     cluster_pb2.PROCESS_STATE_LIVE: "live",
+    cluster_pb2.PROCESS_STATE_DRAINING: "live",
     cluster_pb2.PROCESS_STATE_SILENT: "silent",
     cluster_pb2.PROCESS_STATE_STUCK: "stuck",
     cluster_pb2.PROCESS_STATE_DEAD: "silent",  # proof enough for the router; here the system itself is asked

@@ -6,10 +6,9 @@ import time
 from typing import Any
 
 from baton.errors import ConfigError, StartupError
-from baton.v1 import cluster_pb2
 from deploy import ray_cluster
 from deploy.bring_up import Watch, ask_overview, why_failed
-from deploy.client import Client
+from deploy.client import UP, Client
 from deploy.desired import Scale
 from deploy.reports import Overview
 from deploy.state_file import State
@@ -50,7 +49,7 @@ def _mourned(state: State, overview: Overview) -> set[str]:
     cluster.silence_ms it may still place work on them."""
     with Client(state.grpc) as client:
         listed = client.status().processes
-    live = {process.name for process in listed if process.state == cluster_pb2.PROCESS_STATE_LIVE}
+    live = {process.name for process in listed if process.state in UP}
     return live - {view.name for view in overview.processes}
 
 

@@ -39,7 +39,7 @@ def status(console: Console, found: dict[str, Any]) -> None:
         total = load.get("pages_total", 0)
         table.add_row(
             row["name"],
-            _coloured(row["state"]) + (f", again in {row['retry_in_s']:.0f} s" if row["retry_in_s"] else ""),
+            _coloured(row["state"]) + _more(row),
             str(row["pid"] or ""),
             str(load.get("running", "")),
             str(load.get("waiting", "")),
@@ -60,6 +60,14 @@ def status(console: Console, found: dict[str, Any]) -> None:
         )
     if found["problem"]:
         console.print(f"[red]{escape(found['problem'])}[/]")
+
+
+def _more(row: dict[str, Any]) -> str:
+    if row["retry_in_s"]:
+        return f", again in {row['retry_in_s']:.0f} s"
+    if row["state"] == "draining":
+        return f", {row['attempts']} left" if row["attempts"] else ", empty"
+    return ""
 
 
 def _tiers(console: Console, stores: Sequence[dict[str, Any]]) -> None:

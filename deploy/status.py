@@ -8,7 +8,7 @@ from typing import Any
 from baton.errors import BatonError, StartupError
 from baton.v1 import cluster_pb2
 from deploy import figures, state_file
-from deploy.client import Client
+from deploy.client import UP, Client
 from deploy.reports import Overview, View, read_overview
 from deploy.state_file import State
 
@@ -65,8 +65,7 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: Overview 
     rows: list[dict[str, Any]] = []
     if overview is not None and not overview.supervisor.gone():
         # The router remembers who is gone. Whom the supervisor no longer knows either was retired, and is no news.
-        live = cluster_pb2.PROCESS_STATE_LIVE
-        listed = {name: process for name, process in listed.items() if name in views or process.state == live}
+        listed = {name: process for name, process in listed.items() if name in views or process.state in UP}
     for name in dict.fromkeys([*views, *listed]):
         view, process = views.get(name), listed.get(name)
         row: dict[str, Any] = {"name": name, "role": _role(process) if process else view.role if view else ""}
@@ -80,6 +79,7 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: Overview 
             load = process.load
             row["load"] = {descriptor.name: getattr(load, descriptor.name) for descriptor in load.DESCRIPTOR.fields}
             row["pages_known"] = process.pages_known
+            row["attempts"] = process.attempts
             row["metrics"] = process.metrics_address
             row["heartbeat_age_ms"] = process.heartbeat_age_ms if process.HasField("heartbeat_age_ms") else None
         rows.append(row)
@@ -89,7 +89,11 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: Overview 
 def _with_tiers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same rows, those of stores with what their metrics pages say of their tiers."""
     # While the router is away there is nobody who knows the addresses.
-    asked = {row["name"]: row.get("metrics") for row in rows if row["role"] != "router" and row["state"] == "live"}
+    asked = {
+        row["name"]: row.get("metrics")
+        for row in rows
+        if row["role"] != "router" and row["state"] in ("live", "draining")
+    }
     pages = figures.scrape({name: address for name, address in asked.items() if address})
     for row in rows:
         if row["role"] == "store" and row["name"] in pages:

@@ -55,7 +55,7 @@ def decode_candidates(
     there is no other. `held`: who has how much of the prefix."""
     able = [
         member
-        for member in members.of("decode")
+        for member in members.open("decode")
         if takes_work(member) and member.hello.model and member.hello.model.pool_pages >= needs
     ]
     return [
@@ -86,7 +86,7 @@ def prefill_candidates(
             slots=0 if member.busy_since is not None else most - len(member.slots),
             rate=member.load.prefill_rate,
         )
-        for member in members.of("prefill")
+        for member in members.open("prefill")
         if member.incarnation not in avoid
     ]
 

@@ -76,6 +76,16 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
+class Drain:
+    """A client's wish that a worker be given nothing new, or (`undo`) be given work again. `at_once`: what it has goes
+    elsewhere."""
+
+    worker: str  # its name
+    at_once: bool = False
+    undo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ClientGone:
     """Nobody listens to this request, or waits for this warm-up, any more."""
 
@@ -120,7 +130,18 @@ class Shutdown:
 
 
 Event: TypeAlias = (
-    Submit | Warm | Unwarm | Profile | ClientGone | StopMatched | Heard | KvEvents | KvSnapshot | Tick | Shutdown
+    Submit
+    | Warm
+    | Unwarm
+    | Profile
+    | Drain
+    | ClientGone
+    | StopMatched
+    | Heard
+    | KvEvents
+    | KvSnapshot
+    | Tick
+    | Shutdown
 )
 
 # --- outcomes ------------------------------------------------------------------------------------------------------

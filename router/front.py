@@ -168,6 +168,12 @@ class ClusterFront(cluster_pb2_grpc.ClusterServicer):
             return cluster_pb2.ProfileResponse(path=str(path), node=node, steps=steps)
         raise AssertionError("abort returned")
 
+    async def Drain(self, request: cluster_pb2.DrainRequest, context: Any) -> cluster_pb2.DrainResponse:  # noqa: N802
+        async with _typed(context):
+            view = self._relay.drain(request.worker, request.now, request.undo)
+            return cluster_pb2.DrainResponse(worker=replies.process(view))
+        raise AssertionError("abort returned")
+
     async def Explain(self, request: explain_pb2.ExplainRequest, context: Any) -> explain_pb2.ExplainResponse:  # noqa: N802
         async with _typed(context):
             return replies.explained(*self._relay.explain(request.request_id))

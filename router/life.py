@@ -137,7 +137,7 @@ class Life:
         not need."""
         tried = 0
         for request in self.queue if len(self.queue) else ():
-            if tried >= _LOOK_AHEAD or not any(takes_work(member) for member in self._members.of("decode")):
+            if tried >= _LOOK_AHEAD or not any(takes_work(member) for member in self._members.open("decode")):
                 return
             tried += not self._place(request, now)
 
@@ -259,6 +259,15 @@ class Life:
                 attempt.prefill = None
             if needed:
                 self.retry(request, f"{member.peer.name} is gone: {member.gone}", now)
+
+    def clear(self, member: Member, now: float) -> None:
+        """What somebody still needs of a live worker is placed anew, at nobody's cost."""
+        for name in sorted({*member.work, *member.slots}):
+            request = self.requests.get(name.request)
+            if request is None or request.attempt is None or request.attempt.name != name:
+                continue
+            if request.attempt.decode == member.incarnation or request.attempt.needs_prefill:
+                self.retry(request, f"{member.peer.name} drains", now, free=True)
 
     def _attempts(self) -> list[tuple[AttemptName, Attempt]]:
         return [(r.attempt.name, r.attempt) for r in self.requests.values() if r.attempt is not None]

@@ -73,6 +73,7 @@ class Member:
     busy_since: int | None = None  # sequence of the work it had no room for; none: it may have room
     positions: dict[AttemptName, int] = field(default_factory=dict[AttemptName, int])  # as last reported
     gone: GoneReason | None = None
+    draining: bool = False  # it is given nothing new
     changed: set[str] = field(default_factory=set[str], repr=False)  # incarnations, shared by all members
     since: float = 0.0  # its prompts are being computed as from then, seconds
     context: float = 0.0  # of all its work
@@ -101,6 +102,11 @@ class Member:
     def touch(self) -> None:
         """Something that placement reads is different now."""
         self.changed.add(self.incarnation)
+
+    def drain(self, *, draining: bool) -> None:
+        """Give it nothing new, or work again."""
+        self.draining = draining
+        self.touch()
 
     # --- work --------------------------------------------------------------------------------------------------------
 
@@ -197,6 +203,10 @@ class Members:
     def of(self, role: Role) -> list[Member]:
         return [member for member in self._live.values() if member.peer.role == role]
 
+    def open(self, role: Role) -> list[Member]:
+        """The live ones that may be given something."""
+        return [member for member in self.of(role) if not member.draining]
+
     def store_of(self, node: str) -> Member | None:
         return next((member for member in self.of("store") if member.peer.node == node), None)
 
@@ -253,8 +263,9 @@ class Members:
             member.touch()
             return member
         self._meet(hello.peer.incarnation)
-        self._gone.pop(hello.peer.name, None)
+        before = self._gone.pop(hello.peer.name, None)
         member = self._live[hello.peer.incarnation] = Member(hello, now, changed=self.changed)
+        member.draining = before is not None and before.incarnation == member.incarnation and before.draining
         return member
 
     def leave(self, member: Member, why: GoneReason) -> None:

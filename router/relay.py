@@ -28,6 +28,7 @@ from router.events import (
     Cancelled,
     ClientGone,
     Command,
+    Drain,
     Emit,
     End,
     Event,
@@ -156,6 +157,11 @@ class Relay:
         self.handle(Profile(process, mark, steps))
         node = next(view.peer.node for view in self.state.processes(self._clock.now()) if view.peer.name == process)
         return trace_path(self.config.cluster.traces, process, mark), node
+
+    def drain(self, worker: str, at_once: bool, undo: bool) -> ProcessView:
+        """Give a worker nothing new, or work again; returns how it is now. Raises ProcessNotFound or InvalidRequest."""
+        self.handle(Drain(worker, at_once, undo))
+        return next(view for view in self.state.processes(self._clock.now()) if view.peer.name == worker)
 
     def explain(self, name: str) -> tuple[Record, float]:
         """What is remembered of a request, and the time by its clock. Raises RequestNotFound."""

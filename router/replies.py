@@ -91,7 +91,7 @@ def process(view: ProcessView) -> cluster_pb2.Process:
         node=view.peer.node,
         incarnation=view.peer.incarnation,
         pid=view.peer.pid,
-        state=_STATES[view.gone],
+        state=cluster_pb2.PROCESS_STATE_DRAINING if view.draining and not view.gone else _STATES[view.gone],
         load=cluster_pb2.Load(
             running=load.running,
             waiting=load.waiting,
@@ -102,6 +102,7 @@ def process(view: ProcessView) -> cluster_pb2.Process:
         heartbeat_age_ms=view.heartbeat_age * 1_000,
         metrics_address=view.metrics,
         pages_known=view.pages_known,
+        attempts=view.attempts,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from baton import messages
 from baton.clock import Tick
 from baton.config import Config
-from baton.errors import BatonError, ProcessNotFound, RequestNotFound
+from baton.errors import BatonError, InvalidRequest, ProcessNotFound, RequestNotFound
 from baton.messages import (
     AttemptHeld,
     AttemptName,
@@ -41,6 +41,7 @@ from router.events import (
     Cancelled,
     ClientGone,
     Command,
+    Drain,
     Event,
     Finished,
     Forget,
@@ -81,6 +82,8 @@ class ProcessView:
     heartbeat_age: float  # seconds
     metrics: str  # host:port
     pages_known: int
+    draining: bool = False  # it is given nothing new
+    attempts: int = 0  # that it was given and that have not ended
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,8 @@ class RouterState:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; returns what is to be done, in order. Raises InvalidRequest for a Submit whose name is in
-        use, PinNotFound for an Unwarm and ProcessNotFound for a Profile of what there is not."""
+        use and for a Drain that would leave requests without a worker, PinNotFound for an Unwarm, and ProcessNotFound
+        for a Profile or Drain of what there is not."""
         match event:
             case Heard(envelope=envelope):
                 self._heard(envelope, now)
@@ -138,6 +142,8 @@ class RouterState:
                 self._warmer.unwarm(event, now)
             case Profile():
                 self._profile(event)
+            case Drain():
+                self._drain(event, now)
             case ClientGone(request=name, why=why):
                 self._warmer.abandon(name, why)
                 if (request := self._life.requests.get(name)) is not None:
@@ -347,6 +353,22 @@ class RouterState:
             else:
                 self._life.retry(request, f"{member.peer.name} does not have it", now)
 
+    # --- draining ----------------------------------------------------------------------------------------------------
+
+    def _drain(self, wish: Drain, now: float) -> None:
+        member = self._members.named(wish.worker)
+        if member is None or member.peer.role == "store":
+            raise ProcessNotFound(f"no worker of the name {wish.worker!r} is live; `baton status` lists those that are")
+        others = [other for other in self._members.open("decode") if other is not member]
+        if wish.at_once and not wish.undo and member.peer.role == "decode" and not others:
+            raise InvalidRequest(f"no decode worker but {wish.worker} takes work: what it runs has nowhere to go")
+        member.drain(draining=not wish.undo)
+        self._out.note(f"{wish.worker} {'is given work again' if wish.undo else 'drains'}")
+        if wish.undo:
+            self._life.room = True
+        elif wish.at_once:
+            self._life.clear(member, now)
+
     # --- profiles ----------------------------------------------------------------------------------------------------
 
     def _profile(self, wish: Profile) -> None:
@@ -392,8 +414,8 @@ class RouterState:
 
     @property
     def serving(self) -> bool:
-        """Whether a request that comes now can be placed: one decode worker is live."""
-        return bool(self._members.of("decode"))
+        """Whether a request that comes now can be placed: one decode worker is live and does not drain."""
+        return bool(self._members.open("decode"))
 
     def processes(self, now: float) -> list[ProcessView]:
         """Every process but this one, by name."""
@@ -405,6 +427,8 @@ class RouterState:
                 heartbeat_age=now - member.heard_at,
                 metrics=member.hello.metrics,
                 pages_known=self._prefixes.pages(member.incarnation),
+                draining=member.draining,
+                attempts=len({*member.work, *member.slots}),
             )
             for member in self._members.listed(now)
         ]

@@ -1,4 +1,5 @@
-"""What placement may see of the cluster: live workers with what they have been given, live stores, the time.
+"""What placement may see of the cluster: live workers with what they have been given, live stores, the time. Workers
+that drain are not seen.
 
 A `View` is read by whoever places (`router.placement.Placer`) and changed by nobody there. Pure.
 """
@@ -33,11 +34,11 @@ class View:
 
     @property
     def decoders(self) -> list[Member]:
-        return self.members.of("decode")
+        return self.members.open("decode")
 
     @property
     def prefillers(self) -> list[Member]:
-        return self.members.of("prefill")
+        return self.members.open("prefill")
 
     @property
     def stores(self) -> list[Member]:

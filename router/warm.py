@@ -152,7 +152,7 @@ class Warmer:
         most = max(1, self._config.prefill.max_prompts - 1)
         return [
             (worker, store)
-            for worker in self._members.of("prefill")
+            for worker in self._members.open("prefill")
             if worker.busy_since is None and len(worker.slots) < most
             if not any(name.request.startswith(WARM) for name in worker.slots)
             if (store := self._members.store_of(worker.peer.node)) is not None

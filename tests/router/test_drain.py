@@ -1,0 +1,82 @@
+"""Workers that are to be given nothing new: what they have goes on, or goes elsewhere at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import InvalidRequest, ProcessNotFound
+from baton.messages import Accepted, Decode, Prefill
+from router.events import Drain, Finished
+from tests.router.lab import Lab
+
+
+def test_a_draining_worker_is_given_nothing_new_and_keeps_what_it_has() -> None:
+    lab = Lab()
+    lab.colocated(2)
+    lab.submit("r")
+    drained = lab.to(lab.decode)
+    name = drained.removesuffix(".1")
+    lab.tell(Drain(name))
+    for i in range(6):
+        lab.submit(f"s{i}")
+        assert lab.to(lab.decode) != drained
+    view = {view.peer.name: view for view in lab.state.processes(lab.now)}[name]
+    assert (view.draining, view.attempts) == (True, 1)
+    lab.tokens(drained, "r", 1, 10, 9, finish="length")
+    assert lab.end("r").outcome == Finished("length")
+    assert {view.peer.name: view.attempts for view in lab.state.processes(lab.now)}[name] == 0
+    lab.tell(Drain(name, undo=True))
+    lab.submit("t")
+    assert lab.to(lab.decode) == drained
+
+
+def test_what_a_decode_worker_has_goes_elsewhere_at_once() -> None:
+    lab = Lab()
+    lab.colocated(2)
+    lab.submit("r")
+    drained = lab.to(lab.decode)
+    lab.tokens(drained, "r", 1, 10, 9, 9)
+    lab.tell(Drain(drained.removesuffix(".1"), at_once=True))
+    assert lab.cancelled(drained) == [1]
+    assert lab.to(lab.decode) != drained
+    assert len(lab.decode.tokens) == 4 * 12
+    lab.tokens(lab.to(lab.decode), "r", 2, 12, 9, 9, 9, 9, finish="length")
+    assert lab.emitted("r") == [9] * 6
+
+
+def test_prompts_of_a_drained_prefill_worker_are_made_elsewhere() -> None:
+    lab = Lab()
+    decode, prefill, _store = lab.split()
+    lab.submit("r", prompt=50)
+    lab.say(decode, Accepted("r", 1, 0))
+    lab.tell(Drain("prefill-0", at_once=True))
+    assert lab.cancelled(prefill) == lab.cancelled(decode) == [1]
+    assert lab.decode.attempt == 2
+    lab.say(decode, Accepted("r", 2, 0))
+    assert len(lab.sent(Prefill)) == 1, "the decode worker computes it itself"
+
+
+def test_what_can_not_be_drained() -> None:
+    lab = Lab()
+    lab.split()
+    with pytest.raises(InvalidRequest, match="nowhere to go"):
+        lab.tell(Drain("decode-0", at_once=True))
+    for name in ("store-0", "decode-9"):
+        with pytest.raises(ProcessNotFound, match=name):
+            lab.tell(Drain(name))
+    assert lab.state.serving
+    lab.tell(Drain("decode-0"))
+    assert not lab.state.serving
+
+
+def test_a_process_that_was_silent_comes_back_draining_and_its_successor_does_not() -> None:
+    lab = Lab()
+    first, _second = lab.colocated(2)
+    lab.tell(Drain("decode-0"))
+    lab.advance(5)  # both are silent
+    assert lab.join("decode", "decode-0") == first
+    lab.submit("r")
+    assert lab.alive("r")
+    assert not lab.sent(Decode)
+    lab.join("decode", "decode-0", incarnation="decode-0.2")
+    assert lab.to(lab.decode) == "decode-0.2"
