@@ -21,7 +21,7 @@ constexpr int kStepBytes = 256;    // of a tile for one word of input
 constexpr int kBlockSteps = 64;    // 16 KiB: this and the next block stay in the first-level cache while rows pass over it
 constexpr int kPassRows = 6;       // 6 × 4 sums, 4 vectors of weights and one of input fit into 32 registers
 constexpr int kPositions = 256;    // of a context attended to between two adjustments of the softmax's maximum
-constexpr int kAhead = 48;         // positions whose K and V are asked for before they are needed
+constexpr int kAhead = 4;          // pieces of up to 16 keys, or values, that are asked for before one is computed with
 constexpr int kStretch = 512;      // positions below which a context is not divided between threads
 
 }  // namespace
@@ -452,98 +452,144 @@ class Step {
     }
   }
 
-  // Each task is one KV head of one row, over a stretch of its context. They differ in length, so threads take the next
-  // one as they get to it; the counter runs on from layer to layer, each thread finding once per layer that it is through.
+  // One KV head of one row over positions [from, to). These are the tasks of a layer: rows · kv_heads · stretches_.
+  struct Task {
+    int64_t row, head, from, to;
+    int64_t part;  // where in `parts_` what comes of it is kept
+  };
+
+  Task task_at(int64_t index, const DecodeLayer& layer) const {
+    const int64_t pair = index / stretches_, row = pair / m.kv_heads, end = s.positions[row] + 1;
+    const int64_t first = layer.window && end > layer.window ? end - layer.window : 0;
+    const Range own = share(end - first, static_cast<int>(index % stretches_), static_cast<int>(stretches_));
+    return {row, pair % m.kv_heads, first + own.first, first + own.last, (pair * threads_ + index % stretches_) * group_};
+  }
+
+  // How far a thread has asked for keys and values. It asks in the order in which it will read: all keys of a block of
+  // kPositions, then its values, of this task and the next. Pages lie anywhere, so the processor can't guess that order;
+  // and it asks for a few lines at a time, since beyond some 20 that are on their way it waits before it computes on.
+  struct Ahead {
+    Task task;
+    int64_t begin, at;  // the block's first position, and the piece's
+    bool values;
+    const char* line = nullptr;  // of the piece, the first not asked for
+    const char* last = nullptr;
+
+    explicit Ahead(const Task& task) : task(task), begin(task.from), at(task.from), values(false) {}
+
+    void ask(int64_t lines) {
+      for (; lines > 0 && line < last; --lines, line += 64) prefetch(line);
+    }
+  };
+
+  // GCC takes a function that only asks for memory to do nothing, and leaves it out.
+  static void prefetch(const char* from) { asm volatile("prefetcht0 %0" : : "m"(*from)); }
+
+  // Turns to the next piece that `find` finds; `next` follows its task, if there is one and it is not there yet.
+  void turn(Ahead& ahead, int64_t l, const Task* next) const {
+    ahead.ask(ahead.last - ahead.line);
+    if (ahead.begin == ahead.task.to) {
+      if (!next || ahead.task.part == next->part) return;
+      ahead = Ahead(*next);
+    }
+    int64_t n;
+    const int64_t end = block_end(ahead.task, ahead.begin);
+    const T* keys = find(ahead.task, l, ahead.at, end, n);
+    const T* piece = ahead.values ? keys + m.page_size * m.head_dim : keys;
+    ahead.line = reinterpret_cast<const char*>(piece);
+    ahead.last = reinterpret_cast<const char*>(piece + n * m.head_dim);
+    ahead.at += n;
+    if (ahead.at < end) return;
+    if (ahead.values) ahead.begin = end;
+    ahead.at = ahead.begin;
+    ahead.values = !ahead.values;
+  }
+
+  // Tasks differ in length, so but for its first one, which has its own number, a thread takes the next as it gets to it.
+  // The counter runs on from layer to layer, and moves by the number of tasks in each.
   void attend(const DecodeLayer& layer, int64_t l, int thread) {
     const int64_t tasks = s.rows * m.kv_heads * stretches_;
-    const int64_t before = l * (tasks + threads_);
+    if (thread >= tasks) return;
+    Task task = task_at(thread, layer);
+    Ahead ahead(task);
+    for (int piece = 0; piece < kAhead; ++piece) turn(ahead, l, nullptr);
     for (;;) {
-      const int64_t task = parts_.next->fetch_add(1, std::memory_order_relaxed) - before;
-      if (task >= tasks) return;
-      const int64_t pair = task / stretches_, row = pair / m.kv_heads, head = pair % m.kv_heads;
-      const int64_t end = s.positions[row] + 1;
-      const int64_t first = layer.window && end > layer.window ? end - layer.window : 0;
-      const int64_t stretch = task % stretches_;
-      const Range own = share(end - first, static_cast<int>(stretch), static_cast<int>(stretches_));
-      const int64_t part = (pair * threads_ + stretch) * group_;
-      attend_stretch(row, head, l, first + own.first, first + own.last, thread, part);
+      const int64_t index = threads_ + parts_.next->fetch_add(1, std::memory_order_relaxed) - l * tasks;
+      const bool more = index < tasks;
+      const Task next = more ? task_at(index, layer) : task;
+      attend_task(task, l, thread, ahead, more ? &next : nullptr);
+      const int64_t pair = task.row * m.kv_heads + task.head;
       if (stretches_ == 1 || parts_.ended[pair].fetch_add(1, std::memory_order_acq_rel) % stretches_ == stretches_ - 1)
-        join(row, head, pair * threads_ * group_);
+        join(task.row, task.head, pair * threads_ * group_);
+      if (!more) return;
+      if (ahead.task.part == task.part) ahead = Ahead(next);
+      task = next;
     }
   }
 
-  // One KV head of one row over positions [from, to): the unscaled output, the largest score and the sum of the
-  // exponentials relative to it (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
-  void attend_stretch(int64_t row, int64_t head, int64_t l, int64_t from, int64_t to, int thread, int64_t part) {
-    float* output = parts_.output + part * padded_head_;
+  // The unscaled output, the largest score and the sum of the exponentials relative to it (Milakov and Gimelshein,
+  // "Online normalizer calculation for softmax", 2018).
+  void attend_task(const Task& task, int64_t l, int thread, Ahead& ahead, const Task* next) {
+    float* output = parts_.output + task.part * padded_head_;
+    float *most = parts_.most + task.part, *total = parts_.total + task.part;
     std::memset(output, 0, group_ * padded_head_ * sizeof(float));
     for (int64_t g = 0; g < group_; ++g) {
-      parts_.most[part + g] = -std::numeric_limits<float>::infinity();
-      parts_.total[part + g] = 0;
+      most[g] = -std::numeric_limits<float>::infinity();
+      total[g] = 0;
     }
-    const T* queries = queries_ + (row * m.heads + head * group_) * padded_head_;
-    const int64_t* pages = s.pages + s.tables[row];
+    const T* queries = queries_ + (task.row * m.heads + task.head * group_) * padded_head_;
     float* scores = own_[thread].scores;
-    int64_t asked = from;
-    for (int64_t begin = from; begin < to; begin += kPositions) {
-      const int64_t end = to - begin < kPositions ? to : begin + kPositions;
+    for (int64_t begin = task.from; begin < task.to; begin += kPositions) {
+      const int64_t end = block_end(task, begin);
       for (int64_t at = begin, n; at < end; at += n) {
-        while (asked < to && asked < at + kAhead) asked += ask(pages, head, l, asked, to);
-        const T* keys = find(pages, head, l, at, end, n);
-        score(queries, keys, n, scores + at - begin);
+        turn(ahead, l, next);
+        const T* keys = find(task, l, at, end, n);
+        score(queries, keys, n, scores + at - begin, ahead);
       }
       for (int64_t g = 0; g < group_; ++g)
-        soften(scores + g * kPositions, end - begin, parts_.most[part + g], parts_.total[part + g], output + g * padded_head_);
+        soften(scores + g * kPositions, end - begin, most[g], total[g], output + g * padded_head_);
       for (int64_t at = begin, n; at < end; at += n) {
-        const T* keys = find(pages, head, l, at, end, n);
-        gather(scores + at - begin, keys + m.page_size * m.head_dim, n, output);
+        turn(ahead, l, next);
+        const T* keys = find(task, l, at, end, n);
+        gather(scores + at - begin, keys + m.page_size * m.head_dim, n, output, ahead);
       }
     }
+  }
+
+  static int64_t block_end(const Task& task, int64_t begin) {
+    return task.to - begin < kPositions ? task.to : begin + kPositions;
   }
 
   // Where the keys from position `at` on lie, and how many there are side by side, of those before `end` and at most 16.
-  const T* find(const int64_t* pages, int64_t head, int64_t l, int64_t at, int64_t end, int64_t& n) const {
+  const T* find(const Task& task, int64_t l, int64_t at, int64_t end, int64_t& n) const {
     const int64_t offset = at % m.page_size;
     n = m.page_size - offset < kLanes ? m.page_size - offset : kLanes;
     if (n > end - at) n = end - at;
-    return key_page(pages[at / m.page_size], head, l) + offset * m.head_dim;
-  }
-
-  // Into the second-level cache. GCC takes a function that only asks for memory to do nothing, and leaves it out.
-  static void prefetch(const char* from) { asm volatile("prefetcht1 %0" : : "m"(*from)); }
-
-  // Asks for the keys and values that `find` finds. Pages lie anywhere, so the processor can't guess the next one.
-  int64_t ask(const int64_t* pages, int64_t head, int64_t l, int64_t at, int64_t end) const {
-    int64_t n;
-    const auto* keys = reinterpret_cast<const char*>(find(pages, head, l, at, end, n));
-    const int64_t values = m.page_size * m.head_dim * sizeof(T);
-    for (int64_t byte = 0; byte < n * m.head_dim * static_cast<int64_t>(sizeof(T)); byte += 64) {
-      prefetch(keys + byte);
-      prefetch(keys + values + byte);
-    }
-    return n;
+    return key_page(s.pages[s.tables[task.row] + at / m.page_size], task.head, l) + offset * m.head_dim;
   }
 
   // The group's queries times n keys → scores [group][kPositions], 16 keys at a time.
-  void score(const T* queries, const T* keys, int64_t n, float* scores) const {
+  void score(const T* queries, const T* keys, int64_t n, float* scores, Ahead& ahead) const {
     for (int64_t k = 0; k < n; k += kLanes)
       for (int64_t g = 0; g < group_; ++g) {
-        const __m512 sums = n - k >= kLanes ? dots<true>(queries + g * padded_head_, keys + k * m.head_dim, kLanes)
-                                            : dots<false>(queries + g * padded_head_, keys + k * m.head_dim, n - k);
+        const __m512 sums = n - k >= kLanes ? dots<true>(queries + g * padded_head_, keys + k * m.head_dim, kLanes, ahead)
+                                            : dots<false>(queries + g * padded_head_, keys + k * m.head_dim, n - k, ahead);
         store16(scores + g * kPositions + k, sums, first_lanes(n - k));
       }
   }
 
   // One query times 16 keys. Of fewer, the last is taken again for each that is missing.
   template <bool Whole>
-  __m512 dots(const T* query, const T* keys, int64_t n) const {
+  __m512 dots(const T* query, const T* keys, int64_t n, Ahead& ahead) const {
     constexpr int64_t lanes = 64 / sizeof(T);
+    const int64_t lines = (kLanes + group_ - 1) / group_;
     __m512 sum[kLanes];
 #pragma GCC unroll 16
     for (int k = 0; k < kLanes; ++k) sum[k] = _mm512_setzero_ps();
     for (int64_t i = 0; i < m.head_dim; i += lanes) {
       const __m512i q = _mm512_loadu_si512(query + i);
       const int64_t left = m.head_dim - i;
+      ahead.ask(lines);
 #pragma GCC unroll 16
       for (int k = 0; k < kLanes; ++k) {
         const T* key = keys + (Whole || k < n ? k : n - 1) * m.head_dim + i;
@@ -605,21 +651,21 @@ class Step {
   }
 
   // Adds n values, weighted, to the group's outputs: 32 of head_dim at a time for as many heads as there are registers for.
-  void gather(const float* weights, const T* values, int64_t n, float* output) const {
+  void gather(const float* weights, const T* values, int64_t n, float* output, Ahead& ahead) const {
     for (int64_t g = 0; g < group_; g += 4) {
       const float* w = weights + g * kPositions;
       float* to = output + g * padded_head_;
       switch (group_ - g) {
-        case 1: gather_heads<1>(w, values, n, to); break;
-        case 2: gather_heads<2>(w, values, n, to); break;
-        case 3: gather_heads<3>(w, values, n, to); break;
-        default: gather_heads<4>(w, values, n, to);
+        case 1: gather_heads<1>(w, values, n, to, ahead); break;
+        case 2: gather_heads<2>(w, values, n, to, ahead); break;
+        case 3: gather_heads<3>(w, values, n, to, ahead); break;
+        default: gather_heads<4>(w, values, n, to, ahead);
       }
     }
   }
 
   template <int G>
-  void gather_heads(const float* weights, const T* values, int64_t n, float* output) const {
+  void gather_heads(const float* weights, const T* values, int64_t n, float* output, Ahead& ahead) const {
     for (int64_t i = 0; i < m.head_dim; i += 32) {
       const int64_t left = m.head_dim - i;
       __m512 sum[G][2];
@@ -629,6 +675,7 @@ class Step {
         sum[g][1] = load16(output + g * padded_head_ + i + kLanes);
       }
       for (int64_t k = 0; k < n; ++k) {
+        ahead.ask(sizeof(T) / 2);
         __m512 first, second;
         load_halves(values + k * m.head_dim + i, left, first, second);
 #pragma GCC unroll 4

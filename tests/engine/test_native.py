@@ -127,6 +127,26 @@ def test_long_contexts_are_shared_between_threads(name: str, threads: int, pair:
 
 
 @native
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("page_size", [7, 16])
+def test_contexts_of_all_lengths_side_by_side(name: str, page_size: int, pair: Pairs):
+    """While a thread computes with one it asks for the next one's pages, which may be fewer than it looks ahead."""
+    ours, plain = pair(name, page_size, "float32", 2)
+    generator = torch.Generator().manual_seed(2)
+    ours.pool.normal_(generator=generator)
+    plain.pool.copy_(ours.pool)
+    starts, free = [0, 299, 1, 255, 256, 0, 100, 15], list(range(len(ours.pool)))
+    chunks: list[Chunk] = []
+    for start in starts:
+        count = start // page_size + 1
+        chunks.append(Chunk([5], start, free[-count:], EVERYTHING))
+        del free[-count:]
+    for mine, theirs in zip(ours.step(chunks), plain.step(chunks), strict=True):
+        torch.testing.assert_close(dense(mine), dense(theirs), atol=5e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.pool, plain.pool, atol=2e-4, rtol=1e-4)
+
+
+@native
 def test_the_number_of_threads_changes_no_token(pair: Pairs):
     def tokens(threads: int) -> list[list[int]]:
         ours, _ = pair("qwen3", 16, "float32", threads)
