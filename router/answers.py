@@ -94,7 +94,6 @@ class Answers:
             return
         self._accept(request, attempt, now)
         attempt.phase = Phase.RUNNING
-        self._members.live(attempt.decode).computed(attempt.name)
         request.timeline.started = now
         self._compare(request, attempt, now)
         if attempt.prefilled or not attempt.prefill_sent:
@@ -124,6 +123,7 @@ class Answers:
             request.decode_computed = delta.computed
         if new:
             if request.known == attempt.start:
+                self._members.live(attempt.decode).computed(attempt.name)
                 self._life.recent.began(request, delta.computed, now)
             request.extend(new)
             attempt.progress = now

@@ -396,7 +396,7 @@ class Life:
                     expected[attempt.prefill].add(attempt.name)
                 if not attempt.prefilled:
                     slots[attempt.prefill].add(attempt.name)
-            if attempt.plan.prefill is None and attempt.phase is not Phase.RUNNING:
+            if attempt.plan.prefill is None and request.known == attempt.start:
                 slots[attempt.decode].add(attempt.name)
         for member in self._members:
             work = {name for name in member.work if not name.request.startswith(WARM)}

@@ -161,7 +161,9 @@ class Member:
     def reports(self, load: Load, heard: int, listed: int, now: float) -> None:
         """A heartbeat: what it says of itself holds for everything that was given up to the message `heard`. `listed`
         attempts of ours run there or are about to."""
-        self.load, self.since = load, now
+        self.load = load
+        if self.peer.role == "prefill":  # it tells how far each prompt is, too
+            self.since = now
         self.strangers = max(0, load.running + load.waiting - listed)
         self.strange_context = load.context * self.strangers / max(1, load.running)
         if load.pages_total:

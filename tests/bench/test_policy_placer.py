@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.messages import Accepted, Cancel, Decode, Prefill, Prefilled, Refused, Started
+from baton.messages import Accepted, Cancel, Decode, Prefill, Prefilled, Refused
 from bench.simulator.policies import POLICIES, placer
 from bench.simulator.policies.placer import Ruled
 from bench.simulator.policies.rule import Prompt, Rule, Stage, Worker
@@ -151,7 +151,7 @@ def test_colocated_workers_do_it_all(rule: _Told) -> None:
     assert {lab.to(message) for message in lab.sent(Decode)} == {"decode-1.1"}
     assert rule.shown[-1][1]["decode-1"].prompts == 1
     _accept(lab, "r1")
-    lab.say("decode-1.1", Started("r1", 1))
+    lab.tokens("decode-1.1", "r1", 1, 10 * PAGE, 9)
     lab.submit("r3", prompt=10 * PAGE)
     shown = rule.shown[-1][1]["decode-1"]
     assert (shown.requests, shown.prompts) == (2, 1), "one of the two is decoding"
