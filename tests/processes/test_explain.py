@@ -1,0 +1,126 @@
+"""Explain and drain with real processes: what is told is what happened, and nobody loses a token to a drain."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.errors import ProcessNotFound, RequestNotFound
+from baton.v1 import cluster_pb2, explain_pb2, generation_pb2
+from deploy.cli import app
+from deploy.client import Client
+from deploy.local import LocalCluster
+from tests import checkpoints
+from tests.processes import workload
+from tests.processes.test_failures import Streams, at_rest, eventually, expected, process
+
+_RNG = random.Random(11)
+PROMPT = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(200)]  # 12 full pages, and 8 tokens
+DEADLINE = 60.0
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    chosen = workload.settings(path, 1, 2, **workload.SLOW_ENGINE)
+    with LocalCluster(chosen, tmp_path_factory.mktemp("explain")) as cluster:
+        yield cluster
+
+
+def baton(cluster: LocalCluster, *arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, [*arguments, "--address", cluster.address, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def holders(finished: generation_pb2.Finished) -> list[str]:
+    return ["store-0", finished.work.decode_workers[0]]
+
+
+def test_what_is_told_of_a_request_is_what_happened(cluster: LocalCluster) -> None:
+    first = workload.ask(cluster.address, PROMPT, request_id="first").finished
+    eventually(lambda: all((found := process(cluster, name)) and found.pages_known >= 12 for name in holders(first)))
+    second = workload.ask(cluster.address, PROMPT, request_id="second").finished
+    with Client(cluster.address) as client:
+        told = {name: client.explain(name) for name in ("first", "second")}
+    for name, finished in (("first", first), ("second", second)):
+        request, (attempt,) = told[name].request, told[name].attempts
+        assert request.state == explain_pb2.REQUEST_STATE_FINISHED
+        assert (request.outcome, request.attempts) == ("length", finished.work.attempts)
+        assert attempt.decode_worker == finished.work.decode_workers[0]
+        assert attempt.prefill_worker == finished.work.prefill_worker
+        assert request.cached_tokens == attempt.actual.cached_tokens == finished.usage.cached_tokens
+        assert attempt.predicted.cached_tokens == attempt.actual.cached_tokens
+        assert attempt.predicted.ttft_ms > 0
+        assert request.ttft_ms == attempt.actual.ttft_ms == finished.timing.first_token
+        hops = [value for _, value in attempt.hops.ListFields()]
+        assert hops == sorted(hops)
+        assert attempt.hops.ended == finished.timing.finished
+    assert told["first"].attempts[0].prefill_worker == "prefill-0"
+    assert told["first"].request.cached_tokens == 0
+    assert told["second"].request.cached_tokens == 192
+
+
+def test_the_command_and_unknown_names(cluster: LocalCluster) -> None:
+    workload.ask(cluster.address, PROMPT[:20], request_id="named")
+    told = baton(cluster, "explain", "named")
+    assert told["request"]["request_id"] == "named"
+    listed = baton(cluster, "explain", "--last", "1")["requests"]
+    assert [one["request_id"] for one in listed] == ["named"]
+    shown = CliRunner().invoke(app, ["explain", "named", "--address", cluster.address])
+    assert "attempt 1" in shown.stdout
+    assert "cached tokens" in shown.stdout
+    assert "received 0 → placed" in shown.stdout
+    assert "named" in CliRunner().invoke(app, ["explain", "--last", "3", "--address", cluster.address]).stdout
+    with Client(cluster.address) as client, pytest.raises(RequestNotFound, match="nobody"):
+        client.explain("nobody")
+
+
+def test_a_worker_is_drained_and_given_work_again(cluster: LocalCluster, path: Path) -> None:
+    streams = Streams(cluster)
+    future = streams.start(PROMPT, 400)
+    eventually(lambda: streams.seen[0], what="tokens")
+    busy = next(name for name in ("decode-0", "decode-1") if (found := process(cluster, name)) and found.attempts)
+    assert baton(cluster, "drain", busy)["draining"]
+    found = process(cluster, busy)
+    assert found is not None
+    assert found.state == cluster_pb2.PROCESS_STATE_DRAINING
+    for start in range(4):
+        answer = workload.ask(cluster.address, PROMPT[start : start + 40], 4).finished
+        assert list(answer.work.decode_workers) != [busy]
+    finished = future.result(DEADLINE)
+    assert list(finished.work.decode_workers) == [busy], "what it had it goes on with"
+    assert baton(cluster, "drain", busy, "--wait", "30")["attempts"] == 0
+    assert not baton(cluster, "drain", busy, "--undo")["draining"]
+    found = process(cluster, busy)
+    assert found is not None
+    assert found.state == cluster_pb2.PROCESS_STATE_LIVE
+    assert streams.seen[0] == expected(path, PROMPT, 400)
+
+
+def test_what_a_worker_has_moves_away_at_once(cluster: LocalCluster, path: Path) -> None:
+    streams = Streams(cluster)
+    future = streams.start(PROMPT, 400)
+    eventually(lambda: len(streams.seen[0]) > 10, what="tokens")
+    busy = next(name for name in ("decode-0", "decode-1") if (found := process(cluster, name)) and found.attempts)
+    assert baton(cluster, "drain", busy, "--now", "--wait", "30")["attempts"] == 0
+    finished = future.result(DEADLINE)
+    assert len(finished.work.decode_workers) == 2
+    assert streams.seen[0] == expected(path, PROMPT, 400)
+    with Client(cluster.address) as client:
+        attempts = client.explain(finished.request_id).attempts
+        assert attempts[0].ended_because == f"{busy} drains"
+        client.drain(busy, undo=True)
+        with pytest.raises(ProcessNotFound):
+            client.drain("decode-7")
+    eventually(lambda: at_rest(cluster), what="everything freed")
