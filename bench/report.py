@@ -64,10 +64,11 @@ def machine() -> str:
     """What a figure depends on besides the code."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "grpcio", "pyzmq"))
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    return f"commit {_commit()}, {cores} cores, load {load:.1f}, Python {platform.python_version()}, {versions}"
+    return f"commit {commit()}, {cores} cores, load {load:.1f}, Python {platform.python_version()}, {versions}"
 
 
-def _commit() -> str:
+def commit() -> str:
+    """What is measured; "-dirty" where files differ from it."""
     try:
         said = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=True
