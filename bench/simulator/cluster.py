@@ -50,8 +50,9 @@ class Layout:
         """Role, name and node of each."""
         total = self.prefill + self.decode
         nodes = -(-total // self.per_node)
-        kinds: tuple[tuple[WorkerRole, int], ...] = (("prefill", self.prefill), ("decode", self.decode))
-        each = [(role, f"{role}-{number:04}") for role, count in kinds for number in range(count)]
+        each: list[tuple[WorkerRole, str]] = []
+        each += [("prefill", f"prefill-{number:04}") for number in range(self.prefill)]
+        each += [("decode", f"decode-{number:04}") for number in range(self.decode)]
         for place, (role, name) in enumerate(each):
             yield role, name, f"node-{place % nodes:04}"
 

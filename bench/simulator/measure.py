@@ -85,7 +85,7 @@ class Measures:
         ttft = math.nan if live.first is None else live.first - live.received
         tpot = math.nan if live.first is None or live.tokens < 2 else (live.last - live.first) / (live.tokens - 1)
         figures = (
-            live.received, ttft, tpot, _tbt(live.gaps), self._agenda.now - live.received, live.arrival.prompt,
+            live.received, ttft, tpot, longest_tenth(live.gaps), self._agenda.now - live.received, live.arrival.prompt,
             live.tokens, usage.cached, end.summary.served.attempts, isinstance(end.outcome, Finished),
         )  # fmt: skip
         for name, figure in zip(_COLUMNS, figures, strict=True):
@@ -144,8 +144,8 @@ def _outcome(end: End) -> str:
             return "cancelled"
 
 
-def _tbt(gaps: list[tuple[float, int]]) -> float:
-    """The mean of the longest tenth; none without gaps."""
+def longest_tenth(gaps: list[tuple[float, int]]) -> float:
+    """The mean of the longest tenth of the gaps, given as (seconds, how many); NaN without any."""
     total = sum(count for _, count in gaps)
     wanted = left = max(1, total // 10)
     sum_ = 0.0

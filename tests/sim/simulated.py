@@ -1,0 +1,57 @@
+"""Small simulated clusters, on a machine whose figures make sums that can be done by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from bench.simulator.cluster import Cluster, Layout
+from bench.simulator.measure import Measures
+from bench.simulator.timing import DiskTimes, StepTimes, Timing
+from bench.simulator.workloads import Arrival
+
+PAGE = 512
+STEP = StepTimes(fixed=0.01, token=1e-4, pair=0.0, row=0.001, context=1e-6)
+COPY = 0.002  # seconds a page
+MESSAGE, CALL = 0.001, 0.0001
+
+
+def timing(disk: DiskTimes | None = None, start: float = 3.0, noise: float = 0.0) -> Timing:
+    return Timing(
+        about="round figures",
+        token_bytes=1_000,
+        max_context=100_000,
+        pool_bytes="100MB",
+        arena_bytes="200MB",
+        prefill=STEP,
+        decode=STEP,
+        copy=PAGE * 1_000 / COPY,
+        network=1e9,
+        network_latency=0.0005,
+        message=MESSAGE,
+        call=CALL,
+        start=start,
+        noise=noise,
+        disk=disk,
+        config={"prefill.chunk_tokens": 4_096, "prefill.step_ms": 100, "decode.step_tokens": 2_048},
+    )
+
+
+def cluster(
+    layout: str, *, per_node: int = 1, seed: int = 1, runs: bool = True, model: Timing | None = None, **settings: Any
+) -> Cluster:
+    model = model or timing()
+    config = model.configuration(PAGE, {name.replace("__", "."): value for name, value in settings.items()})
+    return Cluster(Layout.parse(layout, per_node), model, config, seed, runs=runs)
+
+
+def request(at: float, prompt: int, output: int, blocks: Sequence[int] = (1, 2, 3, 4)) -> Arrival:
+    return Arrival(at, blocks, prompt, output, max_tokens=output + 100)
+
+
+def serve(cluster: Cluster, load: Iterable[Arrival], limit: float = 600.0) -> Measures:
+    """Serve the load; every request must end, once, and nobody may be left with anything."""
+    measures = cluster.run(iter(load), limit)
+    assert not measures.waiting
+    assert not measures.ended_twice
+    return measures

@@ -1,0 +1,61 @@
+"""Whatever dies in a simulated cluster, every request ends once, and well."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.simulator.faults import Faults
+from bench.simulator.timing import DiskTimes
+from bench.simulator.workloads import Random, Wishes
+from bench.workload import Lengths
+from tests.sim.simulated import PAGE, cluster, request, serve, timing
+
+LOAD = Random(4.0, Lengths("uniform", 200, 3_000), Lengths("uniform", 5, 120), groups=5, prefix=1_024)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("layout", ["3P+3D", "4D"])
+def test_no_request_is_lost_when_processes_die(layout: str, seed: int) -> None:
+    world = cluster(layout, per_node=2, seed=seed)
+    Faults(worker_deaths=40, store_deaths=15, calm=2.5).inject(world, seed)
+    measures = serve(world, LOAD.arrivals(100, Wishes(max_tokens=200), seed))
+    assert measures.ends == {"finished": 100}
+    assert world.ends > 5
+    assert measures.table()["attempts"].max() > 1
+
+
+def test_lost_messages_cost_time_only() -> None:
+    world = cluster("2P+2D", per_node=2)
+    Faults(loss=0.02).inject(world, 1)
+    measures = serve(world, LOAD.arrivals(60, Wishes(max_tokens=200), 1))
+    assert measures.ends == {"finished": 60}
+    assert world.network.lost > 10
+
+
+def test_what_a_worker_had_said_before_it_died_is_kept() -> None:
+    world = cluster("2D")
+    world.agenda.at(2.0 + 1.0, world.end_worker, "decode-0000")
+    measures = serve(world, [request(0.0, 100, 150)])
+    row = {name: values[0] for name, values in measures.table().items()}
+    assert (row["attempts"], row["output"]) == (2, 150)
+    assert row["tbt"] < 0.2, "the store of its node told of its death at once"
+
+
+def test_a_store_finds_its_disk_again() -> None:
+    disk = DiskTimes(read=1e9, write=1e9, latency=0.001, max_bytes="10GB")
+    world = cluster("1P+1D", per_node=2, model=timing(disk), disk__admit_after=1)
+    world.agenda.at(12.0, world.end_store, "node-0000")
+    world.agenda.at(12.5, world.end_worker, "decode-0000")
+    world.agenda.at(12.6, world.end_worker, "prefill-0000")
+    world.agenda.at(13.0, world.start_store, "node-0000")
+    world.agenda.at(13.5, world.start_worker, "decode-0000")
+    world.agenda.at(13.5, world.start_worker, "prefill-0000")
+    measures = serve(world, [request(at, 4 * PAGE + 1, 3, (1, 2, 3, 4, 5)) for at in (0.0, 15.0)])
+    assert list(measures.table()["cached"]) == [0, 4 * PAGE]
+
+
+def test_pages_come_from_other_nodes() -> None:
+    world = cluster("1P+1D")
+    measures = serve(world, [request(0.0, 3 * PAGE + 1, 3)])
+    assert measures.ends == {"finished": 1}
+    assert world.network.bytes == 3 * PAGE * 1_000
