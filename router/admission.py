@@ -1,16 +1,24 @@
-"""Who may come in, and who waits: the limits of a request, and the queue of those that no worker has yet. Pure."""
+"""Who may come in, who waits, who is turned away: a request's limits, its objectives, and its tenant's due. Pure."""
 
 # pyright: strict
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
+from math import ceil
 
-from baton.errors import ContextTooLong, InvalidRequest
+from baton.config import RouterConfig
+from baton.errors import ContextTooLong, InvalidRequest, ObjectiveUnreachable, Overloaded, RateLimited
 from baton.messages import TOKEN_BYTES
 from kvstore.keys import unpack_tokens
+from router.events import Usage
+from router.fairness import Fairness, Prices, TokensServed
+from router.queue import Queue
+from router.quotas import Quotas, Retries
 from router.request import Request
+
+_LEAST_HINT, _MOST_HINT = 0.25, 30.0  # seconds after which another try is worth it
 
 
 @dataclass(frozen=True)
@@ -52,30 +60,135 @@ def settle_length(prompt: int, max_tokens: int | None, max_context: int, pool_to
     return min(max_context, pool_tokens or max_context) - prompt
 
 
-class Queue:
-    """Requests without an attempt, by rank. It refuses nobody: only newcomers are turned away, by its owner, since a
-    request that lost its worker has been let in already."""
+class Admission:
+    """The queue, and the accounts that decide about it. Its owner ends the requests that it turns away.
 
-    def __init__(self) -> None:
-        self._waiting: dict[str, Request] = {}
+    In order: a request's quota (`router.quotas`); a place at once; for one with an objective, whether the queue will
+    have been served in time; and room in the queue (`router.queue`), whose least urgent has to go where it is full.
+    Whom a worker has accepted once is never turned away: what has been begun is worth more than what has not."""
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._prices = Prices(config.cached_weight, config.output_weight)
+        self._quotas = Quotas(config.tenants)
+        self._retries = Retries(config.retry_share, config.retries_per_s)
+        self._fairness = Fairness(self._quotas.weight)
+        self.queue = Queue(self._fairness, config.ageing_ms / 1_000)
+        self.served = TokensServed()
+        self.rejected: Counter[str] = Counter()  # by reason
 
-    def __contains__(self, request: Request) -> bool:
-        return request.name in self._waiting
+    # --- in ----------------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Request]:
-        """In order of service; the queue may change meanwhile."""
-        return iter(sorted(self._waiting.values(), key=lambda request: request.rank))
+    def promise(self, request: Request) -> None:
+        """What a request does not ask for itself, its class does."""
+        promised = self._config.classes.get(request.priority)
+        if promised is not None and request.ttft is None and promised.ttft_ms:
+            request.ttft = promised.ttft_ms / 1_000
+        if promised is not None and request.tpot is None and promised.tpot_ms:
+            request.tpot = promised.tpot_ms / 1_000
 
-    def add(self, request: Request) -> None:
-        self._waiting[request.name] = request
+    def enter(self, request: Request, output: float, now: float) -> None:
+        """A request that may come in as far as its quota goes; it is expected to generate `output` tokens. Raises
+        RateLimited."""
+        tokens = request.prompt + ceil(output)
+        try:
+            self._quotas.enter(request.tenant, tokens, now)
+        except RateLimited:
+            self.rejected["rate_limited"] += 1
+            raise
+        request.quota = tokens
 
-    def discard(self, request: Request) -> None:
-        self._waiting.pop(request.name, None)
+    def wait(self, request: Request, now: float) -> None:
+        """It waits for a worker, with a limit. Whoever comes back unaccepted goes on with the wait it had."""
+        if request.give_up is None:
+            request.give_up = now + self._config.queue_ms / 1_000
+        self.queue.add(request, now)
 
-    def retry_after_ms(self, now: float) -> int:
-        """A hint for those turned away: whoever waits longest has waited for this long and has no place yet."""
-        oldest = min((request.submitted for request in self._waiting.values()), default=now)
-        return min(30_000, max(250, int((now - oldest) * 1_000)))
+    def waits_on(self, request: Request, work: int, seconds: float, now: float) -> ObjectiveUnreachable | None:
+        """A newcomer could not be placed at once. It has `work` tokens to compute, which takes `seconds` at least.
+        Returns an error where its objective can't be met, and sets the limit of its wait where it can."""
+        self.queue.weigh(request, work)
+        if request.ttft is None or request.give_up is None:
+            return None
+        limit = request.timeline.received + request.ttft - seconds
+        request.give_up = min(request.give_up, limit)
+        wait = self.queue.wait(request, now)
+        if now + wait < limit:
+            return None
+        self.rejected["objective"] += 1
+        late = now + wait - limit
+        message = f"the queue would bring the first token {late:.1f} s after the {request.ttft:.1f} s it may take"
+        return ObjectiveUnreachable(message, _hint(late))
+
+    def overfull(self, now: float) -> tuple[Request, Overloaded] | None:
+        """Who must go because too many wait; none: nobody, so far."""
+        count, tokens = len(self.queue), self.queue.tokens
+        if count <= self._config.max_queued and (tokens <= self._config.max_queued_tokens or count == 1):
+            return None
+        if (request := self.queue.last(now)) is None:
+            return None
+        self.rejected["queue_full"] += 1
+        message = f"{count - 1} requests with {tokens - request.known} tokens wait for a worker already"
+        return request, Overloaded(message, _hint(self.queue.wait(request, now)))
+
+    def unreachable(self, request: Request, why: str, retry_after: float | None, now: float) -> ObjectiveUnreachable:
+        """Placement says that no worker meets the request's objectives."""
+        self.rejected["objective"] += 1
+        return ObjectiveUnreachable(why, _hint(self.queue.wait(request, now) if retry_after is None else retry_after))
+
+    def gives_up(self, request: Request, now: float) -> Overloaded:
+        """It has waited for as long as it could."""
+        waited = now - request.submitted
+        hint = _hint(waited)
+        if request.ttft is not None and not request.begun and waited < self._config.queue_ms / 1_000:
+            self.rejected["objective_while_waiting"] += 1
+            message = f"after {waited:.1f} s in the queue the first token can't come within {request.ttft:.1f} s"
+            return ObjectiveUnreachable(message, hint)
+        self.rejected["no_worker"] += 1
+        return Overloaded(f"no worker took the request within {self._config.queue_ms} ms", hint)
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def held_back(self, request: Request, now: float) -> bool:
+        """It would repeat a failed attempt, and too many have been repeated lately."""
+        return request.repeats and not self._retries.allow(now)
+
+    def placed(self, request: Request, cached: int, now: float) -> None:
+        """It begins an attempt, with so many of its prompt's tokens cached. A tenant pays for the first only."""
+        self.queue.discard(request, now, placed=True)
+        if request.repeats:
+            self._retries.take(now)
+            request.repeats = False
+        elif request.attempts == 1:
+            self._retries.first(now)
+        if not request.charged:
+            request.charged = self._prices.prompt(request.prompt, cached)
+            self._fairness.charge(request.tenant, request.charged)
+
+    def generated(self, request: Request, tokens: int) -> None:
+        self._fairness.charge(request.tenant, self._prices.output * tokens)
+
+    def ended(self, request: Request, usage: Usage, now: float) -> None:
+        """Estimates become what it was."""
+        self.queue.discard(request, now)
+        tenant, begun = request.tenant, request.begun
+        if request.charged:
+            cost = self._prices.prompt(usage.prompt, usage.cached) if begun else 0.0
+            self._fairness.charge(tenant, cost - request.charged)
+        if request.quota is not None:
+            used = usage.prompt + usage.completion if begun else None
+            self._quotas.leave(tenant, request.quota, used, now)
+        if begun:
+            self.served.add(tenant, "computed", usage.prompt - usage.cached)
+            self.served.add(tenant, "cached", usage.cached)
+            self.served.add(tenant, "generated", usage.completion)
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        self.queue.validate()
+        self._fairness.validate()
+
+
+def _hint(seconds: float) -> int:
+    """Milliseconds until another try is worth it."""
+    return int(1_000 * min(_MOST_HINT, max(_LEAST_HINT, seconds)))

@@ -52,7 +52,7 @@ class Answers:
         if attempt.phase is Phase.PLACED:
             attempt.phase, attempt.progress = Phase.PREPARING, now
             request.timeline.accepted = now
-            request.give_up = None
+            request.give_up, request.begun = None, True
 
     def refused(self, request: Request, attempt: Attempt, refusal: messages.Refused, now: float) -> None:
         """The decode worker has no room. Nothing was done, so the budget of attempts is not touched."""
@@ -131,6 +131,7 @@ class Answers:
             if request.timeline.first_token is None:
                 request.timeline.first_token = now
             self._life.counts.generated_tokens += len(new)
+            self._life.admission.generated(request, len(new))
             self._out.put(Emit(request.name, new, logprobs))
         if delta.finish is not None:
             self._life.end(request, Finished(delta.finish), now)

@@ -17,18 +17,17 @@ from baton.errors import (
     BatonError,
     DeadlineExpired,
     InvalidRequest,
-    Overloaded,
     Unavailable,
 )
 from baton.messages import AttemptName, Cancel, Decode
 from kvstore.keys import namespace_root
-from router.admission import ModelLimits, Queue, check_tokens, settle_length
+from router.admission import Admission, ModelLimits, check_tokens, settle_length
 from router.candidates import takes_work
 from router.events import WARM, Cancelled, End, Failed, Finished, Outcome, Submit
 from router.explain import Explanations
 from router.outbox import Outbox
 from router.peers import Member, Members, Prompt, Work
-from router.placement import Ask, Placer, Plan
+from router.placement import Ask, Placer, Plan, Reject
 from router.prefixes import Prefixes
 from router.reach import Prefix
 from router.request import Attempt, Phase, Request
@@ -72,7 +71,8 @@ class Life:
         self._arrivals = 0
         self._shut = False
         self.requests: dict[str, Request] = {}
-        self.queue = Queue()
+        self.admission = Admission(config.router)
+        self.queue = self.admission.queue
         self.room = False  # something has changed that may let a queued request be placed
         self.counts = Counts()
         self.recent = Explanations(config.router.explain_requests)
@@ -89,7 +89,7 @@ class Life:
             raise InvalidRequest(f"request {submit.request!r} is being served already")
         self._arrivals += 1
         request = Request.from_submit(submit, self._arrivals, now)
-        self._promise(request)
+        self.admission.promise(request)
         self.requests[request.name] = request
         self.recent.submitted(request)
         try:
@@ -97,23 +97,28 @@ class Life:
                 raise Unavailable("this router is stopping")
             check_tokens(submit.tokens, self._limits.vocab_size)
             self._settle_length(request)
+            self.admission.enter(request, submit.max_tokens or self._view.output(self._limits.max_context), now)
         except BatonError as error:
             self.end(request, Failed(error), now)
             return
         self.enqueue(request, now)
         self.settle(now)
-        if request in self.queue and len(self.queue) > self._config.router.max_queued:
-            message = f"{len(self.queue) - 1} requests wait for a worker already"
-            self.end(request, Failed(Overloaded(message, self.queue.retry_after_ms(now))), now)
+        if request in self.queue:
+            self._wait(request, now)
 
-    def _promise(self, request: Request) -> None:
-        """What a request does not ask for itself, its class does."""
-        if (promised := self._config.router.classes.get(request.priority)) is None:
-            return
-        if request.ttft is None and promised.ttft_ms:
-            request.ttft = promised.ttft_ms / 1_000
-        if request.tpot is None and promised.tpot_ms:
-            request.tpot = promised.tpot_ms / 1_000
+    def _wait(self, request: Request, now: float) -> None:
+        """A newcomer was not placed at once: it may not be worth its while to wait, or somebody else's."""
+        work, seconds = request.prompt, 0.0
+        if (card := self._members.card) is not None:
+            request.derive_keys(namespace_root(card.namespace, request.tenant), self._config.pages.page_size)
+            held = self._prefixes.match(request.keys).values()
+            work -= max((match.pages for match in held), default=0) * self._config.pages.page_size
+            rates = [m.load.prefill_rate for m in self._view.prefillers or self._view.decoders]
+            seconds = work / rate if (rate := max(rates, default=0.0)) else 0.0
+        if (error := self.admission.waits_on(request, work, seconds, now)) is not None:
+            self.end(request, Failed(error), now)
+        while (surplus := self.admission.overfull(now)) is not None:
+            self.end(surplus[0], Failed(surplus[1]), now)
 
     def _settle_length(self, request: Request) -> None:
         """Raises InvalidRequest or ContextTooLong. Without a worker, an open length stays open."""
@@ -136,10 +141,11 @@ class Life:
         """In order of service. Who can't be placed is passed by: what one prompt waits for (a prefill slot) another may
         not need."""
         tried = 0
-        for request in self.queue if len(self.queue) else ():
+        for request in self.queue.in_order(now) if len(self.queue) else ():
             if tried >= _LOOK_AHEAD or not any(takes_work(member) for member in self._members.open("decode")):
                 return
-            tried += not self._place(request, now)
+            if not self.admission.held_back(request, now):
+                tried += not self._place(request, now)
 
     def _place(self, request: Request, now: float) -> bool:
         card = self._members.card
@@ -167,9 +173,7 @@ class Life:
             tokens=request.known,
             max_tokens=request.max_tokens,
             prompt=request.prompt,
-            ttft=None
-            if request.ttft is None or request.generated
-            else request.ttft - (now - request.timeline.received),
+            ttft=None if request.ttft is None or request.begun else request.ttft - (now - request.timeline.received),
             tpot=request.tpot,
             waited=now - request.submitted,
             priority=request.priority,
@@ -179,6 +183,10 @@ class Life:
         )
         self._view.now = now
         choice = self._placer.place(ask, self._view)
+        if isinstance(choice, Reject) and not request.begun:
+            error = self.admission.unreachable(request, choice.why, choice.retry_after, now)
+            self.end(request, Failed(error), now)
+            return True
         if not isinstance(choice, Plan):
             self.recent.waits(request, choice.why)
             return False
@@ -186,8 +194,8 @@ class Life:
         return True
 
     def _begin(self, request: Request, ask: Ask, plan: Plan, now: float) -> None:
-        self.queue.discard(request)
         request.attempts += 1
+        self.admission.placed(request, min(request.prompt, plan.cached * ask.prefix.page_size), now)
         name = AttemptName(request.name, request.attempts)
         request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill)
         _start_over(request, now)
@@ -274,13 +282,16 @@ class Life:
 
     def retry(self, request: Request, why: str, now: float, *, free: bool = False, blame: bool = False) -> None:
         """The current attempt is over; the next one knows every token so far. `free`: it does not count against the
-        budget; `blame`: its decode worker is chosen again only if there is no other."""
+        request's budget; `blame`: its decode worker is chosen again only if there is no other. What a live worker makes
+        of it counts against everybody's budget, too; one that is gone can't fail what it is given next."""
         attempt = request.attempt
         assert attempt is not None, request.name
         self._out.note(f"attempt {attempt.name.attempt} is over: {why}", request.name, warning=not free)
         if blame:
             request.failed_on.add(attempt.decode)
-        request.failures += attempt.phase is not Phase.PLACED and not free
+        failed = attempt.phase is not Phase.PLACED and not free
+        request.failures += failed
+        request.repeats = failed and self._members.get(attempt.decode) is not None
         self.recent.over(request, why, now)
         self.withdraw(request)
         if request.failures >= self._config.router.max_attempts:
@@ -299,10 +310,8 @@ class Life:
             self._out.send(prefill, Cancel(request.name, attempt.name.attempt))
 
     def enqueue(self, request: Request, now: float) -> None:
-        """Wait for a worker. Whoever comes back unaccepted goes on with the wait it had."""
-        if request.give_up is None:
-            request.give_up = now + self._config.router.queue_ms / 1_000
-        self.queue.add(request)
+        """Wait for a worker."""
+        self.admission.wait(request, now)
         self.room = True
 
     def withdraw(self, request: Request) -> None:
@@ -327,7 +336,7 @@ class Life:
         summary = request.summary(completion)
         self.recent.ended(request, outcome, summary, now)
         self.withdraw(request)
-        self.queue.discard(request)
+        self.admission.ended(request, summary.usage, now)
         del self.requests[request.name]
         match outcome:
             case Finished(reason=reason):
@@ -348,13 +357,14 @@ class Life:
 
     def expire(self, now: float) -> None:
         """Everything that has waited for too long: a client, a place in the queue, an attempt."""
+        self.room |= self.queue.begun  # time alone may let one of them be repeated
         for request in list(self.requests.values()):
             attempt = request.attempt
             if request.deadline is not None and now >= request.deadline:
                 message = f"the deadline passed after {request.generated} of {request.max_tokens} tokens"
                 self.end(request, Failed(DeadlineExpired(message)), now)
             elif request.give_up is not None and now >= request.give_up:
-                self.end(request, Failed(self._no_place(now)), now)
+                self.end(request, Failed(self._no_place(request, now)), now)
             elif attempt is not None and now - attempt.progress >= self._config.router.progress_ms / 1_000:
                 self.retry(request, f"no progress for {self._config.router.progress_ms} ms", now, blame=True)
 
@@ -364,11 +374,10 @@ class Life:
         for request in list(self.requests.values()):
             self.end(request, Failed(Unavailable("this router is stopping")), now)
 
-    def _no_place(self, now: float) -> BatonError:
-        waited = f"no worker took the request within {self._config.router.queue_ms} ms"
+    def _no_place(self, request: Request, now: float) -> BatonError:
         if not self._members.of("decode"):
-            return Unavailable(f"{waited}: no decode worker is live")
-        return Overloaded(waited, self.queue.retry_after_ms(now))
+            return Unavailable("the request could not wait any longer, and no decode worker is live")
+        return self.admission.gives_up(request, now)
 
     def extend(self, seconds: float) -> None:
         """We stood still for so long. What a client asked for does not wait for us; all else does."""
@@ -380,6 +389,7 @@ class Life:
 
     def validate(self) -> None:
         """Check every invariant; for tests."""
+        self.admission.validate()
         expected: dict[str, set[AttemptName]] = {member.incarnation: set() for member in self._members}
         slots: dict[str, set[AttemptName]] = {member.incarnation: set() for member in self._members}
         for request in self.requests.values():

@@ -12,7 +12,7 @@ put back in the end, or taken. Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
+from math import ceil, inf
 
 from baton.config import TenantConfig
 from baton.errors import RateLimited
@@ -21,13 +21,13 @@ ANYBODY = "*"  # the tenant in the configuration whose settings hold for those t
 
 
 class Bucket:
-    """Fills by `rate` a second up to `capacity`. It may hold less than nothing: then it owes."""
+    """Fills by `rate` a second up to `capacity`; full at first. It may hold less than nothing: then it owes."""
 
-    def __init__(self, rate: float, capacity: float, now: float) -> None:
+    def __init__(self, rate: float, capacity: float) -> None:
         self._rate = rate
         self._capacity = capacity
         self._level = capacity
-        self._at = now
+        self._at = -inf
 
     def level(self, now: float) -> float:
         self._level = min(self._capacity, self._level + self._rate * max(0.0, now - self._at))
@@ -62,7 +62,7 @@ class Quotas:
         """Take a request of about so many tokens out of its tenant's quota. Raises RateLimited while the quota has not
         got them, and then takes nothing."""
         wants = (("requests", 1), ("tokens", tokens))
-        buckets = [(bucket, amount, kind) for kind, amount in wants if (bucket := self._bucket(tenant, kind, now))]
+        buckets = [(bucket, amount, kind) for kind, amount in wants if (bucket := self._bucket(tenant, kind))]
         wait, kind = max(((bucket.wait(amount, now), kind) for bucket, amount, kind in buckets), default=(0.0, ""))
         if wait > 0:
             raise RateLimited(f"the tenant's {kind} of this minute are used up", ceil(wait * 1_000))
@@ -71,29 +71,29 @@ class Quotas:
 
     def leave(self, tenant: str, taken: int, used: int | None, now: float) -> None:
         """The request took `used` tokens of the `taken`; none: it was turned away, so that nothing of it counts."""
-        if (tokens := self._bucket(tenant, "tokens", now)) is not None:
+        if (tokens := self._bucket(tenant, "tokens")) is not None:
             tokens.put(taken - (used or 0), now)
-        if used is None and (requests := self._bucket(tenant, "requests", now)) is not None:
+        if used is None and (requests := self._bucket(tenant, "requests")) is not None:
             requests.put(1, now)
         self._forget(now)
 
     def _of(self, tenant: str) -> TenantConfig:
         return self._tenants.get(tenant) or self._tenants.get(ANYBODY) or TenantConfig()
 
-    def _bucket(self, tenant: str, kind: str, now: float) -> Bucket | None:
+    def _bucket(self, tenant: str, kind: str) -> Bucket | None:
         settings = self._of(tenant)
         per_minute = settings.requests_per_minute if kind == "requests" else settings.tokens_per_minute
         if not per_minute:
             return None
         if (bucket := self._buckets.get((tenant, kind))) is None:
             rate = per_minute / 60
-            bucket = self._buckets[tenant, kind] = Bucket(rate, max(1.0, rate * settings.burst_s), now)
+            bucket = self._buckets[tenant, kind] = Bucket(rate, max(1.0, rate * settings.burst_s))
         return bucket
 
     def _forget(self, now: float) -> None:
         """A full bucket is as good as a new one, so the buckets are those of tenants that came lately."""
         if len(self._buckets) > 2 * len(self._tenants) + 64:
-            self._buckets = {key: bucket for key, bucket in self._buckets.items() if bucket.wait(float("inf"), now) > 0}
+            self._buckets = {key: bucket for key, bucket in self._buckets.items() if bucket.wait(inf, now) > 0}
 
 
 class Retries:
@@ -105,9 +105,9 @@ class Retries:
 
     _BURST_S = 10.0
 
-    def __init__(self, share: float, steady: float, now: float) -> None:
+    def __init__(self, share: float, steady: float) -> None:
         self._share = share
-        self._bucket = Bucket(steady, max(1.0, steady * self._BURST_S), now)
+        self._bucket = Bucket(steady, max(1.0, steady * self._BURST_S))
 
     def first(self, now: float) -> None:
         """A first attempt is made."""

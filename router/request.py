@@ -23,6 +23,8 @@ from kvstore.keys import pack_tokens, page_keys, shippable_pages, split_keys
 from router.events import Served, Submit, Summary, Usage
 from router.placement import Plan
 
+_LEVELS = 8  # of priority, to either side of 0
+
 
 class Phase(Enum):
     PLACED = "placed"
@@ -85,6 +87,10 @@ class Request:
     give_up: float | None = None  # when the wait in the queue ends, seconds; none while somebody has accepted it
     attempts: int = 0  # started
     failures: int = 0  # accepted attempts since the last token that came to nothing
+    begun: bool = False  # a worker has accepted it once: it is never turned away for want of room
+    repeats: bool = False  # its next attempt repeats one that failed, which counts against everybody's retries
+    quota: int | None = None  # tokens taken out of its tenant's quota; none: it never came in
+    charged: float = 0.0  # to its tenant for its prompt
     local: bool = False  # the next attempts shall need nobody but a decode worker
     failed_on: set[str] = field(default_factory=set[str])  # incarnations that said they could not do it
     root: bytes = b""
@@ -133,9 +139,9 @@ class Request:
         return self.known - self.prompt
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Order of service: urgent first, then oldest first."""
-        return (self.priority, self.arrival)
+    def level(self) -> int:
+        """Its priority within what is told apart."""
+        return max(-_LEVELS, min(_LEVELS, self.priority))
 
     def left_ms(self, now: float) -> int | None:
         """Milliseconds until its deadline."""

@@ -12,7 +12,7 @@ from router.quotas import ANYBODY, Bucket, Quotas, Retries
 
 
 def test_a_bucket_fills_up_to_its_capacity() -> None:
-    bucket = Bucket(rate=10, capacity=20, now=0.0)
+    bucket = Bucket(rate=10, capacity=20)
     bucket.take(20, 0.0)
     assert bucket.wait(5, 0.0) == 0.5
     assert bucket.level(1.0) == 10
@@ -21,7 +21,7 @@ def test_a_bucket_fills_up_to_its_capacity() -> None:
 
 
 def test_a_full_bucket_lets_more_through_than_it_holds_and_then_owes() -> None:
-    bucket = Bucket(rate=10, capacity=20, now=0.0)
+    bucket = Bucket(rate=10, capacity=20)
     assert bucket.wait(100, 0.0) == 0
     bucket.take(100, 0.0)
     assert bucket.wait(1, 0.0) == pytest.approx(8.1)
@@ -29,7 +29,7 @@ def test_a_full_bucket_lets_more_through_than_it_holds_and_then_owes() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 60)), max_size=40), st.floats(0.5, 50), st.floats(1, 100))
 def test_what_passes_is_bounded_by_rate_and_burst(asked: list[tuple[float, int]], rate: float, capacity: float) -> None:
-    bucket, now, passed, largest = Bucket(rate, capacity, 0.0), 0.0, 0.0, 0
+    bucket, now, passed, largest = Bucket(rate, capacity), 0.0, 0.0, 0
     for gap, amount in asked:
         now += gap
         wait = bucket.wait(amount, now)
@@ -100,7 +100,7 @@ def test_buckets_of_tenants_long_gone_are_forgotten() -> None:
 
 
 def test_retries_are_a_share_of_first_attempts_and_a_trickle() -> None:
-    retries = Retries(share=0.5, steady=1.0, now=0.0)
+    retries = Retries(share=0.5, steady=1.0)
     made = 0
     while retries.allow(0.0):
         retries.take(0.0)

@@ -1,0 +1,229 @@
+"""Who waits for a worker, in what order they are served, and whom a full queue turns away.
+
+Requests wait in lines, one for each level of urgency and tenant, oldest first. The next is found in three steps:
+
+1. Those whom a worker had accepted before: a client may be in the middle of their output.
+2. The most urgent level. Waiting raises a request, one level for each `ageing` seconds, up to the most urgent level
+   that somebody waits at and no higher: what is old must not stand above everything that comes, or whoever sends most
+   would be served most.
+3. Of those, the tenant that has been served least (`router.fairness`), and of its lines the one whose first request is
+   the oldest, a level being worth `ageing` seconds.
+
+Pure.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
+from math import exp, inf
+
+from router.fairness import Fairness
+from router.request import Request
+
+_HORIZON = 10.0  # seconds of draining after which they count a third
+_ENOUGH = 1.0  # seconds of draining that must have been seen before they say anything
+
+_Rank = tuple[bool, int, float, float, int]
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
+
+
+@dataclass
+class _Line:
+    """Requests of one tenant and level. The oldest is first."""
+
+    tenant: str
+    level: int
+    newcomers: bool  # no worker has accepted any of them
+    requests: list[Request] = field(default_factory=list[Request])
+    work: int = 0  # tokens to compute, for all of them
+
+
+class Queue:
+    """Requests without an attempt. It turns nobody away itself."""
+
+    def __init__(self, fairness: Fairness, ageing: float) -> None:
+        """`ageing`: seconds of waiting that one level is worth."""
+        self._fairness = fairness
+        self._ageing = ageing
+        self._lines: dict[tuple[str, int, bool], _Line] = {}
+        self._places: dict[str, tuple[_Line, int, float]] = {}  # line, work and since when, by request
+        self.tokens = 0  # known ones, of all that wait
+        self.outflow = Outflow()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.name in self._places
+
+    @property
+    def begun(self) -> bool:
+        """Whether somebody waits whom a worker had accepted before."""
+        return any(not line.newcomers for line in self._lines.values())
+
+    def levels(self) -> Mapping[int, int]:
+        """How many wait, by level."""
+        levels: Counter[int] = Counter()
+        for line in self._lines.values():
+            levels[line.level] += len(line.requests)
+        return levels
+
+    def add(self, request: Request, now: float) -> None:
+        self.outflow.until(now, waiting=bool(self))
+        key = (request.tenant, request.level, not request.begun)
+        if (line := self._lines.get(key)) is None:
+            line = self._lines[key] = _Line(*key)
+        insort(line.requests, request, key=_arrival)
+        self._places[request.name] = (line, 0, now)
+        self.tokens += request.known
+        self._fairness.waits(request.tenant)
+        self.weigh(request, request.known)
+
+    def weigh(self, request: Request, work: int) -> None:
+        """So many tokens must be computed for it: those that nobody has cached."""
+        line, before, since = self._places[request.name]
+        self._places[request.name] = (line, work, since)
+        line.work += work - before
+
+    def discard(self, request: Request, now: float, *, placed: bool = False) -> None:
+        """It waits no longer, having been placed or not; nothing happens if it did not wait."""
+        if (place := self._places.pop(request.name, None)) is None:
+            return
+        self.outflow.until(now, waiting=True)
+        line, work, since = place
+        if placed and (self._places or now > since):
+            self.outflow.took(work)
+        del line.requests[bisect_left(line.requests, request.arrival, key=_arrival)]
+        line.work -= work
+        if not line.requests:
+            del self._lines[line.tenant, line.level, line.newcomers]
+        self.tokens -= request.known
+        self._fairness.waits_no_more(request.tenant)
+
+    # --- order -------------------------------------------------------------------------------------------------------
+
+    def in_order(self, now: float) -> Iterator[Request]:
+        """In order of service. Requests may be discarded meanwhile, and tenants charged: that counts at once."""
+        top = self._top()
+        heap = [(self._rank(line, 0, top, now), line, 0) for line in self._lines.values()]
+        heapify(heap)  # ranks differ: each has its request's arrival
+        while heap:
+            rank, line, index = heap[0]
+            if index < len(line.requests):
+                if (current := self._rank(line, index, top, now)) != rank:
+                    heapreplace(heap, (current, line, index))
+                    continue
+                request = line.requests[index]
+                yield request
+                if index < len(line.requests) and line.requests[index] is request:
+                    index += 1
+            if index < len(line.requests):
+                heapreplace(heap, (self._rank(line, index, top, now), line, index))
+            else:
+                heappop(heap)
+
+    def last(self, now: float) -> Request | None:
+        """Who is turned away when somebody must be: the newest of the least urgent line, and there of the tenant that
+        would be served last if all it waits for were served, so that no flood leaves the others without a place. None:
+        nobody waits but those that a worker had accepted, and they stay."""
+        top = self._top()
+        backlog: Counter[str] = Counter()
+        for line in self._lines.values():
+            backlog[line.tenant] += line.work
+        lines = [line for line in self._lines.values() if line.newcomers]
+        return max(
+            (line.requests[-1] for line in lines),
+            key=lambda request: (
+                self._level(request, top, now),
+                self._fairness.counter(request.tenant) + backlog[request.tenant] / self._weight(request.tenant),
+                self._due(request),
+                request.arrival,
+            ),
+            default=None,
+        )
+
+    def _top(self) -> int:
+        return min((line.level for line in self._lines.values() if line.newcomers), default=0)
+
+    def _level(self, request: Request, top: int, now: float) -> int:
+        return max(top, request.level - int((now - request.submitted) / self._ageing))
+
+    def _due(self, request: Request) -> float:
+        return request.submitted + request.level * self._ageing
+
+    def _rank(self, line: _Line, index: int, top: int, now: float) -> _Rank:
+        request = line.requests[index]
+        level = self._level(request, top, now) if line.newcomers else 0
+        return (line.newcomers, level, self._fairness.counter(line.tenant), self._due(request), request.arrival)
+
+    def _weight(self, tenant: str) -> float:
+        return self._fairness.weight(tenant)
+
+    # --- forecast ----------------------------------------------------------------------------------------------------
+
+    def wait(self, request: Request, now: float) -> float:
+        """Seconds until a newcomer that waits, the last of its line, will be placed, if those before it go on being
+        placed as fast as lately; 0: nobody knows. Before it are its own line, all that is more urgent, and of other
+        tenants as urgent as it what they will be served until it has had its turn."""
+        self.outflow.until(now, waiting=True)
+        rate = self.outflow.rate
+        return self._ahead(request) / rate if rate else 0.0
+
+    def _ahead(self, request: Request) -> float:
+        mine = self._lines[request.tenant, request.level, True].work
+        until = self._fairness.counter(request.tenant) + mine / self._weight(request.tenant)
+        ahead = 0.0
+        for line in self._lines.values():
+            same_level = line.newcomers and line.level == request.level
+            if not line.newcomers or line.level < request.level or (same_level and line.tenant == request.tenant):
+                ahead += line.work
+            elif same_level:
+                turn = (until - self._fairness.counter(line.tenant)) * self._weight(line.tenant)
+                ahead += min(line.work, max(0.0, turn))
+        return ahead
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        waiting = [request for line in self._lines.values() for request in line.requests]
+        assert sorted(request.name for request in waiting) == sorted(self._places)
+        assert self.tokens == sum(request.known for request in waiting)
+        for key, line in self._lines.items():
+            assert line.requests, f"line {key} is empty"
+            assert line.work == sum(self._places[request.name][1] for request in line.requests)
+            assert line.requests == sorted(line.requests, key=_arrival)
+
+
+class Outflow:
+    """How fast work leaves the queue while there is some: tokens per second, those long ago forgotten exponentially."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._tokens = 0.0
+        self._at = inf
+
+    @property
+    def rate(self) -> float:
+        """0: too little has been seen."""
+        return self._tokens / self._seconds if self._seconds >= _ENOUGH else 0.0
+
+    def until(self, now: float, *, waiting: bool) -> None:
+        """Time has passed, with or without somebody in the queue."""
+        passed = max(0.0, now - self._at)
+        self._at = now
+        if waiting and passed:
+            fade = exp(-passed / _HORIZON)
+            self._seconds = self._seconds * fade + _HORIZON * (1 - fade)
+            self._tokens *= fade
+
+    def took(self, tokens: int) -> None:
+        """So many left the queue for a worker."""
+        self._tokens += tokens
