@@ -1,0 +1,263 @@
+"""The queue: order of service, whom a full one turns away, and how long a wait will be."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from router.fairness import Fairness
+from router.queue import Queue
+from router.request import Request
+from tests.router.model import submit
+
+AGEING = 10.0
+WEIGHTS = {"a": 1.0, "b": 1.0, "heavy": 4.0}
+
+
+class Line:
+    """A queue and the requests that went through it."""
+
+    def __init__(self) -> None:
+        self.fairness = Fairness(lambda tenant: WEIGHTS.get(tenant, 1.0))
+        self.queue = Queue(self.fairness, AGEING)
+        self.requests: dict[str, Request] = {}
+        self.now = 0.0
+
+    def comes(self, name: str, tenant: str = "", priority: int = 0, prompt: int = 100, begun: bool = False) -> Request:
+        order = submit(name, prompt, tenant=tenant, priority=priority)
+        request = self.requests[name] = Request.from_submit(order, len(self.requests), self.now)
+        request.begun = begun
+        self.queue.add(request, self.now)
+        return request
+
+    def serve(self) -> str:
+        """The next, who pays for its prompt."""
+        request = next(iter(self.queue.in_order(self.now)))
+        self.queue.discard(request, self.now, placed=True)
+        self.fairness.charge(request.tenant, request.prompt)
+        self.queue.validate()
+        return request.name
+
+    def serve_all(self) -> list[str]:
+        return [self.serve() for _ in range(len(self.queue))]
+
+    def order(self) -> list[str]:
+        return [request.name for request in self.queue.in_order(self.now)]
+
+
+def test_urgent_requests_first_and_then_the_oldest() -> None:
+    line = Line()
+    for name, priority in [("a", 1), ("b", 0), ("c", 1), ("d", -1)]:
+        line.comes(name, priority=priority)
+    assert line.order() == line.serve_all() == ["d", "b", "a", "c"]
+
+
+def test_who_has_been_begun_goes_first_whatever_its_urgency() -> None:
+    line = Line()
+    line.comes("urgent", priority=-5)
+    line.comes("begun", priority=5, begun=True)
+    assert line.serve_all() == ["begun", "urgent"]
+
+
+def test_waiting_makes_urgent() -> None:
+    line = Line()
+    line.comes("old", priority=1)
+    line.now = 2 * AGEING - 0.1
+    line.comes("new", priority=0)
+    assert line.order() == ["old", "new"]  # of the same level by now, and worth two levels of waiting
+    line.now += 1.0
+    line.comes("urgent", priority=-3)
+    assert line.order() == ["urgent", "old", "new"]
+
+
+def test_nobody_starves_however_much_is_more_urgent() -> None:
+    line = Line()
+    line.comes("patient", "a", priority=3)
+    for turn in range(1_000):
+        line.comes(f"urgent {turn}", "b", priority=0)
+        if line.serve() == "patient":
+            break
+        line.now += 0.1
+    assert line.now <= 3 * AGEING + 1
+
+
+def test_tenants_take_turns_by_what_they_were_served() -> None:
+    line = Line()
+    for i in range(4):
+        line.comes(f"a{i}", "a", prompt=100)
+    line.comes("b0", "b", prompt=300)
+    line.comes("b1", "b", prompt=300)
+    assert line.serve_all() == ["a0", "b0", "a1", "a2", "a3", "b1"]
+
+
+def test_a_flood_that_has_aged_does_not_stand_before_a_newcomer() -> None:
+    line = Line()
+    for i in range(20):
+        line.comes(f"flood {i}", "a")
+    line.now = 5 * AGEING
+    line.serve()
+    line.comes("newcomer", "b")
+    assert line.serve() in ("newcomer", "flood 1")
+    line.comes("another", "b")
+    assert "newcomer" not in line.order() or line.serve() == "newcomer"
+
+
+def test_a_tenant_of_more_weight_has_more_turns() -> None:
+    line = Line()
+    for i in range(12):
+        line.comes(f"a{i}", "a")
+        line.comes(f"h{i}", "heavy")
+    served = [line.serve() for _ in range(10)]
+    assert sum(name.startswith("h") for name in served) == 8
+
+
+def test_requests_may_leave_while_the_order_is_read() -> None:
+    line = Line()
+    for i in range(6):
+        line.comes(f"r{i}", "ab"[i % 2])
+    seen: list[str] = []
+    for request in line.queue.in_order(line.now):
+        seen.append(request.name)
+        if request.name in ("r0", "r3"):
+            line.queue.discard(request, line.now)
+            line.fairness.charge(request.tenant, 1_000)
+    assert sorted(seen) == [f"r{i}" for i in range(6)]
+    assert len(line.queue) == 4
+
+
+def test_the_least_urgent_is_turned_away_and_of_those_the_newest() -> None:
+    line = Line()
+    for name, priority in [("a", 0), ("b", 2), ("c", 2), ("d", 0)]:
+        line.comes(name, priority=priority)
+    last = line.queue.last(line.now)
+    assert last is not None
+    assert last.name == "c"
+
+
+def test_a_flood_turns_itself_away() -> None:
+    line = Line()
+    for i in range(5):
+        line.comes(f"flood {i}", "a")
+    line.comes("newcomer", "b")
+    last = line.queue.last(line.now)
+    assert last is not None
+    assert last.name == "flood 4"
+
+
+def test_who_has_been_begun_is_never_turned_away() -> None:
+    line = Line()
+    line.comes("begun", priority=5, begun=True)
+    assert line.queue.last(line.now) is None
+
+
+def drained(line: Line, tokens: float) -> None:
+    """The queue has been draining for a while at `tokens` a second."""
+    line.comes("always", prompt=1, priority=8)
+    for i in range(400):
+        line.now += 0.1
+        request = line.comes(f"drained {i}", prompt=int(tokens / 10))
+        line.queue.discard(request, line.now, placed=True)
+
+
+def test_the_wait_is_what_is_ahead_at_the_rate_of_late() -> None:
+    line = Line()
+    first = line.comes("first", prompt=1_000)
+    assert line.queue.wait(first, line.now) == 0  # nothing has been seen yet
+    drained(line, 500)
+    assert line.queue.outflow.rate == pytest.approx(500, rel=0.05)
+    second = line.comes("second", prompt=1_000)
+    assert line.queue.wait(second, line.now) == pytest.approx(4, rel=0.05)
+    line.queue.weigh(first, 200)  # most of it is cached
+    assert line.queue.wait(second, line.now) == pytest.approx(2.4, rel=0.05)
+    urgent = line.comes("urgent", prompt=1_000, priority=-1)
+    assert line.queue.wait(urgent, line.now) == pytest.approx(2, rel=0.05)
+    begun = line.comes("begun", prompt=500, priority=5, begun=True)
+    assert line.queue.wait(urgent, line.now) == pytest.approx(3, rel=0.05)
+    line.queue.discard(begun, line.now)
+
+
+def test_a_tenant_does_not_wait_for_the_flood_of_another() -> None:
+    line = Line()
+    drained(line, 1_000)
+    for i in range(20):
+        line.comes(f"flood {i}", "a", prompt=1_000)
+    newcomer = line.comes("newcomer", "b", prompt=1_000)
+    assert line.queue.wait(newcomer, line.now) == pytest.approx(2, rel=0.05)
+    flood = line.comes("flood", "a", prompt=1_000)
+    assert line.queue.wait(flood, line.now) == pytest.approx(22, rel=0.05)
+
+
+def test_an_idle_queue_says_nothing_of_how_fast_it_drains() -> None:
+    line = Line()
+    for i in range(100):
+        line.now += 1
+        line.comes(f"r{i}")
+        line.serve()
+    assert line.queue.outflow.rate == 0
+
+
+class Queues(RuleBasedStateMachine):
+    """Whatever comes and goes: sums add up, and the order is what the rule says, worked out by sorting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = Line()
+
+    @rule(
+        tenant=st.sampled_from(["a", "b", "heavy"]),
+        priority=st.integers(-10, 10),
+        prompt=st.integers(1, 50),
+        begun=st.booleans(),
+    )
+    def comes(self, tenant: str, priority: int, prompt: int, begun: bool) -> None:
+        request = self.line.comes(f"r{len(self.line.requests)}", tenant, priority, prompt, begun and prompt % 5 == 0)
+        self.line.queue.weigh(request, prompt // 2)
+
+    @rule(index=st.integers(0, 100))
+    def leaves(self, index: int) -> None:
+        requests = list(self.line.requests.values())
+        if requests:
+            self.line.queue.discard(requests[index % len(requests)], self.line.now)
+
+    @rule(index=st.integers(0, 100))
+    def comes_back(self, index: int) -> None:
+        requests = [r for r in self.line.requests.values() if r not in self.line.queue]
+        if requests:
+            request = requests[index % len(requests)]
+            request.begun = True
+            self.line.queue.add(request, self.line.now)
+
+    @rule()
+    def is_served(self) -> None:
+        if len(self.line.queue):
+            self.line.serve()
+
+    @rule(seconds=st.floats(0, 30))
+    def time_passes(self, seconds: float) -> None:
+        self.line.now += seconds
+
+    @invariant()
+    def in_order(self) -> None:
+        line = self.line
+        line.queue.validate()
+        line.fairness.validate()
+        waiting = [request for request in line.requests.values() if request in line.queue]
+        top = min((r.level for r in waiting if not r.begun), default=0)
+
+        def rank(r: Request) -> tuple[object, ...]:
+            level = 0 if r.begun else max(top, r.level - int((line.now - r.submitted) / AGEING))
+            return (not r.begun, level, line.fairness.counter(r.tenant), r.submitted + r.level * AGEING, r.arrival)
+
+        order = line.order()
+        assert len(order) == len(line.queue) == sum(line.queue.levels().values())
+        if waiting:
+            assert order[0] == min(waiting, key=rank).name
+        if (last := line.queue.last(line.now)) is not None:
+            assert not last.begun
+            assert line.queue.wait(last, line.now) >= 0
+
+
+Queues.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestQueues = Queues.TestCase
