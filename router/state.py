@@ -105,6 +105,9 @@ class RouterStats:
     generated_tokens: int
     prefixes: PrefixesStats
     pins: Mapping[str, int]  # prefixes that are kept warm, or are to be, by phase
+    waiting: Mapping[int, int]  # in the queue, by level of priority
+    rejected: Mapping[str, int]  # requests that no worker had begun, by reason
+    tenant_tokens: Mapping[tuple[str, str], int]  # by tenant (a bounded number) and kind
 
 
 class RouterState:
@@ -467,6 +470,9 @@ class RouterState:
             generated_tokens=counts.generated_tokens,
             prefixes=self._prefixes.stats(),
             pins={phase.value: self._warmer.count()[phase] for phase in PinPhase},
+            waiting=life.queue.levels(),
+            rejected=dict(life.admission.rejected),
+            tenant_tokens=dict(life.admission.served.tokens),
         )
 
     def validate(self) -> None:

@@ -27,6 +27,7 @@ from baton.messages import (
 from kvstore.keys import namespace_root, page_keys
 from router.admission import ModelLimits
 from router.events import Command, Emit, End, Event, Heard, KvSnapshot, Note, Send, Submit
+from router.placement import Placer
 from router.state import RouterState
 from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, ROUTER, VOCAB, card, submit
 
@@ -36,9 +37,9 @@ M = TypeVar("M", bound=Message)
 class Lab:
     """Time stands still unless a test moves it."""
 
-    def __init__(self, config: settings.Config = CONFIG) -> None:
+    def __init__(self, config: settings.Config = CONFIG, placer: Placer | None = None) -> None:
         self.config = config
-        self.state = RouterState(ROUTER, config, ModelLimits(VOCAB, CONTEXT))
+        self.state = RouterState(ROUTER, config, ModelLimits(VOCAB, CONTEXT), placer)
         self.now = 100.0
         self.log: list[Command] = []
         self.counts: dict[str, int] = {}
