@@ -141,18 +141,22 @@ class Outlook(_message.Message):
     def __init__(self, cached_tokens: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., start_ms: _Optional[float] = ...) -> None: ...
 
 class CostTerms(_message.Message):
-    __slots__ = ("total_ms", "queue_ms", "load_ms", "compute_ms", "transfer_ms")
+    __slots__ = ("total_ms", "queue_ms", "load_ms", "compute_ms", "transfer_ms", "wait_ms", "step_ms")
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     LOAD_MS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    STEP_MS_FIELD_NUMBER: _ClassVar[int]
     total_ms: float
     queue_ms: float
     load_ms: float
     compute_ms: float
     transfer_ms: float
-    def __init__(self, total_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ...) -> None: ...
+    wait_ms: float
+    step_ms: float
+    def __init__(self, total_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., wait_ms: _Optional[float] = ..., step_ms: _Optional[float] = ...) -> None: ...
 
 class Hops(_message.Message):
     __slots__ = ("placed", "accepted", "prefill_sent", "prefilled", "started", "first_token", "ended")
