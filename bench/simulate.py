@@ -85,7 +85,8 @@ def table(result: Mapping[str, Any]) -> str:
     lines = [
         f"{result['requests']} requests in {result['seconds']:.1f} s: "
         + ", ".join(f"{count} {end}" for end, count in result["ends"].items())
-        + (f", {result['waiting']} still waiting" if result["waiting"] else ""),
+        + (f", {result['waiting']} still waiting" if result["waiting"] else "")
+        + (f"; {result['ends_of_processes']} processes died" if result["ends_of_processes"] else ""),
         f"hit rate {result['hit_rate']:.1%}, "
         + ", ".join(f"{role} {share:.0%} busy" for role, share in result["utilisation"].items())
         + f", queue {result['queue']['mean']:.1f} on average, {result['queue']['most']} at most",

@@ -50,11 +50,12 @@ class Layout:
         """Role, name and node of each."""
         total = self.prefill + self.decode
         nodes = -(-total // self.per_node)
-        each: list[tuple[WorkerRole, str]] = []
-        each += [("prefill", f"prefill-{number:04}") for number in range(self.prefill)]
-        each += [("decode", f"decode-{number:04}") for number in range(self.decode)]
-        for place, (role, name) in enumerate(each):
-            yield role, name, f"node-{place % nodes:04}"
+        for place in range(total):
+            node = f"node-{place % nodes:04}"
+            if place < self.prefill:
+                yield "prefill", f"prefill-{place:04}", node
+            else:
+                yield "decode", f"decode-{place - self.prefill:04}", node
 
 
 class Cluster:
