@@ -34,7 +34,6 @@ from bench.simulator import timing
 from bench.simulator.cluster import Cluster, Layout
 from bench.simulator.policies import OWN, POLICIES, placer
 from bench.simulator.workloads import Wishes, trace
-from router.costs import PrefillCost, StepCost
 
 TTFT = 30.0  # seconds
 TBTS = (0.1, 0.2, 0.3)  # seconds
@@ -70,6 +69,7 @@ class Result(Struct, frozen=True):
     ttft: tuple[float, ...]
     tpot: tuple[float, ...]
     hit_rate: float  # share of prompt tokens that nobody computed
+    busy: dict[str, float]  # share of the time that workers of a role spent in steps
     wall: float  # seconds that the simulation took
 
 
@@ -85,11 +85,9 @@ def run(cell: Cell, path: Path) -> Result:
     """Simulate a cell, whose trace is in `path`. Raises ConfigError."""
     began = time.monotonic()
     times = timing.read(cell.model)
-    prefill = PrefillCost(times.prefill.fixed, times.prefill.token, times.prefill.pair)
-    step = StepCost(times.decode.fixed, times.decode.row, times.decode.context)
     cluster = Cluster(
         Layout.parse(cell.cluster), times, times.configuration(_PAGE_SIZE, {}), cell.seed,
-        placer(cell.policy, cell.seed, prefill, step),
+        placer(cell.policy, cell.seed, times.prefill_cost, times.step_cost),
     )  # fmt: skip
     load = trace(mooncake.read(path, cell.count), cell.speed, Wishes(ttft=TTFT), cell.seed)
     measures = cluster.run(load)
@@ -106,6 +104,7 @@ def run(cell: Cell, path: Path) -> Result:
         ttft=_spread(table["ttft"][finished]),
         tpot=_spread(table["tpot"][finished]),
         hit_rate=float(table["cached"][finished].sum() / max(table["prompt"][finished].sum(), 1)),
+        busy=cluster.utilisation(),
         wall=time.monotonic() - began,
     )
 

@@ -23,6 +23,7 @@ def _result(policy: str, goodput: tuple[float, ...], speed: float = 1.0, cluster
         ttft=(1.0, 2.0, 3.0),
         tpot=(0.02, 0.03, 0.04),
         hit_rate=0.375,
+        busy={"prefill": 0.9, "decode": 0.2},
         wall=60.0,
     )
 
