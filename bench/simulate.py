@@ -11,7 +11,9 @@ to the byte.
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
+import math
 import resource
 import sys
 import time
@@ -19,29 +21,59 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from baton.config import parse_override
 from baton.errors import BatonError
+from baton.v1.explain_pb2 import ExplainResponse
 from bench import mooncake
 from bench.simulator import faults, policies, timing
 from bench.simulator.cluster import Cluster, Layout
 from bench.simulator.measure import Measures
 from bench.simulator.workloads import Arrival, Bursts, Random, Wishes, trace
 from bench.workload import Lengths
+from deploy import explain
+from router.replies import explained
+
+
+class Slowest:
+    """Explains the requests whose first tokens came last, as `baton explain` does."""
+
+    def __init__(self, cluster: Cluster, count: int) -> None:
+        self._cluster, self._count = cluster, count
+        self._heap: list[tuple[float, str, ExplainResponse]] = []  # the quickest of them first
+        cluster.measures.watch = self._ended
+
+    @property
+    def explained(self) -> list[ExplainResponse]:
+        """The slowest first."""
+        return [found for _, _, found in sorted(self._heap, key=lambda item: item[:2], reverse=True)]
+
+    def _ended(self, request: str, tenant: str, ttft: float) -> None:
+        if math.isnan(ttft) or (len(self._heap) >= self._count and ttft <= self._heap[0][0]):
+            return
+        found = explained(self._cluster.router.state.explain(request, tenant), self._cluster.agenda.now)
+        heapq.heappush(self._heap, (ttft, request, found))
+        if len(self._heap) > self._count:
+            heapq.heappop(self._heap)
 
 
 def main() -> None:
     args = _arguments()
     try:
-        result = simulate(args)
+        result, slowest = simulate(args)
     except BatonError as error:
         sys.exit(f"simulate.py: {error}")
     print(table(result))
+    for found in slowest:
+        explain.request(Console(), found)
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 
 
-def simulate(args: argparse.Namespace) -> dict[str, Any]:
-    """The report: figures of the run, and apart from them, under `simulator`, what it took. Raises BatonError."""
+def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[ExplainResponse]]:
+    """The report, in which what the run itself took stands apart under `simulator`; and the slowest requests. Raises
+    BatonError."""
     model = timing.read(args.model)
     config = model.configuration(args.page_size, dict(map(parse_override, args.set)))
     layout = Layout.parse(args.cluster, args.per_node)
@@ -49,10 +81,12 @@ def simulate(args: argparse.Namespace) -> dict[str, Any]:
     cluster = Cluster(layout, model, config, args.seed, placer, runs=not args.single_steps)
     if args.deaths or args.store_deaths or args.loss or args.slow:
         faults.Faults(args.deaths, args.store_deaths, args.loss, args.slow).inject(cluster, args.seed)
+    slowest = Slowest(cluster, args.explain_slowest) if args.explain_slowest else None
     began = time.perf_counter()
     measures = cluster.run(_load(args), args.limit)
     took = time.perf_counter() - began
-    return {
+    found = slowest.explained if slowest else []
+    result = {
         "arguments": {name: value for name, value in sorted(vars(args).items()) if name != "json"},
         **report(cluster, measures),
         "goodput": {f"{ttft:g}s/{tbt:g}s": measures.goodput(ttft, tbt) for ttft, tbt in args.goodput},
@@ -61,7 +95,9 @@ def simulate(args: argparse.Namespace) -> dict[str, Any]:
             "events": cluster.agenda.happened,
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1_024,
         },
+        "slowest": [explain.as_json(each) for each in found],
     }
+    return result, found
 
 
 def report(cluster: Cluster, measures: Measures) -> dict[str, Any]:
@@ -148,6 +184,7 @@ def _arguments() -> argparse.Namespace:
     add("--loss", type=float, default=0.0, help="share of messages to and from the router that are lost")
     add("--slow", type=float, default=0.0, help="share of workers that are twice as slow")
     add("--single-steps", action="store_true", help="simulate every decode step by itself")
+    add("--explain-slowest", type=int, default=0, metavar="N", help="why the N slowest first tokens came so late")
     add("--limit", type=float, default=float("inf"), help="stop after so many simulated seconds")
     add("--seed", type=int, default=1)
     add("--set", action="append", default=[], metavar="SECTION.SETTING=VALUE", help="configuration")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class Measures:
         self.ends: Counter[str] = Counter()  # by outcome
         self.ended_twice: list[str] = []
         self.last_end = 0.0
+        self.watch: Callable[[str, str, float], object] | None = None  # hears of each end: request, tenant, TTFT
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -91,6 +92,8 @@ class Measures:
         for name, figure in zip(_COLUMNS, figures, strict=True):
             self._columns[name].append(figure)
         self._tenants.append(live.arrival.tenant)
+        if self.watch is not None:
+            self.watch(end.request, live.arrival.tenant, ttft)
 
     @property
     def waiting(self) -> list[str]:
