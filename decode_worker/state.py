@@ -530,8 +530,8 @@ class DecodeState:
 
     @property
     def attempts(self) -> frozenset[AttemptName]:
-        """All that we have, running or not."""
-        return frozenset(s.name for s in self._sequences.values())
+        """All that have not ended."""
+        return frozenset(s.name for s in self._sequences.values() if s.phase is not Phase.ENDED)
 
     @property
     def tickets(self) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from baton.messages import (
     Peer,
     Pin,
     Snapshot,
+    StoreHeartbeat,
     Unpin,
 )
 from bench.simulator.clock import Agenda
@@ -176,6 +177,8 @@ class Store:
 
     def _do(self, command: Command) -> None:
         match command:
+            case Send(reply=StoreHeartbeat()):
+                pass  # a sign of life; here a store's end is told at once
             case Send(connection=connection, reply=reply):
                 if (worker := self._workers.get(connection)) is not None:
                     said = StoreUp(reply.slots, reply.page_bytes) if isinstance(reply, Attached) else reply

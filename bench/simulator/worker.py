@@ -22,6 +22,7 @@ from baton.config import Config
 from baton.membership import Membership, OwnerLost, Say, Verdict
 from baton.messages import (
     AttemptName,
+    Cancel,
     Envelope,
     Hello,
     Holding,
@@ -124,11 +125,9 @@ class Worker:
 
     def hear_router(self, envelope: Envelope[Any]) -> None:
         """The router says something."""
-        if self._run is not None and not self._inbox and self._is_no_news(envelope.message):
-            self._membership.handle(envelope, self._agenda.now)
-            return
         self._inbox.append(envelope)
-        self._arrived("all")
+        if self._run is None or not self._can_wait(envelope.message):
+            self._arrived("all")
 
     def hear_store(self, reply: Any, connection: int) -> None:
         """The store says something."""
@@ -303,11 +302,17 @@ class Worker:
         elif self._run is not None and self._run.cut(self._agenda.now):
             self._process.wake(self._run.end)
 
-    def _is_no_news(self, message: Message) -> bool:
-        """A heartbeat of the router that changes nothing need not end a run."""
-        if not isinstance(message, RouterHeartbeat) or not isinstance(self.state, DecodeState):
+    def _can_wait(self, message: Message) -> bool:
+        """A message that changes nothing for those who run need not end a run."""
+        if not isinstance(self.state, DecodeState):
             return False
-        return self.state.attempts <= frozenset(message.attempts)
+        match message:
+            case RouterHeartbeat(attempts=listed):
+                return self.state.attempts <= frozenset(listed)
+            case Cancel(request=request, attempt=attempt):
+                return AttemptName(request, attempt) not in self.state.attempts
+            case _:
+                return False
 
     def _follow(self, verdict: Verdict) -> Iterator[OwnerLost]:
         for message in verdict.send:
