@@ -43,7 +43,7 @@ def test_a_run_of_steps_ends_when_somebody_comes() -> None:
     together, one_by_one = (serve(cluster("1D", runs=runs), [long, late]).table() for runs in (True, False))
     for name in ("ttft", "tpot", "seconds"):
         assert together[name] == pytest.approx(one_by_one[name]), name
-    assert together["tbt"] == pytest.approx(one_by_one["tbt"], rel=1e-3), "gaps of a run are told as equal"
+    assert together["tbt"] == pytest.approx(one_by_one["tbt"], rel=5e-3), "gaps of a run are told as equal"
 
 
 def test_steps_in_a_row_are_as_steps_one_by_one_in_a_busy_cluster() -> None:
