@@ -105,6 +105,7 @@ def report(cluster: Cluster, measures: Measures) -> dict[str, Any]:
     stats = cluster.router.state.stats()
     return {
         **measures.report(),
+        "tenants": measures.by_tenant(),
         "waiting": len(measures.waiting),
         "ended_twice": len(measures.ended_twice),
         "utilisation": cluster.utilisation(),
@@ -135,13 +136,22 @@ def table(result: Mapping[str, Any]) -> str:
                  ("mean", "p50", "p90", "p95", "p99"))  # fmt: skip
         lines.append(f"{name:6}{''.join(cells)} {unit}")
     lines += ["", *(f"goodput at {name}: {share:.1%}" for name, share in result["goodput"].items())]
+    if len(result["tenants"]) > 1:
+        tokens = ", ".join(f"{name or 'nobody'} {count:.0f}" for name, count in result["tenants"].items())
+        lines.append(f"tokens by tenant: {tokens}")
+    if refused := result["refused_after"]:
+        lines.append(
+            f"refused after {refused['p50'] * 1_000:.1f} ms in the median, {refused['p99'] * 1_000:.1f} at p99"
+        )
     took = result["simulator"]
     lines.append(f"simulated in {took['seconds']:.1f} s, {took['events']} events, {took['peak_mib']} MiB at most")
     return "\n".join(lines)
 
 
 def _load(args: argparse.Namespace) -> Iterator[Arrival]:
-    wishes = Wishes(args.max_tokens, args.ttft, args.tpot)
+    wishes = Wishes(
+        args.max_tokens, args.ttft, args.tpot, tuple(args.tenants), tuple((int(name), w) for name, w in args.priorities)
+    )
     if args.trace:
         return trace(mooncake.read(Path(args.trace), args.requests), args.speed, wishes, args.seed)
     load = Random(
@@ -154,6 +164,11 @@ def _load(args: argparse.Namespace) -> Iterator[Arrival]:
 def _objectives(text: str) -> tuple[float, float]:
     ttft, _, tbt = text.partition("/")
     return float(ttft), float(tbt)
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    name, _, weight = text.partition(":")
+    return name, float(weight or 1)
 
 
 def _arguments() -> argparse.Namespace:
@@ -178,6 +193,8 @@ def _arguments() -> argparse.Namespace:
     add("--max-tokens", type=int, default=4_096, help="what requests allow; outputs that are longer anyway have theirs")
     add("--ttft", type=float, help="objective of every request, seconds")
     add("--tpot", type=float, help="the same for tokens after the first")
+    add("--tenants", type=_weighted, nargs="+", default=[("", 1.0)], metavar="NAME:WEIGHT", help="who sends how many")
+    add("--priorities", type=_weighted, nargs="+", default=[("0", 1.0)], metavar="PRIORITY:WEIGHT")
     add("--goodput", type=_objectives, nargs="*", default=[(30.0, 0.1), (30.0, 0.2), (30.0, 0.3)], metavar="TTFT/TBT")
     add("--deaths", type=float, default=0.0, metavar="RATE", help="workers that die in a minute")
     add("--store-deaths", type=float, default=0.0, metavar="RATE", help="stores that die in a minute")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,6 +120,7 @@ class Measures:
             "output_tokens": float(table["output"].sum()),
             "attempts": float(table["attempts"].sum()),
             **{name: _spread(table[name][good]) for name in ("ttft", "tpot", "tbt")},
+            "refused_after": _spread(table["seconds"][~good]),
         }
 
     def goodput(self, ttft: float, tbt: float) -> float:
@@ -130,10 +131,10 @@ class Measures:
 
     def by_tenant(self) -> Mapping[str, float]:
         """Tokens, of prompts and outputs, of finished requests."""
-        total: Counter[str] = Counter()
+        total: dict[str, float] = defaultdict(float)
         columns = (self._columns[name] for name in ("prompt", "output", "finished"))
         for tenant, prompt, output, finished in zip(self._tenants, *columns, strict=True):
-            total[tenant] += (prompt + output) * finished  # type: ignore[assignment]
+            total[tenant] += (prompt + output) * finished
         return dict(sorted(total.items()))
 
 
