@@ -29,7 +29,7 @@ PROTOCOL_VERSION = 2
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_KEYS_PER_CALL = 1_024
-MAX_STEP_SAMPLES = 32
+MAX_STEP_SAMPLES = 16
 
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=128)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -180,8 +180,8 @@ class TierSpeed(Struct, frozen=True):
 
 class Load(Struct, frozen=True):
     """How busy a process is, and how fast. For a store, pages are arena slots and `tiers` are below it; a worker tells
-    the rate at which it computes prompts (0: not measured yet), and of steps since its last heartbeat what they had to
-    do and took: of all, or of some of them, evenly spread, where there were many."""
+    the rate at which it computes prompts (0: not measured yet), and what its last steps, oldest first, had to do and
+    took. The last of them is the heartbeat's `step`: who remembers that of the heartbeat before knows which are new."""
 
     running: Count = 0
     waiting: Count = 0

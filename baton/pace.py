@@ -89,8 +89,7 @@ class StepPace:
             heir._amounts[kind] = np.concatenate([elder._amounts[kind] for elder in elders])[newest]
             heir._seconds[kind] = np.concatenate([elder._seconds[kind] for elder in elders])[newest]
             heir._weights[kind] = weights[newest] * _HEIRLOOM / max(_HEIRLOOM, weights[newest].sum())
-        for _ in range(_ROUNDS):
-            heir._fit()
+        heir.calibrate()
         return heir
 
     @property
@@ -104,6 +103,12 @@ class StepPace:
             if step.tokens + step.rows > 0 and _SHORTEST <= step.seconds <= _LONGEST:
                 self._remember(step)
         self._fit()
+
+    def calibrate(self, steps: Sequence[StepSample] = ()) -> None:
+        """Learn as much as these steps can tell: as many rounds as make a difference."""
+        for _ in range(_ROUNDS):
+            self.observe(*steps)
+            steps = ()
 
     def seconds(self, tokens: int = 0, pairs: int = 0, rows: int = 0, context: int = 0) -> float:
         """What such a step would take; 0 before the first has been observed."""

@@ -33,6 +33,7 @@ from baton.messages import (
     RouterHeartbeat,
     Source,
     Started,
+    StepSample,
     StoreReply,
     TokenLogprob,
     Tokens,
@@ -42,10 +43,11 @@ from decode_worker.headroom import Headroom, LearnedHeadroom
 from decode_worker.schedule import Budget, plan_step
 from decode_worker.sequence import Phase, Sequence
 from decode_worker.shipments import Shipments
-from decode_worker.tempo import Tempo
+from decode_worker.tempo import Rows, Tempo
 from engine.batch import Sampled
+from engine.pace import WorkerPace
 from engine.steps import Plan, StepDone, StepFailed
-from kvstore.cost import Loading, RateMeter, choose
+from kvstore.cost import Loading, choose
 from kvstore.device_cache import DeviceCache
 from kvstore.keys import unpack_tokens
 from kvstore.transfer import (
@@ -61,7 +63,6 @@ from kvstore.transfer import (
 )
 
 _LEVELS = 8  # of priority to either side of 0; beyond them no request is more, or less, urgent
-_RATE_FROM = 16  # tokens per sequence from which on a step tells how fast prompts are computed
 
 Command: TypeAlias = Say | Call
 Event: TypeAlias = (
@@ -102,15 +103,18 @@ class DecodeState:
         *,
         event_tokens: bool = False,
         headroom: Headroom | None = None,
+        calibration: Items[StepSample] = (),
     ) -> None:
-        """`headroom`: the rule for admission, the learned one unless told otherwise."""
+        """`headroom`: the rule for admission, the learned one unless told otherwise; `calibration`: steps that were run
+        before there was any work."""
         self._config = config
         self._page_size = page_size
         self._cache = DeviceCache(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
         self._sequences: dict[str, Sequence] = {}  # by request: one attempt each
         self._admission = Admission(self._cache, headroom or LearnedHeadroom(), page_size)
-        self._tempo = Tempo(config)
+        self._pace = WorkerPace(calibration)
+        self._tempo = Tempo(config, self._pace)
         self._fetching: dict[int, Sequence] = {}  # by ticket
         self._copies = CopyQueue()  # of fetches
         self._tickets = itertools.count(1)
@@ -118,7 +122,6 @@ class DecodeState:
         self._arrivals = itertools.count()
         self._store_up = False
         self._page_bytes = 0
-        self._rate = RateMeter()
         self._copying = 0.0  # since when the copies that were handed out are being made, seconds
         self._planned = 0.0  # when the step that runs was planned, seconds
         self._regret: dict[LowerTier, float] = {}
@@ -288,7 +291,7 @@ class DecodeState:
     def _decide(self, sequence: Sequence, fetch: Fetch, now: float) -> list[Command]:
         """How much of a cached prefix that lower tiers have is worth loading."""
         runs = fetch.runs
-        choice = choose(runs, self._page_bytes, self._page_size, self._rate.rate)
+        choice = choose(runs, self._page_bytes, self._page_size, self._pace.rate(sequence.computed))
         if choice.pages:
             sequence.loading = Loading(choice, runs, now)
             sequence.loaded_from = fetch.here
@@ -389,7 +392,7 @@ class DecodeState:
         prompts = self._tempo.prompt_tokens(rows, context, self._page_size)
         parts = self._tempo.tail_tokens(rows, context, self._page_size)
         overdue = now - self._config.first_step_ms / 1_000
-        budget = Budget(self._config.step_tokens, prompts, parts, overdue, self._rate.rate)
+        budget = Budget(self._config.step_tokens, prompts, parts, overdue, self._pace.rate())
         return plan_step(self._sequences.values(), budget)
 
     def alike(self, plan: Plan) -> int:
@@ -401,9 +404,9 @@ class DecodeState:
             return 1
         return min(self._sequences[name.request].steps_alike(chunk.end) for name, chunk in plan.items())
 
-    def _decoding(self) -> int:
-        """Sequences that wait for their next token."""
-        return sum(s.phase is Phase.RUNNING and s.pending == 1 for s in self._sequences.values())
+    def _decoding(self) -> Rows:
+        contexts = [len(s.tokens) for s in self._sequences.values() if s.phase is Phase.RUNNING and s.pending == 1]
+        return Rows(len(contexts), sum(contexts))
 
     def _preempt(self, sequence: Sequence) -> list[Command]:
         """Forget its device pages. What was published stays cached as long as there is room, and in the store. One
@@ -424,10 +427,7 @@ class DecodeState:
         plan, steps = done.plan, 1 + len(done.more)
         seconds = (now - self._planned) / steps
         self._step += steps
-        self._tempo.stepped(plan, seconds)
-        tokens = sum(len(chunk.tokens) for chunk in plan.values())
-        if tokens >= _RATE_FROM * len(plan):  # mostly prompts
-            self._rate.computed(tokens, seconds)
+        self._pace.stepped(plan, seconds, steps)
         deltas: list[Delta] = []
         commands: list[Command] = []
         for index, ((name, chunk), drawn) in enumerate(zip(plan.items(), done.sampled, strict=True)):
@@ -543,7 +543,16 @@ class DecodeState:
         running = sum(phase is Phase.RUNNING for phase in phases)
         waiting = sum(phase in (Phase.FETCHING, Phase.SHORT, Phase.PREEMPTED) for phase in phases)
         queued = sum(s.pending for s in self._sequences.values() if s.phase is not Phase.ENDED and s.pending > 1)
-        load = Load(running, waiting, self._cache.available, self._num_pages, queued, self._rate.rate)
+        load = Load(
+            running=running,
+            waiting=waiting,
+            pages_free=self._cache.available,
+            pages_total=self._num_pages,
+            tokens_queued=queued,
+            prefill_rate=self._pace.rate(),
+            context=sum(len(s.tokens) for s in self._sequences.values() if s.phase is Phase.RUNNING),
+            steps=self._pace.last,
+        )
         return Heartbeat(heard, load, self._step, attempts=tuple(s.held() for s in self._sequences.values()))
 
     def stats(self) -> DecodeStats:

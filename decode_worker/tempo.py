@@ -10,9 +10,10 @@ Pure: the times are given.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from baton.config import DecodeConfig
-from engine.pace import StepPace
-from engine.steps import Plan
+from engine.pace import WorkerPace
 
 _MIXED = 8.0
 """Times a step that only decodes: what one with prompts in it may take, unless `decode.itl_ms` says. With 3, on
@@ -26,20 +27,21 @@ _WEIGHT = 0.2  # of the newest measurement
 _FAR = 4.0  # times the average: so much counts of a copy that took longer, since the process may have stood still
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Sequences that wait for their next token, and how many tokens they have together."""
+
+    count: int
+    context: int
+
+
 class Tempo:
     """What steps and copies take, and what follows from it."""
 
-    def __init__(self, config: DecodeConfig) -> None:
+    def __init__(self, config: DecodeConfig, pace: WorkerPace) -> None:
         self._config = config
-        self._pace = StepPace()
+        self._pace = pace
         self._copy_seconds = 0.0  # for a page; 0: not measured yet
-
-    def stepped(self, plan: Plan, seconds: float) -> None:
-        """The plan took that long."""
-        prompts = [chunk for chunk in plan.values() if len(chunk.tokens) > 1]
-        tokens = sum(len(chunk.tokens) for chunk in prompts)
-        pairs = sum(len(chunk.tokens) * (chunk.start + chunk.end - 1) // 2 for chunk in prompts)
-        self._pace.observe(tokens, len(plan) - len(prompts), seconds, pairs)
 
     def copied(self, pages: int, seconds: float) -> None:
         """So many pages were copied, and the store was told, in that time."""
@@ -48,35 +50,39 @@ class Tempo:
         each, old = seconds / pages, self._copy_seconds
         self._copy_seconds = old + _WEIGHT * (min(each, _FAR * old) - old) if old else each
 
-    def prompt_tokens(self, rows: int, context: int, page_size: int) -> int:
-        """How many prompt tokens, that attend to `context` positions before them, a step with `rows` decoding sequences
-        may have. At least two pages, so that both short and long tails of prompts get on."""
-        room = self._config.step_tokens - rows
-        if rows:
-            within = self._pace.tokens_within(self.longest_step(rows), rows, context)
+    def prompt_tokens(self, rows: Rows, context: int, page_size: int) -> int:
+        """How many prompt tokens, that attend to `context` positions before them, a step with these rows may have. At
+        least two pages, so that both short and long tails of prompts get on."""
+        room = self._config.step_tokens - rows.count
+        if rows.count:
+            within = self._pace.tokens_within(self.longest_step(rows) - self._seconds(rows), context)
             room = min(room, self._config.step_tokens // _UNKNOWN if within is None else within)
         return max(room, 2 * page_size)
 
-    def tail_tokens(self, rows: int, context: int, page_size: int) -> int:
+    def tail_tokens(self, rows: Rows, context: int, page_size: int) -> int:
         """The same where no prompt has more than a page left."""
         most = self.prompt_tokens(rows, context, page_size)
-        if not rows:
+        if not rows.count:
             return most
-        within = self._pace.tokens_within(_TAIL * self._pace.seconds(0, rows), rows, context)
+        within = self._pace.tokens_within((_TAIL - 1) * self._seconds(rows), context)
         return min(most, max(within or 0, _LEAST_TAIL))
 
-    def copies(self, rows: int) -> int:
-        """How many pages may be copied before a step of `rows` decoding sequences; at least one."""
+    def copies(self, rows: Rows) -> int:
+        """How many pages may be copied before a step of these rows; at least one."""
         most = self._config.copies_per_step
-        if not rows or not self._copy_seconds:
+        if not rows.count or not self._copy_seconds:
             return most
-        return max(1, min(most, int(self._config.copy_share * self._pace.seconds(0, rows) / self._copy_seconds)))
+        return max(1, min(most, int(self._config.copy_share * self._seconds(rows) / self._copy_seconds)))
 
-    def longest_step(self, rows: int) -> float:
+    def longest_step(self, rows: Rows) -> float:
         """Seconds that a step with prompts in it may take; 0 while nothing is known."""
-        return self._config.itl_ms / 1_000 or _MIXED * self._pace.seconds(0, rows)
+        return self._config.itl_ms / 1_000 or _MIXED * self._seconds(rows)
 
-    def patience(self, rows: int) -> float:
+    def patience(self, rows: Rows) -> float:
         """Seconds that a step may be put off for the store's word on pages that were copied: less than they would wait
         for the end of that step."""
-        return self._config.copy_share * self._pace.seconds(0, rows) / 2
+        return self._config.copy_share * self._seconds(rows) / 2
+
+    def _seconds(self, rows: Rows) -> float:
+        """Of a step without prompts."""
+        return self._pace.seconds(rows=rows.count, context=rows.context)

@@ -2,7 +2,7 @@
 
 **Length.** A newcomer, a cancellation and pages on their way to a decode worker all wait for the end of a step, so a
 step lasts about `step` seconds while several prompts are at hand. For one alone it lasts four times that, as fewer
-steps are faster, and its pages still travel while the next ones are computed. How much that is, `engine.pace`
+steps are faster, and its pages still travel while the next ones are computed. How much that is, `baton.pace`
 learns from the steps themselves; it knows that the end of a long prompt is slower than its beginning. Where a step
 costs much however little it computes, it lasts longer, so that at most a quarter is lost.
 
@@ -30,8 +30,8 @@ from itertools import groupby
 from math import inf
 from typing import TypeAlias
 
+from baton.pace import StepPace, pairs
 from engine.batch import Chunk
-from engine.pace import StepPace
 from engine.steps import Plan
 from prefill_worker.job import Job, Phase
 
@@ -60,7 +60,7 @@ def plan_step(jobs: Collection[Job], pace: StepPace, step: float, most: int) -> 
         return {}
     most = max(1, min(most, max(_UNMEASURED, _GROWTH * pace.largest)) // ready[0].page_size)
     alone = sum(job.phase not in (Phase.SETTLING, Phase.DONE) for job in jobs) == 1
-    fixed = pace.seconds(0)
+    fixed = pace.cost.fixed
     seconds = max(_ALONE * step if alone else step, _FIXED * fixed) - fixed
     cost = _cost(pace, ready[0].page_size)
     ranks = rank(ready, [job for job in jobs if job.phase is Phase.WAITING])
@@ -133,15 +133,8 @@ def _cost(pace: StepPace, page_size: int) -> Cost:
     """By what a page makes a step longer; while nothing is known, all pages are equal."""
     if not pace.largest:
         return lambda job, page: 1.0
-    fixed = pace.seconds(0)
-    page_seconds = max(1e-9, pace.seconds(page_size) - fixed)  # were pages free, the first prompt would get them all
-    pair_seconds = (pace.seconds(0, pairs=1_000_000) - fixed) / 1_000_000
-    return lambda job, page: page_seconds + pair_seconds * pairs(job.computed + page * page_size, page_size)
-
-
-def pairs(start: int, count: int) -> int:
-    """How many earlier positions `count` tokens attend to in all, the first being at position `start`."""
-    return count * start + count * (count - 1) // 2
+    each = max(1e-9, pace.cost.token * page_size)  # were pages free, the first prompt would get them all
+    return lambda job, page: each + pace.cost.pair * pairs(page_size, job.computed + page * page_size)
 
 
 def _chunk(job: Job, pages: int) -> Chunk:

@@ -28,12 +28,13 @@ from baton.messages import (
     Prefilled,
     Refused,
     RouterHeartbeat,
+    StepSample,
     StoreCall,
     StoreReply,
 )
-from engine.pace import StepPace
+from engine.pace import WorkerPace
 from engine.steps import Plan, StepDone, StepFailed
-from kvstore.cost import Loading, RateMeter, choose
+from kvstore.cost import Loading, choose
 from kvstore.device_cache import DeviceCache
 from kvstore.keys import page_keys, split_keys, unpack_tokens
 from kvstore.transfer import (
@@ -51,7 +52,7 @@ from kvstore.transfer import (
 )
 from prefill_worker import alike
 from prefill_worker.job import Job, Phase
-from prefill_worker.schedule import pairs, plan_step
+from prefill_worker.schedule import plan_step
 
 _SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
 _PATIENCE = 0.05  # of a step's time, at most waited for the store before it
@@ -84,7 +85,16 @@ class PrefillStats:
 class PrefillState:
     """The prompts of one prefill worker and the device pages they own."""
 
-    def __init__(self, config: PrefillConfig, page_size: int, num_pages: int, *, event_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        config: PrefillConfig,
+        page_size: int,
+        num_pages: int,
+        *,
+        event_tokens: bool = False,
+        calibration: Sequence[StepSample] = (),
+    ) -> None:
+        """`calibration`: steps that were run before there was any work."""
         self._config = config
         self._page_size = page_size
         self._num_pages = num_pages
@@ -95,8 +105,7 @@ class PrefillState:
         self._tickets = itertools.count(1)
         self._slots = 0  # of the arena; 0 without a store
         self._page_bytes = 0
-        self._rate = RateMeter()
-        self._pace = StepPace()
+        self._pace = WorkerPace(calibration)
         self._planned = 0.0  # when the step that runs was planned, seconds
         self._regret: dict[LowerTier, float] = {}
         self._step = 0
@@ -225,7 +234,8 @@ class PrefillState:
         if lookup.undecided:
             runs = lookup.runs
             spared = max(0, alike.spared(job, self._active) - lookup.here)
-            choice = choose(runs, self._page_bytes, self._page_size, self._rate.rate, spared)
+            rate = self._pace.rate(lookup.here * self._page_size)
+            choice = choose(runs, self._page_bytes, self._page_size, rate, spared)
             commands = [Call(call) for call in lookup.decide(choice.pages)]
             if choice.pages:
                 job.loading = Loading(choice, runs, now)
@@ -414,9 +424,7 @@ class PrefillState:
 
     def _step_done(self, plan: Plan, now: float) -> list[Command]:
         self._step += 1
-        tokens, seconds = sum(len(chunk.tokens) for chunk in plan.values()), now - self._planned
-        self._rate.computed(tokens, seconds)
-        self._pace.observe(tokens, 0, seconds, sum(pairs(chunk.start, len(chunk.tokens)) for chunk in plan.values()))
+        self._pace.stepped(plan, now - self._planned)
         commands: list[Command] = []
         for name, chunk in plan.items():
             job, before = self._jobs[name.request], self._jobs[name.request].ready
@@ -474,7 +482,15 @@ class PrefillState:
         active = self._active
         running = sum(job.phase is Phase.COMPUTING for job in active)
         queued = sum(job.pending - self._made_by_others(job) for job in active)
-        load = Load(running, len(active) - running, self._cache.available, self._num_pages, queued, self._rate.rate)
+        load = Load(
+            running=running,
+            waiting=len(active) - running,
+            pages_free=self._cache.available,
+            pages_total=self._num_pages,
+            tokens_queued=queued,
+            prefill_rate=self._pace.rate(),
+            steps=self._pace.last,
+        )
         return Heartbeat(heard, load, self._step, attempts=tuple(job.held() for job in self._jobs.values()))
 
     def _made_by_others(self, job: Job) -> int:

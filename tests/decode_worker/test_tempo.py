@@ -8,8 +8,9 @@ import pytest
 
 from baton.config import DecodeConfig
 from baton.messages import AttemptName
-from decode_worker.tempo import Tempo
+from decode_worker.tempo import Rows, Tempo
 from engine.batch import Chunk
+from engine.pace import WorkerPace
 from engine.steps import Plan
 
 PAGE = 16
@@ -22,52 +23,56 @@ def plan(rows: int, tokens: int = 0) -> Plan:
 
 def measured(**config: Any) -> Tempo:
     """Of a device that takes 10 ms for a step, 0.5 ms for a sequence and 0.2 ms for a prompt token."""
-    tempo = Tempo(DecodeConfig(**config))
+    pace = WorkerPace()
     for _ in range(30):
         for rows, tokens in ((8, 0), (4, 0), (0, 512), (8, 128), (2, 64)):
-            tempo.stepped(plan(rows, tokens), 0.010 + 0.0005 * rows + 0.0002 * tokens)
-    return tempo
+            pace.stepped(plan(rows, tokens), 0.010 + 0.0005 * rows + 0.0002 * tokens)
+    return Tempo(DecodeConfig(**config), pace)
+
+
+def rows(count: int) -> Rows:
+    return Rows(count, count * 51)
 
 
 def test_a_step_with_prompts_takes_eight_times_one_without_unless_told_otherwise() -> None:
-    assert measured(step_tokens=2_048).prompt_tokens(8, 0, PAGE) == pytest.approx((8 - 1) * 14 / 0.2, rel=0.1)
-    assert measured(itl_ms=20).prompt_tokens(8, 0, PAGE) == pytest.approx((20 - 14) / 0.2, rel=0.2)
+    assert measured(step_tokens=2_048).prompt_tokens(rows(8), 0, PAGE) == pytest.approx((8 - 1) * 14 / 0.2, rel=0.1)
+    assert measured(itl_ms=20).prompt_tokens(rows(8), 0, PAGE) == pytest.approx((20 - 14) / 0.2, rel=0.2)
 
 
 def test_prompts_always_get_two_pages() -> None:
-    assert measured(itl_ms=1).prompt_tokens(8, 0, PAGE) == 2 * PAGE
-    assert measured(step_tokens=8).prompt_tokens(8, 0, PAGE) == 2 * PAGE
+    assert measured(itl_ms=1).prompt_tokens(rows(8), 0, PAGE) == 2 * PAGE
+    assert measured(step_tokens=8).prompt_tokens(rows(8), 0, PAGE) == 2 * PAGE
 
 
 def test_where_nothing_decodes_only_the_configuration_bounds_a_step() -> None:
-    assert measured().prompt_tokens(0, 0, PAGE) == 512
+    assert measured().prompt_tokens(rows(0), 0, PAGE) == 512
 
 
 def test_before_anything_is_known_prompts_get_little_beside_those_who_decode() -> None:
-    assert Tempo(DecodeConfig()).prompt_tokens(8, 0, PAGE) == 64
-    assert Tempo(DecodeConfig()).prompt_tokens(0, 0, PAGE) == 512
+    assert Tempo(DecodeConfig(), WorkerPace()).prompt_tokens(rows(8), 0, PAGE) == 64
+    assert Tempo(DecodeConfig(), WorkerPace()).prompt_tokens(rows(0), 0, PAGE) == 512
 
 
 def test_the_last_tokens_of_prompts_come_in_parts_that_hold_up_nobody_for_long() -> None:
-    assert measured().tail_tokens(8, 0, PAGE) == pytest.approx(0.4 * 14 / 0.2, abs=4)
-    assert measured().tail_tokens(0, 0, PAGE) == 512
-    assert Tempo(DecodeConfig()).tail_tokens(8, 0, PAGE) == 4
+    assert measured().tail_tokens(rows(8), 0, PAGE) == pytest.approx(0.4 * 14 / 0.2, abs=4)
+    assert measured().tail_tokens(rows(0), 0, PAGE) == 512
+    assert Tempo(DecodeConfig(), WorkerPace()).tail_tokens(rows(8), 0, PAGE) == 4
 
 
 def test_copies_take_a_share_of_a_step() -> None:
     tempo = measured(copy_share=0.5, copies_per_step=1_000)
-    assert tempo.copies(8) == 1_000
+    assert tempo.copies(rows(8)) == 1_000
     for _ in range(30):
         tempo.copied(50, 50 * 100e-6)
-    assert tempo.copies(8) == pytest.approx(0.5 * 14e-3 / 100e-6, rel=0.1)
-    assert tempo.copies(0) == 1_000
+    assert tempo.copies(rows(8)) == pytest.approx(0.5 * 14e-3 / 100e-6, rel=0.1)
+    assert tempo.copies(rows(0)) == 1_000
     tempo.copied(1, 3.0)  # we stood still
-    assert tempo.copies(8) > 30
+    assert tempo.copies(rows(8)) > 30
     for _ in range(30):
         tempo.copied(1, 1.0)
-    assert tempo.copies(8) == 1
+    assert tempo.copies(rows(8)) == 1
 
 
 def test_waiting_for_the_store_takes_less_than_copies_do() -> None:
-    assert measured(copy_share=0.5).patience(8) == pytest.approx(0.25 * 14e-3, rel=0.1)
-    assert Tempo(DecodeConfig()).patience(8) == 0
+    assert measured(copy_share=0.5).patience(rows(8)) == pytest.approx(0.25 * 14e-3, rel=0.1)
+    assert Tempo(DecodeConfig(), WorkerPace()).patience(rows(8)) == 0

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.messages import AttemptName
-from engine.pace import StepPace
+from baton.messages import AttemptName, StepSample
+from baton.pace import StepPace, pairs
 from engine.steps import Plan
 from prefill_worker.job import Job, Phase
-from prefill_worker.schedule import LEVELS, STEPS_PER_LEVEL, pairs, plan_step
+from prefill_worker.schedule import LEVELS, STEPS_PER_LEVEL, plan_step
 
 PAGE = 16
 _numbers = itertools.count()
@@ -53,8 +53,8 @@ def run(jobs: Sequence[Job], plan: Plan) -> None:
 
 def took(plan: Plan, fixed: float = 0.002) -> float:
     """Seconds that the machine below takes for it."""
-    chunks = [(chunk.start, len(chunk.tokens)) for chunk in plan.values()]
-    return machine(sum(count for _, count in chunks), sum(pairs(*chunk) for chunk in chunks), fixed)
+    chunks = [(len(chunk.tokens), chunk.start) for chunk in plan.values()]
+    return machine(sum(count for count, _ in chunks), sum(pairs(*chunk) for chunk in chunks), fixed)
 
 
 def machine(tokens: int, attended: int = 0, fixed: float = 0.002) -> float:
@@ -66,8 +66,8 @@ def known_pace(fixed: float = 0.002) -> StepPace:
     pace = StepPace()
     for count in range(50):
         tokens, start = (64, 256, 512)[count % 3], count % 7 * 1_000
-        attended = pairs(start, tokens)
-        pace.observe(tokens, 0, machine(tokens, attended, fixed), attended)
+        attended = pairs(tokens, start)
+        pace.observe(StepSample(tokens, attended, 0, 0, machine(tokens, attended, fixed)))
     return pace
 
 
@@ -219,9 +219,8 @@ def test_where_a_step_costs_much_in_itself_it_computes_more() -> None:
 
 def test_a_slow_machine_still_gets_a_page_done_and_a_fast_one_keeps_to_the_bound() -> None:
     slow, fast = StepPace(), StepPace()
-    slow.observe(PAGE, 0, 4.0)
-    slow.observe(16 * PAGE, 0, 60.0)
-    fast.observe(512, 0, 0.001)
+    slow.calibrate([StepSample(size * PAGE, pairs(size * PAGE), 0, 0, 4.0 * size) for size in (1, 2, 4, 8, 16)])
+    fast.observe(StepSample(512, pairs(512), 0, 0, 0.001))
     assert [len(c.tokens) for c in plan_step([prompt(100)], slow, 0.05, 512).values()] == [PAGE]
     assert [len(c.tokens) for c in plan_step([prompt(100)], fast, 0.05, 512).values()] == [512]
 
@@ -231,7 +230,7 @@ def test_steps_grow_no_faster_than_they_are_measured() -> None:
     for _ in range(5):
         (chunk,) = plan_step([job], pace, 60.0, 10_000).values()
         counts.append(len(chunk.tokens))
-        pace.observe(len(chunk.tokens), 0, 0.001)
+        pace.observe(StepSample(len(chunk.tokens), pairs(len(chunk.tokens), chunk.start), 0, 0, 0.001))
     assert counts == [256, 1_024, 4_096, 10_000, 10_000]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from baton.messages import Cancel, Failed, Prefilled
-from prefill_worker.schedule import pairs
+from baton.pace import pairs
 from tests.prefill_worker.timed import PAGE, Timed, machine
 
 LONG = [token % 1_000 for token in range(100_000)]
@@ -39,7 +39,7 @@ def test_steps_last_as_long_as_they_should_from_the_beginning_to_the_end_of_a_lo
     assert max(lasted) < 0.3
     chunks = [chunk for _, plan in worker.steps for chunk in plan.values()]
     for chunk, seconds in list(zip(chunks, lasted, strict=True))[5:-1]:
-        page = machine(PAGE, pairs(chunk.start, PAGE))
+        page = machine(PAGE, pairs(PAGE, chunk.start))
         assert 0.19 - page < seconds < 0.205
     assert len(chunks[5].tokens) > 10 * len(chunks[-2].tokens)
 

@@ -24,10 +24,10 @@ from baton.messages import (
     StoreCall,
     StoreReply,
 )
+from baton.pace import pairs
 from engine.steps import Plan, StepDone
 from kvstore.keys import pack_tokens
 from kvstore.transfer import Call, CopiedOut, CopyOut, StoreUp, batches
-from prefill_worker.schedule import pairs
 from prefill_worker.state import Event, PrefillState
 
 PAGE = 16
@@ -80,8 +80,8 @@ class Timed:
         plan = self.state.plan(self.now)
         if plan:
             self.steps.append((self.now, plan))
-            chunks = [(chunk.start, len(chunk.tokens)) for chunk in plan.values()]
-            self.now += machine(sum(count for _, count in chunks), sum(itertools.starmap(pairs, chunks)))
+            chunks = [(len(chunk.tokens), chunk.start) for chunk in plan.values()]
+            self.now += machine(sum(count for count, _ in chunks), sum(itertools.starmap(pairs, chunks)))
             self.handle(StepDone(plan, [None] * len(plan)))
         self.handle(Tick())
         return bool(plan)
