@@ -3,9 +3,12 @@ on a simulated one, medians side by side.
 
     bench/agreement.py [--cluster 1D] [--rates 0.5 1 1.5] [--timing cpu_100m] [--prompt 256] [--output 64]
 
+    bench/agreement.py --sleeping --cluster 4P+4D --rates 2 4 6 --prompt 512
+
 Every worker has a core of its own, and a thread; router, store, load generator and all else share the first core. Where
 there are not so many cores the workers share those that are left, and waiting for a core is not simulated. What the
-timing model says must have been measured on this machine: see bench/fit_model.py.
+timing model says must have been measured on this machine: see bench/fit_model.py. With --sleeping the engines of real
+workers sleep for as long as the timing model `sleeping` says, so many of them run on few cores.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ import asyncio
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from unittest.mock import patch
 
 from baton.config import parse_override
 from baton.errors import BatonError
-from bench import cluster, cores, load, models, report
+from bench import cluster, cores, load, models, report, sleeping
 from bench.figures import Outcome
 from bench.simulator import timing
 from bench.simulator.cluster import Cluster, Layout
@@ -48,20 +52,32 @@ def main() -> int:
 
 def _start(layout: Layout, asked: argparse.Namespace, stack: ExitStack) -> tuple[str, int]:
     """A real cluster, warm and pinned. Returns its address and the size of its vocabulary."""
-    settings = {**dict(map(parse_override, asked.set)), "prefill.threads": 1, "decode.threads": 1}
+    model = timing.read(asked.timing)
+    settings: dict[str, object] = {"prefill.threads": 1, "decode.threads": 1, "store.arena_bytes": model.arena_bytes}
+    settings |= {f"{role}.pool_bytes": model.pool_bytes for role in ("prefill", "decode")}
+    settings |= {**model.config, **dict(map(parse_override, asked.set))}
+    if asked.sleeping:
+        stack.enter_context(patch.dict(os.environ, {sleeping.TIMING: asked.timing}))
+        stack.enter_context(patch.dict("deploy.local._MODULES", dict.fromkeys(("prefill", "decode"), "bench.sleeping")))
     made = stack.enter_context(cluster.local(models.directory(asked.model), layout.prefill, layout.decode, settings))
-    first, *others = sorted(os.sched_getaffinity(0))
-    own = iter([{core} for core in others])
-    for process, pid in sorted(made.pids.items()):
-        works = process.startswith(("prefill", "decode"))
-        cores.pin(pid, next(own, set(others or [first])) if works else {first})
-    stack.callback(cores.pin, os.getpid(), os.sched_getaffinity(0))
-    cores.pin(os.getpid(), {first})
+    if not asked.sleeping:
+        _pin(made.pids, stack)
     with Client(made.address) as client:
         vocab = client.status(timeout=10).model.vocab_size
     warm = Workload(Lengths.parse(asked.prompt), Lengths("fixed", 8), vocab).plan(6, seed=asked.seed + 1_000)
     asyncio.run(load.open_loop(made.address, warm, 120.0))
     return made.address, vocab
+
+
+def _pin(pids: Mapping[str, int], stack: ExitStack) -> None:
+    """Each worker to a core of its own, all else to the first."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    own = iter([{core} for core in others])
+    for process, pid in sorted(pids.items()):
+        works = process.startswith(("prefill", "decode"))
+        cores.pin(pid, next(own, set(others or [first])) if works else {first})
+    stack.callback(cores.pin, os.getpid(), os.sched_getaffinity(0))
+    cores.pin(os.getpid(), {first})
 
 
 def _compare(address: str, vocab: int, layout: Layout, rate: float, asked: argparse.Namespace) -> bool:
@@ -109,15 +125,19 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--cluster", default="1D", help="such as 1D (colocated) or 1P+1D")
-    add("--model", default="100m")
-    add("--timing", default="cpu_100m")
+    add("--sleeping", action="store_true", help="engines of real workers sleep instead of computing")
+    add("--model", help="of the real cluster (default 100m, or tiny where engines sleep)")
+    add("--timing", help="of the simulated one (default cpu_100m, or sleeping)")
     add("--rates", type=float, nargs="+", default=[0.5, 1.0, 1.5], help="requests a second")
     add("--requests", type=int, default=40, help="at each rate")
     add("--prompt", default="256", help="tokens, as for bench/load.py")
     add("--output", default="64", help="tokens")
     add("--seed", type=int, default=1)
     add("--set", action="append", default=[], metavar="SECTION.SETTING=VALUE", help="configuration of both")
-    return parser.parse_args()
+    asked = parser.parse_args()
+    asked.model = asked.model or ("tiny" if asked.sleeping else "100m")
+    asked.timing = asked.timing or ("sleeping" if asked.sleeping else "cpu_100m")
+    return asked
 
 
 if __name__ == "__main__":

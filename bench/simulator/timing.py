@@ -8,7 +8,7 @@ do, or how they were measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from baton.config import Config, load
 from baton.errors import ConfigError
-from engine.steps import Plan
+from engine.batch import Chunk
 from router.costs import PrefillCost, StepCost, pairs
 
 MODELS = Path(__file__).parent / "models"
@@ -101,9 +101,9 @@ class Work(Struct, frozen=True):
     context: int
 
     @classmethod
-    def of(cls, plan: Plan) -> Work:
+    def of(cls, chunks: Iterable[Chunk]) -> Work:
         tokens = attended = rows = context = 0
-        for chunk in plan.values():
+        for chunk in chunks:
             count = len(chunk.tokens)
             if count == 1:
                 rows += 1

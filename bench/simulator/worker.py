@@ -235,7 +235,7 @@ class Worker:
         return copied
 
     def _step(self, plan: Plan) -> Body:
-        work = Work.of(plan)
+        work = Work.of(plan.values())
         noise = self._noise.draw()
         first = (work.seconds(self._times) + self._timing.turn) * noise
         run = self._run = _Run(plan, self._agenda.now, first, self._times.context * work.rows * noise)

@@ -1,0 +1,41 @@
+"""A worker whose engine sleeps for as long as a timing model says, and draws the same token each time: real processes,
+sockets and copies of many workers on few cores. `bench/agreement.py --sleeping` starts these in place of the real ones.
+
+It is run like `python -m decode_worker` and `python -m prefill_worker`; its name tells which of them it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from unittest.mock import patch
+
+from baton.process import main
+from bench.simulator import timing
+from decode_worker import service as decode
+from engine.batch import Chunk, Sampled
+from engine.engine import Engine
+from prefill_worker import service as prefill
+
+TIMING = "BATON_BENCH_TIMING"
+"""The environment variable that names the timing model."""
+
+
+def sleeping(times: timing.StepTimes) -> type[Engine]:
+    """An engine that loads a model and never runs it."""
+
+    class SleepingEngine(Engine):
+        def step(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+            time.sleep(timing.Work.of(chunks).seconds(times))
+            return [Sampled(1) if chunk.sample else None for chunk in chunks]
+
+    return SleepingEngine
+
+
+if __name__ == "__main__":
+    model = timing.read(os.environ[TIMING])
+    decodes = any(argument.startswith("decode-") for argument in sys.argv)
+    with patch("engine.worker.Engine", sleeping(model.decode if decodes else model.prefill)):
+        sys.exit(main("decode_worker", decode.run) if decodes else main("prefill_worker", prefill.run))
