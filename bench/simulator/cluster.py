@@ -17,7 +17,7 @@ from bench.simulator.measure import Measures
 from bench.simulator.network import Network
 from bench.simulator.router import Router
 from bench.simulator.store import Store
-from bench.simulator.timing import Noise, Timing
+from bench.simulator.timing import Noise, Timing, calibration
 from bench.simulator.worker import Worker
 from bench.simulator.workloads import VOCAB, Arrival
 from router.admission import ModelLimits
@@ -72,10 +72,14 @@ class Cluster:
         self._rng = random.Random(seed)
         self.network = Network(self.agenda, timing, random.Random(seed + 1))
         self.measures = Measures(self.agenda)
-        page_bytes = config.pages.page_size * timing.token_bytes
+        self._page_bytes = page_bytes = config.pages.page_size * timing.token_bytes
         self._namespace = Namespace(b"simulated model.", 1, "bfloat16", config.pages.page_size, 1)
         pool = config.decode.pool_bytes // page_bytes
-        self._card = ModelCard(self._namespace, page_bytes, VOCAB, timing.max_context, pool)
+        speeds = {"prefill": timing.prefill, "decode": timing.decode}
+        self._cards = {
+            role: ModelCard(self._namespace, page_bytes, VOCAB, timing.max_context, pool, calibration(times))
+            for role, times in speeds.items()
+        }
         self._numbers = itertools.count(1)
         self._places: dict[str, tuple[WorkerRole, str]] = {name: (role, node) for role, name, node in layout.workers}
         nodes = sorted({node for _, node in self._places.values()})
@@ -107,7 +111,7 @@ class Cluster:
         noise = Noise(self.timing.noise, (self._seed, peer.pid))
         noise.slowness = self._slowness.get(name, 1.0)
         worker = Worker(
-            role, peer, self._card, self.config, self.timing, self.agenda, self.network, lambda: self.router,
+            role, peer, self._cards[role], self.config, self.timing, self.agenda, self.network, lambda: self.router,
             self.measures.outputs, noise, runs=self._runs,
         )  # fmt: skip
         self.workers[name] = worker
@@ -133,7 +137,7 @@ class Cluster:
             return
         peer = self._peer("store", f"store-{node}", node)
         store = Store(
-            peer, self.config, self._namespace, self._card.page_bytes, self.agenda, self.network, lambda: self.router,
+            peer, self.config, self._namespace, self._page_bytes, self.agenda, self.network, lambda: self.router,
             self._disks[node],
         )  # fmt: skip
         self.stores[node] = store

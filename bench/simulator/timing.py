@@ -19,10 +19,14 @@ from msgspec import Meta, Struct
 
 from baton.config import Config, load
 from baton.errors import ConfigError
+from baton.messages import StepSample
 from engine.batch import Chunk
 from router.costs import PrefillCost, StepCost, pairs
 
 MODELS = Path(__file__).parent / "models"
+
+_CALIBRATION = ((64, 0), (256, 0), (1_024, 0), (0, 1), (0, 8))  # prompt tokens, rows
+_CALIBRATION_CONTEXT = 128  # tokens of each row
 
 _Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
 _Rate: TypeAlias = Annotated[float, Meta(gt=0)]  # bytes per second
@@ -116,6 +120,16 @@ class Work(Struct, frozen=True):
     def seconds(self, times: StepTimes) -> float:
         prompts = times.token * self.tokens + times.pair * self.pairs
         return times.fixed + prompts + times.row * self.rows + times.context * self.context
+
+    def sample(self, times: StepTimes) -> StepSample:
+        """As a worker reports it."""
+        return StepSample(self.tokens, self.pairs, self.rows, self.context, self.seconds(times))
+
+
+def calibration(times: StepTimes) -> tuple[StepSample, ...]:
+    """The steps that a worker runs while it starts."""
+    works = [Work(tokens, pairs(tokens), rows, rows * _CALIBRATION_CONTEXT) for tokens, rows in _CALIBRATION]
+    return tuple(work.sample(times) for work in works)
 
 
 class Noise:

@@ -103,9 +103,9 @@ class Worker:
         page_size, pages = config.pages.page_size, card.pool_pages
         self._copy_seconds = card.page_bytes / timing.copy
         self.state: DecodeState | PrefillState = (
-            DecodeState(config.decode, page_size, pages)
+            DecodeState(config.decode, page_size, pages, calibration=card.steps)
             if role == "decode"
-            else PrefillState(config.prefill, page_size, pages)
+            else PrefillState(config.prefill, page_size, pages, calibration=card.steps)
         )
         self._membership = Membership(Hello(peer, model=card, events="events", snapshots="snapshots"))
         self.feed = Feed(peer.incarnation, page_size)
