@@ -15,24 +15,13 @@ from dataclasses import dataclass, field, replace
 
 from baton.timeline import Timeline
 from router.events import Outcome, Summary
-from router.placement import Plan, Predicted
+from router.plan import Candidate, Plan
 from router.request import Attempt, Request
 
 SHOWN = 16  # candidates of an attempt that are told, at most: the best
 _TERMS = {"queue": "queueing", "load": "loading", "compute": "computing", "transfer": "the way between nodes"}
 _ATTEMPTS = 16  # of one request, the last; a request that waits for a full cluster may be refused hundreds of times
 _ROWS = 100_000  # workers in all that was weighed: some 20 MB, the last 1,500 requests to 64 workers
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to serve an attempt."""
-
-    decode: str  # name
-    prefill: str  # name; "": the decode worker computes the prompt itself
-    cached: int  # tokens that nobody need compute
-    predicted: Predicted
-    why_not: str = ""  # it could not be chosen; "": it could
 
 
 @dataclass(frozen=True, slots=True)

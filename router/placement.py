@@ -1,14 +1,16 @@
 """Who shall do an attempt: a decode worker, perhaps a prefill worker beside it, and the stores their pages come from.
 
-Every option is priced in seconds until the whole prefix is on the decode worker's device:
+The rule: the lowest predicted time to first token that keeps every objective for the time per output token
+(`router.prices`). What follows from it, without a rule of its own:
 
-    queue     what its workers have been given already
-    load      cached pages from the node's disk or from other nodes, where that is quicker than computing them
-    compute   the pages that nobody has
-    transfer  what the way from one node to another adds: pages travel while later ones are still being computed
+- A cached prefix is worth the time that it saves, less the time that loading it takes; so requests go where their
+  prefix is until the queue there costs more than computing or fetching it elsewhere. A hot prefix spreads.
+- What a worker was given counts at once; a fresh worker gets work until its queue is as long as the others'.
+- Waiting is a choice: where a worker that is full now would be done sooner than any that is not, the request stays in
+  the router, where it can still go elsewhere. What it waits for counts for those behind it.
 
-Thin on purpose: what workers have been given counts as prompts to compute; rates and speeds are what workers and stores
-report, and the defaults of `kvstore.cost` before that.
+Predictions are not exact: among ways that take almost the same time, that one is chosen which has the fewest tokens to
+compute, then has the emptiest decode worker, then moves the fewest pages; and equals take turns.
 
 Pure. Pages are immutable and found by key, so a plan made from stale hints costs a recompute and never a wrong token.
 """
@@ -17,66 +19,33 @@ Pure. Pages are immutable and found by key, so a plan made from stale hints cost
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from heapq import nlargest
 from math import inf
 from typing import Protocol, TypeAlias
 
-from baton.messages import Source, TierRun
-from kvstore.cost import load_seconds
+from baton.messages import Source
 from kvstore.prefix_map import Match
-from router.candidates import DecodeCandidate, PrefillCandidate, decode_candidates, prefill_candidates, stores
-from router.reach import Node, Prefix, Reach, Store, decoder_reach, nodes_of, prefiller_reach
+from router.candidates import store_of
+from router.plan import Plan
+from router.prices import Prices
+from router.reach import SOURCES, Node, Prefix, Store, decoder_reach, prefiller_reach
+from router.table import NEVER, OPEN, Table
 from router.view import View
 
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """Seconds until the prefix is on the decode worker's device, term by term."""
-
-    queue: float = 0.0
-    load: float = 0.0
-    compute: float = 0.0
-    transfer: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.queue + self.load + self.compute + self.transfer
-
-    def __str__(self) -> str:
-        return (
-            f"{self.total:.3f} s: queue {self.queue:.3f}, load {self.load:.3f}, compute {self.compute:.3f}, "
-            f"transfer {self.transfer:.3f}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One attempt. The decode worker takes the first `fetch` pages from its node's store as far as its device lacks
-    them, and computes the rest. Nobody need compute `cached` pages; `prefill`, if named, is to make the others. `loads`
-    are those cached pages that are to come from below an arena, tier by tier."""
-
-    decode: str
-    prefill: str | None = None
-    fetch: int = 0
-    cached: int = 0
-    store: str = ""  # where the decode worker fetches: its node's; empty: it needs none
-    sources: tuple[Source, ...] = ()  # where that store gets what it lacks
-    prefill_sources: tuple[Source, ...] = ()  # where the prefill worker's node's store does
-    loads: tuple[TierRun, ...] = ()
-    predicted: Predicted = field(default=Predicted(), compare=False)
-
-    @property
-    def awaited(self) -> bool:
-        """Some of the pages to fetch are only being made."""
-        return self.prefill is not None
+_NEARLY = 0.02  # of the lowest time: what takes no longer than so much more is as good
+_AT_ONCE = 0.001  # seconds: the same for short times
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing can take it now that would not be worse than waiting."""
+    """Nothing can take it now that would not be worse than waiting. `predicted`: seconds until its first token even so;
+    none: nobody knows."""
 
     why: str
+    predicted: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +84,11 @@ class Ask:
         """Device pages of a decode worker, for prompt and output."""
         return -(-(self.prompt + self.max_tokens) // self.prefix.page_size)
 
+    @property
+    def left(self) -> int:
+        """Tokens of output that it may still generate."""
+        return self.max_tokens - (self.tokens - self.prompt)
+
     def on_device(self, worker: str) -> int:
         """Pages of the prefix that this one has on its device."""
         return match.pages if (match := self.held.get(worker)) else 0
@@ -129,173 +103,149 @@ class Placer(Protocol):
 class LowestTtft:
     """The placement with the lowest predicted time to first token."""
 
+    def __init__(self) -> None:
+        self._turn = 0
+
     def place(self, ask: Ask, view: View) -> Choice:
-        decoders = decode_candidates(view.members, ask.held, ask.needs, ask.avoid)
-        prefillers = prefill_candidates(view.members, ask.held, view.config.prefill.max_prompts, ask.avoid)
-        return place(ask.prefix, decoders, prefillers, stores(view.members, ask.held, ask.avoid), local=ask.local)
+        """`view.weighed` is what the choice was made from."""
+        prices = view.weighed = _prices(ask, view)
+        if prices.decoders == 0:
+            return Wait("no decode worker is live")
+        if ask.affinity:
+            prices.keep_only(_home(ask.affinity, prices))
+        best = prices.lowest
+        if best == inf:
+            return Wait("no live decode worker could hold it")
+        if (problem := _misses(ask, prices)) is not None:
+            return problem
+        option = prices.ready(best + max(_AT_ONCE, _NEARLY * best))
+        if option is None:
+            maker, taker = prices.soonest
+            view.claim(prices.workers[taker if maker is None else maker].incarnation, prices.effort(maker, taker))
+            return Wait(_awaits(prices, maker, taker), prices.predict(maker, taker).total)
+        self._turn += 1
+        for row in option:
+            if row is not None:
+                view.table.used[row] = self._turn
+        return _plan(ask, view, prices, *option)
 
 
 def plan_for(ask: Ask, view: View, decode: str, prefill: str | None = None) -> Plan | Wait:
     """The plan that uses just these workers, incarnations of live ones: what is cached is fetched as far as that pays.
     Wait: one of them takes no work now, or the two have no store between them; without `prefill`, never for the
     latter. For policies that choose workers by rules of their own."""
-    decoders = decode_candidates(view.members, ask.held, ask.needs, ask.avoid)
-    decoder = next((candidate for candidate in decoders if candidate.incarnation == decode), None)
-    if decoder is None:
+    prices = view.weighed = _prices(ask, view)
+    index = view.table.index
+    taker = index[decode]
+    if prices.open[taker] != OPEN:
         return Wait("the decode worker takes no work now")
-    nodes = {} if ask.local else nodes_of(stores(view.members, ask.held, ask.avoid))
-    node = nodes.get(decoder.node)
-    alone = _alone(ask.prefix, decoder, node)
-    if prefill is None or alone.cached >= ask.prefix.pages:
-        return alone
-    prefillers = prefill_candidates(view.members, ask.held, view.config.prefill.max_prompts, ask.avoid)
-    makers = [
-        _Maker.of(ask.prefix, worker, nodes[worker.node])
-        for worker in prefillers
-        if worker.incarnation == prefill and worker.node in nodes
-    ]
-    makers = [maker for maker in makers if node is not None and (maker.store is node.store or maker.store.endpoint)]
-    pair = _best_pair(ask.prefix, decoder, node.store, makers) if node is not None else None
-    return pair or Wait("the prefill worker takes no prompt now")
+    if prefill is None or prices.cached[taker] >= ask.prefix.pages:
+        return _plan(ask, view, prices, None, taker)
+    maker = index[prefill]
+    if prices.open[maker] != OPEN or not prices.joined(maker, taker):
+        return Wait("the prefill worker takes no prompt now")
+    return _plan(ask, view, prices, maker, taker)
 
 
-def place(
-    prefix: Prefix,
-    decoders: Sequence[DecodeCandidate],
-    prefillers: Sequence[PrefillCandidate],
-    stores: Sequence[Store],
-    *,
-    local: bool = False,
-) -> Plan | Wait:
-    """Place an attempt. `stores`: at most one of each node. `local`: only a decode worker may be needed, and no store;
-    this is how a last attempt is made.
-
-    A worker pair is split only where a page is missing, and where both have a live store on their node; the prefill
-    worker's must serve others if that is another node. Where all such prefill workers are full, the prompt waits here:
-    it can still be placed elsewhere, and a decode worker that computes long prompts slows down everybody's tokens."""
-    if not decoders:
-        return Wait("no decode worker is free")
-    nodes = {} if local else nodes_of(stores)
-    makers = [_Maker.of(prefix, worker, nodes[worker.node]) for worker in prefillers if worker.node in nodes]
-    makers.sort(key=lambda maker: (maker.seconds, maker.worker.name))
-    plans = [(plan, decoder) for decoder in decoders for plan in _plans(prefix, decoder, makers, nodes)]
-    if not plans:
-        return Wait("every prefill worker has all the prompts it takes")
-    return min(plans, key=_rank)[0]
+def _prices(ask: Ask, view: View) -> Prices:
+    return Prices(ask, view.refreshed(), view.now, view.output(ask.left), view.claims)
 
 
-def pick_prefill(candidates: Sequence[PrefillCandidate], node: str) -> PrefillCandidate | None:
-    """The prefill worker of `node` with a free slot that has least to do."""
-    free = [candidate for candidate in candidates if candidate.node == node and candidate.slots > 0]
-    return min(free, key=lambda c: (c.busy_pages - c.device_pages, c.name), default=None)
-
-
-def _rank(option: tuple[Plan, DecodeCandidate]) -> tuple[float, int, int, str]:
-    """The quickest; of two that are alike, that which moves fewer pages from elsewhere."""
-    plan, decoder = option
-    return (plan.predicted.total, len(plan.sources), -decoder.device_pages, decoder.name)
-
-
-@dataclass(frozen=True, slots=True)
-class _Maker:
-    """A prefill worker, and what it takes until the whole prefix is sealed in its node's store."""
-
-    worker: PrefillCandidate
-    store: Store
-    reach: Reach
-    queue: float
-    compute: float
-
-    @property
-    def seconds(self) -> float:
-        return self.queue + self.reach.seconds + self.compute
-
-    @classmethod
-    def of(cls, prefix: Prefix, worker: PrefillCandidate, node: Node) -> _Maker:
-        reach = prefiller_reach(prefix, node, worker.device_pages, worker.rate)
-        return cls(
-            worker=worker,
-            store=node.store,
-            reach=reach,
-            queue=prefix.seconds(worker.busy_pages, worker.rate),
-            compute=prefix.seconds(prefix.pages - reach.pages, worker.rate),
+def _misses(ask: Ask, prices: Prices) -> Reject | None:
+    """An objective that no placement meets."""
+    able = prices.open[: prices.decoders] > NEVER
+    if ask.tpot is not None and bool(prices.hopeless[able].all()):
+        return Reject(f"no decode worker brings a token every {ask.tpot * 1_000:.0f} ms, even with nothing else to do")
+    soonest = prices.predict(*prices.soonest).total
+    if ask.ttft is not None and soonest > ask.ttft:
+        return Reject(
+            f"the first token would come in {soonest:.3f} s, and {ask.ttft:.3f} s are left", soonest - ask.ttft
         )
+    return None
 
 
-def _plans(
-    prefix: Prefix, decoder: DecodeCandidate, makers: Sequence[_Maker], nodes: Mapping[str, Node]
-) -> Iterator[Plan]:
-    """The ways to use this decode worker that may be the best; none: wait for it."""
-    node = nodes.get(decoder.node)
-    pairs = [maker for maker in makers if node is not None and (maker.store is node.store or maker.store.endpoint)]
-    alone = _alone(prefix, decoder, node)
-    if alone.cached >= prefix.pages or not pairs:
-        yield alone
-    worth_it = alone.cached < prefix.pages or alone.loads
-    if node is not None and worth_it and (pair := _best_pair(prefix, decoder, node.store, pairs)) is not None:
-        yield pair
+def _awaits(prices: Prices, maker: int | None, taker: int) -> str:
+    """Whom it waits for, and why."""
+    if maker is not None and prices.open[maker] != OPEN:
+        return f"{prices.workers[maker].peer.name} has all the prompts it takes, and is worth waiting for"
+    name = prices.workers[taker].peer.name
+    if prices.open[taker] != OPEN:
+        return f"{name} takes no more now"
+    return f"{name} has no room for it, or could not keep an objective"
 
 
-def _alone(prefix: Prefix, decoder: DecodeCandidate, node: Node | None) -> Plan:
-    """The decode worker fetches what is cached, as far as that pays, and computes the rest itself."""
-    reach = decoder_reach(prefix, node, decoder.device_pages, decoder.rate)
-    fetches = node is not None and reach.pages > decoder.device_pages
+def _home(affinity: str, prices: Prices) -> int:
+    """The decode worker of a key: by rendezvous hashing (Thaler and Ravishankar, 1998), so that one that goes takes
+    only its own keys along, and they are back when one of its name is."""
+    able = [row for row in range(prices.decoders) if prices.open[row] > NEVER] or list(range(prices.decoders))
+
+    def weight(row: int) -> bytes:
+        return blake2b(f"{prices.workers[row].peer.name}\0{affinity}".encode(), digest_size=8).digest()
+
+    return max(able, key=weight)
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+def _plan(ask: Ask, view: View, prices: Prices, maker: int | None, taker: int) -> Plan:
+    decoder = prices.workers[taker]
+    predicted, tpot = prices.predict(maker, taker), float(prices.pace[taker])
+    node = _node(ask, view, decoder.peer.node)
+    if maker is None:
+        device = ask.on_device(decoder.incarnation)
+        reach = decoder_reach(ask.prefix, node, device, decoder.load.prefill_rate)
+        fetches = node is not None and reach.pages > device
+        return Plan(
+            decode=decoder.incarnation,
+            fetch=reach.pages if fetches else 0,
+            cached=reach.pages,
+            store=node.store.incarnation if node is not None and fetches else "",
+            sources=reach.sources,
+            loads=reach.loads,
+            predicted=predicted,
+            tpot=tpot,
+        )
+    worker = prices.workers[maker]
+    theirs = _node(ask, view, worker.peer.node)
+    assert node is not None, f"no store on node {decoder.peer.node}"
+    assert theirs is not None, f"no store on node {worker.peer.node}"
+    reach = prefiller_reach(ask.prefix, theirs, ask.on_device(worker.incarnation), worker.load.prefill_rate)
+    source = Source(theirs.store.incarnation, theirs.store.endpoint, ask.prefix.pages)
     return Plan(
         decode=decoder.incarnation,
-        fetch=reach.pages if fetches else 0,
+        prefill=worker.incarnation,
+        fetch=ask.prefix.pages,
         cached=reach.pages,
-        store=node.store.incarnation if node is not None and fetches else "",
-        sources=reach.sources,
+        store=node.store.incarnation,
+        sources=() if theirs.store.incarnation == node.store.incarnation else (source,),
+        prefill_sources=reach.sources,
         loads=reach.loads,
-        predicted=Predicted(
-            queue=prefix.seconds(decoder.busy_pages, decoder.rate),
-            load=reach.seconds,
-            compute=prefix.seconds(prefix.pages - reach.pages, decoder.rate),
-        ),
+        predicted=predicted,
+        tpot=tpot,
     )
 
 
-def _best_pair(prefix: Prefix, decoder: DecodeCandidate, store: Store, makers: Sequence[_Maker]) -> Plan | None:
-    """With the prefill worker of those with a slot that costs least; of two alike, the nearer. `makers` come in the
-    order of what the making takes, and nothing costs less than that: so the first few tell."""
-    best: tuple[Predicted, _Maker] | None = None
-    rank = (inf, False)
-    for maker in makers:
-        if maker.worker.slots <= 0:
-            continue
-        price = _price(prefix, decoder, store, maker)
-        if price.total - price.transfer > rank[0]:
-            break
-        if (price.total, maker.store is not store) < rank:
-            best, rank = (price, maker), (price.total, maker.store is not store)
-    return None if best is None else _pair(prefix, decoder, store, best[1], best[0])
+def _node(ask: Ask, view: View, name: str) -> Node | None:
+    """A node's store with those that have more of the prefix, the longest first."""
+    own = view.members.get(view.table.store_on.get(name, ""))
+    if own is None or ask.local:
+        return None
+    store = _store(ask, view, own.incarnation)
+    holders = [(held.pages, inc) for inc, held in ask.held.items() if held.pages > store.pages]
+    others = [_store(ask, view, inc) for _, inc in nlargest(SOURCES, _serving(ask, view.table, holders))]
+    return Node(store, others)
 
 
-def _pair(prefix: Prefix, decoder: DecodeCandidate, store: Store, maker: _Maker, price: Predicted) -> Plan:
-    """The prefill worker seals every page in the store of its node, which is `store` or serves it."""
-    source = Source(maker.store.incarnation, maker.store.endpoint, prefix.pages)
-    return Plan(
-        decode=decoder.incarnation,
-        prefill=maker.worker.incarnation,
-        fetch=prefix.pages,
-        cached=maker.reach.pages,
-        store=store.incarnation,
-        sources=() if maker.store is store else (source,),
-        prefill_sources=maker.reach.sources,
-        loads=maker.reach.loads,
-        predicted=price,
-    )
+def _serving(ask: Ask, table: Table, holders: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    return [
+        (pages, incarnation)
+        for pages, incarnation in holders
+        if (row := table.stores.get(incarnation)) is not None and table.serves[row] and incarnation not in ask.avoid
+    ]
 
 
-def _price(prefix: Prefix, decoder: DecodeCandidate, store: Store, maker: _Maker) -> Predicted:
-    """Of a pair. The way between two nodes adds all that it takes where the link is slower than the making, and hardly
-    more than its latency where it is not."""
-    made_in = maker.reach.seconds + maker.compute
-    missing = 0 if maker.store is store else prefix.pages - max(decoder.device_pages, store.host)
-    link = TierRun(store.remote_speed, missing)
-    return Predicted(
-        queue=prefix.seconds(decoder.busy_pages, decoder.rate) + maker.queue,
-        load=maker.reach.seconds,
-        compute=maker.compute,
-        transfer=max(link.speed.latency, load_seconds(link, prefix.page_bytes) - made_in) if missing > 0 else 0.0,
-    )
+def _store(ask: Ask, view: View, incarnation: str) -> Store:
+    member = view.members.get(incarnation)
+    assert member is not None, incarnation
+    return store_of(member, ask.held, serves=incarnation not in ask.avoid)

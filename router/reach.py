@@ -10,11 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from baton.messages import Source, TierRun, TierSpeed
 from kvstore.cost import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, choose
 
-_SOURCES = 3  # other stores that are named for cached pages: the next is asked when one fails
+if TYPE_CHECKING:
+    from router.table import Floats, Table
+
+SOURCES = 3  # other stores that are named for cached pages: the next is asked when one fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +97,40 @@ def prefiller_reach(prefix: Prefix, node: Node, device: int, rate: float) -> Rea
     return _reach(prefix, node, node.store.host, device, rate)
 
 
+def reach_of_all(
+    prefix: Prefix, table: Table, device: Floats, host: Floats, disk: Floats, serves: Floats
+) -> tuple[Floats, Floats]:
+    """How many pages each worker of the table need not compute, and the seconds that loads take: what `decoder_reach`
+    and `prefiller_reach` say of one of them. `device` pages are on each worker's device, `host` and `disk` on each
+    node's tiers, for the table's rows; `serves`: whether other nodes may get pages from there."""
+    at = table.node
+    begin = host[at]
+    begin[: table.decoders] = np.maximum(begin, device)[: table.decoders]
+    has = (host + disk) * serves
+    longest = has.argmax() if len(has) else 0
+    if has[longest] == 0 and not disk.any():
+        return np.maximum(device, begin), np.zeros(len(device))
+    far = np.full(len(has), min(float(has[longest]), prefix.pages))
+    second = np.partition(has, -2)[-2] if len(has) > 1 else 0.0
+    far[longest] = min(float(second), prefix.pages)
+    far[table.stored <= 0] = 0.0
+    from_disk = np.maximum((host + disk)[at] - begin, 0.0)
+    from_far = np.maximum(far[at] - begin - from_disk, 0.0)
+    page, size = prefix.page_size / table.rate, prefix.page_bytes
+    spared = np.maximum(device - begin, 0.0)  # pages that need no computing, whether or not they are loaded
+    near = (from_disk > 0) * table.disk_latency[at] + from_disk * size / table.disk_rate[at]
+    all_ = near + (from_far > 0) * table.latency[at] + from_far * size / table.link[at]
+    saved_near = np.maximum(from_disk - spared, 0.0) * page - near
+    saved_all = np.maximum(from_disk + from_far - spared, 0.0) * page - all_
+    take_all = (from_far > 0) & (saved_all > np.maximum(saved_near, 0.0))
+    take_near = (saved_near > 0) & ~take_all
+    pages = begin + np.where(take_all, from_disk + from_far, np.where(take_near, from_disk, 0.0))
+    return np.maximum(device, pages), np.where(take_all, all_, np.where(take_near, near, 0.0))
+
+
 def _others(store: Store, serving: Sequence[Store]) -> Sequence[Store]:
     """`serving`: the longest first."""
-    best = [other for other in serving[: _SOURCES + 1] if other.node != store.node][:_SOURCES]
+    best = [other for other in serving[: SOURCES + 1] if other.node != store.node][:SOURCES]
     return [other for other in best if other.pages > store.pages]
 
 

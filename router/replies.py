@@ -6,9 +6,9 @@ from baton.messages import FinishReason, ModelCard, Role, TokenLogprob
 from baton.timeline import Timeline
 from baton.v1 import cache_pb2, cluster_pb2, explain_pb2, generation_pb2
 from router.events import Cancelled, Failed, Finished, Kept, Outcome, PinView, Summary
-from router.explain import Account, Candidate, Record, reason
+from router.explain import Account, Record, reason
 from router.peers import GoneReason
-from router.placement import Predicted
+from router.plan import Candidate, Predicted
 from router.state import ProcessView, RouterStats
 from router.stream import Output
 

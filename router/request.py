@@ -21,7 +21,7 @@ from baton.messages import TOKEN_BYTES, AttemptName, Sampling
 from baton.timeline import Timeline
 from kvstore.keys import pack_tokens, page_keys, shippable_pages, split_keys
 from router.events import Served, Submit, Summary, Usage
-from router.placement import Plan
+from router.plan import Plan
 
 _LEVELS = 8  # of priority, to either side of 0
 
@@ -90,6 +90,7 @@ class Request:
     begun: bool = False  # a worker has accepted it once: it is never turned away for want of room
     repeats: bool = False  # its next attempt repeats one that failed, which counts against everybody's retries
     quota: int | None = None  # tokens taken out of its tenant's quota; none: it never came in
+    least: float | None = None  # seconds that computing its prompt takes at least; none: it never had to wait
     charged: float = 0.0  # to its tenant for its prompt
     local: bool = False  # the next attempts shall need nobody but a decode worker
     failed_on: set[str] = field(default_factory=set[str])  # incarnations that said they could not do it

@@ -1,15 +1,24 @@
 """What placement may see of the cluster: live workers with what they have been given, live stores, the time. Workers
 that drain are not seen.
 
-A `View` is read by whoever places (`router.placement.Placer`) and changed by nobody there. Pure.
+A `View` is read by whoever places (`router.placement.Placer`), who leaves there what others are to know: what the
+choice was made from, and what those who wait have been promised. Pure.
 """
 
 # pyright: strict
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import numpy as np
+
 from baton.config import Config
 from router.peers import Member, Members
+from router.table import CostModels, Floats, Rates, Table
+
+if TYPE_CHECKING:
+    from router.prices import Prices
 
 _OUTPUT = 256.0  # tokens that a request is expected to generate, until some have ended
 _WEIGHT = 0.02  # of the newest
@@ -18,11 +27,38 @@ _WEIGHT = 0.02  # of the newest
 class View:
     """The live processes, as the router knows them at `now`."""
 
-    def __init__(self, config: Config, members: Members) -> None:
+    def __init__(self, config: Config, members: Members, costs: CostModels | None = None) -> None:
+        """`costs`: none: nothing is known but the rates that workers tell."""
         self.config = config
         self.members = members
         self.now = 0.0  # seconds
+        self.table = Table(config, members, costs or Rates(members))
+        self.weighed: Prices | None = None  # what the last choice was made from
+        self._claims: dict[str, float] = {}  # seconds of workers, by incarnation
         self._output = _OUTPUT
+
+    def begin(self, now: float) -> None:
+        """Those who wait are tried anew, in order of service: nobody has a claim yet."""
+        self.now = now
+        self._claims.clear()
+
+    def claim(self, worker: str, seconds: float) -> None:
+        """Somebody waits for that worker, and is going to take so much of its time."""
+        self._claims[worker] = self._claims.get(worker, 0.0) + seconds
+
+    @property
+    def claims(self) -> Floats:
+        """Seconds that have been claimed of each worker of the table."""
+        claims = np.zeros(len(self.table.workers))
+        for worker, seconds in self._claims.items():
+            if (row := self.table.index.get(worker)) is not None:
+                claims[row] = seconds
+        return claims
+
+    def refreshed(self) -> Table:
+        """The table as of now."""
+        self.table.refresh(self.now, self._output)
+        return self.table
 
     def output(self, most: int) -> float:
         """How many tokens a request that may generate `most` more is expected to."""

@@ -23,13 +23,14 @@ from baton.messages import (
     Prefill,
     Snapshot,
     Tokens,
+    Welcome,
 )
 from kvstore.keys import namespace_root, page_keys
 from router.admission import ModelLimits
 from router.events import Command, Emit, End, Event, Heard, KvSnapshot, Note, Send, Submit
 from router.placement import Placer
 from router.state import RouterState
-from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, ROUTER, VOCAB, card, submit
+from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, ROUTER, VOCAB, card, load_of, submit
 
 M = TypeVar("M", bound=Message)
 
@@ -60,7 +61,10 @@ class Lab:
         more = {"events": f"tcp://{name}"} | more
         model: ModelCard | None = more.pop("model", None if role == "store" else card())
         peer = Peer(role, name, node, incarnation, 7)
-        return self.tell(Heard(Envelope(incarnation, "", 1, Hello(peer, model=model, **more))))
+        commands = self.tell(Heard(Envelope(incarnation, "", 1, Hello(peer, model=model, **more))))
+        if role != "store" and any(isinstance(each, Send) and isinstance(each.message, Welcome) for each in commands):
+            self.report(incarnation, load_of(peer))
+        return commands
 
     def join(self, role: Any, name: str, node: str = "a", incarnation: str = "", **more: Any) -> str:
         self.hello(role, name, node, incarnation, **more)
@@ -90,7 +94,8 @@ class Lab:
     def beat(self, sender: str, *held: AttemptHeld, heard: int | None = None, age: int = 0) -> list[Command]:
         """A heartbeat that lists exactly this; by default its sender has heard everything."""
         heard = self.counts[sender] if heard is None else heard
-        return self.say(sender, Heartbeat(heard, Load(), step_age_ms=age, attempts=held))
+        (load,) = [view.load for view in self.state.processes(self.now) if view.peer.incarnation == sender]
+        return self.say(sender, Heartbeat(heard, load, step_age_ms=age, attempts=held))
 
     def holds(self, sender: str, order: Submit, pages: int, medium: Any = "CPU", sequence: int = 0) -> None:
         """Let the prefix map know that `sender` has the first pages of a request's prompt."""

@@ -69,6 +69,11 @@ def card(pool_pages: int = 64, namespace: Namespace = NAMESPACE) -> ModelCard:
     return ModelCard(namespace, page_bytes=1_024, vocab_size=VOCAB, max_context=CONTEXT, pool_pages=pool_pages)
 
 
+def load_of(peer: Peer) -> Load:
+    """Prefill workers compute prompts so much quicker than decode workers that they are worth waiting for."""
+    return Load(prefill_rate={"prefill": 10_000.0, "decode": 500.0}.get(peer.role, 0.0))
+
+
 def token_at(seed: int, position: int) -> int:
     """The model: never end of sequence but where `position` and seed say so."""
     if (seed * 31 + position) % 23 == 0:
@@ -268,7 +273,8 @@ class Cluster:
         held = [
             AttemptHeld(s.order.request, s.order.attempt, len(s.tokens), s.ended) for s in process.sequences.values()
         ] + [AttemptHeld(j.order.request, j.order.attempt, j.position, j.done) for j in process.jobs.values()]
-        beat = Heartbeat(process.membership.heard, Load(), step_age_ms=process.step_age_ms, attempts=tuple(held))
+        load = load_of(process.peer)
+        beat = Heartbeat(process.membership.heard, load, step_age_ms=process.step_age_ms, attempts=tuple(held))
         process.heart.append(Envelope(process.peer.incarnation, process.membership.router or "", 0, beat))
 
     # --- stores ----------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from baton.errors import RequestNotFound
 from baton.messages import Accepted, Prefilled, Refused, Started
 from router import replies
 from router.events import ClientGone
-from router.explain import SHOWN, Candidate, Explanations, Record, Weighed, reason
-from router.placement import Plan, Predicted
+from router.explain import SHOWN, Explanations, Record, Weighed, reason
+from router.plan import Candidate, Plan, Predicted
 from router.request import Attempt, Request
 from tests.router.lab import Lab, named
 from tests.router.model import CONFIG, submit

@@ -1,0 +1,296 @@
+"""What every way to serve a request would take, in seconds until its first token: all workers priced together.
+
+    making     load + compute of a prefill worker, until the whole prefix is sealed in its node's store
+    transfer   what the way between two nodes adds: pages travel while later ones are being computed, so that is the
+               latency of the link, or what the link takes longer than loading and computing
+    taking     wait until a decode worker has room and keeps everybody's objective, in the end a step with this one
+    a pair     max(queue, wait) + making + transfer + step
+    alone      the same of a decode worker that computes the prompt itself: nothing begins before it has room
+
+A decode worker's time per output token is predicted as a step, and for each token its share of the prompts that are to
+be computed there: cf. Mooncake, FAST'25, where a placement must keep both objectives for the time that decoding starts.
+
+Pure. Arrays have a row for each worker of the `Table`, decode workers first.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from router.plan import Candidate, Predicted
+from router.reach import reach_of_all
+from router.table import FULL, NEVER, OPEN, Floats, Indices, Table
+
+if TYPE_CHECKING:
+    from router.placement import Ask
+
+_NUISANCE = 0.5
+"""What a second by which one stream's next token comes later counts, beside a second that somebody waits for a first
+token: a prompt that a decode worker computes although a prefill worker could delays everything that decodes there."""
+_MANY = 8  # workers of either side that are paired, those that seem best
+_LEVELS = 8.0  # decode workers are told apart by so many levels of sequences
+_TURN = 1e-6  # seconds at most by which those used last seem dearer: so equals are used in turn
+
+
+class Prices:
+    """Of one request. Nothing of it changes, so that it can be read later, when somebody asks why."""
+
+    def __init__(self, ask: Ask, table: Table, now: float, output: float, claims: Floats) -> None:
+        """`output`: tokens that the request is expected to generate; `claims`: seconds of each worker that requests
+        which wait have been promised before this one."""
+        self.ask, self.workers = ask, table.workers
+        self.decoders = d = table.decoders
+        prefix = ask.prefix
+        self.node, self.stored, self.serves = table.node, table.stored, table.serves.copy()
+        self.serves[_barred(ask, table)] = 0.0
+        device, host, disk = _held(ask, table)
+        self._stores = not ask.local and prefix.pages > 0 and bool(table.stores)
+        self.cached, self.load = device, np.zeros(len(device))  # pages that need no computing; seconds of loading
+        if self._stores:
+            self.cached, self.load = reach_of_all(prefix, table, device, host, disk, self.serves)
+        known = self.cached * prefix.page_size
+        new = prefix.pages * prefix.page_size - known
+        steps = np.ceil(new / table.chunk)
+        self.compute = new * (table.token + table.pair * (known + 0.5 * (new + 1.0))) + table.fixed * steps
+        self.compute[:d] *= table.stretch[:d]
+        self.queue = np.maximum(table.until - now, 0.0) + claims
+        self.making = self.load + self.compute
+        self.new = new
+        self.open = _open(ask, table)
+        self.used = table.used * (_TURN / max(1.0, float(table.used.max(initial=0.0))))
+        self._take(table, device, output)
+        self.alone = np.maximum(self.queue[:d], self.wait_alone) + self.making[:d] + self.step
+        self.alone[self.open[:d] == NEVER] = inf
+        self.nuisance = np.zeros(d)  # seconds that `alone` is dearer than it takes
+        self.rows = table.rows[:d].copy()
+        self.makers = self.takers = np.zeros(0, np.int64)  # prefill and decode workers that are paired
+        self.pairs = np.zeros((0, 0))  # inf: can't be
+        self.missing = self.latency = self.link = np.zeros(d)  # of the way to a decode worker: pages, seconds
+        if self._stores and 0 < d < len(self.workers):
+            self._pair(table, device, host)
+
+    # --- the decode side ---------------------------------------------------------------------------------------------
+
+    def _take(self, table: Table, device: Floats, output: float) -> None:
+        """How long until a decode worker can take it, and its first step then."""
+        ask, d = self.ask, self.decoders
+        size = ask.prefix.page_size
+        tail = ask.tokens - ask.prefix.pages * size
+        step = table.step[:d] + table.per_context[:d] * (ask.tokens + 0.5 * output)
+        self.step = step + tail * (table.token[:d] + table.pair[:d] * ask.tokens)
+        lack = (ask.tokens + output) / size - device[:d] - table.room[:d]
+        ends = np.where((lack > 0) & (table.rows[:d] > 0), np.ceil(lack / table.slack[:d]), 0.0)
+        ends = np.maximum(ends, self.open[:d] == FULL)  # sequences that must end first
+        self.wait = ends * table.turnover[:d]
+        self.wait_alone = self.wait
+        self.hopeless = np.zeros(d, np.bool_)  # slower than its objective even alone
+        self.pace = step + self.queue[:d] / output  # seconds per token
+        own = inf if ask.tpot is None else ask.tpot
+        limit = np.minimum(table.tpot[:d], own)
+        if not np.isfinite(limit).any():
+            return
+        self.hopeless = step - table.crowd[:d] > own
+        late = self.pace - limit
+        self.wait = np.maximum(self.wait, self._recovers(table, late, output))
+        beside = np.where(table.rows[:d] > 0, self.pace + self.compute[:d] / output - table.tpot[:d], -inf)
+        self.wait_alone = np.maximum(self.wait, self._recovers(table, np.maximum(late, beside), output))
+
+    def _recovers(self, table: Table, late: Floats, output: float) -> Floats:
+        """Seconds until each decode worker brings its tokens `late` seconds sooner: prompts that it has are computed
+        then, or sequences have ended."""
+        d = self.decoders
+        queue, rows = self.queue[:d], table.rows[:d]
+        each = np.maximum(table.crowd[:d] / np.maximum(rows, 1.0), 1e-9)  # seconds of a step that a sequence takes
+        ends = np.minimum(np.ceil(np.maximum(late - queue / output, 0.0) / each), rows)
+        return np.clip(late * output, 0.0, queue) + ends * table.turnover[:d]
+
+    # --- pairs -------------------------------------------------------------------------------------------------------
+
+    def _pair(self, table: Table, device: Floats, host: Floats) -> None:
+        """Price those that may be the best: of each side the best, and the best of the same nodes."""
+        d, prefix = self.decoders, self.ask.prefix
+        able = (self.open > NEVER) & (table.stored[table.node] > 0)
+        at = table.node[:d]
+        missing = np.maximum(prefix.pages - np.maximum(device[:d], host[at]), 0.0)
+        self.missing = missing
+        self.latency = table.latency[at]
+        self.link = self.latency + missing * prefix.page_bytes / table.link[at]
+        making = np.where(able, self.queue + self.making + self.used, inf)
+        taking = np.where(able[:d], self.wait + self.step + self.used[:d], inf)
+        makers = _best(making[d:], self.open[d:] == OPEN) + d
+        takers = _best(taking, (self.open[:d] == OPEN) & (self.wait <= 0))
+        if len(makers) == 0 or len(takers) == 0:
+            return
+        if len(takers) < d or len(makers) < len(self.workers) - d:
+            near = table.nearest(makers, takers, making, taking)
+            makers = np.union1d(makers, near[0])
+            takers = np.union1d(takers, near[1])
+            makers, takers = makers[able[makers]], takers[able[takers]]
+        self.makers, self.takers = makers, takers
+        serves = (table.node[makers][:, None] == at[takers]) | (self.serves[table.node[makers]] > 0)[:, None]
+        begins = np.maximum(self.queue[makers][:, None], self.wait[takers])
+        takes = self.making[makers][:, None] + self._transfer(makers, takers) + self.step[takers]
+        self.pairs = np.where(serves, begins + takes, inf)
+        if np.isfinite(self.pairs).any():
+            self.nuisance = np.where(self.new[:d] > 0, _NUISANCE * (table.rows[:d] + 1.0) * self.compute[:d], 0.0)
+
+    def _transfer(self, makers: Indices, takers: Indices) -> Floats:
+        """Seconds that the way to each of `takers` adds, a row for each of `makers`."""
+        made = self.making[makers][:, None]
+        adds = np.maximum(self.latency[takers], self.link[takers] - made)
+        return np.where((self.node[makers][:, None] == self.node[takers]) | (self.missing[takers] <= 0), 0.0, adds)
+
+    def moved(self) -> Floats:
+        """Pages that each of `pairs` moves between nodes."""
+        same = self.node[self.makers][:, None] == self.node[self.takers]
+        return np.where(same, 0.0, self.missing[self.takers])
+
+    # --- what to choose ----------------------------------------------------------------------------------------------
+
+    @property
+    def lowest(self) -> float:
+        """Of all ways there are, also those that must be waited for; inf: there is none."""
+        return float(min(self.pairs.min(initial=inf), (self.alone + self.nuisance).min(initial=inf)))
+
+    @property
+    def soonest(self) -> tuple[int | None, int]:
+        """That way: its prefill worker, none if a decode worker does it alone, and its decode worker."""
+        alone = self.alone + self.nuisance
+        if self.pairs.size and self.pairs.min() <= alone.min():
+            row, column = divmod(int(self.pairs.argmin()), self.pairs.shape[1])
+            return int(self.makers[row]), int(self.takers[column])
+        return None, int(alone.argmin())
+
+    def ready(self, limit: float) -> tuple[int | None, int] | None:
+        """Of the ways that can be gone now and take at most `limit` seconds: the one with the fewest tokens to compute,
+        then the emptiest decode worker, then the fewest pages to move, then the workers that were not used for longest.
+        Where there is something to compute, a pair is preferred to a decode worker that would compute as much."""
+        d = self.decoders
+        opened = self.open == OPEN
+        now = self.pairs <= limit
+        now &= opened[self.makers][:, None] & (opened[self.takers] & (self.wait[self.takers] <= 0))
+        made, taken = np.nonzero(now)
+        alone = np.flatnonzero((self.alone + self.nuisance <= limit) & opened[:d] & (self.wait_alone <= 0))
+        if len(made) + len(alone) == 0:
+            return None
+        makers, takers = self.makers[made], self.takers[taken]
+        decode = np.concatenate((takers, alone))
+        none = np.zeros(len(alone))
+        turn = np.concatenate((self.used[makers], none)) + self.used[decode]
+        moved = np.concatenate((self.moved()[made, taken], none))
+        tokens = np.concatenate((self.new[makers], self.new[alone]))
+        crowd = np.floor(self.rows[decode] * _LEVELS / max(_LEVELS, self.rows.max()))
+        single = np.concatenate((np.zeros(len(makers)), np.where(self.new[alone] > 0, 1.0, -1.0)))
+        best = int(np.lexsort((turn, moved, crowd, single, tokens))[0])
+        return (int(makers[best]), int(takers[best])) if best < len(makers) else (None, int(alone[best - len(makers)]))
+
+    def keep_only(self, taker: int) -> None:
+        """No other decode worker will do."""
+        self.alone[np.arange(self.decoders) != taker] = inf
+        if taker in self.takers:
+            self.pairs[:, self.takers != taker] = inf
+        else:
+            self.pairs[:] = inf
+
+    # --- one way -----------------------------------------------------------------------------------------------------
+
+    def joined(self, maker: int, taker: int) -> bool:
+        """Whether pages can come from one to the other."""
+        a, b = self.node[maker], self.node[taker]
+        return bool(self._stores and self.stored[a] and self.stored[b] and (a == b or self.serves[a]))
+
+    def effort(self, maker: int | None, taker: int) -> float:
+        """Seconds of work for whoever computes the prompt."""
+        row = taker if maker is None else maker
+        return float(self.making[row])
+
+    def predict(self, maker: int | None, taker: int) -> Predicted:
+        row = taker if maker is None else maker
+        transfer, wait = 0.0, self.wait_alone[taker]
+        if maker is not None:
+            transfer, wait = float(self._transfer(np.array([maker]), np.array([taker]))[0, 0]), self.wait[taker]
+        return Predicted(
+            queue=float(self.queue[row]),
+            load=float(self.load[row]),
+            compute=float(self.compute[row]),
+            transfer=transfer,
+            wait=max(0.0, float(wait - self.queue[row])),
+            step=float(self.step[taker]),
+        )
+
+    def candidates(self) -> list[Candidate]:
+        """Every decode worker alone, each worker of a pair with the best other one of those that were paired."""
+        ways: list[tuple[int | None, int, float]] = [(None, row, self.alone[row]) for row in range(self.decoders)]
+        if self.pairs.size:
+            by_maker = {(row, int(column)) for row, column in enumerate(self.pairs.argmin(axis=1))}
+            by_taker = {(int(row), column) for column, row in enumerate(self.pairs.argmin(axis=0))}
+            for row, column in sorted(by_maker | by_taker):
+                ways.append((int(self.makers[row]), int(self.takers[column]), self.pairs[row, column]))
+        return [self._candidate(maker, taker, bool(seconds < inf)) for maker, taker, seconds in ways]
+
+    def _candidate(self, maker: int | None, taker: int, possible: bool) -> Candidate:
+        row = taker if maker is None else maker
+        names = [self.workers[each].peer.name for each in (row, taker)]
+        wait = self.wait_alone[taker] if maker is None else self.wait[taker]
+        why = ""
+        for each, name in zip((row, taker), names, strict=True):
+            if self.open[each] == NEVER:
+                why = why or f"{name} drains, has failed this request, or is too small for it"
+            elif self.open[each] == FULL:
+                why = why or f"{name} takes nothing more now"
+        if wait > 0:
+            why = why or f"{names[1]} has no room, or would miss an objective"
+        if not possible:
+            why = why or "no store joins them, or another worker was asked for"
+        cached = int(self.cached[row]) * self.ask.prefix.page_size
+        return Candidate(names[1], "" if maker is None else names[0], cached, self.predict(maker, taker), why)
+
+
+def _held(ask: Ask, table: Table) -> tuple[Floats, Floats, Floats]:
+    """Pages of the prefix, without a gap from its first: on each worker's device, in each node's arena, and after
+    those on its disk."""
+    device = np.zeros(len(table.workers))
+    host, disk = np.zeros(len(table.stores) + 1), np.zeros(len(table.stores) + 1)
+    index, stores = table.index, table.stores
+    for incarnation, match in ask.held.items():
+        if (row := index.get(incarnation)) is not None:
+            device[row] = match.pages
+        elif (row := stores.get(incarnation)) is not None:
+            disk[row] = on_disk = match.tiers.get("DISK", 0)
+            host[row] = match.pages - on_disk
+    return device, host, disk
+
+
+def _barred(ask: Ask, table: Table) -> list[int]:
+    """Nodes whose store has failed this request: other nodes are not to get pages from it."""
+    return [table.stores[incarnation] for incarnation in ask.avoid if incarnation in table.stores]
+
+
+def _open(ask: Ask, table: Table) -> Floats:
+    """Whether each worker may be given this request: those that have failed it are asked again only where no other
+    decode worker could ever take it."""
+    d = table.decoders
+    answer = table.open.copy()
+    answer[:d][table.pool[:d] < ask.needs] = NEVER
+    able = answer.copy()
+    for incarnation in ask.avoid:
+        if (row := table.index.get(incarnation)) is not None:
+            answer[row] = NEVER
+    if ask.avoid and d and answer[:d].max() == NEVER:
+        answer[:d] = able[:d]
+    return answer
+
+
+def _best(seconds: Floats, open_now: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Indices:
+    """Rows with the least seconds, and those that are open now among them. inf: never."""
+    if len(seconds) <= 2 * _MANY:
+        return np.flatnonzero(np.isfinite(seconds))
+    rows = np.argpartition(seconds, _MANY)[:_MANY]
+    if not open_now.all():
+        rows = np.union1d(rows, np.argpartition(np.where(open_now, seconds, inf), _MANY)[:_MANY])
+    return rows[np.isfinite(seconds[rows])]
