@@ -225,9 +225,10 @@ class Cluster:
         return 1.0
 
     def utilisation(self) -> dict[str, float]:
-        """The share of the time that workers of each role spent in steps."""
-        shares: dict[str, list[float]] = {}
+        """The share of the time that workers of each role spent in steps, and network cards in sending pages."""
+        seconds = max(self.agenda.now - _BEGIN, 1e-9)
+        busy: dict[str, list[float]] = {"network": [self.network.busy[node] for node in self._disks]}
         for name, (role, _) in self._places.items():
             live = self.workers[name].busy if name in self.workers else 0.0
-            shares.setdefault(role, []).append((self.busy[name] + live) / max(self.agenda.now - _BEGIN, 1e-9))
-        return {role: sum(each) / len(each) for role, each in sorted(shares.items())}
+            busy.setdefault(role, []).append(self.busy[name] + live)
+        return {what: sum(each) / len(each) / seconds for what, each in sorted(busy.items())}

@@ -114,11 +114,9 @@ class Store:
 
     def worker_gone(self, worker: Worker) -> None:
         """The kernel tells of its end; what it had said before still counts."""
-        self._agenda.after(0.001, self._bury, worker)
+        self._network.call(self.peer.incarnation, self._bury, worker)
 
     def _bury(self, worker: Worker) -> None:
-        if self._network.process(self.peer.incarnation) is not self:
-            return
         if self._workers.pop(worker.connection, None) is not None:
             self._handle(Disconnected(worker.connection))
         self._handle(WriterGone(worker.peer.pid))
@@ -164,7 +162,9 @@ class Store:
     # --- the state ----------------------------------------------------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
-        """Take an event and all that follows from it at once."""
+        """Take an event and all that follows from it at once. Whoever is dead hears nothing."""
+        if self._network.process(self.peer.incarnation) is not self:
+            return
         self._events.append(event)
         if self._handling:
             return
