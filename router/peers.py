@@ -46,7 +46,6 @@ class Work:
     taken: int = 0  # device pages that nothing had before
     growth: float = 0.0  # device pages that its output is still expected to take
     tpot: float | None = None  # objective, seconds
-    covered: bool = False  # of a decode worker: nothing of the prompt is to be computed or fetched any more
     missing: bool = False  # the last heartbeat should have listed it, and did not
 
 

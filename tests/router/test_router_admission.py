@@ -13,6 +13,7 @@ from baton.config import ObjectivesConfig, TenantConfig
 from baton.errors import BatonError, ObjectiveUnreachable, Overloaded, RateLimited
 from baton.messages import Accepted, Decode, Load, Prefilled, Refused
 from baton.messages import Failed as WorkerFailed
+from router.admission import Late
 from router.events import Failed
 from router.front import status_of
 from router.placement import Ask, Choice, LowestTtft, Reject, Wait
@@ -155,6 +156,16 @@ def test_who_would_wait_too_long_is_refused_at_once() -> None:
     refusal = error(cluster, "too late")
     assert isinstance(refusal, ObjectiveUnreachable)
     assert 500 <= refusal.retry_after_ms <= 3_000
+
+
+def test_what_first_tokens_are_late_by_is_learned() -> None:
+    late = Late()
+    for turn in range(2_000):
+        late.learn(turn % 100 / 50)  # evenly between 0 and 2 s
+    assert 1.5 < late.seconds < 2.0
+    for _ in range(200):
+        late.learn(0.0)
+    assert late.seconds < 0.5
 
 
 # --- bounds ---
