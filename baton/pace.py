@@ -43,7 +43,7 @@ _SMALL = 0.1  # relative errors up to this are squared, larger ones absolute
 _FAR = 1.5  # times what was expected, or a part of it
 _BELIEVED = 4  # steps that far off in a row
 _HEIRLOOM = 4.0  # steps of each kind that others' experience counts as
-_ROUNDS = 8  # until they make no difference
+_ROUNDS = 32  # until they make no difference
 _WILD = 10.0  # times what was expected, or a part of it: nothing could be expected
 _SHORTEST, _LONGEST = 1e-9, 1e9  # seconds of any step
 
@@ -152,6 +152,7 @@ class StepPace:
             scaled = self._seconds[kind, before] * (min(run.values()) if ratio > 1 else max(run.values()))
             self._seconds[kind, before] = np.clip(scaled, _SHORTEST, _LONGEST)
             run.clear()
+            self._fit()
 
     def _fit(self) -> None:
         """One round. The minimum over x ≥ 0 of  Σ weight · (amounts · x / expected − seconds / expected)²  +

@@ -1,20 +1,32 @@
-"""What work costs on each worker, in seconds.
+"""What work costs on each worker, in seconds, as fitted to the steps that it reports.
 
     a step that computes prompts   fixed + token · tokens + pair · pairs
     a decode step                  fixed + row · rows + context · tokens of all its sequences
     a step of both                 the sum of the two, with one `fixed`
 
 A *pair* is a prompt token and a position that it attends to, itself included, which is what makes the end of a long
-prompt slower than its beginning. No coefficient is ever negative. Pure.
+prompt slower than its beginning. How the coefficients are found is `baton.pace`'s part: workers plan their steps with
+the same fit. What is known of a worker that has served nobody yet comes from its calibration, which it tells with its
+Hello, and from others of its role; all serve the same model.
+
+How fast pages come from lower tiers and other nodes is measured by the stores that bring them, and told in their
+heartbeats: see `kvstore.cost`. Pure.
 """
 
 # pyright: strict
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.pace import pairs
+from baton.messages import Role, StepSample
+from baton.pace import StepPace, StepSeconds, pairs
+from kvstore.cost import DEFAULT_PREFILL_RATE
+from router.scores import Scores
+
+_UNKNOWN = StepSeconds(fixed=0.01, token=1 / DEFAULT_PREFILL_RATE, pair=0.0, row=1e-4, context=1e-7)
+"""Of a worker that has told nothing, while nobody of its role has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +57,51 @@ class StepCost:
     def seconds(self, rows: int, context: int) -> float:
         """A step of `rows` sequences of `context` tokens in all."""
         return self.fixed + rows * self.row + context * self.context
+
+
+@dataclass
+class _Worker:
+    role: Role
+    pace: StepPace
+    step: int = 0  # the last that was learned from
+
+
+class Costs:
+    """What work costs on each live worker. Scores what it says of steps that are reported."""
+
+    def __init__(self, scores: Scores) -> None:
+        self._workers: dict[str, _Worker] = {}  # by incarnation
+        self._scores = scores
+
+    def join(self, incarnation: str, role: Role, calibration: Sequence[StepSample]) -> None:
+        """A worker is live from now on."""
+        elders = [worker.pace for worker in self._workers.values() if worker.role == role]
+        pace = StepPace.heir(elders) if elders else StepPace(_UNKNOWN)
+        pace.calibrate(calibration)
+        self._workers[incarnation] = _Worker(role, pace)
+
+    def observe(self, incarnation: str, step: int, last: Sequence[StepSample]) -> None:
+        """A heartbeat: the worker has run so many steps, the `last` of which are told. Those known are skipped."""
+        worker = self._workers[incarnation]
+        new = last[-(step - worker.step) :] if step > worker.step else ()
+        worker.step = max(worker.step, step)
+        if not new:
+            return
+        for sample in new:
+            predicted = worker.pace.cost.of(sample.tokens, sample.pairs, sample.rows, sample.context)
+            self._scores.add("prefill" if sample.tokens else "step", predicted, sample.seconds)
+        worker.pace.observe(*new)
+
+    def forget(self, incarnation: str) -> None:
+        """A worker has gone."""
+        self._workers.pop(incarnation, None)
+
+    def prefill(self, incarnation: str) -> PrefillCost:
+        """Of a live worker."""
+        cost = self._workers[incarnation].pace.cost
+        return PrefillCost(cost.fixed, cost.token, cost.pair)
+
+    def step(self, incarnation: str) -> StepCost:
+        """Of a live worker."""
+        cost = self._workers[incarnation].pace.cost
+        return StepCost(cost.fixed, cost.row, cost.context)

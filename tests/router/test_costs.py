@@ -1,12 +1,25 @@
-"""What work costs: the formulas, and how their coefficients are learned."""
+"""What work costs: the formulas, from whom a worker's coefficients come, and how predictions are scored."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from router.costs import PrefillCost, StepCost
+from baton.messages import StepSample
+from baton.pace import StepSeconds, pairs
+from kvstore.cost import DEFAULT_PREFILL_RATE
+from router.costs import Costs, PrefillCost, StepCost
+from router.scores import Scores
 
 PREFILL = PrefillCost(fixed=0.01, token=1e-4, pair=1e-8)
+MACHINE = StepSeconds(fixed=0.01, token=1e-4, pair=1e-8, row=1e-3, context=1e-6)
+STEPS = [(0, 0, 8, 4_000), (0, 0, 1, 3_000), (256, pairs(256), 0, 0), (512, pairs(512, 2_000), 4, 9_000)]
+
+
+def ran(count: int, factor: float = 1.0) -> list[StepSample]:
+    sizes = [STEPS[number % len(STEPS)] for number in range(count)]
+    return [StepSample(*size, factor * MACHINE.of(*size)) for size in sizes]
 
 
 def test_a_prompt_costs_its_steps_its_tokens_and_its_pairs() -> None:
@@ -18,3 +31,51 @@ def test_a_prompt_costs_its_steps_its_tokens_and_its_pairs() -> None:
 
 def test_a_decode_step_costs_its_rows_and_their_contexts() -> None:
     assert StepCost(fixed=0.01, row=1e-3, context=1e-6).seconds(8, 4_000) == pytest.approx(0.022)
+
+
+def test_of_a_worker_that_told_nothing_something_is_known_and_steps_teach_the_rest() -> None:
+    costs = Costs(Scores())
+    costs.join("d", "decode", ())
+    assert costs.prefill("d").token == pytest.approx(1 / DEFAULT_PREFILL_RATE)
+    assert costs.step("d").seconds(8, 4_000) > 0
+    for step in range(16, 161, 16):
+        costs.observe("d", step, ran(16))
+    assert costs.prefill("d").seconds(512, 2_000) == pytest.approx(PREFILL.seconds(512, 2_000), rel=0.05)
+    assert costs.step("d").seconds(8, 4_000) == pytest.approx(0.022, rel=0.05)
+
+
+def test_a_calibration_counts_before_any_work_and_others_of_the_role_before_that() -> None:
+    costs = Costs(Scores())
+    costs.join("slow", "decode", ran(16, factor=2.0))
+    assert costs.step("slow").seconds(8, 4_000) == pytest.approx(0.044, rel=0.05)
+    costs.join("fresh", "decode", ())
+    assert costs.step("fresh").seconds(8, 4_000) == pytest.approx(0.044, rel=0.05)
+    costs.join("fast", "decode", ran(16))
+    assert costs.step("fast").seconds(8, 4_000) == pytest.approx(0.022, rel=0.1)
+    costs.join("other", "prefill", ())
+    assert costs.prefill("other").token == pytest.approx(1 / DEFAULT_PREFILL_RATE)
+
+
+def test_heartbeats_that_repeat_steps_or_overtake_each_other_teach_them_once() -> None:
+    scores = Scores()
+    costs = Costs(scores)
+    costs.join("d", "decode", ())
+    for step, last in ((4, 4), (4, 4), (2, 2), (6, 6), (6, 6), (100, 8)):
+        costs.observe("d", step, ran(last))
+    assert sum(score.count for score in scores.scores().values()) == 4 + 2 + 8
+    costs.forget("d")
+    costs.forget("d")
+
+
+def test_scores_are_of_the_last_predictions_whichever_way_they_were_wrong() -> None:
+    scores = Scores()
+    assert scores.scores() == {}
+    scores.add("ttft", 0.0, 1.0)
+    scores.add("ttft", 1.0, 0.0)
+    assert scores.scores() == {}
+    for number in range(1_000):
+        scores.add("ttft", 1.0, 2.0 if number % 2 else 0.5)
+        scores.add("step", 1.0, 10.0 if number % 5 == 0 else 1.0)
+    found = scores.scores()
+    assert found["ttft"].median == found["ttft"].p90 == pytest.approx(math.log(2))
+    assert (found["step"].median, found["step"].p90) == (0, pytest.approx(math.log(10)))
