@@ -43,7 +43,8 @@ def main() -> int:
         with ExitStack() as stack:
             address, vocab = _start(layout, asked, stack)
             report.say(report.machine())
-            agree = [_compare(address, vocab, layout, rate, asked) for rate in asked.rates]
+            # A seed of its own for each rate: its prompts must not be found in the cache.
+            agree = [_compare(address, vocab, layout, rate, seed, asked) for seed, rate in enumerate(asked.rates)]
     except BatonError as error:
         report.say(f"agreement: {error}")
         return 1
@@ -64,7 +65,7 @@ def _start(layout: Layout, asked: argparse.Namespace, stack: ExitStack) -> tuple
         _pin(made.pids, stack)
     with Client(made.address) as client:
         vocab = client.status(timeout=10).model.vocab_size
-    warm = Workload(Lengths.parse(asked.prompt), Lengths("fixed", 8), vocab).plan(6, seed=asked.seed + 1_000)
+    warm = Workload(Lengths.parse(asked.prompt), Lengths("fixed", 8), vocab).plan(6, seed=1_000)
     asyncio.run(load.open_loop(made.address, warm, 120.0))
     return made.address, vocab
 
@@ -80,10 +81,10 @@ def _pin(pids: Mapping[str, int], stack: ExitStack) -> None:
     cores.pin(os.getpid(), {first})
 
 
-def _compare(address: str, vocab: int, layout: Layout, rate: float, asked: argparse.Namespace) -> bool:
+def _compare(address: str, vocab: int, layout: Layout, rate: float, seed: int, asked: argparse.Namespace) -> bool:
     prompt, output = Lengths.parse(asked.prompt), Lengths.parse(asked.output)
-    workload = Workload(prompt, output, vocab, arrivals=poisson(rate, asked.requests, asked.seed))
-    planned = workload.plan(asked.requests, asked.seed)
+    workload = Workload(prompt, output, vocab, arrivals=poisson(rate, asked.requests, seed))
+    planned = workload.plan(asked.requests, seed)
     real = asyncio.run(load.open_loop(address, planned, 300.0))
     ours = _simulate(planned, layout, asked)
     agree = True
@@ -103,7 +104,7 @@ def _simulate(planned: Sequence[Planned], layout: Layout, asked: argparse.Namesp
     """The medians that the simulator foresees."""
     model = timing.read(asked.timing)
     config = model.configuration(_PAGE_SIZE, dict(map(parse_override, asked.set)))
-    world = Cluster(Layout(layout.prefill, layout.decode, layout.prefill + layout.decode), model, config, asked.seed)
+    world = Cluster(Layout(layout.prefill, layout.decode, layout.prefill + layout.decode), model, config, seed=1)
     table = world.run(_arrivals(planned)).table()
     return {name: float(statistics.median(table[name])) for name in ("ttft", "tpot")}
 
@@ -132,7 +133,6 @@ def _parse() -> argparse.Namespace:
     add("--requests", type=int, default=40, help="at each rate")
     add("--prompt", default="256", help="tokens, as for bench/load.py")
     add("--output", default="64", help="tokens")
-    add("--seed", type=int, default=1)
     add("--set", action="append", default=[], metavar="SECTION.SETTING=VALUE", help="configuration of both")
     asked = parser.parse_args()
     asked.model = asked.model or ("tiny" if asked.sleeping else "100m")
