@@ -12,12 +12,11 @@ from baton.config import Config
 from baton.errors import ContextTooLong, DeadlineExpired, InvalidRequest, from_reason
 from baton.messages import Delta, Prefill, Resend
 from router.admission import ModelLimits
-from router.candidates import prefill_candidates
+from router.candidates import another_maker
 from router.events import Emit, Failed, Finished
 from router.life import Life
 from router.outbox import Outbox
 from router.peers import Member, Members, Prompt, Work
-from router.placement import pick_prefill
 from router.request import Attempt, Phase, Request
 
 
@@ -191,12 +190,12 @@ class Answers:
         self._life.recent.noted(request, f"{member.peer.name} refuses to prefill: {refusal.message}")
         attempt.prefill, attempt.prefill_sent, attempt.predicted = None, False, 0
         request.failed_on.add(member.incarnation)
-        others = prefill_candidates(self._members, {}, self._config.prefill.max_prompts, request.failed_on)
-        if (other := pick_prefill(others, member.peer.node)) is not None:
+        most = self._config.prefill.max_prompts
+        if (other := another_maker(self._members, member.peer.node, most, request.failed_on)) is not None:
             attempt.prefill = other.incarnation
             missing = request.missing_tokens(attempt.plan.cached, self._config.pages.page_size)
             prompt = Prompt(missing, attempt.plan.cached * self._config.pages.page_size)
-            self._members.live(other.incarnation).promise(attempt.name, prompt, now)
+            other.promise(attempt.name, prompt, now)
             self._send_prefill(request, attempt, other.incarnation, now)
             return
         self._life.retry(request, f"{member.peer.name} refuses to prefill: {refusal.message}", now, free=True)

@@ -24,10 +24,11 @@ from kvstore.keys import namespace_root
 from router.admission import Admission, ModelLimits, check_tokens, settle_length
 from router.candidates import takes_work
 from router.events import WARM, Cancelled, End, Failed, Finished, Outcome, Submit
-from router.explain import Explanations
+from router.explain import Explanations, Weighed
 from router.outbox import Outbox
 from router.peers import Member, Members, Prompt, Work
-from router.placement import Ask, Placer, Plan, Reject
+from router.placement import Ask, Placer, Reject
+from router.plan import Plan
 from router.prefixes import Prefixes
 from router.reach import Prefix
 from router.request import Attempt, Phase, Request
@@ -144,6 +145,7 @@ class Life:
     def _drain(self, now: float) -> None:
         """In order of service. Who can't be placed is passed by: what one prompt waits for (a prefill slot) another may
         not need."""
+        self._view.begin(now)
         tried = 0
         for request in self.queue.in_order(now) if len(self.queue) else ():
             if tried >= _LOOK_AHEAD or not self._open():
@@ -189,7 +191,7 @@ class Life:
             avoid=request.failed_on,
             local=final or request.local,
         )
-        self._view.now = now
+        self._view.weighed = None
         choice = self._placer.place(ask, self._view)
         if isinstance(choice, Reject) and not request.begun:
             error = self.admission.unreachable(request, choice.why, choice.retry_after, now)
@@ -219,7 +221,7 @@ class Life:
             decoder.promise(name, Prompt(request.known - known, known), now)
         prefill = self._members.live(plan.prefill).peer.name if plan.prefill else ""
         cached = min(request.known, plan.cached * self._config.pages.page_size)
-        self.recent.placed(request, decoder.peer.name, prefill, cached, None)
+        self.recent.placed(request, decoder.peer.name, prefill, cached, self._weighed())
         if request.decode_workers[-1:] != [decoder.peer.name]:
             request.decode_workers.append(decoder.peer.name)
         assert request.max_tokens is not None, request.name
@@ -256,6 +258,11 @@ class Life:
             f"{loads}, {plan.fetch} to fetch; predicted {plan.predicted}",
             request.name,
         )
+
+    def _weighed(self) -> Weighed | None:
+        """What the last choice was made from."""
+        prices = self._view.weighed
+        return None if prices is None else Weighed(len(prices.workers), prices.candidates)
 
     # --- attempts end ------------------------------------------------------------------------------------------------
 

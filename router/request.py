@@ -21,7 +21,7 @@ from baton.messages import TOKEN_BYTES, AttemptName, Sampling
 from baton.timeline import Timeline
 from kvstore.keys import pack_tokens, page_keys, shippable_pages, split_keys
 from router.events import Served, Submit, Summary, Usage
-from router.placement import Plan
+from router.plan import Plan
 
 _LEVELS = 8  # of priority, to either side of 0
 
