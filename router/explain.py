@@ -19,9 +19,17 @@ from router.plan import Candidate, Plan
 from router.request import Attempt, Request
 
 SHOWN = 16  # candidates of an attempt that are told, at most: the best
-_TERMS = {"queue": "queueing", "load": "loading", "compute": "computing", "transfer": "the way between nodes"}
+_ALIKE = 1e-5  # seconds
+_TERMS = {
+    "queue": "queueing",
+    "load": "loading",
+    "compute": "computing",
+    "transfer": "the way between nodes",
+    "wait": "waiting for a decode worker",
+    "step": "the first step",
+}
 _ATTEMPTS = 16  # of one request, the last; a request that waits for a full cluster may be refused hundreds of times
-_ROWS = 100_000  # workers in all that was weighed: some 20 MB, the last 1,500 requests to 64 workers
+_ROWS = 100_000  # workers in all that was weighed: some 20 MB; with 64 of them, 1,500 attempts
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,12 @@ class Account:
 
     def candidates(self) -> tuple[list[Candidate], int]:
         """The best of those that were weighed, the chosen one among them, and how many more there were."""
-        every = sorted(self.weighed.lay_out(), key=_merit) if self.weighed else []
+        if self.weighed is None:
+            return [], 0
+        every = list(self.weighed.lay_out())
+        if not any(map(self.chose, every)):  # placement lays out the best of each kind only
+            every.append(Candidate(self.decode, self.prefill, self.cached, self.plan.predicted))
+        every.sort(key=_merit)
         best = every[:SHOWN]
         if chosen := next((one for one in every[SHOWN:] if self.chose(one)), None):
             best[-1] = chosen
@@ -130,20 +143,23 @@ class Record:
 def reason(account: Account, candidates: Sequence[Candidate]) -> str:
     """The choice in words. `candidates`: the best first."""
     chosen = next((one for one in candidates if account.chose(one)), None)
+    others = [one for one in candidates if one is not chosen and not one.why_not]
     if chosen is None:
         return ""
-    others = [one for one in candidates if one is not chosen and not one.why_not]
     if not others:
         return "the only way there was"
-    other = others[0]
-    ahead = other.predicted.total - chosen.predicted.total
-    saved = {term: getattr(other.predicted, term) - getattr(chosen.predicted, term) for term in _TERMS}
-    if not any(saved.values()):
-        return f"as quick as {_who(other)}"
-    if ahead < 0:
-        return f"within the tolerance of the quickest, {_who(other)}, by {_ms(-ahead)}"
-    term = max(saved, key=lambda term: saved[term])
-    return f"{_ms(ahead)} quicker than {_who(other)}, most of it {_TERMS[term]} ({_ms(saved[term])} less)"
+    mine, other = chosen.predicted, others[0]
+    ahead = other.predicted.total - mine.total
+    saved = {term: getattr(other.predicted, term) - getattr(mine, term) for term in _TERMS}
+    if ahead > _ALIKE:
+        term = max(saved, key=lambda term: saved[term])
+        return f"{_ms(ahead)} quicker than {_who(other)}, most of it {_TERMS[term]} ({_ms(saved[term])} less)"
+    behind = "as quick as" if ahead > -_ALIKE else f"{_ms(-ahead)} slower than"
+    if chosen.prefill and not other.prefill and other.predicted.compute:
+        return f"{behind} {_who(other)}, where the prompt would hold up what decodes"
+    if chosen.cached > other.cached:
+        return f"{behind} {_who(other)}, with {chosen.cached - other.cached} tokens less to compute"
+    return f"{behind} {_who(other)}, but less loaded, or next in turn"
 
 
 def _who(candidate: Candidate) -> str:

@@ -43,7 +43,7 @@ class Prices:
     def __init__(self, ask: Ask, table: Table, now: float, output: float, claims: Floats) -> None:
         """`output`: tokens that the request is expected to generate; `claims`: seconds of each worker that requests
         which wait have been promised before this one."""
-        self.ask, self.workers = ask, table.workers
+        self.workers, self.prefix = table.workers, ask.prefix
         self.decoders = d = table.decoders
         prefix = ask.prefix
         self.node, self.stored, self.serves = table.node, table.stored, table.serves.copy()
@@ -63,7 +63,7 @@ class Prices:
         self.new = new
         self.open = _open(ask, table)
         self.used = table.used * (_TURN / max(1.0, float(table.used.max(initial=0.0))))
-        self._take(table, device, output)
+        self._take(ask, table, device, output)
         self.alone = np.maximum(self.queue[:d], self.wait_alone) + self.making[:d] + self.step
         self.alone[self.open[:d] == NEVER] = inf
         self.nuisance = np.zeros(d)  # seconds that `alone` is dearer than it takes
@@ -76,9 +76,9 @@ class Prices:
 
     # --- the decode side ---------------------------------------------------------------------------------------------
 
-    def _take(self, table: Table, device: Floats, output: float) -> None:
+    def _take(self, ask: Ask, table: Table, device: Floats, output: float) -> None:
         """How long until a decode worker can take it, and its first step then."""
-        ask, d = self.ask, self.decoders
+        d = self.decoders
         size = ask.prefix.page_size
         tail = ask.tokens - ask.prefix.pages * size
         step = table.step[:d] + table.per_context[:d] * (ask.tokens + 0.5 * output)
@@ -113,7 +113,7 @@ class Prices:
 
     def _pair(self, table: Table, device: Floats, host: Floats) -> None:
         """Price those that may be the best: of each side the best, and the best of the same nodes."""
-        d, prefix = self.decoders, self.ask.prefix
+        d, prefix = self.decoders, self.prefix
         able = (self.open > NEVER) & (table.stored[table.node] > 0)
         at = table.node[:d]
         missing = np.maximum(prefix.pages - np.maximum(device[:d], host[at]), 0.0)
@@ -247,7 +247,7 @@ class Prices:
             why = why or f"{names[1]} has no room, or would miss an objective"
         if not possible:
             why = why or "no store joins them, or another worker was asked for"
-        cached = int(self.cached[row]) * self.ask.prefix.page_size
+        cached = int(self.cached[row]) * self.prefix.page_size
         return Candidate(names[1], "" if maker is None else names[0], cached, self.predict(maker, taker), why)
 
 

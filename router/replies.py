@@ -194,6 +194,7 @@ def _attempt(record: Record, account: Account) -> explain_pb2.ExplainedAttempt:
         predicted=explain_pb2.Outlook(
             cached_tokens=account.cached,
             ttft_ms=_ms(account.predicted_ttft),
+            tpot_ms=_ms(account.plan.tpot or None),
             start_ms=_ms(account.plan.predicted.total),
         ),
         actual=explain_pb2.Outlook(
@@ -234,6 +235,8 @@ def _cost(predicted: Predicted) -> explain_pb2.CostTerms:
         load_ms=predicted.load * 1_000,
         compute_ms=predicted.compute * 1_000,
         transfer_ms=predicted.transfer * 1_000,
+        wait_ms=predicted.wait * 1_000,
+        step_ms=predicted.step * 1_000,
     )
 
 

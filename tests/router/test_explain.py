@@ -193,17 +193,18 @@ def candidate(decode: str, prefill: str = "", why_not: str = "", **terms: float)
     return Candidate(decode, prefill, 0, Predicted(**terms), why_not)
 
 
-def placed(explanations: Explanations, name: str, decode: str, weighed: Weighed) -> None:
+def placed(explanations: Explanations, name: str, chosen: Candidate, weighed: Weighed) -> None:
     request = Request.from_submit(submit(name), 1, 0.0)
     explanations.submitted(request)
-    request.attempt = Attempt(named(name, 1), Plan(decode), request.known, 0.0, decode, None)
-    explanations.placed(request, decode, "", 0, weighed)
+    plan = Plan(chosen.decode, predicted=chosen.predicted)
+    request.attempt = Attempt(named(name, 1), plan, request.known, 0.0, chosen.decode, None)
+    explanations.placed(request, chosen.decode, chosen.prefill, chosen.cached, weighed)
 
 
 def test_the_best_are_shown_and_the_chosen_one_always() -> None:
     every = [candidate(f"decode-{i}", queue=float(i)) for i in range(100)]
     explanations = Explanations(10)
-    placed(explanations, "r", "decode-70", Weighed(100, lambda: every))
+    placed(explanations, "r", every[70], Weighed(100, lambda: every))
     record = explanations.find("r", "")
     assert record is not None
     shown, omitted = record.attempts[0].candidates()
@@ -214,7 +215,7 @@ def test_the_best_are_shown_and_the_chosen_one_always() -> None:
 def test_what_was_weighed_is_bounded_and_the_rest_stays() -> None:
     explanations = Explanations(1_000)
     for i in range(150):
-        placed(explanations, f"r-{i}", "d", Weighed(1_000, lambda: [candidate("d")]))
+        placed(explanations, f"r-{i}", candidate("d"), Weighed(1_000, lambda: [candidate("d")]))
     known = [record.attempts[0].weighed is not None for record in explanations.last(1_000, "")]
     assert known == [True] * 100 + [False] * 50
     oldest = explanations.find("r-0", "")
@@ -222,25 +223,62 @@ def test_what_was_weighed_is_bounded_and_the_rest_stays() -> None:
     assert oldest.attempts[0].candidates() == ([], 0)
 
 
+ALONE = candidate("a", queue=1.0, compute=0.5)
+PAIR = candidate("a", "p", queue=1.0, compute=0.5)
+
+
 @pytest.mark.parametrize(
-    ("others", "says"),
+    ("chosen", "others", "says"),
     [
-        ([], "the only way there was"),
-        ([candidate("b", why_not="is full")], "the only way there was"),
-        ([candidate("b", queue=1.0, compute=0.5)], "as quick as b alone"),
+        (ALONE, [], "the only way there was"),
+        (ALONE, [candidate("b", why_not="is full")], "the only way there was"),
         (
+            ALONE,
             [candidate("b", "p", queue=1.5, compute=0.6)],
             "600.0 ms quicker than b with p, most of it queueing (500.0 ms less)",
         ),
-        ([candidate("b", queue=1.0, compute=0.499)], "within the tolerance of the quickest, b alone, by 1.0 ms"),
+        (ALONE, [candidate("b", queue=1.5)], "as quick as b alone, but less loaded, or next in turn"),
+        (
+            PAIR,
+            [candidate("b", queue=1.0, compute=0.4)],
+            "100.0 ms slower than b alone, where the prompt would hold up what decodes",
+        ),
+        (
+            replace(PAIR, cached=16),
+            [candidate("b", "p", queue=1.49)],
+            "10.0 ms slower than b with p, with 16 tokens less to compute",
+        ),
     ],
 )
-def test_the_choice_in_words(others: list[Candidate], says: str) -> None:
+def test_the_choice_in_words(chosen: Candidate, others: list[Candidate], says: str) -> None:
     explanations = Explanations(1)
-    every = [candidate("a", queue=1.0, compute=0.5), *others]
-    placed(explanations, "r", "a", Weighed(len(every), lambda: every))
-    record = explanations.find("r", "")
-    assert record is not None
+    placed(explanations, "r", chosen, Weighed(1, lambda: [*others, chosen]))
+    (record,) = explanations.last(1, "")
     account = record.attempts[0]
     assert reason(account, account.candidates()[0]) == says
-    assert reason(replace(account, decode="c"), every) == ""
+    assert reason(account, others) == "", "what was weighed does not hold the choice"
+
+
+def test_a_choice_that_is_not_laid_out_is_shown_by_its_plan() -> None:
+    explanations = Explanations(1)
+    placed(explanations, "r", ALONE, Weighed(2, lambda: [candidate("b"), candidate("c")]))
+    (record,) = explanations.last(1, "")
+    shown, omitted = record.attempts[0].candidates()
+    assert ({one.decode for one in shown}, omitted) == ({"a", "b", "c"}, 0)
+
+
+def test_what_placement_weighed_can_still_be_read_when_workers_have_gone() -> None:
+    lab = Lab()
+    decode, prefill, _store = lab.split()
+    lab.join("decode", "decode-1")
+    lab.submit(prompt=50)
+    account = explained(lab).attempts[0]
+    before = account.candidates()
+    assert {(one.decode, one.prefill) for one in before[0]} >= {("decode-0", ""), ("decode-1", "")}
+    (chosen,) = (one for one in before[0] if account.chose(one))
+    assert chosen.predicted.total == pytest.approx(account.plan.predicted.total)
+    assert reason(account, before[0])
+    lab.leaves(prefill)
+    lab.leaves(decode)
+    lab.join("decode", "decode-0", incarnation="decode-0.2")
+    assert account.candidates() == before
