@@ -15,6 +15,7 @@ from rich.table import Table
 from baton.v1 import explain_pb2 as pb
 
 _TERMS = [field.name for field in pb.CostTerms.DESCRIPTOR.fields if field.name != "total_ms"]
+_WIDTH = 240
 _COLOURS = {"finished": "green", "failed": "red", "cancelled": "yellow"}
 _OUTLOOK = {
     "cached_tokens": ("cached tokens", "d"),
@@ -38,8 +39,7 @@ def requests(console: Console, found: Sequence[pb.RequestSummary]) -> None:
     table.add_column("state")
     for column in ("age", "prompt", "cached", "output", "TTFT, ms", "TPOT, ms", "attempts"):
         table.add_column(column, justify="right")
-    table.add_column("decode")
-    table.add_column("prefill")
+    table.add_column("on")
     for one in found:
         table.add_row(
             escape(one.request_id),
@@ -51,10 +51,12 @@ def requests(console: Console, found: Sequence[pb.RequestSummary]) -> None:
             _number(one, "ttft_ms", ".1f"),
             _number(one, "tpot_ms", ".2f"),
             str(one.attempts),
-            one.decode_worker,
-            one.prefill_worker,
+            _who(one),
         )
-    console.print(table if found else "no request is remembered")
+    if found:
+        _print(console, table)
+    else:
+        console.print("no request is remembered")
 
 
 def request(console: Console, found: pb.ExplainResponse) -> None:
@@ -77,9 +79,8 @@ def request(console: Console, found: pb.ExplainResponse) -> None:
 
 
 def _attempt(console: Console, attempt: pb.ExplainedAttempt) -> None:
-    who = f"{attempt.decode_worker} with {attempt.prefill_worker}" if attempt.prefill_worker else attempt.decode_worker
     why = f": {escape(attempt.why)}" if attempt.why else ""
-    console.print(f"[bold]attempt {attempt.number}[/] on {who}{why}")
+    console.print(f"[bold]attempt {attempt.number}[/] on {_who(attempt)}{why}")
     if attempt.candidates:
         _candidates(console, attempt)
     _outlook(console, attempt)
@@ -98,8 +99,7 @@ def _candidates(console: Console, attempt: pb.ExplainedAttempt) -> None:
     terms = [term for term in _TERMS if any(getattr(one.cost, term) for one in attempt.candidates)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    table.add_column("decode")
-    table.add_column("prefill")
+    table.add_column("candidate")
     for column in ("cached", *(term.removesuffix("_ms").replace("_", " ") for term in terms), "total, ms"):
         table.add_column(column, justify="right")
     table.add_column("")
@@ -107,14 +107,13 @@ def _candidates(console: Console, attempt: pb.ExplainedAttempt) -> None:
         costs = [f"{getattr(one.cost, term):.1f}" for term in (*terms, "total_ms")]
         table.add_row(
             "→" if one.chosen else "",
-            one.decode_worker,
-            one.prefill_worker,
+            _who(one),
             str(one.cached_tokens),
             *([""] * len(costs) if one.infeasible and not one.cost.total_ms else costs),
             escape(one.infeasible),
             style="bold" if one.chosen else "dim" if one.infeasible else None,
         )
-    console.print(table)
+    _print(console, table)
     if attempt.candidates_omitted:
         console.print(f"[dim]and {attempt.candidates_omitted} more[/]")
 
@@ -128,7 +127,16 @@ def _outlook(console: Console, attempt: pb.ExplainedAttempt) -> None:
         predicted, actual = _number(attempt.predicted, name, form), _number(attempt.actual, name, form)
         if predicted or actual:
             table.add_row(title, predicted, actual)
-    console.print(table)
+    _print(console, table)
+
+
+def _who(one: pb.RequestSummary | pb.ExplainedAttempt | pb.ExplainedCandidate) -> str:
+    return f"{one.decode_worker} with {one.prefill_worker}" if one.prefill_worker else one.decode_worker
+
+
+def _print(console: Console, table: Table) -> None:
+    """Whole, however narrow the window: what is cut off can't be copied."""
+    console.print(table, width=_WIDTH, crop=False)
 
 
 def _state(one: pb.RequestSummary) -> str:

@@ -19,7 +19,7 @@ from router.plan import Candidate, Plan
 from router.request import Attempt, Request
 
 SHOWN = 16  # candidates of an attempt that are told, at most: the best
-_ALIKE = 1e-5  # seconds
+_ALIKE = 5e-5  # seconds: what is shown as 0.0 ms
 _TERMS = {
     "queue": "queueing",
     "load": "loading",

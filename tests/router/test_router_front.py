@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton import config as settings
 from baton.errors import BatonError, ModelNotFound, Overloaded, PortInUse, all_errors
-from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, explain_pb2, generation_pb2, generation_pb2_grpc
 from router import front
 from router.relay import Relay
 from tests.router import tokenizers
@@ -111,6 +111,47 @@ def test_a_stream_of_tokens(tmp_path: Path) -> None:
             await until(lambda: not any(p.sequences or p.jobs for p in client.router.cluster.processes.values()))
 
     run(test)
+
+
+def test_a_request_is_named_at_once_and_explained_afterwards(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(settings_for(tmp_path), "decode-0") as client:
+            call = client.generation.Generate(request())
+            name = dict(await call.initial_metadata())[front.REQUEST_ID]
+            _, _, finished = await collect(call)
+            assert finished.request_id == name
+            told = await client.cluster.Explain(explain_pb2.ExplainRequest(request_id=name))
+            assert told.request.ttft_ms == told.attempts[0].actual.ttft_ms == finished.timing.first_token
+            listed = await client.cluster.ListRequests(explain_pb2.ListRequestsRequest())
+            assert [one.request_id for one in listed.requests] == [name]
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await client.cluster.Explain(explain_pb2.ExplainRequest(request_id="nobody"))
+            assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+    run(test)
+
+
+def test_a_drained_worker_is_shown_so(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(settings_for(tmp_path), "decode-0") as client:
+            drained = await client.cluster.Drain(cluster_pb2.DrainRequest(worker="decode-0"))
+            assert drained.worker.state == cluster_pb2.PROCESS_STATE_DRAINING
+            await until(lambda: _is(client.serving(), False))
+            await client.cluster.Drain(cluster_pb2.DrainRequest(worker="decode-0", undo=True))
+            await until(lambda: _is(client.serving(), True))
+            for asked in (
+                cluster_pb2.DrainRequest(worker="nobody"),
+                cluster_pb2.DrainRequest(worker="decode-0", now=True),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await client.cluster.Drain(asked)
+                assert caught.value.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT)
+
+    run(test)
+
+
+async def _is(answer: Awaitable[bool], expected: bool) -> bool:
+    return await answer is expected
 
 
 def test_text_stop_strings_and_drawn_seeds(tmp_path: Path) -> None:
