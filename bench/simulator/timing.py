@@ -35,7 +35,7 @@ _Rate: TypeAlias = Annotated[float, Meta(gt=0)]  # bytes per second
 class StepTimes(Struct, frozen=True, forbid_unknown_fields=True):
     """Coefficients of a step, in seconds."""
 
-    fixed: _Seconds
+    fixed: Annotated[float, Meta(gt=0)]
     token: _Seconds  # of a prompt
     pair: _Seconds  # a prompt token and a position that it attends to, itself included
     row: _Seconds  # a sequence that gets one token

@@ -36,6 +36,7 @@ from baton.messages import (
 from bench.simulator.clock import Agenda, Body, Process
 from bench.simulator.feed import Feed
 from bench.simulator.network import Network
+from bench.simulator.run import Run
 from bench.simulator.timing import Noise, Timing, Work
 from decode_worker.state import DecodeState
 from engine.batch import Sampled
@@ -116,7 +117,7 @@ class Worker:
         self._store: Store | None = None
         self.connection = 0
         self._listens = ""  # to whom, while the body sleeps: "", "store" or "all"
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self.spacing = 0.0  # seconds between the tokens of the last run
         self.busy = 0.0  # seconds spent in steps
         self._process = Process(agenda, self._body())
@@ -238,7 +239,7 @@ class Worker:
         work = Work.of(plan.values())
         noise = self._noise.draw()
         first = (work.seconds(self._times) + self._timing.turn) * noise
-        run = self._run = _Run(plan, self._agenda.now, first, self._times.context * work.rows * noise)
+        run = self._run = Run(plan, self._agenda.now, first, self._times.context * work.rows * noise)
         if isinstance(self.state, DecodeState) and work.rows == len(plan) and self._longest:
             left = min(self._output(name).end - chunk.end for name, chunk in plan.items())
             run.steps = int(max(1, min(self.state.alike(plan), left, self._longest / first)))
@@ -246,7 +247,7 @@ class Worker:
         self._run = None
         self._finish(run, run.steps)
 
-    def _finish(self, run: _Run, steps: int) -> None:
+    def _finish(self, run: Run, steps: int) -> None:
         self.busy += run.seconds(steps)
         self.spacing = run.seconds(steps) / steps
         plan = run.plan
@@ -320,35 +321,6 @@ class Worker:
                 self._post(router, "", message)
         if verdict.lost:
             yield OwnerLost()
-
-
-class _Run:
-    """Steps in a row; each takes `growth` longer than the one before."""
-
-    def __init__(self, plan: Plan, began: float, first: float, growth: float) -> None:
-        self.plan, self.began, self._first, self._growth = plan, began, first, growth
-        self.steps = 1
-
-    @property
-    def end(self) -> float:
-        return self.began + self.seconds(self.steps)
-
-    def seconds(self, steps: int) -> float:
-        """That the first `steps` take."""
-        return steps * self._first + self._growth * (steps * (steps - 1) // 2)
-
-    def ended(self, now: float) -> int:
-        """How many have ended by now."""
-        steps = min(self.steps, int((now - self.began) / self._first))
-        while steps and self.began + self.seconds(steps) > now:
-            steps -= 1
-        return steps
-
-    def cut(self, now: float) -> bool:
-        """End with the step that runs now. Returns whether that is sooner than it would have been."""
-        steps = min(self.steps, self.ended(now) + 1)
-        sooner, self.steps = steps < self.steps, steps
-        return sooner
 
 
 def _copied(batch: Sequence[Copy]) -> CopiedIn | CopiedOut:
