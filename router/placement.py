@@ -156,8 +156,7 @@ def _misses(ask: Ask, prices: Prices) -> Reject | None:
     able = prices.open[: prices.decoders] > NEVER
     if ask.tpot is not None and bool(prices.hopeless[able].all()):
         return Reject(f"no decode worker brings a token every {ask.tpot * 1_000:.0f} ms, even with nothing else to do")
-    soonest = prices.predict(*prices.soonest).total
-    if ask.ttft is not None and soonest > ask.ttft:
+    if ask.ttft is not None and (soonest := prices.predict(*prices.soonest).total) > ask.ttft:
         return Reject(
             f"the first token would come in {soonest:.3f} s, and {ask.ttft:.3f} s are left", soonest - ask.ttft
         )

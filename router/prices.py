@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _NUISANCE = 0.5
 """What a second by which one stream's next token comes later counts, beside a second that somebody waits for a first
 token: a prompt that a decode worker computes although a prefill worker could delays everything that decodes there."""
-_MANY = 8  # workers of either side that are paired, those that seem best
+_MANY = 16  # workers of either side that are paired, those that seem best; where there are not twice as many, all
 _LEVELS = 8.0  # decode workers are told apart by so many levels of sequences
 _TURN = 1e-6  # seconds at most by which those used last seem dearer: so equals are used in turn
 
@@ -70,6 +70,7 @@ class Prices:
         self.rows = table.rows[:d].copy()
         self.makers = self.takers = np.zeros(0, np.int64)  # prefill and decode workers that are paired
         self.pairs = np.zeros((0, 0))  # inf: can't be
+        self.moved = self.pairs  # pages that go from one node to another
         self.missing = self.latency = self.link = np.zeros(d)  # of the way to a decode worker: pages, seconds
         if self._stores and 0 < d < len(self.workers):
             self._pair(table, device, host)
@@ -92,13 +93,15 @@ class Prices:
         self.pace = step + self.queue[:d] / output  # seconds per token
         own = inf if ask.tpot is None else ask.tpot
         limit = np.minimum(table.tpot[:d], own)
-        if not np.isfinite(limit).any():
+        if limit.min(initial=inf) == inf:
             return
         self.hopeless = step - table.crowd[:d] > own
         late = self.pace - limit
-        self.wait = np.maximum(self.wait, self._recovers(table, late, output))
-        beside = np.where(table.rows[:d] > 0, self.pace + self.compute[:d] / output - table.tpot[:d], -inf)
-        self.wait_alone = np.maximum(self.wait, self._recovers(table, np.maximum(late, beside), output))
+        if late.max() > 0:
+            self.wait = np.maximum(self.wait, self._recovers(table, late, output))
+        late = np.maximum(late, self.pace + self.compute[:d] / output - table.tpot[:d])
+        if late.max() > 0:
+            self.wait_alone = np.maximum(self.wait, self._recovers(table, late, output))
 
     def _recovers(self, table: Table, late: Floats, output: float) -> Floats:
         """Seconds until each decode worker brings its tokens `late` seconds sooner: prompts that it has are computed
@@ -113,13 +116,12 @@ class Prices:
 
     def _pair(self, table: Table, device: Floats, host: Floats) -> None:
         """Price those that may be the best: of each side the best, and the best of the same nodes."""
-        d, prefix = self.decoders, self.prefix
-        able = (self.open > NEVER) & (table.stored[table.node] > 0)
-        at = table.node[:d]
-        missing = np.maximum(prefix.pages - np.maximum(device[:d], host[at]), 0.0)
-        self.missing = missing
+        d, prefix, node = self.decoders, self.prefix, self.node
+        at = node[:d]
+        able = (self.open > NEVER) & table.has_store
+        self.missing = np.maximum(prefix.pages - np.maximum(device[:d], host[at]), 0.0)
         self.latency = table.latency[at]
-        self.link = self.latency + missing * prefix.page_bytes / table.link[at]
+        self.link = self.latency + self.missing * prefix.page_bytes / table.link[at]
         making = np.where(able, self.queue + self.making + self.used, inf)
         taking = np.where(able[:d], self.wait + self.step + self.used[:d], inf)
         makers = _best(making[d:], self.open[d:] == OPEN) + d
@@ -128,27 +130,19 @@ class Prices:
             return
         if len(takers) < d or len(makers) < len(self.workers) - d:
             near = table.nearest(makers, takers, making, taking)
-            makers = np.union1d(makers, near[0])
-            takers = np.union1d(takers, near[1])
+            makers, takers = np.union1d(makers, near[0]), np.union1d(takers, near[1])
             makers, takers = makers[able[makers]], takers[able[takers]]
         self.makers, self.takers = makers, takers
-        serves = (table.node[makers][:, None] == at[takers]) | (self.serves[table.node[makers]] > 0)[:, None]
-        begins = np.maximum(self.queue[makers][:, None], self.wait[takers])
-        takes = self.making[makers][:, None] + self._transfer(makers, takers) + self.step[takers]
-        self.pairs = np.where(serves, begins + takes, inf)
-        if np.isfinite(self.pairs).any():
-            self.nuisance = np.where(self.new[:d] > 0, _NUISANCE * (table.rows[:d] + 1.0) * self.compute[:d], 0.0)
-
-    def _transfer(self, makers: Indices, takers: Indices) -> Floats:
-        """Seconds that the way to each of `takers` adds, a row for each of `makers`."""
-        made = self.making[makers][:, None]
-        adds = np.maximum(self.latency[takers], self.link[takers] - made)
-        return np.where((self.node[makers][:, None] == self.node[takers]) | (self.missing[takers] <= 0), 0.0, adds)
-
-    def moved(self) -> Floats:
-        """Pages that each of `pairs` moves between nodes."""
-        same = self.node[self.makers][:, None] == self.node[self.takers]
-        return np.where(same, 0.0, self.missing[self.takers])
+        made, from_ = self.making[makers][:, None], node[makers][:, None]
+        same = from_ == at[takers]
+        self.moved = np.where(same, 0.0, self.missing[takers])
+        self.pairs = np.maximum(self.queue[makers][:, None], self.wait[takers])
+        self.pairs += made + np.where(self.moved > 0, np.maximum(self.latency[takers], self.link[takers] - made), 0.0)
+        self.pairs += self.step[takers]
+        if self.serves[:-1].min() <= 0:
+            self.pairs[~same & (self.serves[from_] <= 0)] = inf
+        if self.pairs.min() < inf:
+            self.nuisance = _NUISANCE * (self.rows + 1.0) * self.compute[:d]
 
     # --- what to choose ----------------------------------------------------------------------------------------------
 
@@ -182,7 +176,7 @@ class Prices:
         decode = np.concatenate((takers, alone))
         none = np.zeros(len(alone))
         turn = np.concatenate((self.used[makers], none)) + self.used[decode]
-        moved = np.concatenate((self.moved()[made, taken], none))
+        moved = np.concatenate((self.moved[made, taken], none))
         tokens = np.concatenate((self.new[makers], self.new[alone]))
         crowd = np.floor(self.rows[decode] * _LEVELS / max(_LEVELS, self.rows.max()))
         single = np.concatenate((np.zeros(len(makers)), np.where(self.new[alone] > 0, 1.0, -1.0)))
@@ -213,7 +207,9 @@ class Prices:
         row = taker if maker is None else maker
         transfer, wait = 0.0, self.wait_alone[taker]
         if maker is not None:
-            transfer, wait = float(self._transfer(np.array([maker]), np.array([taker]))[0, 0]), self.wait[taker]
+            wait = self.wait[taker]
+            if self.node[maker] != self.node[taker] and self.missing[taker] > 0:
+                transfer = max(float(self.latency[taker]), float(self.link[taker] - self.making[maker]))
         return Predicted(
             queue=float(self.queue[row]),
             load=float(self.load[row]),

@@ -70,6 +70,7 @@ class Table:
         self.stores: dict[str, int] = {}  # rows of nodes, by incarnation of their store
         self.store_on: dict[str, str] = {}  # that incarnation, by node
         self.node: Indices = np.zeros(0, np.int64)  # of each worker; the last one stands for nodes without a store
+        self.has_store = np.zeros(0, np.bool_)  # whether the node of each worker has one
         self.takers_on: Sequence[Indices] = ()  # decode workers of each node
         self.makers_on: Sequence[Indices] = ()  # prefill workers
         self.used: Floats = np.zeros(0)  # when it was last chosen, as a count
@@ -146,6 +147,7 @@ class Table:
         self.store_on = {store.peer.node: store.incarnation for store in stores}
         at = [self.stores.get(self.store_on.get(w.peer.node, ""), len(stores)) for w in self.workers]
         self.node = np.array(at, np.int64)
+        self.has_store = self.node < len(stores)
         on = [np.flatnonzero(self.node == node) for node in range(len(stores) + 1)]
         self.takers_on = [rows[rows < self.decoders] for rows in on]
         self.makers_on = [rows[rows >= self.decoders] for rows in on]

@@ -1,0 +1,100 @@
+"""How long a placement takes: `python -m bench.placement [--quick]`.
+
+Clusters of 2 to 1,000 workers, half of them prefill, eight to a node, each node with a store. Of the prefixes asked
+for, a third is with nobody, a third with one worker and its store, a third with every fourth worker: a hot one. A
+decision is timed with what comes before it in a router: workers that were given something, or ended something, since
+the last one are read anew. Matching a prefix is not part of it (`bench.prefix_map`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from statistics import median
+
+from baton.config import Config
+from baton.messages import AttemptName, Hello, Load, ModelCard, Namespace, Peer
+from kvstore.prefix_map import Match
+from router.costs import PrefillCost, StepCost
+from router.peers import Members, Prompt, Work
+from router.placement import Ask, LowestTtft
+from router.plan import Plan
+from router.reach import Prefix
+from router.view import View
+
+SIZES = (2, 8, 64, 256, 1_000)
+_PAGES = 800  # of a prompt of 12,800 tokens
+_NAMESPACE = Namespace(model=b"m" * 16, numerics=1, kv_dtype="bfloat16", page_size=16, layout=1)
+
+
+class _Costs:
+    """Those of a 70B model on eight A800, about."""
+
+    def prefill(self, incarnation: str) -> PrefillCost:
+        return PrefillCost(0.02, 1.2e-4, 2e-9)
+
+    def step(self, incarnation: str) -> StepCost:
+        return StepCost(0.02, 1e-4, 3e-8)
+
+
+def measure(workers: int, decisions: int, seed: int = 0) -> list[float]:
+    """Seconds of each decision."""
+    draw = random.Random(seed)
+    members = Members(16)
+    card = ModelCard(_NAMESPACE, 5_242_880, 32_000, 131_072, 200_000)
+    for node in range(-(-workers // 8)):
+        members.join(Hello(Peer("store", f"store-{node}", f"n{node}", f"s{node}", 1), data=f"tcp://n{node}"), 0.0)
+    for index in range(workers):
+        role = "decode" if index % 2 else "prefill"
+        hello = Hello(Peer(role, f"w{index}", f"n{index // 8}", f"w{index}", 1), model=card)
+        members.join(hello, 0.0).reports(Load(prefill_rate=8_000.0), 0, 0, 0.0)
+    view, placer = View(Config(), members, _Costs()), LowestTtft()
+    running: list[tuple[float, Plan, AttemptName]] = []
+    taken: list[float] = []
+    for number in range(decisions):
+        now = number * 8.0 / workers
+        while running and running[0][0] <= now:
+            _, plan, name = running.pop(0)
+            for incarnation in filter(None, (plan.decode, plan.prefill)):
+                members.live(incarnation).drop(name)
+        tokens = _PAGES * 16 + 10
+        ask = Ask(f"r{number}", Prefix(_PAGES, 16, 5_242_880), (), _held(draw, workers), tokens, tokens + 300, tokens)
+        begin = time.perf_counter()
+        view.begin(now)
+        choice = placer.place(ask, view)
+        taken.append(time.perf_counter() - begin)
+        if isinstance(choice, Plan):
+            name = AttemptName(ask.request, 1)
+            members.live(choice.prefill or choice.decode).promise(name, Prompt((_PAGES - choice.cached) * 16), now)
+            members.live(choice.decode).give(name, Work(number, _PAGES, tokens + 150.0, taken=_PAGES, tpot=0.1))
+            running.append((now + 20.0, choice, name))
+    return taken[decisions // 10 :]
+
+
+def _held(draw: random.Random, workers: int) -> dict[str, Match]:
+    """Who has how much of a prefix."""
+    kind = draw.randrange(3)
+    having = [] if kind == 0 else [draw.randrange(workers)] if kind == 1 else range(draw.randrange(4), workers, 4)
+    held: dict[str, Match] = {}
+    for worker in having:
+        pages = draw.randrange(1, _PAGES)
+        held[f"w{worker}"] = Match(pages, {"GPU": pages})
+        held[f"s{worker // 8}"] = Match(pages, {"CPU": pages})
+    return held
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer decisions")
+    decisions = 200 if parser.parse_args().quick else 2_000
+    print("| workers | median | p99 |\n|---:|---:|---:|")
+    for workers in SIZES:
+        runs = [sorted(measure(workers, decisions, seed)) for seed in range(3)]
+        middle = median(run[len(run) // 2] for run in runs)
+        late = median(run[len(run) * 99 // 100] for run in runs)
+        print(f"| {workers:,} | {middle * 1e6:.0f} µs | {late * 1e6:.0f} µs |")
+
+
+if __name__ == "__main__":
+    main()
