@@ -85,7 +85,7 @@ def _held(draw: random.Random, workers: int) -> dict[str, Match]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer decisions")
     decisions = 200 if parser.parse_args().quick else 2_000
     print("| workers | median | p99 |\n|---:|---:|---:|")
