@@ -46,6 +46,7 @@ TABLE: Mapping[str, Entry] = {
     "requests_waiting": Entry("gauge", "Requests in the router's queue, by level of priority.", ("priority",)),
     "requests_rejected": Entry("counter", "Requests turned away before a worker had begun them.", ("reason",)),
     "tenant_tokens": Entry("counter", "Tokens of requests that ended; late tenants are other.", ("tenant", "kind")),
+    "prediction_error": Entry("gauge", "|ln(actual / predicted)| of the last predictions.", ("kind", "quantile")),
     "prompt_tokens": Entry("counter", "Prompt tokens of finished requests."),
     "generation_tokens": Entry("counter", "Tokens generated."),
     "prefix_cache_queries": Entry("counter", "Prompt tokens looked up."),

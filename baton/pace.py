@@ -93,6 +93,11 @@ class StepPace:
         return heir
 
     @property
+    def knows_anything(self) -> bool:
+        """Whether any step has been observed."""
+        return bool(self._weights.any())
+
+    @property
     def knows_prompts(self) -> bool:
         """Whether any step with prompts has been observed."""
         return self.largest > 0

@@ -18,16 +18,20 @@ from router.life import Life
 from router.outbox import Outbox
 from router.peers import Member, Members, Prompt, Work
 from router.request import Attempt, Phase, Request
+from router.scores import Scores
 
 
 class Answers:
     """The workers' side of a request's life."""
 
-    def __init__(self, config: Config, limits: ModelLimits, members: Members, life: Life, outbox: Outbox) -> None:
+    def __init__(
+        self, config: Config, limits: ModelLimits, members: Members, life: Life, scores: Scores, outbox: Outbox
+    ) -> None:
         self._config = config
         self._limits = limits
         self._members = members
         self._life = life
+        self._scores = scores
         self._out = outbox
 
     # --- what decode workers say -------------------------------------------------------------------------------------
@@ -72,7 +76,7 @@ class Answers:
         attempt.progress = now
         if attempt.phase is not Phase.RUNNING:  # a preempted sequence says it again when it resumes
             request.pages_on_device, request.pages_fetched = event.device_pages, event.fetched_pages
-            request.loaded(event.predicted_ms, event.load_ms)
+            self._loaded(request, event)
         self._run(request, attempt, now)
 
     def short(self, request: Request, attempt: Attempt, event: messages.Have, now: float) -> None:
@@ -105,6 +109,10 @@ class Answers:
         text = f"started in {took:.3f} s, predicted {attempt.plan.predicted.total:.3f} s{loads}"
         self._out.note(f"attempt {attempt.name.attempt} {text}", request.name)
 
+    def _loaded(self, request: Request, event: messages.Started | messages.Prefilled) -> None:
+        request.loaded(event.predicted_ms, event.load_ms)
+        self._scores.add("fetch", event.predicted_ms / 1_000, event.load_ms / 1_000)
+
     def delta(self, request: Request, attempt: Attempt, delta: Delta, now: float) -> None:
         """Emit what is new of it, once and in order."""
         skip = request.known - delta.position
@@ -129,11 +137,15 @@ class Answers:
             request.failures = 0
             if request.timeline.first_token is None:
                 request.timeline.first_token = now
+                self._scores.add("ttft", attempt.plan.predicted.total, now - (request.timeline.placed or now))
                 self._life.admission.began(request, now)
             self._life.counts.generated_tokens += len(new)
             self._life.admission.generated(request, len(new))
             self._out.put(Emit(request.name, new, logprobs))
         if delta.finish is not None:
+            began, rest = request.timeline.first_token, request.generated - 1
+            if began is not None and rest and request.attempts == 1:
+                self._scores.add("tpot", attempt.plan.tpot, (now - began) / rest)
             self._life.end(request, Finished(delta.finish), now)
 
     def _problem(self, request: Request, tokens: tuple[int, ...], logprobs: tuple[object, ...]) -> str:
@@ -167,7 +179,7 @@ class Answers:
         request.pages_hit += event.hit
         request.pages_shipped += event.shipped
         request.prefill_queue_ms, request.prefill_compute_ms = event.queue_ms, event.compute_ms
-        request.loaded(event.predicted_ms, event.load_ms)
+        self._loaded(request, event)
         if attempt.prefill is not None:  # it still holds the pages, but has a slot for another prompt
             member = self._members.live(attempt.prefill)
             member.computed(attempt.name)

@@ -20,13 +20,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.messages import Role, StepSample
+from baton.messages import Load, Role, StepSample
 from baton.pace import StepPace, StepSeconds, pairs
 from kvstore.cost import DEFAULT_PREFILL_RATE
 from router.scores import Scores
-
-_UNKNOWN = StepSeconds(fixed=0.01, token=1 / DEFAULT_PREFILL_RATE, pair=0.0, row=1e-4, context=1e-7)
-"""Of a worker that has told nothing, while nobody of its role has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +72,25 @@ class Costs:
 
     def join(self, incarnation: str, role: Role, calibration: Sequence[StepSample]) -> None:
         """A worker is live from now on."""
-        elders = [worker.pace for worker in self._workers.values() if worker.role == role]
-        pace = StepPace.heir(elders) if elders else StepPace(_UNKNOWN)
+        alike = [worker.pace for worker in self._workers.values() if worker.role == role]
+        elders = [pace for pace in alike if pace.knows_anything]
+        pace = StepPace.heir(elders) if elders else StepPace(_rated(DEFAULT_PREFILL_RATE))
         pace.calibrate(calibration)
         self._workers[incarnation] = _Worker(role, pace)
 
-    def observe(self, incarnation: str, step: int, last: Sequence[StepSample]) -> None:
-        """A heartbeat: the worker has run so many steps, the `last` of which are told. Those known are skipped."""
+    def observe(self, incarnation: str, step: int, load: Load) -> None:
+        """A heartbeat: the worker has run so many steps, of which it tells the last. Those known are skipped. Until
+        there are any, it is as fast as it says."""
         worker = self._workers[incarnation]
-        new = last[-(step - worker.step) :] if step > worker.step else ()
+        new = load.steps[-(step - worker.step) :] if step > worker.step else ()
         worker.step = max(worker.step, step)
-        if not new:
-            return
-        for sample in new:
-            predicted = worker.pace.cost.of(sample.tokens, sample.pairs, sample.rows, sample.context)
-            self._scores.add("prefill" if sample.tokens else "step", predicted, sample.seconds)
-        worker.pace.observe(*new)
+        if new:
+            for sample in new:
+                predicted = worker.pace.cost.of(sample.tokens, sample.pairs, sample.rows, sample.context)
+                self._scores.add("prefill" if sample.tokens else "step", predicted, sample.seconds)
+            worker.pace.observe(*new)
+        elif load.prefill_rate and not worker.pace.knows_anything:
+            worker.pace = StepPace(_rated(load.prefill_rate))
 
     def forget(self, incarnation: str) -> None:
         """A worker has gone."""
@@ -105,3 +105,8 @@ class Costs:
         """Of a live worker."""
         cost = self._workers[incarnation].pace.cost
         return StepCost(cost.fixed, cost.row, cost.context)
+
+
+def _rated(rate: float) -> StepSeconds:
+    """Of a worker of which nothing is known but the prompt tokens that it computes per second."""
+    return StepSeconds(token=1 / rate)

@@ -23,6 +23,7 @@ from baton.messages import AttemptName, Cancel, Decode
 from kvstore.keys import namespace_root
 from router.admission import Admission, ModelLimits, check_tokens, settle_length
 from router.candidates import takes_work
+from router.costs import Costs
 from router.events import WARM, Cancelled, End, Failed, Finished, Outcome, Submit
 from router.explain import Explanations, Weighed
 from router.outbox import Outbox
@@ -59,12 +60,13 @@ class Life:
         limits: ModelLimits,
         members: Members,
         prefixes: Prefixes,
+        costs: Costs,
         outbox: Outbox,
         placer: Placer,
     ) -> None:
         self._config = config
         self._placer = placer
-        self._view = View(config, members)
+        self._view = View(config, members, costs)
         self._limits = limits
         self._members = members
         self._prefixes = prefixes

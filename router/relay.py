@@ -267,6 +267,11 @@ class Relay:
                 },
                 "requests_waiting": {(str(level),): float(count) for level, count in stats.waiting.items()},
                 "requests_rejected": {(reason,): float(count) for reason, count in stats.rejected.items()},
+                "prediction_error": {
+                    (kind, quantile): error
+                    for kind, score in stats.scores.items()
+                    for quantile, error in (("0.5", score.median), ("0.9", score.p90))
+                },
                 "tenant_tokens": {labels: float(count) for labels, count in stats.tenant_tokens.items()},
                 "pins": {(phase,): float(count) for phase, count in stats.pins.items()},
                 "peers": {(role,): float(count) for role, count in stats.live.items()},

@@ -35,6 +35,7 @@ from baton.messages import (
 )
 from router.admission import ModelLimits
 from router.answers import Answers
+from router.costs import Costs
 from router.events import (
     WARM,
     AskSnapshot,
@@ -66,6 +67,7 @@ from router.pin import Phase as PinPhase
 from router.placement import LowestTtft, Placer
 from router.prefixes import Prefixes, PrefixesStats
 from router.request import Attempt, Phase, Request
+from router.scores import Kind, Score, Scores
 from router.warm import Warmer
 from router.warm_answers import WarmAnswers
 
@@ -108,6 +110,7 @@ class RouterStats:
     waiting: Mapping[int, int]  # in the queue, by level of priority
     rejected: Mapping[str, int]  # requests that no worker had begun, by reason
     tenant_tokens: Mapping[tuple[str, str], int]  # by tenant (a bounded number) and kind
+    scores: Mapping[Kind, Score]  # of predictions
 
 
 class RouterState:
@@ -120,8 +123,11 @@ class RouterState:
         self._members = Members(config.pages.page_size)
         self._prefixes = Prefixes()
         self._out = Outbox(self._members)
-        self._life = Life(config, limits, self._members, self._prefixes, self._out, placer or LowestTtft())
-        self._answers = Answers(config, limits, self._members, self._life, self._out)
+        self._scores = Scores()
+        self._costs = Costs(self._scores)
+        placer = placer or LowestTtft()
+        self._life = Life(config, limits, self._members, self._prefixes, self._costs, self._out, placer)
+        self._answers = Answers(config, limits, self._members, self._life, self._scores, self._out)
         self._warmer = Warmer(me.incarnation, config, limits, self._members, self._prefixes, self._life, self._out)
         self._warm_answers = WarmAnswers(config, self._warmer, self._out)
         self._next_beat = float("-inf")
@@ -269,6 +275,8 @@ class RouterState:
         cluster = self._config.cluster
         self._out.send(sender, Welcome(self._me, cluster.heartbeat_ms, cluster.silence_ms))
         if new:
+            if hello.model is not None:
+                self._costs.join(sender, peer.role, hello.model.steps)
             self._out.note(f"{peer.role} {peer.name} of node {peer.node} joins as {sender}, pid {peer.pid}")
             if hello.events:
                 self._out.put(Subscribe(sender, hello.events, hello.snapshots))
@@ -280,6 +288,7 @@ class RouterState:
         self._out.note(f"{member.peer.role} {member.peer.name} ({member.incarnation}) is gone: {why}", warning=True)
         self._members.leave(member, why)
         self._prefixes.forget(member.incarnation)
+        self._costs.forget(member.incarnation)
         if member.hello.events:
             self._out.put(Unsubscribe(member.incarnation))
         self._warmer.member_gone(member, now)
@@ -300,6 +309,7 @@ class RouterState:
         if member.peer.role == "store":
             self._warm_answers.listed_pins(member, beat, now)
             return
+        self._costs.observe(member.incarnation, beat.step, beat.load)
         listed = {AttemptName(held.request, held.attempt): held for held in beat.attempts}
         for name in listed:
             if name not in member.work:
@@ -473,6 +483,7 @@ class RouterState:
             waiting=life.queue.levels(),
             rejected=dict(life.admission.rejected),
             tenant_tokens=dict(life.admission.served.tokens),
+            scores=self._scores.scores(),
         )
 
     def validate(self) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from baton.messages import StepSample
+from baton.messages import Load, StepSample
 from baton.pace import StepSeconds, pairs
 from kvstore.cost import DEFAULT_PREFILL_RATE
 from router.costs import Costs, PrefillCost, StepCost
@@ -14,7 +14,8 @@ from router.scores import Scores
 
 PREFILL = PrefillCost(fixed=0.01, token=1e-4, pair=1e-8)
 MACHINE = StepSeconds(fixed=0.01, token=1e-4, pair=1e-8, row=1e-3, context=1e-6)
-STEPS = [(0, 0, 8, 4_000), (0, 0, 1, 3_000), (256, pairs(256), 0, 0), (512, pairs(512, 2_000), 4, 9_000)]
+PROMPTS = [(256, pairs(256), 0, 0), (512, pairs(512, 2_000), 4, 9_000), (16, pairs(16), 0, 0)]
+STEPS = [(0, 0, 8, 4_000), (0, 0, 1, 3_000), *PROMPTS]
 
 
 def ran(count: int, factor: float = 1.0) -> list[StepSample]:
@@ -37,9 +38,10 @@ def test_of_a_worker_that_told_nothing_something_is_known_and_steps_teach_the_re
     costs = Costs(Scores())
     costs.join("d", "decode", ())
     assert costs.prefill("d").token == pytest.approx(1 / DEFAULT_PREFILL_RATE)
-    assert costs.step("d").seconds(8, 4_000) > 0
-    for step in range(16, 161, 16):
-        costs.observe("d", step, ran(16))
+    costs.observe("d", 0, Load(prefill_rate=500.0))
+    assert costs.prefill("d").token == pytest.approx(1 / 500)
+    for step in range(16, 481, 16):
+        costs.observe("d", step, Load(steps=tuple(ran(16))))
     assert costs.prefill("d").seconds(512, 2_000) == pytest.approx(PREFILL.seconds(512, 2_000), rel=0.05)
     assert costs.step("d").seconds(8, 4_000) == pytest.approx(0.022, rel=0.05)
 
@@ -59,9 +61,9 @@ def test_a_calibration_counts_before_any_work_and_others_of_the_role_before_that
 def test_heartbeats_that_repeat_steps_or_overtake_each_other_teach_them_once() -> None:
     scores = Scores()
     costs = Costs(scores)
-    costs.join("d", "decode", ())
+    costs.join("d", "decode", ran(16))
     for step, last in ((4, 4), (4, 4), (2, 2), (6, 6), (6, 6), (100, 8)):
-        costs.observe("d", step, ran(last))
+        costs.observe("d", step, Load(steps=tuple(ran(last))))
     assert sum(score.count for score in scores.scores().values()) == 4 + 2 + 8
     costs.forget("d")
     costs.forget("d")
