@@ -182,6 +182,7 @@ class Members:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._live: dict[str, Member] = {}  # by incarnation
+        self._by_role: dict[Role, dict[str, Member]] = {"router": {}, "prefill": {}, "decode": {}, "store": {}}
         self._gone: dict[str, Member] = {}  # by name, until replaced
         self._known: dict[str, _Acquaintance] = {}  # by incarnation, oldest first
         self._met = 0
@@ -202,7 +203,7 @@ class Members:
         return iter(list(self._live.values()))
 
     def of(self, role: Role) -> list[Member]:
-        return [member for member in self._live.values() if member.peer.role == role]
+        return list(self._by_role[role].values())
 
     def open(self, role: Role) -> list[Member]:
         """The live ones that may be given something."""
@@ -260,17 +261,22 @@ class Members:
     def join(self, hello: Hello, now: float) -> Member:
         """A process that has passed `check`; again for one that is live and says Hello again."""
         if (member := self._live.get(hello.peer.incarnation)) is not None:
+            if hello.peer.role != member.peer.role:
+                del self._by_role[member.peer.role][member.incarnation]
             member.hello, member.heard_at = hello, now
+            self._by_role[member.peer.role][member.incarnation] = member
             member.touch()
             return member
         self._meet(hello.peer.incarnation)
         before = self._gone.pop(hello.peer.name, None)
         member = self._live[hello.peer.incarnation] = Member(hello, now, changed=self.changed)
+        self._by_role[hello.peer.role][hello.peer.incarnation] = member
         member.draining = before is not None and before.incarnation == member.incarnation and before.draining
         return member
 
     def leave(self, member: Member, why: GoneReason) -> None:
         del self._live[member.incarnation]
+        del self._by_role[member.peer.role][member.incarnation]
         member.gone = why
         member.touch()
         if why != "replaced":
@@ -327,7 +333,9 @@ class Members:
         """Check every invariant; for tests."""
         names = [member.peer.name for member in self._live.values()]
         assert len(names) == len(set(names)), f"two live processes of one name: {names}"
+        assert sum(map(len, self._by_role.values())) == len(self._live)
         for member in self._live.values():
+            assert self._by_role[member.peer.role][member.incarnation] is member
             assert member.gone is None
             assert member.incarnation in self._known
             assert member.unanswered <= set(member.work), member.unanswered
