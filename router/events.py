@@ -38,6 +38,7 @@ class Submit:
     deadline: float | None = None  # seconds on the same clock
     ttft: float | None = None  # objective, seconds; none: that of its priority's class
     tpot: float | None = None  # the same
+    affinity: str = ""  # requests of one key go to one decode worker while it lives
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ class Intake:
     priority: int
     ttft: float | None  # objective, seconds
     tpot: float | None  # the same
+    affinity: str  # a key, or ""
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,15 @@ def steps_of(request: cluster_pb2.ProfileRequest) -> int:
 
 
 def _named(field: str, given: str) -> str:
+    return _checked(field, given) or secrets.token_hex(8)
+
+
+def _checked(field: str, given: str) -> str:
     if len(given) > _MAX_ID or not given.isprintable() or " " in given:
         raise InvalidRequest(
             f"{field} is {given[:_MAX_ID]!r}; it must have at most {_MAX_ID} printable characters without spaces"
         )
-    return given or secrets.token_hex(8)
+    return given
 
 
 def take_in(request: pb.GenerateRequest, request_id: str, model: ServedModel, draw_seed: Callable[[], int]) -> Intake:
@@ -101,6 +106,7 @@ def take_in(request: pb.GenerateRequest, request_id: str, model: ServedModel, dr
         priority=request.priority,
         ttft=_objective("ttft_ms", request),
         tpot=_objective("tpot_ms", request),
+        affinity=_checked("affinity", request.affinity),
     )
 
 

@@ -192,6 +192,7 @@ class Life:
             tenant=request.tenant,
             avoid=request.failed_on,
             local=final or request.local,
+            affinity=request.affinity,
         )
         self._view.weighed = None
         choice = self._placer.place(ask, self._view)

@@ -117,6 +117,7 @@ class Relay:
                 deadline=deadline,
                 ttft=intake.ttft,
                 tpot=intake.tpot,
+                affinity=intake.affinity,
             )
         )
         return stream

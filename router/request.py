@@ -83,6 +83,7 @@ class Request:
     timeline: Timeline
     ttft: float | None = None  # objective, seconds; none: whenever there is room
     tpot: float | None = None  # the same
+    affinity: str = ""  # requests of one key go to one decode worker while it lives
     attempt: Attempt | None = None
     give_up: float | None = None  # when the wait in the queue ends, seconds; none while somebody has accepted it
     attempts: int = 0  # started
@@ -128,6 +129,7 @@ class Request:
             timeline=Timeline(received=submit.received),
             ttft=submit.ttft,
             tpot=submit.tpot,
+            affinity=submit.affinity,
         )
 
     @property

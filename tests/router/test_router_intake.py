@@ -64,6 +64,7 @@ def ids(*tokens: int) -> pb.TokenIds:
         ({"stop": [str(i) for i in range(17)]}, InvalidRequest, "stop has 17"),
         ({"stop_token_ids": [400]}, InvalidRequest, "stop_token_ids has 400"),
         ({"ttft_ms": 0}, InvalidRequest, "ttft_ms is 0"),
+        ({"affinity": "a b"}, InvalidRequest, "affinity is 'a b'"),
         ({"tpot_ms": 0}, InvalidRequest, "tpot_ms is 0"),
         ({"request_id": "a b"}, InvalidRequest, "request_id is 'a b'"),
         ({"request_id": "x" * 81}, InvalidRequest, "request_id"),
@@ -101,13 +102,14 @@ def test_what_is_given_wins() -> None:
         request_id="mine",
         priority=-2,
         ttft_ms=2_000,
+        affinity="conversation-7",
         tpot_ms=50,
     )
     intake = taken(request, MODEL)
     assert intake.sampling == Sampling(0.0, 1.0, 0, 0.0, 7, 0)
     assert (intake.stops, intake.stop_token_ids) == (("a", "b"), (9,))
     assert (intake.max_tokens, intake.request_id, intake.priority) == (3, "mine", -2)
-    assert (intake.ttft, intake.tpot) == (2.0, 0.05)
+    assert (intake.ttft, intake.tpot, intake.affinity) == (2.0, 0.05, "conversation-7")
 
 
 @pytest.mark.parametrize("fields", [{"text": "fox"}, {"token_ids": ids(5), "stop": ["x"]}])
