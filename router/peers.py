@@ -80,6 +80,7 @@ class Member:
     room: int = 0  # free device pages: told by the last heartbeat, less what it was given since; below 0 by mistake
     strangers: int = 0  # sequences of other routers, as the last heartbeat told
     strange_context: float = 0.0  # and tokens of theirs
+    strange_prompts: int = 0  # tokens of their prompts that a prefill worker is to compute
 
     def __post_init__(self) -> None:
         self.room = self.hello.model.pool_pages if self.hello.model else 0
@@ -163,6 +164,8 @@ class Member:
         self.load = load
         if self.peer.role == "prefill":  # it tells how far each prompt is, too
             self.since = now
+            heard_of = [name for name in self.slots if (work := self.work.get(name)) and work.sequence <= heard]
+            self.strange_prompts = max(0, load.tokens_queued - sum(self.slots[name].new for name in heard_of))
         self.strangers = max(0, load.running + load.waiting - listed)
         self.strange_context = load.context * self.strangers / max(1, load.running)
         if load.pages_total:

@@ -330,6 +330,7 @@ class RouterState:
         if member.busy_since is not None and member.busy_since <= beat.heard:
             member.may_have_room()
             self._life.room = True
+        self._life.room |= member.strangers > 0  # what another router's requests gave back is told by nothing else
 
     def _listed(self, member: Member, name: AttemptName, held: AttemptHeld, now: float) -> None:
         """It has the attempt: take from that what messages should have told and perhaps did not."""

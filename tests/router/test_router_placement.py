@@ -313,6 +313,18 @@ def test_a_pool_that_is_full_is_waited_for() -> None:
     assert isinstance(cluster.choose(), Wait), "whatever we thought, it has no more"
 
 
+def test_what_other_routers_gave_a_worker_counts_when_it_is_told() -> None:
+    cluster = one_node()
+    cluster.prefiller("p1", busy=5)
+    cluster.runs(cluster.members.live("d0"), 4)
+    cluster.runs(cluster.decoder("d1"), 6)
+    assert (cluster.plan().prefill, cluster.plan().decode) == ("p0", "d0")
+    cluster.members.live("p0").reports(Load(2, 1, tokens_queued=100, prefill_rate=RATE), 0, 0, cluster.now)
+    assert cluster.plan().prefill == "p1"
+    cluster.members.live("d0").reports(Load(9, 0, context=500, prefill_rate=RATE), 0, 4, cluster.now)
+    assert cluster.plan().decode == "d1"
+
+
 def test_an_objective_that_nobody_meets_is_told_at_once() -> None:
     cluster = one_node()
     choice = cluster.choose(ttft=0.5)
