@@ -136,7 +136,9 @@ def _who(one: pb.RequestSummary | pb.ExplainedAttempt | pb.ExplainedCandidate) -
 
 def _print(console: Console, table: Table) -> None:
     """Whole, however narrow the window: what is cut off can't be copied."""
-    console.print(table, width=_WIDTH, crop=False)
+    width, console.width = console.width, _WIDTH
+    console.print(table)
+    console.width = width
 
 
 def _state(one: pb.RequestSummary) -> str:

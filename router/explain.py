@@ -159,7 +159,7 @@ def reason(account: Account, candidates: Sequence[Candidate]) -> str:
         return f"{behind} {_who(other)}, where the prompt would hold up what decodes"
     if chosen.cached > other.cached:
         return f"{behind} {_who(other)}, with {chosen.cached - other.cached} tokens less to compute"
-    return f"{behind} {_who(other)}, but less loaded, or next in turn"
+    return f"{behind} {_who(other)}; less loaded, or next in turn"
 
 
 def _who(candidate: Candidate) -> str:

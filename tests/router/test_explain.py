@@ -237,7 +237,7 @@ PAIR = candidate("a", "p", queue=1.0, compute=0.5)
             [candidate("b", "p", queue=1.5, compute=0.6)],
             "600.0 ms quicker than b with p, most of it queueing (500.0 ms less)",
         ),
-        (ALONE, [candidate("b", queue=1.5)], "as quick as b alone, but less loaded, or next in turn"),
+        (ALONE, [candidate("b", queue=1.5)], "as quick as b alone; less loaded, or next in turn"),
         (
             PAIR,
             [candidate("b", queue=1.0, compute=0.4)],
