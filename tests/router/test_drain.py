@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from baton.errors import InvalidRequest, ProcessNotFound
 from baton.messages import Accepted, Decode, Prefill
 from router.events import Drain, Finished
 from tests.router.lab import Lab
+from tests.router.model import Cluster, submit
 
 
 def test_a_draining_worker_is_given_nothing_new_and_keeps_what_it_has() -> None:
@@ -80,3 +83,42 @@ def test_a_process_that_was_silent_comes_back_draining_and_its_successor_does_no
     assert not lab.sent(Decode)
     lab.join("decode", "decode-0", incarnation="decode-0.2")
     assert lab.to(lab.decode) == "decode-0.2"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drains_at_any_time_lose_nothing_and_are_obeyed(seed: int) -> None:
+    rng = random.Random(seed)
+    cluster = Cluster()
+    cluster.random.seed(seed)
+    for node in "ab":
+        cluster.start("store", f"store-{node}", node)
+        for i in range(2):
+            cluster.start("decode", f"decode-{node}{i}", node)
+            cluster.start("prefill", f"prefill-{node}{i}", node, slots=2)
+    cluster.run(0.5)
+    workers = [process.peer.name for process in cluster.processes.values() if process.peer.role != "store"]
+    drained: dict[str, int] = {}  # with the attempts that each had left
+    for i in range(60):
+        if rng.random() < 0.5:
+            cluster.submit(submit(f"r{i}", rng.randrange(1, 60), rng.randrange(1, 40), i, received=cluster.now))
+        if rng.random() < 0.3:
+            name = rng.choice(workers)
+            undo = name in drained or sum(other.startswith("decode") for other in drained) >= 3
+            cluster.tell(Drain(name, at_once=rng.random() < 0.5, undo=undo))
+            drained.pop(name, None)
+            if not undo:
+                drained[name] = attempts(cluster)[name]
+        cluster.round(loss=0.05, lag=0.2)
+        left = attempts(cluster)
+        assert all(left[name] <= before for name, before in drained.items()), (left, drained)
+        drained = {name: left[name] for name in drained}
+    cluster.settle()
+    assert all(isinstance(end.outcome, Finished) for end in cluster.ended.values())
+    assert len(cluster.ended) == len(cluster.submitted)
+    for name in cluster.ended:
+        assert cluster.emitted[name] == cluster.expected(name)[0]
+    assert all(attempts(cluster)[name] == 0 for name in workers)
+
+
+def attempts(cluster: Cluster) -> dict[str, int]:
+    return {view.peer.name: view.attempts for view in cluster.state.processes(cluster.now)}
