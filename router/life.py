@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from math import inf
 
 from baton.config import Config
 from baton.errors import (
@@ -376,14 +377,14 @@ class Life:
     def expire(self, now: float) -> None:
         """Everything that has waited for too long: a client, a place in the queue, an attempt."""
         self.room |= self.queue.begun  # time alone may let one of them be repeated
-        for request in list(self.requests.values()):
-            attempt = request.attempt
+        progress = self._config.router.progress_ms / 1_000
+        for request in [request for request in self.requests.values() if now >= request.until(progress)]:
             if request.deadline is not None and now >= request.deadline:
                 message = f"the deadline passed after {request.generated} of {request.max_tokens} tokens"
                 self.end(request, Failed(DeadlineExpired(message)), now)
             elif request.give_up is not None and now >= request.give_up:
                 self.end(request, Failed(self._no_place(request, now)), now)
-            elif attempt is not None and now - attempt.progress >= self._config.router.progress_ms / 1_000:
+            else:
                 self.retry(request, f"no progress for {self._config.router.progress_ms} ms", now, blame=True)
 
     def shut(self, now: float) -> None:
@@ -413,7 +414,7 @@ class Life:
         for request in self.requests.values():
             attempt = request.attempt
             assert (attempt is None) == (request in self.queue), request.name
-            assert attempt is not None or request.give_up is not None, f"{request.name} waits without a limit"
+            assert request.until(self._config.router.progress_ms / 1_000) < inf, f"{request.name} waits without a limit"
             if attempt is None:
                 continue
             expected[attempt.decode].add(attempt.name)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from math import inf
 
 from baton.messages import TOKEN_BYTES, AttemptName, Sampling
 from baton.timeline import Timeline
@@ -145,6 +146,12 @@ class Request:
     def level(self) -> int:
         """Its priority within what is told apart."""
         return max(-_LEVELS, min(_LEVELS, self.priority))
+
+    def until(self, progress: float) -> float:
+        """When its present state ends at the latest, whatever anybody else does: no state waits without a limit.
+        `progress`: how many seconds an attempt may go on without any."""
+        limits = (self.deadline, self.give_up, self.attempt.progress + progress if self.attempt else None)
+        return min((limit for limit in limits if limit is not None), default=inf)
 
     def left_ms(self, now: float) -> int | None:
         """Milliseconds until its deadline."""

@@ -122,15 +122,26 @@ class Faults(RuleBasedStateMachine):
         seed=st.integers(0, 1_000),
         priority=st.integers(0, 2),
         deadline=st.none() | st.floats(0.1, 5.0),
+        ttft=st.none() | st.floats(0.05, 5.0),
+        tenant=st.sampled_from(["", "a"]),
     )
-    def come(self, count: int, prompt: int, max_tokens: int, seed: int, priority: int, deadline: float | None) -> None:
+    def come(
+        self,
+        count: int,
+        prompt: int,
+        max_tokens: int,
+        seed: int,
+        priority: int,
+        deadline: float | None,
+        ttft: float | None,
+        tenant: str,
+    ) -> None:
         cluster = self.cluster
         at = None if deadline is None else cluster.now + deadline
         for i in range(count):
             name = f"r{len(cluster.submitted)}"
-            cluster.submit(
-                submit(name, prompt + i, max_tokens, seed + i, priority=priority, deadline=at, received=cluster.now)
-            )
+            wishes: dict[str, Any] = {"priority": priority, "deadline": at, "ttft": ttft, "tenant": tenant}
+            cluster.submit(submit(name, prompt + i, max_tokens, seed + i, received=cluster.now, **wishes))
 
     @rule(index=st.integers(0, 50), stopped=st.booleans())
     def leaves_or_is_stopped(self, index: int, stopped: bool) -> None:
@@ -177,6 +188,21 @@ class Faults(RuleBasedStateMachine):
     @rule()
     def everything_ends(self) -> None:
         self.cluster.settle()
+
+    @precondition(lambda self: self.cluster.submitted)
+    @rule(beats=st.booleans())
+    def nothing_happens_any_more(self, beats: bool) -> None:
+        """No message but heartbeats, or not even those: every state there is has a limit, and so have all together."""
+        cluster, router = self.cluster, CONFIG.router
+        attempt = (router.queue_ms + router.progress_ms + CONFIG.cluster.silence_ms) / 1_000
+        limit = cluster.now + router.max_attempts * attempt + 1
+        while len(cluster.ended) < len(cluster.submitted):
+            assert cluster.now < limit, f"still alive: {set(cluster.submitted) - set(cluster.ended)}"
+            for process in list(cluster.processes.values()) if beats else ():
+                if not process.stopped and process.membership.router:
+                    cluster.beat(process)
+                    cluster.hear(process, process.heart)
+            cluster.advance(0.2)
 
     @invariant()
     def ends_are_right(self) -> None:
