@@ -71,6 +71,7 @@ def request(console: Console, found: pb.ExplainResponse) -> None:
     )
     if one.waits_because:
         console.print(f"waits: {escape(one.waits_because)}")
+    _candidates(console, found)
     if found.attempts_omitted:
         console.print(f"[dim]{found.attempts_omitted} earlier attempts are not kept[/]")
     for attempt in found.attempts:
@@ -81,8 +82,7 @@ def request(console: Console, found: pb.ExplainResponse) -> None:
 def _attempt(console: Console, attempt: pb.ExplainedAttempt) -> None:
     why = f": {escape(attempt.why)}" if attempt.why else ""
     console.print(f"[bold]attempt {attempt.number}[/] on {_who(attempt)}{why}")
-    if attempt.candidates:
-        _candidates(console, attempt)
+    _candidates(console, attempt)
     _outlook(console, attempt)
     hops = [(field.name, value) for field, value in attempt.hops.ListFields()]
     console.print(
@@ -94,16 +94,18 @@ def _attempt(console: Console, attempt: pb.ExplainedAttempt) -> None:
         console.print(f"[yellow]ended because {escape(attempt.ended_because)}[/]")
 
 
-def _candidates(console: Console, attempt: pb.ExplainedAttempt) -> None:
+def _candidates(console: Console, found: pb.ExplainedAttempt | pb.ExplainResponse) -> None:
     """Terms that are zero throughout are left out."""
-    terms = [term for term in _TERMS if any(getattr(one.cost, term) for one in attempt.candidates)]
+    if not found.candidates:
+        return
+    terms = [term for term in _TERMS if any(getattr(one.cost, term) for one in found.candidates)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("candidate")
     for column in ("cached", *(term.removesuffix("_ms").replace("_", " ") for term in terms), "total, ms"):
         table.add_column(column, justify="right")
     table.add_column("")
-    for one in attempt.candidates:
+    for one in found.candidates:
         costs = [f"{getattr(one.cost, term):.1f}" for term in (*terms, "total_ms")]
         table.add_row(
             "→" if one.chosen else "",
@@ -114,8 +116,8 @@ def _candidates(console: Console, attempt: pb.ExplainedAttempt) -> None:
             style="bold" if one.chosen else "dim" if one.infeasible else None,
         )
     _print(console, table)
-    if attempt.candidates_omitted:
-        console.print(f"[dim]and {attempt.candidates_omitted} more[/]")
+    if found.candidates_omitted:
+        console.print(f"[dim]and {found.candidates_omitted} more[/]")
 
 
 def _outlook(console: Console, attempt: pb.ExplainedAttempt) -> None:

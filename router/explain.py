@@ -111,6 +111,7 @@ class Record:
     attempts: deque[Account] = field(default_factory=lambda: deque[Account](maxlen=_ATTEMPTS))
     begun: int = 0  # attempts, also those that are not kept
     refusal: str = ""  # why placement had no worker for it when it was last tried
+    weighed: Weighed | None = None  # and what it looked at then
     outcome: Outcome | None = None
     summary: Summary | None = None
 
@@ -118,6 +119,11 @@ class Record:
     def request_id(self) -> str:
         """What the client calls it."""
         return client_name(self.name)
+
+    def candidates(self) -> tuple[list[Candidate], int]:
+        """The best of those that were weighed and not chosen, and how many more there were; none once it was placed."""
+        every = sorted(self.weighed.lay_out(), key=_merit) if self.weighed else []
+        return every[:SHOWN], len(every[SHOWN:])
 
     @property
     def running(self) -> bool:
@@ -186,7 +192,7 @@ class Explanations:
         self._most = most
         self._records: dict[str, Record] = {}  # by name, oldest first
         self._latest: dict[str, Record] = {}  # by what clients call them: they may use a name twice
-        self._weighed: deque[Account] = deque()  # those with something weighed, oldest first
+        self._weighed: deque[Account | Record] = deque()  # those with something weighed, oldest first
         self._rows = 0  # in all of them
 
     # --- what happens ------------------------------------------------------------------------------------------------
@@ -199,10 +205,11 @@ class Explanations:
         record = Record(request.name, request.tenant, request.priority, request, request.timeline)
         self._records[request.name] = self._latest[record.request_id] = record
 
-    def waits(self, request: Request, why: str) -> None:
+    def waits(self, request: Request, why: str, weighed: Weighed | None) -> None:
         """No worker is given to it for now."""
         if record := self._records.get(request.name):
             record.refusal = why
+            self._keep(record, weighed)
 
     def placed(self, request: Request, decode: str, prefill: str, cached: int, weighed: Weighed | None) -> None:
         """Its current attempt has begun. `decode` and `prefill` are names; `cached` tokens need no computing."""
@@ -211,6 +218,7 @@ class Explanations:
             return
         record.begun += 1
         record.refusal = ""
+        self._keep(record, None)
         account = Account(
             number=attempt.name.attempt,
             plan=attempt.plan,
@@ -219,15 +227,11 @@ class Explanations:
             start=attempt.start,
             cached=cached,
             line=request.timeline,
-            weighed=weighed,
+            weighed=None,
             attempt=attempt,
         )
         record.attempts.append(account)
-        if weighed is not None:
-            self._weighed.append(account)
-            self._rows += weighed.rows
-            while self._rows > _ROWS or len(self._weighed) > self._most:
-                self._unweigh(self._weighed.popleft())
+        self._keep(account, weighed)
 
     def noted(self, request: Request, text: str) -> None:
         """Something worth telling happened to the current attempt, which goes on."""
@@ -291,7 +295,13 @@ class Explanations:
         if self._latest.get(record.request_id) is record:
             del self._latest[record.request_id]
 
-    def _unweigh(self, account: Account) -> None:
-        assert account.weighed is not None
-        self._rows -= account.weighed.rows
-        account.weighed = None
+    def _keep(self, holder: Account | Record, weighed: Weighed | None) -> None:
+        """What was weighed for `holder`, instead of what it has; the oldest of all goes."""
+        if weighed is not None and holder.weighed is None:
+            self._weighed.append(holder)
+        self._rows += (weighed.rows if weighed else 0) - (holder.weighed.rows if holder.weighed else 0)
+        holder.weighed = weighed
+        while self._rows > _ROWS or len(self._weighed) > self._most:
+            oldest = self._weighed.popleft()
+            self._rows -= oldest.weighed.rows if oldest.weighed else 0
+            oldest.weighed = None

@@ -197,15 +197,15 @@ class Life:
         )
         self._view.weighed = None
         choice = self._placer.place(ask, self._view)
+        if isinstance(choice, Plan):
+            self._begin(request, ask, choice, now)
+            return True
+        self.recent.waits(request, choice.why, self._weighed())
         if isinstance(choice, Reject) and not request.begun:
             error = self.admission.unreachable(request, choice.why, choice.retry_after, now)
             self.end(request, Failed(error), now)
             return True
-        if not isinstance(choice, Plan):
-            self.recent.waits(request, choice.why)
-            return False
-        self._begin(request, ask, choice, now)
-        return True
+        return False
 
     def _begin(self, request: Request, ask: Ask, plan: Plan, now: float) -> None:
         request.attempts += 1

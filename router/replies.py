@@ -174,8 +174,11 @@ def request_summary(record: Record, now: float) -> explain_pb2.RequestSummary:
 
 
 def explained(record: Record, now: float) -> explain_pb2.ExplainResponse:
+    candidates, omitted = record.candidates()
     return explain_pb2.ExplainResponse(
         request=request_summary(record, now),
+        candidates=[_candidate(one, chosen=False) for one in candidates],
+        candidates_omitted=omitted,
         attempts=[_attempt(record, account) for account in record.attempts],
         attempts_omitted=record.begun - len(record.attempts),
     )

@@ -29,14 +29,18 @@ class ExplainRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("request", "attempts", "attempts_omitted")
+    __slots__ = ("request", "attempts", "attempts_omitted", "candidates", "candidates_omitted")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_OMITTED_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_OMITTED_FIELD_NUMBER: _ClassVar[int]
     request: RequestSummary
     attempts: _containers.RepeatedCompositeFieldContainer[ExplainedAttempt]
     attempts_omitted: int
-    def __init__(self, request: _Optional[_Union[RequestSummary, _Mapping]] = ..., attempts: _Optional[_Iterable[_Union[ExplainedAttempt, _Mapping]]] = ..., attempts_omitted: _Optional[int] = ...) -> None: ...
+    candidates: _containers.RepeatedCompositeFieldContainer[ExplainedCandidate]
+    candidates_omitted: int
+    def __init__(self, request: _Optional[_Union[RequestSummary, _Mapping]] = ..., attempts: _Optional[_Iterable[_Union[ExplainedAttempt, _Mapping]]] = ..., attempts_omitted: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[ExplainedCandidate, _Mapping]]] = ..., candidates_omitted: _Optional[int] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ("last",)

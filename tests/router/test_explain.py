@@ -10,13 +10,14 @@ import pytest
 from baton import config as settings
 from baton.errors import RequestNotFound
 from baton.messages import Accepted, Prefilled, Refused, Started
+from baton.v1 import explain_pb2
 from router import replies
 from router.events import ClientGone
 from router.explain import SHOWN, Explanations, Record, Weighed, reason
 from router.plan import Candidate, Plan, Predicted
 from router.request import Attempt, Request
 from tests.router.lab import Lab, named
-from tests.router.model import CONFIG, submit
+from tests.router.model import CONFIG, card, submit
 
 
 def explained(lab: Lab, name: str = "r") -> Record:
@@ -282,3 +283,22 @@ def test_what_placement_weighed_can_still_be_read_when_workers_have_gone() -> No
     lab.leaves(decode)
     lab.join("decode", "decode-0", incarnation="decode-0.2")
     assert account.candidates() == before
+
+
+def test_who_is_turned_away_or_waits_learns_what_was_weighed() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit("r", prompt=40, ttft=0.000_001)
+    found = replies.explained(explained(lab), lab.now)
+    assert found.request.state == explain_pb2.REQUEST_STATE_FAILED
+    assert [one.decode_worker for one in found.candidates] == ["decode-0"]
+    assert found.candidates[0].cost.total_ms > 0
+    assert not found.attempts
+    lab.submit("s")
+    lab.say(decode, Refused("s", 1, "busy", "full"))
+    lab.join("decode", "decode-1", model=card(pool_pages=1))  # never large enough
+    lab.submit("t")
+    record = explained(lab, "t")
+    assert record.waits
+    lab.beat(decode)
+    assert record.candidates() == ([], 0), "it has been placed"
