@@ -7,8 +7,10 @@
     a pair     max(queue, wait) + making + transfer + step
     alone      the same of a decode worker that computes the prompt itself: nothing begins before it has room
 
-A decode worker's time per output token is predicted as a step, and for each token its share of the prompts that are to
-be computed there: cf. Mooncake, FAST'25, where a placement must keep both objectives for the time that decoding starts.
+A prompt that a decode worker computes although a prefill worker could makes all that decode there wait, and whoever
+comes meanwhile: their seconds count like its own. A decode worker's time per output token is predicted as a step, and
+for each token its share of the prompts to be computed there; cf. Mooncake, FAST'25, where a placement must keep both
+objectives for the time that decoding starts.
 
 Pure. Arrays have a row for each worker of the `Table`, decode workers first.
 """
@@ -29,9 +31,6 @@ from router.table import FULL, NEVER, OPEN, Floats, Indices, Table
 if TYPE_CHECKING:
     from router.placement import Ask
 
-_NUISANCE = 0.5
-"""What a second by which one stream's next token comes later counts, beside a second that somebody waits for a first
-token: a prompt that a decode worker computes although a prefill worker could delays everything that decodes there."""
 _MANY = 16  # workers of either side that are paired, those that seem best; where there are not twice as many, all
 _LEVELS = 8.0  # decode workers are told apart by so many levels of sequences
 _TURN = 1e-6  # seconds at most by which those used last seem dearer: so equals are used in turn
@@ -66,7 +65,7 @@ class Prices:
         self._take(ask, table, device, output)
         self.alone = np.maximum(self.queue[:d], self.wait_alone) + self.making[:d] + self.step
         self.alone[self.open[:d] == NEVER] = inf
-        self.nuisance = np.zeros(d)  # seconds that `alone` is dearer than it takes
+        self.nuisance = np.zeros(d)  # seconds that `alone` is dearer than it takes: others wait for their tokens
         self.rows = table.rows[:d].copy()
         self.makers = self.takers = np.zeros(0, np.int64)  # prefill and decode workers that are paired
         self.pairs = np.zeros((0, 0))  # inf: can't be
@@ -142,7 +141,7 @@ class Prices:
         if self.serves[:-1].min() <= 0:
             self.pairs[~same & (self.serves[from_] <= 0)] = inf
         if self.pairs.min() < inf:
-            self.nuisance = _NUISANCE * (self.rows + 1.0) * self.compute[:d]
+            self.nuisance = (self.rows + 1.0) * self.compute[:d]
 
     # --- what to choose ----------------------------------------------------------------------------------------------
 
