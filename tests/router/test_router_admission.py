@@ -163,7 +163,7 @@ def test_what_first_tokens_are_late_by_is_learned() -> None:
     for turn in range(2_000):
         late.learn(turn % 100 / 50)  # evenly between 0 and 2 s
     assert 1.5 < late.seconds < 2.0
-    for _ in range(200):
+    for _ in range(600):
         late.learn(0.0)
     assert late.seconds < 0.5
 
