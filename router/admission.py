@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil
 
 from baton.config import RouterConfig
 from baton.errors import ContextTooLong, InvalidRequest, ObjectiveUnreachable, Overloaded, RateLimited
@@ -135,7 +135,6 @@ class Admission:
 
     def unreachable(self, request: Request, why: str, retry_after: float | None, now: float) -> ObjectiveUnreachable:
         """Placement says that no worker meets the request's objectives."""
-        self._too_late(request)
         self.rejected["objective"] += 1
         return ObjectiveUnreachable(why, _hint(self.queue.wait(request, now) if retry_after is None else retry_after))
 
@@ -144,7 +143,6 @@ class Admission:
         waited = now - request.submitted
         hint = _hint(waited)
         if request.ttft is not None and not request.begun and waited < self._config.queue_ms / 1_000:
-            self._too_late(request)
             self.rejected["objective_while_waiting"] += 1
             message = f"after {waited:.1f} s in the queue the first token can't come within {request.ttft:.1f} s"
             return ObjectiveUnreachable(message, hint)
@@ -168,11 +166,6 @@ class Admission:
         if not request.charged:
             request.charged = self._prices.prompt(request.prompt, cached)
             self._fairness.charge(request.tenant, request.charged)
-
-    def _too_late(self, request: Request) -> None:
-        """It was let in to wait, and should have heard then that it can't be served in time."""
-        if request.least is not None:
-            self._late.learn(inf)
 
     def began(self, request: Request, now: float) -> None:
         """Its first token is here."""
@@ -204,11 +197,10 @@ class Admission:
 
 
 class Late:
-    """How much later than computing alone explains the first token comes after a request has left the queue, in 19 of
-    20 cases: it shares its worker with others. Those that left it too late for their objective count as later still. A
-    quantile followed step by step (Robbins and Monro, 1951)."""
+    """How much later than computing alone explains the first token comes after a request has left the queue, in nine of
+    ten cases: it shares its worker with others. A quantile followed step by step (Robbins and Monro, 1951)."""
 
-    _SHARE, _STEP, _LEAST = 0.95, 0.1, 0.05
+    _SHARE, _STEP, _LEAST = 0.9, 0.1, 0.05
 
     def __init__(self) -> None:
         self.seconds = 0.0
