@@ -61,6 +61,12 @@ class _Worker:
     role: Role
     pace: StepPace
     step: int = 0  # the last that was learned from
+    rated: bool = False  # it has told how fast it computes prompts
+
+    @property
+    def known(self) -> bool:
+        """Whether there is any evidence of what prompts cost on it."""
+        return self.rated or self.pace.knows_prompts
 
 
 class Costs:
@@ -90,15 +96,20 @@ class Costs:
                 self._scores.add("prefill" if sample.tokens else "step", predicted, sample.seconds)
             worker.pace.observe(*new)
         elif load.prefill_rate and not worker.pace.knows_anything:
-            worker.pace = StepPace(_rated(load.prefill_rate))
+            worker.pace, worker.rated = StepPace(_rated(load.prefill_rate)), True
 
     def forget(self, incarnation: str) -> None:
         """A worker has gone."""
         self._workers.pop(incarnation, None)
 
     def prefill(self, incarnation: str) -> PrefillCost:
-        """Of a live worker."""
-        cost = self._workers[incarnation].pace.cost
+        """Of a live worker. One of which nothing is known passes for the quickest of all: or it would look slow beside
+        those that have worked, and never be given the work that tells."""
+        worker = self._workers[incarnation]
+        cost = worker.pace.cost
+        if not worker.known:
+            known = [other.pace.cost for other in self._workers.values() if other.known]
+            cost = min(known, key=lambda each: each.token, default=cost)
         return PrefillCost(cost.fixed, cost.token, cost.pair)
 
     def step(self, incarnation: str) -> StepCost:

@@ -55,7 +55,15 @@ def test_a_calibration_counts_before_any_work_and_others_of_the_role_before_that
     costs.join("fast", "decode", ran(16))
     assert costs.step("fast").seconds(8, 4_000) == pytest.approx(0.022, rel=0.1)
     costs.join("other", "prefill", ())
-    assert costs.prefill("other").token == pytest.approx(1 / DEFAULT_PREFILL_RATE)
+    assert costs.prefill("other").token == min(costs.prefill(name).token for name in ("slow", "fresh", "fast"))
+
+
+def test_a_worker_that_has_not_worked_yet_does_not_look_slow() -> None:
+    costs = Costs(Scores())
+    costs.join("p", "prefill", ())
+    costs.join("d", "decode", ())
+    costs.observe("d", 1, Load(prefill_rate=50_000.0))
+    assert costs.prefill("p") == costs.prefill("d") == PrefillCost(0.0, 1 / 50_000, 0.0)
 
 
 def test_heartbeats_that_repeat_steps_or_overtake_each_other_teach_them_once() -> None:
