@@ -44,6 +44,7 @@ class Prices:
         which wait have been promised before this one."""
         self.workers, self.prefix = table.workers, ask.prefix
         self.decoders = d = table.decoders
+        self.rows = table.rows[:d].copy()
         prefix = ask.prefix
         self.node, self.stored, self.serves = table.node, table.stored, table.serves.copy()
         self.serves[_barred(ask, table)] = 0.0
@@ -66,7 +67,6 @@ class Prices:
         self.alone = np.maximum(self.queue[:d], self.wait_alone) + self.making[:d] + self.step
         self.alone[self.open[:d] == NEVER] = inf
         self.nuisance = np.zeros(d)  # seconds that `alone` is dearer than it takes: others wait for their tokens
-        self.rows = table.rows[:d].copy()
         self.makers = self.takers = np.zeros(0, np.int64)  # prefill and decode workers that are paired
         self.pairs = np.zeros((0, 0))  # inf: can't be
         self.moved = self.pairs  # pages that go from one node to another
@@ -84,9 +84,11 @@ class Prices:
         step = table.step[:d] + table.per_context[:d] * (ask.tokens + 0.5 * output)
         self.step = step + tail * (table.token[:d] + table.pair[:d] * ask.tokens)
         lack = (ask.tokens + output) / size - device[:d] - table.room[:d]
-        ends = np.where((lack > 0) & (table.rows[:d] > 0), np.ceil(lack / table.slack[:d]), 0.0)
-        ends = np.maximum(ends, self.open[:d] == FULL)  # sequences that must end first
-        self.wait = ends * table.turnover[:d]
+        full = self.open[:d] == FULL
+        self.wait = np.zeros(d)
+        if full.any() or lack.max(initial=0.0) > 0:
+            ends = np.where((lack > 0) & (self.rows > 0), np.ceil(lack / table.slack[:d]), 0.0)
+            self.wait = np.maximum(ends, full) * table.turnover[:d]  # so many sequences must end first
         self.wait_alone = self.wait
         self.hopeless = np.zeros(d, np.bool_)  # slower than its objective even alone
         self.pace = step + self.queue[:d] / output  # seconds per token
@@ -94,7 +96,8 @@ class Prices:
         limit = np.minimum(table.tpot[:d], own)
         if limit.min(initial=inf) == inf:
             return
-        self.hopeless = step - table.crowd[:d] > own
+        if ask.tpot is not None:
+            self.hopeless = step - table.crowd[:d] > own
         late = self.pace - limit
         if late.max() > 0:
             self.wait = np.maximum(self.wait, self._recovers(table, late, output))

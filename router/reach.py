@@ -114,17 +114,20 @@ def reach_of_all(
     second = np.partition(has, -2)[-2] if len(has) > 1 else 0.0
     far[longest] = min(float(second), prefix.pages)
     far[table.stored <= 0] = 0.0
-    from_disk = np.maximum((host + disk)[at] - begin, 0.0)
-    from_far = np.maximum(far[at] - begin - from_disk, 0.0)
     page, size = prefix.page_size / table.rate, prefix.page_bytes
     spared = np.maximum(device - begin, 0.0)  # pages that need no computing, whether or not they are loaded
-    near = (from_disk > 0) * table.disk_latency[at] + from_disk * size / table.disk_rate[at]
+    from_disk = near = saved_near = np.zeros(len(device))
+    if disk.any():
+        from_disk = np.maximum((host + disk)[at] - begin, 0.0)
+        near = (from_disk > 0) * table.disk_latency[at] + from_disk * size / table.disk_rate[at]
+        saved_near = np.maximum(np.maximum(from_disk - spared, 0.0) * page - near, 0.0)
+    ends = begin + from_disk
+    from_far = np.maximum(far[at] - ends, 0.0)
     all_ = near + (from_far > 0) * table.latency[at] + from_far * size / table.link[at]
-    saved_near = np.maximum(from_disk - spared, 0.0) * page - near
     saved_all = np.maximum(from_disk + from_far - spared, 0.0) * page - all_
-    take_all = (from_far > 0) & (saved_all > np.maximum(saved_near, 0.0))
-    take_near = (saved_near > 0) & ~take_all
-    pages = begin + np.where(take_all, from_disk + from_far, np.where(take_near, from_disk, 0.0))
+    take_all = (from_far > 0) & (saved_all > saved_near)
+    take_near = saved_near > 0
+    pages = np.where(take_all, ends + from_far, np.where(take_near, ends, begin))
     return np.maximum(device, pages), np.where(take_all, all_, np.where(take_near, near, 0.0))
 
 
