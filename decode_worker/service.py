@@ -21,7 +21,11 @@ def run(config: Config, name: str, node: str, router: str, stop: threading.Event
     this node's address. Raises ModelError, NotEnoughMemory or StartupError when it can't start."""
     with Worker(config, "decode", name, node, router, ToDecode, host) as worker:
         state = DecodeState(
-            config.decode, config.pages.page_size, worker.num_pages, event_tokens=config.store.event_tokens
+            config.decode,
+            config.pages.page_size,
+            worker.num_pages,
+            event_tokens=config.store.event_tokens,
+            calibration=worker.calibration,
         )
         log.info("decode worker %s serves with %d pages", worker.peer.incarnation, worker.num_pages)
         while not stop.is_set():

@@ -33,6 +33,7 @@ from baton.metrics import Metrics, Sample
 from baton.trace import new_mark, trace_path
 from baton.wire import Heart, Link, Poller, refused
 from engine import files
+from engine.calibrate import calibrate
 from engine.config import ModelConfig
 from engine.engine import Engine, layout_of
 from engine.steps import Plan, StepDone, StepFailed
@@ -85,6 +86,11 @@ class Worker:
         namespace = _namespace(self.engine, config.pages.page_size)
         layout = self.engine.layout
         self.num_pages = len(self.engine.pool)
+        self.calibration = calibrate(
+            *(self.engine.step, self.clock.now, config.pages.page_size, self.num_pages),
+            self.engine.config.max_positions,
+            decodes=role == "decode",
+        )
         self._page_size = config.pages.page_size
         self._verify = config.store.verify_pages
         self._model = config.model.served_name
@@ -98,6 +104,7 @@ class Worker:
             self.engine.config.vocab_size,
             self.engine.config.max_positions,
             self.num_pages,
+            self.calibration,
         )
         hello = Hello(
             self.peer,

@@ -21,7 +21,11 @@ def run(config: Config, name: str, node: str, router: str, stop: threading.Event
     this node's address. Raises ModelError, NotEnoughMemory or StartupError when it can't start."""
     with Worker(config, "prefill", name, node, router, ToPrefill, host) as worker:
         state = PrefillState(
-            config.prefill, config.pages.page_size, worker.num_pages, event_tokens=config.store.event_tokens
+            config.prefill,
+            config.pages.page_size,
+            worker.num_pages,
+            event_tokens=config.store.event_tokens,
+            calibration=worker.calibration,
         )
         log.info("prefill worker %s serves with %d pages", worker.peer.incarnation, worker.num_pages)
         while not stop.is_set():

@@ -1,0 +1,58 @@
+"""The steps that tell how fast a worker is before it has served anybody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from baton.pace import StepPace, StepSeconds
+from engine import calibrate
+from engine.batch import Chunk
+from engine.engine import Engine
+from engine.pace import sample_of
+
+MACHINE = StepSeconds(fixed=0.001, token=2e-5, pair=2e-9, row=5e-5, context=1e-7)
+PAGE = 16
+
+
+class Clocked:
+    """An engine that takes as long as the machine above, times `slower`, and twice that when a size is new to it."""
+
+    def __init__(self, slower: float = 1.0) -> None:
+        self.now = 0.0
+        self._slower = slower
+        self._last: Sequence[Chunk] = ()
+
+    def step(self, chunks: Sequence[Chunk]) -> None:
+        size = sample_of(chunks, 0.0)
+        seconds = self._slower * MACHINE.of(size.tokens, size.pairs, size.rows, size.context)
+        self.now += seconds if chunks is self._last else 2 * seconds
+        self._last = chunks
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_what_it_tells_is_enough_to_predict_steps(decodes: bool) -> None:
+    clocked, pace = Clocked(), StepPace()
+    pace.calibrate(calibrate.calibrate(clocked.step, lambda: clocked.now, PAGE, 10_000, 8_192, decodes=decodes))
+    assert pace.seconds(200, 200 * 900) == pytest.approx(MACHINE.of(200, 200 * 900), rel=0.05)
+    if decodes:
+        assert pace.seconds(rows=20, context=6_000) == pytest.approx(MACHINE.of(rows=20, context=6_000), rel=0.05)
+
+
+def test_sizes_that_do_not_fit_are_left_out_and_a_slow_machine_gets_no_further_than_its_time() -> None:
+    clocked = Clocked()
+    small = calibrate.calibrate(clocked.step, lambda: clocked.now, PAGE, 32, 300, decodes=True)
+    assert {(sample.rows, sample.tokens) for sample in small} == {(1, 0), (8, 0), (0, 16), (0, 64), (0, 128), (0, 256)}
+    clocked = Clocked(slower=50.0)
+    assert len(calibrate.calibrate(clocked.step, lambda: clocked.now, PAGE, 10_000, 8_192, decodes=True)) == 2
+
+
+def test_an_engine_runs_them(engine: Callable[..., Engine]) -> None:
+    for head in (True, False):
+        loaded = engine("llama", head=head)
+        pages, context = len(loaded.pool), loaded.config.max_positions
+        found = calibrate.calibrate(loaded.step, time.perf_counter, PAGE, pages, context, decodes=head)
+        assert {sample.rows > 0 for sample in found} == {head, False}
+        assert all(sample.seconds > 0 for sample in found)
