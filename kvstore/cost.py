@@ -78,20 +78,6 @@ class SpeedMeter:
         self.speed = TierSpeed(old.tier, latency, rate, measured=True)
 
 
-class RateMeter:
-    """Measures how many tokens a worker computes per second: an exponential average over its steps."""
-
-    def __init__(self) -> None:
-        self.rate = 0.0  # tokens per second; 0 until the first step
-
-    def computed(self, tokens: int, seconds: float) -> None:
-        """A step computed `tokens` of prompts in `seconds`."""
-        if tokens <= 0 or seconds <= 0:
-            return
-        rate = tokens / seconds
-        self.rate = rate if not self.rate else self.rate + _WEIGHT * (rate - self.rate)
-
-
 class Loading:
     """One load that was chosen, until it has ended: what it was to take, and what it took."""
 

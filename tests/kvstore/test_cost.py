@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.messages import TierRun, TierSpeed
-from kvstore.cost import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, Loading, RateMeter, SpeedMeter, choose, load_seconds
+from kvstore.cost import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, Loading, SpeedMeter, choose, load_seconds
 
 PAGE_BYTES, PAGE_SIZE, RATE = 1_000_000, 16, 1_600.0  # a page is computed in 10 ms
 QUICK = TierSpeed("disk", 0.001, 1e9, measured=True)  # a page in 1 ms
@@ -63,19 +63,6 @@ def test_a_load_that_takes_no_time_at_all_is_measured_too() -> None:
     assert meter.speed.bytes_per_second > 0
 
 
-def test_steps_without_time_or_tokens_tell_no_rate() -> None:
-    meter = RateMeter()
-    meter.computed(100, 0.0)
-    meter.computed(0, 1.0)
-    assert meter.rate == 0.0
-    meter.computed(100, 1.0)
-    meter.computed(200, 1.0)
-    assert meter.rate == pytest.approx(120)
-
-
-@pytest.mark.parametrize(
-    ("pages", "seconds", "regret"), [(10, 0.02, 0.0), (10, 0.3, 0.2), (5, 0.3, 0.25), (0, 0.3, 0.3)]
-)
 def test_regret_is_the_time_that_computing_would_have_saved(pages: int, seconds: float, regret: float) -> None:
     runs = [TierRun(QUICK, 10)]
     loading = Loading(choose(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, began=5.0)
