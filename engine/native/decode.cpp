@@ -194,7 +194,6 @@ class Step {
   Step(const DecodeModel& model, const DecodeStep& step, int64_t most_rows, Pool* pool, int threads, char* memory)
       : m(model), s(step), pool_(pool), threads_(threads), group_(model.heads / model.kv_heads) {
     padded_head_ = round_up(m.head_dim, 32);
-    
     qkv_size_ = round_up((m.heads + 2 * m.kv_heads) * m.head_dim, kTile);
     Carver carve(memory);
     x_ = carve.take<float>(most_rows * m.hidden);
@@ -582,7 +581,7 @@ class Step {
   template <bool Whole>
   __m512 dots(const T* query, const T* keys, int64_t n, Ahead& ahead) const {
     constexpr int64_t lanes = 64 / sizeof(T);
-    const int64_t lines = (kLanes + group_ - 1) / group_;
+    const int64_t lines = (kLanes + group_ - 1) / group_;  // which is all of a piece, spread over the group's queries
     __m512 sum[kLanes];
 #pragma GCC unroll 16
     for (int k = 0; k < kLanes; ++k) sum[k] = _mm512_setzero_ps();
@@ -675,7 +674,7 @@ class Step {
         sum[g][1] = load16(output + g * padded_head_ + i + kLanes);
       }
       for (int64_t k = 0; k < n; ++k) {
-        ahead.ask(sizeof(T) / 2);
+        ahead.ask(32 * sizeof(T) / 64);  // as many lines as are read
         __m512 first, second;
         load_halves(values + k * m.head_dim + i, left, first, second);
 #pragma GCC unroll 4
