@@ -63,6 +63,9 @@ def test_a_load_that_takes_no_time_at_all_is_measured_too() -> None:
     assert meter.speed.bytes_per_second > 0
 
 
+@pytest.mark.parametrize(
+    ("pages", "seconds", "regret"), [(10, 0.02, 0.0), (10, 0.3, 0.2), (5, 0.3, 0.25), (0, 0.3, 0.3)]
+)
 def test_regret_is_the_time_that_computing_would_have_saved(pages: int, seconds: float, regret: float) -> None:
     runs = [TierRun(QUICK, 10)]
     loading = Loading(choose(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, began=5.0)
