@@ -130,6 +130,7 @@ class RouterConfig(_Section, frozen=True):
     output_weight: Annotated[float, Meta(ge=0)] = 2.0  # of a generated token
     retry_share: Annotated[float, Meta(ge=0)] = 0.2  # failed attempts repeated at once, per first attempt
     retries_per_s: Annotated[float, Meta(gt=0)] = 10.0  # and besides; others wait in the queue
+    split: Literal["auto", "always"] = "auto"  # prefill workers get a prompt where that is sooner, or whenever one can
     explain_requests: Natural = 1_000  # the last so many can be explained; 0: none
 
 

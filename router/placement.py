@@ -113,6 +113,8 @@ class LowestTtft:
             return Wait("no decode worker is live")
         if ask.affinity:
             prices.keep_only(_home(ask.affinity, prices))
+        if view.config.router.split == "always":
+            prices.keep_split()
         best = prices.lowest
         if best == inf:
             return Wait("no live decode worker could hold it")

@@ -193,6 +193,11 @@ class Prices:
         else:
             self.pairs[:] = inf
 
+    def keep_split(self) -> None:
+        """Nobody decodes where a prompt is computed that a prefill worker can compute."""
+        if self.pairs.min(initial=inf) < inf:
+            self.alone[self.new[: self.decoders] > 0] = inf
+
     # --- one way -----------------------------------------------------------------------------------------------------
 
     def joined(self, maker: int, taker: int) -> bool:
@@ -244,7 +249,7 @@ class Prices:
         if wait > 0:
             why = why or f"{names[1]} has no room, or would miss an objective"
         if not possible:
-            why = why or "no store joins them, or another worker was asked for"
+            why = why or "no store joins them, another worker was asked for, or router.split is always"
         cached = int(self.cached[row]) * self.prefix.page_size
         return Candidate(names[1], "" if maker is None else names[0], cached, self.predict(maker, taker), why)
 

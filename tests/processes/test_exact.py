@@ -19,7 +19,7 @@ from tests.processes import workload
 from tests.processes.seen import metric, nothing_held
 from tests.processes.test_failures import at_rest, eventually
 
-SHAPES = {"1P+1D": (1, 1), "2P+2D": (2, 2), "colocated": (0, 1)}
+SHAPES = {"1P+1D": (1, 1, "always"), "2P+2D": (2, 2, "auto"), "colocated": (0, 1, "auto")}
 PROMPTS = workload.prompts()
 
 
@@ -38,10 +38,11 @@ def test_64_requests_at_once_get_the_reference_tokens(
     tmp_path: Path,
 ) -> None:
     path = checkpoint(f"wide-{family}")
-    with LocalCluster(workload.settings(path, *SHAPES[shape]), tmp_path) as cluster:
+    prefill, decode, split = SHAPES[shape]
+    with LocalCluster(workload.settings(path, prefill, decode, **{"router.split": split}), tmp_path) as cluster:
         answers = workload.ask_all(cluster.address, PROMPTS)
         workload.compare(path, PROMPTS, answers, expected(family))
-        if shape != "colocated":
+        if split == "always":
             assert any(answer.finished.work.prefill_worker for answer in answers)
             assert any(answer.finished.work.pages_fetched for answer in answers)
         # Again, now that everything is cached somewhere.

@@ -47,6 +47,7 @@ def settings(path: Path, prefill: int = 1, decode: int = 1, **more: object) -> c
             "router.grpc_port": 0,
             "router.internal_port": 0,
             "router.http_port": 0,
+            "router.split": "always",  # models this small are not worth it, and this is what is to be tested
             "store.arena_bytes": "128MiB",
             "prefill.pool_bytes": "64MiB",
             "decode.pool_bytes": "128MiB",

@@ -10,6 +10,7 @@ from math import inf
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given, settings
 
@@ -273,6 +274,19 @@ def test_a_decode_worker_computes_what_would_wait_longer_elsewhere() -> None:
     assert cluster.plan() == Plan("d0")
     cluster.runs(cluster.members.live("d0"), 10)
     assert cluster.plan().prefill is not None, "ten streams would wait for it"
+
+
+def test_an_operator_may_want_every_prompt_split() -> None:
+    cluster = one_node()
+    cluster.prefiller("p1", busy=20)
+    cluster.members.live("p0").promise(AttemptName("busy", 1), Prompt(200), cluster.now)
+    assert cluster.plan().prefill is None
+    cluster.view.config = msgspec.structs.replace(CONFIG, router=configuration.RouterConfig(split="always"))
+    assert cluster.plan().prefill is not None
+    assert cluster.plan(local=True).prefill is None, "a last attempt"
+    assert cluster.plan(avoid=["p0", "p1"]).prefill is None, "there is nobody else"
+    cluster.held["d0"] = Match(PREFIX.pages, {"GPU": PREFIX.pages})
+    assert cluster.plan().prefill is None, "nothing is missing"
 
 
 # --- objectives ---
