@@ -28,10 +28,10 @@ def some(count: int, lengths: range, seed: int) -> list[list[int]]:
 def test_every_token_is_right_however_often_sequences_are_preempted(
     prefill: int, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """First come short outputs, of which the worker learns to expect more of the kind. Then come long ones, in three
-    classes of priority: it admits too many of them, and the urgent ones displace others besides."""
+    """First come short outputs, of which router and worker learn to expect more of the kind. Then come long ones, in
+    three classes of priority: too many of them are admitted, and the urgent ones displace others besides."""
     path = checkpoint("wide-llama")
-    short = some(24, range(4, 12), seed=1)
+    short = some(200, range(4, 12), seed=1)
     long = some(18, range(40, 160), seed=2)
     first = workload.references(path, short, 1)
     with LocalCluster(workload.settings(path, prefill, 1, **{"decode.pool_bytes": POOL}), tmp_path) as cluster:
