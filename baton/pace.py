@@ -7,9 +7,9 @@ A *row* is a sequence that gets one token. A *pair* is a prompt token and a posi
 included, which is what makes the end of a long prompt slower than its beginning. No coefficient is ever negative.
 
 The estimate has the least sum of relative errors over the last steps, newer ones weighing more; small errors squared,
-larger ones absolute (Huber, Robust Estimation of a Location Parameter, 1964). So small steps count as much as large
-ones, and that a process stood still once in a while moves nothing. It is found by reweighted least squares, one round
-with each step.
+larger ones absolute (Huber, Robust Estimation of a Location Parameter, 1964), and gross ones less and less. So small
+steps count as much as large ones, and that a process stood still once in a while moves nothing. It is found by
+reweighted least squares, one round with each step.
 
 What the last steps say nothing about stays as it was. Those with prompts and those without are remembered apart, so
 that a thousand steps of one kind don't wear away what the other kind costs; and each estimate is the nearest to the one
@@ -40,6 +40,7 @@ _REMEMBERED = 64  # steps of each kind
 _KEEP = 0.98  # weight of a step beside the next one of its kind
 _NEAR = 0.02  # how much the last estimate counts beside what is remembered
 _SMALL = 0.1  # relative errors up to this are squared, larger ones absolute
+_GROSS = 1.0  # the larger an error beyond this, the less it moves
 _FAR = 1.5  # times what was expected, or a part of it
 _BELIEVED = 4  # steps that far off in a row
 _HEIRLOOM = 4.0  # steps of each kind that others' experience counts as
@@ -167,7 +168,8 @@ class StepPace:
         amounts, seconds = self._amounts.reshape(-1, 5), self._seconds.reshape(-1)
         expected = np.clip(amounts @ cost, seconds / _WILD, seconds * _WILD)
         errors = np.abs(seconds / expected - 1)
-        weights = self._weights.reshape(-1) / np.maximum(errors, _SMALL) / expected**2
+        weights = self._weights.reshape(-1) / expected**2
+        weights /= np.maximum(errors, _SMALL) * np.maximum(errors / _GROSS, 1)
         moments = (amounts * weights[:, None]).T @ amounts
         products = (weights * seconds) @ amounts
         known = moments.diagonal() > 0

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.messages import StepSample
@@ -63,6 +63,7 @@ coefficient = st.floats(0.1, 1)
 
 @settings(max_examples=25, deadline=None)
 @given(st.tuples(*[coefficient] * 5), st.integers(-6, 3), st.floats(0, 0.1), st.integers(0, 1_000))
+@example((1.0, 0.5, 1.0, 1.0, 1.0), 0, 0.0, 28)  # many outliers among the last steps
 def test_it_finds_the_costs_of_any_machine_in_spite_of_noise_and_gross_outliers(
     drawn: tuple[float, ...], magnitude: int, noise: float, seed: int
 ) -> None:
