@@ -116,7 +116,8 @@ def _show_failover(client: Client) -> bool:
     asked = _request("Between two stations the engineer explains", _LONG_STREAM)
     undisturbed = generate.run(client, asked)
     console.print(f"undisturbed, on {_workers(undisturbed)}: {len(undisturbed.token_ids)} tokens")
-    assassin = _Assassin(client)
+    asked.request_id = "disturbed"
+    assassin = _Assassin(client, asked.request_id)
     begin = time.monotonic()
     disturbed = generate.run(client, asked, on_delta=assassin)
     if assassin.victim is None:
@@ -141,10 +142,11 @@ def _successor(made: Generated, victim: str) -> str:
 
 
 class _Assassin:
-    """Watches a stream and kills its decode worker in the middle."""
+    """Watches a request's stream and kills its decode worker in the middle."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, request_id: str) -> None:
         self._client = client
+        self._request_id = request_id
         self.seen = 0
         self.victim: cluster_pb2.Process | None = None
 
@@ -153,15 +155,9 @@ class _Assassin:
             return
         self.seen += len(delta.token_ids)
         if self.seen >= _KILL_AFTER:
-            self.victim = self._busy()
-            if self.victim is not None:
-                os.kill(self.victim.pid, signal.SIGKILL)
-
-    def _busy(self) -> cluster_pb2.Process | None:
-        """The decode worker that runs our request, the only one there is; none while no heartbeat has told yet."""
-        processes = self._client.status().processes
-        busy = [p for p in processes if p.role == cluster_pb2.ROLE_DECODE and p.load.running]
-        return busy[0] if len(busy) == 1 else None
+            worker = self._client.explain(self._request_id).request.decode_worker
+            self.victim = next(process for process in self._client.status().processes if process.name == worker)
+            os.kill(self.victim.pid, signal.SIGKILL)
 
 
 def _stream(client: Client, name: str, prompt: str, max_tokens: int) -> Generated:
