@@ -168,7 +168,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="5 rounds, instead of 15")
     parser.add_argument("--rounds", type=int, help="prompts in each of the two parts")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="where traces go, if --set has any written")
-    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="SECTION.SETTING=VALUE")
+    parser.add_argument("--set", dest="settings", action="append", metavar="SECTION.SETTING=VALUE",
+                        default=["router.split=always"])  # fmt: skip
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args(argv)
     asked.rounds = asked.rounds or (5 if asked.quick else 15)

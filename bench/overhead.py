@@ -198,7 +198,7 @@ def results(rounds: Sequence[Round], threads: int) -> list[report.Result]:
 def _start(name: str, model: Path, threads: int, stack: ExitStack) -> str:
     """Start a cluster of that shape; the address of its router."""
     report.say(f"starting {name}")
-    settings = {"model.device": "cpu", "store.arena_bytes": _POOL}
+    settings = {"model.device": "cpu", "store.arena_bytes": _POOL, "router.split": "always"}
     for role in ("prefill", "decode"):
         settings |= {f"{role}.threads": threads, f"{role}.pool_bytes": _POOL}
     prefill, decode = _SHAPES[name]
