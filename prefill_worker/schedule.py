@@ -3,8 +3,9 @@
 **Length.** A newcomer, a cancellation and pages on their way to a decode worker all wait for the end of a step, so a
 step lasts about `step` seconds while several prompts are at hand. For one alone it lasts four times that, as fewer
 steps are faster, and its pages still travel while the next ones are computed. How much that is, `baton.pace`
-learns from the steps themselves; it knows that the end of a long prompt is slower than its beginning. Where a step
-costs much however little it computes, it lasts longer, so that at most a quarter is lost.
+learns from the steps themselves; it knows that the end of a long prompt is slower than its beginning. The steps of one
+alone are made equal, since a small rest would be computed slowly. Where a step costs much however little it computes,
+it lasts longer, so that at most a quarter is lost.
 
 **Order.** The urgent go first, and what they leave goes to the others. Those who are equally urgent share the time by
 max-min fairness: each may have an equal part, and what a short prompt leaves goes to the longer ones. So short prompts
@@ -62,11 +63,20 @@ def plan_step(jobs: Collection[Job], pace: StepPace, step: float, most: int) -> 
     alone = sum(job.phase not in (Phase.SETTLING, Phase.DONE) for job in jobs) == 1
     fixed = pace.cost.fixed
     seconds = max(_ALONE * step if alone else step, _FIXED * fixed) - fixed
+    if alone:
+        seconds = _equal_steps(ready[0], pace, seconds)
     cost = _cost(pace, ready[0].page_size)
     ranks = rank(ready, [job for job in jobs if job.phase is Phase.WAITING])
     shares = share(ranks, cost, seconds if pace.largest else inf, most)
     _age(ranks, cost, shares)
     return {job.name: _chunk(job, count) for job, count in shares.items()}
+
+
+def _equal_steps(job: Job, pace: StepPace, seconds: float) -> float:
+    """What the rest of a prompt takes, divided by the number of steps that comes nearest to `seconds` each."""
+    rest = pace.cost.token * job.pending + pace.cost.pair * pairs(job.pending, job.computed)
+    steps = round(rest / seconds)
+    return rest / steps if steps > 1 else inf
 
 
 def rank(ready: Collection[Job], waiting: Collection[Job]) -> Ranks:
