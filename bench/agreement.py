@@ -26,11 +26,11 @@ from baton.config import parse_override
 from baton.errors import BatonError
 from bench import cluster, cores, load, models, report, sleeping
 from bench.figures import Outcome
-from bench.simulator import timing
-from bench.simulator.cluster import Cluster, Layout
-from bench.simulator.workloads import Arrival
 from bench.workload import Lengths, Planned, Workload, poisson
 from deploy.client import Client
+from simulator import timing
+from simulator.cluster import Cluster, Layout
+from simulator.workloads import Arrival
 
 _TOLERANCE = 0.2  # of the real median
 _PAGE_SIZE = 16

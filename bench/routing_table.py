@@ -29,11 +29,11 @@ import numpy as np
 from msgspec import Struct
 
 from baton.errors import BatonError
-from bench import mooncake, report
-from bench.simulator import timing
-from bench.simulator.cluster import Cluster, Layout
-from bench.simulator.policies import OWN, POLICIES, placer
-from bench.simulator.workloads import Wishes, trace
+from bench import report
+from simulator import mooncake, timing
+from simulator.cluster import Cluster, Layout
+from simulator.policies import OWN, POLICIES, placer
+from simulator.workloads import Wishes, trace
 
 TTFT = 30.0  # seconds
 TBTS = (0.1, 0.2, 0.3)  # seconds
@@ -246,7 +246,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--into", type=Path, default=Path("routing_cells.jsonl"), help="where finished cells are kept")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--policies", type=lambda text: text.split(","), default=list(POLICIES))
-    parser.add_argument("--model", default="a800_70b", help="of bench/simulator/models, or a file")
+    parser.add_argument("--model", default="a800_70b", help="of simulator/models, or a file")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, help="of requests, from the trace's start; for trying things out")
     parser.add_argument("--quick", action="store_true", help="six cells")

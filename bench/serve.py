@@ -20,10 +20,12 @@ from pathlib import Path
 
 from baton.config import parse_override
 from baton.errors import BatonError
-from bench import cluster, load, models, mooncake, report
+from bench import cluster, load, models, report
 from bench.figures import Figure, Objectives, Outcome, errors, figures
-from bench.workload import Lengths, Planned, Workload, poisson
+from bench.workload import Planned, Workload, from_trace, poisson
 from deploy.client import Client
+from simulator import mooncake
+from simulator.lengths import Lengths
 
 _DEFAULTS = {"model": "100m", "requests": 100, "concurrency": 4, "prompt": "256", "output": "64"}
 _QUICK = {"model": "tiny", "requests": 40, "concurrency": 4, "prompt": "uniform:32:256", "output": "32"}
@@ -68,7 +70,7 @@ def plan(asked: argparse.Namespace, vocab: int, seed: int) -> list[Planned]:
     """The requests of one run. Raises ConfigError."""
     if asked.trace is not None:
         lines = mooncake.read(asked.trace, asked.requests)
-        return list(mooncake.plan(lines, vocab, seed, asked.time_scale, asked.length_scale))
+        return list(from_trace(lines, vocab, seed, asked.time_scale, asked.length_scale))
     workload = Workload(
         Lengths.parse(asked.prompt), Lengths.parse(asked.output), vocab, asked.prefix_groups, asked.prefix_tokens,
         poisson(asked.rate, asked.requests, seed) if asked.rate else (),

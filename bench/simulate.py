@@ -26,14 +26,13 @@ from rich.console import Console
 from baton.config import parse_override
 from baton.errors import BatonError
 from baton.v1.explain_pb2 import ExplainResponse
-from bench import mooncake
-from bench.simulator import faults, policies, timing
-from bench.simulator.cluster import Cluster, Layout
-from bench.simulator.measure import Measures
-from bench.simulator.workloads import Arrival, Bursts, Random, Wishes, trace
-from bench.workload import Lengths
 from deploy import explain
 from router.replies import explained
+from simulator import faults, mooncake, policies, timing
+from simulator.cluster import Cluster, Layout
+from simulator.lengths import Lengths
+from simulator.measure import Measures
+from simulator.workloads import Arrival, Bursts, Random, Wishes, trace
 
 
 class Slowest:
@@ -176,7 +175,7 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--cluster", default="8P+8D", help="8P+8D, or 16D for a colocated one")
     add("--per-node", type=int, default=1, help="workers that share a node and its store")
-    add("--model", default="a800_70b", help="a timing model: a name from bench/simulator/models, or a file")
+    add("--model", default="a800_70b", help="a timing model: a name from simulator/models, or a file")
     add("--policy", default=policies.OWN, choices=policies.POLICIES)
     add("--page-size", type=int, default=512, help="tokens")
     add("--trace", help="a file of JSON lines in Mooncake's format")

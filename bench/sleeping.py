@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from unittest.mock import patch
 
 from baton.process import main
-from bench.simulator import timing
 from decode_worker import service as decode
 from engine.batch import Chunk, Sampled
 from engine.engine import Engine
 from prefill_worker import service as prefill
+from simulator import timing
 
 TIMING = "BATON_BENCH_TIMING"
 """The environment variable that names the timing model."""

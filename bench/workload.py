@@ -5,14 +5,13 @@ Arrivals, lengths and tokens are drawn from separate streams, so that changing o
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
-from baton.errors import ConfigError
+from simulator.lengths import Lengths
+from simulator.mooncake import BLOCK, Line
 
 _ARRIVALS, _PROMPTS, _OUTPUTS, _GROUPS, _TOKENS, _PREFIXES = range(6)  # names of the streams
 
@@ -24,43 +23,6 @@ class Planned:
     at: float  # seconds after the start of the run; 0 throughout for a closed loop
     prompt: tuple[int, ...]
     output: int  # tokens
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """A distribution of lengths, in tokens, each at least 1."""
-
-    kind: Literal["fixed", "uniform", "lognormal"]
-    first: float  # the length; the shortest; the median
-    second: float = 0.0  # nothing; the longest; sigma of the logarithm
-    most: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Lengths:
-        """`128`, `uniform:64:256` (both included), `lognormal:200:0.8` or `lognormal:200:0.8:2000` (median, sigma,
-        longest). Raises ConfigError."""
-        kind, *numbers = text.split(":")
-        try:
-            match kind, [float(number) for number in numbers]:
-                case "uniform", [low, high] if 1 <= low <= high:
-                    return cls("uniform", low, high)
-                case "lognormal", [median, sigma] if median >= 1 and sigma >= 0:
-                    return cls("lognormal", median, sigma)
-                case "lognormal", [median, sigma, most] if most >= median >= 1 and sigma >= 0:
-                    return cls("lognormal", median, sigma, int(most))
-                case _, [] if int(kind) >= 1:
-                    return cls("fixed", int(kind))
-        except ValueError:
-            pass
-        raise ConfigError(f"{text!r} is no length; write N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:LONGEST]")
-
-    def draw(self, count: int, rng: np.random.Generator) -> list[int]:
-        if self.kind == "fixed":
-            return [int(self.first)] * count
-        if self.kind == "uniform":
-            return rng.integers(int(self.first), int(self.second), count, endpoint=True).tolist()
-        drawn = np.rint(rng.lognormal(math.log(self.first), self.second, count))
-        return np.clip(drawn, 1, self.most).astype(np.int64).tolist()
 
 
 @dataclass(frozen=True)
@@ -108,6 +70,23 @@ def expand(hash_ids: Iterator[int] | Sequence[int], block: int, length: int, voc
         size = missing if index == len(ids) - 1 else min(block, missing)
         tokens += _draw(_stream(seed, _TOKENS, hash_id), size, vocab)
     return tuple(tokens)
+
+
+def from_trace(
+    lines: Iterable[Line], vocab: int, seed: int, time_scale: float, length_scale: float
+) -> Iterator[Planned]:
+    """The trace's requests with their times and lengths multiplied. A hash id stands for `length_scale` times as many
+    tokens too, so that the shared part of two prompts keeps its share."""
+    block = max(1, round(BLOCK * length_scale))
+    start: float | None = None
+    for line in lines:
+        start = line.timestamp if start is None else start
+        length = max(1, round(line.input_length * length_scale))
+        yield Planned(
+            at=(line.timestamp - start) / 1_000 * time_scale,
+            prompt=expand(line.hash_ids, block, length, vocab, seed),
+            output=max(1, round(line.output_length * length_scale)),
+        )
 
 
 def _stream(seed: int, *name: int) -> np.random.Generator:

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.mooncake import Line
 from bench.routing_table import CLUSTERS, Cell, Result, append, cells, main, missing, read, render
-from bench.simulator.policies import POLICIES
+from simulator.mooncake import Line
+from simulator.policies import POLICIES
 
 
 def _result(policy: str, goodput: tuple[float, ...], speed: float = 1.0, cluster: str = "8P+8D") -> Result:

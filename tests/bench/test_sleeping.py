@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bench import sleeping
-from bench.simulator.timing import StepTimes
 from engine.batch import Chunk, Draw, Sampled
+from simulator.timing import StepTimes
 
 
 def test_it_sleeps_and_draws(monkeypatch: pytest.MonkeyPatch) -> None:

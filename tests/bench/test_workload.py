@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigError
-from bench import mooncake
-from bench.workload import Lengths, Workload, expand, poisson
+from bench.workload import Workload, expand, from_trace, poisson
+from simulator import mooncake
+from simulator.lengths import Lengths
 
 VOCAB = 1_000
 
@@ -95,7 +96,7 @@ def test_a_trace_keeps_its_times_lengths_and_shared_parts_when_scaled(tmp_path: 
         {"timestamp": 1_000, "input_length": 1_500, "output_length": 0, "hash_ids": [1, 2, 3]},
     ]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    first, second = mooncake.plan(mooncake.read(path), VOCAB, seed=1, time_scale=0.5, length_scale=0.1)
+    first, second = from_trace(mooncake.read(path), VOCAB, seed=1, time_scale=0.5, length_scale=0.1)
     assert (first.at, second.at) == (0.0, 1.0)
     assert (len(first.prompt), len(second.prompt)) == (150, 110)
     assert (first.output, second.output) == (1, 1)

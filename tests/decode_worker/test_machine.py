@@ -1,8 +1,8 @@
 """A decode worker under any order of requests of any priority, cancellations, preemptions and pages that come or don't.
 
-Its pool is too small for what it is asked. Beside what `tests/sim/test_hand_off.py` checks, with whole clusters: who is
-preempted, who is resumed and who is admitted, in which order; that nobody is resumed only to be preempted at once; and
-that all end."""
+Its pool is too small for what it is asked. Beside what `tests/simulator/test_hand_off.py` checks, with whole clusters:
+who is preempted, who is resumed and who is admitted, in which order; that nobody is resumed only to be preempted at
+once; and that all end."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.simulated import CALL, COPY, MESSAGE, PAGE, STEP, cluster, request, serve
+from tests.simulator.simulated import CALL, COPY, MESSAGE, PAGE, STEP, cluster, request, serve
 
 
 @pytest.mark.parametrize("runs", [False, True])

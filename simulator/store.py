@@ -30,11 +30,6 @@ from baton.messages import (
     StoreHeartbeat,
     Unpin,
 )
-from bench.simulator.clock import Agenda
-from bench.simulator.disk import Disk
-from bench.simulator.feed import Feed
-from bench.simulator.network import Network
-from bench.simulator.worker import Router, RouterAddress, Worker
 from kvstore.commands import (
     Command,
     Connected,
@@ -64,6 +59,11 @@ from kvstore.tiers import (
     Served,
 )
 from kvstore.transfer import StoreUp
+from simulator.clock import Agenda
+from simulator.disk import Disk
+from simulator.feed import Feed
+from simulator.network import Network
+from simulator.worker import Router, RouterAddress, Worker
 
 _MESSAGE_BYTES = 64 * 2**20  # of pages that travel together; many small pages are one event
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.simulator.policies.rule import Prompt, Rule, Stage, Worker
 from kvstore.prefix_map import Match
 from router.candidates import stores, takes_work
 from router.costs import PrefillCost, StepCost
@@ -25,6 +24,7 @@ from router.peers import Member
 from router.peers import Prompt as PromptWork
 from router.placement import Ask, Choice, Reject, Wait, plan_for
 from router.view import View
+from simulator.policies.rule import Prompt, Rule, Stage, Worker
 
 _NOTHING = Match(0)
 _MISSED = Reject("the rule predicts that an objective would be missed")

@@ -33,11 +33,6 @@ from baton.messages import (
     Snapshot,
     WorkerRole,
 )
-from bench.simulator.clock import Agenda, Body, Process
-from bench.simulator.feed import Feed
-from bench.simulator.network import Network
-from bench.simulator.run import Run
-from bench.simulator.timing import Noise, Timing, Work
 from decode_worker.state import DecodeState
 from engine.batch import Sampled
 from engine.steps import Plan, StepDone
@@ -45,6 +40,11 @@ from kvstore.changes import page_runs
 from kvstore.events import Batch
 from kvstore.transfer import Call, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, batches
 from prefill_worker.state import PrefillState
+from simulator.clock import Agenda, Body, Process
+from simulator.feed import Feed
+from simulator.network import Network
+from simulator.run import Run
+from simulator.timing import Noise, Timing, Work
 
 _IDLE = 0.05  # seconds between two turns while somebody waits for the store, as in `engine.worker`
 _COPIES_PER_WORD = 64  # pages, as there

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from bench.simulator.policies import dynamo_kv
-from bench.simulator.policies.balance import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
-from bench.simulator.policies.cache_aware import CacheAware
-from bench.simulator.policies.dynamo_kv import DynamoKv
-from bench.simulator.policies.llm_d import LlmD
-from bench.simulator.policies.mooncake import Mooncake
-from bench.simulator.policies.rule import Prompt, Rule, Stage, Worker
 from router.costs import PrefillCost, StepCost
+from simulator.policies import dynamo_kv
+from simulator.policies.balance import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
+from simulator.policies.cache_aware import CacheAware
+from simulator.policies.dynamo_kv import DynamoKv
+from simulator.policies.llm_d import LlmD
+from simulator.policies.mooncake import Mooncake
+from simulator.policies.rule import Prompt, Rule, Stage, Worker
 
 _SEED = 7
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
-from bench.simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
+from simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
 
 
 class RandomChoice(Rule):

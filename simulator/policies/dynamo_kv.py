@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from bench.simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
+from simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
 
 _DEVICE, _HOST, _DISK = 1.0, 0.75, 0.25
 _PREFILL_LOAD_SCALE = 1.0

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.messages import ModelCard, Namespace, Peer, Role, Sampling, WorkerRole
-from bench.simulator.clock import Agenda
-from bench.simulator.disk import Disk
-from bench.simulator.measure import Measures
-from bench.simulator.network import Network
-from bench.simulator.router import Router
-from bench.simulator.store import Store
-from bench.simulator.timing import Noise, Timing, calibration
-from bench.simulator.worker import Worker
-from bench.simulator.workloads import VOCAB, Arrival
 from router.admission import ModelLimits
 from router.events import Submit
 from router.placement import Placer
+from simulator.clock import Agenda
+from simulator.disk import Disk
+from simulator.measure import Measures
+from simulator.network import Network
+from simulator.router import Router
+from simulator.store import Store
+from simulator.timing import Noise, Timing, calibration
+from simulator.worker import Worker
+from simulator.workloads import VOCAB, Arrival
 
 _BEGIN = 2.0  # seconds until the first request comes: everybody has joined by then
 _STOPS = (VOCAB - 1,)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import pytest
 
 from baton.messages import Accepted, Cancel, Decode, Prefill, Prefilled, Refused
-from bench.simulator.policies import POLICIES, placer
-from bench.simulator.policies.placer import Ruled
-from bench.simulator.policies.rule import Prompt, Rule, Stage, Worker
 from router.admission import ModelLimits
 from router.costs import PrefillCost, StepCost
 from router.events import Failed, Finished
 from router.placement import Placer
 from router.state import RouterState
+from simulator.policies import POLICIES, placer
+from simulator.policies.placer import Ruled
+from simulator.policies.rule import Prompt, Rule, Stage, Worker
 from tests.router.lab import Lab
 from tests.router.model import CONFIG, CONTEXT, PAGE, ROUTER, VOCAB
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from bench.mooncake import Line
-from bench.simulator import timing
-from bench.simulator.clock import Agenda, Body, Process
-from bench.simulator.cluster import Layout
-from bench.simulator.measure import longest_tenth
-from bench.simulator.workloads import Bursts, Random, Wishes, trace
 from bench.workload import Lengths
+from simulator import timing
+from simulator.clock import Agenda, Body, Process
+from simulator.cluster import Layout
+from simulator.measure import longest_tenth
+from simulator.mooncake import Line
+from simulator.workloads import Bursts, Random, Wishes, trace
 
 ROOT = Path(__file__).parents[2]
 

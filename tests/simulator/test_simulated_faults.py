@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bench.simulator.faults import Faults
-from bench.simulator.timing import DiskTimes
-from bench.simulator.workloads import Random, Wishes
 from bench.workload import Lengths
-from tests.sim.simulated import PAGE, cluster, request, serve, timing
+from simulator.faults import Faults
+from simulator.timing import DiskTimes
+from simulator.workloads import Random, Wishes
+from tests.simulator.simulated import PAGE, cluster, request, serve, timing
 
 LOAD = Random(4.0, Lengths("uniform", 200, 3_000), Lengths("uniform", 5, 120), groups=5, prefix=1_024)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bench.simulator.cluster import Cluster, Layout
-from bench.simulator.measure import Measures
-from bench.simulator.timing import DiskTimes, StepTimes, Timing
-from bench.simulator.workloads import Arrival
+from simulator.cluster import Cluster, Layout
+from simulator.measure import Measures
+from simulator.timing import DiskTimes, StepTimes, Timing
+from simulator.workloads import Arrival
 
 PAGE = 512
 STEP = StepTimes(fixed=0.01, token=1e-4, pair=0.0, row=0.001, context=1e-6)

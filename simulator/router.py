@@ -8,8 +8,6 @@ from typing import Any, Protocol
 from baton.clock import Tick
 from baton.config import Config
 from baton.messages import Envelope, Peer, Snapshot
-from bench.simulator.clock import Agenda
-from bench.simulator.network import Network
 from kvstore.events import Batch
 from router.admission import ModelLimits
 from router.events import (
@@ -28,6 +26,8 @@ from router.events import (
 )
 from router.placement import Placer
 from router.state import RouterState
+from simulator.clock import Agenda
+from simulator.network import Network
 
 
 class Clients(Protocol):

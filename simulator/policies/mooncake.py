@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from bench.simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
+from simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
 
 _THRESHOLD = 2.0
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from bench.simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
+from simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
 
 _PREFIX, _KV, _QUEUE = 3.0, 2.0, 2.0
 _HOST = 0.8

@@ -10,8 +10,6 @@ from operator import itemgetter
 from typing import Any, Self
 
 from baton.config import DiskConfig
-from bench.simulator.clock import Agenda
-from bench.simulator.timing import DiskTimes
 from kvstore.disk_format import RecordLayout
 from kvstore.disk_index import DiskIndex
 from kvstore.disk_orders import (
@@ -36,6 +34,8 @@ from kvstore.disk_orders import (
 )
 from kvstore.keys import START
 from kvstore.tiers import DiskOrder
+from simulator.clock import Agenda
+from simulator.timing import DiskTimes
 
 
 class Disk:

@@ -1,12 +1,11 @@
 """Loads from production traces in Mooncake's format: one JSON object a line with `timestamp` (milliseconds),
 `input_length`, `output_length` and `hash_ids`, of which each names the prompt up to and including 512 of its tokens.
 
-The traces hold no text: tokens are made from the hash ids, so that prompts share exactly the prefixes that they shared
-in production."""
+They hold no text: who needs tokens makes them from the hash ids, so that prompts share exactly the prefixes that they
+shared in production."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from baton.errors import ConfigError
-from bench.workload import Planned, expand
 
 BLOCK = 512  # tokens to a hash id
 
@@ -41,21 +39,6 @@ def read(path: Path, count: int | None = None) -> list[Line]:
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from None
     return sorted(lines, key=lambda line: line.timestamp)
-
-
-def plan(lines: Iterable[Line], vocab: int, seed: int, time_scale: float, length_scale: float) -> Iterator[Planned]:
-    """The trace's requests with their times and lengths multiplied. A hash id stands for `length_scale` times as many
-    tokens too, so that the shared part of two prompts keeps its share."""
-    block = max(1, round(BLOCK * length_scale))
-    start: float | None = None
-    for line in lines:
-        start = line.timestamp if start is None else start
-        length = max(1, round(line.input_length * length_scale))
-        yield Planned(
-            at=(line.timestamp - start) / 1_000 * time_scale,
-            prompt=expand(line.hash_ids, block, length, vocab, seed),
-            output=max(1, round(line.output_length * length_scale)),
-        )
 
 
 def _decode(text: bytes, path: Path, number: int) -> Line:

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from bench.mooncake import BLOCK, Line
-from bench.workload import Lengths
+from simulator.lengths import Lengths
+from simulator.mooncake import BLOCK, Line
 
 T = TypeVar("T")
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.simulator.clock import Agenda
-from bench.simulator.worker import Output
-from bench.simulator.workloads import Arrival
 from engine.batch import Sampled
 from router.events import Cancelled, End, Failed, Finished
+from simulator.clock import Agenda
+from simulator.worker import Output
+from simulator.workloads import Arrival
 
 _PERCENTILES = (50, 90, 95, 99)
 _COLUMNS = ("arrived", "ttft", "tpot", "tbt", "seconds", "prompt", "output", "cached", "attempts", "finished")
@@ -61,7 +61,7 @@ class Measures:
         self.arrived += 1
 
     def tokens(self, request: str, count: int, spacing: float) -> None:
-        """See `bench.simulator.router.Clients`."""
+        """See `simulator.router.Clients`."""
         live, now = self._live[request], self._agenda.now
         earliest = now - (count - 1) * spacing
         if live.first is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.simulator.timing import MODELS, read
 from router.costs import PrefillCost
+from simulator.timing import MODELS, read
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in MODELS.glob("*.yaml")))

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from bench.simulator.policies.balance import PowerOfTwo
-from bench.simulator.policies.rule import Prompt, Rule, Stage, Worker
+from simulator.policies.balance import PowerOfTwo
+from simulator.policies.rule import Prompt, Rule, Stage, Worker
 
 
 class CacheAware(Rule):

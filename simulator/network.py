@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from bench.simulator.clock import Agenda
-from bench.simulator.timing import Timing
+from simulator.clock import Agenda
+from simulator.timing import Timing
 
 
 class Network:

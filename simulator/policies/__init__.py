@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from bench.simulator.policies.balance import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
-from bench.simulator.policies.cache_aware import CacheAware
-from bench.simulator.policies.dynamo_kv import DynamoKv
-from bench.simulator.policies.llm_d import LlmD
-from bench.simulator.policies.mooncake import Mooncake
-from bench.simulator.policies.placer import Ruled
-from bench.simulator.policies.rule import Rule
 from router.costs import PrefillCost, StepCost
 from router.placement import LowestTtft, Placer
+from simulator.policies.balance import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
+from simulator.policies.cache_aware import CacheAware
+from simulator.policies.dynamo_kv import DynamoKv
+from simulator.policies.llm_d import LlmD
+from simulator.policies.mooncake import Mooncake
+from simulator.policies.placer import Ruled
+from simulator.policies.rule import Rule
 
 OWN = "baton"
 

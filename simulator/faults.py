@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.simulator.cluster import Cluster
+from simulator.cluster import Cluster
 
 
 @dataclass(frozen=True)
