@@ -23,6 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
+import bench  # noqa: F401 - first, as a script must: see there
 from baton.config import parse_override
 from baton.errors import BatonError
 from baton.v1.explain_pb2 import ExplainResponse
