@@ -1,4 +1,4 @@
-"""How long a placement takes: `python -m bench.placement [--quick]`.
+"""How long a placement takes: `bench/placement.py [--quick]`.
 
 Clusters of 2 to 1,000 workers, half of them prefill, eight to a node, each node with a store. Of the prefixes asked
 for, a third is with nobody, a third with one worker and its store, a third with every fourth worker: a hot one. A
@@ -13,6 +13,7 @@ import random
 import time
 from statistics import median
 
+import bench  # noqa: F401 - first, as a script must: see there
 from baton.config import Config
 from baton.messages import AttemptName, Hello, Load, ModelCard, Namespace, Peer
 from kvstore.prefix_map import Match
