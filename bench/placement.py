@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from statistics import median
+from dataclasses import replace
 
-import bench  # noqa: F401 - first, as a script must: see there
 from baton.config import Config
 from baton.messages import AttemptName, Hello, Load, ModelCard, Namespace, Peer
+from bench import report
 from kvstore.prefix_map import Match
 from router.costs import PrefillCost, StepCost
 from router.peers import Members, Prompt, Work
@@ -25,6 +25,7 @@ from router.reach import Prefix
 from router.view import View
 
 SIZES = (2, 8, 64, 256, 1_000)
+_GOALS = {64: 100.0, 1_000: 500.0}  # µs
 _PAGES = 800  # of a prompt of 12,800 tokens
 _NAMESPACE = Namespace(model=b"m" * 16, numerics=1, kv_dtype="bfloat16", page_size=16, layout=1)
 
@@ -89,12 +90,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer decisions")
     decisions = 200 if parser.parse_args().quick else 2_000
-    print("| workers | median | p99 |\n|---:|---:|---:|")
+    report.say(report.machine())
     for workers in SIZES:
         runs = [sorted(measure(workers, decisions, seed)) for seed in range(3)]
-        middle = median(run[len(run) // 2] for run in runs)
-        late = median(run[len(run) * 99 // 100] for run in runs)
-        print(f"| {workers:,} | {middle * 1e6:.0f} µs | {late * 1e6:.0f} µs |")
+        middle, late = ([run[len(run) * share // 100] * 1e6 for run in runs] for share in (50, 99))
+        found = report.median_of("placement", f"{workers:,} workers", "µs", middle)
+        if (goal := _GOALS.get(workers)) is not None:
+            found = report.judged(replace(found, limit=goal, ratio=found.value / goal), 1.0, "low")
+        report.emit(found)
+        report.emit(report.median_of("placement", f"{workers:,} workers, p99", "µs", late))
 
 
 if __name__ == "__main__":
