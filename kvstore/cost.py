@@ -77,6 +77,14 @@ class SpeedMeter:
             rate = old.bytes_per_second + _WEIGHT * (rate - old.bytes_per_second)
         self.speed = TierSpeed(old.tier, latency, rate, measured=True)
 
+    def at_least(self, seconds: float, size: int) -> None:
+        """`size` bytes came within `seconds`, for part of which they may have waited to be made: the tier is no slower
+        than that, and nothing is said about how much faster."""
+        old, rate = self.speed, size / seconds
+        if rate > old.bytes_per_second:
+            rate = old.bytes_per_second + _WEIGHT * (rate - old.bytes_per_second)
+            self.speed = TierSpeed(old.tier, old.latency, rate, old.measured)
+
 
 class Loading:
     """One load that was chosen, until it has ended: what it was to take, and what it took."""

@@ -32,6 +32,7 @@ STORE = "store"
 
 _WINDOW_BYTES = 32 * 2**20  # on their way from one store at once: enough to fill a fast link
 _WINDOW_PAGES = 16  # the least window
+_WATCHED = 0.02  # seconds over which the speed of a hand-off is taken; in less, what lay in buffers would count much
 _DOUBTS = 3  # times that one page may come damaged before its source is given up
 
 
@@ -83,6 +84,7 @@ class Fetch:
     doubted: int = 0  # the last beat before the last doubt
     beat: int | None = None  # the first Wanting that listed it
     first_after: float | None = None  # seconds until the first page
+    watched: tuple[float, int] | None = None  # since when, and how many pages had come by then
 
     @property
     def source(self) -> Source:
@@ -252,7 +254,17 @@ class Loads:
             if fetch.doubts[index] > _DOUBTS:
                 return self._try_next(fetch, outcome, now)
             outcome.orders.append(Ask(fetch.source, Doubt(fetch.number, index)))
+        if fetch.wait:
+            self._watch(fetch, now)
         return self._go_on(fetch, outcome, now)
+
+    def _watch(self, fetch: Fetch, now: float) -> None:
+        """What a hand-off shows of the link. Where nothing but hand-offs crosses it, nothing else is known."""
+        since, received = fetch.watched or (now, fetch.received)
+        if now - since >= _WATCHED:
+            self._meter.at_least(now - since, (fetch.received - received) * self._page_bytes)
+            since, received = now, fetch.received
+        fetch.watched = since, received
 
     def answered(self, store: str, reply: PageReply, now: float) -> Outcome:
         """Another store has said something about our fetches."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from baton.messages import Credit, Doubt, Gone, PageRequest, Serving, Source, Unwant, Want, Wanting
 from kvstore.loads import Loads, Outcome, links
 from kvstore.pages import PageTable, Reservation
@@ -125,6 +127,21 @@ def test_a_hand_off_that_no_source_has_is_gone_not_failed() -> None:
     bench.fetch("ab", NEAR, wait=True)
     outcome = bench.hear("near", Gone(1, 0))
     assert (outcome.gone, outcome.failed) == (keys("ab"), [])
+
+
+def test_a_hand_off_shows_that_a_link_is_fast_and_never_that_it_is_slow() -> None:
+    bench = Bench()
+    bench.loads._page_bytes = 10**9
+    before = bench.loads.remote_speed.speed
+    bench.fetch("abcdef", NEAR, wait=True)
+    for index, seconds in enumerate((5.0, 5.0, 0.01)):
+        bench.now += seconds  # while the prompt is computed; then a page comes from some buffer
+        bench.land(1, index)
+    assert bench.loads.remote_speed.speed == before
+    bench.now += 0.09
+    bench.land(1, 3)
+    assert bench.loads.remote_speed.speed.bytes_per_second == pytest.approx(before.bytes_per_second + 0.2 * 19e9)
+    assert not bench.loads.remote_speed.speed.measured, "the first load says more"
 
 
 def test_who_sent_more_than_came_is_asked_again() -> None:
