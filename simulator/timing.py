@@ -70,6 +70,7 @@ class Timing(Struct, frozen=True, forbid_unknown_fields=True):
     turn: _Seconds = 0.0  # of a worker's loop besides its step
     noise: Annotated[float, Meta(ge=0)] = 0.0  # sigma of the logarithm of a step's time
     disk: DiskTimes | None = None
+    gpus: Annotated[int, Meta(ge=1)] = 1  # that one worker has
     config: Mapping[str, object] = {}  # settings of `baton.config` that suit such workers
 
     @property

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from baton.errors import ConfigError
 from router.costs import PrefillCost
 from simulator.timing import MODELS, read
 
@@ -24,6 +27,7 @@ def test_every_model_configures_a_cluster(name: str) -> None:
 )
 def test_data_sheets(name: str, flops: float, memory: float, all_reduces: float, launching: float) -> None:
     timing = read(name)
+    assert timing.gpus == 8
     assert timing.token_bytes == 80 * 2 * 8 * 128 * 2
     for step in (timing.prefill, timing.decode):
         assert step.token == pytest.approx(2 * 70e9 / (0.5 * flops), rel=0.02)
@@ -39,3 +43,10 @@ def test_prompts_take_what_mooncakes_formula_says(tokens: int) -> None:
     ours = PrefillCost(step.fixed, step.token, step.pair).seconds(tokens, chunk=8_192)
     theirs = 80 * (4 * tokens**2 / 2 * 8_192 + 22 * tokens * 8_192**2) / (0.5 * 8 * 312e12)
     assert ours == pytest.approx(theirs, rel=0.2)
+
+
+def test_a_worker_without_a_gpu_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "none.yaml"
+    file.write_text((MODELS / "a800_70b.yaml").read_text().replace("gpus: 8", "gpus: 0"))
+    with pytest.raises(ConfigError, match="gpus"):
+        read(str(file))
