@@ -1,9 +1,10 @@
 """How a worker or store belongs to a router: Hello, Welcome, heartbeats both ways, silence, a router that was replaced.
+Whoever works for several has a membership of each (`baton.routers`); no router knows of the others.
 
     (unknown) ──Hello──▶ ──Welcome──▶ joined ──router silent, or another incarnation of it speaks──▶ (unknown)
 
 Pure: time comes with every call, and what to send comes back. The owner's rule (DESIGN rule 2): a router that is gone
-loses everything it held here, so both calls tell when to forget all of its work.
+loses everything it held here, so both calls tell when to forget its work; that of other routers is not concerned.
 """
 
 from __future__ import annotations
@@ -18,28 +19,31 @@ _HELLO_AGAIN = 1.0  # seconds between two Hellos that nobody answered
 
 @dataclass(frozen=True)
 class Say:
-    """A state's command: send this to our router."""
+    """A state's command: send this to the router that owns what it is about."""
 
     message: Message
+    router: str = ""  # incarnation; empty where no router has a name, as in a test of one state
 
 
 @dataclass(frozen=True)
 class OwnerLost:
-    """The router whose work we do is gone, or has been replaced: all of its work is to be forgotten."""
+    """A router whose work we do is gone, or has been replaced: what it owns is to be forgotten."""
+
+    router: str = ""  # incarnation
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a call changed. `lost`: the router that owned our work is gone; forget its work.
+    """What a call changed. `lost`: the incarnation of the router that is gone; forget its work.
     `deliver`: the message is from our router and meant for the state behind."""
 
     send: tuple[Message, ...] = ()
-    lost: bool = False
+    lost: str | None = None
     deliver: bool = False
 
 
 class Membership:
-    """Which incarnation of the router this process works for, and since when it has been silent."""
+    """Which incarnation of one router this process works for, and since when it has been silent."""
 
     def __init__(self, hello: Hello) -> None:
         self._hello = hello
@@ -55,7 +59,7 @@ class Membership:
         """Take an envelope that is addressed to this incarnation."""
         match envelope.message:
             case Welcome(router=router, heartbeat_ms=heartbeat_ms, silence_ms=silence_ms):
-                lost = self.router is not None and self.router != router.incarnation
+                lost = self.router if self.router != router.incarnation else None
                 self.router, self.heard = router.incarnation, envelope.sequence
                 self.heartbeat, self._silence = heartbeat_ms / 1_000, silence_ms / 1_000
                 self._last_heard, self.rejected = now, None
@@ -77,12 +81,12 @@ class Membership:
     def tick(self, now: float, paused: float = 0.0) -> Verdict:
         """Call every turn. `paused`: seconds by which our own loop was held up; nobody is blamed for those."""
         self._last_heard += paused
-        lost = self.router is not None and now - self._last_heard > self._silence and self._leave()
+        lost = self._leave() if now - self._last_heard > self._silence else None
         if self.router is None and now >= self._next_hello:
             self._next_hello = now + _HELLO_AGAIN
             return Verdict(send=(self._hello,), lost=lost)
         return Verdict(lost=lost)
 
-    def _leave(self) -> bool:
-        joined, self.router = self.router is not None, None
-        return joined
+    def _leave(self) -> str | None:
+        left, self.router = self.router, None
+        return left

@@ -197,7 +197,10 @@ class Load(Struct, frozen=True):
 class Heartbeat(Message, frozen=True):
     """A worker's or store's full state. `heard` is the last router sequence that this state already reflects, so the
     router never judges an attempt missing that the worker could not know of yet. `step_age_ms` grows when stuck.
-    A store lists its pins as attempts, each with the number of its pages that are still here as position."""
+    A store lists its pins as attempts, each with the number of its pages that are still here as position.
+
+    Attempts and pins are those that this router owns; `load` is of all work, and `others` what other routers' makes of
+    it: what this one has ordered it knows sooner than any heartbeat."""
 
     heard: Count
     load: Load
@@ -206,10 +209,11 @@ class Heartbeat(Message, frozen=True):
     attempts: tuple[AttemptHeld, ...] = ()
     events: Count = 0  # the sequence of its last batch of KV events,
     digest: Checksum = 0  # and the digest of all that it held then: see `kvstore.changes`
+    others: Load = Load()  # running, waiting, tokens_queued and context
 
 
 class RouterHeartbeat(Message, frozen=True):
-    """Every attempt that the router believes this worker has. What is not listed is dropped by the worker."""
+    """Every attempt of this router that it believes this worker has. What is its own and not listed is dropped."""
 
     attempts: tuple[AttemptName, ...] = ()
 

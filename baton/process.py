@@ -24,7 +24,7 @@ class Arguments:
     config: Config
     name: str
     node: str
-    router: str  # ZMQ endpoint of the router; empty for the router itself
+    routers: tuple[str, ...]  # their ZMQ endpoints; none for a router itself
     host: str = LOOPBACK  # the node's own address, on which the process binds its own sockets
 
 
@@ -37,26 +37,27 @@ def parse(program: str, argv: Sequence[str] | None, needs_router: bool) -> Argum
     parser.add_argument("--node", default="local", help="name of the machine: its processes share one store")
     parser.add_argument("--host", default=LOOPBACK, help="address at which the other nodes reach this one")
     if needs_router:
-        parser.add_argument("--router", required=True, help="ZMQ endpoint of the router, tcp://host:port")
+        text = "ZMQ endpoint of a router, tcp://host:port; may be given more than once"
+        parser.add_argument("--router", action="append", required=True, help=text)
     given = parser.parse_args(argv)
     settings = config.load(given.config)
     logs.configure(given.name, settings.cluster.logs)
     if settings.cluster.key_file:
         use_keys(Keys.read(Path(settings.cluster.key_file).expanduser()))
-    return Arguments(settings, given.name, given.node, given.router if needs_router else "", given.host)
+    return Arguments(settings, given.name, given.node, tuple(given.router) if needs_router else (), given.host)
 
 
-Run = Callable[[Config, str, str, str, threading.Event, str], None]
+Run = Callable[[Config, str, str, tuple[str, ...], threading.Event, str], None]
 
 
 def main(program: str, run: Run, argv: Sequence[str] | None = None) -> int:
-    """Run a process behind a router until SIGTERM or SIGINT; 0, or 1 with the reason on stderr."""
+    """Run a process behind its routers until SIGTERM or SIGINT; 0, or 1 with the reason on stderr."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
         given = parse(program, argv, needs_router=True)
-        run(given.config, given.name, given.node, given.router, stop, given.host)
+        run(given.config, given.name, given.node, given.routers, stop, given.host)
     except BatonError as error:
         print(f"{program}: {error}", file=sys.stderr)  # noqa: T201
         return 1

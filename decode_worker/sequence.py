@@ -10,8 +10,8 @@
         │                 │                                                                        ▼
         └── PREEMPTED ◀───┘ pages ran out                                                     (forgotten)
 
-A sequence in any state is forgotten by Cancel, by a newer attempt of its request, by a router heartbeat that doesn't
-list it, and with its router.
+A sequence in any state is forgotten by Cancel, by a newer attempt of its request, by a heartbeat of its router that
+doesn't list it, and with its router. To other routers it is load, and nothing else.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Sequence:
     priority: int
     arrival: int  # order of arrival at this worker
     page_size: int
+    owner: str = ""  # incarnation of the router that ordered it
     deadline: float | None = None
     phase: Phase = Phase.FETCHING
     pages: list[int] = field(default_factory=list[int])

@@ -7,10 +7,12 @@ touched by no step and no copy any more. The service carries out the commands, t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from baton.clock import Tick
 from baton.config import DecodeConfig
@@ -131,23 +133,25 @@ class DecodeState:
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> list[Command]:
-        """Take one event; what it changes elsewhere comes back as commands, in order."""
+    def handle(self, event: Event, now: float, router: str = "") -> list[Command]:
+        """Take one event; what it changes elsewhere comes back as commands, in order. `router`: the incarnation of the
+        router that said it, where one did; it decides about what it has ordered itself, and about nothing else."""
         match event:
             case Decode():
-                return self._decode(event, now)
+                return self._decode(event, router, now)
             case Cancel(request=request, attempt=attempt):
-                sequence = self._sequences.get(request)
-                return self._forget(sequence, cut=False) if sequence and sequence.name.attempt == attempt else []
+                sequence = self._find(AttemptName(request, attempt), router)
+                return [] if sequence is None else self._forget(sequence, cut=False)
             case Resend(request=request, attempt=attempt, position=position):
-                return self._resend(AttemptName(request, attempt), position)
+                sequence = self._find(AttemptName(request, attempt), router)
+                return [] if sequence is None else self._resend(sequence, position)
             case RouterHeartbeat(attempts=listed):
                 keep = frozenset(listed)
-                gone = [s for s in self._sequences.values() if s.name not in keep]
+                gone = [s for s in self._owned_by(router) if s.name not in keep]
                 return [command for sequence in gone for command in self._forget(sequence, cut=False)]
-            case OwnerLost():
-                everybody = list(self._sequences.values())
-                return [command for sequence in everybody for command in self._forget(sequence, cut=True)]
+            case OwnerLost(router=owner):
+                gone = list(self._owned_by(owner))
+                return [command for sequence in gone for command in self._forget(sequence, cut=True)]
             case StepDone():
                 return self._step_done(event, now)
             case StepFailed(plan=plan, message=message):
@@ -162,12 +166,23 @@ class DecodeState:
             case _:
                 return self._transfer(event, now)
 
-    def _decode(self, order: Decode, now: float) -> list[Command]:
+    def _owned_by(self, router: str) -> Iterator[Sequence]:
+        return (sequence for sequence in self._sequences.values() if sequence.owner == router)
+
+    def _find(self, name: AttemptName, router: str) -> Sequence | None:
+        """The attempt of that name, if it is this router's."""
+        sequence = self._sequences.get(name.request)
+        return sequence if sequence is not None and sequence.name == name and sequence.owner == router else None
+
+    def _decode(self, order: Decode, router: str, now: float) -> list[Command]:
         name = AttemptName(order.request, order.attempt)
         commands: list[Command] = []
         priority = max(-_LEVELS, min(order.priority, _LEVELS))
         urgency = now + priority * self._config.ageing_ms / 1_000
         if (old := self._sequences.get(order.request)) is not None:
+            if old.owner != router:
+                message = f"request {order.request!r} is another router's"
+                return [Say(Failed(*_named(name), MalformedMessage.reason, message), router)]
             if old.name.attempt >= order.attempt:
                 return []
             commands += self._forget(old, cut=True)
@@ -175,12 +190,13 @@ class DecodeState:
         try:
             tokens = unpack_tokens(order.tokens)
         except BatonError as error:
-            return [*commands, Say(Failed(*_named(name), error.reason, str(error)))]
+            return [*commands, Say(Failed(*_named(name), error.reason, str(error)), router)]
         if not order.prompt <= len(tokens) < order.prompt + order.max_tokens:
             message = f"{len(tokens)} tokens with a prompt of {order.prompt} and {order.max_tokens} to generate"
-            return [*commands, Say(Failed(*_named(name), MalformedMessage.reason, message))]
+            return [*commands, Say(Failed(*_named(name), MalformedMessage.reason, message), router)]
         sequence = Sequence(
             name=name,
+            owner=router,
             root=order.root,
             tokens=tokens,
             prompt=order.prompt,
@@ -201,14 +217,14 @@ class DecodeState:
         most = -(-(order.prompt + order.max_tokens) // self._page_size)
         if most > self._num_pages:
             message = f"prompt and output take up to {most} pages and this worker has {self._num_pages}"
-            return [*commands, Say(Refused(*_named(name), "too_large", message))]
+            return [*commands, Say(Refused(*_named(name), "too_large", message), router)]
         if (made := self._make_room(sequence)) is None:
-            return [*commands, Say(Refused(*_named(name), "busy", f"{self._cache.available} pages are free"))]
+            return [*commands, Say(Refused(*_named(name), "busy", f"{self._cache.available} pages are free"), router)]
         commands += made
         self._sequences[order.request] = sequence
         sequence.device_pages = sequence.computed // self._page_size
         self._device_pages += sequence.device_pages
-        commands.append(Say(Accepted(*_named(name), sequence.device_pages)))
+        commands.append(Say(Accepted(*_named(name), sequence.device_pages), router))
         return commands + self._begin(sequence, order.fetch, now)
 
     # --- admission ----------------------------------------------------------------------------------------------
@@ -267,7 +283,8 @@ class DecodeState:
         loading = sequence.loading
         predicted, took = (loading.predicted, loading.seconds) if loading else (0.0, 0.0)
         pages = (sequence.device_pages, sequence.fetched_pages)
-        return [Say(Started(*_named(sequence.name), *pages, int(predicted * 1_000), int(took * 1_000)))]
+        started = Started(*_named(sequence.name), *pages, int(predicted * 1_000), int(took * 1_000))
+        return [Say(started, sequence.owner)]
 
     # --- transfers ----------------------------------------------------------------------------------------------
 
@@ -319,7 +336,8 @@ class DecodeState:
         if complete or not sequence.awaited:
             return commands + self._run(sequence, now)
         sequence.phase = Phase.SHORT
-        return [*commands, Say(Have(*_named(sequence.name), sequence.computed // self._page_size, why))]
+        have = Have(*_named(sequence.name), sequence.computed // self._page_size, why)
+        return [*commands, Say(have, sequence.owner)]
 
     def _drop_fetch(self, sequence: Sequence) -> list[Command]:
         """Stop a fetch: its copies that have not been handed out are not made."""
@@ -428,7 +446,7 @@ class DecodeState:
         seconds = (now - self._planned) / steps
         self._step += steps
         self._pace.stepped(plan, seconds, steps)
-        deltas: list[Delta] = []
+        deltas: dict[str, list[Delta]] = {}  # by owner
         commands: list[Command] = []
         for index, ((name, chunk), drawn) in enumerate(zip(plan.items(), done.sampled, strict=True)):
             sequence = self._sequences[name.request]
@@ -437,7 +455,8 @@ class DecodeState:
             self._computed += in_prompt
             sequence.computed, sequence.served = chunk.end, self._step
             if drawn is not None:
-                deltas.append(self._append(sequence, [drawn, *(step[index] for step in done.more)]))
+                delta = self._append(sequence, [drawn, *(step[index] for step in done.more)])
+                deltas.setdefault(sequence.owner, []).append(delta)
                 sequence.computed = len(sequence.tokens) - 1
             self._publish(sequence)
             if self._store_up:
@@ -447,7 +466,7 @@ class DecodeState:
                 sequence.phase = Phase.ENDED
                 self._cache.free(sequence.pages)
                 sequence.pages = []
-        return [Say(Tokens(self._step, tuple(deltas))), *commands] if deltas else commands
+        return [*(Say(Tokens(self._step, tuple(each)), owner) for owner, each in deltas.items()), *commands]
 
     def _append(self, sequence: Sequence, drawn: Items[Sampled]) -> Delta:
         """What was drawn belongs to the sequence up to the token that ends it."""
@@ -479,24 +498,22 @@ class DecodeState:
     def _step_failed(self, plan: Plan, message: str) -> list[Command]:
         commands: list[Command] = []
         for name in plan:
-            commands += self._forget(self._sequences[name.request], cut=True)
-            commands.append(Say(Failed(*_named(name), "internal", message)))
+            sequence = self._sequences[name.request]
+            commands += self._forget(sequence, cut=True)
+            commands.append(Say(Failed(*_named(name), "internal", message), sequence.owner))
         return commands
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
-    def _resend(self, name: AttemptName, position: int) -> list[Command]:
-        sequence = self._sequences.get(name.request)
-        if sequence is None or sequence.name != name:
-            return []
+    def _resend(self, sequence: Sequence, position: int) -> list[Command]:
         position = min(max(position, sequence.first_new), len(sequence.tokens))
         tokens = tuple(sequence.tokens[position:])
         if not tokens and sequence.finish is None:
             return []
         logprobs = tuple(sequence.logprobs[position - sequence.first_new :])
         computed = sequence.prompt_computed if position == sequence.first_new else 0
-        delta = Delta(*_named(name), position, tokens, logprobs, sequence.finish, computed)
-        return [Say(Tokens(self._step, (delta,)))]
+        delta = Delta(*_named(sequence.name), position, tokens, logprobs, sequence.finish, computed)
+        return [Say(Tokens(self._step, (delta,)), sequence.owner)]
 
     def _forget(self, sequence: Sequence, cut: bool) -> list[Command]:
         """Free everything it holds. Its complete pages stay cached, which is what makes a new attempt cheap. `cut`: its
@@ -516,7 +533,8 @@ class DecodeState:
             sequence.progress += paused
             if sequence.deadline is not None and now > sequence.deadline and sequence.phase is not Phase.ENDED:
                 commands += self._forget(sequence, cut=False)
-                commands.append(Say(Failed(*_named(sequence.name), "deadline", "the request's deadline has passed")))
+                failed = Failed(*_named(sequence.name), "deadline", "the request's deadline has passed")
+                commands.append(Say(failed, sequence.owner))
             elif sequence.fetch is not None and now - sequence.progress > self._config.fetch_ms / 1_000:
                 commands += self._end_fetch(sequence, f"no page came for {self._config.fetch_ms} ms", now)
         return commands
@@ -538,22 +556,19 @@ class DecodeState:
         """Every ticket at the store that we still care about."""
         return (*self._fetching, *self._shipments.tickets)
 
-    def heartbeat(self, heard: int) -> Heartbeat:
-        phases = [s.phase for s in self._sequences.values()]
-        running = sum(phase is Phase.RUNNING for phase in phases)
-        waiting = sum(phase in (Phase.FETCHING, Phase.SHORT, Phase.PREEMPTED) for phase in phases)
-        queued = sum(s.pending for s in self._sequences.values() if s.phase is not Phase.ENDED and s.pending > 1)
-        load = Load(
-            running=running,
-            waiting=waiting,
+    def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
+        """For one router: what it owns, and how busy we are with all."""
+        sequences = self._sequences.values()
+        load = replace(
+            _load(sequences),
             pages_free=self._cache.available,
             pages_total=self._num_pages,
-            tokens_queued=queued,
             prefill_rate=self._pace.rate(),
-            context=sum(len(s.tokens) for s in self._sequences.values() if s.phase is Phase.RUNNING),
             steps=self._pace.last,
         )
-        return Heartbeat(heard, load, self._step, attempts=tuple(s.held() for s in self._sequences.values()))
+        attempts = tuple(sequence.held() for sequence in self._owned_by(router))
+        others = _load([sequence for sequence in sequences if sequence.owner != router])
+        return Heartbeat(heard, load, self._step, attempts=attempts, others=others)
 
     def stats(self) -> DecodeStats:
         phases = [s.phase for s in self._sequences.values()]
@@ -589,6 +604,17 @@ class DecodeState:
         assert set(self._fetching) == {t for s in self._sequences.values() if s.fetch for t in s.fetch.tickets}
         assert self._copies.tickets <= set(self._fetching)
         self._shipments.validate()
+
+
+def _load(sequences: Collection[Sequence]) -> Load:
+    """What these make of our load."""
+    running = [s for s in sequences if s.phase is Phase.RUNNING]
+    return Load(
+        running=len(running),
+        waiting=sum(s.phase in (Phase.FETCHING, Phase.SHORT, Phase.PREEMPTED) for s in sequences),
+        tokens_queued=sum(s.pending for s in sequences if s.phase is not Phase.ENDED and s.pending > 1),
+        context=sum(len(s.tokens) for s in running),
+    )
 
 
 def _finish(sequence: Sequence, token: int) -> FinishReason | None:

@@ -98,7 +98,7 @@ class Service:
                 from prefill_worker.service import run
             case "decode":
                 from decode_worker.service import run
-        run(share_cores(order.config, order.workers), order.name, order.node, order.router, self._stop, self._host)
+        run(share_cores(order.config, order.workers), order.name, order.node, (order.router,), self._stop, self._host)
 
     async def _serve_router(self) -> None:
         from router.service import serve

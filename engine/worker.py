@@ -27,11 +27,12 @@ import torch
 from baton.clock import MonotonicClock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import NotEnoughMemory, StoreError
-from baton.membership import Membership, OwnerLost, Say, Verdict
+from baton.membership import Say
 from baton.messages import Heartbeat, Hello, Holding, ModelCard, Namespace, Peer, Trace, WorkerRole
 from baton.metrics import Metrics, Sample
+from baton.routers import Routers, Said
 from baton.trace import new_mark, trace_path
-from baton.wire import Heart, Link, Poller, refused
+from baton.wire import Poller, refused
 from engine import files
 from engine.calibrate import calibrate
 from engine.config import ModelConfig
@@ -65,20 +66,20 @@ class WorkerState(Protocol):
     def cache(self) -> DeviceCache: ...
     @property
     def tickets(self) -> tuple[int, ...]: ...
-    def handle(self, event: Any, now: float) -> Sequence[Say | Call]: ...
+    def handle(self, event: Any, now: float, router: str = "") -> Sequence[Say | Call]: ...
     def take_copies(self) -> list[Copy]: ...
     def plan(self, now: float) -> Plan: ...
-    def heartbeat(self, heard: int) -> Heartbeat: ...
+    def heartbeat(self, heard: int, router: str = "") -> Heartbeat: ...
 
 
 class Worker:
     """One worker process, but for its decisions."""
 
     def __init__(
-        self, config: Config, role: WorkerRole, name: str, node: str, router: str, receives: Any, host: str
+        self, config: Config, role: WorkerRole, name: str, node: str, routers: Sequence[str], receives: Any, host: str
     ) -> None:
-        """Load the model and connect. `router`: the ZMQ endpoint; `receives`: what the router may say; `host`: where
-        our own sockets listen, the address of this node. Raises ModelError, NotEnoughMemory, StartupError."""
+        """Load the model and connect. `routers`: their ZMQ endpoints; `receives`: what they may say; `host`: where our
+        own sockets listen, the address of this node. Raises ModelError, NotEnoughMemory, StartupError."""
         settings = config.decode if role == "decode" else config.prefill
         self.clock = MonotonicClock()
         self.peer = Peer(role, name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
@@ -113,16 +114,15 @@ class Worker:
             snapshots=self._events.snapshots,
             metrics=self.metrics.serve(host),
         )
-        self._membership = Membership(hello)
-        self._link: Link[Any] = Link(router, self.peer, receives)
-        self._heart = Heart(router, self.peer, self.clock)
+        self._routers = Routers(routers, hello, receives, self.clock)
         self._store = StoreClient(
             store_address(config.cluster.name, node), self.peer, namespace, layout.page_bytes,
             config.cluster.silence_ms / 1_000,
         )  # fmt: skip
         self._connect_at = 0.0
         self._poller = Poller()
-        self._poller.add(self._link)
+        for link in self._routers.links:
+            self._poller.add(link)
         self._poller.add(self._events)
         self._pauses = PauseDetector(_PAUSE)
         self._step_started: float | None = None
@@ -141,8 +141,7 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.tracer.close()
-        self._heart.close()
-        self._link.close()
+        self._routers.close()
         self._events.close()
         self._store.close()
         self.metrics.close()
@@ -154,23 +153,21 @@ class Worker:
     # --- in ---------------------------------------------------------------------------------------------------------
 
     def events(self, state: WorkerState) -> Iterator[Any]:
-        """Wait until there is something to do, then everything that has come in, then a Tick."""
+        """Wait until there is something to do, then everything that has come in (what routers say as `Said`), then a
+        Tick."""
         with self.tracer.span("wait", "sockets"):
             self._poller.wait(0.0 if state.busy else _IDLE)
         now = self.clock.now()
         paused = self._pauses.tick(now)
         yield from self._from_store(now)
-        with self.tracer.span("read the router", "sockets"):
-            envelopes = list(self._link.receive())
-        for envelope in envelopes:
-            verdict = self._membership.handle(envelope, now)
-            yield from self._follow(verdict)
-            if verdict.deliver and isinstance(envelope.message, Trace):
-                asked = envelope.message
+        with self.tracer.span("read the routers", "sockets"):
+            heard = list(self._routers.receive(now, paused))
+        for event in heard:
+            if isinstance(event, Said) and isinstance(event.message, Trace):
+                asked = event.message
                 self.tracer.start(trace_path(self._traces, self.peer.name, asked.mark), asked.steps)
-            elif verdict.deliver:
-                yield envelope.message
-        yield from self._follow(self._membership.tick(now, paused))
+            else:
+                yield event
         yield Tick(paused)
 
     def hear_store(self, state: WorkerState, *, copying: bool) -> None:
@@ -184,14 +181,6 @@ class Worker:
                 self.handle(state, event)
             if copying:
                 self.copy(state)
-
-    def _follow(self, verdict: Verdict) -> Iterator[OwnerLost]:
-        for message in verdict.send:
-            self._link.send("", message)
-        if verdict.lost:
-            log.warning("lost the router; its work is forgotten")
-            self._heart.quiet()
-            yield OwnerLost()
 
     def _from_store(self, now: float) -> Iterator[Any]:
         if not self._store.connected:
@@ -221,8 +210,9 @@ class Worker:
 
     def handle(self, state: WorkerState, event: Any) -> None:
         """Tell the state, and do what it says."""
+        router, event = (event.router, event.message) if isinstance(event, Said) else ("", event)
         with self.tracer.span(f"handle {type(event).__name__}", "scheduler"):
-            commands = state.handle(event, self.clock.now())
+            commands = state.handle(event, self.clock.now(), router)
         self.do(commands)
 
     def do(self, commands: Sequence[Say | Call]) -> None:
@@ -230,10 +220,9 @@ class Worker:
         of the loss and starts over."""
         for command in commands:
             match command:
-                case Say(message=message):
-                    if self._membership.router is not None:
-                        with self.tracer.span("tell the router", "sockets"):
-                            self._link.send(self._membership.router, message)
+                case Say(message=message, router=router):
+                    with self.tracer.span("tell the router", "sockets"):
+                        self._routers.say(message, router)
                 case Call(call=call):
                     if self._store.connected:
                         with self.tracer.span("call the store", "sockets"):
@@ -308,18 +297,18 @@ class Worker:
         with self.tracer.span("heartbeat", "sockets"):
             self._beat(state)
         if now >= self._next_beat:
-            self._next_beat = now + self._membership.heartbeat
+            self._next_beat = now + self._routers.heartbeat
             with self.tracer.span("publish metrics", "sockets"):
                 self.metrics.publish({**values(), **self._moved()})
             if self._store.connected:
                 self._store.call(Holding(state.tickets))
 
     def _beat(self, state: WorkerState) -> None:
-        if (router := self._membership.router) is not None:
-            heartbeat = msgspec.structs.replace(
-                state.heartbeat(self._membership.heard), events=self._events.sequence, digest=self._events.digest
-            )
-            self._heart.publish(router, heartbeat, self._membership.heartbeat, self._step_started)
+        events, digest = self._events.sequence, self._events.digest
+        self._routers.beat(
+            lambda heard, router: msgspec.structs.replace(state.heartbeat(heard, router), events=events, digest=digest),
+            self._step_started,
+        )
 
     def _publish_changes(self, cache: DeviceCache) -> None:
         self._events.publish([("GPU", cache.drain_events())], self._page_size)
@@ -334,7 +323,7 @@ class Worker:
             "bytes_moved": {direction: pages * page_bytes for direction, pages in moved.items()},
             "checksum_failures": {("host",): self.corrupt},
             "connections_refused": refused(),
-            "malformed_messages": self._link.malformed + self._events.malformed,
+            "malformed_messages": self._routers.malformed + self._events.malformed,
         }
 
 

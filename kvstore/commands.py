@@ -49,9 +49,10 @@ class WriterGone:
 
 @dataclass(frozen=True, slots=True)
 class RouterSaid:
-    """Our router said this."""
+    """A router of ours said this."""
 
     message: ToStore
+    router: str = ""  # incarnation
 
 
 Event: TypeAlias = Connected | Heard | Disconnected | WriterGone | RouterSaid | PeerEvent | DiskEvent | Tick
@@ -76,9 +77,10 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class TellRouter:
-    """Say this to our router."""
+    """Say this to one of our routers."""
 
     message: FromStore
+    router: str = ""  # incarnation
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
     workers ⇄ Unix socket ──calls──▶ state ──replies──▶
     a pidfd per worker process ──it is gone──▶ state
     threads of the disk tier and of the page transport ⇄ orders, events ⇄ state
-    state ──changes──▶ KV events (PUB)          state.load() ──▶ heartbeats to the router
+    state ──changes──▶ KV events (PUB)          state.load() ──▶ heartbeats to the routers
 
 The loop never touches a page's bytes: workers copy them between their device and the arena themselves, and threads
 between the arena and the disk or other stores.
@@ -19,16 +19,16 @@ import secrets
 import select
 import threading
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from baton import hosts
 from baton.clock import MonotonicClock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import MalformedMessage, StoreGone
-from baton.membership import Membership, Verdict
 from baton.messages import (
     Attach,
     Attached,
@@ -44,9 +44,10 @@ from baton.messages import (
     Unpin,
 )
 from baton.metrics import Metrics
+from baton.routers import Routers, Said
 from baton.trace import Tracer, new_mark, trace_path
 from baton.unix import UnixListener, UnixSocket
-from baton.wire import Heart, Link, Poller, refused
+from baton.wire import Poller, refused
 from kvstore.arena import Arena
 from kvstore.client import store_address
 from kvstore.commands import (
@@ -79,10 +80,12 @@ _PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nob
 _CALLS_PER_TURN = 64  # of one connection, so that no worker keeps the others waiting
 
 
-def run(config: Config, name: str, node: str, router: str, stop: threading.Event, host: str = "127.0.0.1") -> None:
-    """Serve until `stop` is set. `router` is the ZMQ endpoint of the router (empty: serve workers without one), `node`
-    the machine whose workers find this store. Raises NotEnoughMemory or PortInUse when it can't start."""
-    with Store(config, name, node, router, host) as store:
+def run(
+    config: Config, name: str, node: str, routers: Sequence[str], stop: threading.Event, host: str = "127.0.0.1"
+) -> None:
+    """Serve until `stop` is set. `routers` are ZMQ endpoints (none: serve workers without one), `node` the machine
+    whose workers find this store. Raises NotEnoughMemory or PortInUse when it can't start."""
+    with Store(config, name, node, routers, host) as store:
         log.info("store %s serves %d bytes at %s", store.me.incarnation, config.store.arena_bytes, store.address)
         while not stop.is_set():
             store.turn()
@@ -98,7 +101,7 @@ class _Connection:
 class Store:
     """The process around the state."""
 
-    def __init__(self, config: Config, name: str, node: str, router: str, host: str = "127.0.0.1") -> None:
+    def __init__(self, config: Config, name: str, node: str, routers: Sequence[str], host: str = "127.0.0.1") -> None:
         """Allocate the arena and start listening, on `host` where others reach this node. Raises NotEnoughMemory or
         PortInUse."""
         self.me = Peer("store", name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
@@ -132,20 +135,16 @@ class Store:
                 metrics=self._metrics.serve(host),
                 data=self._transport.endpoint,
             )
-            self._membership = Membership(hello)
+            self._routers = Routers(routers, hello, ToStore, self._clock)
+            cleanup.callback(self._routers.close)
             self._poller = Poller()
             self._poller.add(self._listener.fileno())
             self._poller.add(self._transport.fileno())
             self._poller.add(self._events)
             if self._disk is not None:
                 self._poller.add(self._disk.fileno())
-            self._link: Link[Any] | None = None
-            if router:
-                self._link = Link(router, self.me, ToStore)
-                cleanup.callback(self._link.close)
-                self._poller.add(self._link)
-                self._heart = Heart(router, self.me, self._clock)
-                cleanup.callback(self._heart.close)
+            for link in self._routers.links:
+                self._poller.add(link)
             self._cleanup = cleanup.pop_all()
         self._heartbeat_seconds = config.cluster.heartbeat_ms / 1_000
         self._state = StoreState(
@@ -158,7 +157,7 @@ class Store:
         )
         self._connections: dict[int, _Connection] = {}
         self._pidfds: dict[int, int] = {}  # pid → pidfd, of every process whose end matters
-        self._workers: dict[int, set[str]] = {}  # pid → incarnations that have attached; the router hears of their end
+        self._workers: dict[int, set[str]] = {}  # pid → incarnations that have attached; routers hear of their end
         self._next_number = 0
         self._next_metrics = 0.0
         self._congested = False
@@ -203,9 +202,8 @@ class Store:
             self._bury(pid)
         if self._listener.fileno() in ready:
             self._accept()
-        if self._link is not None:
-            with span("router", "sockets"):
-                self._attend_router(self._link, now, paused)
+        with span("routers", "sockets"):
+            self._attend_routers(now, paused)
         for threads in (self._transport, self._disk):
             for event in threads.poll() if threads is not None else ():
                 self._handle(event)
@@ -281,8 +279,7 @@ class Store:
         self._unwatch(pid)
         for incarnation in self._workers.pop(pid, ()):
             log.info("process %d, %s, is gone", pid, incarnation)
-            if self._link is not None and self._membership.router is not None:
-                self._link.send(self._membership.router, Departed(incarnation, pid))
+            self._routers.tell_all(Departed(incarnation, pid))
 
     def _lose(self, connection: _Connection) -> None:
         self._close(connection)
@@ -325,9 +322,8 @@ class Store:
                     self._unwatch_if_done(connection.socket.pid)
                 case Send() | Drop():
                     pass  # the connection has ended meanwhile
-                case TellRouter(message=message):
-                    if self._link is not None and self._membership.router is not None:
-                        self._link.send(self._membership.router, message)
+                case TellRouter(message=message, router=router):
+                    self._routers.say(message, router)
                 case Divide(page_bytes=page_bytes):
                     self._arena.divide(page_bytes)
                     self._transport.use(self._arena.view, page_bytes)
@@ -348,31 +344,28 @@ class Store:
             except StoreGone:
                 self._lose(connection)
 
-    # --- the router -------------------------------------------------------------------------------------------------
+    # --- routers ----------------------------------------------------------------------------------------------------
 
-    def _attend_router(self, link: Link[Any], now: float, paused: float) -> None:
-        for envelope in link.receive():
-            verdict = self._membership.handle(envelope, now)
-            self._follow(link, verdict)
-            if verdict.deliver and isinstance(envelope.message, Trace):
-                asked = envelope.message
-                self._tracer.start(trace_path(self._traces, self.me.name, asked.mark), asked.steps)
-            elif verdict.deliver and isinstance(envelope.message, Pin | Unpin):
-                self._handle(RouterSaid(envelope.message))
-        self._follow(link, self._membership.tick(now, paused))
-        if (router := self._membership.router) is not None:
-            events, digest = self._events.sequence, self._events.digest
-            heartbeat = Heartbeat(
-                self._membership.heard, self._state.load(), attempts=self._state.pins, events=events, digest=digest
-            )
-            self._heart.publish(router, heartbeat, self._membership.heartbeat, None)
+    def _attend_routers(self, now: float, paused: float) -> None:
+        """A router that is lost leaves nothing to forget here: pages are everybody's, and pins end with their time."""
+        for event in self._routers.receive(now, paused):
+            match event:
+                case Said(message=Trace(mark=mark, steps=steps)):
+                    self._tracer.start(trace_path(self._traces, self.me.name, mark), steps)
+                case Said(router=router, message=Pin() | Unpin() as message):
+                    self._handle(RouterSaid(message, router))
+                case _:
+                    pass
+        self._routers.beat(self._heartbeat, None)
 
-    def _follow(self, link: Link[Any], verdict: Verdict) -> None:
-        for message in verdict.send:
-            link.send("", message)
-        if verdict.lost:
-            log.warning("lost the router; its pages stay for the next")
-            self._heart.quiet()
+    def _heartbeat(self, heard: int, router: str) -> Heartbeat:
+        return Heartbeat(
+            heard,
+            self._state.load(),
+            attempts=self._state.pins(router),
+            events=self._events.sequence,
+            digest=self._events.digest,
+        )
 
     # --- what others read -------------------------------------------------------------------------------------------
 
@@ -381,7 +374,7 @@ class Store:
         self._events.answer(self._state.snapshot)
         if now >= self._next_metrics:
             self._next_metrics = now + self._heartbeat_seconds
-            malformed = self._malformed + (self._link.malformed if self._link else 0)
+            malformed = self._malformed + self._routers.malformed
             stats = self._state.stats(now)
             self._metrics.publish(
                 {

@@ -164,21 +164,21 @@ class StoreState:
                 return self._bury([process for process in self._processes.values() if process.pid == pid])
             case Tick(paused=paused):
                 return self._tick(now, paused)
-            case RouterSaid(message=message):
-                return self._router_said(message, now)
+            case RouterSaid(message=message, router=router):
+                return self._router_said(message, router, now)
             case _:
                 return self._tell(self._tiers.handle(event, now))
 
-    def _router_said(self, message: ToStore, now: float) -> list[Command]:
+    def _router_said(self, message: ToStore, router: str, now: float) -> list[Command]:
         match message:
             case Pin():
                 try:
-                    answer, turn = self._tiers.pin(message, now)
+                    answer, turn = self._tiers.pin(message, router, now)
                 except MalformedMessage:
                     return []
-                return [TellRouter(answer), *self._tell(turn)]
+                return [TellRouter(answer, router), *self._tell(turn)]
             case Unpin(pin=pin):
-                self._tiers.pins.unpin(pin)
+                self._tiers.pins.unpin(router, pin)
                 return []
             case _:
                 return []
@@ -521,10 +521,9 @@ class StoreState:
         free = self._pages.free + self._pages.evictable
         return Load(pages_free=free, pages_total=self._pages.slots, tiers=self._tiers.speeds)
 
-    @property
-    def pins(self) -> tuple[AttemptHeld, ...]:
-        """For the heartbeat: what is pinned."""
-        return self._tiers.pins.listed
+    def pins(self, router: str = "") -> tuple[AttemptHeld, ...]:
+        """For the heartbeat to a router: what it has pinned."""
+        return self._tiers.pins.listed(router)
 
     def stats(self, now: float) -> StoreStats:
         pages, count = self._pages, self._count

@@ -189,9 +189,9 @@ class TieredPages:
             case _:
                 return self._disk_result(self.disk.handle(event), now)
 
-    def pin(self, order: Pin, now: float) -> tuple[Pinned, Turn]:
+    def pin(self, order: Pin, router: str, now: float) -> tuple[Pinned, Turn]:
         """What is pinned goes to the disk as well."""
-        answer, pages = self.pins.pin(order, now)
+        answer, pages = self.pins.pin(order, router, now)
         return answer, Turn(self._demote(pages))
 
     def tick(self, now: float, paused: float) -> Turn:

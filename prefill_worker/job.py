@@ -46,6 +46,7 @@ class Job:
     arrival: float  # seconds
     deadline: float | None
     pages: list[int]
+    owner: str = ""  # incarnation of the router that ordered it
     phase: Phase = Phase.LOOKING
     stored: int = 0  # pages from the start that the store had when we looked
     computed: int = 0  # tokens from the start whose K and V lie in `pages`

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from baton.config import Config
 from baton.hosts import LOOPBACK
@@ -16,10 +16,12 @@ from prefill_worker.state import PrefillState, PrefillStats
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, name: str, node: str, router: str, stop: threading.Event, host: str = LOOPBACK) -> None:
-    """Serve until `stop` is set. `router` is the ZMQ endpoint of the router, `node` names the store to use, `host` is
-    this node's address. Raises ModelError, NotEnoughMemory or StartupError when it can't start."""
-    with Worker(config, "prefill", name, node, router, ToPrefill, host) as worker:
+def run(
+    config: Config, name: str, node: str, routers: Sequence[str], stop: threading.Event, host: str = LOOPBACK
+) -> None:
+    """Serve until `stop` is set. `routers` are ZMQ endpoints, `node` names the store to use, `host` is this node's
+    address. Raises ModelError, NotEnoughMemory or StartupError when it can't start."""
+    with Worker(config, "prefill", name, node, routers, ToPrefill, host) as worker:
         state = PrefillState(
             config.prefill,
             config.pages.page_size,

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
 from baton.clock import Tick
 from baton.config import PrefillConfig
 from baton.errors import BatonError, MalformedMessage, StoreError, StoreGone
@@ -113,22 +115,24 @@ class PrefillState:
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> list[Command]:
-        """Take one event; what it changes elsewhere comes back as commands, in order."""
-        return [*self._handle(event, now), *self._wake(now)]
+    def handle(self, event: Event, now: float, router: str = "") -> list[Command]:
+        """Take one event; what it changes elsewhere comes back as commands, in order. `router`: the incarnation of the
+        router that said it, where one did; it decides about what it has ordered itself, and about nothing else."""
+        return [*self._handle(event, router, now), *self._wake(now)]
 
-    def _handle(self, event: Event, now: float) -> list[Command]:
+    def _handle(self, event: Event, router: str, now: float) -> list[Command]:
         match event:
             case Prefill():
-                return self._prefill(event, now)
+                return self._prefill(event, router, now)
             case Cancel(request=request, attempt=attempt):
                 job = self._jobs.get(request)
-                return self._forget(job) if job and job.name.attempt == attempt else []
+                ours = job is not None and job.owner == router and job.name.attempt == attempt
+                return self._forget(job) if job and ours else []
             case RouterHeartbeat(attempts=listed):
                 keep = frozenset(listed)
-                return [c for job in list(self._jobs.values()) if job.name not in keep for c in self._forget(job)]
-            case OwnerLost():
-                return [c for job in list(self._jobs.values()) for c in self._forget(job)]
+                return [c for job in self._owned_by(router) if job.name not in keep for c in self._forget(job)]
+            case OwnerLost(router=owner):
+                return [c for job in self._owned_by(owner) for c in self._forget(job)]
             case StepDone(plan=plan):
                 return self._step_done(plan, now)
             case StepFailed(plan=plan, message=message):
@@ -146,10 +150,16 @@ class PrefillState:
             case _:
                 return self._transfer(event, now)
 
-    def _prefill(self, order: Prefill, now: float) -> list[Command]:
+    def _owned_by(self, router: str) -> list[Job]:
+        return [job for job in self._jobs.values() if job.owner == router]
+
+    def _prefill(self, order: Prefill, router: str, now: float) -> list[Command]:
         name = AttemptName(order.request, order.attempt)
         commands: list[Command] = []
         if (old := self._jobs.get(order.request)) is not None:
+            if old.owner != router:
+                message = f"request {order.request!r} is another router's"
+                return [Say(Failed(*_named(name), MalformedMessage.reason, message), router)]
             if old.name.attempt >= order.attempt:
                 return []
             commands += self._forget(old)
@@ -158,25 +168,27 @@ class PrefillState:
             if not tokens or len(tokens) % self._page_size:
                 raise MalformedMessage(f"{len(tokens)} tokens are no whole pages of {self._page_size}")
         except BatonError as error:
-            return [*commands, Say(Failed(*_named(name), error.reason, str(error)))]
+            return [*commands, Say(Failed(*_named(name), error.reason, str(error)), router)]
         if not self._slots:
-            return [*commands, Say(Failed(*_named(name), StoreGone.reason, "this worker's node has no store now"))]
+            failed = Failed(*_named(name), StoreGone.reason, "this worker's node has no store now")
+            return [*commands, Say(failed, router)]
         keys = split_keys(page_keys(order.root, order.tokens, self._page_size))
         if len(keys) > self._slots:
             # No window helps: pages keep the pages before them, so a chain must fit as a whole.
             message = f"the prompt takes {len(keys)} pages and the node's arena has {self._slots}"
-            return [*commands, Say(Refused(*_named(name), "too_large", message))]
+            return [*commands, Say(Refused(*_named(name), "too_large", message), router)]
         if len(keys) > self._num_pages:
             message = f"the prompt takes {len(keys)} pages and this worker has {self._num_pages}"
-            return [*commands, Say(Refused(*_named(name), "too_large", message))]
+            return [*commands, Say(Refused(*_named(name), "too_large", message), router)]
         active = self._active
         taken = alike.take(self._cache, keys, active) if len(active) < self._config.max_prompts else None
         if taken is None:
             message = f"{len(active)} prompts are being computed and {self._cache.available} pages are free"
-            return [*commands, Say(Refused(*_named(name), "busy", message))]
+            return [*commands, Say(Refused(*_named(name), "busy", message), router)]
         pages, complete = taken
         job = Job(
             name=name,
+            owner=router,
             tokens=tokens,
             keys=keys,
             page_size=self._page_size,
@@ -344,7 +356,8 @@ class PrefillState:
                     compute_ms=int((now - begun) * 1_000),
                     predicted_ms=int(job.loading.predicted * 1_000) if job.loading else 0,
                     load_ms=int(job.loading.seconds * 1_000) if job.loading else 0,
-                )
+                ),
+                job.owner,
             )
         ]
 
@@ -449,7 +462,7 @@ class PrefillState:
         return [c for ticket in tickets for c in self._drop(ticket)]
 
     def _fail(self, job: Job, reason: str, message: str) -> list[Command]:
-        return [*self._forget(job), Say(Failed(*_named(job.name), reason, message))]
+        return [*self._forget(job), Say(Failed(*_named(job.name), reason, message), job.owner)]
 
     def _tick(self, now: float, paused: float) -> list[Command]:
         commands: list[Command] = []
@@ -478,20 +491,25 @@ class PrefillState:
         """Every ticket at the store that we still care about."""
         return tuple(self._owners)
 
-    def heartbeat(self, heard: int) -> Heartbeat:
+    def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
+        """For one router: what it owns, and how busy we are with all."""
         active = self._active
-        running = sum(job.phase is Phase.COMPUTING for job in active)
-        queued = sum(job.pending - self._made_by_others(job) for job in active)
-        load = Load(
-            running=running,
-            waiting=len(active) - running,
+        load = replace(
+            self._load(active),
             pages_free=self._cache.available,
             pages_total=self._num_pages,
-            tokens_queued=queued,
             prefill_rate=self._pace.rate(),
             steps=self._pace.last,
         )
-        return Heartbeat(heard, load, self._step, attempts=tuple(job.held() for job in self._jobs.values()))
+        attempts = tuple(job.held() for job in self._owned_by(router))
+        others = self._load([job for job in active if job.owner != router])
+        return Heartbeat(heard, load, self._step, attempts=attempts, others=others)
+
+    def _load(self, active: Sequence[Job]) -> Load:
+        """What these prompts make of our load."""
+        running = sum(job.phase is Phase.COMPUTING for job in active)
+        queued = sum(job.pending - self._made_by_others(job) for job in active)
+        return Load(running=running, waiting=len(active) - running, tokens_queued=queued)
 
     def _made_by_others(self, job: Job) -> int:
         """Tokens of this prompt that another one computes."""

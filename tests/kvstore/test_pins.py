@@ -34,8 +34,10 @@ class Table:
             else:
                 self.pages.unhold(each)
 
-    def pin(self, name: str, names: str, tenant: str = "", ttl_ms: int = 1_000, now: float = 0.0) -> Pinned:
-        answer, _ = self.pins.pin(Pin(name, tenant, b"".join(chain(names)), ttl_ms), now)
+    def pin(
+        self, name: str, names: str, tenant: str = "", ttl_ms: int = 1_000, now: float = 0.0, router: str = "r1"
+    ) -> Pinned:
+        answer, _ = self.pins.pin(Pin(name, tenant, b"".join(chain(names)), ttl_ms), router, now)
         self.pages.validate()
         return answer
 
@@ -87,7 +89,7 @@ def test_a_tenants_quota_counts_shared_pages_once(table: Table) -> None:
     assert table.pin("s", "abxyz", "one") == Pinned("s", 0, "quota")
     assert table.pin("s", "abxyz", "two").reason == ""
     assert table.pin("q", "abxy", "one").reason == ""  # in place of what had that name
-    table.pins.unpin("p")
+    table.pins.unpin("r1", "p")
     assert table.pin("t", "abxyz", "one").reason == ""
 
 
@@ -101,15 +103,25 @@ def test_a_pin_of_the_same_name_replaces_the_first(table: Table) -> None:
     assert len(table.pins) == 1
     table.pins.tick(1.5)
     assert len(table.pins) == 0
-    table.pins.unpin("p")  # it has ended already
+    table.pins.unpin("r1", "p")  # it has ended already
 
 
 def test_heartbeats_tell_of_pages_that_were_dropped(table: Table) -> None:
     table.write("abc")
     table.pin("p", "abc")
-    assert table.pins.listed == (AttemptHeld("p", 1, 3),)
+    assert table.pins.listed("r1") == (AttemptHeld("p", 1, 3),)
     table.pages.drop(table.page("ab"))  # and with it what lies below
-    assert table.pins.listed == (AttemptHeld("p", 1, 1),)
-    table.pins.unpin("p")
+    assert table.pins.listed("r1") == (AttemptHeld("p", 1, 1),)
+    table.pins.unpin("r1", "p")
     table.pages.validate()
     assert table.pages.unlisted == 0
+
+
+def test_two_routers_pins_of_the_same_pages_count_once_and_end_one_by_one(table: Table) -> None:
+    table.write("abcdef")
+    assert table.pin("p", "abcdef") == table.pin("p", "abcdef", router="r2") == Pinned("p", 6)
+    assert (len(table.pins), table.pins.bytes) == (2, QUOTA)
+    table.pins.unpin("r2", "p")
+    table.flood()
+    assert table.pins.listed("r1") == (AttemptHeld("p", 1, 6),)
+    assert table.pins.listed("r2") == ()

@@ -295,7 +295,7 @@ def test_another_user_is_not_served(store: StoreProcess) -> None:
 
 def test_one_store_per_node(store: StoreProcess) -> None:
     with TestClient(store.cluster), pytest.raises(PortInUse, match="another process listens"):
-        run(config_of(store.cluster, 8), "store-1", NODE, "", threading.Event())
+        run(config_of(store.cluster, 8), "store-1", NODE, (), threading.Event())
 
 
 def test_an_arena_that_does_not_fit_is_said_at_start(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_an_arena_that_does_not_fit_is_said_at_start(tmp_path: Path) -> None:
 def test_it_runs_on_a_thread_and_stops_when_told() -> None:
     cluster = f"thread-{os.getpid()}"
     stop = threading.Event()
-    thread = threading.Thread(target=run, args=(config_of(cluster, 4), "store-0", NODE, "", stop))
+    thread = threading.Thread(target=run, args=(config_of(cluster, 4), "store-0", NODE, (), stop))
     thread.start()
     try:
         with TestClient(cluster) as client:

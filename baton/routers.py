@@ -1,0 +1,115 @@
+"""The routers that one worker or store works for: to each a link, a heart and a membership of its own.
+
+    router a ⇄ membership a ┐
+                            ├──▶ one state, which knows who owns what
+    router b ⇄ membership b ┘
+
+Every piece of work has one owner, the incarnation of the router that ordered it. A router speaks for its own work only:
+what its heartbeats don't list is dropped if it is its own, and when it falls silent, is replaced or dies, only that is
+forgotten. What a process says of a piece of work goes to the owner; how busy it is, to all. Routers never speak to one
+another, so none need know how many there are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.clock import Clock
+from baton.membership import Membership, OwnerLost, Verdict
+from baton.messages import Heartbeat, Hello, Message
+from baton.wire import Heart, Link
+
+log = logging.getLogger(__name__)
+
+_UNTOLD = 0.25  # seconds between heartbeats, while no router has said how many
+
+
+@dataclass(frozen=True)
+class Said:
+    """A router whose work we do said this."""
+
+    router: str  # incarnation
+    message: Any
+
+
+@dataclass(frozen=True)
+class _Router:
+    link: Link[Any]
+    heart: Heart
+    membership: Membership
+
+
+class Routers:
+    """A process's ends of all its links to routers."""
+
+    def __init__(self, endpoints: Sequence[str], hello: Hello, receives: Any, clock: Clock) -> None:
+        """Connect to each of `endpoints`; `receives` is the union of messages that may come in, such as `ToDecode`."""
+        self._routers = [
+            _Router(Link(endpoint, hello.peer, receives), Heart(endpoint, hello.peer, clock), Membership(hello))
+            for endpoint in dict.fromkeys(endpoints)
+        ]
+
+    @property
+    def links(self) -> list[Link[Any]]:
+        """To be polled."""
+        return [router.link for router in self._routers]
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds between two heartbeats of ours to the router that wants most."""
+        joined = [router.membership for router in self._routers if router.membership.router is not None]
+        return min((membership.heartbeat for membership in joined), default=_UNTOLD)
+
+    @property
+    def malformed(self) -> int:
+        """Messages dropped because they were none."""
+        return sum(router.link.malformed for router in self._routers)
+
+    def receive(self, now: float, paused: float) -> Iterator[Said | OwnerLost]:
+        """What has come in of those whose work we do, and which of them have gone. `paused`: seconds by which our own
+        loop was held up."""
+        for router in self._routers:
+            for envelope in router.link.receive():
+                verdict = router.membership.handle(envelope, now)
+                yield from _follow(router, verdict)
+                if verdict.deliver:
+                    yield Said(envelope.sender, envelope.message)
+            yield from _follow(router, router.membership.tick(now, paused))
+
+    def say(self, message: Message, incarnation: str) -> None:
+        """Tell one router. What is for one that is not there is dropped: the state hears of the loss."""
+        for router in self._routers:
+            if router.membership.router == incarnation:
+                router.link.send(incarnation, message)
+                return
+
+    def tell_all(self, message: Message) -> None:
+        for router in self._routers:
+            if router.membership.router is not None:
+                router.link.send(router.membership.router, message)
+
+    def beat(self, heartbeat: Callable[[int, str], Heartbeat], step_started: float | None) -> None:
+        """From now on say to every router what `heartbeat` makes of the last sequence heard from it and its
+        incarnation. `step_started`: when the running step began (none: idle)."""
+        for router in self._routers:
+            membership = router.membership
+            if membership.router is not None:
+                beat = heartbeat(membership.heard, membership.router)
+                router.heart.publish(membership.router, beat, membership.heartbeat, step_started)
+
+    def close(self) -> None:
+        for router in self._routers:
+            router.heart.close()
+            router.link.close()
+
+
+def _follow(router: _Router, verdict: Verdict) -> Iterator[OwnerLost]:
+    for message in verdict.send:
+        router.link.send("", message)
+    if verdict.lost is not None:
+        log.warning("lost the router %s at %s; its work is forgotten", verdict.lost, router.link.endpoint)
+        router.heart.quiet()
+        yield OwnerLost(verdict.lost)
