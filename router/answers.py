@@ -20,6 +20,8 @@ from router.peers import Member, Members, Prompt, Work
 from router.request import Attempt, Phase, Request
 from router.scores import Scores
 
+_TURNED_AWAY = 8  # times that busy prefill workers refuse a prompt before those that still do are not asked again
+
 
 class Answers:
     """The workers' side of a request's life."""
@@ -190,7 +192,9 @@ class Answers:
                 self._life.release_prefill(request, attempt)
 
     def prefill_refused(self, request: Request, attempt: Attempt, refusal: messages.Refused, now: float) -> None:
-        """Another one of that node, whose store the decode worker's gets the pages from; or a new attempt."""
+        """Another one of that node, whose store the decode worker's gets the pages from; or a new attempt. Who has no
+        room now, since another router was quicker, may have it by its next heartbeat; a prompt that it never has room
+        for is made elsewhere."""
         assert attempt.prefill is not None, attempt.name
         if not attempt.needs_prefill:
             self._life.release_prefill(request, attempt)
@@ -198,10 +202,12 @@ class Answers:
         member = self._members.live(attempt.prefill)
         if refusal.reason == "busy":
             member.refuses(attempt.name)
+            request.turned_away += 1
         member.drop(attempt.name)
         self._life.recent.noted(request, f"{member.peer.name} refuses to prefill: {refusal.message}")
         attempt.prefill, attempt.prefill_sent, attempt.predicted = None, False, 0
-        request.failed_on.add(member.incarnation)
+        if refusal.reason != "busy" or request.turned_away >= _TURNED_AWAY:
+            request.failed_on.add(member.incarnation)
         most = self._config.prefill.max_prompts
         if (other := another_maker(self._members, member.peer.node, most, request.failed_on)) is not None:
             attempt.prefill = other.incarnation

@@ -78,9 +78,9 @@ class Member:
     context: float = 0.0  # of all its work
     growth: float = 0.0  # of all its work, pages
     room: int = 0  # free device pages: told by the last heartbeat, less what it was given since; below 0 by mistake
-    strangers: int = 0  # sequences of other routers, as the last heartbeat told
-    strange_context: float = 0.0  # and tokens of theirs
-    strange_prompts: int = 0  # tokens of their prompts that a prefill worker is to compute
+    strangers: int = 0  # sequences or prompts of other routers, as the last heartbeat told
+    strange_context: float = 0.0  # and tokens of theirs that run
+    strange_tokens: int = 0  # and those that are to be computed
 
     def __post_init__(self) -> None:
         self.room = self.hello.model.pool_pages if self.hello.model else 0
@@ -96,8 +96,9 @@ class Member:
 
     @property
     def pages(self) -> int:
-        """How much work it has been given, in pages."""
-        return sum(work.pages for work in self.work.values())
+        """How much work it has, in pages: what it has been given from here, and what other routers' prompts lack."""
+        strange = self.strange_tokens // self.hello.model.namespace.page_size if self.hello.model else 0
+        return sum(work.pages for work in self.work.values()) + strange
 
     def touch(self) -> None:
         """Something that placement reads is different now."""
@@ -158,19 +159,19 @@ class Member:
         self.busy_since = None
         self.touch()
 
-    def reports(self, load: Load, heard: int, listed: int, now: float) -> None:
-        """A heartbeat: what it says of itself holds for everything that was given up to the message `heard`. `listed`
-        attempts of ours run there or are about to."""
+    def reports(self, load: Load, others: Load, heard: int, now: float) -> bool:
+        """A heartbeat: what it says of itself holds for everything that was given up to the message `heard`. `others`
+        is what other routers' work makes of `load`. Returns whether that has changed: there may be room then."""
+        before = (self.strangers, self.strange_context, self.strange_tokens)
         self.load = load
         if self.peer.role == "prefill":  # it tells how far each prompt is, too
             self.since = now
-            heard_of = [name for name in self.slots if (work := self.work.get(name)) and work.sequence <= heard]
-            self.strange_prompts = max(0, load.tokens_queued - sum(self.slots[name].new for name in heard_of))
-        self.strangers = max(0, load.running + load.waiting - listed)
-        self.strange_context = load.context * self.strangers / max(1, load.running)
+        self.strangers = others.running + others.waiting
+        self.strange_context, self.strange_tokens = others.context, others.tokens_queued
         if load.pages_total:
             self.room = load.pages_free - sum(work.taken for work in self.work.values() if work.sequence > heard)
         self.touch()
+        return before != (self.strangers, self.strange_context, self.strange_tokens)
 
 
 @dataclass

@@ -58,6 +58,8 @@ from router.text import TextStream
 
 log = logging.getLogger(__name__)
 
+_OWN = 8  # digits of our incarnation that tell names of ours from those of any other router
+
 
 class Wire(Protocol):
     """What reaches other processes."""
@@ -99,9 +101,8 @@ class Relay:
 
     def submit(self, intake: Intake, received: float, deadline: float | None) -> Stream:
         """Begin with a request; its output and its end come through the stream."""
-        self._numbered += 1
-        # A client may use a name twice; the cluster never does.
-        name = f"{intake.request_id}-{self._numbered:x}"
+        # A client may use a name twice, here and at another router; the cluster never does.
+        name = f"{intake.request_id}-{self._number()}"
         silent = frozenset(intake.stop_token_ids)
         text = TextStream(self.model.tokenizer, intake.prompt, intake.stops, silent)
         stream = self._streams[name] = Stream(name, text)
@@ -128,8 +129,7 @@ class Relay:
 
     async def warm(self, wish: Wish, deadline: float | None) -> Kept:
         """Have a prefix computed and pinned. Raises BatonError. Whoever stops waiting for it no longer wants it."""
-        self._numbered += 1
-        name = f"{WARM}{self._numbered:x}"
+        name = f"{WARM}{self._number()}"
         answer = self._warming[name] = asyncio.get_running_loop().create_future()
         try:
             self.handle(Warm(name, wish.pin, wish.tokens, wish.ttl, deadline=deadline))
@@ -175,6 +175,11 @@ class Relay:
     def stop(self) -> None:
         """End every stream: whoever is served gets Unavailable, and may ask the router that comes after this one."""
         self.handle(Shutdown())
+
+    def _number(self) -> str:
+        """What no other router has given, nor this one before."""
+        self._numbered += 1
+        return f"{self.me.incarnation[-_OWN:]}-{self._numbered:x}"
 
     # --- the state ---------------------------------------------------------------------------------------------------
 

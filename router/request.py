@@ -94,6 +94,7 @@ class Request:
     quota: int | None = None  # tokens taken out of its tenant's quota; none: it never came in
     least: float | None = None  # seconds that computing its prompt takes at least; none: it never had to wait
     charged: float = 0.0  # to its tenant for its prompt
+    turned_away: int = 0  # times that a prefill worker had no room
     local: bool = False  # the next attempts shall need nobody but a decode worker
     failed_on: set[str] = field(default_factory=set[str])  # incarnations that said they could not do it
     root: bytes = b""

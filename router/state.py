@@ -128,7 +128,7 @@ class RouterState:
         placer = placer or LowestTtft()
         self._life = Life(config, limits, self._members, self._prefixes, self._costs, self._out, placer)
         self._answers = Answers(config, limits, self._members, self._life, self._scores, self._out)
-        self._warmer = Warmer(me.incarnation, config, limits, self._members, self._prefixes, self._life, self._out)
+        self._warmer = Warmer(config, limits, self._members, self._prefixes, self._life, self._out)
         self._warm_answers = WarmAnswers(config, self._warmer, self._out)
         self._next_beat = float("-inf")
 
@@ -301,7 +301,7 @@ class RouterState:
 
     def _heartbeat(self, member: Member, beat: Heartbeat, now: float) -> None:
         """Compare what it has with what it should have, and repair the difference."""
-        member.reports(beat.load, beat.heard, sum(not held.ended for held in beat.attempts), now)
+        self._life.room |= member.reports(beat.load, beat.others, beat.heard, now)
         self._ask(self._prefixes.heartbeat(member.incarnation, beat.events, beat.digest, now))
         if self._is_stuck(beat):
             self._gone(member, "stuck", now)
@@ -330,7 +330,6 @@ class RouterState:
         if member.busy_since is not None and member.busy_since <= beat.heard:
             member.may_have_room()
             self._life.room = True
-        self._life.room |= member.strangers > 0  # what another router's requests gave back is told by nothing else
 
     def _listed(self, member: Member, name: AttemptName, held: AttemptHeld, now: float) -> None:
         """It has the attempt: take from that what messages should have told and perhaps did not."""

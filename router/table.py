@@ -167,7 +167,7 @@ class Table:
         if not decodes:
             full = member.busy_since is not None or len(member.slots) >= self._config.prefill.max_prompts
             open_ = NEVER if member.draining else FULL if full else OPEN
-            until = member.since + seconds + cost.seconds(member.strange_prompts, 0, chunk)
+            until = member.since + seconds
             return (open_, until, rate, cost.fixed, cost.token, cost.pair, chunk, 1.0, *_NO_DECODING)
         step = self._costs.step(member.incarnation)
         rows = len(member.work) + member.strangers

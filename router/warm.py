@@ -7,8 +7,9 @@ store has said that they are pinned.
 Requests go first: a prefix is only begun while no request waits for a worker, one at a time on each prefill worker, and
 it leaves a prompt's place there free wherever there is more than one.
 
-A store answers every Pin, and is asked again when the answer does not come; its heartbeats list what it has pinned.
-Pins are named anew with each attempt, so a late answer never counts for another. Pure.
+A store answers every Pin, and is asked again when the answer does not come; its heartbeats list what it has pinned for
+us. Pins are named anew with each attempt, so a late answer never counts for another. What another router pins is its
+own: both may pin the same pages, under one name even, and neither sees or ends the other's. Pure.
 """
 
 # pyright: strict
@@ -59,7 +60,6 @@ class Warmer:
 
     def __init__(
         self,
-        router: str,
         config: Config,
         limits: ModelLimits,
         members: Members,
@@ -67,8 +67,7 @@ class Warmer:
         life: Life,
         outbox: Outbox,
     ) -> None:
-        """`router` is our own incarnation; `pages` says who has which."""
-        self.mine = f"{router[-32:]} "  # how the names of our pins begin
+        """`pages` says who has which."""
         self._config = config
         self._limits = limits
         self._members = members
@@ -153,7 +152,7 @@ class Warmer:
         return [
             (worker, store)
             for worker in self._members.open("prefill")
-            if worker.busy_since is None and len(worker.slots) < most
+            if worker.busy_since is None and len(worker.slots) + worker.strangers < most
             if not any(name.request.startswith(WARM) for name in worker.slots)
             if (store := self._members.store_of(worker.peer.node)) is not None
         ]
@@ -358,8 +357,8 @@ class Warmer:
         return self._config.cluster.silence_ms / 1_000
 
     def _pin_name(self, prefix: WarmPrefix) -> str:
-        """Unlike any that another router, or another attempt of this one, has given."""
-        return f"{self.mine}{prefix.name.removeprefix(WARM)}.{prefix.attempts}"
+        """Unlike any that another attempt has given."""
+        return f"{prefix.name}.{prefix.attempts}"
 
     def note(self, prefix: WarmPrefix, text: str, *, warning: bool = False) -> None:
         self._out.note(f"pin {prefix.pin}: {text}", warning=warning)

@@ -99,12 +99,12 @@ class WarmAnswers:
             self._warmer.keep(prefix, now)
 
     def listed_pins(self, store: Member, beat: Heartbeat, now: float) -> None:
-        """What a store has pinned, compared with what it should have (rule 2). What another router had pinned there
-        serves whoever asks for it, until its time is over."""
+        """What a store has pinned for us, compared with what it should have (rule 2). What another router had pinned
+        there serves whoever asks for it, until its time is over."""
         listed = {held.request: held.position for held in beat.attempts}
         for pin in listed:
             wanted = self._warmer.asked.get(pin)
-            if pin.startswith(self._warmer.mine) and (wanted is None or wanted.store != store.incarnation):
+            if wanted is None or wanted.store != store.incarnation:
                 self._out.send(store.incarnation, Unpin(pin))
         for pin, prefix in list(self._warmer.asked.items()):
             judged = prefix.phase is Phase.PINNED and prefix.store == store.incarnation and now < prefix.expires

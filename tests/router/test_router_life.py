@@ -576,7 +576,7 @@ def test_attempts_that_brought_tokens_do_not_count_against_the_budget() -> None:
     assert lab.decode.attempt == 10
 
 
-def test_a_prefill_worker_that_is_busy_is_replaced_by_another_or_by_nobody() -> None:
+def test_a_prefill_worker_that_is_busy_is_replaced_by_another_or_waited_for() -> None:
     lab = Lab()
     decode, one, _ = lab.split()
     two = lab.join("prefill", "prefill-1")
@@ -587,8 +587,24 @@ def test_a_prefill_worker_that_is_busy_is_replaced_by_another_or_by_nobody() -> 
     assert lab.to(lab.prefill) == two
     assert lab.prefill.attempt == 1
     lab.say(two, Refused("r", 1, "busy"))
-    assert (lab.decode.attempt, lab.decode.fetch, lab.decode.awaited) == (2, 0, False)
-    assert lab.state.stats().attempts == 2
+    assert lab.cancelled(decode) == [1]
+    assert lab.state.stats().queued == 1  # both may have room again by their next heartbeats
+    lab.beat(one)
+    assert (lab.decode.attempt, lab.decode.awaited) == (2, True)
+
+
+def test_a_prompt_that_prefill_workers_never_have_room_for_is_computed_where_it_is_decoded() -> None:
+    lab = Lab()
+    decode, prefill, _ = lab.split()
+    lab.submit(prompt=14)
+    refusals = 0
+    while lab.decode.awaited:
+        refusals += 1
+        lab.say(decode, Accepted("r", refusals))
+        lab.say(prefill, Refused("r", refusals, "busy"))
+        lab.beat(prefill)
+    assert refusals == 8
+    assert lab.alive()  # and none of them was an attempt's failure
 
 
 def test_a_prefill_worker_that_can_not_is_not_asked_again() -> None:

@@ -530,9 +530,8 @@ def test_a_store_that_lists_what_nobody_wants() -> None:
     it.warm()
     it.until_pinned()
     it.tell(Unwarm("p"))
-    other = "router.of-long-ago 1.1"
-    it.store_beat(STORE, AttemptHeld(it.pin.pin, 1, 3), AttemptHeld(other, 1, 3))
-    assert [unpin.pin for unpin in it.sent(Unpin, STORE)] == [it.pin.pin] * 2  # another router's stays
+    it.store_beat(STORE, AttemptHeld(it.pin.pin, 1, 3))
+    assert [unpin.pin for unpin in it.sent(Unpin, STORE)] == [it.pin.pin] * 2
     assert not it.sent(Cancel, STORE)
 
 
