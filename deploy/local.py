@@ -12,8 +12,11 @@ One machine may stand in for several nodes, each with a store of its own:
 A `Node` may also say where it really is: at which address, and by which command another command is started there, such
 as in a network namespace. The files below `directory` must be the same everywhere, and process numbers too.
 
-Starts the router, which says its addresses in one line of JSON; then everything else at once. Every process dies with
-this one, however this one ends. Nobody is restarted unless asked: repairing is the supervisor's work.
+Several routers may share the workers: with `routers=2` there is "router-1" beside "router", each with front doors of
+its own (`address_of`).
+
+Starts the routers, each of which says its addresses in one line of JSON; then everything else at once. Every process
+dies with this one, however this one ends. Nobody is restarted unless asked: repairing is the supervisor's work.
 """
 
 from __future__ import annotations
@@ -74,12 +77,14 @@ class LocalCluster:
         *,
         nodes: Sequence[str | Node] = (),
         placed: Mapping[str, str] | None = None,
+        routers: int = 1,
         reach: Callable[[str], str] = str,
         patience: float = 90.0,
     ) -> None:
         """Nothing starts yet. `directory` takes configuration, logs and output (none: a temporary one, removed at the
         end). `nodes` are the nodes that this machine plays, by default one; `placed` says on which of them a process
-        runs (name → node), the others go where `plan` puts them. `reach` turns the host:port of a node into one at
+        runs (name → node), the others go where `plan` puts them. The first of `routers` listens where the configuration
+        says, the others, on the same node, at any free port. `reach` turns the host:port of a node into one at
         which this process reaches it, where that is another. `patience` is how many seconds each start may take.
         Every object makes the cluster's name its own, so that clusters on one machine never share a store."""
         self._cleanup = contextlib.ExitStack()
@@ -97,9 +102,10 @@ class LocalCluster:
         )
         self.config = msgspec.structs.replace(config, cluster=own)
         self.patience = patience
-        self.addresses: Addresses | None = None
+        self._addresses: dict[str, Addresses] = {}  # of every router that has served
         planned = plan(self.config, scale_of(config), self.nodes, placed, one_machine=True)
-        self._specs = {spec.name: spec for spec in planned}
+        others = [Spec(f"router-{number}", "router", planned[0].node) for number in range(1, routers)]
+        self._specs = {spec.name: spec for spec in (planned[0], *others, *planned[1:])}
         self._running: dict[str, _Running] = {}
         # A parent-death signal comes when the *thread* that started a child ends: so one thread starts them all.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
@@ -107,14 +113,15 @@ class LocalCluster:
     # --- the whole cluster -------------------------------------------------------------------------------------------
 
     def up(self) -> Self:
-        """Start everything and wait until the router lists all of it as live. Raises StartupError with what the
+        """Start everything and wait until every router lists all of it as live. Raises StartupError with what the
         process that failed said; then nothing is left running."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self.start("router")
-            for name in self._specs:
-                if name != "router":
-                    self._spawn(self._specs[name])
+            for name in self._routers:
+                self.start(name)
+            for spec in self._specs.values():
+                if spec.role != "router":
+                    self._spawn(spec)
             self.wait_live(self._specs)
         except BaseException:
             self.close()
@@ -145,10 +152,23 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """host:port of the router's gRPC front door."""
-        if self.addresses is None:
-            raise StartupError("the router is not up; call up() first")
-        return self.reach(self.addresses.grpc)
+        """host:port of the first router's gRPC front door."""
+        return self.address_of("router")
+
+    def address_of(self, router: str) -> str:
+        """host:port of a router's gRPC front door."""
+        if router not in self._addresses:
+            raise StartupError(f"{router} is not up; call up() first")
+        return self.reach(self._addresses[router].grpc)
+
+    @property
+    def addresses(self) -> Addresses | None:
+        """Where the first router answers; none before it does."""
+        return self._addresses.get("router")
+
+    @property
+    def _routers(self) -> list[str]:
+        return [spec.name for spec in self._specs.values() if spec.role == "router"]
 
     @property
     def pids(self) -> dict[str, int]:
@@ -169,7 +189,7 @@ class LocalCluster:
 
     def start(self, name: str, node: str = "") -> int:
         """Start one process (again), or add one: "decode-2" needs no configuration. A worker starts on `node`, by
-        default where it was before; a node without a store gets one. For the router, wait until it serves, at the same
+        default where it was before; a node without a store gets one. For a router, wait until it serves, at the same
         addresses as before. Returns the pid. Raises StartupError."""
         if name in self.pids:
             raise StartupError(f"{name} runs already, as pid {self.pids[name]}; kill it first")
@@ -180,17 +200,30 @@ class LocalCluster:
             spec = self._specs[name]
         pid = self._spawn(spec)
         if spec.role == "router":
-            self.addresses = self._read_addresses()
-            self.config = self.addresses.pin(self.config)
+            self._addresses[name] = self._read_addresses(name)
+            if name == "router":
+                self.config = self._addresses[name].pin(self.config)
         return pid
 
     def wait_live(self, names: Iterable[str], seconds: float | None = None) -> cluster_pb2.GetStatusResponse:
-        """Wait until the router lists these processes, as they were last started, as live. Raises StartupError when one
-        of them ends first or the time is up."""
+        """Wait until every router that runs lists these processes, as they were last started, as live; of routers each
+        lists itself. Returns what the first of them says. Raises StartupError when one of the processes ends first or
+        the time is up."""
         names = list(names)
         deadline = time.monotonic() + (self.patience if seconds is None else seconds)
-        problem = "the router has not answered"
-        with Client(self.address) as client:
+        routers = [router for router in self._routers if router in self.pids]
+        if not routers:
+            raise StartupError("no router runs; call up() first")
+        workers = [name for name in names if self._specs[name].role != "router"]
+        answers = [
+            self._wait_listed(router, [name for name in names if name in (router, *workers)], deadline)
+            for router in routers
+        ]
+        return answers[0]
+
+    def _wait_listed(self, router: str, names: Sequence[str], deadline: float) -> cluster_pb2.GetStatusResponse:
+        problem = "it has not answered"
+        with Client(self.address_of(router)) as client:
             while time.monotonic() < deadline:
                 for name in names:
                     self._check_running(name)
@@ -203,9 +236,9 @@ class LocalCluster:
                     missing = [name for name in names if live.get(name) != self._running[name].identity.pid]
                     if not missing:
                         return status
-                    problem = f"the router does not list {', '.join(missing)} as live; see {self.directory}"
+                    problem = f"it does not list {', '.join(missing)} as live; see {self.directory}"
                 time.sleep(_POLL)
-        raise StartupError(f"the cluster is not ready in time: {problem}")
+        raise StartupError(f"the cluster of {router} is not ready in time: {problem}")
 
     # --- internals ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +251,8 @@ class LocalCluster:
             raise StartupError(f"there is no node {node!r}; this cluster has {self.nodes}")
         placed = {spec.name: spec.node for spec in self._specs.values() if spec.name != name}
         placed |= {name: node} if node else {}
-        count = max(int(known.rpartition("-")[2]) for known in (name, *placed) if known != "router") + 1
+        numbered = [known for known in (name, *placed) if known not in self._routers]
+        count = max(int(known.rpartition("-")[2]) for known in numbered) + 1
         planned = plan(self.config, Scale(count, count), self.nodes, placed, one_machine=True)
         worker = next(spec for spec in planned if spec.name == name)
         served = {spec.node for spec in self._specs.values() if spec.role == "store"}
@@ -228,23 +262,32 @@ class LocalCluster:
         return stores
 
     def _spawn(self, spec: Spec) -> int:
-        config = self.directory / "config.yaml"
+        config = self.directory / ("config.yaml" if spec.role != "router" else f"{spec.name}.yaml")
         # All nodes are this machine.
         workers = sum(workers_on(node, self._specs.values()) for node in self.nodes)
-        config.write_text(dump(share_cores(self.config, workers)))
+        config.write_text(dump(share_cores(self._config_of(spec), workers)))
         node = self._nodes[spec.node]
         command = [*node.enter, sys.executable, "-m", "deploy.child", str(os.getpid()), _MODULES[spec.role]]
         command += ["--config", str(config), "--name", spec.name, "--node", spec.node, "--host", node.host]
         if spec.role != "router":
-            if self.addresses is None:
+            if not self._addresses:
                 raise StartupError(f"{spec.name} needs a router; start that first")
-            command += ["--router", self.addresses.endpoint]
+            command += [word for router in self._addresses.values() for word in ("--router", router.endpoint)]
         with (self.directory / f"{spec.name}.out").open("wb") as out, self.log(spec.name).open("wb") as err:
             process = self._spawner.submit(
                 subprocess.Popen, command, stdin=subprocess.DEVNULL, stdout=out, stderr=err
             ).result()
         self._running[spec.name] = _Running(process, Identity.of(process.pid))
         return process.pid
+
+    def _config_of(self, spec: Spec) -> Config:
+        """A router that has served comes back at its addresses; one beside the first takes any ports."""
+        if (known := self._addresses.get(spec.name)) is not None:
+            return known.pin(self.config)
+        if spec.role != "router" or spec.name == "router":
+            return self.config
+        anywhere = msgspec.structs.replace(self.config.router, grpc_port=0, internal_port=0, http_port=0)
+        return msgspec.structs.replace(self.config, router=anywhere)
 
     def _check_running(self, name: str) -> None:
         running = self._running[name]
@@ -253,13 +296,13 @@ class LocalCluster:
             ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
             raise StartupError("\n".join([f"{name} {ending}; its output is {self.log(name)}", *said]))
 
-    def _read_addresses(self) -> Addresses:
-        output = self.directory / "router.out"
+    def _read_addresses(self, router: str) -> Addresses:
+        output = self.directory / f"{router}.out"
         deadline = time.monotonic() + self.patience
         while time.monotonic() < deadline:
             line, newline, _ = output.read_text().partition("\n")
             if newline:
                 return msgspec.json.decode(line, type=Addresses)
-            self._check_running("router")
+            self._check_running(router)
             time.sleep(_POLL)
-        raise StartupError(f"the router did not say its addresses within {self.patience} s; see {self.log('router')}")
+        raise StartupError(f"{router} did not say its addresses within {self.patience} s; see {self.log(router)}")

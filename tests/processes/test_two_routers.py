@@ -1,0 +1,93 @@
+"""Two routers on the same workers and store: each has its own streams, and loses only those when it dies."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from baton.errors import BatonError
+from baton.v1 import cluster_pb2, generation_pb2
+from deploy.client import Client
+from deploy.local import LocalCluster
+from tests import checkpoints
+from tests.processes import workload
+from tests.processes.test_failures import DEADLINE, eventually, expected
+
+_RNG = random.Random(11)
+PROMPTS = [[_RNG.randrange(3, checkpoints.VOCAB) for _ in range(count)] for count in (300, 150, 220, 40)]
+TOKENS = 150
+
+
+class Stream:
+    """One request through one router, whose tokens can be watched as they come."""
+
+    def __init__(self, pool: ThreadPoolExecutor, address: str, prompt: Sequence[int]) -> None:
+        self.tokens: list[int] = []
+        self.prompt = prompt
+        self._address = address
+        self.end: Future[generation_pb2.Finished] = pool.submit(self._run)
+
+    def _run(self) -> generation_pb2.Finished:
+        request = generation_pb2.GenerateRequest(
+            token_ids=generation_pb2.TokenIds(ids=self.prompt), max_tokens=TOKENS, temperature=0.0, ignore_eos=True,
+            request_id="same",  # at both routers
+        )  # fmt: skip
+        with Client(self._address) as client:
+            for response in client.generate(request, timeout=DEADLINE):
+                self.tokens += response.delta.token_ids
+                if response.HasField("finished"):
+                    return response.finished
+        raise AssertionError("the stream ended without a Finished")
+
+
+def loads(cluster: LocalCluster, router: str) -> dict[str, cluster_pb2.Load]:
+    """How busy each process is, as that router sees it."""
+    with Client(cluster.address_of(router)) as client:
+        return {p.name: p.load for p in client.status().processes if p.role != cluster_pb2.ROLE_ROUTER}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_of_two_routers_dies(checkpoint: Callable[[str], Path], tmp_path: Path, how: signal.Signals) -> None:
+    path = checkpoint("llama")
+    quick = {"cluster.heartbeat_ms": 100, "cluster.silence_ms": 1_000, **workload.SLOW_ENGINE}
+    with (
+        LocalCluster(workload.settings(path, 1, 2, **quick), tmp_path, routers=2) as cluster,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        ours, theirs = (
+            [Stream(pool, cluster.address_of(router), prompt) for prompt in PROMPTS]
+            for router in ("router", "router-1")
+        )
+        eventually(lambda: all(len(stream.tokens) > 5 for stream in (*ours, *theirs)), what="all streams under way")
+        for router in ("router", "router-1"):  # the load of both, within a heartbeat
+            eventually(lambda r=router: sum(load.running for load in loads(cluster, r).values()) >= 8, 5, "all seen")
+        cluster.kill("router-1", how)
+        for stream in ours:
+            assert stream.end.result(DEADLINE).work.attempts == 1, "it should not have noticed"
+            assert stream.tokens == expected(path, stream.prompt, TOKENS)
+        eventually(
+            lambda: all(
+                not (load.running or load.waiting) and load.pages_free == load.pages_total
+                for load in loads(cluster, "router").values()
+            ),
+            what="what the dead router owned freed",
+        )
+        if how == signal.SIGSTOP:  # it wakes, finds its work forgotten, and does it anew
+            cluster.kill("router-1", signal.SIGCONT)
+            for stream in theirs:
+                assert stream.end.result(DEADLINE).work.attempts > 1
+        else:
+            for stream in theirs:
+                with pytest.raises(BatonError):
+                    stream.end.result(DEADLINE)
+            cluster.start("router-1")
+        cluster.wait_live(["router-1", "store-0", "prefill-0", "decode-0", "decode-1"])
+        for stream in theirs:
+            answer = workload.ask(cluster.address_of("router-1"), stream.prompt, TOKENS)
+            assert answer.tokens == expected(path, stream.prompt, TOKENS)
+            assert stream.tokens == answer.tokens[: len(stream.tokens)]
