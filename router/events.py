@@ -24,8 +24,8 @@ from kvstore.events import Batch
 class Submit:
     """A client's request, validated as far as that needs no knowledge of the cluster.
 
-    `request` is unique for the life of this router: its attempts are numbered from 1, and a name used again would mean
-    two things to a worker that missed the end of the first. `sampling` has its seed already."""
+    `request` is unique for ever, among all routers of the same workers: its attempts are numbered from 1, and a name
+    used again would mean two things to a worker that missed the end of the first. `sampling` has its seed already."""
 
     request: str
     tokens: bytes  # packed
@@ -45,8 +45,8 @@ class Submit:
 class Warm:
     """A client's wish that a prefix be computed and pinned, validated as far as that needs no knowledge of the cluster.
 
-    `name` is unique for the life of this router and begins with `WARM`: its attempts are listed among those of
-    requests, none of which has a space in its name. `pin` is what the client calls it."""
+    `name` is as unique as a request's and begins with `WARM`: its attempts are listed among those of requests, none of
+    which has a space in its name. `pin` is what the client calls it."""
 
     name: str
     pin: str

@@ -36,7 +36,7 @@ from baton.messages import (
 from decode_worker.state import DecodeState
 from engine.batch import Chunk, Sampled
 from engine.steps import StepDone
-from kvstore.commands import Connected, Disconnected, Drop, Heard, Send, Tick, WriterGone
+from kvstore.commands import Connected, Disconnected, Drop, Heard, Send, TellRouter, Tick, WriterGone
 from kvstore.state import StoreState
 from kvstore.tiers import (
     Answer,
@@ -122,15 +122,20 @@ class RigWorker:
         self.peer = Peer(role, f"{role}-{self.pid}", node.name, f"{role}-{self.pid}", self.pid)
         self.inbox: deque[Message] = deque()  # from the store
         self.said: list[Message] = []
+        self.letters: list[Say] = []  # the same, each with whom it is for
 
-    def handle(self, event: Any) -> None:
-        for command in self.state.handle(event, self.rig.now):
+    def handle(self, event: Any, router: str = "") -> None:
+        self._do(self.state.handle(event, self.rig.now, router))
+        self.state.validate()
+
+    def _do(self, commands: Sequence[Any]) -> None:
+        for command in commands:
             match command:
                 case Say(message=message):
                     self.said.append(message)
+                    self.letters.append(command)
                 case Call(call=call):
                     self.rig.call(self, call)
-        self.state.validate()
 
     def attach(self) -> None:
         self.inbox.clear()
@@ -166,12 +171,7 @@ class RigWorker:
             if plan:
                 self.handle(StepDone(plan, [None] * len(plan)))
         else:
-            for command in self.state.prepare(self.rig.now):
-                match command:
-                    case Say(message=message):
-                        self.said.append(message)
-                    case Call(call=call):
-                        self.rig.call(self, call)
+            self._do(self.state.prepare(self.rig.now))
             plan = self.state.plan(self.rig.now)
             sampled = [self.device.run(self.state._sequences[n.request].tokens, c) for n, c in plan.items()]
             if plan:
@@ -220,6 +220,7 @@ class RigStore:
         self.state = StoreState(me, config, self.disk, self.rig.admit_after, 0.25, 3.0)
         self.arena: dict[int, list[int]] = {}
         self.expected: dict[int, dict[int, int]] = {}  # fetch → index → slot
+        self.told: list[TellRouter] = []  # to routers
         self.outgoing: dict[str, deque[Parcel]] = {}  # by incarnation of the receiving store, in order
         self.disk_orders: deque[Write | Read] = deque()
         self.checks: deque[Check] = deque()
@@ -258,6 +259,8 @@ class RigStore:
                 self.checks.append(command)
             case Write() | Read():
                 self.disk_orders.append(command)
+            case TellRouter():
+                self.told.append(command)
             case _:
                 pass
 
