@@ -137,7 +137,7 @@ class Store:
         self._handle(Tick())
         self._follow(self._membership.tick(now))
         events, digest = self.feed.sequence, self.feed.digest
-        pins = self.state.pins
+        pins = self.state.pins()
         self._say(Heartbeat(self._membership.heard, self.state.load(), attempts=pins, events=events, digest=digest))
         return self._membership.heartbeat
 
