@@ -7,6 +7,7 @@ touched by no step and no copy any more. The service carries out the commands, t
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from baton.messages import (
     TokenLogprob,
     Tokens,
 )
+from baton.turns import Turns
 from decode_worker.admission import Admission
 from decode_worker.headroom import Headroom, LearnedHeadroom
 from decode_worker.schedule import Budget, plan_step
@@ -115,6 +117,7 @@ class DecodeState:
         self._num_pages = num_pages
         self._sequences: dict[str, Sequence] = {}  # by request: one attempt each
         self._admission = Admission(self._cache, headroom or LearnedHeadroom(), page_size)
+        self._turns = Turns()
         self._pace = WorkerPace(calibration)
         self._tempo = Tempo(config, self._pace)
         self._fetching: dict[int, Sequence] = {}  # by ticket
@@ -150,6 +153,7 @@ class DecodeState:
                 gone = [s for s in self._owned_by(router) if s.name not in keep]
                 return [command for sequence in gone for command in self._forget(sequence, cut=False)]
             case OwnerLost(router=owner):
+                self._turns.admitted(owner)
                 gone = list(self._owned_by(owner))
                 return [command for sequence in gone for command in self._forget(sequence, cut=True)]
             case StepDone():
@@ -218,9 +222,12 @@ class DecodeState:
         if most > self._num_pages:
             message = f"prompt and output take up to {most} pages and this worker has {self._num_pages}"
             return [*commands, Say(Refused(*_named(name), "too_large", message), router)]
-        if (made := self._make_room(sequence)) is None:
+        waits = self._turns.must_wait(router, self._held(), now)
+        if waits or (made := self._make_room(sequence)) is None:
+            self._turns.refused(router, now)
             return [*commands, Say(Refused(*_named(name), "busy", f"{self._cache.available} pages are free"), router)]
         commands += made
+        self._turns.admitted(router)
         self._sequences[order.request] = sequence
         sequence.device_pages = sequence.computed // self._page_size
         self._device_pages += sequence.device_pages
@@ -239,6 +246,13 @@ class DecodeState:
         while not self._reserve(newcomer):
             commands += self._give_up_shipment()
         return commands
+
+    def _held(self) -> Mapping[str, int]:
+        """Device pages by owner; shared ones count for each."""
+        held: Counter[str] = Counter()
+        for sequence in self._sequences.values():
+            held[sequence.owner] += len(sequence.pages)
+        return held
 
     def _holders(self) -> list[Sequence]:
         return [s for s in self._sequences.values() if s.pages]

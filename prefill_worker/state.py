@@ -7,6 +7,7 @@ is touched by no step and no copy any more. The service carries out the commands
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -34,6 +35,7 @@ from baton.messages import (
     StoreCall,
     StoreReply,
 )
+from baton.turns import Turns
 from engine.pace import WorkerPace
 from engine.steps import Plan, StepDone, StepFailed
 from kvstore.cost import Loading, choose
@@ -103,6 +105,7 @@ class PrefillState:
         self._cache = DeviceCache(num_pages, tell_tokens=event_tokens)
         self._jobs: dict[str, Job] = {}  # by request: one attempt each
         self._owners: dict[int, Job] = {}  # by ticket
+        self._turns = Turns()
         self._copies = CopyQueue()
         self._tickets = itertools.count(1)
         self._slots = 0  # of the arena; 0 without a store
@@ -132,6 +135,7 @@ class PrefillState:
                 keep = frozenset(listed)
                 return [c for job in self._owned_by(router) if job.name not in keep for c in self._forget(job)]
             case OwnerLost(router=owner):
+                self._turns.admitted(owner)
                 return [c for job in self._owned_by(owner) for c in self._forget(job)]
             case StepDone(plan=plan):
                 return self._step_done(plan, now)
@@ -181,10 +185,14 @@ class PrefillState:
             message = f"the prompt takes {len(keys)} pages and this worker has {self._num_pages}"
             return [*commands, Say(Refused(*_named(name), "too_large", message), router)]
         active = self._active
-        taken = alike.take(self._cache, keys, active) if len(active) < self._config.max_prompts else None
+        waits = self._turns.must_wait(router, Counter(job.owner for job in active), now)
+        full = waits or len(active) >= self._config.max_prompts
+        taken = None if full else alike.take(self._cache, keys, active)
         if taken is None:
+            self._turns.refused(router, now)
             message = f"{len(active)} prompts are being computed and {self._cache.available} pages are free"
             return [*commands, Say(Refused(*_named(name), "busy", message), router)]
+        self._turns.admitted(router)
         pages, complete = taken
         job = Job(
             name=name,

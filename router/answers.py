@@ -20,7 +20,7 @@ from router.peers import Member, Members, Prompt, Work
 from router.request import Attempt, Phase, Request
 from router.scores import Scores
 
-_TURNED_AWAY = 8  # times that busy prefill workers refuse a prompt before those that still do are not asked again
+_TURNED_AWAY = 32  # times that busy prefill workers refuse a prompt before those that still do are not asked again
 
 
 class Answers:

@@ -27,9 +27,17 @@ def another_maker(members: Members, node: str, most: int, avoid: Collection[str]
         member
         for member in members.open("prefill")
         if member.peer.node == node and member.incarnation not in avoid
-        if member.busy_since is None and len(member.slots) < most
+        if slots(member, most) > 0
     ]
     return min(able, key=lambda m: (sum(prompt.new for prompt in m.slots.values()), m.peer.name), default=None)
+
+
+def slots(member: Member, most: int) -> int:
+    """Prompts that a prefill worker which takes `most` may still be given, other routers' counted. Where we have none it
+    is worth asking all the same: who has been refused is next (`baton.turns`), and who never asks never is."""
+    if member.busy_since is not None:
+        return 0
+    return max(most - len(member.slots) - member.strangers, 0 if member.slots else 1)
 
 
 def stores(members: Members, held: Mapping[str, Match], avoid: Collection[str]) -> list[Store]:

@@ -603,7 +603,7 @@ def test_a_prompt_that_prefill_workers_never_have_room_for_is_computed_where_it_
         lab.say(decode, Accepted("r", refusals))
         lab.say(prefill, Refused("r", refusals, "busy"))
         lab.beat(prefill)
-    assert refusals == 8
+    assert refusals == 32
     assert lab.alive()  # and none of them was an attempt's failure
 
 

@@ -57,7 +57,7 @@ def test_both_are_served_and_know_of_each_others_load() -> None:
     assert not any(worker.strangers for workers in members.values() for worker in workers)
 
 
-@pytest.mark.parametrize("moment", range(0, 60, 6))
+@pytest.mark.parametrize("moment", range(0, 60, 10))
 def test_the_death_of_one_takes_nothing_from_the_other(moment: int) -> None:
     world = busy_world()
     for _ in range(moment):
@@ -106,6 +106,20 @@ def test_both_pin_the_same_prefix_and_neither_ends_the_others() -> None:
     world.run(1.0)
     assert store.state.stats(world.rig.now).pins == 1
     assert [pin.node for pin in world.routers["one"].state.pins("", world.rig.now)] == ["a"]
+    world.settle()
+
+
+def test_a_router_with_little_to_do_is_not_kept_out_by_one_with_much() -> None:
+    """Workers are full at all times, and the one that fills them hears first of whatever room there is."""
+    world = busy_world(requests=0)
+    dice = random.Random(2)
+    one, two = world.routers["one"], world.routers["two"]
+    for _ in range(200):
+        for router, most in ((one, 10), (two, 2)):
+            while len(router.submitted) - len(router.ended) < most:
+                world.submit(router.name, prompt_of(dice, dice.randrange(5, 60)), dice.randrange(20, 40))
+        world.round()
+    assert len(two.ended) >= len(one.ended) / 4
     world.settle()
 
 

@@ -1,0 +1,36 @@
+"""Whose turn it is when several routers want the same room.
+
+Each router hears at once of the room that its own work gives back, and of the rest a heartbeat later: so the one that
+has most of a full worker would always be first, and the others would wait for ever. Hence a worker that has refused a
+router keeps the next room for it, as long as it has less here than whoever else asks (max-min fairness, in a small
+way). Who was refused is expected to ask again at the worker's next heartbeat; the promise is forgotten
+soon after, so that nothing is kept for one that has found another place. Pure.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_KEPT = 1.0  # seconds for which room is kept; a few heartbeats
+
+
+class Turns:
+    """Which routers were refused not long ago."""
+
+    def __init__(self) -> None:
+        self._refused: dict[str, float] = {}  # when, seconds
+
+    def must_wait(self, router: str, held: Mapping[str, int], now: float) -> bool:
+        """Whether another router is before this one. `held`: how much each has here; none means nothing."""
+        self._refused = {name: at for name, at in self._refused.items() if now < at + _KEPT}
+        mine = held.get(router, 0)
+        return any(held.get(other, 0) < mine for other in self._refused if other != router)
+
+    def refused(self, router: str, now: float) -> None:
+        self._refused[router] = now
+
+    def admitted(self, router: str) -> None:
+        """It has got what it wanted; or it is gone."""
+        self._refused.pop(router, None)

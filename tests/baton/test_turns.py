@@ -1,0 +1,32 @@
+"""Whose turn it is: who was refused and has least goes first."""
+
+from __future__ import annotations
+
+from baton.turns import Turns
+
+
+def test_room_is_kept_for_who_was_refused_and_has_less() -> None:
+    turns = Turns()
+    held = {"a": 3, "b": 1}
+    assert not turns.must_wait("a", held, 0.0)
+    turns.refused("b", 0.0)
+    assert turns.must_wait("a", held, 0.5)
+    assert not turns.must_wait("b", held, 0.5)
+    assert not turns.must_wait("a", {"a": 1, "b": 1}, 0.5)
+
+
+def test_two_that_were_refused_do_not_wait_for_each_other() -> None:
+    turns = Turns()
+    turns.refused("a", 0.0)
+    turns.refused("b", 0.0)
+    assert [turns.must_wait(router, {"a": 2}, 0.1) for router in "ab"] == [True, False]
+    assert [turns.must_wait(router, {}, 0.1) for router in "ab"] == [False, False]
+
+
+def test_nothing_is_kept_for_long_nor_for_who_was_admitted() -> None:
+    turns = Turns()
+    turns.refused("b", 0.0)
+    assert not turns.must_wait("a", {"a": 1}, 1.0)
+    turns.refused("b", 2.0)
+    turns.admitted("b")
+    assert not turns.must_wait("a", {"a": 1}, 2.1)
