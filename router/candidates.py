@@ -33,8 +33,8 @@ def another_maker(members: Members, node: str, most: int, avoid: Collection[str]
 
 
 def slots(member: Member, most: int) -> int:
-    """Prompts that a prefill worker which takes `most` may still be given, other routers' counted. Where we have none it
-    is worth asking all the same: who has been refused is next (`baton.turns`), and who never asks never is."""
+    """Prompts that a prefill worker which takes `most` may still be given, other routers' counted. Where we have none
+    it is worth asking all the same: who was refused is next (`baton.turns`), and who never asks never is."""
     if member.busy_since is not None:
         return 0
     return max(most - len(member.slots) - member.strangers, 0 if member.slots else 1)
