@@ -1,0 +1,70 @@
+"""One process's links to two routers, over real sockets: each hears what is its own, and is lost alone."""
+
+from __future__ import annotations
+
+import asyncio
+
+from baton.clock import MonotonicClock
+from baton.membership import OwnerLost
+from baton.messages import Cancel, Departed, Failed, Heartbeat, Hello, Load, Message, Peer, ToDecode, Welcome
+from baton.routers import Routers, Said
+from baton.wire import Listener
+from tests.baton.test_wire import ME, run
+
+SILENCE = 60.0
+
+
+def router(name: str) -> tuple[Peer, Listener]:
+    me = Peer("router", name, "n0", f"{name}.1", 1)
+    return me, Listener("tcp://127.0.0.1:0", me)
+
+
+async def hears(listener: Listener, kind: type[Message]) -> Message:
+    while not isinstance(message := (await listener.receive()).message, kind):
+        pass
+    return message
+
+
+async def heard(routers: Routers, now: float, count: int) -> list[Said | OwnerLost]:
+    found: list[Said | OwnerLost] = []
+    while len(found) < count:
+        found += routers.receive(now, 0.0)
+        await asyncio.sleep(0.005)
+    return found
+
+
+def test_two_routers_are_told_apart() -> None:
+    async def main() -> None:
+        (one, first), (two, second) = router("one"), router("two")
+        endpoints = [first.endpoint, second.endpoint, first.endpoint]
+        routers = Routers(endpoints, Hello(ME), ToDecode, MonotonicClock())
+        try:
+            assert len(routers.links) == 2
+            assert not list(routers.receive(0.0, 0.0))
+            for peer, listener, heartbeat_ms in ((one, first, 20), (two, second, 40)):
+                await hears(listener, Hello)
+                listener.send(ME.incarnation, Welcome(peer, heartbeat_ms, int(SILENCE * 1_000)))
+                listener.send(ME.incarnation, Cancel(peer.name, 1))
+            said = await heard(routers, 1.0, 2)
+            assert {(s.router, s.message.request) for s in said if isinstance(s, Said)} == {
+                ("one.1", "one"),
+                ("two.1", "two"),
+            }
+            assert routers.heartbeat == 0.02
+            routers.say(Failed("r", 1, "internal", "for two"), "two.1")
+            routers.say(Failed("r", 1, "internal", "for nobody"), "three.1")
+            routers.tell_all(Departed("w", 1))
+            assert await hears(second, Failed) == Failed("r", 1, "internal", "for two")
+            for listener in (first, second):
+                assert await hears(listener, Departed) == Departed("w", 1)
+            routers.beat(lambda sequence, incarnation: Heartbeat(sequence, Load(running=len(incarnation))), None)
+            assert await hears(first, Heartbeat) == Heartbeat(2, Load(running=5))
+            second.send(ME.incarnation, Cancel("later", 1))
+            assert await heard(routers, SILENCE, 1) == [Said("two.1", Cancel("later", 1))]
+            assert list(routers.receive(SILENCE + 2.0, 0.0)) == [OwnerLost("one.1")]
+        finally:
+            routers.close()
+            first.close()
+            second.close()
+
+    run(main)
