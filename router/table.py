@@ -18,7 +18,7 @@ import numpy.typing as npt
 from baton.config import Config
 from baton.messages import LowerTier, TierSpeed
 from kvstore.cost import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS
-from router.candidates import takes_work
+from router.candidates import slots, takes_work
 from router.costs import PrefillCost, StepCost
 from router.peers import Member, Members
 
@@ -165,7 +165,7 @@ class Table:
         seconds = self._prompts(member, cost, chunk)
         member.since = min(member.since, now)
         if not decodes:
-            full = member.busy_since is not None or len(member.slots) >= self._config.prefill.max_prompts
+            full = slots(member, self._config.prefill.max_prompts) <= 0
             open_ = NEVER if member.draining else FULL if full else OPEN
             until = member.since + seconds
             return (open_, until, rate, cost.fixed, cost.token, cost.pair, chunk, 1.0, *_NO_DECODING)
@@ -198,11 +198,13 @@ class Table:
         )
 
     def _prompts(self, member: Member, cost: PrefillCost, chunk: int) -> float:
-        """Seconds until it has computed the prompts that it has, from when it last told how far it is."""
+        """Seconds until it has computed the prompts that it has, other routers' among them, from when it last told how
+        far it is."""
         for name, prompt in member.slots.items():
             done = min(prompt.new, max(0, member.positions.get(name, 0) - prompt.context))
             prompt.seconds = cost.seconds(prompt.new - done, prompt.context + done, chunk)
-        return sum(prompt.seconds for prompt in member.slots.values())
+        ours = sum(prompt.seconds for prompt in member.slots.values())
+        return ours + (cost.seconds(member.strange_tokens, 0, chunk) if member.strange_tokens else 0.0)
 
 
 _NO_DECODING = (0.0,) * 9

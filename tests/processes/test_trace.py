@@ -25,7 +25,7 @@ _RNG = random.Random(5)
 PROMPT = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(200)]
 STEPS = 20
 SPANS = {
-    *("turn", "wait", "read the router", "read the store", "tell the router", "call the store", "heartbeat"),
+    *("turn", "wait", "read the routers", "read the store", "tell the router", "call the store", "heartbeat"),
     *("handle Decode", "handle StepDone", "take copies", "plan"),
     *("step", "inputs", "sampling"),
 }
