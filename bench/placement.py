@@ -50,7 +50,7 @@ def measure(workers: int, decisions: int, seed: int = 0) -> list[float]:
     for index in range(workers):
         role = "decode" if index % 2 else "prefill"
         hello = Hello(Peer(role, f"w{index}", f"n{index // 8}", f"w{index}", 1), model=card)
-        members.join(hello, 0.0).reports(Load(prefill_rate=8_000.0), 0, 0, 0.0)
+        members.join(hello, 0.0).reports(Load(prefill_rate=8_000.0), 0, Load(), 0.0)
     view, placer = View(Config(), members, _Costs()), LowestTtft()
     running: list[tuple[float, Plan, AttemptName]] = []
     taken: list[float] = []

@@ -159,7 +159,7 @@ class Member:
         self.busy_since = None
         self.touch()
 
-    def reports(self, load: Load, others: Load, heard: int, now: float) -> bool:
+    def reports(self, load: Load, heard: int, others: Load, now: float) -> bool:
         """A heartbeat: what it says of itself holds for everything that was given up to the message `heard`. `others`
         is what other routers' work makes of `load`. Returns whether that has changed: there may be room then."""
         before = (self.strangers, self.strange_context, self.strange_tokens)

@@ -179,7 +179,7 @@ class Relay:
     def _number(self) -> str:
         """What no other router has given, nor this one before."""
         self._numbered += 1
-        return f"{self.me.incarnation[-_OWN:]}-{self._numbered:x}"
+        return f"{self.me.incarnation[-_OWN:]}.{self._numbered:x}"
 
     # --- the state ---------------------------------------------------------------------------------------------------
 

@@ -301,7 +301,7 @@ class RouterState:
 
     def _heartbeat(self, member: Member, beat: Heartbeat, now: float) -> None:
         """Compare what it has with what it should have, and repair the difference."""
-        self._life.room |= member.reports(beat.load, beat.others, beat.heard, now)
+        self._life.room |= member.reports(beat.load, beat.heard, beat.others, now)
         self._ask(self._prefixes.heartbeat(member.incarnation, beat.events, beat.digest, now))
         if self._is_stuck(beat):
             self._gone(member, "stuck", now)

@@ -66,7 +66,7 @@ class Cluster:
         card = None if role == "store" else ModelCard(NAMESPACE, 1_000, 100, 10_000, pool)
         member = self.members.join(Hello(Peer(role, name, node, name, 1), model=card, **more), self.now)
         if role != "store":
-            member.reports(Load(prefill_rate=RATE), 0, 0, self.now)
+            member.reports(Load(prefill_rate=RATE), 0, Load(), self.now)
         return member
 
     def decoder(self, name: str = "d0", node: str = "a", device: int = 0, busy: int = 0, pool: int = 1_000) -> Member:
@@ -96,7 +96,7 @@ class Cluster:
         speeds: tuple[TierSpeed, ...] = (QUICK, NEAR),
     ) -> Member:
         member = self.join("store", f"s-{node}", node, data=f"tcp://{node}" if serves else "")
-        member.reports(Load(tiers=speeds), 0, 0, self.now)
+        member.reports(Load(tiers=speeds), 0, Load(), self.now)
         if host + disk:
             self.held[member.incarnation] = Match(host + disk, {"CPU": host, "DISK": disk} if disk else {"CPU": host})
         return member
@@ -323,7 +323,7 @@ def test_a_pool_that_is_full_is_waited_for() -> None:
     assert isinstance(cluster.choose(), Wait)
     one.drop(AttemptName("running 1", 1))
     assert cluster.plan().decode == "d0"
-    one.reports(Load(pages_free=3, pages_total=40), cluster.given, 2, cluster.now)
+    one.reports(Load(pages_free=3, pages_total=40), cluster.given, Load(), cluster.now)
     assert isinstance(cluster.choose(), Wait), "whatever we thought, it has no more"
 
 
@@ -511,7 +511,7 @@ def test_before_anything_is_measured_the_rates_that_workers_tell_count() -> None
     cluster.view = View(CONFIG, cluster.members)
     worker = cluster.decoder()
     assert cluster.plan().predicted.total == pytest.approx(84 / RATE)
-    worker.reports(Load(), 0, 0, cluster.now)
+    worker.reports(Load(), 0, Load(), cluster.now)
     assert cluster.plan().predicted.total == pytest.approx(84 / DEFAULT_PREFILL_RATE)
 
 
