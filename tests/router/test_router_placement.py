@@ -333,9 +333,12 @@ def test_what_other_routers_gave_a_worker_counts_when_it_is_told() -> None:
     cluster.runs(cluster.members.live("d0"), 4)
     cluster.runs(cluster.decoder("d1"), 6)
     assert (cluster.plan().prefill, cluster.plan().decode) == ("p0", "d0")
-    cluster.members.live("p0").reports(Load(2, 1, tokens_queued=100, prefill_rate=RATE), 0, 0, cluster.now)
+    others = Load(2, 1, tokens_queued=100)
+    cluster.members.live("p0").reports(others, 0, others, cluster.now)
     assert cluster.plan().prefill == "p1"
-    cluster.members.live("d0").reports(Load(9, 0, context=500, prefill_rate=RATE), 0, 4, cluster.now)
+    cluster.members.live("d0").reports(
+        Load(9, 0, context=500, prefill_rate=RATE), 0, Load(5, 0, context=300), cluster.now
+    )
     assert cluster.plan().decode == "d1"
 
 
