@@ -236,9 +236,9 @@ def demotion_does_not_hold(patch: Patch) -> None:
 def a_pin_does_not_hold(patch: Patch) -> None:
     pin = Pins.pin
 
-    def release(self: Pins, order: Any, now: float) -> Any:
-        answer, pages = pin(self, order, now)
-        self.unpin(order.pin)
+    def release(self: Pins, order: Any, router: str, now: float) -> Any:
+        answer, pages = pin(self, order, router, now)
+        self.unpin(router, order.pin)
         return answer, pages
 
     patch.setattr(Pins, "pin", release)
