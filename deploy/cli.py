@@ -304,6 +304,44 @@ def explain(
 
 @app.command()
 @reported
+def advise(
+    trace: Annotated[str, typer.Argument(help="JSON lines in Mooncake's format; none: a load from --poisson.")] = "",
+    slo_ttft: Annotated[float, typer.Option(help="Seconds until the first token.")] = 30.0,
+    slo_tpot: Annotated[float, typer.Option(help="Seconds for each token after it.")] = 0.1,
+    attainment: Annotated[float, typer.Option(help="Share of requests that shall meet both.")] = 0.9,
+    gpus: Annotated[int, typer.Option(help="GPUs to be had.")] = 64,
+    model: Annotated[str, typer.Option(help="A timing model: a name of simulator/models, or a file.")] = "a800_70b",
+    requests: Annotated[int, typer.Option(min=10, help="The first of the load; more take longer.")] = 1_000,
+    poisson: Annotated[float, typer.Option(metavar="RATE", help="Without a trace: requests a second.")] = 1.0,
+    prompt: Annotated[str, typer.Option(help="Tokens: N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA:MOST.")] = "2000",
+    output: Annotated[str, typer.Option(help="The same of outputs.")] = "200",
+    plot: Annotated[str, typer.Option(metavar="FILE.svg", help="Draw the plot into a file, too.")] = "",
+    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one a core, at most 3.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed, the same advice.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Simulate a load: split or colocated, how many workers of each kind, what goodput, and where it breaks."""
+    from deploy import advise as advising
+    from deploy.progress import Progress
+    from simulator.advice import Objectives
+
+    objectives = Objectives(slo_ttft, slo_tpot, attainment)
+    question = advising.Question(
+        Path(trace) if trace else None, poisson, prompt, output, requests, gpus, model, objectives,
+        jobs or advising.default_jobs(), seed,
+    )  # fmt: skip
+    with Progress(_err) as progress:
+        advice = advising.advise(question, progress.say)
+    if plot:
+        advising.plot(advice, Path(plot))
+    if as_json:
+        _print_json(advice.as_json())
+    else:
+        advising.show(_out, advice)
+
+
+@app.command()
+@reported
 def drain(
     worker: Annotated[str, typer.Argument(help="A worker, such as decode-0; baton status lists them.")],
     now: Annotated[bool, typer.Option("--now", help="What it has goes on elsewhere, from the tokens so far.")] = False,

@@ -1,0 +1,250 @@
+"""How many workers of which kind: a search that simulates little, and what it found in plain words.
+
+A cluster is judged by its goodput where it breaks, as in DistServe (OSDI'24): the load comes faster and faster until
+fewer requests than wanted (the attainment, 90 % by default) meet both objectives; the rate of those that do, at the
+last speed at which enough did, is what clusters are compared by.
+
+Speeds are rungs of a ladder, each 5 % above the one below. Where a cluster breaks is bracketed from a predicted rung,
+and then bisected. Whether another split is better than the best so far needs one simulation: at the rung where that
+breaks. So the search climbs from the predicted split as long as a neighbour is better, in steps of an eighth of the
+workers first and of one in the end. It trusts that faster is never better, and that goodput over the split has one
+peak.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from simulator.cluster import Layout
+
+RUNG = 1.05  # times the speed of the rung below
+_STRIDES = (4, 8, 16, 32)  # rungs, while only one side of a bracket is known
+_BUSY = 0.9  # of the time: a side that has none left
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """Seconds to the first token, seconds for each one after, and the share of requests that shall meet both."""
+
+    ttft: float
+    tpot: float
+    attainment: float = 0.9
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A cluster, and how fast the load comes."""
+
+    layout: Layout
+    rung: int
+
+    @property
+    def speed(self) -> float:
+        """Times the load's own."""
+        return RUNG**self.rung
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came of a trial. Seconds are those of requests that finished: median and 99th percentile."""
+
+    rate: float  # requests a second that came
+    late: float  # share of them without a first token in time, refused ones included
+    slow: float  # share of them that were in time, and whose other tokens were too far apart
+    ttft: tuple[float, float] | None
+    tpot: tuple[float, float] | None
+    hits: float  # share of prompt tokens that nobody computed
+    busy: Mapping[str, float]  # by role: the share of the time that its workers spent in steps
+
+    @property
+    def attained(self) -> float:
+        """The share of requests that met both objectives."""
+        return 1 - self.late - self.slow
+
+    @property
+    def goodput(self) -> float:
+        """Requests a second that met both objectives."""
+        return self.rate * self.attained
+
+
+Evaluate: TypeAlias = Callable[[Sequence[Trial]], Iterable[Served]]
+"""Simulates each of several trials; they may run side by side."""
+
+
+class Bracket:
+    """Between which two rungs a cluster breaks."""
+
+    def __init__(self, start: int) -> None:
+        self.passed: int | None = None  # the highest rung at which enough requests met their objectives
+        self.failed: int | None = None  # the lowest at which too few did
+        self._start = start
+        self._strides = iter(_STRIDES)
+        self.next: int | None = start  # the rung to try; none: it is known, or was looked for far enough
+
+    def note(self, rung: int, passed: bool) -> None:
+        """What came of a rung that was not decided yet."""
+        if passed:
+            self.passed = rung
+        else:
+            self.failed = rung
+        if self.passed is None or self.failed is None:
+            stride = next(self._strides, 0)
+            self.next = rung + (stride if passed else -stride) if stride else None
+            if not passed and stride and self._start < rung:  # it was not asked at its own rung first
+                self.next = min(self._start, rung - stride)
+        elif self.failed - self.passed > 1:
+            self.next = (self.passed + self.failed) // 2
+        else:
+            self.next = None
+
+
+@dataclass(frozen=True)
+class Break:
+    """Where a cluster breaks: the fastest trial that went well, and the slowest that did not; none where there was none
+    within reach."""
+
+    layout: Layout
+    best: Trial | None
+    served: Served | None
+    beyond: Served | None
+
+    @property
+    def goodput(self) -> float:
+        return self.served.goodput if self.served else 0.0
+
+
+class Search:
+    """Looks for the best split of so many workers, and where it and the colocated cluster break.
+
+    It simulates nothing twice; `served` is all that was tried, in that order.
+    """
+
+    def __init__(
+        self, workers: int, predict: Callable[[Layout], float], attainment: float, evaluate: Evaluate
+    ) -> None:  # fmt: skip
+        """`predict` tells at which multiple of the load's speed a cluster should break."""
+        self._workers, self._predict = workers, predict
+        self._attainment, self._evaluate = attainment, evaluate
+        self._brackets: dict[Layout, Bracket] = {}
+        self.served: dict[Trial, Served] = {}
+
+    def run(self) -> tuple[Break, list[Break]]:
+        """The colocated cluster, and splits, the best first: without any if there is but one worker."""
+        colocated = Layout(0, self._workers)
+        splits = [Layout(count, self._workers - count) for count in range(1, self._workers)]
+        if not splits:
+            self._settle([colocated])
+            return self._break(colocated), []
+        best = max(splits, key=self._predict)
+        self._settle([colocated, best])
+        step = max(1, self._workers // 8)
+        while step:
+            better = self._better(best, self._beside(best, step))
+            if better is None:
+                step //= 2
+            else:
+                best = better
+        self._settle(self._beside(best, 1))
+        tried = [self._break(layout) for layout in splits if layout in self._brackets]
+        return self._break(colocated), sorted(tried, key=lambda each: each.goodput, reverse=True)
+
+    def _beside(self, layout: Layout, step: int) -> list[Layout]:
+        counts = (layout.prefill - step, layout.prefill + step)
+        return [Layout(count, self._workers - count) for count in counts if 0 < count < self._workers]
+
+    def _better(self, best: Layout, others: list[Layout]) -> Layout | None:
+        """The best of the others, if it serves enough where `best` no longer does."""
+        bracket = self._brackets[best]
+        if bracket.failed is None:
+            return None  # it did not break at any speed within reach
+        self._try([Trial(other, bracket.failed) for other in others if other not in self._brackets])
+        winners = [other for other in others if (self._brackets[other].passed or -math.inf) >= bracket.failed]
+        self._settle(winners)
+        return max(winners, key=lambda layout: self._break(layout).goodput, default=None)
+
+    def _settle(self, layouts: Iterable[Layout]) -> None:
+        """Find out where each of these breaks."""
+        brackets = {layout: self._bracket(layout) for layout in layouts}
+        while trials := [Trial(each, it.next) for each, it in brackets.items() if it.next is not None]:
+            self._try(trials)
+
+    def _try(self, trials: Sequence[Trial]) -> None:
+        for trial, served in zip(trials, self._evaluate(trials), strict=True):
+            self.served[trial] = served
+            self._bracket(trial.layout).note(trial.rung, served.attained >= self._attainment)
+
+    def _bracket(self, layout: Layout) -> Bracket:
+        if layout not in self._brackets:
+            self._brackets[layout] = Bracket(math.floor(math.log(self._predict(layout), RUNG)))
+        return self._brackets[layout]
+
+    def _break(self, layout: Layout) -> Break:
+        bracket = self._brackets[layout]
+        best = None if bracket.passed is None else Trial(layout, bracket.passed)
+        beyond = None if bracket.failed is None else self.served[Trial(layout, bracket.failed)]
+        return Break(layout, best, self.served[best] if best else None, beyond)
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def name(layout: Layout) -> str:
+    """`5P+3D`, or `8 colocated`."""
+    return f"{layout.prefill}P+{layout.decode}D" if layout.prefill else f"{layout.decode} colocated"
+
+
+def breaks_by(layout: Layout, beyond: Served | None) -> str:
+    """What gives way first, judged by a trial in which too few requests met their objectives."""
+    if beyond is None:
+        return "nothing, at the speeds tried"
+    if beyond.slow > beyond.late:
+        return "tokens come too slowly" + (" from decode" if layout.prefill else "")
+    if not layout.prefill:
+        return "first tokens come too late"
+    side = "prefill has no time left" if beyond.busy["prefill"] >= _BUSY else "decode takes no more"
+    return f"first tokens come too late: {side}"
+
+
+def pays(colocated: Break, split: Break) -> bool:
+    """Less than a rung is no difference."""
+    return split.goodput >= colocated.goodput * RUNG and split.goodput > 0
+
+
+def sentence(colocated: Break, splits: Sequence[Break], objectives: Objectives) -> str:
+    """The advice."""
+    ours = name(colocated.layout)
+    if not splits:
+        return f"One worker can't be split: it serves {colocated.goodput:.2f} requests a second within both objectives."
+    split = splits[0]
+    if not colocated.goodput and not split.goodput:
+        return "No cluster that was tried meets the objectives for enough requests, at any speed: relax an objective."
+    theirs = name(split.layout)
+    figures = f"{split.goodput:.2f} against {colocated.goodput:.2f} requests a second within both objectives"
+    if pays(colocated, split):
+        if not colocated.goodput:
+            return f"Split: {theirs} serves {split.goodput:.2f} requests a second, and {ours} workers never enough."
+        how = f"{split.goodput / colocated.goodput:.2f} times"
+        why = breaks_by(colocated.layout, colocated.beyond)
+        return f"Split: {theirs} serves {how} what {ours} workers do ({figures}), where {why}."
+    if not split.goodput:
+        return f"Splitting does not pay here: no split meets the objectives, and {ours} workers do."
+    return (
+        f"Splitting does not pay here: the best split, {theirs}, serves {split.goodput / colocated.goodput:.2f} times "
+        f"what {ours} workers do ({figures}), because {_because(colocated, split, objectives)}."
+    )
+
+
+def _because(colocated: Break, split: Break, objectives: Objectives) -> str:
+    beyond, why = colocated.beyond, breaks_by(split.layout, split.beyond)
+    if beyond is not None and beyond.late >= beyond.slow and beyond.tpot is not None:
+        return (
+            f"prompts hardly disturb tokens: even where the colocated cluster breaks its TPOT is "
+            f"{beyond.tpot[1] * 1_000:.0f} ms at p99, of {objectives.tpot * 1_000:.0f} allowed, and none of its "
+            f"workers waits for another; in the split, {why}"
+        )
+    return f"what {name(split.layout)} gains between tokens it loses elsewhere: {why}"

@@ -1,0 +1,149 @@
+"""The search for a split, on clusters whose breaking points are a table; and what it says in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.advice import RUNG, Bracket, Break, Objectives, Search, Served, Trial, breaks_by, name, pays, sentence
+from simulator.cluster import Layout
+
+OBJECTIVES = Objectives(ttft=2.0, tpot=0.05)
+
+
+def served(
+    rate: float = 1.0, late: float = 0.0, slow: float = 0.0, prefill: float = 0.5, tpot: float = 0.02
+) -> Served:  # fmt: skip
+    return Served(rate, late, slow, (0.5, 1.0), (tpot, tpot), 0.0, {"prefill": prefill, "decode": 0.9})
+
+
+class Table:
+    """Clusters that break above a given speed; it counts along."""
+
+    def __init__(self, highest: Callable[[Layout], float]) -> None:
+        self._highest = highest
+        self.trials: list[Trial] = []
+
+    def __call__(self, trials: Sequence[Trial]) -> list[Served]:
+        self.trials.extend(trials)
+        return [served(t.speed, late=0.0 if t.speed <= self._highest(t.layout) else 0.2) for t in trials]
+
+
+def one_peak(best: int, workers: int, colocated: float = 1.0) -> Callable[[Layout], float]:
+    def highest(layout: Layout) -> float:
+        if not layout.prefill:
+            return colocated
+        return 3.0 * min(layout.prefill / best, layout.decode / (workers - best))
+
+    return highest
+
+
+def searched(workers: int, truth: Table, predict: Callable[[Layout], float]) -> tuple[Break, list[Break]]:
+    found = Search(workers, predict, 0.9, truth).run()
+    assert len(truth.trials) == len(set(truth.trials)), "nothing is simulated twice"
+    return found
+
+
+@given(st.data(), st.integers(2, 24))
+def test_the_best_of_one_peak_is_found_whatever_was_predicted(data: st.DataObject, workers: int) -> None:
+    best, guess = (data.draw(st.integers(1, workers - 1)) for _ in range(2))
+    truth = Table(one_peak(best, workers))
+    colocated, splits = searched(workers, truth, one_peak(guess, workers, 0.3))
+    assert splits[0].layout == Layout(best, workers - best)
+    for found, highest in ((colocated, 1.0), (splits[0], 3.0)):
+        assert found.best is not None
+        assert found.best.speed <= highest < found.best.speed * RUNG
+
+
+def test_a_good_prediction_makes_it_short() -> None:
+    truth = Table(one_peak(5, 8, 2.0))
+    _, splits = searched(8, truth, one_peak(5, 8, 2.0))
+    assert {name(each.layout) for each in splits} == {"4P+4D", "5P+3D", "6P+2D"}
+    assert len(truth.trials) <= 18
+
+
+def test_one_worker_is_colocated() -> None:
+    colocated, splits = searched(1, Table(lambda _: 1.0), lambda _: 2.0)
+    assert colocated.layout == Layout(0, 1)
+    assert not splits
+    assert sentence(colocated, splits, OBJECTIVES).startswith("One worker can't be split")
+
+
+def test_a_cluster_that_breaks_at_every_speed_is_looked_for_so_far_only() -> None:
+    truth = Table(lambda _: 0.0)
+    colocated, splits = searched(8, truth, one_peak(4, 8))
+    assert (colocated.best, colocated.goodput, splits[0].best) == (None, 0.0, None)
+    assert "relax an objective" in sentence(colocated, splits, OBJECTIVES)
+    assert len(truth.trials) < 30
+
+
+def test_a_cluster_that_never_breaks_is_left_alone() -> None:
+    truth = Table(lambda _: float("inf"))
+    colocated, _ = searched(4, truth, one_peak(2, 4))
+    assert colocated.beyond is None
+    assert breaks_by(colocated.layout, colocated.beyond) == "nothing, at the speeds tried"
+    assert len(truth.trials) < 30
+
+
+@given(st.integers(-40, 40), st.integers(-20, 20))
+def test_a_bracket_closes_around_the_breaking_point(highest: int, off: int) -> None:
+    bracket = Bracket(highest + off)
+    tried: list[int] = []
+    while (rung := bracket.next) is not None:
+        tried.append(rung)
+        bracket.note(rung, rung <= highest)
+    assert (bracket.passed, bracket.failed) == (highest, highest + 1)
+    assert len(set(tried)) == len(tried) <= 9
+
+
+def test_a_bracket_begins_at_its_own_rung_after_a_failure_far_above() -> None:
+    bracket = Bracket(3)
+    bracket.note(40, False)
+    assert bracket.next == 3
+
+
+def found(layout: Layout, at: Served | None, beyond: Served | None = None) -> Break:
+    return Break(layout, Trial(layout, 0) if at else None, at, beyond)
+
+
+@pytest.mark.parametrize(
+    ("layout", "beyond", "says"),
+    [
+        (Layout(0, 4), served(slow=0.2), "tokens come too slowly"),
+        (Layout(2, 2), served(slow=0.2, late=0.1), "tokens come too slowly from decode"),
+        (Layout(0, 4), served(late=0.2), "first tokens come too late"),
+        (Layout(2, 2), served(late=0.2, prefill=0.95), "first tokens come too late: prefill has no time left"),
+        (Layout(2, 2), served(late=0.2, prefill=0.4), "first tokens come too late: decode takes no more"),
+    ],
+)
+def test_what_gives_way(layout: Layout, beyond: Served, says: str) -> None:
+    assert breaks_by(layout, beyond) == says
+
+
+def test_it_says_when_splitting_pays() -> None:
+    colocated = found(Layout(0, 8), served(3.0), served(3.1, slow=0.2))
+    split = found(Layout(5, 3), served(4.0), served(4.1, late=0.2))
+    assert pays(colocated, split)
+    assert sentence(colocated, [split], OBJECTIVES) == (
+        "Split: 5P+3D serves 1.33 times what 8 colocated workers do (4.00 against 3.00 requests a second within both "
+        "objectives), where tokens come too slowly."
+    )
+
+
+def test_it_says_when_splitting_does_not_pay_and_why() -> None:
+    colocated = found(Layout(0, 8), served(4.0), served(4.1, late=0.2))
+    split = found(Layout(5, 3), served(3.0), served(3.1, late=0.2, prefill=0.99))
+    assert not pays(colocated, split)
+    told = sentence(colocated, [split], OBJECTIVES)
+    assert told.startswith("Splitting does not pay here: the best split, 5P+3D, serves 0.75 times what 8 colocated")
+    assert "TPOT is 20 ms at p99, of 50 allowed" in told
+    assert told.endswith("in the split, first tokens come too late: prefill has no time left.")
+
+
+def test_a_difference_of_less_than_a_rung_is_none() -> None:
+    assert not pays(found(Layout(0, 8), served(4.0)), found(Layout(5, 3), served(4.1)))
+    assert "does not pay" in sentence(found(Layout(0, 8), served(4.0)), [found(Layout(5, 3), None)], OBJECTIVES)
+    assert "Split: 5P+3D" in sentence(found(Layout(0, 8), None), [found(Layout(5, 3), served(4.0))], OBJECTIVES)
