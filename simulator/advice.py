@@ -163,9 +163,13 @@ class Search:
         if bracket.failed is None:
             return None  # it did not break at any speed within reach
         self._try([Trial(other, bracket.failed) for other in others if other not in self._brackets])
-        winners = [other for other in others if (self._brackets[other].passed or -math.inf) >= bracket.failed]
+        winners = [other for other in others if self._passes(other, bracket.failed)]
         self._settle(winners)
         return max(winners, key=lambda layout: self._break(layout).goodput, default=None)
+
+    def _passes(self, layout: Layout, rung: int) -> bool:
+        passed = self._brackets[layout].passed
+        return passed is not None and passed >= rung
 
     def _settle(self, layouts: Iterable[Layout]) -> None:
         """Find out where each of these breaks."""

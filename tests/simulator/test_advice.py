@@ -48,12 +48,14 @@ def searched(workers: int, truth: Table, predict: Callable[[Layout], float]) -> 
 
 
 @given(st.data(), st.integers(2, 24))
-def test_the_best_of_one_peak_is_found_whatever_was_predicted(data: st.DataObject, workers: int) -> None:
+def test_the_top_is_found_whatever_was_predicted(data: st.DataObject, workers: int) -> None:
+    """Or what is hardly lower: a difference of less than a rung between neighbours is not seen."""
     best, guess = (data.draw(st.integers(1, workers - 1)) for _ in range(2))
     truth = Table(one_peak(best, workers))
     colocated, splits = searched(workers, truth, one_peak(guess, workers, 0.3))
-    assert splits[0].layout == Layout(best, workers - best)
-    for found, highest in ((colocated, 1.0), (splits[0], 3.0)):
+    top = one_peak(best, workers)(splits[0].layout)
+    assert top > 3.0 / RUNG**3
+    for found, highest in ((colocated, 1.0), (splits[0], top)):
         assert found.best is not None
         assert found.best.speed <= highest < found.best.speed * RUNG
 
