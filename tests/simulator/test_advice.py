@@ -141,7 +141,7 @@ def test_it_says_when_splitting_does_not_pay_and_why() -> None:
     assert not pays(colocated, split)
     told = sentence(colocated, [split], OBJECTIVES)
     assert told.startswith("Splitting does not pay here: the best split, 5P+3D, serves 0.75 times what 8 colocated")
-    assert "TPOT is 20 ms at p99, of 50 allowed" in told
+    assert "(TPOT 20 ms at p99, 50 allowed)" in told
     assert told.endswith("in the split, first tokens come too late: prefill has no time left.")
 
 
