@@ -14,10 +14,14 @@ from baton.messages import TOKEN_BYTES
 from kvstore.keys import unpack_tokens
 from router.events import Usage
 from router.fairness import Fairness, Prices, TokensServed
+from router.quantile import Quantile
 from router.queue import Queue
 from router.quotas import Quotas, Retries
 from router.request import Request
 
+_LATE_IN_TIME = 0.9
+"""Of requests that leave the queue, so many have their first token no later than computing it and what is expected on
+top: they share their workers with others."""
 _LEAST_HINT, _MOST_HINT = 0.25, 30.0  # seconds after which another try is worth it
 
 
@@ -73,7 +77,7 @@ class Admission:
         self._quotas = Quotas(config.tenants)
         self._retries = Retries(config.retry_share, config.retries_per_s)
         self._fairness = Fairness(self._quotas.weight)
-        self._late = Late()
+        self._late = Quantile(_LATE_IN_TIME, least=0.05)
         self.queue = Queue(self._fairness, config.ageing_ms / 1_000)
         self.served = TokensServed()
         self.rejected: Counter[str] = Counter()  # by reason
@@ -105,20 +109,25 @@ class Admission:
             request.give_up = now + self._config.queue_ms / 1_000
         self.queue.add(request, now)
 
-    def waits_on(self, request: Request, work: int, seconds: float, now: float) -> ObjectiveUnreachable | None:
+    def waits_on(self, request: Request, work: int, seconds: float, now: float) -> Overloaded | None:
         """A newcomer could not be placed at once. It has `work` tokens to compute, which takes `seconds` at least.
-        Returns an error where its objective can't be met, and sets the limit of its wait where it can."""
+        Returns an error where it would wait in vain, and sets the limit of its wait where it would not."""
         self.queue.weigh(request, work)
-        request.least = seconds
-        if request.ttft is None or request.give_up is None:
+        if request.give_up is None:
             return None
-        limit = request.timeline.received + request.ttft - seconds - self._late.seconds
-        request.give_up = min(request.give_up, limit)
+        if request.ttft is not None:
+            limit = request.timeline.received + request.ttft - seconds - self._late.seconds
+            request.give_up = min(request.give_up, limit)
         wait = self.queue.wait(request, now)
-        if now + wait < limit:
+        if now + wait + self.queue.doubt(request, request.give_up - now) < request.give_up:
+            request.least = seconds
+            request.forecast = now + wait if wait else None
             return None
+        late = max(0.0, now + wait - request.give_up)
+        if request.ttft is None:
+            self.rejected["no_worker"] += 1
+            return Overloaded(f"the queue would take {wait:.1f} s, longer than any request may wait", _hint(late))
         self.rejected["objective"] += 1
-        late = now + wait - limit
         message = f"the queue would bring the first token {late:.1f} s after the {request.ttft:.1f} s it may take"
         return ObjectiveUnreachable(message, _hint(late))
 
@@ -135,11 +144,13 @@ class Admission:
 
     def unreachable(self, request: Request, why: str, retry_after: float | None, now: float) -> ObjectiveUnreachable:
         """Placement says that no worker meets the request's objectives."""
+        self.queue.learn(request, now)
         self.rejected["objective"] += 1
         return ObjectiveUnreachable(why, _hint(self.queue.wait(request, now) if retry_after is None else retry_after))
 
     def gives_up(self, request: Request, now: float) -> Overloaded:
         """It has waited for as long as it could."""
+        self.queue.learn(request, now)
         waited = now - request.submitted
         hint = _hint(waited)
         if request.ttft is not None and not request.begun and waited < self._config.queue_ms / 1_000:
@@ -158,6 +169,7 @@ class Admission:
     def placed(self, request: Request, cached: int, now: float) -> None:
         """It begins an attempt, with so many of its prompt's tokens cached. A tenant pays for the first only."""
         self.queue.discard(request, now, placed=True)
+        self.queue.learn(request, now)
         if request.repeats:
             self._retries.take(now)
             request.repeats = False
@@ -194,20 +206,6 @@ class Admission:
         """Check every invariant; for tests."""
         self.queue.validate()
         self._fairness.validate()
-
-
-class Late:
-    """How much later than computing alone explains the first token comes after a request has left the queue, in nine of
-    ten cases: it shares its worker with others. A quantile followed step by step (Robbins and Monro, 1951)."""
-
-    _SHARE, _STEP, _LEAST = 0.9, 0.1, 0.05
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def learn(self, late: float) -> None:
-        step = self._STEP * max(self.seconds, self._LEAST)
-        self.seconds = max(0.0, self.seconds + step * (self._SHARE - (late <= self.seconds)))
 
 
 def _hint(seconds: float) -> int:

@@ -24,10 +24,20 @@ from heapq import heapify, heappop, heapreplace
 from math import exp, inf
 
 from router.fairness import Fairness
+from router.quantile import Quantile
 from router.request import Request
 
 _HORIZON = 10.0  # seconds of draining after which they count a third
+_MEMORY = 60.0  # seconds for which an empty line's past is kept
+_TRUST = 2.0  # seconds of draining that outweigh what was expected of a line
 _ENOUGH = 1.0  # seconds of draining that must have been seen before they say anything
+
+_WAITS_IN_TIME = 0.98
+"""Of newcomers that are let wait, so many wait no longer than expected, although others come who go before them. What
+the rest get may be a rejection after a wait, which is worth less than being told at once."""
+_MOST_DOUBT = 0.8
+"""Of the time that a request may wait: who is forecast to need a fifth of it is let wait, or nothing would be learned
+any more."""
 
 _Rank = tuple[bool, int, float, float, int]
 
@@ -45,6 +55,7 @@ class _Line:
     newcomers: bool  # no worker has accepted any of them
     requests: list[Request] = field(default_factory=list[Request])
     work: int = 0  # tokens to compute, for all of them
+    past: Past = field(default_factory=lambda: Past())
 
 
 class Queue:
@@ -55,6 +66,7 @@ class Queue:
         self._fairness = fairness
         self._ageing = ageing
         self._lines: dict[tuple[str, int, bool], _Line] = {}
+        self._pasts: dict[tuple[str, int], Past] = {}  # of newcomers' lines, by tenant and level
         self._places: dict[str, tuple[_Line, int, float]] = {}  # line, work and since when, by request
         self.tokens = 0  # known ones, of all that wait
         self.outflow = Outflow()
@@ -82,6 +94,9 @@ class Queue:
         key = (request.tenant, request.level, not request.begun)
         if (line := self._lines.get(key)) is None:
             line = self._lines[key] = _Line(*key)
+            if line.newcomers:
+                line.past = self._remembered(request.tenant, request.level, now)
+        line.past.outflow.until(now, waiting=bool(line.requests))
         insort(line.requests, request, key=_arrival)
         self._places[request.name] = (line, 0, now)
         self.tokens += request.known
@@ -100,8 +115,10 @@ class Queue:
             return
         self.outflow.until(now, waiting=True)
         line, work, since = place
+        line.past.outflow.until(now, waiting=True)
         if placed and (self._places or now > since):
             self.outflow.took(work)
+            line.past.outflow.took(work)
         del line.requests[bisect_left(line.requests, request.arrival, key=_arrival)]
         line.work -= work
         if not line.requests:
@@ -171,12 +188,30 @@ class Queue:
     # --- forecast ----------------------------------------------------------------------------------------------------
 
     def wait(self, request: Request, now: float) -> float:
-        """Seconds until a newcomer that waits, the last of its line, will be placed, if those before it go on being
-        placed as fast as lately; 0: nobody knows. Before it are its own line, all that is more urgent, and of other
-        tenants as urgent as it what they will be served until it has had its turn."""
+        """Seconds until a newcomer that waits, the last of its line, will be placed, if others go on being placed as
+        lately; 0: nobody knows. Before it are its own line, all that is more urgent, and of other tenants as urgent as
+        it what they will be served until it has had its turn. So much is known of those that wait; who will come
+        meanwhile and be served first is learned from how fast its own line has been drained so far."""
         self.outflow.until(now, waiting=True)
-        rate = self.outflow.rate
-        return self._ahead(request) / rate if rate else 0.0
+        if not (rate := self.outflow.rate):
+            return 0.0
+        line = self._lines[request.tenant, request.level, True]
+        line.past.outflow.until(now, waiting=True)
+        expected = self._ahead(request) / rate
+        if expected <= 0 or line.work <= 0:
+            return expected
+        return line.work / line.past.outflow.rate_given(line.work / expected)
+
+    def doubt(self, request: Request, limit: float) -> float:
+        """Seconds by which its wait may turn out longer than the forecast, where `limit` are all that it has."""
+        return min(self._lines[request.tenant, request.level, True].past.longer.seconds, _MOST_DOUBT * limit)
+
+    def learn(self, request: Request, now: float) -> None:
+        """A newcomer has waited for so long at least."""
+        past = self._pasts.get((request.tenant, request.level))
+        if past is not None and request.forecast is not None:
+            past.longer.learn(now - request.forecast)
+        request.forecast = None
 
     def _ahead(self, request: Request) -> float:
         mine = self._lines[request.tenant, request.level, True].work
@@ -191,6 +226,15 @@ class Queue:
                 ahead += min(line.work, max(0.0, turn))
         return ahead
 
+    def _remembered(self, tenant: str, level: int, now: float) -> Past:
+        """Of a line that begins anew. What it was like long ago says nothing."""
+        found = self._pasts.get((tenant, level))
+        if found is None or found.outflow.idle(now) > _MEMORY:
+            found = self._pasts[tenant, level] = Past()
+            if len(self._pasts) > 2 * len(self._lines) + 64:
+                self._pasts = {key: past for key, past in self._pasts.items() if past.outflow.idle(now) <= _MEMORY}
+        return found
+
     def validate(self) -> None:
         """Check every invariant; for tests."""
         waiting = [request for line in self._lines.values() for request in line.requests]
@@ -200,6 +244,14 @@ class Queue:
             assert line.requests, f"line {key} is empty"
             assert line.work == sum(self._places[request.name][1] for request in line.requests)
             assert line.requests == sorted(line.requests, key=_arrival)
+
+
+class Past:
+    """What was seen of a line: how fast it was drained, and by how much waits were longer than their forecast."""
+
+    def __init__(self) -> None:
+        self.outflow = Outflow()
+        self.longer = Quantile(_WAITS_IN_TIME, least=1.0)
 
 
 class Outflow:
@@ -214,6 +266,14 @@ class Outflow:
     def rate(self) -> float:
         """0: too little has been seen."""
         return self._tokens / self._seconds if self._seconds >= _ENOUGH else 0.0
+
+    def rate_given(self, expected: float) -> float:
+        """The same where something else is expected until enough has been seen."""
+        return (self._tokens + _TRUST * expected) / (self._seconds + _TRUST)
+
+    def idle(self, now: float) -> float:
+        """Seconds since anything was told of it."""
+        return now - self._at
 
     def until(self, now: float, *, waiting: bool) -> None:
         """Time has passed, with or without somebody in the queue."""

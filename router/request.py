@@ -92,6 +92,7 @@ class Request:
     begun: bool = False  # a worker has accepted it once: it is never turned away for want of room
     repeats: bool = False  # its next attempt repeats one that failed, which counts against everybody's retries
     quota: int | None = None  # tokens taken out of its tenant's quota; none: it never came in
+    forecast: float | None = None  # when its wait in the queue should end, seconds; none: it was not asked, or is over
     least: float | None = None  # seconds that computing its prompt takes at least; none: it never had to wait
     charged: float = 0.0  # to its tenant for its prompt
     turned_away: int = 0  # times that a prefill worker had no room

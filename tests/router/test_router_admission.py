@@ -13,10 +13,10 @@ from baton.config import ObjectivesConfig, TenantConfig
 from baton.errors import BatonError, ObjectiveUnreachable, Overloaded, RateLimited
 from baton.messages import Accepted, Decode, Load, Prefilled, Refused
 from baton.messages import Failed as WorkerFailed
-from router.admission import Late
 from router.events import Failed
 from router.front import status_of
 from router.placement import Ask, Choice, LowestTtft, Reject, Wait
+from router.quantile import Quantile
 from router.view import View
 from tests.router.lab import Lab, held
 from tests.router.model import CONFIG, EOS
@@ -137,7 +137,7 @@ class OneByOne:
 def test_who_would_wait_too_long_is_refused_at_once() -> None:
     """A prompt of 40 tokens leaves the queue every third of a second, and 12 others wait for the one that comes."""
     placer = OneByOne()
-    cluster = lab(placer)
+    cluster = lab(placer, queue_ms=30_000)
     (decode,) = cluster.colocated()
     for turn in range(13):
         cluster.submit(f"r{turn}", prompt=40)
@@ -158,8 +158,52 @@ def test_who_would_wait_too_long_is_refused_at_once() -> None:
     assert 500 <= refusal.retry_after_ms <= 3_000
 
 
+def test_who_has_no_objective_is_refused_at_once_if_it_would_wait_longer_than_anybody_may() -> None:
+    """Of the 40 tokens that leave the queue every second, 12 prompts in line leave nothing in time for another."""
+    placer = OneByOne()
+    cluster = lab(placer, queue_ms=10_000)
+    (decode,) = cluster.colocated()
+    for turn in range(7):
+        cluster.submit(f"r{turn}", prompt=40)
+    for turn in range(7, 30):
+        cluster.advance(1.0)
+        cluster.submit(f"r{turn}", prompt=40)
+        placer.free = 1
+        finish(cluster, decode, cluster.decode.request, 40)
+        cluster.beat(decode)
+    for turn in range(30, 42):
+        cluster.submit(f"r{turn}", prompt=40)
+    refusal = error(cluster, "r41")
+    assert type(refusal) is Overloaded
+    assert "the queue would take" in str(refusal)
+    assert cluster.alive("r30")
+
+
+def test_a_line_is_forecast_from_how_it_was_drained_itself() -> None:
+    """Two tokens in three are those of urgent prompts, none of which waits when the other newcomer comes."""
+    placer = OneByOne()
+    cluster = lab(placer, queue_ms=30_000, ageing_ms=60_000)
+    (decode,) = cluster.colocated()
+    for turn in range(5):
+        cluster.submit(f"p{turn}", prompt=40, priority=1)
+    for turn in range(45):
+        cluster.advance(0.25)
+        if turn % 3 < 2:
+            cluster.submit(f"u{turn}", prompt=40)
+        else:
+            cluster.submit(f"p{turn + 5}", prompt=40, priority=1)
+        placer.free = 1
+        finish(cluster, decode, cluster.decode.request, 40)
+        cluster.beat(decode)
+    assert cluster.state.stats().waiting[1] >= 4
+    cluster.submit("too late", prompt=40, priority=1, ttft=3.0)
+    assert isinstance(error(cluster, "too late"), ObjectiveUnreachable)
+    cluster.submit("urgent", prompt=40, ttft=3.0)
+    assert cluster.alive("urgent")
+
+
 def test_what_first_tokens_are_late_by_is_learned() -> None:
-    late = Late()
+    late = Quantile(0.9, least=0.05)
     for turn in range(2_000):
         late.learn(turn % 100 / 50)  # evenly between 0 and 2 s
     assert 1.5 < late.seconds < 2.0
