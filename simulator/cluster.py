@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.messages import ModelCard, Namespace, Peer, Role, Sampling, WorkerRole
 from router.admission import ModelLimits
-from router.events import Submit
+from router.events import End, Submit
 from router.placement import Placer
 from simulator.clock import Agenda
 from simulator.disk import Disk
@@ -24,6 +26,7 @@ from simulator.timing import Noise, Timing, calibration
 from simulator.worker import Worker
 from simulator.workloads import VOCAB, Arrival
 
+_ASK_AGAIN = 0.5  # seconds after which a client whose router is gone asks another one
 _BEGIN = 2.0  # seconds until the first request comes: everybody has joined by then
 _STOPS = (VOCAB - 1,)
 _SAMPLING = Sampling(temperature=0.0)
@@ -63,7 +66,7 @@ class Cluster:
 
     def __init__(
         self, layout: Layout, timing: Timing, config: Config, seed: int, placer: Placer | None = None, *,
-        runs: bool = True,
+        runs: bool = True, routers: int = 1,
     ) -> None:  # fmt: skip
         """`runs`: decode steps that are alike are run in a row, which is much faster and hardly different."""
         self.agenda = Agenda()
@@ -89,19 +92,55 @@ class Cluster:
         self.stores: dict[str, Store] = {}  # by node
         self.workers: dict[str, Worker] = {}  # by name
         self.busy = dict.fromkeys(self._places, 0.0)  # seconds in steps, of processes that are gone
-        limits = ModelLimits(VOCAB, timing.max_context)
-        peer = self._peer("router", "router", "node-router")
-        self.router = Router(peer, config, limits, placer, self.agenda, self.network, self.measures)
-        self.network.join(peer.incarnation, self.router)
-        self._again(peer.incarnation, self.router.tick)
+        self._limits, self._placer = ModelLimits(VOCAB, timing.max_context), placer
+        self._router_names = [f"router-{place}" if place else "router" for place in range(routers)]
+        self._addresses = [partial(self._at, name) for name in self._router_names]
+        self._homes: dict[str, str] = {}  # the routers of requests that have not ended, by name
+        self._ended_placed: Counter[str] = Counter()  # by routers that are gone
+        self._asked = itertools.count(1)
+        self.routers: dict[str, Router] = {}  # by name
+        for name in self._router_names:
+            self.start_router(name)
         self._queued: list[int] = []
-        self._again(peer.incarnation, self._look, _BEGIN)
+        self.agenda.after(_BEGIN, self._look)
         for node in nodes:
             self.start_store(node)
         for name in self._places:
             self.start_worker(name)
 
     # --- starting and ending ------------------------------------------------------------------------------------------
+
+    @property
+    def router(self) -> Router:
+        """The first that lives."""
+        return next(iter(self.routers.values()))
+
+    def start_router(self, name: str) -> None:
+        if name in self.routers:
+            return
+        peer = self._peer("router", name, f"node-{name}")
+        place = self._router_names.index(name)
+        router = Router(
+            place, peer, self.config, self._limits, self._placer, self.agenda, self.network, self,
+        )  # fmt: skip
+        self.routers[name] = router
+        self.network.join(peer.incarnation, router)
+        self._again(peer.incarnation, router.tick)
+
+    def end_router(self, name: str) -> None:
+        """It dies; its clients' streams break, and they turn to another router, or to itself once it is back."""
+        router = self.routers.pop(name, None)
+        if router is None:
+            return
+        self.ends += 1
+        self.network.leave(router.incarnation)
+        self._ended_placed += Counter(_placed(router))
+        for request in sorted(request for request, home in self._homes.items() if home == name):
+            del self._homes[request]
+            self.agenda.after(_ASK_AGAIN, self._ask_again, request)
+
+    def _at(self, name: str) -> Router | None:
+        return self.routers.get(name)
 
     def start_worker(self, name: str) -> None:
         if name in self.workers:
@@ -111,7 +150,7 @@ class Cluster:
         noise = Noise(self.timing.noise, (self._seed, peer.pid))
         noise.slowness = self._slowness.get(name, 1.0)
         worker = Worker(
-            role, peer, self._cards[role], self.config, self.timing, self.agenda, self.network, lambda: self.router,
+            role, peer, self._cards[role], self.config, self.timing, self.agenda, self.network, self._addresses,
             self.measures.outputs, noise, runs=self._runs,
         )  # fmt: skip
         self.workers[name] = worker
@@ -137,7 +176,7 @@ class Cluster:
             return
         peer = self._peer("store", f"store-{node}", node)
         store = Store(
-            peer, self.config, self._namespace, self._page_bytes, self.agenda, self.network, lambda: self.router,
+            peer, self.config, self._namespace, self._page_bytes, self.agenda, self.network, self._addresses,
             self._disks[node],
         )  # fmt: skip
         self.stores[node] = store
@@ -197,7 +236,18 @@ class Cluster:
     def _submit(self, arrival: Arrival, load: Iterator[Arrival], numbers: Iterator[int]) -> None:
         name = f"r{next(numbers)}"
         self.measures.begin(name, arrival)
-        self.router.submit(
+        self._ask(name, arrival)
+        self._next(load, numbers)
+
+    def _ask(self, name: str, arrival: Arrival) -> None:
+        """Clients take routers in turn; where none lives, they try again."""
+        if not self.routers:
+            self.agenda.after(_ASK_AGAIN, self._ask, name, arrival)
+            return
+        living = list(self.routers.items())
+        home, router = living[next(self._asked) % len(living)]
+        self._homes[name] = home
+        router.submit(
             Submit(
                 request=name,
                 tokens=arrival.tokens(),
@@ -211,18 +261,38 @@ class Cluster:
                 tpot=arrival.tpot,
             )
         )
-        self._next(load, numbers)
+
+    def _ask_again(self, name: str) -> None:
+        again = f"{name}+"
+        self._ask(again, self.measures.ask_again(name, again))
+
+    def tokens(self, request: str, count: int, spacing: float) -> None:
+        """See `simulator.router.Clients`."""
+        self.measures.tokens(request, count, spacing)
+
+    def ended(self, end: End) -> None:
+        """The same."""
+        self._homes.pop(end.request, None)
+        self.measures.ended(end)
 
     # --- what can be read off -----------------------------------------------------------------------------------------
 
     def queue_lengths(self) -> dict[str, float]:
-        """Of the router's queue, looked at once a second."""
+        """Of the routers' queues together, looked at once a second."""
         lengths = self._queued or [0]
         return {"mean": sum(lengths) / len(lengths), "most": max(lengths)}
 
-    def _look(self) -> float:
-        self._queued.append(self.router.state.stats().queued)
-        return 1.0
+    def _look(self) -> None:
+        self._queued.append(sum(router.state.stats().queued for router in self.routers.values()))
+        self.agenda.after(1.0, self._look)
+
+    @property
+    def placed(self) -> dict[str, int]:
+        """Attempts with a prefill worker (`split`) and without (`local`), of all routers there ever were."""
+        total = Counter(self._ended_placed)
+        for router in self.routers.values():
+            total.update(_placed(router))
+        return {"split": total["split"], "local": total["local"]}
 
     def utilisation(self) -> dict[str, float]:
         """The share of the time that workers of each role spent in steps, and network cards in sending pages."""
@@ -232,3 +302,8 @@ class Cluster:
             live = self.workers[name].busy if name in self.workers else 0.0
             busy.setdefault(role, []).append(self.busy[name] + live)
         return {what: sum(each) / len(each) / seconds for what, each in sorted(busy.items())}
+
+
+def _placed(router: Router) -> dict[str, int]:
+    stats = router.state.stats()
+    return {"split": stats.placed_split, "local": stats.placed_local}

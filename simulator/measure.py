@@ -50,6 +50,7 @@ class Measures:
         self.arrived = self.over = 0
         self.ends: Counter[str] = Counter()  # by outcome
         self.ended_twice: list[str] = []
+        self.asked_again = 0  # requests, each time that their router was gone
         self.last_end = 0.0
         self.watch: Callable[[str, str, float], object] | None = None  # hears of each end: request, tenant, TTFT
 
@@ -59,6 +60,16 @@ class Measures:
         self._live[name] = _Live(arrival, self._agenda.now)
         self.outputs[name] = Output(arrival.prompt + arrival.output, Sampled(1 + self.arrived % 60_000))
         self.arrived += 1
+
+    def ask_again(self, name: str, again: str) -> Arrival:
+        """The router of a request is gone, and its stream broke: the client asks another one, under a new name, and
+        begins anew but for the time that has passed."""
+        live = self._live[again] = self._live.pop(name)
+        live.first, live.tokens = None, 0
+        live.gaps.clear()
+        self.outputs[again] = self.outputs.pop(name)
+        self.asked_again += 1
+        return live.arrival
 
     def tokens(self, request: str, count: int, spacing: float) -> None:
         """See `simulator.router.Clients`."""

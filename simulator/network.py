@@ -26,6 +26,7 @@ class Network:
         self._sending: dict[str, float] = defaultdict(float)  # until when each node's card is busy, seconds
         self._receiving: dict[str, float] = defaultdict(float)
         self._arrivals: dict[tuple[str, str], float] = defaultdict(float)  # of the last between two stores
+        self.cuts: set[tuple[str, str]] = set()  # names of a router and of another process that can't reach each other
         self.loss = 0.0  # probability that a message between router and others is lost
         self.lost = 0
         self.bytes = 0  # of pages
@@ -42,8 +43,11 @@ class Network:
         """The living process of that incarnation, or none."""
         return self._living.get(incarnation)
 
-    def message(self, to: str, deliver: Callable[..., object], *words: Any) -> None:
-        """Between the router and others; `deliver` is a method of the process `to`."""
+    def message(self, sender: str, to: str, deliver: Callable[..., object], *words: Any) -> None:
+        """Between a router and others, incarnations both; `deliver` is a method of the process `to`."""
+        if self.cuts and self._apart(sender, to):
+            self.lost += 1
+            return
         if self.loss and self._rng.random() < self.loss:
             self.lost += 1
             return
@@ -72,6 +76,10 @@ class Network:
         link = (sender[1], receiver[1])
         self._arrivals[link] = arrived = max(arrived, self._arrivals[link])
         self._agenda.at(arrived, self._deliver, receiver[1], deliver, words)
+
+    def _apart(self, one: str, other: str) -> bool:
+        names = [process.peer.name for each in (one, other) if (process := self.process(each)) is not None]
+        return tuple(names) in self.cuts or tuple(reversed(names)) in self.cuts
 
     def _deliver(self, to: str, deliver: Callable[..., object], words: tuple[Any, ...]) -> None:
         if to in self._living:

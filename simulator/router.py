@@ -44,9 +44,11 @@ class Router:
     """One router process."""
 
     def __init__(
-        self, peer: Peer, config: Config, limits: ModelLimits, placer: Placer | None, agenda: Agenda, network: Network,
-        clients: Clients,
+        self, place: int, peer: Peer, config: Config, limits: ModelLimits, placer: Placer | None, agenda: Agenda,
+        network: Network, clients: Clients,
     ) -> None:  # fmt: skip
+        """`place`: of its address among those that workers and stores are told of."""
+        self.place, self.peer = place, peer
         self.state = RouterState(peer, config, limits, placer)
         self.incarnation = peer.incarnation
         self._agenda, self._network, self._clients = agenda, network, clients
@@ -78,7 +80,7 @@ class Router:
                     self._sent[to] += 1
                     if (process := self._network.process(to)) is not None:
                         envelope = Envelope(self.incarnation, to, self._sent[to], message)
-                        self._network.message(to, process.hear_router, envelope)
+                        self._network.message(self.incarnation, to, process.hear_router, self.place, envelope)
                 case Emit(request=request, tokens=tokens):
                     self._clients.tokens(request, len(tokens), spacing)
                 case End():
@@ -87,7 +89,7 @@ class Router:
                     if (process := self._network.process(holder)) is not None:
                         process.followers[self.incarnation] = self
                 case AskSnapshot(incarnation=holder):
-                    self._network.message(holder, self._snapshot, holder)
+                    self._network.message(self.incarnation, holder, self._snapshot, holder)
                 case Unsubscribe(incarnation=holder):
                     if (process := self._network.process(holder)) is not None:
                         process.followers.pop(self.incarnation, None)
@@ -99,4 +101,4 @@ class Router:
     def _snapshot(self, holder: str) -> None:
         """Our question has reached the holder."""
         for part in self._network.process(holder).snapshot():
-            self._network.message(self.incarnation, self.hear_snapshot, holder, part)
+            self._network.message(holder, self.incarnation, self.hear_snapshot, holder, part)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from baton.clock import Tick
 from baton.config import Config
-from baton.membership import Membership, Verdict
 from baton.messages import (
     Attach,
     Attached,
@@ -19,7 +19,6 @@ from baton.messages import (
     Envelope,
     Heartbeat,
     Hello,
-    Message,
     Namespace,
     PageReply,
     PageRequest,
@@ -30,6 +29,7 @@ from baton.messages import (
     StoreHeartbeat,
     Unpin,
 )
+from baton.routers import Said
 from kvstore.commands import (
     Command,
     Connected,
@@ -63,7 +63,8 @@ from simulator.clock import Agenda
 from simulator.disk import Disk
 from simulator.feed import Feed
 from simulator.network import Network
-from simulator.worker import Router, RouterAddress, Worker
+from simulator.routers import Router, RouterAddress, Routers
+from simulator.worker import Worker
 
 _MESSAGE_BYTES = 64 * 2**20  # of pages that travel together; many small pages are one event
 
@@ -73,21 +74,19 @@ class Store:
 
     def __init__(
         self, peer: Peer, config: Config, namespace: Namespace, page_bytes: int, agenda: Agenda, network: Network,
-        router: RouterAddress, disk: Disk,
+        routers: Sequence[RouterAddress], disk: Disk,
     ) -> None:  # fmt: skip
         """`disk` stays when the process goes."""
         self.peer = peer
         self._namespace, self._page_bytes = namespace, page_bytes
-        self._agenda, self._network, self._router = agenda, network, router
+        self._agenda, self._network = agenda, network
         self._disk = disk.opened(self._handle)
         beat, silence = config.cluster.heartbeat_ms / 1_000, config.cluster.silence_ms / 1_000
         self.state = StoreState(peer, config.store, self._disk.index, config.disk.admit_after, beat, silence)
-        self._membership = Membership(
-            Hello(peer, events="events", snapshots="snapshots", data=f"sim://{peer.incarnation}")
-        )
+        hello = Hello(peer, events="events", snapshots="snapshots", data=f"sim://{peer.incarnation}")
+        self._routers = Routers(routers, hello, network)
         self.feed = Feed(peer.incarnation, config.pages.page_size)
         self.followers: dict[str, Router] = {}
-        self._sequence = itertools.count(1)
         self._connections = itertools.count(1)
         self._workers: dict[int, Worker] = {}  # by connection
         self._expected: dict[int, set[int]] = {}  # indices by fetch
@@ -120,44 +119,37 @@ class Store:
         if self._workers.pop(worker.connection, None) is not None:
             self._handle(Disconnected(worker.connection))
         self._handle(WriterGone(worker.peer.pid))
-        self._say(Departed(worker.peer.incarnation, worker.peer.pid))
+        self._routers.tell_all(Departed(worker.peer.incarnation, worker.peer.pid))
 
-    # --- the router ---------------------------------------------------------------------------------------------------
+    # --- routers ------------------------------------------------------------------------------------------------------
 
-    def hear_router(self, envelope: Envelope[Any]) -> None:
-        """The router says something."""
-        verdict = self._membership.handle(envelope, self._agenda.now)
-        self._follow(verdict)
-        if verdict.deliver and isinstance(envelope.message, Pin | Unpin):
-            self._handle(RouterSaid(envelope.message))
+    def hear_router(self, place: int, envelope: Envelope[Any]) -> None:
+        """A router says something. One that is lost leaves nothing to forget here: pins end with their time."""
+        for said in self._routers.hear(place, envelope, self._agenda.now):
+            if isinstance(said, Said) and isinstance(said.message, Pin | Unpin):
+                self._handle(RouterSaid(said.message, said.router))
 
     def beat(self) -> float:
         """A turn of its loop with nothing to do, and its heartbeat. Returns the seconds until the next."""
-        now = self._agenda.now
         self._handle(Tick())
-        self._follow(self._membership.tick(now))
-        events, digest = self.feed.sequence, self.feed.digest
-        pins = self.state.pins()
-        self._say(Heartbeat(self._membership.heard, self.state.load(), attempts=pins, events=events, digest=digest))
-        return self._membership.heartbeat
+        for _ in self._routers.tick(self._agenda.now):
+            pass
+        self._routers.beat(self._heartbeat)
+        return self._routers.heartbeat
+
+    def _heartbeat(self, heard: int, router: str) -> Heartbeat:
+        return Heartbeat(
+            heard,
+            self.state.load(),
+            attempts=self.state.pins(router),
+            events=self.feed.sequence,
+            digest=self.feed.digest,
+        )
 
     def snapshot(self) -> list[Snapshot]:
         """For those who follow its KV events."""
         self._publish()
         return self.feed.snapshot(self.state.snapshot())
-
-    def _follow(self, verdict: Verdict) -> None:
-        for message in verdict.send:
-            if (router := self._router()) is not None:
-                self._post(router, "", message)
-
-    def _say(self, message: Message) -> None:
-        if (to := self._membership.router) is not None and (router := self._network.process(to)) is not None:
-            self._post(router, to, message)
-
-    def _post(self, router: Router, addressee: str, message: Message) -> None:
-        envelope = Envelope(self.peer.incarnation, addressee, next(self._sequence), message)
-        self._network.message(router.incarnation, router.hear, envelope, 0.0)
 
     # --- the state ----------------------------------------------------------------------------------------------------
 
@@ -185,8 +177,8 @@ class Store:
                     self._network.call(worker.peer.incarnation, worker.hear_store, said, connection)
             case Drop(connection=connection):
                 raise AssertionError(f"the store dropped the well-behaved {self._workers.get(connection)}")
-            case TellRouter(message=message):
-                self._say(message)
+            case TellRouter(message=message, router=router):
+                self._routers.say(message, router)
             case Ask(source=source, request=request):
                 self._tell(source.store, "asked", request)
             case Answer(peer=peer, reply=reply):
@@ -208,7 +200,7 @@ class Store:
     def _publish(self) -> None:
         for batch in self.feed.batches(self.state.drain_events()):
             for incarnation, router in self.followers.items():
-                self._network.message(incarnation, router.hear_events, batch)
+                self._network.message(self.peer.incarnation, incarnation, router.hear_events, batch)
 
     # --- other stores -------------------------------------------------------------------------------------------------
 

@@ -9,40 +9,40 @@ randomness of steps is drawn for each run rather than for each step.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from math import inf
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from baton.clock import Tick
 from baton.config import Config
-from baton.membership import Membership, OwnerLost, Say, Verdict
+from baton.membership import Say
 from baton.messages import (
     AttemptName,
     Cancel,
     Envelope,
+    Heartbeat,
     Hello,
     Holding,
-    Message,
     ModelCard,
     Peer,
     RouterHeartbeat,
     Snapshot,
     WorkerRole,
 )
+from baton.routers import Said
 from decode_worker.state import DecodeState
 from engine.batch import Sampled
 from engine.steps import Plan, StepDone
 from kvstore.changes import page_runs
-from kvstore.events import Batch
 from kvstore.transfer import Call, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, batches
 from prefill_worker.state import PrefillState
 from simulator.clock import Agenda, Body, Process
 from simulator.feed import Feed
 from simulator.network import Network
+from simulator.routers import Router, RouterAddress, Routers
 from simulator.run import Run
 from simulator.timing import Noise, Timing, Work
 
@@ -63,19 +63,6 @@ class Store(Protocol):
     def call(self, worker: Worker, call: Any) -> None: ...
 
 
-class Router(Protocol):
-    """The router, as others see it."""
-
-    @property
-    def incarnation(self) -> str: ...
-    def hear(self, envelope: Envelope[Any], spacing: float) -> None: ...
-    def hear_events(self, batch: Batch) -> None: ...
-
-
-RouterAddress: TypeAlias = Callable[[], Router | None]
-"""What answers at the router's address now."""
-
-
 class Output(NamedTuple):
     """What the model is going to say to a request: `token` over and over, and at last, as token number `end` of prompt
     and output together, `END`."""
@@ -92,13 +79,13 @@ class Worker:
 
     def __init__(
         self, role: WorkerRole, peer: Peer, card: ModelCard, config: Config, timing: Timing, agenda: Agenda,
-        network: Network, router: RouterAddress, outputs: Mapping[str, Output], noise: Noise, *,
+        network: Network, routers: Sequence[RouterAddress], outputs: Mapping[str, Output], noise: Noise, *,
         runs: bool = True,
     ) -> None:  # fmt: skip
         """`runs`: steps that are alike are run in a row."""
         self.role, self.peer = role, peer
         self._timing, self._agenda, self._network = timing, agenda, network
-        self._router, self._outputs, self._noise = router, outputs, noise
+        self._outputs, self._noise = outputs, noise
         self._times = timing.decode if role == "decode" else timing.prefill
         self._longest = _LONGEST_RUN if runs else 0.0
         page_size, pages = config.pages.page_size, card.pool_pages
@@ -108,26 +95,24 @@ class Worker:
             if role == "decode"
             else PrefillState(config.prefill, page_size, pages, calibration=card.steps)
         )
-        self._membership = Membership(Hello(peer, model=card, events="events", snapshots="snapshots"))
+        self._routers = Routers(routers, Hello(peer, model=card, events="events", snapshots="snapshots"), network)
         self.feed = Feed(peer.incarnation, page_size)
         self.followers: dict[str, Router] = {}  # routers that follow our KV events, by incarnation
-        self._sequence = itertools.count(1)
-        self._inbox: deque[Envelope[Any]] = deque()
+        self._inbox: deque[tuple[int, Envelope[Any]]] = deque()  # with the places of those who sent it
         self._from_store: deque[Any] = deque()
         self._store: Store | None = None
         self.connection = 0
         self._listens = ""  # to whom, while the body sleeps: "", "store" or "all"
         self._run: Run | None = None
-        self.spacing = 0.0  # seconds between the tokens of the last run
         self.busy = 0.0  # seconds spent in steps
         self._process = Process(agenda, self._body())
 
     # --- what others do to it -----------------------------------------------------------------------------------------
 
-    def hear_router(self, envelope: Envelope[Any]) -> None:
-        """The router says something."""
-        self._inbox.append(envelope)
-        if self._run is None or not self._can_wait(envelope.message):
+    def hear_router(self, place: int, envelope: Envelope[Any]) -> None:
+        """A router says something."""
+        self._inbox.append((place, envelope))
+        if self._run is None or not self._can_wait(envelope):
             self._arrived("all")
 
     def hear_store(self, reply: Any, connection: int) -> None:
@@ -154,15 +139,16 @@ class Worker:
     def beat(self) -> float:
         """Its heart, which is a thread of its own. Returns the seconds until the next beat."""
         now = self._agenda.now
-        if self._membership.router is not None:
-            age = int((now - self._run.began) * 1_000) if self._run else 0
-            own = self.state.heartbeat(self._membership.heard)
-            told = msgspec.structs.replace(own, step_age_ms=age, events=self.feed.sequence, digest=self.feed.digest)
-            self._say(told)
+        self._routers.beat(self._heartbeat)
         self._call(Holding(self.state.tickets))
         if self._listens == "all":
             self._process.wake(now)
-        return self._membership.heartbeat
+        return self._routers.heartbeat
+
+    def _heartbeat(self, heard: int, router: str) -> Heartbeat:
+        age = int((self._agenda.now - self._run.began) * 1_000) if self._run else 0
+        own = self.state.heartbeat(heard, router)
+        return msgspec.structs.replace(own, step_age_ms=age, events=self.feed.sequence, digest=self.feed.digest)
 
     def end(self) -> None:
         """It dies. What it had said is said."""
@@ -199,17 +185,13 @@ class Worker:
                 self._listens = ""
 
     def _events(self) -> Iterator[Any]:
-        """Everything that has come in, then a Tick."""
+        """Everything that has come in, what routers say as `Said`, then a Tick."""
         now = self._agenda.now
         while self._from_store:
             yield self._from_store.popleft()
         while self._inbox:
-            envelope = self._inbox.popleft()
-            verdict = self._membership.handle(envelope, now)
-            yield from self._follow(verdict)
-            if verdict.deliver:
-                yield envelope.message
-        yield from self._follow(self._membership.tick(now))
+            yield from self._routers.hear(*self._inbox.popleft(), now)
+        yield from self._routers.tick(now)
         yield Tick()
 
     def _copy(self) -> Generator[float, None, bool]:
@@ -249,7 +231,7 @@ class Worker:
 
     def _finish(self, run: Run, steps: int) -> None:
         self.busy += run.seconds(steps)
-        self.spacing = run.seconds(steps) / steps
+        self._routers.spacing = run.seconds(steps) / steps
         plan = run.plan
         if self.role == "prefill":
             self._handle(StepDone(plan, [None] * len(plan)))
@@ -268,23 +250,16 @@ class Worker:
     # --- out ----------------------------------------------------------------------------------------------------------
 
     def _handle(self, event: Any) -> None:
-        self._do(self.state.handle(event, self._agenda.now))
+        router, event = (event.router, event.message) if isinstance(event, Said) else ("", event)
+        self._do(self.state.handle(event, self._agenda.now, router))
 
     def _do(self, commands: Iterable[Say | Call]) -> None:
         for command in commands:
             match command:
-                case Say(message=message):
-                    self._say(message)
+                case Say(message=message, router=router):
+                    self._routers.say(message, router)
                 case Call(call=call):
                     self._call(call)
-
-    def _say(self, message: Message) -> None:
-        if (to := self._membership.router) is not None and (router := self._network.process(to)) is not None:
-            self._post(router, to, message)
-
-    def _post(self, router: Router, addressee: str, message: Message) -> None:
-        envelope = Envelope(self.peer.incarnation, addressee, next(self._sequence), message)
-        self._network.message(router.incarnation, router.hear, envelope, self.spacing)
 
     def _call(self, call: Any) -> None:
         if self._store is not None:
@@ -293,7 +268,7 @@ class Worker:
     def _publish(self) -> None:
         for batch in self.feed.batches([("GPU", self.state.cache.drain_events())]):
             for incarnation, router in self.followers.items():
-                self._network.message(incarnation, router.hear_events, batch)
+                self._network.message(self.peer.incarnation, incarnation, router.hear_events, batch)
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
@@ -303,24 +278,19 @@ class Worker:
         elif self._run is not None and self._run.cut(self._agenda.now):
             self._process.wake(self._run.end)
 
-    def _can_wait(self, message: Message) -> bool:
+    def _can_wait(self, envelope: Envelope[Any]) -> bool:
         """A message that changes nothing for those who run need not end a run."""
         if not isinstance(self.state, DecodeState):
             return False
-        match message:
+        match envelope.message:
             case RouterHeartbeat(attempts=listed):
-                return self.state.attempts <= frozenset(listed)
+                own = self.state.heartbeat(0, envelope.sender).attempts
+                kept = frozenset(listed)
+                return all(held.ended or AttemptName(held.request, held.attempt) in kept for held in own)
             case Cancel(request=request, attempt=attempt):
                 return AttemptName(request, attempt) not in self.state.attempts
             case _:
                 return False
-
-    def _follow(self, verdict: Verdict) -> Iterator[OwnerLost]:
-        for message in verdict.send:
-            if (router := self._router()) is not None:
-                self._post(router, "", message)
-        if verdict.lost:
-            yield OwnerLost()
 
 
 def _copied(batch: Sequence[Copy]) -> CopiedIn | CopiedOut:

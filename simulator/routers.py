@@ -1,0 +1,87 @@
+"""The routers that one worker or store works for: `baton.routers` without its sockets, and with its memberships."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from baton.membership import Membership, OwnerLost, Verdict
+from baton.messages import Envelope, Heartbeat, Hello, Message
+from baton.routers import Said
+from kvstore.events import Batch
+from simulator.network import Network
+
+_UNTOLD = 0.25  # seconds between heartbeats, while no router has said how many
+
+
+class Router(Protocol):
+    """A router, as others see it."""
+
+    @property
+    def incarnation(self) -> str: ...
+    def hear(self, envelope: Envelope[Any], spacing: float) -> None: ...
+    def hear_events(self, batch: Batch) -> None: ...
+
+
+RouterAddress: TypeAlias = Callable[[], Router | None]
+"""What answers at a router's address now."""
+
+
+class Routers:
+    """A process's ends of all its links to routers, which are known by their place in the list of addresses."""
+
+    def __init__(self, addresses: Sequence[RouterAddress], hello: Hello, network: Network) -> None:
+        self._me = hello.peer.incarnation
+        self._network = network
+        self._links = [(address, Membership(hello)) for address in addresses]
+        self._sequence = itertools.count(1)
+        self.spacing = 0.0  # seconds between the tokens in what is said
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds between two heartbeats of ours to the router that wants most."""
+        return min((each.heartbeat for _, each in self._links if each.router is not None), default=_UNTOLD)
+
+    def hear(self, place: int, envelope: Envelope[Any], now: float) -> Iterator[Said | OwnerLost]:
+        """A router has said something; what comes of it for our state."""
+        address, membership = self._links[place]
+        verdict = membership.handle(envelope, now)
+        yield from self._follow(address, verdict)
+        if verdict.deliver:
+            yield Said(envelope.sender, envelope.message)
+
+    def tick(self, now: float) -> Iterator[OwnerLost]:
+        """Time has passed."""
+        for address, membership in self._links:
+            yield from self._follow(address, membership.tick(now))
+
+    def say(self, message: Message, incarnation: str) -> None:
+        """Tell one router. What is for one that is not there is dropped: the state hears of the loss."""
+        for address, membership in self._links:
+            if membership.router == incarnation and (router := address()) is not None:
+                if router.incarnation == incarnation:
+                    self._post(router, incarnation, message)
+                return
+
+    def tell_all(self, message: Message) -> None:
+        for _, membership in self._links:
+            if membership.router is not None:
+                self.say(message, membership.router)
+
+    def beat(self, heartbeat: Callable[[int, str], Heartbeat]) -> None:
+        """Say to every router what `heartbeat` makes of the last sequence heard from it and its incarnation."""
+        for _, membership in self._links:
+            if membership.router is not None:
+                self.say(heartbeat(membership.heard, membership.router), membership.router)
+
+    def _follow(self, address: RouterAddress, verdict: Verdict) -> Iterator[OwnerLost]:
+        for message in verdict.send:
+            if (router := address()) is not None:
+                self._post(router, "", message)
+        if verdict.lost is not None:
+            yield OwnerLost(verdict.lost)
+
+    def _post(self, router: Router, addressee: str, message: Message) -> None:
+        envelope = Envelope(self._me, addressee, next(self._sequence), message)
+        self._network.message(self._me, router.incarnation, router.hear, envelope, self.spacing)
