@@ -1,4 +1,4 @@
-"""What goes wrong, at random times from a seed: deaths, lost messages, slow workers."""
+"""What goes wrong, at random times from a seed: deaths, routers that can't reach everybody, loss, slow workers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ class Faults:
 
     worker_deaths: float = 0.0  # a minute
     store_deaths: float = 0.0  # a minute
-    loss: float = 0.0  # of messages to and from the router
+    router_deaths: float = 0.0  # a minute
+    splits: float = 0.0  # a minute: a router and half of the workers and stores don't hear each other for a while
+    split_seconds: float = 10.0  # on average
+    loss: float = 0.0  # of messages to and from routers
     slow: float = 0.0  # share of the workers that take twice as long for everything
-    calm: float = 5.0  # seconds at the start in which nobody dies
+    calm: float = 5.0  # seconds at the start in which nothing happens but loss
 
     def inject(self, cluster: Cluster, seed: int) -> None:
         """Plan all that goes wrong. Call before the cluster runs."""
@@ -26,22 +29,40 @@ class Faults:
         for name in sorted(cluster.workers):
             if rng.random() < self.slow:
                 cluster.slow_down(name, 2.0)
-        workers, stores = sorted(cluster.workers), sorted(cluster.stores)
+        workers, stores, routers = sorted(cluster.workers), sorted(cluster.stores), sorted(cluster.routers)
         self._kill(cluster, self.worker_deaths, workers, cluster.end_worker, cluster.start_worker, rng)
         self._kill(cluster, self.store_deaths, stores, cluster.end_store, cluster.start_store, rng)
+        self._kill(cluster, self.router_deaths, routers, cluster.end_router, cluster.start_router, rng)
+
+        def split() -> None:
+            others = sorted(workers + [store.peer.name for store in cluster.stores.values()])
+            router = rng.choice(routers)
+            cut = {(router, other) for other in rng.sample(others, len(others) // 2)}
+            cluster.network.cuts |= cut
+            cluster.agenda.after(rng.expovariate(1 / self.split_seconds), cluster.network.cuts.difference_update, cut)
+
+        self._strikes(cluster, self.splits, split, rng)
 
     def _kill(
         self, cluster: Cluster, rate: float, names: Sequence[str], end: Callable[[str], None],
         start: Callable[[str], None], rng: random.Random,
     ) -> None:  # fmt: skip
-        """One after the other, as a Poisson process; who is dead already is spared."""
-        if not rate:
-            return
+        """One after the other; who is dead already is spared."""
 
         def strike() -> None:
             name = rng.choice(names)
             end(name)
             cluster.agenda.after(cluster.timing.start, start, name)
-            cluster.agenda.after(rng.expovariate(rate / 60), strike)
 
-        cluster.agenda.after(self.calm + rng.expovariate(rate / 60), strike)
+        self._strikes(cluster, rate, strike, rng)
+
+    def _strikes(self, cluster: Cluster, rate: float, strike: Callable[[], None], rng: random.Random) -> None:
+        """A Poisson process of so many a minute."""
+        if not rate:
+            return
+
+        def again() -> None:
+            strike()
+            cluster.agenda.after(rng.expovariate(rate / 60), again)
+
+        cluster.agenda.after(self.calm + rng.expovariate(rate / 60), again)

@@ -38,11 +38,18 @@ def timing(disk: DiskTimes | None = None, start: float = 3.0, noise: float = 0.0
 
 
 def cluster(
-    layout: str, *, per_node: int = 1, seed: int = 1, runs: bool = True, model: Timing | None = None, **settings: Any
+    layout: str,
+    *,
+    per_node: int = 1,
+    seed: int = 1,
+    runs: bool = True,
+    routers: int = 1,
+    model: Timing | None = None,
+    **settings: Any,
 ) -> Cluster:
     model = model or timing()
     config = model.configuration(PAGE, {name.replace("__", "."): value for name, value in settings.items()})
-    return Cluster(Layout.parse(layout, per_node), model, config, seed, runs=runs)
+    return Cluster(Layout.parse(layout, per_node), model, config, seed, runs=runs, routers=routers)
 
 
 def request(at: float, prompt: int, output: int, blocks: Sequence[int] = (1, 2, 3, 4)) -> Arrival:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.workload import Lengths
+from simulator.cluster import Cluster
 from simulator.faults import Faults
 from simulator.timing import DiskTimes
 from simulator.workloads import Random, Wishes
@@ -59,3 +60,52 @@ def test_pages_come_from_other_nodes() -> None:
     measures = serve(world, [request(0.0, 3 * PAGE + 1, 3)])
     assert measures.ends == {"finished": 1}
     assert world.network.bytes == 3 * PAGE * 1_000
+
+
+def two_routers(layout: str, seed: int) -> Cluster:
+    return cluster(layout, per_node=2, seed=seed, routers=2)
+
+
+def nobody_is_left(world: Cluster) -> None:
+    """When all is quiet again, no worker has anything of anybody's, and each says so."""
+    world.network.cuts.clear()
+    quiet = world.agenda.now + 30.0  # seconds: longer than silence, and than the start of a process
+    world.agenda.run(lambda: world.agenda.now > quiet)
+    for worker in world.workers.values():
+        assert not any(worker.state.heartbeat(0, router.incarnation).attempts for router in world.routers.values())
+        assert not worker.state.heartbeat(0).load.running
+        assert not worker.state.heartbeat(0).load.waiting
+        assert not worker.state.tickets
+    for router in world.routers.values():
+        router.state.validate()
+        assert router.state.stats().running == router.state.stats().queued == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("layout", ["3P+3D", "4D"])
+def test_clients_of_a_router_that_dies_are_served_by_another(layout: str, seed: int) -> None:
+    world = two_routers(layout, seed)
+    Faults(worker_deaths=8, router_deaths=12, calm=2.5).inject(world, seed)
+    measures = serve(world, LOAD.arrivals(100, Wishes(max_tokens=200), seed))
+    assert measures.ends == {"finished": 100}
+    assert measures.asked_again > 3
+    nobody_is_left(world)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("layout", ["3P+3D", "4D"])
+def test_a_split_between_routers_loses_nothing(layout: str, seed: int) -> None:
+    world = two_routers(layout, seed)
+    Faults(splits=20, split_seconds=5, worker_deaths=4, store_deaths=4, calm=2.5).inject(world, seed)
+    measures = serve(world, LOAD.arrivals(100, Wishes(max_tokens=200), seed))
+    assert measures.ends == {"finished": 100}
+    assert world.network.lost > 100
+    nobody_is_left(world)
+
+
+def test_two_routers_share_the_workers() -> None:
+    world = two_routers("3P+3D", 1)
+    measures = serve(world, LOAD.arrivals(80, Wishes(max_tokens=200), 1))
+    assert measures.ends == {"finished": 80}
+    assert [sum(router.state.stats().finished.values()) for router in world.routers.values()] == [40, 40]
+    nobody_is_left(world)
