@@ -52,7 +52,8 @@ class Slowest:
     def _ended(self, request: str, tenant: str, ttft: float) -> None:
         if math.isnan(ttft) or (len(self._heap) >= self._count and ttft <= self._heap[0][0]):
             return
-        found = explained(self._cluster.router.state.explain(request, tenant), self._cluster.agenda.now)
+        router = self._cluster.router_of(request)
+        found = explained(router.state.explain(request, tenant), self._cluster.agenda.now)
         heapq.heappush(self._heap, (ttft, request, found))
         if len(self._heap) > self._count:
             heapq.heappop(self._heap)
@@ -78,9 +79,10 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[ExplainResp
     config = model.configuration(args.page_size, dict(map(parse_override, args.set)))
     layout = Layout.parse(args.cluster, args.per_node)
     placer = policies.placer(args.policy, args.seed, model.prefill_cost, model.step_cost)
-    cluster = Cluster(layout, model, config, args.seed, placer, runs=not args.single_steps)
-    if args.deaths or args.store_deaths or args.loss or args.slow:
-        faults.Faults(args.deaths, args.store_deaths, args.loss, args.slow).inject(cluster, args.seed)
+    cluster = Cluster(layout, model, config, args.seed, placer, runs=not args.single_steps, routers=args.routers)
+    faults.Faults(
+        args.deaths, args.store_deaths, args.router_deaths, args.splits, args.split_seconds, args.loss, args.slow
+    ).inject(cluster, args.seed)
     slowest = Slowest(cluster, args.explain_slowest) if args.explain_slowest else None
     began = time.perf_counter()
     measures = cluster.run(_load(args), args.limit)
@@ -102,7 +104,6 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[ExplainResp
 
 def report(cluster: Cluster, measures: Measures) -> dict[str, Any]:
     """All figures of a run; they depend on nothing but its arguments."""
-    stats = cluster.router.state.stats()
     return {
         **measures.report(),
         "tenants": measures.by_tenant(),
@@ -110,7 +111,8 @@ def report(cluster: Cluster, measures: Measures) -> dict[str, Any]:
         "ended_twice": len(measures.ended_twice),
         "utilisation": cluster.utilisation(),
         "queue": cluster.queue_lengths(),
-        "placed": {"split": stats.placed_split, "local": stats.placed_local},
+        "placed": cluster.placed,
+        "asked_again": measures.asked_again,
         "network_bytes": cluster.network.bytes,
         "messages_lost": cluster.network.lost,
         "ends_of_processes": cluster.ends,
@@ -123,7 +125,8 @@ def table(result: Mapping[str, Any]) -> str:
         f"{result['requests']} requests in {result['seconds']:.1f} s: "
         + ", ".join(f"{count} {end}" for end, count in result["ends"].items())
         + (f", {result['waiting']} still waiting" if result["waiting"] else "")
-        + (f"; {result['ends_of_processes']} processes died" if result["ends_of_processes"] else ""),
+        + (f"; {result['ends_of_processes']} processes died" if result["ends_of_processes"] else "")
+        + (f", {result['asked_again']} times a client turned to another router" if result["asked_again"] else ""),
         f"hit rate {result['hit_rate']:.1%}, "
         + ", ".join(f"{role} {share:.0%} busy" for role, share in result["utilisation"].items())
         + f", queue {result['queue']['mean']:.1f} on average, {result['queue']['most']} at most",
@@ -175,6 +178,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--cluster", default="8P+8D", help="8P+8D, or 16D for a colocated one")
+    add("--routers", type=int, default=1, help="that share the workers, each with clients of its own")
     add("--per-node", type=int, default=1, help="workers that share a node and its store")
     add("--model", default="a800_70b", help="a timing model: a name from simulator/models, or a file")
     add("--policy", default=policies.OWN, choices=policies.POLICIES)
@@ -198,7 +202,10 @@ def _arguments() -> argparse.Namespace:
     add("--goodput", type=_objectives, nargs="*", default=[(30.0, 0.1), (30.0, 0.2), (30.0, 0.3)], metavar="TTFT/TBT")
     add("--deaths", type=float, default=0.0, metavar="RATE", help="workers that die in a minute")
     add("--store-deaths", type=float, default=0.0, metavar="RATE", help="stores that die in a minute")
-    add("--loss", type=float, default=0.0, help="share of messages to and from the router that are lost")
+    add("--router-deaths", type=float, default=0.0, metavar="RATE", help="routers that die in a minute")
+    add("--splits", type=float, default=0.0, metavar="RATE", help="a minute: a router loses touch with half of the rest")
+    add("--split-seconds", type=float, default=10.0, help="that such a split lasts on average")
+    add("--loss", type=float, default=0.0, help="share of messages to and from routers that are lost")
     add("--slow", type=float, default=0.0, help="share of workers that are twice as slow")
     add("--single-steps", action="store_true", help="simulate every decode step by itself")
     add("--explain-slowest", type=int, default=0, metavar="N", help="why the N slowest first tokens came so late")

@@ -68,7 +68,8 @@ class Cluster:
         self, layout: Layout, timing: Timing, config: Config, seed: int, placer: Placer | None = None, *,
         runs: bool = True, routers: int = 1,
     ) -> None:  # fmt: skip
-        """`runs`: decode steps that are alike are run in a row, which is much faster and hardly different."""
+        """`runs`: decode steps that are alike are run in a row, which is much faster and hardly different. `routers`
+        share the workers; requests come to them in turn."""
         self.agenda = Agenda()
         self.layout, self.timing, self.config = layout, timing, config
         self._seed, self._runs = seed, runs
@@ -114,6 +115,10 @@ class Cluster:
     def router(self) -> Router:
         """The first that lives."""
         return next(iter(self.routers.values()))
+
+    def router_of(self, request: str) -> Router:
+        """The one that a request which has not ended, or ends right now, is with."""
+        return self.routers[self._homes[request]]
 
     def start_router(self, name: str) -> None:
         if name in self.routers:
@@ -272,8 +277,8 @@ class Cluster:
 
     def ended(self, end: End) -> None:
         """The same."""
-        self._homes.pop(end.request, None)
         self.measures.ended(end)
+        self._homes.pop(end.request, None)
 
     # --- what can be read off -----------------------------------------------------------------------------------------
 
