@@ -203,7 +203,7 @@ def _arguments() -> argparse.Namespace:
     add("--deaths", type=float, default=0.0, metavar="RATE", help="workers that die in a minute")
     add("--store-deaths", type=float, default=0.0, metavar="RATE", help="stores that die in a minute")
     add("--router-deaths", type=float, default=0.0, metavar="RATE", help="routers that die in a minute")
-    add("--splits", type=float, default=0.0, metavar="RATE", help="a minute: a router loses touch with half of the rest")
+    add("--splits", type=float, default=0.0, metavar="RATE", help="a minute: a router loses sight of half of the rest")
     add("--split-seconds", type=float, default=10.0, help="that such a split lasts on average")
     add("--loss", type=float, default=0.0, help="share of messages to and from routers that are lost")
     add("--slow", type=float, default=0.0, help="share of workers that are twice as slow")
