@@ -124,6 +124,7 @@ class Admission:
             request.forecast = now + wait if wait else None
             return None
         late = max(0.0, now + wait - request.give_up)
+        self.queue.refuse(request, now)
         if request.ttft is None:
             self.rejected["no_worker"] += 1
             return Overloaded(f"the queue would take {wait:.1f} s, longer than any request may wait", _hint(late))
@@ -139,6 +140,7 @@ class Admission:
         if (request := self.queue.last(now)) is None:
             return None
         self.rejected["queue_full"] += 1
+        self.queue.refuse(request, now)
         message = f"{count - 1} requests with {tokens - request.known} tokens wait for a worker already"
         return request, Overloaded(message, _hint(self.queue.wait(request, now)))
 
@@ -152,6 +154,7 @@ class Admission:
         """It has waited for as long as it could."""
         self.queue.learn(request, now)
         waited = now - request.submitted
+        self.queue.refuse(request, now)
         hint = _hint(waited)
         if request.ttft is not None and not request.begun and waited < self._config.queue_ms / 1_000:
             self.rejected["objective_while_waiting"] += 1

@@ -68,6 +68,7 @@ class Queue:
         self._lines: dict[tuple[str, int, bool], _Line] = {}
         self._pasts: dict[tuple[str, int], Past] = {}  # of newcomers' lines, by tenant and level
         self._places: dict[str, tuple[_Line, int, float]] = {}  # line, work and since when, by request
+        self._refused: dict[str, float] = {}  # tenants that were turned away lately, and when
         self.tokens = 0  # known ones, of all that wait
         self.outflow = Outflow()
 
@@ -101,6 +102,9 @@ class Queue:
         self._places[request.name] = (line, 0, now)
         self.tokens += request.known
         self._fairness.waits(request.tenant)
+        for tenant in [tenant for tenant, at in self._refused.items() if now - at > _HORIZON]:
+            del self._refused[tenant]
+            self._fairness.waits_no_more(tenant)
         self.weigh(request, request.known)
 
     def weigh(self, request: Request, work: int) -> None:
@@ -125,6 +129,13 @@ class Queue:
             del self._lines[line.tenant, line.level, line.newcomers]
         self.tokens -= request.known
         self._fairness.waits_no_more(request.tenant)
+
+    def refuse(self, request: Request, now: float) -> None:
+        """One that waits is turned away. Its tenant counts for a while as if it went on waiting: who has nobody in the
+        queue because the queue takes nobody has saved nothing up, and keeps what it is due."""
+        if request.tenant not in self._refused:
+            self._fairness.waits(request.tenant)
+        self._refused[request.tenant] = now
 
     # --- order -------------------------------------------------------------------------------------------------------
 

@@ -202,6 +202,20 @@ def test_a_line_is_forecast_from_how_it_was_drained_itself() -> None:
     assert cluster.alive("urgent")
 
 
+def test_who_is_turned_away_saves_nothing_and_loses_nothing() -> None:
+    """While a tenant's requests are refused none of them waits, and yet it is not lifted to those that do."""
+    cluster = lab(max_queued=3)
+    for i in range(3):
+        cluster.submit(f"a{i}", tenant="a", prompt=40, priority=-1)
+    cluster.submit("b0", tenant="b", prompt=40)
+    assert isinstance(error(cluster, "b0"), Overloaded)
+    (decode,) = cluster.colocated()
+    assert [order.request for order in cluster.sent(Decode)] == ["a0", "a1", "a2"]
+    queue = cluster.state._life.queue
+    assert queue._fairness.counter("b") == 0.0
+    assert queue._fairness.counter("a") > 0.0
+
+
 def test_what_first_tokens_are_late_by_is_learned() -> None:
     late = Quantile(0.9, least=0.05)
     for turn in range(2_000):
