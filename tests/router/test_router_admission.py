@@ -209,7 +209,7 @@ def test_who_is_turned_away_saves_nothing_and_loses_nothing() -> None:
         cluster.submit(f"a{i}", tenant="a", prompt=40, priority=-1)
     cluster.submit("b0", tenant="b", prompt=40)
     assert isinstance(error(cluster, "b0"), Overloaded)
-    (decode,) = cluster.colocated()
+    cluster.colocated()
     assert [order.request for order in cluster.sent(Decode)] == ["a0", "a1", "a2"]
     queue = cluster.state._life.queue
     assert queue._fairness.counter("b") == 0.0
