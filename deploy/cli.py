@@ -325,6 +325,8 @@ def advise(
     from deploy.progress import Progress
     from simulator.advice import Objectives
 
+    if plot and not Path(plot).parent.is_dir():
+        raise InvalidRequest(f"can't write {plot}: there is no folder {Path(plot).parent}")
     objectives = Objectives(slo_ttft, slo_tpot, attainment)
     question = advising.Question(
         Path(trace) if trace else None, poisson, prompt, output, requests, gpus, model, objectives,
