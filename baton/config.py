@@ -131,6 +131,7 @@ class RouterConfig(_Section, frozen=True):
     retry_share: Annotated[float, Meta(ge=0)] = 0.2  # failed attempts repeated at once, per first attempt
     retries_per_s: Annotated[float, Meta(gt=0)] = 10.0  # and besides; others wait in the queue
     split: Literal["auto", "always"] = "auto"  # prefill workers get a prompt where that is sooner, or whenever one can
+    roles: Literal["manual", "auto"] = "manual"  # auto: changes of workers' roles that are advised are carried out
     explain_requests: Natural = 1_000  # the last so many can be explained; 0: none
 
 
@@ -165,6 +166,7 @@ class PrefillConfig(_Section, frozen=True):
     chunk_tokens: Positive = 2_048  # tokens per step at most, over all prompts
     copies_per_step: Positive = 256  # pages copied from or to the arena per step
     max_prompts: Positive = 2  # prompts taken at a time; the others wait in the router
+    head: bool = True  # load the output head too, so that it may become a decode worker; false: less memory
     store_ms: Positive = 10_000  # a prompt that gets no answer or no slots from the store for longer fails
     threads: Natural = 0  # of the engine; 0: this worker's share of the cores that it finds itself on
 

@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 
 from baton.trace import MAX_STEPS
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_KEYS_PER_CALL = 1_024
@@ -109,6 +109,7 @@ class ModelCard(Struct, frozen=True):
     max_context: Count  # tokens
     pool_pages: Count
     steps: StepSamples = ()  # of a calibration: what is known of its speed before it has served anybody
+    head: bool = True  # it can generate tokens, so it may become a decode worker if it is none
 
 
 class Hello(Message, frozen=True):
@@ -289,6 +290,13 @@ class Resend(Message, frozen=True):
     request: Name
     attempt: Annotated[int, Meta(ge=1)]
     position: Count
+
+
+class Become(Message, frozen=True):
+    """Be the other kind of worker from now on: a new incarnation around the same loaded model. All work that this one
+    has, whoever ordered it, is forgotten, and whatever is still on its way to it is lost."""
+
+    role: WorkerRole
 
 
 # --- workers → router ----------------------------------------------------------------------------------------------
@@ -702,8 +710,8 @@ class Taken(Message, frozen=True):
 # --- one union per direction ------------------------------------------------------------------------------------------
 
 ToAny: TypeAlias = Welcome | Rejected | Introduce | RouterHeartbeat | Trace
-ToDecode: TypeAlias = ToAny | Decode | Cancel | Resend
-ToPrefill: TypeAlias = ToAny | Prefill | Cancel
+ToDecode: TypeAlias = ToAny | Decode | Cancel | Resend | Become
+ToPrefill: TypeAlias = ToAny | Prefill | Cancel | Become
 ToStore: TypeAlias = ToAny | Pin | Unpin
 FromDecode: TypeAlias = Hello | Heartbeat | Accepted | Refused | Have | Started | Tokens | Failed
 FromPrefill: TypeAlias = Hello | Heartbeat | Refused | Prefilled | Failed

@@ -47,6 +47,8 @@ TABLE: Mapping[str, Entry] = {
     "requests_rejected": Entry("counter", "Requests turned away before a worker had begun them.", ("reason",)),
     "tenant_tokens": Entry("counter", "Tokens of requests that ended; late tenants are other.", ("tenant", "kind")),
     "prediction_error": Entry("gauge", "|ln(actual / predicted)| of the last predictions.", ("kind", "quantile")),
+    "predicted_utilisation": Entry("gauge", "Work lately over what the workers of a role can do.", ("role",)),
+    "role_advised": Entry("gauge", "1 where one worker of the other kind should have this role.", ("role",)),
     "prompt_tokens": Entry("counter", "Prompt tokens of finished requests."),
     "generation_tokens": Entry("counter", "Tokens generated."),
     "prefix_cache_queries": Entry("counter", "Prompt tokens looked up."),

@@ -1,4 +1,4 @@
-"""What the command lines of all processes have in common: `python -m router|kvstore|prefill_worker|decode_worker`."""
+"""What the command lines of all processes have in common: `python -m router|kvstore|worker`."""
 
 from __future__ import annotations
 

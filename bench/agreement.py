@@ -59,7 +59,8 @@ def _start(layout: Layout, asked: argparse.Namespace, stack: ExitStack) -> tuple
     settings |= {**model.config, **dict(map(parse_override, asked.set))}
     if asked.sleeping:
         stack.enter_context(patch.dict(os.environ, {sleeping.TIMING: asked.timing}))
-        stack.enter_context(patch.dict("deploy.local._MODULES", dict.fromkeys(("prefill", "decode"), "bench.sleeping")))
+        asleep = {role: ["bench.sleeping", role] for role in ("prefill", "decode")}
+        stack.enter_context(patch.dict("deploy.local._MODULES", asleep))
     made = stack.enter_context(cluster.local(models.directory(asked.model), layout.prefill, layout.decode, settings))
     if not asked.sleeping:
         _pin(made.pids, stack)

@@ -1,7 +1,7 @@
 """A worker whose engine sleeps for as long as a timing model says, and draws the same token each time: real processes,
 sockets and copies of many workers on few cores. `bench/agreement.py --sleeping` starts these in place of the real ones.
 
-It is run like `python -m decode_worker` and `python -m prefill_worker`; its name tells which of them it is.
+It is run like `python -m worker`, behind which stands the role.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from unittest.mock import patch
 
 from baton.process import main
-from decode_worker import service as decode
 from engine.batch import Chunk, Sampled
 from engine.engine import Engine
-from prefill_worker import service as prefill
 from simulator import timing
+from worker.service import run
 
 TIMING = "BATON_BENCH_TIMING"
 """The environment variable that names the timing model."""
@@ -36,6 +36,6 @@ def sleeping(times: timing.StepTimes) -> type[Engine]:
 
 if __name__ == "__main__":
     model = timing.read(os.environ[TIMING])
-    decodes = any(argument.startswith("decode-") for argument in sys.argv)
-    with patch("engine.worker.Engine", sleeping(model.decode if decodes else model.prefill)):
-        sys.exit(main("decode_worker", decode.run) if decodes else main("prefill_worker", prefill.run))
+    role = "decode" if sys.argv[1] == "decode" else "prefill"
+    with patch("engine.worker.Engine", sleeping(model.decode if role == "decode" else model.prefill)):
+        sys.exit(main("worker", partial(run, role), sys.argv[2:]))

@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from baton.config import Config
-from baton.hosts import LOOPBACK
-from baton.messages import ToDecode
 from baton.metrics import Sample
 from decode_worker.state import DecodeState, DecodeStats
 from engine.worker import Worker
 
-log = logging.getLogger(__name__)
 
-
-def run(
-    config: Config, name: str, node: str, routers: Sequence[str], stop: threading.Event, host: str = LOOPBACK
-) -> None:
-    """Serve until `stop` is set. `routers` are ZMQ endpoints, `node` names the store to use, `host` is this node's
-    address. Raises ModelError, NotEnoughMemory or StartupError when it can't start."""
-    with Worker(config, "decode", name, node, routers, ToDecode, host) as worker:
-        state = DecodeState(
-            config.decode,
-            config.pages.page_size,
-            worker.num_pages,
-            event_tokens=config.store.event_tokens,
-            calibration=worker.calibration,
-        )
-        log.info("decode worker %s serves with %d pages", worker.peer.incarnation, worker.num_pages)
-        while not stop.is_set():
-            with worker.turn():
-                for event in worker.events(state):
-                    worker.handle(state, event)
-                worker.copy(state)
-                worker.hear_store(state, copying=False)
-                with worker.tracer.span("prepare", "scheduler"):
-                    worker.do(state.prepare(worker.clock.now()))
-                if plan := worker.plan(state):
-                    worker.handle(state, worker.step(state, plan))
-                worker.publish(state, lambda: _values(state.stats()))
+def serve(worker: Worker, config: Config, stop: threading.Event) -> None:
+    """Serve until `stop` is set or the worker is to become something else."""
+    state = DecodeState(
+        config.decode,
+        config.pages.page_size,
+        worker.num_pages,
+        event_tokens=config.store.event_tokens,
+        calibration=worker.calibration,
+    )
+    while not (stop.is_set() or worker.becomes):
+        with worker.turn():
+            for event in worker.events(state):
+                worker.handle(state, event)
+            worker.copy(state)
+            worker.hear_store(state, copying=False)
+            with worker.tracer.span("prepare", "scheduler"):
+                worker.do(state.prepare(worker.clock.now()))
+            if plan := worker.plan(state):
+                worker.handle(state, worker.step(state, plan))
+            worker.publish(state, lambda: _values(state.stats()))
 
 
 def _values(stats: DecodeStats) -> Mapping[str, Sample]:

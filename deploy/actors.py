@@ -1,7 +1,7 @@
 """The Ray actors: each hosts one process of the cluster, and does nothing else. Ray is never on the path of a token.
 
 An actor first writes down which operating-system process it is, so that whoever must replace it can prove it gone; then
-it runs the same entry point that `python -m router`, `kvstore`, `prefill_worker` or `decode_worker` runs, on a thread.
+it runs the same entry point that `python -m router`, `kvstore` or `worker` runs, on a thread.
 It is never restarted by Ray: a restart needs that proof.
 """
 
@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -94,10 +95,10 @@ class Service:
                 return
             case "store":
                 from kvstore.service import run
-            case "prefill":
-                from prefill_worker.service import run
-            case "decode":
-                from decode_worker.service import run
+            case "prefill" | "decode":
+                from worker.service import run as run_worker
+
+                run = partial(run_worker, order.role)
         run(share_cores(order.config, order.workers), order.name, order.node, (order.router,), self._stop, self._host)
 
     async def _serve_router(self) -> None:

@@ -27,6 +27,7 @@ from baton import __version__
 from baton import config as configuration
 from baton.config import Config
 from baton.errors import BatonError, InvalidRequest, StartupError
+from baton.messages import WorkerRole
 
 app = typer.Typer(
     name="baton",
@@ -50,6 +51,13 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+
+
+class WorkerKind(StrEnum):
+    """What a worker may be."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 class RayChoice(StrEnum):
@@ -370,6 +378,38 @@ def drain(
         left = f"{found.attempts} attempts are left" if found.attempts else "it is empty"
         _out.print(f"{escape(worker)} is given nothing new; {left}")
     if wait and found.attempts:
+        raise typer.Exit(1)
+
+
+@app.command()
+@reported
+def role(
+    worker: Annotated[str, typer.Argument(help="A worker, such as decode-0; baton status lists them.")],
+    wanted: Annotated[WorkerKind, typer.Argument(metavar="prefill|decode", help="What it is to be.")],
+    patience: Annotated[float, typer.Option(help="Seconds after which what it still has goes elsewhere.")] = 30.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait until it serves so.")] = 60.0,
+    address: Annotated[str, typer.Option(help="host:port of a router, instead of --name.")] = "",
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Make a prefill worker of a decode worker, or the other way round, without a restart.
+
+    The exit status is 1 if that has not come about after --wait."""
+    from deploy import drain as draining
+    from deploy.client import Client
+    from deploy.status import find
+
+    kind: WorkerRole = "prefill" if wanted is WorkerKind.PREFILL else "decode"
+    with Client(address or find(_folder(name)).grpc) as client:
+        client.set_role(worker, kind, patience=patience)
+        found, done = draining.until_changed(client, worker, kind, wait)
+    if as_json:
+        _print_json({"worker": worker, "role": kind, "done": done, "attempts": found.attempts})
+    elif done:
+        _out.print(f"{escape(worker)} is a {kind} worker now")
+    else:
+        _out.print(f"{escape(worker)} is no {kind} worker yet; {found.attempts} attempts are left")
+    if wait and not done:
         raise typer.Exit(1)
 
 

@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import BatonError, Unavailable, all_errors, from_reason
+from baton.messages import WorkerRole
 from baton.v1 import (
     cache_pb2,
     cache_pb2_grpc,
@@ -58,6 +59,17 @@ class Client:
         with self._typed():
             asked = cluster_pb2.DrainRequest(worker=worker, now=now, undo=undo)
             return self._cluster.Drain(asked, timeout=timeout).worker
+
+    def set_role(
+        self, worker: str, role: WorkerRole, *, patience: float | None = None, timeout: float = 5.0
+    ) -> cluster_pb2.Process:
+        """Have a worker be the other kind of worker, with what it has moved elsewhere after `patience` seconds (none:
+        the router's default); returns how it is now. Raises BatonError: ProcessNotFound, InvalidRequest."""
+        wanted = cluster_pb2.ROLE_PREFILL if role == "prefill" else cluster_pb2.ROLE_DECODE
+        patience_ms = None if patience is None else round(patience * 1_000)
+        with self._typed():
+            asked = cluster_pb2.SetRoleRequest(worker=worker, role=wanted, patience_ms=patience_ms)
+            return self._cluster.SetRole(asked, timeout=timeout).worker
 
     def explain(self, request_id: str, timeout: float = 5.0) -> explain_pb2.ExplainResponse:
         """Why a recent request was served as it was. Raises BatonError: RequestNotFound when nobody remembers it."""

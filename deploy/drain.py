@@ -1,12 +1,13 @@
-"""`baton drain`: wait until a worker that is given nothing new has nothing left."""
+"""`baton drain` and `baton role`: wait until a worker has nothing left, or its new role."""
 
 from __future__ import annotations
 
 import time
 
 from baton.errors import ProcessNotFound
+from baton.messages import WorkerRole
 from baton.v1 import cluster_pb2
-from deploy.client import Client
+from deploy.client import UP, Client
 
 _POLL = 0.1
 
@@ -22,3 +23,17 @@ def until_empty(client: Client, worker: cluster_pb2.Process, patience: float) ->
             raise ProcessNotFound(f"{worker.name} has gone")
         worker = found
     return worker
+
+
+def until_changed(client: Client, worker: str, role: WorkerRole, patience: float) -> tuple[cluster_pb2.Process, bool]:
+    """The worker of that name, and whether it has that role: once it has, or it is not to have it any more, or after
+    `patience` seconds. Raises ProcessNotFound when it has gone."""
+    wanted = cluster_pb2.ROLE_PREFILL if role == "prefill" else cluster_pb2.ROLE_DECODE
+    end = time.monotonic() + patience
+    while True:
+        found = next((process for process in client.status().processes if process.name == worker), None)
+        if found is None or found.state not in UP:
+            raise ProcessNotFound(f"{worker} has gone; its successor has the role that it is configured with")
+        if found.role == wanted or not found.becoming or time.monotonic() >= end:
+            return found, found.role == wanted
+        time.sleep(_POLL)

@@ -49,7 +49,12 @@ from deploy.desired import Scale, Spec, plan, scale_of, workers_on
 from deploy.processes import Identity, end
 
 _POLL = 0.05
-_MODULES = {"router": "router", "store": "kvstore", "prefill": "prefill_worker", "decode": "decode_worker"}
+_MODULES: Mapping[str, Sequence[str]] = {
+    "router": ["router"],
+    "store": ["kvstore"],
+    "prefill": ["worker", "prefill"],
+    "decode": ["worker", "decode"],
+}
 
 
 @dataclass(frozen=True)
@@ -267,7 +272,7 @@ class LocalCluster:
         workers = sum(workers_on(node, self._specs.values()) for node in self.nodes)
         config.write_text(dump(share_cores(self._config_of(spec), workers)))
         node = self._nodes[spec.node]
-        command = [*node.enter, sys.executable, "-m", "deploy.child", str(os.getpid()), _MODULES[spec.role]]
+        command = [*node.enter, sys.executable, "-m", "deploy.child", str(os.getpid()), *_MODULES[spec.role]]
         command += ["--config", str(config), "--name", spec.name, "--node", spec.node, "--host", node.host]
         if spec.role != "router":
             if not self._addresses:

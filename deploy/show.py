@@ -38,7 +38,7 @@ def status(console: Console, found: dict[str, Any]) -> None:
         load = row.get("load", {})
         total = load.get("pages_total", 0)
         table.add_row(
-            row["name"],
+            _named(row),
             _coloured(row["state"]) + _more(row),
             str(row["pid"] or ""),
             str(load.get("running", "")),
@@ -58,15 +58,30 @@ def status(console: Console, found: dict[str, Any]) -> None:
             f"{counts['failed']} failed, {counts['cancelled']} cancelled; tokens: {counts['prompt_tokens']} of prompts "
             f"({counts['cached_tokens']} cached), {counts['generated_tokens']} generated"
         )
+    if busy := found["bottleneck"]:
+        said = f"predicted utilisation: prefill {busy['prefill']:.0%}, decode {busy['decode']:.0%}"
+        if busy["advised"]:
+            said += (
+                f"; one {busy['advised']} worker more would make that {busy['prefill_then']:.0%} and "
+                f"{busy['decode_then']:.0%} (baton role)"
+            )
+        console.print(said)
     if found["problem"]:
         console.print(f"[red]{escape(found['problem'])}[/]")
+
+
+def _named(row: dict[str, Any]) -> str:
+    """With the role, where the name promises another."""
+    fits = row["name"].startswith(row["role"])
+    return row["name"] if fits else f"{row['name']} [yellow]({row['role']})[/]"
 
 
 def _more(row: dict[str, Any]) -> str:
     if row["retry_in_s"]:
         return f", again in {row['retry_in_s']:.0f} s"
     if row["state"] == "draining":
-        return f", {row['attempts']} left" if row["attempts"] else ", empty"
+        left = f", {row['attempts']} left" if row["attempts"] else ", empty"
+        return left + (f", then {row['becoming']}" if row["becoming"] else "")
     return ""
 
 

@@ -56,6 +56,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "supervisor": {"pid": overview.supervisor.pid if overview else None, "alive": not dead},
         "processes": _with_tiers(_processes(status, overview)),
         "counts": _counts(status),
+        "bottleneck": _bottleneck(status),
     }
 
 
@@ -68,7 +69,7 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: Overview 
         listed = {name: process for name, process in listed.items() if name in views or process.state in UP}
     for name in dict.fromkeys([*views, *listed]):
         view, process = views.get(name), listed.get(name)
-        row: dict[str, Any] = {"name": name, "role": _role(process) if process else view.role if view else ""}
+        row: dict[str, Any] = {"name": name, "role": _role_name(process.role) if process else view.role if view else ""}
         row["node"] = process.node if process else view.node if view else ""
         row["pid"] = process.pid if process else view.identity.pid if view and view.identity else None
         row["state"] = _state(process) if process else _condition(view)
@@ -80,6 +81,7 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: Overview 
             row["load"] = {descriptor.name: getattr(load, descriptor.name) for descriptor in load.DESCRIPTOR.fields}
             row["pages_known"] = process.pages_known
             row["attempts"] = process.attempts
+            row["becoming"] = _role_name(process.becoming)
             row["metrics"] = process.metrics_address
             row["heartbeat_age_ms"] = process.heartbeat_age_ms if process.HasField("heartbeat_age_ms") else None
         rows.append(row)
@@ -115,8 +117,17 @@ def _counts(status: cluster_pb2.GetStatusResponse | None) -> dict[str, int]:
     return {descriptor.name: getattr(status.counts, descriptor.name) for descriptor in status.counts.DESCRIPTOR.fields}
 
 
-def _role(process: cluster_pb2.Process) -> str:
-    return cluster_pb2.Role.Name(process.role).removeprefix("ROLE_").lower()
+def _bottleneck(status: cluster_pb2.GetStatusResponse | None) -> dict[str, Any]:
+    """How busy both kinds of workers are; empty where nobody knows."""
+    if status is None or not status.HasField("bottleneck"):
+        return {}
+    found = status.bottleneck
+    said: dict[str, Any] = {"prefill": found.prefill, "decode": found.decode, "advised": _role_name(found.advised)}
+    return said | ({"prefill_then": found.prefill_then, "decode_then": found.decode_then} if found.advised else {})
+
+
+def _role_name(role: cluster_pb2.Role) -> str:
+    return cluster_pb2.Role.Name(role).removeprefix("ROLE_").lower() if role else ""
 
 
 def _state(process: cluster_pb2.Process) -> str:

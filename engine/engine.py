@@ -47,6 +47,7 @@ class Engine:
         self.config = config
         self.layout = layout
         self.fingerprint = fingerprint
+        self.has_head = model_weights.head is not None  # it can generate tokens
         self.pool = pool
         self.pages = PagePool(pool, layout.page_bytes)
         self.tracer = Tracer()  # of whoever runs the steps

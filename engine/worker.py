@@ -28,7 +28,19 @@ from baton.clock import MonotonicClock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import NotEnoughMemory, StoreError
 from baton.membership import Say
-from baton.messages import Heartbeat, Hello, Holding, ModelCard, Namespace, Peer, Trace, WorkerRole
+from baton.messages import (
+    Become,
+    Heartbeat,
+    Hello,
+    Holding,
+    ModelCard,
+    Namespace,
+    Peer,
+    ToDecode,
+    ToPrefill,
+    Trace,
+    WorkerRole,
+)
 from baton.metrics import Metrics, Sample
 from baton.routers import Routers, Said
 from baton.trace import new_mark, trace_path
@@ -52,6 +64,7 @@ log = logging.getLogger(__name__)
 _IDLE = 0.05  # seconds between two turns of a loop that has nothing to do
 _CONNECT_AGAIN = 0.05  # seconds between two tries to reach the store
 _COPIES_PER_WORD = 64  # pages that one message to the store tells of; more would keep their readers waiting
+_HEARS: Mapping[WorkerRole, Any] = {"prefill": ToPrefill, "decode": ToDecode}  # what routers say to it
 _PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nobody for it
 
 
@@ -73,17 +86,24 @@ class WorkerState(Protocol):
 
 
 class Worker:
-    """One worker process, but for its decisions."""
+    """One incarnation of a worker process, but for its decisions."""
 
     def __init__(
-        self, config: Config, role: WorkerRole, name: str, node: str, routers: Sequence[str], receives: Any, host: str
+        self,
+        config: Config,
+        role: WorkerRole,
+        name: str,
+        node: str,
+        routers: Sequence[str],
+        host: str,
+        engine: Engine,
     ) -> None:
-        """Load the model and connect. `routers`: their ZMQ endpoints; `receives`: what they may say; `host`: where our
-        own sockets listen, the address of this node. Raises ModelError, NotEnoughMemory, StartupError."""
-        settings = config.decode if role == "decode" else config.prefill
+        """Connect. `routers`: their ZMQ endpoints; `host`: where our own sockets listen, the address of this node;
+        `engine`: as `load` made it, and used by no other. Raises PortInUse or StartupError."""
         self.clock = MonotonicClock()
         self.peer = Peer(role, name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
-        self.engine = _load(config, role == "decode", settings.pool_bytes, settings.threads)
+        self.becomes: WorkerRole | None = None  # what a router wants this process to be from now on
+        self.engine = engine
         namespace = _namespace(self.engine, config.pages.page_size)
         layout = self.engine.layout
         self.num_pages = len(self.engine.pool)
@@ -106,6 +126,7 @@ class Worker:
             self.engine.config.max_positions,
             self.num_pages,
             self.calibration,
+            self.engine.has_head,
         )
         hello = Hello(
             self.peer,
@@ -114,7 +135,7 @@ class Worker:
             snapshots=self._events.snapshots,
             metrics=self.metrics.serve(host),
         )
-        self._routers = Routers(routers, hello, receives, self.clock)
+        self._routers = Routers(routers, hello, _HEARS[role], self.clock)
         self._store = StoreClient(
             store_address(config.cluster.name, node), self.peer, namespace, layout.page_bytes,
             config.cluster.silence_ms / 1_000,
@@ -143,7 +164,7 @@ class Worker:
         self.tracer.close()
         self._routers.close()
         self._events.close()
-        self._store.close()
+        self._store.leave()
         self.metrics.close()
 
     def turn(self) -> AbstractContextManager[None]:
@@ -163,12 +184,21 @@ class Worker:
         with self.tracer.span("read the routers", "sockets"):
             heard = list(self._routers.receive(now, paused))
         for event in heard:
-            if isinstance(event, Said) and isinstance(event.message, Trace):
-                asked = event.message
-                self.tracer.start(trace_path(self._traces, self.peer.name, asked.mark), asked.steps)
-            else:
-                yield event
+            match event:
+                case Said(message=Trace(mark=mark, steps=steps)):
+                    self.tracer.start(trace_path(self._traces, self.peer.name, mark), steps)
+                case Said(message=Become(role=role)):
+                    self._become(role)
+                case _:
+                    yield event
         yield Tick(paused)
+
+    def _become(self, role: WorkerRole) -> None:
+        if role == "decode" and not self.engine.has_head:
+            log.error("can't become a decode worker without an output head (prefill.head)")
+        elif role != self.peer.role:
+            log.info("becomes a %s worker; all work here is forgotten", role)
+            self.becomes = role
 
     def hear_store(self, state: WorkerState, *, copying: bool) -> None:
         """Before a step is planned, hear what the store is about to say, for as long as `state` has patience: a round
@@ -327,20 +357,31 @@ class Worker:
         }
 
 
-def _load(config: Config, head: bool, pool_bytes: int, threads: int) -> Engine:
+def load(config: Config, role: WorkerRole) -> Engine:
+    """The model with a page pool, as a worker needs them that begins as `role`. Raises ModelError or
+    NotEnoughMemory."""
+    own = config.decode if role == "decode" else config.prefill
+    head = role == "decode" or config.prefill.head
     path = files.resolve(config.model.path)
     model = ModelConfig.from_directory(path)
     layout = layout_of(model, config.model.dtype, config.pages.page_size)
-    num_pages = pool_pages(pool_bytes, layout)
+    num_pages = pool_pages(own.pool_bytes, layout)
     room = available_memory()
     on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())
-    if on_cpu and pool_bytes > room.available:
+    if on_cpu and own.pool_bytes > room.available:
         raise NotEnoughMemory(
-            f"the page pool takes {pool_bytes} bytes and {room.bound} leaves {room.available}; lower pool_bytes"
+            f"the page pool takes {own.pool_bytes} bytes and {room.bound} leaves {room.available}; lower pool_bytes"
         )
     settings = config.model
     return Engine.load(
-        path, settings.dtype, settings.device, num_pages, config.pages.page_size, head, threads or None, settings.native
+        path,
+        settings.dtype,
+        settings.device,
+        num_pages,
+        config.pages.page_size,
+        head,
+        own.threads or None,
+        settings.native,
     )
 
 

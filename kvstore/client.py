@@ -19,12 +19,23 @@ import time
 
 from baton.clock import PauseDetector
 from baton.errors import MalformedMessage, StoreError, StoreGone
-from baton.messages import MAX_KEYS_PER_CALL, Attach, Attached, Namespace, Peer, Refusal, StoreCall, StoreReply
+from baton.messages import (
+    MAX_KEYS_PER_CALL,
+    Attach,
+    Attached,
+    Holding,
+    Namespace,
+    Peer,
+    Refusal,
+    StoreCall,
+    StoreReply,
+)
 from baton.unix import UnixSocket
 from kvstore.arena import Arena
 
 log = logging.getLogger(__name__)
 
+_LAST_WORD = 1.0  # seconds that the store gets to take what is said at the end
 _MAX_ADDRESS = 100  # bytes; Linux takes 107
 
 
@@ -155,6 +166,20 @@ class StoreClient:
         self._socket = self._arena = self._failure = self._last_heard = None
         self._pauses = PauseDetector(self._silence / 4)
         self.incarnation = ""
+
+    def leave(self) -> None:
+        """End this worker's time at the store: nothing that it reserved is going to be written any more. Without this
+        word, slots reserved by a process that goes on would stay so until it ends."""
+        self.call(Holding())
+        until = time.monotonic() + _LAST_WORD
+        while self._socket is not None and self._failure is None and time.monotonic() < until:
+            try:
+                if self._socket.flush():
+                    break
+            except StoreGone:
+                break
+            time.sleep(0.001)
+        self.disconnect()
 
     close = disconnect
 

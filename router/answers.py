@@ -142,6 +142,7 @@ class Answers:
                 self._scores.add("ttft", attempt.plan.predicted.total, now - (request.timeline.placed or now))
                 self._life.admission.began(request, now)
             self._life.counts.generated_tokens += len(new)
+            self._life.bottleneck.generated(len(new), request.known)
             self._life.admission.generated(request, len(new))
             self._out.put(Emit(request.name, new, logprobs))
         if delta.finish is not None:

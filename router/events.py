@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from baton.clock import Tick
 from baton.errors import BatonError
-from baton.messages import Envelope, FinishReason, Message, Sampling, Snapshot, TokenLogprob, ToRouter
+from baton.messages import Envelope, FinishReason, Message, Sampling, Snapshot, TokenLogprob, ToRouter, WorkerRole
 from baton.timeline import Timeline
 from kvstore.events import Batch
 
@@ -87,6 +87,16 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class SetRole:
+    """A client's wish that a worker be the other kind of worker. It is given nothing new; what it has goes elsewhere
+    after `patience` seconds."""
+
+    worker: str  # its name
+    role: WorkerRole
+    patience: float
+
+
+@dataclass(frozen=True, slots=True)
 class ClientGone:
     """Nobody listens to this request, or waits for this warm-up, any more."""
 
@@ -136,6 +146,7 @@ Event: TypeAlias = (
     | Unwarm
     | Profile
     | Drain
+    | SetRole
     | ClientGone
     | StopMatched
     | Heard

@@ -30,8 +30,9 @@ from baton.v1 import (
 )
 from router import replies
 from router.events import Cancelled, End, Failed, Finished
-from router.intake import Intake, Wish, name_of, pin_of, steps_of, take_in, take_in_prefix
+from router.intake import Intake, Wish, name_of, pin_of, role_of, steps_of, take_in, take_in_prefix
 from router.relay import Relay
+from router.roles import PATIENCE
 from router.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -149,12 +150,13 @@ class ClusterFront(cluster_pb2_grpc.ClusterServicer):
         me, others = relay.processes()
         first = replies.process(me)
         first.ClearField("heartbeat_age_ms")
-        card = relay.state.card
+        card, stats = relay.state.card, relay.state.stats()
         return cluster_pb2.GetStatusResponse(
             processes=[first, *map(replies.process, others)],
             model=replies.model_card(card) if card else None,
             log_dir=str(relay.config.cluster.logs),
-            counts=replies.counts(relay.state.stats()),
+            counts=replies.counts(stats),
+            bottleneck=replies.bottleneck(stats),
             cluster=relay.config.cluster.name,
             model_name=relay.model.name,
         )
@@ -172,6 +174,15 @@ class ClusterFront(cluster_pb2_grpc.ClusterServicer):
         async with _typed(context):
             view = self._relay.drain(request.worker, request.now, request.undo)
             return cluster_pb2.DrainResponse(worker=replies.process(view))
+        raise AssertionError("abort returned")
+
+    async def SetRole(  # noqa: N802 gRPC's name
+        self, request: cluster_pb2.SetRoleRequest, context: Any
+    ) -> cluster_pb2.SetRoleResponse:
+        async with _typed(context):
+            patience = request.patience_ms / 1_000 if request.HasField("patience_ms") else PATIENCE
+            view = self._relay.set_role(request.worker, role_of(request), patience)
+            return cluster_pb2.SetRoleResponse(worker=replies.process(view))
         raise AssertionError("abort returned")
 
     async def Explain(self, request: explain_pb2.ExplainRequest, context: Any) -> explain_pb2.ExplainResponse:  # noqa: N802

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton.errors import InvalidRequest, ModelMismatch
-from baton.messages import Sampling
+from baton.messages import Sampling, WorkerRole
 from baton.trace import MAX_STEPS
 from baton.v1 import cache_pb2, cluster_pb2
 from baton.v1 import generation_pb2 as pb
@@ -71,6 +71,17 @@ def steps_of(request: cluster_pb2.ProfileRequest) -> int:
     if request.steps > MAX_STEPS:
         raise InvalidRequest(f"steps is {request.steps}; it must be at most {MAX_STEPS}")
     return request.steps or _DEFAULT_STEPS
+
+
+def role_of(request: cluster_pb2.SetRoleRequest) -> WorkerRole:
+    """The role that a worker is to have. Raises InvalidRequest."""
+    match request.role:
+        case cluster_pb2.ROLE_PREFILL:
+            return "prefill"
+        case cluster_pb2.ROLE_DECODE:
+            return "decode"
+        case _:
+            raise InvalidRequest("role must be ROLE_PREFILL or ROLE_DECODE")
 
 
 def _named(field: str, given: str) -> str:

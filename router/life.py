@@ -23,6 +23,7 @@ from baton.errors import (
 from baton.messages import AttemptName, Cancel, Decode
 from kvstore.keys import namespace_root
 from router.admission import Admission, ModelLimits, check_tokens, settle_length
+from router.bottleneck import Bottleneck
 from router.candidates import takes_work
 from router.costs import Costs
 from router.events import WARM, Cancelled, End, Failed, Finished, Outcome, Submit
@@ -68,6 +69,7 @@ class Life:
         self._config = config
         self._placer = placer
         self._view = View(config, members, costs)
+        self._costs = costs
         self._limits = limits
         self._members = members
         self._prefixes = prefixes
@@ -79,6 +81,7 @@ class Life:
         self.queue = self.admission.queue
         self.room = False  # something has changed that may let a queued request be placed
         self.counts = Counts()
+        self.bottleneck = Bottleneck()
         self.recent = Explanations(config.router.explain_requests)
         self.finished: Counter[str] = Counter()  # by reason
         self.failed: Counter[str] = Counter()  # by reason
@@ -219,10 +222,13 @@ class Life:
         decoder = self._members.live(plan.decode)
         known, left = plan.cached * ask.prefix.page_size, self._view.output(ask.max_tokens - request.generated)
         if plan.prefill is not None:
-            shipped = ask.prefix.pages * ask.prefix.page_size
-            self._members.live(plan.prefill).promise(name, Prompt(shipped - known, known), now)
+            prompt = Prompt(ask.prefix.pages * ask.prefix.page_size - known, known)
+            self._members.live(plan.prefill).promise(name, prompt, now)
         else:
-            decoder.promise(name, Prompt(request.known - known, known), now)
+            prompt = Prompt(request.known - known, known)
+            decoder.promise(name, prompt, now)
+        cost = self._costs.prefill(plan.prefill or plan.decode)
+        self.bottleneck.prompt(cost.seconds(prompt.new, prompt.context, self._config.prefill.chunk_tokens))
         prefill = self._members.live(plan.prefill).peer.name if plan.prefill else ""
         cached = min(request.known, plan.cached * self._config.pages.page_size)
         self.recent.placed(request, decoder.peer.name, prefill, cached, self._weighed())

@@ -225,6 +225,10 @@ class Members:
         self._gone = {name: member for name, member in self._gone.items() if now - member.heard_at < _SHOWN}
         return sorted([*self._live.values(), *self._gone.values()], key=lambda member: member.peer.name)
 
+    def may_return(self, incarnation: str) -> bool:
+        """Whether that incarnation went and has no successor yet: it may only have been silent."""
+        return any(member.incarnation == incarnation for member in self._gone.values())
+
     def stuck(self, incarnation: str) -> bool:
         """Whether that incarnation went because it was stuck."""
         return any(member.incarnation == incarnation and member.gone == "stuck" for member in self._gone.values())

@@ -19,7 +19,7 @@ from baton.clock import Clock
 from baton.config import Config
 from baton.errors import RequestCancelled
 from baton.logs import RequestLog
-from baton.messages import Load, Message, Peer
+from baton.messages import Load, Message, Peer, WorkerRole
 from baton.metrics import Metrics
 from baton.trace import new_mark, trace_path
 from router.events import (
@@ -40,6 +40,7 @@ from router.events import (
     PinView,
     Profile,
     Send,
+    SetRole,
     Shutdown,
     StopMatched,
     Submit,
@@ -162,7 +163,16 @@ class Relay:
     def drain(self, worker: str, at_once: bool, undo: bool) -> ProcessView:
         """Give a worker nothing new, or work again; returns how it is now. Raises ProcessNotFound or InvalidRequest."""
         self.handle(Drain(worker, at_once, undo))
-        return next(view for view in self.state.processes(self._clock.now()) if view.peer.name == worker)
+        return self._view(worker)
+
+    def set_role(self, worker: str, role: WorkerRole, patience: float) -> ProcessView:
+        """Have a worker be the other kind of worker, with what it has moved elsewhere after `patience` seconds; returns
+        how it is now. Raises ProcessNotFound or InvalidRequest."""
+        self.handle(SetRole(worker, role, patience))
+        return self._view(worker)
+
+    def _view(self, name: str) -> ProcessView:
+        return next(view for view in self.state.processes(self._clock.now()) if view.peer.name == name)
 
     def explain(self, name: str) -> tuple[Record, float]:
         """What is remembered of a request, and the time by its clock. Raises RequestNotFound."""
@@ -281,6 +291,13 @@ class Relay:
                 "tenant_tokens": {labels: float(count) for labels, count in stats.tenant_tokens.items()},
                 "pins": {(phase,): float(count) for phase, count in stats.pins.items()},
                 "peers": {(role,): float(count) for role, count in stats.live.items()},
+                "predicted_utilisation": {}
+                if stats.utilisation is None
+                else {("prefill",): stats.utilisation.prefill, ("decode",): stats.utilisation.decode},
+                "role_advised": {
+                    (role,): float(stats.advice is not None and stats.advice.role == role)
+                    for role in ("prefill", "decode")
+                },
                 "malformed_messages": malformed,
                 "connections_refused": refused,
             }

@@ -103,6 +103,22 @@ def process(view: ProcessView) -> cluster_pb2.Process:
         metrics_address=view.metrics,
         pages_known=view.pages_known,
         attempts=view.attempts,
+        becoming=_ROLES[view.becoming] if view.becoming else cluster_pb2.ROLE_UNSPECIFIED,
+    )
+
+
+def bottleneck(stats: RouterStats) -> cluster_pb2.Bottleneck | None:
+    now, advice = stats.utilisation, stats.advice
+    if now is None:
+        return None
+    if advice is None:
+        return cluster_pb2.Bottleneck(prefill=now.prefill, decode=now.decode)
+    return cluster_pb2.Bottleneck(
+        prefill=now.prefill,
+        decode=now.decode,
+        advised=_ROLES[advice.role],
+        prefill_then=advice.then.prefill,
+        decode_then=advice.then.decode,
     )
 
 

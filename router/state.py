@@ -32,9 +32,11 @@ from baton.messages import (
     ToRouter,
     Trace,
     Welcome,
+    WorkerRole,
 )
 from router.admission import ModelLimits
 from router.answers import Answers
+from router.bottleneck import Advice, Utilisation
 from router.costs import Costs
 from router.events import (
     WARM,
@@ -51,6 +53,7 @@ from router.events import (
     KvSnapshot,
     PinView,
     Profile,
+    SetRole,
     Shutdown,
     StopMatched,
     Submit,
@@ -67,6 +70,7 @@ from router.pin import Phase as PinPhase
 from router.placement import LowestTtft, Placer
 from router.prefixes import Prefixes, PrefixesStats
 from router.request import Attempt, Phase, Request
+from router.roles import Roles
 from router.scores import Kind, Score, Scores
 from router.warm import Warmer
 from router.warm_answers import WarmAnswers
@@ -86,6 +90,7 @@ class ProcessView:
     pages_known: int
     draining: bool = False  # it is given nothing new
     attempts: int = 0  # that it was given and that have not ended
+    becoming: WorkerRole | None = None  # once it is empty
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,8 @@ class RouterStats:
     rejected: Mapping[str, int]  # requests that no worker had begun, by reason
     tenant_tokens: Mapping[tuple[str, str], int]  # by tenant (a bounded number) and kind
     scores: Mapping[Kind, Score]  # of predictions
+    utilisation: Utilisation | None  # of prefill and decode workers; none: not known yet
+    advice: Advice | None  # another role for one of them
 
 
 class RouterState:
@@ -130,12 +137,13 @@ class RouterState:
         self._answers = Answers(config, limits, self._members, self._life, self._scores, self._out)
         self._warmer = Warmer(config, limits, self._members, self._prefixes, self._life, self._out)
         self._warm_answers = WarmAnswers(config, self._warmer, self._out)
+        self._roles = Roles(config, self._members, self._costs, self._life, self._out)
         self._next_beat = float("-inf")
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; returns what is to be done, in order. Raises InvalidRequest for a Submit whose name is in
-        use and for a Drain that would leave requests without a worker, PinNotFound for an Unwarm, and ProcessNotFound
-        for a Profile or Drain of what there is not."""
+        use and for a Drain or SetRole that can't be, PinNotFound for an Unwarm, and ProcessNotFound where a Profile,
+        Drain or SetRole names what there is not."""
         match event:
             case Heard(envelope=envelope):
                 self._heard(envelope, now)
@@ -153,6 +161,8 @@ class RouterState:
                 self._profile(event)
             case Drain():
                 self._drain(event, now)
+            case SetRole():
+                self._roles.ask(event, self._worker(event.worker), now)
             case ClientGone(request=name, why=why):
                 self._warmer.abandon(name, why)
                 if (request := self._life.requests.get(name)) is not None:
@@ -165,6 +175,7 @@ class RouterState:
             case Shutdown():
                 self._life.shut(now)
                 self._warmer.shut()
+        self._roles.settle(now)
         self._life.settle(now)
         self._warmer.settle(now)
         return self._out.take()
@@ -369,9 +380,7 @@ class RouterState:
     # --- draining ----------------------------------------------------------------------------------------------------
 
     def _drain(self, wish: Drain, now: float) -> None:
-        member = self._members.named(wish.worker)
-        if member is None or member.peer.role == "store":
-            raise ProcessNotFound(f"no worker of the name {wish.worker!r} is live; `baton status` lists those that are")
+        member = self._worker(wish.worker)
         others = [other for other in self._members.open("decode") if other is not member]
         if wish.at_once and not wish.undo and member.peer.role == "decode" and not others:
             raise InvalidRequest(f"no decode worker but {wish.worker} takes work: what it runs has nowhere to go")
@@ -381,6 +390,13 @@ class RouterState:
             self._life.room = True
         elif wish.at_once:
             self._life.clear(member, now)
+
+    def _worker(self, name: str) -> Member:
+        """The live worker of that name."""
+        member = self._members.named(name)
+        if member is None or member.peer.role == "store":
+            raise ProcessNotFound(f"no worker of the name {name!r} is live; `baton status` lists those that are")
+        return member
 
     # --- profiles ----------------------------------------------------------------------------------------------------
 
@@ -406,6 +422,7 @@ class RouterState:
                 self._gone(member, "silent", now)
         self._life.expire(now)
         self._warmer.expire(now)
+        self._roles.tick(now)
         self._ask(self._prefixes.tick(now))
         if now >= self._next_beat:
             self._next_beat = now + self._config.cluster.heartbeat_ms / 1_000
@@ -442,6 +459,7 @@ class RouterState:
                 pages_known=self._prefixes.pages(member.incarnation),
                 draining=member.draining,
                 attempts=len({*member.work, *member.slots}),
+                becoming=self._roles.becoming(member.incarnation),
             )
             for member in self._members.listed(now)
         ]
@@ -484,6 +502,8 @@ class RouterState:
             rejected=dict(life.admission.rejected),
             tenant_tokens=dict(life.admission.served.tokens),
             scores=self._scores.scores(),
+            utilisation=self._roles.utilisation,
+            advice=self._roles.advice,
         )
 
     def validate(self) -> None:

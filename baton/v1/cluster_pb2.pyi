@@ -36,6 +36,22 @@ PROCESS_STATE_STUCK: ProcessState
 PROCESS_STATE_DEAD: ProcessState
 PROCESS_STATE_DRAINING: ProcessState
 
+class SetRoleRequest(_message.Message):
+    __slots__ = ("worker", "role", "patience_ms")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_MS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    role: Role
+    patience_ms: int
+    def __init__(self, worker: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., patience_ms: _Optional[int] = ...) -> None: ...
+
+class SetRoleResponse(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: Process
+    def __init__(self, worker: _Optional[_Union[Process, _Mapping]] = ...) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ("worker", "now", "undo")
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -75,23 +91,39 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("processes", "model", "log_dir", "counts", "cluster", "model_name")
+    __slots__ = ("processes", "model", "log_dir", "counts", "cluster", "model_name", "bottleneck")
     PROCESSES_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LOG_DIR_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    BOTTLENECK_FIELD_NUMBER: _ClassVar[int]
     processes: _containers.RepeatedCompositeFieldContainer[Process]
     model: ModelCard
     log_dir: str
     counts: Counts
     cluster: str
     model_name: str
-    def __init__(self, processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., log_dir: _Optional[str] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., cluster: _Optional[str] = ..., model_name: _Optional[str] = ...) -> None: ...
+    bottleneck: Bottleneck
+    def __init__(self, processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., log_dir: _Optional[str] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., cluster: _Optional[str] = ..., model_name: _Optional[str] = ..., bottleneck: _Optional[_Union[Bottleneck, _Mapping]] = ...) -> None: ...
+
+class Bottleneck(_message.Message):
+    __slots__ = ("prefill", "decode", "advised", "prefill_then", "decode_then")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    ADVISED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_THEN_FIELD_NUMBER: _ClassVar[int]
+    DECODE_THEN_FIELD_NUMBER: _ClassVar[int]
+    prefill: float
+    decode: float
+    advised: Role
+    prefill_then: float
+    decode_then: float
+    def __init__(self, prefill: _Optional[float] = ..., decode: _Optional[float] = ..., advised: _Optional[_Union[Role, str]] = ..., prefill_then: _Optional[float] = ..., decode_then: _Optional[float] = ...) -> None: ...
 
 class Process(_message.Message):
-    __slots__ = ("name", "role", "node", "incarnation", "pid", "state", "load", "heartbeat_age_ms", "metrics_address", "pages_known", "attempts")
+    __slots__ = ("name", "role", "node", "incarnation", "pid", "state", "load", "heartbeat_age_ms", "metrics_address", "pages_known", "attempts", "becoming")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +135,7 @@ class Process(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PAGES_KNOWN_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    BECOMING_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: Role
     node: str
@@ -114,7 +147,8 @@ class Process(_message.Message):
     metrics_address: str
     pages_known: int
     attempts: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ProcessState, str]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., heartbeat_age_ms: _Optional[float] = ..., metrics_address: _Optional[str] = ..., pages_known: _Optional[int] = ..., attempts: _Optional[int] = ...) -> None: ...
+    becoming: Role
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ProcessState, str]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., heartbeat_age_ms: _Optional[float] = ..., metrics_address: _Optional[str] = ..., pages_known: _Optional[int] = ..., attempts: _Optional[int] = ..., becoming: _Optional[_Union[Role, str]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "pages_free", "pages_total", "tokens_queued")

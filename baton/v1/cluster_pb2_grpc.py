@@ -60,6 +60,11 @@ class ClusterStub:
                 request_serializer=baton_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/baton.v1.Cluster/SetRole',
+                request_serializer=baton_dot_v1_dot_cluster__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -102,6 +107,15 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Has a live worker be the other kind of worker, without a restart: it is given nothing new, and once it is empty it
+        joins again, as a new incarnation in the new role. NOT_FOUND without one of that name; INVALID_ARGUMENT where it has
+        that role, can't have it, or is the last decode worker. The router answers at once; a Drain with undo calls it off.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +143,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_cluster__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=baton_dot_v1_dot_cluster__pb2.SetRoleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__pb2.SetRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +285,33 @@ class Cluster:
             '/baton.v1.Cluster/Drain',
             baton_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/SetRole',
+            baton_dot_v1_dot_cluster__pb2.SetRoleRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

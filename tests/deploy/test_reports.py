@@ -59,7 +59,8 @@ def test_settled_means_everything_is_live():
 
 
 def test_the_table_fits_a_screen_and_tells_failures():
-    process = {"name": "decode-0", "state": "waiting", "node": "here", "pid": None, "restarts": 3, "retry_in_s": 4.0}
+    process = {"name": "decode-0", "role": "prefill", "state": "waiting", "node": "here", "pid": None, "restarts": 3}
+    process |= {"retry_in_s": 4.0}
     found = {
         "cluster": "baton",
         "model": "m[odel]",
@@ -72,12 +73,15 @@ def test_the_table_fits_a_screen_and_tells_failures():
         "ray": {"address": "127.0.0.1:6379", "mode": "disabled", "started_by_baton": False},
         "processes": [process | {"last_failure": "cut [short]"}],
         "counts": {},
+        "bottleneck": {"prefill": 0.9, "decode": 0.4, "advised": "prefill", "prefill_then": 0.45, "decode_then": 0.6},
     }
     console = Console(file=io.StringIO(), width=100)
     show.status(console, found)
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     for part in ("does not serve", "m[odel]", "/logs", "no token", "again in 4 s", "cut [short]", "it is broken"):
         assert part in text
+    assert "decode-0 (prefill)" in text
+    assert "prefill 90%, decode 40%; one prefill worker more would make that 45% and 60%" in text
     assert max(len(line) for line in text.splitlines()) <= 100
 
 

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"baton", "engine", "kvstore", "router", "prefill_worker", "decode_worker", "simulator", "deploy"}
+PACKAGES = {"baton", "engine", "kvstore", "router", "prefill_worker", "decode_worker", "worker", "simulator", "deploy"}
 
 
 def test_the_wheel_is_the_tree(tmp_path: Path) -> None:

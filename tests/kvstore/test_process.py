@@ -32,6 +32,7 @@ from baton.messages import (
     Release,
     Released,
     Reserve,
+    Reserved,
     StoreHeartbeat,
     Welcome,
 )
@@ -138,6 +139,14 @@ def test_a_writer_that_only_lost_its_connection_keeps_its_slots_until_it_ends(st
         assert is_full(client, 1, "uvwxyz")
         writer.kill()
         eventually(lambda: not is_full(client, 2, "uvwxyz"), "room after the writer's death")
+
+
+def test_a_writer_that_leaves_gives_its_slots_back_while_its_process_goes_on(store: StoreProcess) -> None:
+    with TestClient(store.cluster) as writer, TestClient(store.cluster) as client:
+        writer.ask(Reserve(1, b"", packed("abcdef")), Reserved)
+        assert is_full(client, 1, "uvwxyz")
+        writer.store.leave()
+        eventually(lambda: not is_full(client, 2, "uvwxyz"), "room while the process lives")
 
 
 def test_a_stopped_reader_loses_its_holds(store: StoreProcess) -> None:

@@ -181,11 +181,11 @@ def test_too_little_memory_for_a_page_pool(checkpoint: Callable[[str], Path], tm
     assert "page pool" in said
 
 
-@pytest.mark.parametrize("module", ["router", "kvstore", "prefill_worker", "decode_worker"])
+@pytest.mark.parametrize("module", ["router", "kvstore", "worker prefill", "worker decode"])
 def test_a_bad_configuration_file_ends_each_process_with_one_line(module: str, tmp_path: Path) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text("nonsense: 1\n")
-    command = [sys.executable, "-m", module, "--config", str(file), "--name", "x"]
+    command = [sys.executable, "-m", *module.split(), "--config", str(file), "--name", "x"]
     command += [] if module == "router" else ["--router", "tcp://127.0.0.1:1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1

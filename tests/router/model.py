@@ -23,6 +23,7 @@ from baton.messages import (
     Accepted,
     AttemptHeld,
     AttemptName,
+    Become,
     Cancel,
     Decode,
     Delta,
@@ -45,6 +46,7 @@ from baton.messages import (
     Source,
     Started,
     Tokens,
+    WorkerRole,
 )
 from kvstore.keys import pack_tokens, unpack_tokens
 from router.admission import ModelLimits
@@ -65,8 +67,10 @@ CONFIG = settings.Config(
 ROUTER = Peer("router", "router", "a", "router.1", 1)
 
 
-def card(pool_pages: int = 64, namespace: Namespace = NAMESPACE) -> ModelCard:
-    return ModelCard(namespace, page_bytes=1_024, vocab_size=VOCAB, max_context=CONTEXT, pool_pages=pool_pages)
+def card(pool_pages: int = 64, namespace: Namespace = NAMESPACE, *, head: bool = True) -> ModelCard:
+    return ModelCard(
+        namespace, page_bytes=1_024, vocab_size=VOCAB, max_context=CONTEXT, pool_pages=pool_pages, head=head
+    )
 
 
 def load_of(peer: Peer) -> Load:
@@ -142,6 +146,7 @@ class Process:
     sent: int = 0
     beat_at: float = 0.0
     step_age_ms: int = 0
+    becomes: WorkerRole | None = None
 
     def __post_init__(self) -> None:
         self.membership = Membership(self.hello)
@@ -332,6 +337,8 @@ class Cluster:
                 s = process.sequences.get(request)
                 if s and s.order.attempt == attempt:
                     self._say_tokens(process, s, max(position, s.start))
+            case Become(role=role):
+                process.becomes = role
             case _:
                 pass
 
@@ -447,6 +454,9 @@ class Cluster:
             self.turn(process)
             self._drain(process.inbox, lambda p=process: self.receive(p), loss, lag)
             self.step(process)
+            if process.becomes is not None:
+                self.kill(process)
+                self.start(process.becomes, process.peer.name, process.peer.node, slots=process.slots)
         for process in list(self.processes.values()):
             links = [process.outbox, process.heart]
             self.random.shuffle(links)

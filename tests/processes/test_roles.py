@@ -1,0 +1,94 @@
+"""Workers change their role in a running cluster: the same processes, no weights read again, and no token lost."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.errors import InvalidRequest, ProcessNotFound
+from baton.v1 import cluster_pb2
+from deploy.cli import app
+from deploy.client import Client
+from deploy.local import LocalCluster
+from tests import checkpoints
+from tests.processes import workload
+from tests.processes.test_failures import Streams, at_rest, eventually, process
+
+_RNG = random.Random(5)
+PROMPT = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(200)]
+OTHER = PROMPT[::-1]
+OUTPUT = 150
+DEADLINE = 60.0
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Once it is up, its weights lie on no disk any more: who would read them again fails."""
+    folder = tmp_path_factory.mktemp("roles")
+    own = Path(shutil.copytree(path, folder / "model"))
+    chosen = workload.settings(own, 1, 2, **workload.SLOW_ENGINE)
+    with LocalCluster(chosen, folder / "cluster") as cluster:
+        for weights in own.glob("*.safetensors"):
+            weights.unlink()
+        yield cluster
+
+
+def role_of(cluster: LocalCluster, name: str) -> str:
+    found = process(cluster, name)
+    assert found is not None
+    assert found.state == cluster_pb2.PROCESS_STATE_LIVE
+    return cluster_pb2.Role.Name(found.role).removeprefix("ROLE_").lower()
+
+
+def change(cluster: LocalCluster, name: str, role: str, *more: str) -> None:
+    result = CliRunner().invoke(app, ["role", name, role, *more, "--address", cluster.address])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip() == f"{name} is a {role} worker now"
+
+
+def test_workers_change_their_roles_under_load(cluster: LocalCluster) -> None:
+    pids, streams = cluster.pids, Streams(cluster)
+    right = [workload.ask(cluster.address, prompt, OUTPUT).tokens for prompt in (PROMPT, OTHER)]
+    futures = [streams.start(PROMPT, OUTPUT) for _ in range(4)]
+    eventually(lambda: all(streams.seen), what="tokens of all")
+    change(cluster, "decode-1", "prefill")  # what it has it goes on with until its end
+    assert [future.result(DEADLINE).work.attempts for future in futures] == [1] * 4
+    assert role_of(cluster, "decode-1") == "prefill"
+    change(cluster, "prefill-0", "decode")
+    futures += [streams.start(OTHER, OUTPUT) for _ in range(4)]
+    eventually(lambda: all(streams.seen), what="tokens of all")
+    change(cluster, "decode-0", "prefill", "--patience", "0")  # what it has goes on at the other at once
+    finished = [future.result(DEADLINE) for future in futures[4:]]
+    decoders = [tuple(each.work.decode_workers) for each in finished]
+    assert {("decode-0", "prefill-0"), ("prefill-0",)} >= {*decoders} > {("prefill-0",)}
+    assert role_of(cluster, "prefill-0") == "decode"
+    answer = workload.ask(cluster.address, PROMPT[5:60], 8)
+    assert list(answer.finished.work.decode_workers) == ["prefill-0"]
+    assert answer.finished.work.prefill_worker in ("decode-0", "decode-1")
+    assert streams.seen == [right[0]] * 4 + [right[1]] * 4
+    change(cluster, "decode-1", "decode")
+    assert role_of(cluster, "decode-1") == "decode"
+    assert cluster.pids == pids, "nobody was started anew"
+    eventually(lambda: at_rest(cluster), what="everything freed")
+
+
+def test_what_can_not_be_asked_for(cluster: LocalCluster) -> None:
+    with Client(cluster.address) as client:
+        first, second = (p.name for p in client.status().processes if p.role == cluster_pb2.ROLE_DECODE)
+        with pytest.raises(InvalidRequest, match="is a decode worker already"):
+            client.set_role(first, "decode")
+        client.drain(first)
+        with pytest.raises(InvalidRequest, match="nobody would be left"):
+            client.set_role(second, "prefill")
+        with pytest.raises(ProcessNotFound, match="decode-7"):
+            client.set_role("decode-7", "prefill")
