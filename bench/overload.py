@@ -2,7 +2,7 @@
 is heard, and whether every tenant has its due. In virtual time, with the real router, workers and stores.
 
     bench/overload.py                        # 8P+8D and 16D, equal and unequal weights
-    bench/overload.py --quick                # 8P+8D only, for a shorter time: less than two minutes
+    bench/overload.py --quick                # 8P+8D only, for a shorter time: about three minutes
 
 Five tenants ask for very different amounts, in two classes of priority with objectives of their own. The rate rises by
 half at a time until that brings less than 2 % more; three times as much as that is overload. All figures are of
