@@ -122,11 +122,12 @@ class Reader:
         self.read: set[int] = set()
         self.end = len(chain.keys)  # the first page that is not coming
         self.below: Below | None = None
-        self.client.tickets.add(TICKET)
-        self.client.store.call(Acquire(TICKET, chain.packed, wait, b"", sources))
+        self._wanted = (chain.packed, wait, b"", sources)
+        self._ticket = 0
+        self._acquire()
 
     def promote(self, until: int) -> None:
-        self.client.store.call(Promote(TICKET, until))
+        self.client.store.call(Promote(self._ticket, until))
 
     def until(self, condition: Callable[[], object], what: str, *others: Reader) -> None:
         """Meanwhile `others` go on as well: the store takes who says nothing for stopped."""
@@ -146,21 +147,30 @@ class Reader:
         self.until(all_read, f"{count} pages read")
 
     def close(self) -> None:
-        self.client.store.call(Forget(TICKET))
+        self.client.store.call(Forget(self._ticket))
         self.client.store.close()
+
+    def _acquire(self) -> None:
+        self._ticket += 1
+        self.client.tickets = {self._ticket}  # the store forgets what is not listed
+        self.client.store.call(Acquire(self._ticket, *self._wanted))
 
     def turn(self) -> None:
         for reply in self.client.turn():
+            if getattr(reply, "ticket", self._ticket) != self._ticket:
+                continue
             match reply:
                 case Arrived(pages=pages):
                     for each in pages:
                         self._copies[each.index] = bytes(self.client.store.slot(each.slot))
-                    self.client.store.call(Release(TICKET, tuple(each.index for each in pages)))
+                    self.client.store.call(Release(self._ticket, tuple(each.index for each in pages)))
                 case Released(indices=indices, held=held):
                     counted = {index for index, counts in zip(indices, held, strict=True) if counts}
                     for index in counted:
                         assert self._copies[index] == self._chain.pages[index], f"page {index} has wrong bytes"
                     self.read |= counted
+                    if not all(held):  # one came before its parent, which was lost: both are brought anew
+                        self._acquire()
                 case NotComing(index=index):
                     self.end = min(self.end, index)
                 case Below():
@@ -343,6 +353,7 @@ def test_a_reader_that_dies_stops_its_transfer(lab: Lab) -> None:
     writer = lab.write(there, chain, 4)
     reader = lab.read(here, chain, there.source())
     reader.until_read(4)
+    eventually(lambda: not here.at_rest(), "the metrics page tells of the transfer")
     reader.client.store.close()
     all_at_rest(here)
     writer.seal(PAGES - 4)
