@@ -217,6 +217,8 @@ class TieredPages:
         for page in outcome.landed:
             self._arrive(page, turn)
             self.pages.unhold(page)
+        if not (outcome.unmade or outcome.failed or outcome.gone):
+            return turn
         self._refuse_all(outcome.unmade, turn)
         self._refuse_all(self._forsaken.intersection(outcome.failed + outcome.gone), turn)
         self._refuse(outcome.failed, turn, lambda waiter, index: not waiter.wait)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -228,7 +230,8 @@ class Cluster:
         self._exhausted = False
         self._next(load, itertools.count(1))
         measures = self.measures
-        self.agenda.run(lambda: self._exhausted and measures.over == measures.arrived, limit)
+        with _rarely_collected():
+            self.agenda.run(lambda: self._exhausted and measures.over == measures.arrived, limit)
         return measures
 
     def _next(self, load: Iterator[Arrival], numbers: Iterator[int]) -> None:
@@ -312,3 +315,15 @@ class Cluster:
 def _placed(router: Router) -> dict[str, int]:
     stats = router.state.stats()
     return {"split": stats.placed_split, "local": stats.placed_local}
+
+
+@contextmanager
+def _rarely_collected() -> Iterator[None]:
+    """Millions of objects live as long as the cluster does: looking through them as often as Python does by itself
+    costs a sixth of the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from baton.clock import Tick
@@ -66,7 +67,7 @@ from simulator.network import Network
 from simulator.routers import Router, RouterAddress, Routers
 from simulator.worker import Worker
 
-_MESSAGE_BYTES = 64 * 2**20  # of pages that travel together; many small pages are one event
+_MESSAGE_BYTES = 256 * 2**20  # of pages that travel together; many small pages are one event
 
 
 class Store:
@@ -91,6 +92,7 @@ class Store:
         self._workers: dict[int, Worker] = {}  # by connection
         self._expected: dict[int, set[int]] = {}  # indices by fetch
         self._events: deque[Event] = deque()
+        self._serves: dict[tuple[str, int], list[Serve]] = {}  # by peer and fetch; ordered, not yet on their way
         self._handling = False
 
     # --- workers ------------------------------------------------------------------------------------------------------
@@ -161,9 +163,11 @@ class Store:
         if self._handling:
             return
         self._handling = True
-        while self._events:
-            for command in self.state.handle(self._events.popleft(), self._agenda.now):
-                self._do(command)
+        while self._events or self._serves:
+            while self._events:
+                for command in self.state.handle(self._events.popleft(), self._agenda.now):
+                    self._do(command)
+            self._serve()
         self._handling = False
         self._publish()
 
@@ -188,8 +192,8 @@ class Store:
             case Retract(fetch=fetch):
                 self._expected.pop(fetch, None)
                 self._events.append(Retracted(fetch))
-            case Serve():
-                self._serve(command)
+            case Serve(peer=peer, fetch=fetch):
+                self._serves.setdefault((peer, fetch), []).append(command)
             case Check(number=number):
                 self._events.append(Checked(number, intact=True))
             case DiskOrder():
@@ -222,20 +226,24 @@ class Store:
             deliver = getattr(store, how)
             self._network.pages(self._place, store._place, 0, _nothing, deliver, self.peer.incarnation, words)
 
-    def _serve(self, order: Serve) -> None:
-        store = self._network.process(order.peer)
-        each = max(1, _MESSAGE_BYTES // self._page_bytes)
-        parts = [order.pages[at : at + each] for at in range(0, len(order.pages), each)]
-        if not isinstance(store, Store):
-            self._events.append(Served(order.number))
-            return
-        for number, part in enumerate(parts, 1):
-            done = Served(order.number) if number == len(parts) else None
-            self._network.pages(
-                self._place, store._place, len(part) * self._page_bytes,
-                lambda done=done: self._handle(done) if done else None,
-                store.landed, Pages(order.fetch, part),
-            )  # fmt: skip
+    def _serve(self) -> None:
+        """Send what was ordered in this turn; orders of one fetch together."""
+        serves, self._serves = self._serves, {}
+        for (peer, fetch), orders in serves.items():
+            store = self._network.process(peer)
+            if not isinstance(store, Store):
+                self._events.extend(Served(order.number) for order in orders)
+                continue
+            for part in _parts(orders, _MESSAGE_BYTES // self._page_bytes):
+                pages = tuple(page for order in part for page in order.pages)
+                self._network.pages(
+                    self._place, store._place, len(pages) * self._page_bytes, partial(self._served, part),
+                    store.landed, Pages(fetch, pages),
+                )  # fmt: skip
+
+    def _served(self, orders: Iterable[Serve]) -> None:
+        for order in orders:
+            self._handle(Served(order.number))
 
     @property
     def _place(self) -> tuple[str, str]:
@@ -244,3 +252,17 @@ class Store:
 
 def _nothing() -> None:
     pass
+
+
+def _parts(orders: Iterable[Serve], most: int) -> Iterator[list[Serve]]:
+    """In their order, as many together as have `most` pages; each at least by itself."""
+    part: list[Serve] = []
+    pages = 0
+    for order in orders:
+        if part and pages + len(order.pages) > most:
+            yield part
+            part, pages = [], 0
+        part.append(order)
+        pages += len(order.pages)
+    if part:
+        yield part
