@@ -103,9 +103,6 @@ class Placer(Protocol):
 class LowestTtft:
     """The placement with the lowest predicted time to first token."""
 
-    def __init__(self) -> None:
-        self._turn = 0
-
     def place(self, ask: Ask, view: View) -> Choice:
         """`view.weighed` is what the choice was made from."""
         prices = view.weighed = _prices(ask, view)
@@ -125,10 +122,7 @@ class LowestTtft:
             maker, taker = prices.soonest
             view.claim(prices.workers[taker if maker is None else maker].incarnation, prices.effort(maker, taker))
             return Wait(_awaits(prices, maker, taker), prices.predict(maker, taker).total)
-        self._turn += 1
-        for row in option:
-            if row is not None:
-                view.table.used[row] = self._turn
+        view.table.use(row for row in option if row is not None)
         return _plan(ask, view, prices, *option)
 
 
@@ -192,8 +186,8 @@ def _home(affinity: str, prices: Prices) -> int:
 def _plan(ask: Ask, view: View, prices: Prices, maker: int | None, taker: int) -> Plan:
     decoder = prices.workers[taker]
     predicted, tpot = prices.predict(maker, taker), float(prices.pace[taker])
-    node = _node(ask, view, decoder.peer.node)
     if maker is None:
+        node = _node(ask, view, decoder.peer.node)
         device = ask.on_device(decoder.incarnation)
         reach = decoder_reach(ask.prefix, node, device, decoder.load.prefill_rate)
         fetches = node is not None and reach.pages > device
@@ -208,8 +202,7 @@ def _plan(ask: Ask, view: View, prices: Prices, maker: int | None, taker: int) -
             tpot=tpot,
         )
     worker = prices.workers[maker]
-    theirs = _node(ask, view, worker.peer.node)
-    assert node is not None, f"no store on node {decoder.peer.node}"
+    store, theirs = view.table.store_on[decoder.peer.node], _node(ask, view, worker.peer.node)
     assert theirs is not None, f"no store on node {worker.peer.node}"
     reach = prefiller_reach(ask.prefix, theirs, ask.on_device(worker.incarnation), worker.load.prefill_rate)
     source = Source(theirs.store.incarnation, theirs.store.endpoint, ask.prefix.pages)
@@ -218,8 +211,8 @@ def _plan(ask: Ask, view: View, prices: Prices, maker: int | None, taker: int) -
         prefill=worker.incarnation,
         fetch=ask.prefix.pages,
         cached=reach.pages,
-        store=node.store.incarnation,
-        sources=() if theirs.store.incarnation == node.store.incarnation else (source,),
+        store=store,
+        sources=() if theirs.store.incarnation == store else (source,),
         prefill_sources=reach.sources,
         loads=reach.loads,
         predicted=predicted,

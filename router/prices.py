@@ -26,7 +26,7 @@ import numpy as np
 
 from router.plan import Candidate, Predicted
 from router.reach import reach_of_all
-from router.table import FULL, NEVER, OPEN, Floats, Indices, Table
+from router.table import FULL, NEVER, OPEN, Flags, Floats, Indices, Table
 
 if TYPE_CHECKING:
     from router.placement import Ask
@@ -47,28 +47,31 @@ class Prices:
         self.rows = table.rows[:d].copy()
         prefix = ask.prefix
         self.node, self.stored, self.serves = table.node, table.stored, table.serves.copy()
-        self.serves[_barred(ask, table)] = 0.0
+        if ask.avoid:
+            self.serves[_barred(ask, table)] = 0.0
         device, host, disk = _held(ask, table)
         self._stores = not ask.local and prefix.pages > 0 and bool(table.stores)
         self.cached, self.load = device, np.zeros(len(device))  # pages that need no computing; seconds of loading
         if self._stores:
             self.cached, self.load = reach_of_all(prefix, table, device, host, disk, self.serves)
-        known = self.cached * prefix.page_size
-        new = prefix.pages * prefix.page_size - known
+        new = (prefix.pages - self.cached) * prefix.page_size
         steps = np.ceil(new / table.chunk)
-        self.compute = new * (table.token + table.pair * (known + 0.5 * (new + 1.0))) + table.fixed * steps
+        middle = prefix.pages * prefix.page_size + 0.5 - 0.5 * new  # of what new tokens attend to
+        self.compute = new * (table.token + table.pair * middle) + table.fixed * steps
         self.compute[:d] *= table.stretch[:d]
         self.queue = np.maximum(table.until - now, 0.0) + claims
         self.making = self.load + self.compute
         self.new = new
         self.open = _open(ask, table)
-        self.used = table.used * (_TURN / max(1.0, float(table.used.max(initial=0.0))))
+        self.opened = self.open == OPEN
+        self.used = table.used * (_TURN / max(1, table.turn))
         self._take(ask, table, device, output)
         self.alone = np.maximum(self.queue[:d], self.wait_alone) + self.making[:d] + self.step
         self.alone[self.open[:d] == NEVER] = inf
         self.nuisance = np.zeros(d)  # seconds that `alone` is dearer than it takes: others wait for their tokens
         self.makers = self.takers = np.zeros(0, np.int64)  # prefill and decode workers that are paired
         self.pairs = np.zeros((0, 0))  # inf: can't be
+        self.best_pair = inf
         self.moved = self.pairs  # pages that go from one node to another
         self.missing = self.latency = self.link = np.zeros(d)  # of the way to a decode worker: pages, seconds
         if self._stores and 0 < d < len(self.workers):
@@ -93,17 +96,16 @@ class Prices:
         self.hopeless = np.zeros(d, np.bool_)  # slower than its objective even alone
         self.pace = step + self.queue[:d] / output  # seconds per token
         own = inf if ask.tpot is None else ask.tpot
-        limit = np.minimum(table.tpot[:d], own)
+        limit = table.tpot[:d] if ask.tpot is None else np.minimum(table.tpot[:d], own)
         if limit.min(initial=inf) == inf:
             return
         if ask.tpot is not None:
             self.hopeless = step - table.crowd[:d] > own
         late = self.pace - limit
-        if late.max() > 0:
+        later = np.maximum(late, self.pace + self.compute[:d] / output - table.tpot[:d])
+        if later.max() > 0:
             self.wait = np.maximum(self.wait, self._recovers(table, late, output))
-        late = np.maximum(late, self.pace + self.compute[:d] / output - table.tpot[:d])
-        if late.max() > 0:
-            self.wait_alone = np.maximum(self.wait, self._recovers(table, late, output))
+            self.wait_alone = np.maximum(self.wait, self._recovers(table, later, output))
 
     def _recovers(self, table: Table, late: Floats, output: float) -> Floats:
         """Seconds until each decode worker brings its tokens `late` seconds sooner: prompts that it has are computed
@@ -117,47 +119,58 @@ class Prices:
     # --- pairs -------------------------------------------------------------------------------------------------------
 
     def _pair(self, table: Table, device: Floats, host: Floats) -> None:
-        """Price those that may be the best: of each side the best, and the best of the same nodes."""
+        """Price the pairs that may be the best."""
         d, prefix, node = self.decoders, self.prefix, self.node
         at = node[:d]
         able = (self.open > NEVER) & table.has_store
         self.missing = np.maximum(prefix.pages - np.maximum(device[:d], host[at]), 0.0)
-        self.latency = table.latency[at]
-        self.link = self.latency + self.missing * prefix.page_bytes / table.link[at]
-        making = np.where(able, self.queue + self.making + self.used, inf)
-        taking = np.where(able[:d], self.wait + self.step + self.used[:d], inf)
-        makers = _best(making[d:], self.open[d:] == OPEN) + d
-        takers = _best(taking, (self.open[:d] == OPEN) & (self.wait <= 0))
+        self.latency = table.latency[at] * (self.missing > 0)
+        self.link = self.latency + self.missing * (prefix.page_bytes / table.link[at])
+        makers, takers = able[d:].nonzero()[0] + d, able[:d].nonzero()[0]
         if len(makers) == 0 or len(takers) == 0:
             return
-        if len(takers) < d or len(makers) < len(self.workers) - d:
-            near = table.nearest(makers, takers, making, taking)
-            makers, takers = np.union1d(makers, near[0]), np.union1d(takers, near[1])
-            makers, takers = makers[able[makers]], takers[able[takers]]
+        if max(len(makers), len(takers)) > 2 * _MANY:
+            makers, takers = self._shortlist(table, able)
         self.makers, self.takers = makers, takers
-        made, from_ = self.making[makers][:, None], node[makers][:, None]
-        same = from_ == at[takers]
-        self.moved = np.where(same, 0.0, self.missing[takers])
+        made = self.making[makers][:, None]
+        apart = node[makers][:, None] != at[takers]
+        self.moved = apart * self.missing[takers]
+        transfer = self.link[takers] - made
+        np.maximum(transfer, self.latency[takers], out=transfer)
+        transfer *= apart
         self.pairs = np.maximum(self.queue[makers][:, None], self.wait[takers])
-        self.pairs += made + np.where(self.moved > 0, np.maximum(self.latency[takers], self.link[takers] - made), 0.0)
+        self.pairs += transfer
+        self.pairs += made
         self.pairs += self.step[takers]
         if self.serves[:-1].min() <= 0:
-            self.pairs[~same & (self.serves[from_] <= 0)] = inf
-        if self.pairs.min() < inf:
+            self.pairs[apart & (self.serves[node[makers]] <= 0)[:, None]] = inf
+        self.best_pair = float(self.pairs.min())
+        if self.best_pair < inf:
             self.nuisance = (self.rows + 1.0) * self.compute[:d]
+
+    def _shortlist(self, table: Table, able: Flags) -> tuple[Indices, Indices]:
+        """Those of each side that seem best, and the best of the same nodes."""
+        d = self.decoders
+        making = np.where(able, self.queue + self.making + self.used, inf)
+        taking = np.where(able[:d], self.wait + self.step + self.used[:d], inf)
+        makers = _best(making[d:], self.opened[d:]) + d
+        takers = _best(taking, self.opened[:d] & (self.wait <= 0))
+        near = table.nearest(makers, takers, making, taking)
+        makers, takers = np.union1d(makers, near[0]), np.union1d(takers, near[1])
+        return makers[able[makers]], takers[able[takers]]
 
     # --- what to choose ----------------------------------------------------------------------------------------------
 
     @property
     def lowest(self) -> float:
         """Of all ways there are, also those that must be waited for; inf: there is none."""
-        return float(min(self.pairs.min(initial=inf), (self.alone + self.nuisance).min(initial=inf)))
+        return float(min(self.best_pair, (self.alone + self.nuisance).min(initial=inf)))
 
     @property
     def soonest(self) -> tuple[int | None, int]:
         """That way: its prefill worker, none if a decode worker does it alone, and its decode worker."""
         alone = self.alone + self.nuisance
-        if self.pairs.size and self.pairs.min() <= alone.min():
+        if self.pairs.size and self.best_pair <= alone.min():
             row, column = divmod(int(self.pairs.argmin()), self.pairs.shape[1])
             return int(self.makers[row]), int(self.takers[column])
         return None, int(alone.argmin())
@@ -167,11 +180,11 @@ class Prices:
         then the emptiest decode worker, then the fewest pages to move, then the workers that were not used for longest.
         Where there is something to compute, a pair is preferred to a decode worker that would compute as much."""
         d = self.decoders
-        opened = self.open == OPEN
+        opened = self.opened
         now = self.pairs <= limit
-        now &= opened[self.makers][:, None] & (opened[self.takers] & (self.wait[self.takers] <= 0))
-        made, taken = np.nonzero(now)
-        alone = np.flatnonzero((self.alone + self.nuisance <= limit) & opened[:d] & (self.wait_alone <= 0))
+        now &= opened[self.makers][:, None] & (opened[:d] & (self.wait <= 0))[self.takers]
+        made, taken = now.nonzero()
+        alone = ((self.alone + self.nuisance <= limit) & opened[:d] & (self.wait_alone <= 0)).nonzero()[0]
         if len(made) + len(alone) == 0:
             return None
         makers, takers = self.makers[made], self.takers[taken]
@@ -192,10 +205,11 @@ class Prices:
             self.pairs[:, self.takers != taker] = inf
         else:
             self.pairs[:] = inf
+        self.best_pair = float(self.pairs.min(initial=inf))
 
     def keep_split(self) -> None:
         """Nobody decodes where a prompt is computed that a prefill worker can compute."""
-        if self.pairs.min(initial=inf) < inf:
+        if self.best_pair < inf:
             self.alone[self.new[: self.decoders] > 0] = inf
 
     # --- one way -----------------------------------------------------------------------------------------------------
@@ -280,19 +294,21 @@ def _open(ask: Ask, table: Table) -> Floats:
     d = table.decoders
     answer = table.open.copy()
     answer[:d][table.pool[:d] < ask.needs] = NEVER
+    if not ask.avoid:
+        return answer
     able = answer.copy()
     for incarnation in ask.avoid:
         if (row := table.index.get(incarnation)) is not None:
             answer[row] = NEVER
-    if ask.avoid and d and answer[:d].max() == NEVER:
+    if d and answer[:d].max() == NEVER:
         answer[:d] = able[:d]
     return answer
 
 
-def _best(seconds: Floats, open_now: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Indices:
+def _best(seconds: Floats, open_now: Flags) -> Indices:
     """Rows with the least seconds, and those that are open now among them. inf: never."""
     if len(seconds) <= 2 * _MANY:
-        return np.flatnonzero(np.isfinite(seconds))
+        return np.isfinite(seconds).nonzero()[0]
     rows = np.argpartition(seconds, _MANY)[:_MANY]
     if not open_now.all():
         rows = np.union1d(rows, np.argpartition(np.where(open_now, seconds, inf), _MANY)[:_MANY])

@@ -103,32 +103,31 @@ def reach_of_all(
     """How many pages each worker of the table need not compute, and the seconds that loads take: what `decoder_reach`
     and `prefiller_reach` say of one of them. `device` pages are on each worker's device, `host` and `disk` on each
     node's tiers, for the table's rows; `serves`: whether other nodes may get pages from there."""
-    at = table.node
+    at, d = table.node, table.decoders
     begin = host[at]
-    begin[: table.decoders] = np.maximum(begin, device)[: table.decoders]
+    begin[:d] = np.maximum(begin[:d], device[:d])
     has = (host + disk) * serves
     longest = has.argmax() if len(has) else 0
-    if has[longest] == 0 and not disk.any():
+    most, on_disk = has[longest], disk.any()
+    if most == 0 and not on_disk:
         return np.maximum(device, begin), np.zeros(len(device))
-    far = np.full(len(has), min(float(has[longest]), prefix.pages))
-    second = np.partition(has, -2)[-2] if len(has) > 1 else 0.0
-    far[longest] = min(float(second), prefix.pages)
-    far[table.stored <= 0] = 0.0
+    far = table.stored * min(float(most), prefix.pages)  # pages that some other node can send
+    has[longest] = 0.0
+    far[longest] = min(float(has.max()), prefix.pages)
     page, size = prefix.page_size / table.rate, prefix.page_bytes
     spared = np.maximum(device - begin, 0.0)  # pages that need no computing, whether or not they are loaded
-    from_disk = near = saved_near = np.zeros(len(device))
-    if disk.any():
-        from_disk = np.maximum((host + disk)[at] - begin, 0.0)
-        near = (from_disk > 0) * table.disk_latency[at] + from_disk * size / table.disk_rate[at]
-        saved_near = np.maximum(np.maximum(from_disk - spared, 0.0) * page - near, 0.0)
-    ends = begin + from_disk
-    from_far = np.maximum(far[at] - ends, 0.0)
-    all_ = near + (from_far > 0) * table.latency[at] + from_far * size / table.link[at]
-    saved_all = np.maximum(from_disk + from_far - spared, 0.0) * page - all_
-    take_all = (from_far > 0) & (saved_all > saved_near)
-    take_near = saved_near > 0
-    pages = np.where(take_all, ends + from_far, np.where(take_near, ends, begin))
-    return np.maximum(device, pages), np.where(take_all, all_, np.where(take_near, near, 0.0))
+    ends, loads, saved = begin, np.zeros(len(device)), np.zeros(len(device))  # with the node's disk, where it pays
+    near, seconds = begin, loads  # with all of the disk
+    if on_disk:
+        near = np.maximum((host + disk)[at], begin)
+        seconds = (near > begin) * table.disk_latency[at] + (near - begin) * size / table.disk_rate[at]
+        saved = np.maximum(np.maximum(near - begin - spared, 0.0) * page - seconds, 0.0)
+        ends, loads = np.where(saved > 0, near, begin), np.where(saved > 0, seconds, 0.0)
+    more = np.maximum(far[at], near)
+    # Where nobody has more than the node itself, the latency is for nothing and nothing is saved.
+    all_ = seconds + (table.latency[at] + (more - near) * (size / table.link[at]))
+    take = np.maximum(more - begin - spared, 0.0) * page - all_ > saved
+    return np.maximum(device, np.where(take, more, ends)), np.where(take, all_, loads)
 
 
 def _others(store: Store, serving: Sequence[Store]) -> Sequence[Store]:

@@ -8,7 +8,7 @@ has joined or left; between two decisions that is most often two or three. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Protocol, TypeAlias
 
@@ -24,6 +24,7 @@ from router.peers import Member, Members
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Indices: TypeAlias = npt.NDArray[np.int64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
 
 NEVER, FULL, OPEN = -1.0, 0.0, 1.0  # may a worker be given work: not any more, later, now
 
@@ -73,7 +74,8 @@ class Table:
         self.has_store = np.zeros(0, np.bool_)  # whether the node of each worker has one
         self.takers_on: Sequence[Indices] = ()  # decode workers of each node
         self.makers_on: Sequence[Indices] = ()  # prefill workers
-        self.used: Floats = np.zeros(0)  # when it was last chosen, as a count
+        self.used: Floats = np.zeros(0)  # the turn in which each worker was last chosen
+        self.turn = 0  # the last one
         self._name_columns()
 
     def _name_columns(self) -> None:
@@ -119,6 +121,12 @@ class Table:
                     assert member is not None
                     self._node_cells[:, row] = _store(member)
         changed.clear()
+
+    def use(self, rows: Iterable[int]) -> None:
+        """These have been chosen."""
+        self.turn += 1
+        for row in rows:
+            self.used[row] = self.turn
 
     def nearest(self, makers: Indices, takers: Indices, making: Floats, taking: Floats) -> tuple[Indices, Indices]:
         """The workers of the same nodes that make soonest for these takers, and that take soonest from these makers."""
