@@ -6,9 +6,13 @@
 //
 // A tile is 64 outputs of a product: [steps][64] words of four bytes, a word being one input of a float32 weight or two
 // adjoining ones of a bf16 weight, as the bf16 dot product takes them. oneDNN packs weights for itself in just this order.
+//
+// Rows of one sequence that follow each other, a run, attend together: its keys and values are read once for all of them.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "kernels.h"
 #include "pool.h"
@@ -23,6 +27,10 @@ constexpr int kPassRows = 6;       // 6 × 4 sums, 4 vectors of weights and one 
 constexpr int kPositions = 256;    // of a context attended to between two adjustments of the softmax's maximum
 constexpr int kAhead = 4;          // pieces of up to 16 keys, or values, that are asked for before one is computed with
 constexpr int kStretch = 512;      // positions below which a context is not divided between threads
+constexpr int kTogether = 4;       // rows of a run that pass over a block of its context at a time
+constexpr int kAtOnce = 12;        // queries that share a piece's registers: 12 × 2 sums, 2 vectors of values and a weight
+constexpr int kTurned = 6;         // queries from which on it pays to turn a piece's keys into columns
+constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 }  // namespace
 
@@ -174,18 +182,24 @@ struct Private {
   T* normed;          // [rows][hidden]
   float* sums;        // [rows][kTile]
   float* more_sums;   // [rows][kTile]
-  float* scores;      // [group][kPositions]
+  float* scores;      // [kTogether · group][kPositions]
+  uint32_t* keys;     // [words of a head][kLanes]: a piece's, in columns
   float* best;        // [rows][kLanes]: the largest logit of each lane so far
   int32_t* best_ids;  // [rows][kLanes]
 };
 
-// Where the parts of one attention over a context that several threads share are kept.
+// Where the parts of one attention over a context that several threads share are kept. Of each run in turn:
 struct Parts {
-  float* output;  // [rows · kv_heads][threads][group][head_dim rounded up to 32]
-  float* most;    // [rows · kv_heads][threads][group]
+  float* output;  // [kv_heads][threads][its rows][group][head_dim rounded up to 32]
+  float* most;    // [kv_heads][threads][its rows][group]
   float* total;   // likewise
-  std::atomic<int32_t>* ended;  // [rows · kv_heads]
+  std::atomic<int32_t>* ended;  // [runs · kv_heads]
   std::atomic<int32_t>* next;   // one
+};
+
+// Rows of one sequence, from `row` on; one alone is a run, too.
+struct Run {
+  int64_t row, rows;
 };
 
 template <class T>
@@ -209,12 +223,15 @@ class Step {
     parts_.total = carve.take<float>(parts);
     parts_.ended = carve.take<std::atomic<int32_t>>(most_rows * m.kv_heads);
     parts_.next = carve.take<std::atomic<int32_t>>(1);
+    runs_ = carve.take<Run>(most_rows);
+    run_of_ = carve.take<int64_t>(most_rows);
     for (int thread = 0; thread < threads; ++thread) {
       Private<T> own;
       own.normed = carve.take<T>(most_rows * m.hidden);
       own.sums = carve.take<float>(most_rows * kTile);
       own.more_sums = carve.take<float>(most_rows * kTile);
-      own.scores = carve.take<float>(group_ * kPositions);
+      own.scores = carve.take<float>(kTogether * group_ * kPositions);
+      own.keys = carve.take<uint32_t>(m.head_dim / kWord * kLanes);
       own.best = carve.take<float>(most_rows * kLanes);
       own.best_ids = carve.take<int32_t>(most_rows * kLanes);
       if (thread < kMostThreads) own_[thread] = own;
@@ -225,8 +242,13 @@ class Step {
   int64_t memory_used() const { return memory_used_; }
 
   void run() {
+    for (int64_t row = 0; row < s.rows; ++row) {
+      if (row == 0 || s.tables[row] != s.tables[row - 1]) runs_[run_count_++] = {row, 0};
+      run_of_[row] = run_count_ - 1;
+      ++runs_[run_count_ - 1].rows;
+    }
     stretches_ = 1;
-    if (const int64_t tasks = s.rows * m.kv_heads; tasks < 2 * threads_) {
+    if (const int64_t tasks = run_count_ * m.kv_heads; tasks < 2 * threads_) {
       int64_t longest = 0;
       for (int64_t row = 0; row < s.rows; ++row) longest = longest > s.positions[row] ? longest : s.positions[row];
       stretches_ = round_up(2 * threads_, tasks) / tasks;
@@ -234,7 +256,7 @@ class Step {
       if (stretches_ > threads_) stretches_ = threads_;
     }
     parts_.next->store(0, std::memory_order_relaxed);
-    for (int64_t i = 0; i < s.rows * m.kv_heads; ++i) parts_.ended[i].store(0, std::memory_order_relaxed);
+    for (int64_t i = 0; i < run_count_ * m.kv_heads; ++i) parts_.ended[i].store(0, std::memory_order_relaxed);
     if (threads_ == 1) return work(0);
     pool_->run([this](int thread) { work(thread); });
   }
@@ -420,9 +442,14 @@ class Step {
         copy(x, page + m.page_size * m.head_dim);
       } else {
         if (layer.qk_norm) norm_head(x, layer.qk_norm + head * m.head_dim);
-        rotate(x, row, page ? page : queries_ + (row * m.heads + head) * padded_head_);
+        rotate(x, row, page ? page : queries_of(runs_[run_of_[row]], head / group_, row, head % group_));
       }
     }
+  }
+
+  // The queries of a run that share a KV head lie side by side.
+  T* queries_of(const Run& run, int64_t kv_head, int64_t row, int64_t g) const {
+    return queries_ + (run.row * m.heads + (kv_head * run.rows + row - run.row) * group_ + g) * padded_head_;
   }
 
   void copy(const float* x, T* to) const {
@@ -451,17 +478,26 @@ class Step {
     }
   }
 
-  // One KV head of one row over positions [from, to). These are the tasks of a layer: rows · kv_heads · stretches_.
+  // One KV head of one run over positions [from, to). These are the tasks of a layer: runs · kv_heads · stretches_.
   struct Task {
-    int64_t row, head, from, to;
+    Run run;
+    int64_t head, from, to;
     int64_t part;  // where in `parts_` what comes of it is kept
   };
 
   Task task_at(int64_t index, const DecodeLayer& layer) const {
-    const int64_t pair = index / stretches_, row = pair / m.kv_heads, end = s.positions[row] + 1;
-    const int64_t first = layer.window && end > layer.window ? end - layer.window : 0;
-    const Range own = share(end - first, static_cast<int>(index % stretches_), static_cast<int>(stretches_));
-    return {row, pair % m.kv_heads, first + own.first, first + own.last, (pair * threads_ + index % stretches_) * group_};
+    const int64_t pair = index / stretches_, stretch = index % stretches_, head = pair % m.kv_heads;
+    const Run& run = runs_[pair / m.kv_heads];
+    const int64_t first = first_seen(run.row, layer), end = s.positions[run.row + run.rows - 1] + 1;
+    const Range own = share(end - first, static_cast<int>(stretch), static_cast<int>(stretches_));
+    const int64_t part = (run.row * m.kv_heads + head * run.rows) * threads_ + stretch * run.rows;
+    return {run, head, first + own.first, first + own.last, part * group_};
+  }
+
+  // The first position that a row attends to.
+  int64_t first_seen(int64_t row, const DecodeLayer& layer) const {
+    const int64_t end = s.positions[row] + 1;
+    return layer.window && end > layer.window ? end - layer.window : 0;
   }
 
   // How far a thread has asked for keys and values. It asks in the order in which it will read: all keys of a block of
@@ -507,19 +543,19 @@ class Step {
   // Tasks differ in length, so but for its first one, which has its own number, a thread takes the next as it gets to it.
   // The counter runs on from layer to layer, and moves by the number of tasks in each.
   void attend(const DecodeLayer& layer, int64_t l, int thread) {
-    const int64_t tasks = s.rows * m.kv_heads * stretches_;
+    const int64_t tasks = run_count_ * m.kv_heads * stretches_;
     if (thread >= tasks) return;
     Task task = task_at(thread, layer);
     Ahead ahead(task);
     for (int piece = 0; piece < kAhead; ++piece) turn(ahead, l, nullptr);
-    for (;;) {
-      const int64_t index = threads_ + parts_.next->fetch_add(1, std::memory_order_relaxed) - l * tasks;
+    for (int64_t index = thread;;) {
+      const int64_t pair = index / stretches_;
+      index = threads_ + parts_.next->fetch_add(1, std::memory_order_relaxed) - l * tasks;
       const bool more = index < tasks;
       const Task next = more ? task_at(index, layer) : task;
-      attend_task(task, l, thread, ahead, more ? &next : nullptr);
-      const int64_t pair = task.row * m.kv_heads + task.head;
+      attend_task(task, layer, l, thread, ahead, more ? &next : nullptr);
       if (stretches_ == 1 || parts_.ended[pair].fetch_add(1, std::memory_order_acq_rel) % stretches_ == stretches_ - 1)
-        join(task.row, task.head, pair * threads_ * group_);
+        join(task.run, task.head);
       if (!more) return;
       if (ahead.task.part == task.part) ahead = Ahead(next);
       task = next;
@@ -527,30 +563,38 @@ class Step {
   }
 
   // The unscaled output, the largest score and the sum of the exponentials relative to it (Milakov and Gimelshein,
-  // "Online normalizer calculation for softmax", 2018).
-  void attend_task(const Task& task, int64_t l, int thread, Ahead& ahead, const Task* next) {
+  // "Online normalizer calculation for softmax", 2018), of every query.
+  void attend_task(const Task& task, const DecodeLayer& layer, int64_t l, int thread, Ahead& ahead, const Task* next) {
+    const int64_t all = task.run.rows * group_;
     float* output = parts_.output + task.part * padded_head_;
     float *most = parts_.most + task.part, *total = parts_.total + task.part;
-    std::memset(output, 0, group_ * padded_head_ * sizeof(float));
-    for (int64_t g = 0; g < group_; ++g) {
-      most[g] = -std::numeric_limits<float>::infinity();
-      total[g] = 0;
+    std::memset(output, 0, all * padded_head_ * sizeof(float));
+    for (int64_t q = 0; q < all; ++q) {
+      most[q] = kNever;
+      total[q] = 0;
     }
-    const T* queries = queries_ + (task.row * m.heads + task.head * group_) * padded_head_;
+    const T* queries = queries_of(task.run, task.head, task.run.row, 0);
     float* scores = own_[thread].scores;
     for (int64_t begin = task.from; begin < task.to; begin += kPositions) {
       const int64_t end = block_end(task, begin);
-      for (int64_t at = begin, n; at < end; at += n) {
-        turn(ahead, l, next);
-        const T* keys = find(task, l, at, end, n);
-        score(queries, keys, n, scores + at - begin, ahead);
-      }
-      for (int64_t g = 0; g < group_; ++g)
-        soften(scores + g * kPositions, end - begin, most[g], total[g], output + g * padded_head_);
-      for (int64_t at = begin, n; at < end; at += n) {
-        turn(ahead, l, next);
-        const T* keys = find(task, l, at, end, n);
-        gather(scores + at - begin, keys + m.page_size * m.head_dim, n, output, ahead);
+      for (int64_t from = 0; from < all; from += kTogether * group_) {
+        const int64_t count = all - from < kTogether * group_ ? all - from : kTogether * group_;
+        for (int64_t at = begin, n; at < end; at += n) {
+          if (from == 0) turn(ahead, l, next);
+          const T* keys = find(task, l, at, end, n);
+          score(queries + from * padded_head_, count, keys, n, scores + at - begin, own_[thread].keys, ahead);
+        }
+        for (int64_t q = 0; q < count; ++q) {
+          const int64_t row = task.run.row + (from + q) / group_, first = first_seen(row, layer);
+          const Range seen{first > begin ? first - begin : 0, (s.positions[row] < end ? s.positions[row] + 1 : end) - begin};
+          soften(scores + q * kPositions, end - begin, seen, most[from + q], total[from + q],
+                 output + (from + q) * padded_head_);
+        }
+        for (int64_t at = begin, n; at < end; at += n) {
+          if (from == 0) turn(ahead, l, next);
+          const T* keys = find(task, l, at, end, n);
+          gather(scores + at - begin, count, keys + m.page_size * m.head_dim, n, output + from * padded_head_, ahead);
+        }
       }
     }
   }
@@ -564,24 +608,98 @@ class Step {
     const int64_t offset = at % m.page_size;
     n = m.page_size - offset < kLanes ? m.page_size - offset : kLanes;
     if (n > end - at) n = end - at;
-    return key_page(s.pages[s.tables[task.row] + at / m.page_size], task.head, l) + offset * m.head_dim;
+    return key_page(s.pages[s.tables[task.run.row] + at / m.page_size], task.head, l) + offset * m.head_dim;
   }
 
-  // The group's queries times n keys → scores [group][kPositions], 16 keys at a time.
-  void score(const T* queries, const T* keys, int64_t n, float* scores, Ahead& ahead) const {
-    for (int64_t k = 0; k < n; k += kLanes)
-      for (int64_t g = 0; g < group_; ++g) {
-        const __m512 sums = n - k >= kLanes ? dots<true>(queries + g * padded_head_, keys + k * m.head_dim, kLanes, ahead)
-                                            : dots<false>(queries + g * padded_head_, keys + k * m.head_dim, n - k, ahead);
-        store16(scores + g * kPositions + k, sums, first_lanes(n - k));
+  // `count` queries times n keys, at most 16, → scores [count][kPositions].
+  void score(const T* queries, int64_t count, const T* keys, int64_t n, float* scores, uint32_t* columns,
+             Ahead& ahead) const {
+    const __mmask16 mask = first_lanes(n);
+    if (count >= kTurned) {
+      into_columns(keys, n, columns);
+      for (int64_t q = 0; q < count; q += kAtOnce)
+        with_count(count - q, [&](auto some) {
+          __m512 sums[some];
+          column_dots<some>(queries + q * padded_head_, columns, sums, ahead);
+          for (int i = 0; i < some; ++i) store16(scores + (q + i) * kPositions, sums[i], mask);
+        });
+      return;
+    }
+    const int64_t lines = (kLanes + count - 1) / count;  // which is all of a piece, spread over the queries
+    for (int64_t q = 0; q < count; ++q) {
+      const T* query = queries + q * padded_head_;
+      store16(scores + q * kPositions,
+              n == kLanes ? dots<true>(query, keys, n, lines, ahead) : dots<false>(query, keys, n, lines, ahead), mask);
+    }
+  }
+
+  // Calls work with `count`, or kAtOnce if that is less, as a constant.
+  template <int Most = kAtOnce, class Work>
+  static void with_count(int64_t count, const Work& work) {
+    if constexpr (Most > 1)
+      if (count < Most) return with_count<Most - 1>(count, work);
+    work(std::integral_constant<int, Most>{});
+  }
+
+  // Some queries times 16 keys, of which each word lies in one column.
+  template <int Q>
+  void column_dots(const T* queries, const uint32_t* columns, __m512* sums, Ahead& ahead) const {
+    const auto* words = reinterpret_cast<const uint32_t*>(queries);
+    const int64_t stride = padded_head_ / kWord;
+    __m512 sum[Q];
+#pragma GCC unroll 16
+    for (int q = 0; q < Q; ++q) sum[q] = _mm512_setzero_ps();
+    for (int64_t w = 0; w < m.head_dim / kWord; ++w) {
+      const __m512i column = _mm512_loadu_si512(columns + w * kLanes);
+      ahead.ask(1);  // a piece has as many lines as a head has words
+#pragma GCC unroll 16
+      for (int q = 0; q < Q; ++q)
+        sum[q] = multiply_add(T{}, _mm512_set1_epi32(static_cast<int>(words[q * stride + w])), column, sum[q]);
+    }
+#pragma GCC unroll 16
+    for (int q = 0; q < Q; ++q) sums[q] = sum[q];
+  }
+
+  // Rows of words into columns, 16 by 16, with zeros for keys that are missing.
+  void into_columns(const T* keys, int64_t n, uint32_t* columns) const {
+    const int64_t words = m.head_dim / kWord;
+    for (int64_t w = 0; w < words; w += kLanes) {
+      __m512i x[kLanes], y[kLanes];
+#pragma GCC unroll 16
+      for (int k = 0; k < kLanes; ++k)
+        x[k] = _mm512_maskz_loadu_epi32(k < n ? first_lanes(words - w) : 0, keys + (k < n ? k : 0) * m.head_dim + w * kWord);
+#pragma GCC unroll 8
+      for (int i = 0; i < kLanes; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
       }
+#pragma GCC unroll 8
+      for (int i = 0; i < kLanes; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; ++j) {
+          x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
+          x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+        }
+      // x[4 i + j] now has word j of each quarter, of rows 4 i to 4 i + 3.
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const __m512i low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88);
+        const __m512i high = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
+        const __m512i low_odd = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
+        const __m512i high_odd = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
+        y[j] = _mm512_shuffle_i32x4(low, high, 0x88);
+        y[4 + j] = _mm512_shuffle_i32x4(low_odd, high_odd, 0x88);
+        y[8 + j] = _mm512_shuffle_i32x4(low, high, 0xdd);
+        y[12 + j] = _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd);
+      }
+      for (int64_t i = 0; i < kLanes && w + i < words; ++i) _mm512_storeu_si512(columns + (w + i) * kLanes, y[i]);
+    }
   }
 
   // One query times 16 keys. Of fewer, the last is taken again for each that is missing.
   template <bool Whole>
-  __m512 dots(const T* query, const T* keys, int64_t n, Ahead& ahead) const {
+  __m512 dots(const T* query, const T* keys, int64_t n, int64_t lines, Ahead& ahead) const {
     constexpr int64_t lanes = 64 / sizeof(T);
-    const int64_t lines = (kLanes + group_ - 1) / group_;  // which is all of a piece, spread over the group's queries
     __m512 sum[kLanes];
 #pragma GCC unroll 16
     for (int k = 0; k < kLanes; ++k) sum[k] = _mm512_setzero_ps();
@@ -621,10 +739,17 @@ class Step {
     return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
   }
 
-  // Turns `count` scores into exponentials relative to the largest so far, and what was summed before to the same.
-  void soften(float* scores, int64_t count, float& most, float& total, float* output) const {
+  // Turns `count` scores into exponentials relative to the largest so far, those that are not seen into zeros, and what
+  // was summed before to the same.
+  void soften(float* scores, int64_t count, Range seen, float& most, float& total, float* output) const {
+    if (seen.first >= seen.last) {
+      std::memset(scores, 0, count * sizeof(float));
+      return;
+    }
+    std::fill(scores, scores + seen.first, kNever);
+    std::fill(scores + seen.last, scores + count, kNever);
     const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(static_cast<float>(m.head_dim)));
-    const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    const __m512 lowest = _mm512_set1_ps(kNever);
     __m512 largest = lowest;
     for (int64_t i = 0; i < count; i += kLanes) {
       const __mmask16 mask = first_lanes(count - i);
@@ -649,45 +774,39 @@ class Step {
     most = now;
   }
 
-  // Adds n values, weighted, to the group's outputs: 32 of head_dim at a time for as many heads as there are registers for.
-  void gather(const float* weights, const T* values, int64_t n, float* output, Ahead& ahead) const {
-    for (int64_t g = 0; g < group_; g += 4) {
-      const float* w = weights + g * kPositions;
-      float* to = output + g * padded_head_;
-      switch (group_ - g) {
-        case 1: gather_heads<1>(w, values, n, to, ahead); break;
-        case 2: gather_heads<2>(w, values, n, to, ahead); break;
-        case 3: gather_heads<3>(w, values, n, to, ahead); break;
-        default: gather_heads<4>(w, values, n, to, ahead);
-      }
-    }
+  // Adds n values, weighted, to the outputs of `count` queries: 32 of head_dim at a time.
+  void gather(const float* weights, int64_t count, const T* values, int64_t n, float* output, Ahead& ahead) const {
+    for (int64_t q = 0; q < count; q += kAtOnce)
+      with_count(count - q, [&](auto some) {
+        gather_some<some>(weights + q * kPositions, values, n, output + q * padded_head_, ahead);
+      });
   }
 
-  template <int G>
-  void gather_heads(const float* weights, const T* values, int64_t n, float* output, Ahead& ahead) const {
+  template <int Q>
+  void gather_some(const float* weights, const T* values, int64_t n, float* output, Ahead& ahead) const {
     for (int64_t i = 0; i < m.head_dim; i += 32) {
       const int64_t left = m.head_dim - i;
-      __m512 sum[G][2];
-#pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) {
-        sum[g][0] = load16(output + g * padded_head_ + i);
-        sum[g][1] = load16(output + g * padded_head_ + i + kLanes);
+      __m512 sum[Q][2];
+#pragma GCC unroll 16
+      for (int q = 0; q < Q; ++q) {
+        sum[q][0] = load16(output + q * padded_head_ + i);
+        sum[q][1] = load16(output + q * padded_head_ + i + kLanes);
       }
       for (int64_t k = 0; k < n; ++k) {
         ahead.ask(32 * sizeof(T) / 64);  // as many lines as are read
         __m512 first, second;
         load_halves(values + k * m.head_dim + i, left, first, second);
-#pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) {
-          const __m512 weight = _mm512_set1_ps(weights[g * kPositions + k]);
-          sum[g][0] = _mm512_fmadd_ps(weight, first, sum[g][0]);
-          sum[g][1] = _mm512_fmadd_ps(weight, second, sum[g][1]);
+#pragma GCC unroll 16
+        for (int q = 0; q < Q; ++q) {
+          const __m512 weight = _mm512_set1_ps(weights[q * kPositions + k]);
+          sum[q][0] = _mm512_fmadd_ps(weight, first, sum[q][0]);
+          sum[q][1] = _mm512_fmadd_ps(weight, second, sum[q][1]);
         }
       }
-#pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) {
-        store16(output + g * padded_head_ + i, sum[g][0]);
-        store16(output + g * padded_head_ + i + kLanes, sum[g][1]);
+#pragma GCC unroll 16
+      for (int q = 0; q < Q; ++q) {
+        store16(output + q * padded_head_ + i, sum[q][0]);
+        store16(output + q * padded_head_ + i + kLanes, sum[q][1]);
       }
     }
   }
@@ -717,17 +836,18 @@ class Step {
   }
 
   // The stretches of one context as one, divided by the softmax's sum.
-  void join(int64_t row, int64_t head, int64_t part) {
-    for (int64_t g = 0; g < group_; ++g) {
-      float most = -std::numeric_limits<float>::infinity(), total = 0;
-      for (int64_t i = 0; i < stretches_; ++i) most = std::fmax(most, parts_.most[part + i * group_ + g]);
-      for (int64_t i = 0; i < stretches_; ++i)
-        total += parts_.total[part + i * group_ + g] * std::exp(parts_.most[part + i * group_ + g] - most);
+  void join(const Run& run, int64_t head) {
+    const int64_t all = run.rows * group_, begin = (run.row * m.kv_heads + head * run.rows) * threads_ * group_;
+    for (int64_t part = begin; part < begin + all; ++part) {
+      const int64_t past = part + stretches_ * all;
+      float most = kNever, total = 0;
+      for (int64_t one = part; one < past; one += all) most = std::fmax(most, parts_.most[one]);
+      for (int64_t one = part; one < past; one += all) total += parts_.total[one] * std::exp(parts_.most[one] - most);
+      const int64_t row = run.row + (part - begin) / group_, g = (part - begin) % group_;
       T* to = attended_ + (row * m.heads + head * group_ + g) * m.head_dim;
       for (int64_t lane = 0; lane < m.head_dim; lane += 32) {
         __m512 first = _mm512_setzero_ps(), second = first;
-        for (int64_t i = 0; i < stretches_; ++i) {
-          const int64_t one = part + i * group_ + g;
+        for (int64_t one = part; one < past; one += all) {
           const __m512 weight = _mm512_set1_ps(std::exp(parts_.most[one] - most) / total);
           first = _mm512_fmadd_ps(load16(parts_.output + one * padded_head_ + lane), weight, first);
           second = _mm512_fmadd_ps(load16(parts_.output + one * padded_head_ + lane + kLanes), weight, second);
@@ -745,7 +865,7 @@ class Step {
     for (int64_t i = 0; i < s.sample_count; ++i)
       norm_row(x_ + s.sample_rows[i] * m.hidden, m.norm, own.normed + i * m.hidden);
     for (int64_t i = 0; i < s.sample_count * kLanes; ++i) {
-      own.best[i] = -std::numeric_limits<float>::infinity();
+      own.best[i] = kNever;
       own.best_ids[i] = 0;
     }
     const Range tiles = share(round_up(m.vocab, kTile) / kTile, thread, threads_);
@@ -772,7 +892,7 @@ class Step {
 
   void choose() {
     for (int64_t row = 0; row < s.sample_count; ++row) {
-      float most = -std::numeric_limits<float>::infinity();
+      float most = kNever;
       int64_t id = 0;
       for (int thread = 0; thread < threads_; ++thread)
         for (int64_t i = row * kLanes; i < (row + 1) * kLanes; ++i) {
@@ -791,15 +911,17 @@ class Step {
   Pool* const pool_;
   const int threads_;
   const int64_t group_;  // query heads that share a KV head
-  int64_t padded_head_, qkv_size_, stretches_ = 1, memory_used_ = 0;
+  int64_t padded_head_, qkv_size_, stretches_ = 1, run_count_ = 0, memory_used_ = 0;
   float* x_;       // [rows][hidden], the residual stream
   float* qkv_;     // [rows][qkv_size_]
-  T* queries_;     // [rows][heads][padded_head_], zeros behind head_dim
+  T* queries_;     // of each run in turn [kv_heads][its rows][group][padded_head_], zeros behind head_dim
   float* cos_;     // [rows][head_dim / 2]
   float* sin_;     // likewise
   T* attended_;    // [rows][heads · head_dim]
   T* activated_;   // [rows][inner]
   Parts parts_;
+  Run* runs_;
+  int64_t* run_of_;  // [rows]: the run of each
   Private<T> own_[kMostThreads];
 };
 

@@ -23,9 +23,9 @@ from kvstore.layout import PageLayout
 
 MOST_ROWS = 64
 """Beyond, oneDNN's products are as fast."""
-MOST_IN_RUNS = 16_384
-"""Pairs of a new token and a position it attends to, in sequences with several new tokens. Here each token reads its
-context for itself; the kernels for many rows read it once for all, which is worth their slower products beyond this."""
+MOST_IN_RUNS = 49_152
+"""Pairs of a new token and a position it attends to, in sequences with several new tokens. The kernels for many rows
+attend with more of them at a time, which is worth their slower products beyond this."""
 MOST_THREADS = 256
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ALIGNMENT = 128
