@@ -68,6 +68,7 @@ class ClusterConfig(_Section, frozen=True):
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")] = "baton"  # tells clusters of one machine apart
     prefill: Natural = 1  # prefill workers; 0 is the colocated mode
     decode: Positive = 1  # decode workers
+    routers: Positive = 1  # each takes requests; the first listens where router says, the others at any free port
     log_dir: str = ""  # default: ~/.local/state/baton/<name>/logs
     heartbeat_ms: Positive = 250  # every link, both ways
     silence_ms: Positive = 3_000  # a peer silent for longer loses all it held

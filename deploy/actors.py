@@ -45,7 +45,7 @@ class Order(msgspec.Struct, frozen=True):
     role: Role
     node: str
     config: Config
-    router: str = ""  # where workers and stores connect; empty for the router itself
+    routers: tuple[str, ...] = ()  # where workers and stores connect; none for a router
     workers: int = 1  # that share the node's cores
     keys: Keys | None = None  # handed over in memory: a node needs no copy of the file
 
@@ -99,7 +99,7 @@ class Service:
                 from worker.service import run as run_worker
 
                 run = partial(run_worker, order.role)
-        run(share_cores(order.config, order.workers), order.name, order.node, (order.router,), self._stop, self._host)
+        run(share_cores(order.config, order.workers), order.name, order.node, order.routers, self._stop, self._host)
 
     async def _serve_router(self) -> None:
         from router.service import serve

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from baton.config import Config
@@ -31,3 +33,12 @@ class Addresses(msgspec.Struct, frozen=True):
     def endpoint(self) -> str:
         """Where workers and stores connect."""
         return self.internal if "://" in self.internal else f"tcp://{self.internal}"
+
+
+def target(routers: Iterable[Addresses]) -> str:
+    """What gRPC calls a target: a channel to it goes to the first of these routers, and on to the next one where that
+    can't be reached. They listen on one host."""
+    first, *others = [router.grpc for router in routers]
+    if not others:
+        return first
+    return f"{'ipv6' if first.startswith('[') else 'ipv4'}:{','.join([first, *others])}"

@@ -14,6 +14,7 @@ from baton.config import Config
 from baton.errors import BatonError, RayUnusable, StartupError, Unavailable
 from baton.wire import Keys
 from deploy import preflight, ray_cluster, ray_probe, state_file
+from deploy.addresses import Addresses
 from deploy.client import Client
 from deploy.desired import scale_of
 from deploy.reports import Overview
@@ -183,26 +184,24 @@ def ask_overview(name: str, patience: float) -> Overview:
 def _wait_serving(name: str, patience: float, watch: Watch) -> Overview:
     deadline = time.monotonic() + patience
     overview = ask_overview(name, _SUPERVISOR_PATIENCE)
-    client: Client | None = None
-    try:
-        while time.monotonic() < deadline:
-            watch(overview)
-            if (failure := why_failed(overview)) is not None:
-                raise failure
-            if overview.settled and overview.addresses is not None:
-                client = client or Client(overview.addresses.grpc)
-                if client.serving():
-                    return overview
-            time.sleep(_POLL)
-            overview = ask_overview(name, _SUPERVISOR_PATIENCE)
-    finally:
-        if client is not None:
-            client.close()
+    while time.monotonic() < deadline:
+        watch(overview)
+        if (failure := why_failed(overview)) is not None:
+            raise failure
+        if overview.settled and all(map(_serves, overview.routers.values())):
+            return overview
+        time.sleep(_POLL)
+        overview = ask_overview(name, _SUPERVISOR_PATIENCE)
     late = ", ".join(f"{view.name} ({view.condition})" for view in overview.processes if view.condition != "live")
     raise StartupError(
-        f"the cluster does not serve after {patience:.0f} s; not live: {late or 'none, but the router is not ready'}. "
+        f"the cluster does not serve after {patience:.0f} s; not live: {late or 'none, but a router is not ready'}. "
         "Give it longer with --timeout, or see the logs"
     )
+
+
+def _serves(router: Addresses) -> bool:
+    with Client(router.grpc) as client:
+        return client.serving()
 
 
 def why_failed(overview: Overview) -> BatonError | None:
@@ -217,8 +216,4 @@ def why_failed(overview: Overview) -> BatonError | None:
 
 
 def _complete(state: State, overview: Overview) -> State:
-    found = overview.addresses
-    assert found is not None
-    return msgspec.structs.replace(
-        state, grpc=found.grpc, internal=found.internal, http=found.http, supervisor=overview.supervisor
-    )
+    return msgspec.structs.replace(state, routers=overview.routers, supervisor=overview.supervisor)

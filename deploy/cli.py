@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, ParamSpec, TypeVar
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -117,6 +118,7 @@ def up(
     dtype: Annotated[Dtype | None, typer.Option(help="Number format; auto is the checkpoint's own.")] = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 is the colocated mode.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    routers: Annotated[int | None, typer.Option(help="Routers, each of which takes requests for all workers.")] = None,
     name: Annotated[str, typer.Option(help="The cluster's name, by default baton.")] = "",
     config: ConfigFile = None,
     settings: Settings = None,
@@ -133,17 +135,20 @@ def up(
     from deploy.progress import Progress
 
     flags = {"model.path": model, "model.dtype": dtype and dtype.value, "cluster.name": name}
-    flags |= {"cluster.prefill": prefill, "cluster.decode": decode}
+    flags |= {"cluster.prefill": prefill, "cluster.decode": decode, "cluster.routers": routers}
     chosen = _load(config, settings, flags)
     with _interruptible(), state_file.locked(chosen.cluster.state_dir), Progress(_err) as progress:
         state = bring_up(chosen, ray.value, dashboard, timeout, progress.say, progress.watch)
     if as_json:
-        _print_json({key: getattr(state, key) for key in ("name", "model", "grpc", "http", "log_dir")})
+        found = {"name": state.name, "model": state.model, "grpc": state.first.grpc, "http": state.first.http}
+        doors = {router: msgspec.structs.asdict(addresses) for router, addresses in state.routers.items()}
+        _print_json(found | {"routers": doors, "log_dir": state.log_dir})
         return
     flag = "" if state.name == "baton" else f" --name {state.name}"
     _out.print(f"[bold green]{state.name} serves {escape(state.model)}[/]")
-    _out.print(f"  gRPC     {state.grpc}")
-    _out.print(f"  metrics  http://{state.http.removeprefix('http://')}/metrics")
+    for router in state.routers.values():
+        _out.print(f"  gRPC     {router.grpc}")
+        _out.print(f"  metrics  http://{router.http.removeprefix('http://')}/metrics")
     _out.print(f"  logs     {escape(state.log_dir)}")
     _out.print(f'  try      baton generate{flag} "Once upon a time" --max-tokens 32')
 
@@ -200,7 +205,7 @@ def generate(
         stop=stop or (),
         ignore_eos=ignore_eos,
     )
-    with Client(address or find(_folder(name)).grpc) as client:
+    with Client(address or find(_folder(name)).target) as client:
         made = generation.run(client, asked, timeout, None if as_json else lambda delta: _stream(delta.text))
     if as_json:
         _print_json(made.as_json())
@@ -235,7 +240,7 @@ def warm(
         raise InvalidRequest("give a FILE with prefixes, or --list, or --remove ID")
     ttl_ms = warming.parse_duration_ms(ttl) if ttl else None
     lines = warming.read(file, sys.stdin.read() if file == warming.STDIN else "") if file else []
-    with Client(address or find(_folder(name)).grpc) as client:
+    with Client(address or find(_folder(name)).target) as client:
         for pin in remove or ():
             client.unpin(pin)
         pins = client.pins() if list_ else []
@@ -270,7 +275,7 @@ def profile(
     from deploy.client import Client
     from deploy.status import find
 
-    with Client(address or find(_folder(name)).grpc) as client:
+    with Client(address or find(_folder(name)).target) as client:
         asked = client.profile(process, steps)
     if as_json:
         _print_json({"process": process, "steps": asked.steps, "path": asked.path, "node": asked.node})
@@ -295,7 +300,7 @@ def explain(
 
     if bool(request_id) == bool(last):
         raise InvalidRequest("give a REQUEST_ID, or --last N")
-    with Client(address or find(_folder(name)).grpc) as client:
+    with Client(address or find(_folder(name)).target) as client:
         if last:
             found = client.requests(last)
             if as_json:
@@ -366,7 +371,7 @@ def drain(
     from deploy.client import Client
     from deploy.status import find
 
-    with Client(address or find(_folder(name)).grpc) as client:
+    with Client(address or find(_folder(name)).target) as client:
         found = client.drain(worker, now=now, undo=undo)
         if wait and not undo:
             found = draining.until_empty(client, found, wait)
@@ -400,7 +405,7 @@ def role(
     from deploy.status import find
 
     kind: WorkerRole = "prefill" if wanted is WorkerKind.PREFILL else "decode"
-    with Client(address or find(_folder(name)).grpc) as client:
+    with Client(address or find(_folder(name)).target) as client:
         client.set_role(worker, kind, patience=patience)
         found, done = draining.until_changed(client, worker, kind, wait)
     if as_json:

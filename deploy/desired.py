@@ -1,6 +1,6 @@
 """Which processes a cluster shall have, and on which node: pure arithmetic over the configuration.
 
-The router runs on the first node. A router that listens on loopback can only be reached from its own node, so then
+Routers run on the first node. A router that listens on loopback can only be reached from its own node, so then
 everything runs there. Otherwise decode workers go round the nodes, and prefill workers go on where those stopped: with
 a worker of each kind and two nodes each has a node to itself. Pages cross between the nodes' stores, so no pair of
 workers need share one; that a pair on one node is cheaper is for the router's placement to weigh, request by request.
@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
+
+import msgspec
 
 from baton.config import Config
 from baton.hosts import is_loopback
 from baton.messages import Role
 
 START_ORDER: tuple[Role, ...] = ("router", "store", "prefill", "decode")
+_FIRST = "router"  # its name; the next one is router-1
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,17 @@ class Scale:
     decode: int
 
 
+def role_of(name: str) -> Role:
+    """Of the process of that name."""
+    return cast(Role, name.partition("-")[0])
+
+
 def scale_of(config: Config) -> Scale:
     return Scale(config.cluster.prefill, config.cluster.decode)
 
 
 def reachable_nodes(config: Config, nodes: Sequence[str]) -> Sequence[str]:
-    """The nodes whose processes could reach the router, which runs on the first."""
+    """The nodes whose processes could reach a router, which runs on the first."""
     return nodes[:1] if is_loopback(config.router.host) else nodes
 
 
@@ -59,7 +68,7 @@ def plan(
     if not nodes:
         raise ValueError("a cluster needs at least one node")
     placed = placed or {}
-    router_node = placed.get("router", nodes[0])
+    router_node = placed.get(_FIRST, nodes[0])
     ordered = [router_node, *(node for node in nodes if node != router_node)]
     usable = ordered if one_machine else reachable_nodes(config, ordered)
 
@@ -72,7 +81,16 @@ def plan(
     workers = [*prefill, *decode]
     # A store is named after its node's place in the list, and keeps its name while it runs.
     stores = _stores(usable, {w.node for w in workers}, placed)
-    return [Spec("router", "router", router_node), *stores, *workers]
+    others = [Spec(f"{_FIRST}-{index}", "router", router_node) for index in range(1, config.cluster.routers)]
+    return [Spec(_FIRST, "router", router_node), *others, *stores, *workers]
+
+
+def listening(config: Config, router: str) -> Config:
+    """As that router takes it which has never served: the ports of the configuration are the first one's."""
+    if router == _FIRST:
+        return config
+    anywhere = msgspec.structs.replace(config.router, grpc_port=0, internal_port=0, http_port=0)
+    return msgspec.structs.replace(config, router=anywhere)
 
 
 def workers_on(node: str, specs: Iterable[Spec]) -> int:

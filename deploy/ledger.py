@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
 
-from baton.messages import Role
-from deploy.desired import Spec
+from deploy.desired import Spec, role_of
 from deploy.observe import Facts, observe, observe_router
 from deploy.processes import Identity
-from deploy.reconcile import ROUTER, Action, Bury, Condition, Crashes, End, Seen, crashed, reconcile
+from deploy.reconcile import Action, Bury, Condition, Crashes, End, Seen, crashed, reconcile
 from deploy.reports import Failure, View
 
 log = logging.getLogger(__name__)
@@ -43,7 +41,6 @@ class Ledger:
         self,
         desired: Sequence[Spec],
         facts: Mapping[str, Facts],
-        router_answers: bool,
         now: float,
         held_up: float = 0.0,
     ) -> list[Action]:
@@ -52,10 +49,7 @@ class Ledger:
         for name, before in self._seen.items():
             before = replace(before, since=before.since + held_up)
             found = facts[name]
-            if name == ROUTER:
-                seen = observe_router(before, found, router_answers, now)
-            else:
-                seen = observe(before, found, now)
+            seen = (observe_router if role_of(name) == "router" else observe)(before, found, now)
             self._note(before, seen, found, now)
         actions = reconcile(desired, self._seen, self._crashes, now)
         for action in actions:
@@ -71,7 +65,7 @@ class Ledger:
     def views(self, desired: Sequence[Spec], now: float) -> tuple[View, ...]:
         """Every process that shall be or still is."""
         specs = {spec.name: spec for spec in desired}
-        extra = [Spec(name, _role(name), seen.node) for name, seen in self._seen.items() if name not in specs]
+        extra = [Spec(name, role_of(name), seen.node) for name, seen in self._seen.items() if name not in specs]
         return tuple(self._view(spec, now) for spec in (*desired, *extra))
 
     def _view(self, spec: Spec, now: float) -> View:
@@ -114,7 +108,3 @@ class Ledger:
         log.warning(
             "%s is gone (%s): crash %d, starts again in %.1f s", name, why, record.total, record.not_before - now
         )
-
-
-def _role(name: str) -> Role:
-    return cast(Role, name.partition("-")[0])

@@ -12,8 +12,8 @@ One machine may stand in for several nodes, each with a store of its own:
 A `Node` may also say where it really is: at which address, and by which command another command is started there, such
 as in a network namespace. The files below `directory` must be the same everywhere, and process numbers too.
 
-Several routers may share the workers: with `routers=2` there is "router-1" beside "router", each with front doors of
-its own (`address_of`).
+Several routers may share the workers: with `cluster.routers` 2 there is "router-1" beside "router", each with front
+doors of its own (`address_of`).
 
 Starts the routers, each of which says its addresses in one line of JSON; then everything else at once. Every process
 dies with this one, however this one ends. Nobody is restarted unless asked: repairing is the supervisor's work.
@@ -45,7 +45,7 @@ from baton.v1 import cluster_pb2
 from deploy.addresses import Addresses
 from deploy.client import UP, Client
 from deploy.cores import share_cores
-from deploy.desired import Scale, Spec, plan, scale_of, workers_on
+from deploy.desired import Scale, Spec, listening, plan, scale_of, workers_on
 from deploy.processes import Identity, end
 
 _POLL = 0.05
@@ -82,14 +82,12 @@ class LocalCluster:
         *,
         nodes: Sequence[str | Node] = (),
         placed: Mapping[str, str] | None = None,
-        routers: int = 1,
         reach: Callable[[str], str] = str,
         patience: float = 90.0,
     ) -> None:
         """Nothing starts yet. `directory` takes configuration, logs and output (none: a temporary one, removed at the
         end). `nodes` are the nodes that this machine plays, by default one; `placed` says on which of them a process
-        runs (name → node), the others go where `plan` puts them. The first of `routers` listens where the configuration
-        says, the others, on the same node, at any free port. `reach` turns the host:port of a node into one at
+        runs (name → node), the others go where `plan` puts them. `reach` turns the host:port of a node into one at
         which this process reaches it, where that is another. `patience` is how many seconds each start may take.
         Every object makes the cluster's name its own, so that clusters on one machine never share a store."""
         self._cleanup = contextlib.ExitStack()
@@ -109,8 +107,7 @@ class LocalCluster:
         self.patience = patience
         self._addresses: dict[str, Addresses] = {}  # of every router that has served
         planned = plan(self.config, scale_of(config), self.nodes, placed, one_machine=True)
-        others = [Spec(f"router-{number}", "router", planned[0].node) for number in range(1, routers)]
-        self._specs = {spec.name: spec for spec in (planned[0], *others, *planned[1:])}
+        self._specs = {spec.name: spec for spec in planned}
         self._running: dict[str, _Running] = {}
         # A parent-death signal comes when the *thread* that started a child ends: so one thread starts them all.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
@@ -286,13 +283,10 @@ class LocalCluster:
         return process.pid
 
     def _config_of(self, spec: Spec) -> Config:
-        """A router that has served comes back at its addresses; one beside the first takes any ports."""
+        """A router that has served comes back at its addresses."""
         if (known := self._addresses.get(spec.name)) is not None:
             return known.pin(self.config)
-        if spec.role != "router" or spec.name == "router":
-            return self.config
-        anywhere = msgspec.structs.replace(self.config.router, grpc_port=0, internal_port=0, http_port=0)
-        return msgspec.structs.replace(self.config, router=anywhere)
+        return listening(self.config, spec.name) if spec.role == "router" else self.config
 
     def _check_running(self, name: str) -> None:
         running = self._running[name]

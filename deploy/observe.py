@@ -1,13 +1,14 @@
 """From raw facts about one process to its condition: pure, so that every misjudgement can be replayed in a test.
 
 Two witnesses are heard: the operating system (by way of Ray on other nodes), whose word that a process is gone is
-proof; and the router, whose word that it is silent or stuck is enough to end it. While the router does not answer,
-nobody is judged by its silence.
+proof; and the routers, whose word that it is silent or stuck is enough to end it. Where several answer, the best that
+one of them says counts: what does not reach one router may be that router's fault. While none answers, nobody is
+judged by its silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -25,6 +26,7 @@ _STATES: Mapping[int, Listed] = {
     cluster_pb2.PROCESS_STATE_STUCK: "stuck",
     cluster_pb2.PROCESS_STATE_DEAD: "silent",  # proof enough for the router; here the system itself is asked
 }
+_BEST_FIRST: Sequence[Listed] = ("live", "stuck", "silent", "absent")
 _CONDITIONS: Mapping[Listed, Condition] = {
     "live": Condition.LIVE,
     "silent": Condition.SILENT,
@@ -40,17 +42,27 @@ class Facts:
     gone: bool = False  # proven
     ending: bool = False  # we are ending it ourselves
     failure: Failure | None = None  # what its service said when it gave up
-    listed: Listed = "unknown"  # by the router
+    listed: Listed = "unknown"  # by the routers
+    answers: bool = False  # of a router: it has answered this turn
     why_gone: str = ""
     identity: Identity | None = None
 
 
-def listed(status: cluster_pb2.GetStatusResponse | None, name: str, identity: Identity | None) -> Listed:
-    """What the router says about this process of that name. An earlier process of the name does not count."""
-    if status is None or identity is None:
+def listed(statuses: Iterable[cluster_pb2.GetStatusResponse], name: str, identity: Identity | None) -> Listed:
+    """What the routers that answer say about this process of that name. An earlier process of the name does not
+    count."""
+    if identity is None:
         return "unknown"
+    said = {_listed(status, name, identity.pid) for status in statuses}
+    for word in _BEST_FIRST:
+        if word in said:
+            return word
+    return "unknown"
+
+
+def _listed(status: cluster_pb2.GetStatusResponse, name: str, pid: int) -> Listed:
     for process in status.processes:
-        if process.name == name and process.pid == identity.pid:
+        if process.name == name and process.pid == pid:
             return _STATES.get(process.state, "absent")
     return "absent"
 
@@ -75,8 +87,8 @@ def observe(before: Seen, facts: Facts, now: float) -> Seen:
     )
 
 
-def observe_router(before: Seen, facts: Facts, answered: bool, now: float) -> Seen:
-    """The router, whose witness is whether it answers. Probes are counted, not timed: had we been paused ourselves, a
+def observe_router(before: Seen, facts: Facts, now: float) -> Seen:
+    """A router, whose witness is whether it answers. Probes are counted, not timed: had we been paused ourselves, a
     long time without an answer would prove nothing."""
-    seen = observe(before, replace(facts, listed="live" if answered else "unknown"), now)
-    return replace(seen, misses=0 if answered else before.misses + 1)
+    seen = observe(before, replace(facts, listed="live" if facts.answers else "unknown"), now)
+    return replace(seen, misses=0 if facts.answers else before.misses + 1)

@@ -93,10 +93,10 @@ def check_name_free(folder: Path) -> None:
 
     state = state_file.read(folder)
     # Without an address its `up` never came to an end; and no other `up` is under way, since we hold the lock.
-    if state is not None and state.grpc and _alive(folder, state):
+    if state is not None and state.routers and _alive(folder, state):
         raise StartupError(
-            f"a cluster named {state.name!r} is up already, at {state.grpc or 'no address yet'}; end it with `baton "
-            f"down --name {state.name}`, or give this one another name: --name"
+            f"a cluster named {state.name!r} is up already, at {state.target}; end it with `baton down --name "
+            f"{state.name}`, or give this one another name: --name"
         )
 
 

@@ -1,6 +1,6 @@
 """What the supervisor does next, decided purely from what shall run and what it found.
 
-                  Start                        the router lists it
+                  Start                        a router lists it
     (nothing) ──────────▶ JOINING ───────────────────────────────▶ LIVE
         ▲                    │ typed failure, or silent for too long │ SILENT, STUCK or FAILED
         │ after its          ▼                                       ▼
@@ -19,10 +19,9 @@ from typing import TypeAlias
 
 from deploy.desired import Spec
 
-ROUTER = "router"
 JOIN_PATIENCE = 900.0  # seconds from start until the router lists it: large weights load slowly
 REJOIN_PATIENCE = 20.0  # seconds that a process may be unknown to the router after it had been live
-ROUTER_MISSES = 6  # probes of the router in a row without an answer, of a second each
+ROUTER_MISSES = 6  # probes of a router in a row without an answer, of a second each
 STEADY = 60.0  # seconds of being live after which earlier crashes no longer count
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0  # seconds; the first crash is repaired at once
 
@@ -48,7 +47,7 @@ class Seen:
     condition: Condition
     since: float  # when it got into this condition
     was_live: bool = False  # at any time before
-    misses: int = 0  # unanswered probes in a row, of the router only
+    misses: int = 0  # unanswered probes in a row, of a router only
     why: str = ""  # what it said when it failed, or how it ended
 
 
@@ -109,14 +108,16 @@ def reconcile(
                 actions.append(Retire(seen.name))
             elif why := verdict(seen, now):
                 actions.append(End(seen.name, why))
-    # Workers and stores are told the router's address when they start, so it comes first. A worker finds its store
+    # Workers and stores are told the routers' addresses when they start, so those come first. A worker finds its store
     # whenever that appears; started right after it, both load at the same time.
-    router = actual.get(ROUTER)
-    router_serves = router is not None and router.condition is Condition.LIVE
+    serving = any(
+        spec.role == "router" and spec.name in actual and actual[spec.name].condition is Condition.LIVE
+        for spec in desired
+    )
     for spec in desired:
         if spec.name in actual or now < crashes.get(spec.name, Crashes()).not_before:
             continue
-        if spec.role == "router" or router_serves:
+        if spec.role == "router" or serving:
             actions.append(Start(spec))
     return actions
 
@@ -128,13 +129,13 @@ def verdict(seen: Seen, now: float) -> str:
         case Condition.FAILED:
             return seen.why
         case Condition.SILENT:
-            return "the router has not heard from it for longer than cluster.silence_ms"
+            return "no router has heard from it for longer than cluster.silence_ms"
         case Condition.STUCK:
             return "its step has taken longer than cluster.stuck_ms"
         case Condition.JOINING if seen.was_live and elapsed > REJOIN_PATIENCE:
-            return f"the router no longer lists it, for {elapsed:.0f} s"
+            return f"no router lists it any more, for {elapsed:.0f} s"
         case Condition.JOINING if elapsed > JOIN_PATIENCE:
-            return f"it had not joined the router after {elapsed:.0f} s"
+            return f"it had joined no router after {elapsed:.0f} s"
         case Condition.LIVE | Condition.JOINING if seen.misses >= ROUTER_MISSES:
             return f"it has not answered {seen.misses} times in a row"
         case _:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -38,7 +39,7 @@ class Report(msgspec.Struct, frozen=True):
 
     record: Record
     failure: Failure | None = None
-    addresses: Addresses | None = None  # the router's, once it serves
+    addresses: Addresses | None = None  # a router's, once it serves
 
 
 class View(msgspec.Struct, frozen=True):
@@ -61,7 +62,7 @@ class Overview(msgspec.Struct, frozen=True):
     supervisor: Identity
     scale: Scale
     processes: tuple[View, ...]
-    addresses: Addresses | None = None
+    routers: Mapping[str, Addresses] = {}  # those that have served, by name; the first comes first
     problem: str = ""  # what the supervisor itself stumbled over in its last turn
 
     @property

@@ -23,7 +23,8 @@ def status(console: Console, found: dict[str, Any]) -> None:
     console.print(f"[bold]{found['cluster']}[/] {serving} {escape(found['model'])}")
     ray = found["ray"]
     owner = "started by baton" if ray["started_by_baton"] else "yours"
-    console.print(f"gRPC {found['grpc']}   metrics http://{found['http'].removeprefix('http://')}/metrics")
+    for router in found["routers"].values():
+        console.print(f"gRPC {router['grpc']}   metrics http://{router['http'].removeprefix('http://')}/metrics")
     console.print(f"Ray {ray['address']} ({owner}, {'token' if ray['mode'] == 'token' else '[yellow]no token[/]'})")
     console.print(f"logs {escape(found['log_dir'])}")
     if found["key_file"]:

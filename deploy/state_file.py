@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from baton.errors import StartupError
+from deploy.addresses import Addresses, target
 from deploy.processes import Identity
 
 
@@ -41,14 +42,22 @@ class State(msgspec.Struct, frozen=True):
     name: str
     ray: RayLink
     log_dir: str
-    grpc: str = ""  # host:port; empty until the router serves
-    internal: str = ""
-    http: str = ""
+    routers: Mapping[str, Addresses] = {}  # by name, the first one first; none until they serve
     model: str = ""
     supervisor: Identity | None = None
     created: str = ""
     key_file: str = ""  # the cluster's keys; empty: it has none, and nothing of it leaves the machine
     made_keys: bool = False  # by `baton up`, for this cluster: they end with it
+
+    @property
+    def first(self) -> Addresses:
+        """Of the first router."""
+        return next(iter(self.routers.values()))
+
+    @property
+    def target(self) -> str:
+        """For a client: of any router that can be reached."""
+        return target(self.routers.values())
 
 
 def path(folder: Path) -> Path:

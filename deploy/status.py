@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from baton.errors import BatonError, StartupError
 from baton.v1 import cluster_pb2
 from deploy import figures, state_file
@@ -18,7 +20,7 @@ def find(folder: Path) -> State:
     state = state_file.read(folder)
     if state is None:
         raise StartupError(f"no cluster named {folder.name!r} is up; start one with `baton up --model DIRECTORY`")
-    if not state.grpc:
+    if not state.routers:
         raise StartupError(
             f"the cluster {folder.name!r} never came up: its `baton up` was killed; `baton down --name {folder.name}` "
             "clears away what is left"
@@ -31,12 +33,12 @@ def collect(folder: Path) -> dict[str, Any]:
     state = find(folder)
     overview = read_overview(folder)
     status, problem, serving = None, "", False
-    with Client(state.grpc) as client:
+    with Client(state.target) as client:
         try:
             status = client.status()
             serving = client.serving()
         except BatonError:
-            problem = f"the router at {state.grpc} does not answer"
+            problem = f"no router answers at {state.target}"
     dead = overview is None or overview.supervisor.gone()
     if dead and status is None:
         problem = f"the cluster has died; `baton down --name {state.name}` clears away what is left"
@@ -47,9 +49,8 @@ def collect(folder: Path) -> dict[str, Any]:
         "model": state.model,
         "serving": serving,
         "problem": problem or (overview.problem if overview else ""),
-        "grpc": state.grpc,
-        "internal": state.internal,
-        "http": state.http,
+        **msgspec.structs.asdict(state.first),
+        "routers": {name: msgspec.structs.asdict(router) for name, router in state.routers.items()},
         "log_dir": state.log_dir,
         "key_file": state.key_file,
         "ray": {"address": state.ray.address, "mode": state.ray.mode, "started_by_baton": state.ray.own is not None},

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,11 +26,11 @@ from deploy.actors import Order
 from deploy.addresses import Addresses
 from deploy.client import Client
 from deploy.crew import SUPERVISOR, Crew
-from deploy.desired import Scale, Spec, plan, workers_on
+from deploy.desired import Scale, Spec, listening, plan, workers_on
 from deploy.kv import Keys
 from deploy.ledger import Ledger
 from deploy.observe import Facts, listed
-from deploy.reconcile import ROUTER, Action, Bury, End, Retire, Start
+from deploy.reconcile import Action, Bury, End, Retire, Start
 from deploy.reports import OVERVIEW_FILE, Overview
 from deploy.state_file import replace
 
@@ -47,7 +47,7 @@ class Desired(msgspec.Struct, frozen=True):
     config: Config
     scale: Scale
     state_dir: str  # on the router's node
-    addresses: Addresses | None = None  # the router's; once known, it always comes back there
+    routers: Mapping[str, Addresses] = {}  # by name; once known, a router always comes back there
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self, enc_hook=int)
@@ -78,8 +78,9 @@ class Supervisor:
             self._ledger.started(name, node, time.monotonic())
         self._endings: dict[str, Future[bool]] = {}
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="ending")
+        self._askers = ThreadPoolExecutor(8, thread_name_prefix="asking")
         self._pauses = PauseDetector(_PAUSED)
-        self._client: Client | None = None
+        self._clients: dict[str, Client] = {}  # to routers
         self._problem = ""
         self._lock = threading.Lock()  # over desired state and ledger; never held while waiting for anybody
         threading.Thread(target=self._run, name=SUPERVISOR, daemon=True).start()
@@ -109,12 +110,12 @@ class Supervisor:
             time.sleep(TURN)
 
     def _turn(self) -> None:
-        status = self._ask_router()
+        statuses = self._ask_routers()
         self._crew.poll()
         with self._lock:
             now = time.monotonic()
-            facts = {name: self._facts(name, status) for name in self._ledger.names}
-            actions = self._ledger.turn(self._specs(), facts, status is not None, now, self._pauses.tick(now))
+            facts = {name: self._facts(name, statuses) for name in self._ledger.names}
+            actions = self._ledger.turn(self._specs(), facts, now, self._pauses.tick(now))
             for action in actions:
                 self._do(action, now)
             overview = self._overview()
@@ -135,42 +136,50 @@ class Supervisor:
                 self._crew.bury(name)
 
     def _start(self, spec: Spec, now: float) -> None:
-        config, endpoint = self._desired.config, ""
-        if (addresses := self._desired.addresses) is not None:
-            config, endpoint = addresses.pin(config), addresses.endpoint
-        router = "" if spec.role == "router" else endpoint
+        config, known = self._desired.config, self._desired.routers
+        if spec.role != "router" and len(known) < config.cluster.routers:
+            return  # it is told of all routers, or it would never find the others
+        if spec.name in known:
+            config = known[spec.name].pin(config)
+        elif spec.role == "router":
+            config = listening(config, spec.name)
+        routers = () if spec.role == "router" else tuple(router.endpoint for router in known.values())
         workers = workers_on(spec.node, self._specs())
-        order = Order(self._namespace, spec.name, spec.role, spec.node, config, router, workers, self._cluster_keys)
+        order = Order(self._namespace, spec.name, spec.role, spec.node, config, routers, workers, self._cluster_keys)
         if self._crew.start(order):
             log.info("started %s on %s", spec.name, spec.node)
             self._ledger.started(spec.name, spec.node, now)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
-    def _ask_router(self) -> cluster_pb2.GetStatusResponse | None:
-        addresses = self._desired.addresses
-        if addresses is None or ROUTER not in self._ledger.names:
-            return None
-        if self._client is None:
-            self._client = Client(addresses.grpc)
+    def _ask_routers(self) -> dict[str, cluster_pb2.GetStatusResponse]:
+        """What those say that answer."""
+        asked = [name for name in self._desired.routers if name in self._ledger.names]
+        answers = zip(asked, self._askers.map(self._ask_router, asked), strict=True)
+        return {name: answer for name, answer in answers if answer is not None}
+
+    def _ask_router(self, name: str) -> cluster_pb2.GetStatusResponse | None:
+        if name not in self._clients:
+            self._clients[name] = Client(self._desired.routers[name].grpc)
         try:
-            return self._client.status(timeout=1.0)
+            return self._clients[name].status(timeout=1.0)
         except BatonError as error:
-            log.info("no answer from the router: %s", error)
+            log.info("no answer from %s: %s", name, error)
             return None
 
-    def _facts(self, name: str, status: cluster_pb2.GetStatusResponse | None) -> Facts:
+    def _facts(self, name: str, statuses: Mapping[str, cluster_pb2.GetStatusResponse]) -> Facts:
         member = self._crew.member(name)
         if (ending := self._endings.get(name)) is not None and ending.done() and not member.gone:
             del self._endings[name]  # it could not be ended; the ledger will ask again
-        if name == ROUTER and member.addresses not in (None, self._desired.addresses):
-            self._keep(msgspec.structs.replace(self._desired, addresses=member.addresses))
+        if member.addresses is not None and member.addresses != self._desired.routers.get(name):
+            self._learn(name, member.addresses)
         identity = member.record.identity if member.record else None
         return Facts(
             gone=member.gone,
             ending=name in self._endings,
             failure=member.failure,
-            listed=listed(status, name, identity),
+            listed=listed(statuses.values(), name, identity),
+            answers=name in statuses,
             why_gone=member.why_gone,
             identity=identity,
         )
@@ -184,12 +193,17 @@ class Supervisor:
         self._keys.put(DESIRED_KEY, desired.encode())
         self._desired = desired
 
+    def _learn(self, router: str, addresses: Addresses) -> None:
+        """Where a router serves: there it always comes back, since those that run have been told."""
+        known = sorted({**self._desired.routers, router: addresses}.items())
+        self._keep(msgspec.structs.replace(self._desired, routers=dict(known)))
+
     def _overview(self) -> Overview:
         return Overview(
             cluster=self._desired.config.cluster.name,
             supervisor=self._identity,
             scale=self._desired.scale,
             processes=self._ledger.views(self._specs(), time.monotonic()),
-            addresses=self._desired.addresses,
+            routers=self._desired.routers,
             problem=self._problem,
         )

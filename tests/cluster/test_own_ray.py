@@ -1,5 +1,6 @@
 """A cluster on a Ray that Baton starts itself."""
 
+import json
 import signal
 import time
 
@@ -14,6 +15,10 @@ GREEDY = ["--temperature", 0, "--max-tokens", 24, "--ignore-eos"]
 
 def names(machine: Machine) -> set[str]:
     return {process["name"] for process in machine.status()["processes"]}
+
+
+def pid_of(machine: Machine, name: str) -> int | None:
+    return next(process["pid"] for process in machine.status()["processes"] if process["name"] == name)
 
 
 def test_a_day_with_a_cluster(machine: Machine):
@@ -57,6 +62,32 @@ def test_a_day_with_a_cluster(machine: Machine):
     assert machine.baton("down").status == 0
     assert machine.left_behind() == []
     assert machine.baton("down").status == 1
+
+
+def test_two_routers_of_which_one_dies(machine: Machine):
+    """Streams of the other one don't notice, commands find it, and the dead one comes back where it was."""
+    up = machine.up("--prefill", 0, "--routers", 2)
+    assert up.status == 0, up
+    addresses = {name: router["grpc"] for name, router in up.json["routers"].items()}
+    assert set(addresses) == {"router", "router-1"}
+    assert names(machine) == {"router", "router-1", "store-0", "decode-0"}
+    expected = machine.generate("The router carries the prompt", *GREEDY)["token_ids"]
+    pids = {process["name"]: process["pid"] for process in machine.status()["processes"]}
+
+    long = ["--temperature", 0, "--max-tokens", 400, "--ignore-eos", "--json"]
+    with machine.start("python", "-m", "deploy", "generate", "x", *long, "--address", addresses["router-1"]) as stream:
+        machine.kill(pids["router"])
+        survived = machine.generate("The router carries the prompt", *GREEDY)
+        out, _ = stream.communicate(timeout=60)
+    assert survived["token_ids"] == expected
+    assert len(json.loads(out)["token_ids"]) == 400
+    machine.wait(
+        "the router is back", lambda: machine.status()["serving"] and pid_of(machine, "router") != pids["router"]
+    )
+    for address in addresses.values():
+        assert machine.generate("The router carries the prompt", *GREEDY, "--address", address)["token_ids"] == expected
+    assert machine.baton("down").status == 0
+    assert machine.left_behind() == []
 
 
 def test_an_up_that_fails_leaves_nothing(machine: Machine):

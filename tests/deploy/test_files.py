@@ -9,17 +9,19 @@ import pytest
 
 from baton.errors import StartupError
 from deploy import state_file
+from deploy.addresses import Addresses
 from deploy.preflight import check_name_free
 from deploy.processes import Identity
 from deploy.state_file import OwnRay, RayLink, State
 
 ME = Identity.mine()
+ROUTERS = {"router": Addresses("127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4")}
 DEAD = Identity(ME.pid, ME.started - 1)
 
 
 def state(**more: object) -> State:
     own = OwnRay(DEAD, "/tmp/baton-ray-x")
-    given = {"name": "baton", "ray": RayLink("127.0.0.1:1", "token", "/t", own), "log_dir": "/l", "grpc": "127.0.0.1:2"}
+    given = {"name": "baton", "ray": RayLink("127.0.0.1:1", "token", "/t", own), "log_dir": "/l", "routers": ROUTERS}
     return State(**(given | more))  # pyright: ignore[reportArgumentType]
 
 
@@ -46,7 +48,7 @@ def test_a_name_is_free_when_its_cluster_has_died(tmp_path: Path):
     check_name_free(tmp_path)
     state_file.write(tmp_path, state(supervisor=DEAD))
     check_name_free(tmp_path)
-    state_file.write(tmp_path, state(supervisor=ME, grpc=""))  # an `up` that was killed
+    state_file.write(tmp_path, state(supervisor=ME, routers={}))  # an `up` that was killed
     check_name_free(tmp_path)
     state_file.write(tmp_path, state(supervisor=ME))
     with pytest.raises(StartupError, match="is up already"):

@@ -32,6 +32,7 @@ from deploy.reconcile import (
 from deploy.reports import Failure
 
 ROUTER = Spec("router", "router", "a")
+OTHER = Spec("router-1", "router", "a")
 STORE = Spec("store-0", "store", "a")
 DECODE = Spec("decode-0", "decode", "a")
 ALL = [ROUTER, STORE, DECODE]
@@ -48,6 +49,8 @@ def test_the_router_comes_first():
     assert reconcile(ALL, {}, {}, 0.0) == [Start(ROUTER)]
     assert reconcile(ALL, {"router": seen("router", Condition.JOINING)}, {}, 0.0) == []
     assert reconcile(ALL, {"router": LIVE["router"]}, {}, 0.0) == [Start(STORE), Start(DECODE)]
+    one_of_two = {"router": LIVE["router"], "router-1": seen("router-1", Condition.ENDING)}
+    assert reconcile([OTHER, *ALL], one_of_two, {}, 0.0) == [Start(STORE), Start(DECODE)]
 
 
 def test_a_whole_cluster_needs_nothing():
@@ -92,11 +95,11 @@ def test_a_router_is_judged_by_unanswered_probes_and_nobody_else_meanwhile():
     worker = seen("decode-0", Condition.LIVE, was_live=True)
     for turn in range(ROUTER_MISSES):
         assert reconcile([ROUTER, DECODE], {"router": router, "decode-0": worker}, {}, float(turn)) == []
-        router = observe_router(router, Facts(), False, float(turn))
+        router = observe_router(router, Facts(), float(turn))
         worker = observe(worker, Facts(listed="unknown"), float(turn))
     (action,) = reconcile([ROUTER, DECODE], {"router": router, "decode-0": worker}, {}, 100.0)
     assert action == End("router", f"it has not answered {ROUTER_MISSES} times in a row")
-    assert observe_router(router, Facts(), True, 100.0).misses == 0
+    assert observe_router(router, Facts(answers=True), 100.0).misses == 0
 
 
 def test_back_off_grows_is_bounded_and_forgives():
@@ -120,11 +123,23 @@ def test_the_router_must_mean_this_very_process():
     status = cluster_pb2.GetStatusResponse(
         processes=[cluster_pb2.Process(name="decode-0", pid=7, state=cluster_pb2.PROCESS_STATE_SILENT)]
     )
-    assert listed(status, "decode-0", Identity(7, 1)) == "silent"
-    assert listed(status, "decode-0", Identity(8, 1)) == "absent"
-    assert listed(status, "decode-1", Identity(7, 1)) == "absent"
-    assert listed(None, "decode-0", Identity(7, 1)) == "unknown"
-    assert listed(status, "decode-0", None) == "unknown"
+    assert listed([status], "decode-0", Identity(7, 1)) == "silent"
+    assert listed([status], "decode-0", Identity(8, 1)) == "absent"
+    assert listed([status], "decode-1", Identity(7, 1)) == "absent"
+    assert listed([], "decode-0", Identity(7, 1)) == "unknown"
+    assert listed([status], "decode-0", None) == "unknown"
+
+
+def test_of_several_routers_the_one_that_hears_a_process_is_believed():
+    def says(*states: "cluster_pb2.ProcessState") -> str:
+        words = [[cluster_pb2.Process(name="decode-0", pid=7, state=state)] if state else [] for state in states]
+        statuses = [cluster_pb2.GetStatusResponse(processes=word) for word in words]
+        return listed(statuses, "decode-0", Identity(7, 1))
+
+    unlisted = cluster_pb2.PROCESS_STATE_UNSPECIFIED
+    assert says(cluster_pb2.PROCESS_STATE_SILENT, cluster_pb2.PROCESS_STATE_LIVE) == "live"
+    assert says(unlisted, cluster_pb2.PROCESS_STATE_SILENT) == "silent"
+    assert says(unlisted, unlisted) == "absent"
 
 
 def test_proof_outweighs_everything():
@@ -149,19 +164,19 @@ def test_a_supervisor_that_was_held_up_blames_nobody():
     ledger.started("router", "a", 0.0)
     ledger.started("decode-0", "a", 0.0)
     wanted = [ROUTER, DECODE]
-    live = {"router": Facts(), "decode-0": Facts(listed="live")}
-    assert ledger.turn(wanted, live, True, 1.0) == []
-    lost = {"router": Facts(), "decode-0": Facts(listed="absent")}
-    assert ledger.turn(wanted, lost, True, 2.0) == []
-    assert ledger.turn(wanted, lost, True, 500.0, held_up=498.0) == []
-    assert isinstance(ledger.turn(wanted, lost, True, 503.0 + REJOIN_PATIENCE)[0], End)
+    live = {"router": Facts(answers=True), "decode-0": Facts(listed="live")}
+    assert ledger.turn(wanted, live, 1.0) == []
+    lost = {"router": Facts(answers=True), "decode-0": Facts(listed="absent")}
+    assert ledger.turn(wanted, lost, 2.0) == []
+    assert ledger.turn(wanted, lost, 500.0, held_up=498.0) == []
+    assert isinstance(ledger.turn(wanted, lost, 503.0 + REJOIN_PATIENCE)[0], End)
 
 
 def test_the_ledger_tells_restarts_and_the_last_failure():
     ledger = Ledger()
     ledger.started("router", "a", 0.0)
-    ledger.turn([ROUTER], {"router": Facts(failure=Failure("port_in_use", "taken"))}, False, 1.0)
-    ledger.turn([ROUTER], {"router": Facts(gone=True)}, False, 2.0)
+    ledger.turn([ROUTER], {"router": Facts(failure=Failure("port_in_use", "taken"))}, 1.0)
+    ledger.turn([ROUTER], {"router": Facts(gone=True)}, 2.0)
     (view,) = ledger.views([ROUTER], 2.0)
     assert (view.condition, view.restarts, view.failure) == ("waiting", 1, Failure("port_in_use", "taken"))
 
@@ -180,14 +195,15 @@ class SupervisorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ledger, self.world, self.now = Ledger(), World(), 0.0
-        self.desired = ALL
+        self.desired = [OTHER, *ALL]
 
     def facts(self, name: str) -> Facts:
         state = self.world.running[name]
-        router_well = self.world.running.get("router") == "well"
-        word = {"well": "live", "stopped": "silent"}.get(state, "unknown") if router_well else "unknown"
+        somebody_asks = any(self.world.running.get(router.name) == "well" for router in (ROUTER, OTHER))
+        word = {"well": "live", "stopped": "silent"}.get(state, "unknown") if somebody_asks else "unknown"
         failure = Failure("internal", "broken") if state == "failed" else None
-        return Facts(gone=state == "gone", ending=state == "ending", failure=failure, listed=word)  # pyright: ignore[reportArgumentType]
+        given = {"gone": state == "gone", "ending": state == "ending", "answers": state == "well"}
+        return Facts(failure=failure, listed=word, **given)  # pyright: ignore[reportArgumentType]
 
     def carry_out(self, action: Action) -> None:
         match action:
@@ -205,8 +221,7 @@ class SupervisorMachine(RuleBasedStateMachine):
     def turn(self, seconds: float) -> None:
         self.now += seconds
         facts = {name: self.facts(name) for name in self.ledger.names}
-        answers = self.world.running.get("router") == "well"
-        for action in self.ledger.turn(self.desired, facts, answers, self.now):
+        for action in self.ledger.turn(self.desired, facts, self.now):
             self.carry_out(action)
 
     @precondition(lambda self: self.world.running)
@@ -225,7 +240,7 @@ class SupervisorMachine(RuleBasedStateMachine):
 
     @rule(decode=st.booleans())
     def scale(self, decode: bool) -> None:
-        self.desired = ALL if decode else [ROUTER, STORE]
+        self.desired = [OTHER, *ALL] if decode else [OTHER, ROUTER, STORE]
 
     @invariant()
     def the_book_knows_every_process(self) -> None:

@@ -10,7 +10,7 @@ from baton.config import Config, load
 from baton.errors import CorruptWeights, StartupError, Unavailable
 from baton.v1 import generation_pb2 as pb
 from deploy import show
-from deploy.addresses import Addresses
+from deploy.addresses import Addresses, target
 from deploy.bring_up import why_failed
 from deploy.desired import Scale
 from deploy.generate import Generated
@@ -23,7 +23,7 @@ ADDRESSES = Addresses("127.0.0.1:1001", "tcp://127.0.0.1:1002", "127.0.0.1:1003"
 
 
 def overview(*views: View) -> Overview:
-    return Overview("baton", Identity(1, 1), Scale(1, 1), views, ADDRESSES)
+    return Overview("baton", Identity(1, 1), Scale(1, 1), views, {"router": ADDRESSES})
 
 
 def decode(condition: str, failure: Failure | None = None, restarts: int = 0) -> View:
@@ -34,6 +34,13 @@ def test_a_router_comes_back_at_its_addresses():
     pinned = ADDRESSES.pin(load(overrides={"router.grpc_port": 0, "router.internal_port": 0, "router.http_port": 0}))
     assert (pinned.router.grpc_port, pinned.router.internal_port, pinned.router.http_port) == (1001, 1002, 1003)
     assert ADDRESSES.endpoint == "tcp://127.0.0.1:1002"
+
+
+def test_a_client_is_told_of_all_routers():
+    other = Addresses("127.0.0.1:2001", "tcp://127.0.0.1:2002", "127.0.0.1:2003")
+    assert target([ADDRESSES]) == "127.0.0.1:1001"
+    assert target([ADDRESSES, other]) == "ipv4:127.0.0.1:1001,127.0.0.1:2001"
+    assert target([Addresses("[::1]:1", "", ""), Addresses("[::1]:2", "", "")]) == "ipv6:[::1]:1,[::1]:2"
 
 
 def test_every_interface_means_nothing_elsewhere():
@@ -66,8 +73,7 @@ def test_the_table_fits_a_screen_and_tells_failures():
         "model": "m[odel]",
         "serving": False,
         "problem": "it is broken",
-        "grpc": "127.0.0.1:1",
-        "http": "127.0.0.1:3",
+        "routers": {"router": {"grpc": "127.0.0.1:1", "internal": "127.0.0.1:2", "http": "127.0.0.1:3"}},
         "log_dir": "/logs",
         "key_file": "",
         "ray": {"address": "127.0.0.1:6379", "mode": "disabled", "started_by_baton": False},
