@@ -49,7 +49,7 @@ from decode_worker.sequence import Phase, Sequence
 from decode_worker.shipments import Shipments
 from decode_worker.tempo import Rows, Tempo
 from engine.batch import Sampled
-from engine.pace import WorkerPace
+from engine.pace import WorkerPace, sample_of
 from engine.steps import Plan, StepDone, StepFailed
 from kvstore.cost import Loading, choose
 from kvstore.device_cache import DeviceCache
@@ -129,6 +129,8 @@ class DecodeState:
         self._page_bytes = 0
         self._copying = 0.0  # since when the copies that were handed out are being made, seconds
         self._planned = 0.0  # when the step that runs was planned, seconds
+        self._stepped = 0.0  # when the last one ended, seconds
+        self._put_off = False  # the last plan had no short tails, because of what came before it
         self._regret: dict[LowerTier, float] = {}
         self._step = 0
         self._preemptions = self._generated = self._computed = 0
@@ -423,6 +425,9 @@ class DecodeState:
         context = max((s.computed for s in tails), default=0)
         prompts = self._tempo.prompt_tokens(rows, context, self._page_size)
         parts = self._tempo.tail_tokens(rows, context, self._page_size)
+        self._put_off = not self._put_off and bool(tails) and self._tempo.holds_up(rows, now - self._stepped)
+        if self._put_off:
+            parts = 0
         overdue = now - self._config.first_step_ms / 1_000
         budget = Budget(self._config.step_tokens, prompts, parts, overdue, self._pace.rate())
         return plan_step(self._sequences.values(), budget)
@@ -459,6 +464,9 @@ class DecodeState:
         plan, steps = done.plan, 1 + len(done.more)
         seconds = (now - self._planned) / steps
         self._step += steps
+        self._stepped = now
+        if all(len(chunk.tokens) <= self._page_size for chunk in plan.values()):
+            self._tempo.stepped(sample_of(list(plan.values()), seconds))
         self._pace.stepped(plan, seconds, steps)
         deltas: dict[str, list[Delta]] = {}  # by owner
         commands: list[Command] = []

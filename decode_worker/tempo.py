@@ -13,15 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.config import DecodeConfig
+from baton.messages import StepSample
 from engine.pace import WorkerPace
 
 _MIXED = 8.0
 """Times a step that only decodes: what one with prompts in it may take, unless `decode.itl_ms` says. With 3, on
 two cores, chunks had some 50 tokens, each of which took twice as long as one in a chunk of 512: all were slower."""
-_TAIL = 1.4
+_TAIL = 1.35
 """The same where all there is of prompts are the last few tokens of some that were handed off. They come in parts then,
 each of which reads the weights with those who decode."""
-_LEAST_TAIL = 4  # tokens of such a part
+_LEAST_TAIL = 4  # tokens of such a part, since fewer take hardly less: they read what comes before them together
+_FREE = 1e-4  # of a step: a token that makes it longer by less costs nothing
+_BESIDES = 0.2  # of a step: where more passed between two of them, for copies or the store's word, no tail follows
 _UNKNOWN = 8  # part of step_tokens that prompts get while it is not known what they cost
 _WEIGHT = 0.2  # of the newest measurement
 _FAR = 4.0  # times the average: so much counts of a copy that took longer, since the process may have stood still
@@ -42,6 +45,9 @@ class Tempo:
         self._config = config
         self._pace = pace
         self._copy_seconds = 0.0  # for a page; 0: not measured yet
+        self._tail_shares: dict[int, float] = {}
+        """By how many bits it takes to count what comes before it: by how much of itself a tail's token makes a step
+        longer. Fits to all steps tell little about so few tokens, of which the first few cost the most."""
 
     def copied(self, pages: int, seconds: float) -> None:
         """So many pages were copied, and the store was told, in that time."""
@@ -49,6 +55,16 @@ class Tempo:
             return
         each, old = seconds / pages, self._copy_seconds
         self._copy_seconds = old + _WEIGHT * (min(each, _FAR * old) - old) if old else each
+
+    def stepped(self, step: StepSample) -> None:
+        """A step in which all there was of prompts were short tails, if anything."""
+        plain = self._pace.seconds(rows=step.rows, context=step.context)
+        if not step.rows or not step.tokens or not plain:
+            return
+        longer = min(max(step.seconds / plain - 1, 0.0), 1.0)  # more is no tail's doing
+        share, magnitude = longer / step.tokens, _magnitude(step.pairs // step.tokens)
+        old = self._tail_shares.get(magnitude, share)
+        self._tail_shares[magnitude] = old + _WEIGHT * (share - old)
 
     def prompt_tokens(self, rows: Rows, context: int, page_size: int) -> int:
         """How many prompt tokens, that attend to `context` positions before them, a step with these rows may have. At
@@ -64,8 +80,12 @@ class Tempo:
         most = self.prompt_tokens(rows, context, page_size)
         if not rows.count:
             return most
-        within = self._pace.tokens_within((_TAIL - 1) * self._seconds(rows), context)
-        return min(most, max(within or 0, _LEAST_TAIL))
+        share = self._tail_shares.get(_magnitude(context), 1.0)
+        return min(most, max(int((_TAIL - 1) / max(share, _FREE)), _LEAST_TAIL))
+
+    def holds_up(self, rows: Rows, seconds: float) -> bool:
+        """Whether so much between two steps keeps those who decode waiting long enough as it is."""
+        return rows.count > 0 and seconds > _BESIDES * self._seconds(rows) > 0
 
     def copies(self, rows: Rows) -> int:
         """How many pages may be copied before a step of these rows; at least one."""
@@ -86,3 +106,7 @@ class Tempo:
     def _seconds(self, rows: Rows) -> float:
         """Of a step without prompts."""
         return self._pace.seconds(rows=rows.count, context=rows.context)
+
+
+def _magnitude(context: int) -> int:
+    return context.bit_length()

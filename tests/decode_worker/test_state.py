@@ -20,11 +20,12 @@ from baton.messages import (
     RouterHeartbeat,
     Sampling,
     Started,
+    StepSample,
     Tokens,
 )
 from decode_worker.state import DecodeState
-from engine.batch import Chunk
-from engine.steps import StepFailed
+from engine.batch import Chunk, Sampled
+from engine.steps import StepDone, StepFailed
 from kvstore.keys import pack_tokens
 from kvstore.transfer import StoreUp
 from tests.decode_worker.load import OnePageEach
@@ -90,6 +91,28 @@ def test_a_prompt_longer_than_the_budget_comes_in_chunks_behind_those_that_decod
     one.rig.settle()
     assert tokens_of(one.said, "short") == reference(PROMPT[:1], 30)
     assert tokens_of(one.said, "long") == reference(PROMPT * 2, 5)
+
+
+def test_a_turn_that_kept_those_who_decode_waiting_computes_no_short_tail_but_the_next_one_does() -> None:
+    steps = [StepSample(0, 0, rows, rows * context, 0.01) for rows in (1, 2, 4) for context in (2, 40)]
+    state, now = DecodeState(DecodeConfig(), 16, 64, calibration=steps), 0.0
+
+    def step(passed: float) -> dict[str, int]:
+        nonlocal now
+        plan = state.plan(now := now + passed)
+        drawn = [None if chunk.sample is None else Sampled(7) for chunk in plan.values()]
+        state.handle(StepDone(plan, drawn), now := now + 0.01)
+        return {name.request: len(chunk.tokens) for name, chunk in plan.items()}
+
+    state.handle(order([3], 9, "a"), now)
+    assert step(0.0) == {"a": 1}
+    state.handle(order([5] * 10, 9, "b"), now)
+    assert [step(0.003), step(0.003), step(0.003), step(0.001)] == [
+        {"a": 1},
+        {"a": 1, "b": 4},
+        {"a": 1},
+        {"a": 1, "b": 4},
+    ]
 
 
 def test_a_stop_token_ends_it_and_is_said() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from baton.config import DecodeConfig
-from baton.messages import AttemptName
+from baton.messages import AttemptName, StepSample
+from baton.pace import pairs
 from decode_worker.tempo import Rows, Tempo
 from engine.batch import Chunk
 from engine.pace import WorkerPace
@@ -34,6 +35,11 @@ def rows(count: int) -> Rows:
     return Rows(count, count * 51)
 
 
+def tails(tokens: int, context: int, seconds: float, beside: int = 8) -> StepSample:
+    """A step of so many tokens of a prompt's tail."""
+    return StepSample(tokens, pairs(tokens, context), beside, beside * 51, seconds)
+
+
 def test_a_step_with_prompts_takes_eight_times_one_without_unless_told_otherwise() -> None:
     assert measured(step_tokens=2_048).prompt_tokens(rows(8), 0, PAGE) == pytest.approx((8 - 1) * 14 / 0.2, rel=0.1)
     assert measured(itl_ms=20).prompt_tokens(rows(8), 0, PAGE) == pytest.approx((20 - 14) / 0.2, rel=0.2)
@@ -54,9 +60,37 @@ def test_before_anything_is_known_prompts_get_little_beside_those_who_decode() -
 
 
 def test_the_last_tokens_of_prompts_come_in_parts_that_hold_up_nobody_for_long() -> None:
-    assert measured().tail_tokens(rows(8), 0, PAGE) == pytest.approx(0.4 * 14 / 0.2, abs=4)
-    assert measured().tail_tokens(rows(0), 0, PAGE) == 512
-    assert Tempo(DecodeConfig(), WorkerPace()).tail_tokens(rows(8), 0, PAGE) == 4
+    """What they cost is learned apart for those with little and with much before them."""
+    tempo = measured()
+    assert tempo.tail_tokens(rows(0), 0, PAGE) == 512
+    assert tempo.tail_tokens(rows(8), 48, PAGE) == tempo.tail_tokens(rows(8), 2_000, PAGE) == 4  # nothing is known yet
+    for context, each in ((48, 0.0004), (2_000, 0.003)):
+        for _ in range(30):
+            tempo.stepped(tails(4, context, 0.014 + 4 * each))
+    assert tempo.tail_tokens(rows(8), 48, PAGE) == pytest.approx(0.35 * 14 / 0.4, abs=2)
+    assert tempo.tail_tokens(rows(8), 2_000, PAGE) == 4
+    for _ in range(30):
+        tempo.stepped(tails(4, 2_000, 0.014))
+    assert tempo.tail_tokens(rows(8), 2_000, PAGE) > PAGE
+
+
+def test_a_process_that_stood_still_says_little_about_tails() -> None:
+    tempo = measured()
+    for _ in range(30):
+        tempo.stepped(tails(8, 48, 0.014 + 8 * 0.0002))
+    before = tempo.tail_tokens(rows(8), 48, PAGE)
+    tempo.stepped(tails(8, 48, 5.0))
+    assert before > tempo.tail_tokens(rows(8), 48, PAGE) > before / 5
+    tempo.stepped(StepSample(0, 0, 8, 400, 5.0))  # nothing of a prompt was in it
+    tempo.stepped(tails(8, 48, 5.0, beside=0))  # and here nobody was disturbed
+    assert tempo.tail_tokens(rows(8), 48, PAGE) > before / 5
+
+
+def test_what_passed_between_two_steps_is_measured_by_a_step() -> None:
+    assert measured().holds_up(rows(8), 0.004)
+    assert not measured().holds_up(rows(8), 0.002)
+    assert not measured().holds_up(rows(0), 1.0)  # nobody decodes
+    assert not Tempo(DecodeConfig(), WorkerPace()).holds_up(rows(8), 1.0)
 
 
 def test_copies_take_a_share_of_a_step() -> None:
