@@ -42,6 +42,7 @@ WEIGHTS: Mapping[str, Mapping[str, float]] = {
 CLASSES = {0: (5.0, 0.1), 1: (15.0, 0.2)}  # objectives by priority: TTFT and TPOT, seconds
 _PRIORITIES = ((0, 0.15), (1, 0.85))
 _PROMPT, _OUTPUT = Lengths("lognormal", 4_000, 0.8, 16_000), Lengths("lognormal", 250, 0.8, 2_000)
+_PAGE_SIZE = 128  # tokens; a step has two pages of a prompt at least: with 512 those alone would take over 100 ms
 _OUTPUT_COST = 2.0  # `router.output_weight`
 _MORE, _WORTH = 1.5, 1.02  # the rate rises so much, for as long as goodput does
 _SOON = 0.05  # seconds within which a rejection should be heard
@@ -101,7 +102,7 @@ def offer(setting: Setting, rate: float) -> Outcome:
         "router.tenants": {name: {"weight": weight} for name, weight in weights.items()},
         "router.output_weight": _OUTPUT_COST,
     }  # fmt: skip
-    cluster = Cluster(Layout.parse(setting.cluster), model, model.configuration(512, settings), setting.seed)
+    cluster = Cluster(Layout.parse(setting.cluster), model, model.configuration(_PAGE_SIZE, settings), setting.seed)
     arrivals: list[Arrival] = []
     ended: list[int] = []  # places in `arrivals`, in the order of the ends
     cluster.measures.watch = lambda request, tenant, ttft: ended.append(int(request[1:]) - 1)

@@ -22,6 +22,7 @@ from router.request import Request
 _LATE_IN_TIME = 0.9
 """Of requests that leave the queue, so many have their first token no later than computing it and what is expected on
 top: they share their workers with others."""
+_AHEAD = 0.5  # seconds of prompts that are enough for a worker to go on with
 _LEAST_HINT, _MOST_HINT = 0.25, 30.0  # seconds after which another try is worth it
 
 
@@ -81,6 +82,7 @@ class Admission:
         self.queue = Queue(self._fairness, config.ageing_ms / 1_000)
         self.served = TokensServed()
         self.rejected: Counter[str] = Counter()  # by reason
+        self._here: Counter[tuple[str, int]] = Counter()  # requests that have not ended, by tenant and level
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
@@ -102,6 +104,7 @@ class Admission:
             self.rejected["rate_limited"] += 1
             raise
         request.quota = tokens
+        self._here[request.tenant, request.level] += 1
 
     def wait(self, request: Request, now: float) -> None:
         """It waits for a worker, with a limit. Whoever comes back unaccepted goes on with the wait it had."""
@@ -119,7 +122,7 @@ class Admission:
             limit = request.timeline.received + request.ttft - seconds - self._late.seconds
             request.give_up = min(request.give_up, limit)
         wait = self.queue.wait(request, now)
-        if now + wait + self.queue.doubt(request, request.give_up - now) < request.give_up:
+        if now + wait + self.queue.doubt(request, wait, request.give_up - now) < request.give_up:
             request.least = seconds
             request.forecast = now + wait if wait else None
             return None
@@ -131,6 +134,11 @@ class Admission:
         self.rejected["objective"] += 1
         message = f"the queue would bring the first token {late:.1f} s after the {request.ttft:.1f} s it may take"
         return ObjectiveUnreachable(message, _hint(late))
+
+    def too_early(self, request: Request, ahead: float) -> bool:
+        """Whether it should wait here rather than at a worker that has prompts to compute for `ahead` seconds: here
+        turns are kept. Where all are of one tenant and one level it makes no difference."""
+        return ahead > _AHEAD and len(self._here) > 1 and not request.begun
 
     def overfull(self, now: float) -> tuple[Request, Overloaded] | None:
         """Who must go because too many wait; none: nobody, so far."""
@@ -180,7 +188,7 @@ class Admission:
             self._retries.first(now)
         if not request.charged:
             request.charged = self._prices.prompt(request.prompt, cached)
-            self._fairness.charge(request.tenant, request.charged)
+            self._charge(request.tenant, request.charged)
 
     def began(self, request: Request, now: float) -> None:
         """Its first token is here."""
@@ -188,7 +196,7 @@ class Admission:
             self._late.learn(now - request.timeline.placed - request.least)
 
     def generated(self, request: Request, tokens: int) -> None:
-        self._fairness.charge(request.tenant, self._prices.output * tokens)
+        self._charge(request.tenant, self._prices.output * tokens)
 
     def ended(self, request: Request, usage: Usage, now: float) -> None:
         """Estimates become what it was."""
@@ -196,14 +204,19 @@ class Admission:
         tenant, begun = request.tenant, request.begun
         if request.charged:
             cost = self._prices.prompt(usage.prompt, usage.cached) if begun else 0.0
-            self._fairness.charge(tenant, cost - request.charged)
+            self._charge(tenant, cost - request.charged)
         if request.quota is not None:
+            self._here -= Counter({(tenant, request.level): 1})
             used = usage.prompt + usage.completion if begun else None
             self._quotas.leave(tenant, request.quota, used, now)
         if begun:
             self.served.add(tenant, "computed", usage.prompt - usage.cached)
             self.served.add(tenant, "cached", usage.cached)
             self.served.add(tenant, "generated", usage.completion)
+
+    def _charge(self, tenant: str, cost: float) -> None:
+        self._fairness.charge(tenant, cost)
+        self.queue.served(cost)
 
     def validate(self) -> None:
         """Check every invariant; for tests."""

@@ -48,6 +48,15 @@ class Fairness:
         """What it has been served, by weight, as far as that counts."""
         return max(self._counters.get(tenant, 0.0), 0.0 if tenant in self._waiting else self._floor)
 
+    def leaders(self, tokens: float) -> frozenset[str]:
+        """Of the tenants that wait those that have had more than their share by so much: all who wait would have to be
+        served so many tokens until the one that was served least had as much, by weight."""
+        if len(self._waiting) < 2:
+            return frozenset()
+        least = min(self._counters[tenant] for tenant in self._waiting)
+        most = least + tokens / sum(self.weight(tenant) for tenant in self._waiting)
+        return frozenset(tenant for tenant in self._waiting if self._counters[tenant] > most)
+
     def waits(self, tenant: str) -> None:
         """One more request of it waits."""
         if tenant not in self._waiting:

@@ -80,6 +80,7 @@ class Life:
         self.admission = Admission(config.router)
         self.queue = self.admission.queue
         self.room = False  # something has changed that may let a queued request be placed
+        self._held = False  # somebody waits here who might as well wait at a worker
         self.counts = Counts()
         self.bottleneck = Bottleneck()
         self.recent = Explanations(config.router.explain_requests)
@@ -111,7 +112,7 @@ class Life:
         self.admission.wait(request, now)
         if self.room:
             self.settle(now)
-        elif self._open():  # nothing has changed for those who wait
+        elif self._open() and (not self._held or self.queue.first(now) is request):  # nothing new for those who wait
             self._view.now = now
             self._place(request, now)
         if request in self.queue:
@@ -152,6 +153,7 @@ class Life:
         """In order of service. Who can't be placed is passed by: what one prompt waits for (a prefill slot) another may
         not need."""
         self._view.begin(now)
+        self._held = False
         tried = 0
         for request in self.queue.in_order(now) if len(self.queue) else ():
             if tried >= _LOOK_AHEAD or not self._open():
@@ -201,6 +203,8 @@ class Life:
         self._view.weighed = None
         choice = self._placer.place(ask, self._view)
         if isinstance(choice, Plan):
+            if self._too_early(request, choice):
+                return False
             self._begin(request, ask, choice, now)
             return True
         self.recent.waits(request, choice.why, self._weighed())
@@ -209,6 +213,18 @@ class Life:
             self.end(request, Failed(error), now)
             return True
         return False
+
+    def _too_early(self, request: Request, plan: Plan) -> bool:
+        """Whether it waits here, since its worker has prompts enough; for those behind it that counts like a prompt."""
+        worker = plan.prefill or plan.decode
+        prompts = self._members.live(worker).slots.values()
+        enough = len(prompts) >= self._config.prefill.max_prompts
+        if not enough or not self.admission.too_early(request, sum(prompt.seconds for prompt in prompts)):
+            return False
+        self._view.claim(worker, plan.predicted.load + plan.predicted.compute)
+        self.recent.waits(request, f"{self._members.live(worker).peer.name} has prompts enough", self._weighed())
+        self._held = True
+        return True
 
     def _begin(self, request: Request, ask: Ask, plan: Plan, now: float) -> None:
         request.attempts += 1
@@ -382,7 +398,7 @@ class Life:
 
     def expire(self, now: float) -> None:
         """Everything that has waited for too long: a client, a place in the queue, an attempt."""
-        self.room |= self.queue.begun  # time alone may let one of them be repeated
+        self.room |= self.queue.begun or self._held  # time alone may let one of them go
         progress = self._config.router.progress_ms / 1_000
         for request in [request for request in self.requests.values() if now >= request.until(progress)]:
             if request.deadline is not None and now >= request.deadline:

@@ -2,7 +2,8 @@
 
 Requests wait in lines, one for each level of urgency and tenant, oldest first. The next is found in three steps:
 
-1. Those whom a worker had accepted before: a client may be in the middle of their output.
+1. Those whom a worker had accepted before: a client may be in the middle of their output. And last of all the tenants
+   that have had more than their share by some seconds of service: so much may a tenant get ahead by being urgent.
 2. The most urgent level. Waiting raises a request, one level for each `ageing` seconds, up to the most urgent level
    that somebody waits at and no higher: what is old must not stand above everything that comes, or whoever sends most
    would be served most.
@@ -24,7 +25,7 @@ from heapq import heapify, heappop, heapreplace
 from math import exp, inf
 
 from router.fairness import Fairness
-from router.quantile import Quantile
+from router.quantile import Spread
 from router.request import Request
 
 _HORIZON = 10.0  # seconds of draining after which they count a third
@@ -32,14 +33,13 @@ _MEMORY = 60.0  # seconds for which an empty line's past is kept
 _TRUST = 2.0  # seconds of draining that outweigh what was expected of a line
 _ENOUGH = 1.0  # seconds of draining that must have been seen before they say anything
 
-_WAITS_IN_TIME = 0.98
-"""Of newcomers that are let wait, so many wait no longer than expected, although others come who go before them. What
-the rest get may be a rejection after a wait, which is worth less than being told at once."""
+_LEAD = 5.0  # seconds of service, of all tenants together, that urgency may put a tenant ahead of its share
+_ROUGHLY = 2.0  # seconds: errors of forecasts are in proportion to these and the forecast
 _MOST_DOUBT = 0.8
 """Of the time that a request may wait: who is forecast to need a fifth of it is let wait, or nothing would be learned
 any more."""
 
-_Rank = tuple[bool, int, float, float, int]
+_Rank = tuple[bool, bool, int, float, float, int]
 
 
 def _arrival(request: Request) -> int:
@@ -70,7 +70,8 @@ class Queue:
         self._places: dict[str, tuple[_Line, int, float]] = {}  # line, work and since when, by request
         self._refused: dict[str, float] = {}  # tenants that were turned away lately, and when
         self.tokens = 0  # known ones, of all that wait
-        self.outflow = Outflow()
+        self.outflow = Outflow()  # prompt tokens to compute
+        self._service = Outflow()  # what tenants are charged for
 
     def __len__(self) -> int:
         return len(self._places)
@@ -91,7 +92,7 @@ class Queue:
         return levels
 
     def add(self, request: Request, now: float) -> None:
-        self.outflow.until(now, waiting=bool(self))
+        self._until(now, waiting=bool(self))
         key = (request.tenant, request.level, not request.begun)
         if (line := self._lines.get(key)) is None:
             line = self._lines[key] = _Line(*key)
@@ -117,7 +118,7 @@ class Queue:
         """It waits no longer, having been placed or not; nothing happens if it did not wait."""
         if (place := self._places.pop(request.name, None)) is None:
             return
-        self.outflow.until(now, waiting=True)
+        self._until(now, waiting=True)
         line, work, since = place
         line.past.outflow.until(now, waiting=True)
         if placed and (self._places or now > since):
@@ -137,17 +138,22 @@ class Queue:
             self._fairness.waits(request.tenant)
         self._refused[request.tenant] = now
 
+    def served(self, cost: float) -> None:
+        """Some tenant was charged for so much."""
+        if self._places:
+            self._service.took(cost)
+
     # --- order -------------------------------------------------------------------------------------------------------
 
     def in_order(self, now: float) -> Iterator[Request]:
         """In order of service. Requests may be discarded meanwhile, and tenants charged: that counts at once."""
-        top = self._top()
-        heap = [(self._rank(line, 0, top, now), line, 0) for line in self._lines.values()]
+        top, leaders = self._top(), self._leaders()
+        heap = [(self._rank(line, 0, top, leaders, now), line, 0) for line in self._lines.values()]
         heapify(heap)  # ranks differ: each has its request's arrival
         while heap:
             rank, line, index = heap[0]
             if index < len(line.requests):
-                if (current := self._rank(line, index, top, now)) != rank:
+                if (current := self._rank(line, index, top, leaders, now)) != rank:
                     heapreplace(heap, (current, line, index))
                     continue
                 request = line.requests[index]
@@ -155,15 +161,19 @@ class Queue:
                 if index < len(line.requests) and line.requests[index] is request:
                     index += 1
             if index < len(line.requests):
-                heapreplace(heap, (self._rank(line, index, top, now), line, index))
+                heapreplace(heap, (self._rank(line, index, top, leaders, now), line, index))
             else:
                 heappop(heap)
 
+    def first(self, now: float) -> Request | None:
+        """The next; none: nobody waits."""
+        return next(self.in_order(now), None)
+
     def last(self, now: float) -> Request | None:
-        """Who is turned away when somebody must be: the newest of the least urgent line, and there of the tenant that
-        would be served last if all it waits for were served, so that no flood leaves the others without a place. None:
-        nobody waits but those that a worker had accepted, and they stay."""
-        top = self._top()
+        """Who is turned away when somebody must be: the newest of a tenant far ahead of its share, or else of the least
+        urgent line, and there of the tenant that would be served last if all it waits for were served, so that no flood
+        leaves the others without a place. None: nobody waits but those that a worker had accepted, and they stay."""
+        top, leaders = self._top(), self._leaders()
         backlog: Counter[str] = Counter()
         for line in self._lines.values():
             backlog[line.tenant] += line.work
@@ -171,6 +181,7 @@ class Queue:
         return max(
             (line.requests[-1] for line in lines),
             key=lambda request: (
+                request.tenant in leaders,
                 self._level(request, top, now),
                 self._fairness.counter(request.tenant) + backlog[request.tenant] / self._weight(request.tenant),
                 self._due(request),
@@ -182,16 +193,22 @@ class Queue:
     def _top(self) -> int:
         return min((line.level for line in self._lines.values() if line.newcomers), default=0)
 
+    def _leaders(self) -> frozenset[str]:
+        rate = self._service.rate
+        return self._fairness.leaders(_LEAD * rate) if rate else frozenset()
+
     def _level(self, request: Request, top: int, now: float) -> int:
         return max(top, request.level - int((now - request.submitted) / self._ageing))
 
     def _due(self, request: Request) -> float:
         return request.submitted + request.level * self._ageing
 
-    def _rank(self, line: _Line, index: int, top: int, now: float) -> _Rank:
+    def _rank(self, line: _Line, index: int, top: int, leaders: frozenset[str], now: float) -> _Rank:
         request = line.requests[index]
-        level = self._level(request, top, now) if line.newcomers else 0
-        return (line.newcomers, level, self._fairness.counter(line.tenant), self._due(request), request.arrival)
+        leads, level = False, 0
+        if line.newcomers:
+            leads, level = line.tenant in leaders, self._level(request, top, now)
+        return (line.newcomers, leads, level, self._fairness.counter(line.tenant), self._due(request), request.arrival)
 
     def _weight(self, tenant: str) -> float:
         return self._fairness.weight(tenant)
@@ -203,7 +220,7 @@ class Queue:
         lately; 0: nobody knows. Before it are its own line, all that is more urgent, and of other tenants as urgent as
         it what they will be served until it has had its turn. So much is known of those that wait; who will come
         meanwhile and be served first is learned from how fast its own line has been drained so far."""
-        self.outflow.until(now, waiting=True)
+        self._until(now, waiting=True)
         if not (rate := self.outflow.rate):
             return 0.0
         line = self._lines[request.tenant, request.level, True]
@@ -213,16 +230,23 @@ class Queue:
             return expected
         return line.work / line.past.outflow.rate_given(line.work / expected)
 
-    def doubt(self, request: Request, limit: float) -> float:
-        """Seconds by which its wait may turn out longer than the forecast, where `limit` are all that it has."""
-        return min(self._lines[request.tenant, request.level, True].past.longer.seconds, _MOST_DOUBT * limit)
+    def doubt(self, request: Request, wait: float, limit: float) -> float:
+        """Seconds by which it may wait longer than the `wait` that was forecast, where `limit` are all that it has.
+        Others come who go before it, and being told at once is better than being turned away after a wait."""
+        longer = self._lines[request.tenant, request.level, True].past.longer.most
+        return min(longer * (wait + _ROUGHLY), _MOST_DOUBT * limit)
 
     def learn(self, request: Request, now: float) -> None:
         """A newcomer has waited for so long at least."""
         past = self._pasts.get((request.tenant, request.level))
         if past is not None and request.forecast is not None:
-            past.longer.learn(now - request.forecast)
+            wait = request.forecast - request.submitted
+            past.longer.learn((now - request.forecast) / (wait + _ROUGHLY))
         request.forecast = None
+
+    def _until(self, now: float, *, waiting: bool) -> None:
+        self.outflow.until(now, waiting=waiting)
+        self._service.until(now, waiting=waiting)
 
     def _ahead(self, request: Request) -> float:
         mine = self._lines[request.tenant, request.level, True].work
@@ -258,11 +282,12 @@ class Queue:
 
 
 class Past:
-    """What was seen of a line: how fast it was drained, and by how much waits were longer than their forecast."""
+    """What was seen of a line: how fast it was drained, and by which part of it, and of `_ROUGHLY`, waits were longer
+    than their forecast."""
 
     def __init__(self) -> None:
         self.outflow = Outflow()
-        self.longer = Quantile(_WAITS_IN_TIME, least=1.0)
+        self.longer = Spread()
 
 
 class Outflow:
@@ -295,6 +320,6 @@ class Outflow:
             self._seconds = self._seconds * fade + _HORIZON * (1 - fade)
             self._tokens *= fade
 
-    def took(self, tokens: int) -> None:
+    def took(self, tokens: float) -> None:
         """So many left the queue for a worker."""
         self._tokens += tokens

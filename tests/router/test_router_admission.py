@@ -16,7 +16,7 @@ from baton.messages import Failed as WorkerFailed
 from router.events import Failed
 from router.front import status_of
 from router.placement import Ask, Choice, LowestTtft, Reject, Wait
-from router.quantile import Quantile
+from router.quantile import Quantile, Spread
 from router.view import View
 from tests.router.lab import Lab, held
 from tests.router.model import CONFIG, EOS
@@ -226,6 +226,17 @@ def test_what_first_tokens_are_late_by_is_learned() -> None:
     assert late.seconds < 0.5
 
 
+def test_what_is_seldom_exceeded() -> None:
+    spread = Spread()
+    assert spread.most == 0.0
+    for turn in range(1_000):
+        spread.learn((turn % 5 - 2) / 10)  # evenly from -0.2 to 0.2, so 0.12 from their mean on average
+    assert 0.3 < spread.most < 0.45
+    for _ in range(300):
+        spread.learn(-1.0)
+    assert spread.most == 0.0
+
+
 # --- bounds ---
 
 
@@ -348,6 +359,55 @@ def test_a_tenant_that_waits_has_its_share_whatever_the_other_sends(
         cluster.beat(decode, *(held(name, attempt, 0) for name, (_, attempt) in running.items()))
     once = max(p + 2 * o for p, o in zip(prompts, outputs, strict=True)) * (slots + 16)
     assert abs(served["a"] - served["b"]) <= 2 * once
+
+
+def computes(cluster: Lab, decode: str, seconds: float) -> None:
+    """The worker takes so long for a prompt of 40 tokens."""
+    cluster.report(decode, Load(prefill_rate=40 / seconds))
+
+
+def test_where_several_tenants_are_a_worker_has_no_more_prompts_than_it_needs() -> None:
+    """The others wait in the router, where turns are kept: of who comes then nobody is passed by."""
+    cluster = lab()
+    (decode,) = cluster.colocated()
+    computes(cluster, decode, 0.4)
+    for i in range(4):
+        cluster.submit(f"a{i}", tenant="a", prompt=40)
+    assert len(cluster.sent(Decode)) == 4, "one tenant alone gains nothing by waiting here"
+    for name in ("b0", "b1"):
+        cluster.submit(name, tenant="b", prompt=40)
+    cluster.submit("a4", tenant="a", prompt=40)
+    assert cluster.state.stats().queued == 3
+    assert "prompts enough" in cluster.state.explain("b0", "b").waits
+    for i in range(3):
+        finish(cluster, decode, f"a{i}", 40)
+    assert [order.request for order in cluster.sent(Decode)][4:] == ["b0"]
+    finish(cluster, decode, "a3", 40)
+    assert cluster.decode.request == "b1"
+
+
+def test_nobody_passes_those_who_are_held_back() -> None:
+    cluster = lab()
+    (decode,) = cluster.colocated()
+    computes(cluster, decode, 0.4)
+    for i in range(2):
+        cluster.submit(f"a{i}", tenant="a", prompt=40)
+    cluster.submit("b0", tenant="b", prompt=40)
+    assert cluster.state.stats().queued == 1
+    computes(cluster, decode, 0.01)
+    cluster.submit("a2", tenant="a", prompt=40)
+    assert cluster.state.stats().queued == 2
+    cluster.advance(0.01)
+    assert [order.request for order in cluster.sent(Decode)] == ["a0", "a1", "b0", "a2"]
+
+
+def test_short_prompts_are_not_held_back() -> None:
+    cluster = lab()
+    (decode,) = cluster.colocated()
+    computes(cluster, decode, 0.01)
+    for i in range(12):
+        cluster.submit(f"r{i}", tenant="ab"[i % 2], prompt=40)
+    assert len(cluster.sent(Decode)) == 12
 
 
 # --- retries ---

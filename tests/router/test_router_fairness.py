@@ -55,6 +55,20 @@ def test_after_nobody_waited_counting_goes_on_where_the_last_left_it() -> None:
     assert fairness.counter("b") == 1_000
 
 
+def test_who_has_had_more_than_its_share() -> None:
+    """The weights are 1, 1 and 2: 800 tokens would bring all three to where "a" is."""
+    fairness = Fairness(WEIGHTS.__getitem__)
+    fairness.waits("a")
+    assert fairness.leaders(0) == frozenset(), "there is nobody to be ahead of"
+    fairness.waits("b")
+    fairness.waits("c")
+    fairness.charge("a", 200)
+    assert fairness.leaders(799) == {"a"}
+    assert fairness.leaders(800) == frozenset()
+    fairness.waits_no_more("a")
+    assert fairness.leaders(0) == frozenset()
+
+
 def test_tenants_that_owe_nothing_are_forgotten() -> None:
     fairness = Fairness(even)
     for i in range(1_000):

@@ -36,9 +36,13 @@ class Line:
         """The next, who pays for its prompt."""
         request = next(iter(self.queue.in_order(self.now)))
         self.queue.discard(request, self.now, placed=True)
-        self.fairness.charge(request.tenant, request.prompt)
+        self.charge(request.tenant, request.prompt)
         self.queue.validate()
         return request.name
+
+    def charge(self, tenant: str, cost: float) -> None:
+        self.fairness.charge(tenant, cost)
+        self.queue.served(cost)
 
     def serve_all(self) -> list[str]:
         return [self.serve() for _ in range(len(self.queue))]
@@ -113,6 +117,40 @@ def test_a_tenant_of_more_weight_has_more_turns() -> None:
     assert sum(name.startswith("h") for name in served) == 8
 
 
+def test_urgency_does_not_put_a_tenant_far_ahead_of_its_share() -> None:
+    """Two tenants wait and 100 tokens are served a second: five seconds of that are 250 for each."""
+    line = Line()
+    for i in range(20):
+        line.comes(f"urgent {i}", "a", prompt=50, priority=-1)
+        line.comes(f"patient {i}", "b", prompt=50)
+    served: list[str] = []
+    for _ in range(16):
+        line.now += 0.5
+        served.append(line.serve().split()[0])
+    assert served[:4] == ["urgent"] * 4
+    assert served.count("urgent") - served.count("patient") in (4, 5, 6)
+    assert served[-4:].count("urgent") == 2
+    last = line.queue.last(line.now)
+    assert last is not None
+
+
+def test_a_tenant_far_ahead_goes_first_when_the_queue_is_full() -> None:
+    line = Line()
+    line.comes("patient", "b", priority=5)
+    for i in range(4):
+        line.comes(f"urgent {i}", "a")
+    line.now = 2.0
+    line.charge("b", 1.0)
+    assert line.queue.last(line.now) is line.requests["patient"]
+    line.comes("another", "b", priority=5)
+    line.charge("a", 2_000)
+    line.now = 100.0
+    line.comes("newest", "b", priority=5)
+    last = line.queue.last(line.now)
+    assert last is not None
+    assert last.name == "urgent 3"
+
+
 def test_requests_may_leave_while_the_order_is_read() -> None:
     line = Line()
     for i in range(6):
@@ -122,7 +160,7 @@ def test_requests_may_leave_while_the_order_is_read() -> None:
         seen.append(request.name)
         if request.name in ("r0", "r3"):
             line.queue.discard(request, line.now)
-            line.fairness.charge(request.tenant, 1_000)
+            line.charge(request.tenant, 1_000)
     assert sorted(seen) == [f"r{i}" for i in range(6)]
     assert len(line.queue) == 4
 
@@ -198,6 +236,23 @@ def test_an_idle_queue_says_nothing_of_how_fast_it_drains() -> None:
     assert line.queue.outflow.rate == 0
 
 
+def test_the_margin_follows_how_wrong_forecasts_were() -> None:
+    """Whoever waited 6 s in a line where 4 s were expected makes those behind it doubt their 4 s, too."""
+    line = Line()
+    drained(line, 1_000)
+    for i in range(60):
+        request = line.comes(f"r{i}", "a", prompt=1_000)
+        assert line.queue.doubt(request, 4.0, 10.0) <= 8.0, "a fifth of what it may wait is always enough"
+        request.forecast = line.now + 4.0
+        line.now += 6.0
+        line.queue.learn(request, line.now)
+        line.queue.discard(request, line.now, placed=True)
+    request = line.comes("next", "a", prompt=1_000)
+    assert 2.0 <= line.queue.doubt(request, 4.0, 10.0) <= 6.0
+    other = line.comes("other", "b", prompt=1_000)
+    assert line.queue.doubt(other, 4.0, 10.0) == 0.0, "each line has its own"
+
+
 class Queues(RuleBasedStateMachine):
     """Whatever comes and goes: sums add up, and the order is what the rule says, worked out by sorting."""
 
@@ -245,10 +300,19 @@ class Queues(RuleBasedStateMachine):
         line.fairness.validate()
         waiting = [request for request in line.requests.values() if request in line.queue]
         top = min((r.level for r in waiting if not r.begun), default=0)
+        leaders = line.queue._leaders()
 
         def rank(r: Request) -> tuple[object, ...]:
             level = 0 if r.begun else max(top, r.level - int((line.now - r.submitted) / AGEING))
-            return (not r.begun, level, line.fairness.counter(r.tenant), r.submitted + r.level * AGEING, r.arrival)
+            leads = not r.begun and r.tenant in leaders
+            return (
+                not r.begun,
+                leads,
+                level,
+                line.fairness.counter(r.tenant),
+                r.submitted + r.level * AGEING,
+                r.arrival,
+            )
 
         order = line.order()
         assert len(order) == len(line.queue) == sum(line.queue.levels().values())
