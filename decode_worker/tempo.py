@@ -19,7 +19,7 @@ from engine.pace import WorkerPace
 _MIXED = 8.0
 """Times a step that only decodes: what one with prompts in it may take, unless `decode.itl_ms` says. With 3, on
 two cores, chunks had some 50 tokens, each of which took twice as long as one in a chunk of 512: all were slower."""
-_TAIL = 1.3
+_TAIL = 1.35
 """The same where all there is of prompts are the last few tokens of some that were handed off. They come in parts then,
 each of which reads the weights with those who decode."""
 _LEAST_TAIL = 4  # tokens of such a part, since fewer take hardly less: they read what comes before them together
