@@ -19,7 +19,7 @@ from engine.pace import WorkerPace
 _MIXED = 8.0
 """Times a step that only decodes: what one with prompts in it may take, unless `decode.itl_ms` says. With 3, on
 two cores, chunks had some 50 tokens, each of which took twice as long as one in a chunk of 512: all were slower."""
-_TAIL = 1.35
+_TAIL = 1.3
 """The same where all there is of prompts are the last few tokens of some that were handed off. They come in parts then,
 each of which reads the weights with those who decode."""
 _LEAST_TAIL = 4  # tokens of such a part, since fewer take hardly less: they read what comes before them together
@@ -46,8 +46,8 @@ class Tempo:
         self._pace = pace
         self._copy_seconds = 0.0  # for a page; 0: not measured yet
         self._tail_shares: dict[int, float] = {}
-        """By how many bits it takes to count what comes before it: by how much of itself a tail's token makes a step
-        longer. Fits to all steps tell little about so few tokens, of which the first few cost the most."""
+        """By how much comes before it (`_magnitude`): by how much of itself a tail's token makes a step longer. Fits to
+        all steps tell little about so few tokens, of which the first few cost the most."""
 
     def copied(self, pages: int, seconds: float) -> None:
         """So many pages were copied, and the store was told, in that time."""
@@ -109,4 +109,5 @@ class Tempo:
 
 
 def _magnitude(context: int) -> int:
-    return context.bit_length()
+    """0 below 512 tokens, and one more whenever they double."""
+    return (context // 512).bit_length()

@@ -101,7 +101,7 @@ def test_a_turn_that_kept_those_who_decode_waiting_computes_no_short_tail_but_th
         nonlocal now
         plan = state.plan(now := now + passed)
         drawn = [None if chunk.sample is None else Sampled(7) for chunk in plan.values()]
-        state.handle(StepDone(plan, drawn), now := now + 0.01)
+        state.handle(StepDone(plan, drawn), now := now + 0.01 + 0.004 * (len(plan) - 1))
         return {name.request: len(chunk.tokens) for name, chunk in plan.items()}
 
     state.handle(order([3], 9, "a"), now)
