@@ -49,7 +49,7 @@ from decode_worker.sequence import Phase, Sequence
 from decode_worker.shipments import Shipments
 from decode_worker.tempo import Rows, Tempo
 from engine.batch import Sampled
-from engine.pace import WorkerPace, sample_of
+from engine.pace import WorkerPace
 from engine.steps import Plan, StepDone, StepFailed
 from kvstore.cost import Loading, choose
 from kvstore.device_cache import DeviceCache
@@ -465,9 +465,9 @@ class DecodeState:
         seconds = (now - self._planned) / steps
         self._step += steps
         self._stepped = now
-        if all(len(chunk.tokens) <= self._page_size for chunk in plan.values()):
-            self._tempo.stepped(sample_of(list(plan.values()), seconds))
         self._pace.stepped(plan, seconds, steps)
+        if all(len(chunk.tokens) <= self._page_size for chunk in plan.values()):
+            self._tempo.stepped(self._pace.last[-1], steps)
         deltas: dict[str, list[Delta]] = {}  # by owner
         commands: list[Command] = []
         for index, ((name, chunk), drawn) in enumerate(zip(plan.items(), done.sampled, strict=True)):

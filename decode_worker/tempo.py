@@ -23,6 +23,7 @@ _TAIL = 1.3
 """The same where all there is of prompts are the last few tokens of some that were handed off. They come in parts then,
 each of which reads the weights with those who decode."""
 _LEAST_TAIL = 4  # tokens of such a part, since fewer take hardly less: they read what comes before them together
+_UNKNOWN_SHARE = (_TAIL - 1) / _LEAST_TAIL  # of a step: what a token of a tail costs, until that is known
 _FREE = 1e-4  # of a step: a token that makes it longer by less costs nothing
 _BESIDES = 0.2  # of a step: where more passed between two of them, for copies or the store's word, no tail follows
 _UNKNOWN = 8  # part of step_tokens that prompts get while it is not known what they cost
@@ -48,6 +49,7 @@ class Tempo:
         self._tail_shares: dict[int, float] = {}
         """By how much comes before it (`_magnitude`): by how much of itself a tail's token makes a step longer. Fits to
         all steps tell little about so few tokens, of which the first few cost the most."""
+        self._lately = 1.0  # times what the fit, which lags behind, expects: steps without prompts
 
     def copied(self, pages: int, seconds: float) -> None:
         """So many pages were copied, and the store was told, in that time."""
@@ -56,14 +58,19 @@ class Tempo:
         each, old = seconds / pages, self._copy_seconds
         self._copy_seconds = old + _WEIGHT * (min(each, _FAR * old) - old) if old else each
 
-    def stepped(self, step: StepSample) -> None:
-        """A step in which all there was of prompts were short tails, if anything."""
+    def stepped(self, step: StepSample, steps: int = 1) -> None:
+        """So many steps in which all there was of prompts were short tails, if anything."""
         plain = self._pace.seconds(rows=step.rows, context=step.context)
-        if not step.rows or not step.tokens or not plain:
+        if not step.rows or not plain:
             return
-        longer = min(max(step.seconds / plain - 1, 0.0), 1.0)  # more is no tail's doing
+        took = step.seconds / plain
+        if not step.tokens:
+            weight = 1 - (1 - _WEIGHT) ** steps
+            self._lately += weight * (min(took, _FAR * self._lately) - self._lately)
+            return
+        longer = min(max(took / self._lately - 1, 0.0), 1.0)  # more is no tail's doing
         share, magnitude = longer / step.tokens, _magnitude(step.pairs // step.tokens)
-        old = self._tail_shares.get(magnitude, share)
+        old = self._tail_shares.get(magnitude, _UNKNOWN_SHARE)
         self._tail_shares[magnitude] = old + _WEIGHT * (share - old)
 
     def prompt_tokens(self, rows: Rows, context: int, page_size: int) -> int:
@@ -80,7 +87,7 @@ class Tempo:
         most = self.prompt_tokens(rows, context, page_size)
         if not rows.count:
             return most
-        share = self._tail_shares.get(_magnitude(context), 1.0)
+        share = self._tail_shares.get(_magnitude(context), _UNKNOWN_SHARE)
         return min(most, max(int((_TAIL - 1) / max(share, _FREE)), _LEAST_TAIL))
 
     def holds_up(self, rows: Rows, seconds: float) -> bool:

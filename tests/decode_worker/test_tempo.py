@@ -74,6 +74,15 @@ def test_the_last_tokens_of_prompts_come_in_parts_that_hold_up_nobody_for_long()
     assert tempo.tail_tokens(rows(8), 2_000, PAGE) > PAGE
 
 
+def test_what_tails_cost_is_seen_beside_the_steps_before_them() -> None:
+    """Whatever all steps so far would have it, those of now take half as long again."""
+    tempo = measured()
+    for _ in range(30):
+        tempo.stepped(StepSample(0, 0, 8, 8 * 51, 0.021))
+        tempo.stepped(tails(4, 48, 0.021 * (1 + 4 * 0.045)))
+    assert tempo.tail_tokens(rows(8), 48, PAGE) == 6
+
+
 def test_a_process_that_stood_still_says_little_about_tails() -> None:
     tempo = measured()
     for _ in range(30):
@@ -81,8 +90,7 @@ def test_a_process_that_stood_still_says_little_about_tails() -> None:
     before = tempo.tail_tokens(rows(8), 48, PAGE)
     tempo.stepped(tails(8, 48, 5.0))
     assert before > tempo.tail_tokens(rows(8), 48, PAGE) > before / 5
-    tempo.stepped(StepSample(0, 0, 8, 400, 5.0))  # nothing of a prompt was in it
-    tempo.stepped(tails(8, 48, 5.0, beside=0))  # and here nobody was disturbed
+    tempo.stepped(tails(8, 48, 5.0, beside=0))  # nobody was disturbed
     assert tempo.tail_tokens(rows(8), 48, PAGE) > before / 5
 
 
