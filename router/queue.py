@@ -219,16 +219,20 @@ class Queue:
         """Seconds until a newcomer that waits, the last of its line, will be placed, if others go on being placed as
         lately; 0: nobody knows. Before it are its own line, all that is more urgent, and of other tenants as urgent as
         it what they will be served until it has had its turn. So much is known of those that wait; who will come
-        meanwhile and be served first is learned from how fast its own line has been drained so far."""
+        meanwhile and be served first is learned from how fast its own line has been drained so far. Its own work is
+        part of that, but for the one that is next: a tenant that asks for less than its share is not to lose its long
+        prompts."""
         self._until(now, waiting=True)
         if not (rate := self.outflow.rate):
             return 0.0
         line = self._lines[request.tenant, request.level, True]
         line.past.outflow.until(now, waiting=True)
-        expected = self._ahead(request) / rate
-        if expected <= 0 or line.work <= 0:
+        own = self._places[request.name][1] if self._is_next(request) else 0
+        work = line.work - own
+        expected = (self._ahead(request, work) - own) / rate
+        if expected <= 0 or work <= 0:
             return expected
-        return line.work / line.past.outflow.rate_given(line.work / expected)
+        return work / line.past.outflow.rate_given(work / expected)
 
     def doubt(self, request: Request, wait: float, limit: float) -> float:
         """Seconds by which it may wait longer than the `wait` that was forecast, where `limit` are all that it has.
@@ -248,8 +252,14 @@ class Queue:
         self.outflow.until(now, waiting=waiting)
         self._service.until(now, waiting=waiting)
 
-    def _ahead(self, request: Request) -> float:
-        mine = self._lines[request.tenant, request.level, True].work
+    def _is_next(self, request: Request) -> bool:
+        """Whether others wait, but nobody else of its tenant, and that one is not far ahead of its share."""
+        if len(self._places) == 1 or request.tenant in self._leaders():
+            return False
+        return sum(len(line.requests) for line in self._lines.values() if line.tenant == request.tenant) == 1
+
+    def _ahead(self, request: Request, mine: int) -> float:
+        """`mine`: tokens of its own line."""
         until = self._fairness.counter(request.tenant) + mine / self._weight(request.tenant)
         ahead = 0.0
         for line in self._lines.values():
