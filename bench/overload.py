@@ -2,7 +2,7 @@
 rejection is heard, and whether every tenant has its due. In virtual time, with the real router, workers and stores.
 
     bench/overload.py                        # 8P+8D and 16D, equal and unequal weights
-    bench/overload.py --quick                # 8P+8D only, for a shorter time: about three minutes
+    bench/overload.py --quick                # 8P+8D only, for a shorter time: a minute or two
 
 Five tenants ask for very different amounts, in two classes of priority with objectives of their own. The rate rises by
 half at a time, to three times the first one at which the goodput is less than 95 % of it: no peak is looked for, since
