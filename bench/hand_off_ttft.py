@@ -5,17 +5,19 @@ and what the pages that come in do to the streams that run there.
     bench/hand_off_ttft.py --quick    # about 40 s
 
 Each worker has a core of its own, as in `interference.py`, and the bare engine has that of the prefill worker, in turns
-with it. docs/benchmarks.md says what the figures mean.
+with it. While a prompt is alone router and store may use both cores, as one of them is idle; beside streams they share
+the prefill worker's. docs/benchmarks.md says what the figures mean.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -23,10 +25,11 @@ from statistics import median
 import grpc.aio
 
 from baton.errors import BatonError
-from bench import interference, models, report
+from bench import cores, interference, models, report
 from bench.neighbours import Neighbours
 from bench.streams import Prompts, Router, Streams, first_token
 from deploy.client import Client
+from deploy.local import LocalCluster
 from engine.batch import Chunk, Draw
 from engine.engine import Engine
 
@@ -50,6 +53,7 @@ class Disturbance:
     """Of the streams, by one prompt that was computed beside them and whose pages came in."""
 
     largest: float  # gap between tokens, seconds
+    calm: float  # the largest as long before, when nobody sent a long prompt
     before: float  # the median of the gaps before the prompt was sent: a step
     beside: float  # and of those until its first token: the workers share the machine's memory
 
@@ -95,10 +99,12 @@ def results(rounds: Sequence[Round], disturbances: Sequence[Disturbance], apart:
     over = [one.largest / one.before for one in disturbances]
     largest = report.median_of("hand_off_ttft", "largest gap, in steps", "1", over)
     beside = [one.largest / one.beside for one in disturbances]
+    calm = [one.calm / one.before for one in disturbances]
     return [
         report.judged(replace(ttft, limit=bare * 1_000, ratio=ratio), 1.0, "low"),
         report.judged(replace(largest, limit=1.0, ratio=largest.value), 1.5, "low"),
         report.median_of("hand_off_ttft", "largest gap, in steps beside a prefill", "1", beside),
+        report.median_of("hand_off_ttft", "largest gap without a prompt, in steps", "1", calm),
         report.median_of("hand_off_ttft", "step of the streams", "ms", [one.before * 1_000 for one in disturbances]),
         report.median_of("hand_off_ttft", "step beside a prefill", "ms", [one.beside * 1_000 for one in disturbances]),
         report.Result("hand_off_ttft", "prefilled apart", apart, "share"),
@@ -125,13 +131,16 @@ async def _disturb(server: Router, prompts: Prompts, count: int) -> list[Disturb
     async with Streams(server, prompts, *shape) as streams:
         await asyncio.sleep(_LEAD)
         for number in range(count):
+            since = time.perf_counter()
             await asyncio.sleep(_PAUSE)
             sent = time.perf_counter()
             await first_token(server, prompts.draw(PROMPT))
             arrived = time.perf_counter()
             await asyncio.sleep(_PAUSE / 4)  # what it held up shows in gaps that end later
+            end = arrived + _PAUSE / 4
             one = Disturbance(
-                largest=max(streams.gaps_between(sent, arrived + _PAUSE / 4)),
+                largest=max(streams.gaps_between(sent, end)),
+                calm=max(streams.gaps_between(max(since, sent - (end - sent)), sent)),
                 before=median(streams.gaps_between(sent - _PAUSE, sent)),
                 beside=median(streams.gaps_between(sent, arrived)),
             )
@@ -139,6 +148,19 @@ async def _disturb(server: Router, prompts: Prompts, count: int) -> list[Disturb
             steps = " ms, then ".join(f"{step * 1_000:.1f}" for step in (one.before, one.beside))
             report.say(f"prompt {number + 1} of {count}: a step takes {steps} ms; largest {one.largest * 1_000:.1f} ms")
     return found
+
+
+@contextmanager
+def _anywhere(made: LocalCluster, names: Sequence[str]) -> Iterator[None]:
+    """Meanwhile these may use every core on which anybody runs."""
+    pids = [made.pids[name] for name in names]
+    every = frozenset().union(*(each for pid in made.pids.values() for each in cores.of(pid)))
+    before = os.sched_getaffinity(0)
+    for pid in pids:
+        cores.pin(pid, every)
+    yield
+    for pid in pids:
+        cores.pin(pid, before)
 
 
 async def measure(model: Path, asked: argparse.Namespace) -> list[report.Result]:
@@ -150,7 +172,8 @@ async def measure(model: Path, asked: argparse.Namespace) -> list[report.Result]
         prompts = Prompts(client.status(timeout=10).model.vocab_size, asked.seed)
         async with grpc.aio.insecure_channel(made.address) as channel:
             server = Router(channel)
-            rounds = await _rounds(Bare(model), server, prompts, asked.rounds)
+            with _anywhere(made, ("router", "store-0")):
+                rounds = await _rounds(Bare(model), server, prompts, asked.rounds)
             counts = client.status().counts
             disturbances = await _disturb(server, prompts, asked.rounds)
         return results(rounds, disturbances, counts.placed_split / (counts.placed_split + counts.placed_local))
