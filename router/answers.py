@@ -132,7 +132,7 @@ class Answers:
             request.decode_computed = delta.computed
         if new:
             if request.known == attempt.start:
-                self._members.live(attempt.decode).computed(attempt.name)
+                self._members.live(attempt.decode).computed(attempt.name, now)
                 self._life.recent.began(request, delta.computed, now)
             request.extend(new)
             attempt.progress = now

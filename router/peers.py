@@ -126,11 +126,15 @@ class Member:
         self.room -= work.taken
         self.touch()
 
-    def computed(self, name: AttemptName) -> None:
-        """It has computed that prompt, or need not any more: there is a slot for another."""
-        if (prompt := self.slots.pop(name, None)) is not None:
-            self.since += prompt.seconds  # it went into this one; the next report tells better
-            self.touch()
+    def computed(self, name: AttemptName, now: float | None = None) -> None:
+        """It has computed that prompt, at `now`, or need not any more: there is a slot for another."""
+        if (prompt := self.slots.pop(name, None)) is None:
+            return
+        if now is not None and self.peer.role == "decode":
+            self.since = now  # it never tells how far a prompt is, and what decodes beside it makes each take longer
+        else:
+            self.since += prompt.seconds  # that went into this one; the next report tells better
+        self.touch()
 
     def drop(self, name: AttemptName) -> bool:
         """It has nothing to do with this attempt any more. False: it was never given it."""

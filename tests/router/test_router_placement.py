@@ -118,6 +118,12 @@ class Cluster:
         self.view.begin(self.now)
         return self.placer.place(self.ask(**more), self.view)
 
+    def queued(self) -> float:
+        """Seconds that a prompt would wait for those before it on the first decode worker."""
+        self.choose()
+        assert self.view.weighed is not None
+        return float(self.view.weighed.queue[0])
+
     def plan(self, **more: Any) -> Plan:
         choice = self.choose(**more)
         assert isinstance(choice, Plan), choice
@@ -249,6 +255,21 @@ def test_a_full_prefill_worker_is_waited_for_where_that_is_quicker() -> None:
     assert isinstance(cluster.choose(), Wait)
     prefill.computed(AttemptName("slot 0", 1))
     assert cluster.plan().prefill == "p0"
+
+
+def test_a_decode_worker_that_is_always_busy_still_has_all_its_prompts_before_it() -> None:
+    """Beside those who decode a prompt takes longer than it would alone; so what is left counts from its end."""
+    cluster = Cluster()
+    decode = cluster.decoder()
+    names = [AttemptName(f"prompt {number}", 1) for number in range(3)]
+    for name in names:
+        decode.promise(name, Prompt(200), cluster.now)
+    queues = [cluster.queued()]
+    for name in names[:2]:
+        cluster.now += 3 * queues[0]
+        decode.computed(name, cluster.now)
+        queues.append(cluster.queued())
+    assert queues == pytest.approx([queues[0], queues[0] * 2 / 3, queues[0] / 3])
 
 
 def test_those_who_wait_count_for_those_behind_them() -> None:
