@@ -132,7 +132,8 @@ def test_an_up_that_is_interrupted_or_killed_leaves_nothing(machine: Machine):
 
 
 def test_after_sigkill_of_everything_nothing_is_left(machine: Machine):
-    assert machine.up("--prefill", 0).status == 0
+    up = machine.up("--prefill", 0)
+    assert up.status == 0, up
     assert machine.unix_sockets()
     # In one stroke, Ray first: it would restart the supervisor.
     machine.run("kill", "-9", *sorted(machine.processes()))
@@ -144,7 +145,8 @@ def test_after_sigkill_of_everything_nothing_is_left(machine: Machine):
     assert status.status == 1
     assert "has died" in status.json["problem"]
     # The next one under that name clears away what the dead one left, and is not disturbed by it.
-    assert machine.up("--prefill", 0).status == 0
+    up = machine.up("--prefill", 0)
+    assert up.status == 0, up
     begin = time.monotonic()
     assert machine.baton("down").status == 0
     assert time.monotonic() - begin < 15
