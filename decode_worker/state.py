@@ -465,9 +465,9 @@ class DecodeState:
         seconds = (now - self._planned) / steps
         self._step += steps
         self._stepped = now
-        self._pace.stepped(plan, seconds, steps)
+        sample = self._pace.stepped(plan, seconds, steps)
         if all(len(chunk.tokens) <= self._page_size for chunk in plan.values()):
-            self._tempo.stepped(self._pace.last[-1], steps)
+            self._tempo.stepped(sample, steps)
         deltas: dict[str, list[Delta]] = {}  # by owner
         commands: list[Command] = []
         for index, ((name, chunk), drawn) in enumerate(zip(plan.items(), done.sampled, strict=True)):

@@ -26,11 +26,12 @@ class WorkerPace(StepPace):
         self._last: deque[StepSample] = deque(maxlen=MAX_STEP_SAMPLES)
         self.calibrate(calibration)
 
-    def stepped(self, plan: Plan, seconds: float, steps: int = 1) -> None:
-        """So many steps of this plan took that long, each."""
+    def stepped(self, plan: Plan, seconds: float, steps: int = 1) -> StepSample:
+        """So many steps of this plan took that long, each. Returns what was learned of one."""
         sample = sample_of(list(plan.values()), seconds)
         self._last.extend([sample] * steps)
         self.observe(sample)
+        return sample
 
     @property
     def last(self) -> tuple[StepSample, ...]:

@@ -216,13 +216,13 @@ class Life:
 
     def _too_early(self, request: Request, plan: Plan) -> bool:
         """Whether it waits here, since its worker has prompts enough; for those behind it that counts like a prompt."""
-        worker = plan.prefill or plan.decode
-        prompts = self._members.live(worker).slots.values()
+        worker = self._members.live(plan.prefill or plan.decode)
+        prompts = worker.slots.values()
         enough = len(prompts) >= self._config.prefill.max_prompts
         if not enough or not self.admission.too_early(request, sum(prompt.seconds for prompt in prompts)):
             return False
-        self._view.claim(worker, plan.predicted.load + plan.predicted.compute)
-        self.recent.waits(request, f"{self._members.live(worker).peer.name} has prompts enough", self._weighed())
+        self._view.claim(worker.incarnation, plan.predicted.load + plan.predicted.compute)
+        self.recent.waits(request, f"{worker.peer.name} has prompts enough", self._weighed())
         self._held = True
         return True
 
