@@ -44,6 +44,7 @@ from baton.messages import (
     Unpin,
 )
 from baton.metrics import Metrics
+from baton.process import settle
 from baton.routers import Routers, Said
 from baton.trace import Tracer, new_mark, trace_path
 from baton.unix import UnixListener, UnixSocket
@@ -86,6 +87,7 @@ def run(
     """Serve until `stop` is set. `routers` are ZMQ endpoints (none: serve workers without one), `node` the machine
     whose workers find this store. Raises NotEnoughMemory or PortInUse when it can't start."""
     with Store(config, name, node, routers, host) as store:
+        settle()
         log.info("store %s serves %d bytes at %s", store.me.incarnation, config.store.arena_bytes, store.address)
         while not stop.is_set():
             store.turn()

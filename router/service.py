@@ -23,6 +23,7 @@ from baton.config import Config
 from baton.errors import MalformedMessage
 from baton.messages import Message, Peer
 from baton.metrics import Metrics
+from baton.process import settle
 from baton.wire import Asker, Listener, Subscriber, refused
 from kvstore.events import decode, publisher_of
 from router.events import Heard, KvEvents, KvSnapshot
@@ -76,6 +77,7 @@ async def serve(
         grpc_address = await front.start(router.host, router.grpc_port)
         cleanup.callback(relay.stop)  # before the front stops: its streams still say why they end
         relay.address = _reachable(http_address, router.host)
+        settle()
         log.info("router %s serves %s: gRPC %s, http %s", me.incarnation, model.name, grpc_address, http_address)
         ready(Addresses(grpc_address, listener.endpoint, http_address))
         loops = _listen(relay, listener), _follow(relay, sockets), _watch(relay, front, listener, clock)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from baton.config import Config
 from baton.hosts import LOOPBACK
 from baton.messages import WorkerRole
+from baton.process import settle
 from decode_worker import service as decode
 from engine.worker import Worker, load
 from prefill_worker import service as prefill
@@ -43,6 +44,7 @@ def run(
     serves: WorkerRole | None = role
     while serves is not None:
         with Worker(config, serves, name, node, routers, host, engine) as worker:
+            settle()
             log.info("%s worker %s serves with %d pages", serves, worker.peer.incarnation, worker.num_pages)
             _SERVE[serves](worker, config, stop)
             serves = None if stop.is_set() else worker.becomes
