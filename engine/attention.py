@@ -144,7 +144,8 @@ class TorchStep:
 
     def _visible(self, span: Span, window: int | None) -> Ints:
         """The pages that some token of the span attends to."""
-        return span.pages[self._first_visible(span, window) // self._backend.layout.page_size :]
+        pages = self._batch.pages_of(span)
+        return pages[self._first_visible(span, window) // self._backend.layout.page_size :]
 
     def _first_visible(self, span: Span, window: int | None) -> int:
         """The position at which the first of those pages begins."""

@@ -7,16 +7,15 @@ end to end, and every array that speaks of tokens has one entry for each. No tor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(Struct, frozen=True, gc=False):
     """How to choose a token, and which random numbers to choose it with.
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 filter nothing. `index` tells apart the outputs that one
@@ -33,8 +32,7 @@ class Draw:
     logprobs: int | None = None
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(Struct, frozen=True, gc=False):
     """The token chosen, its log-probability, and the likeliest tokens with theirs, best first.
 
     Log-probabilities are those of the model's own distribution, before temperature and filters.
@@ -45,8 +43,7 @@ class Sampled:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(Struct, frozen=True, gc=False):
     """New tokens of one sequence, the first at position `start`.
 
     `pages` are device pages for the positions 0 to start + len(tokens) − 1, in order; those before `start` are computed
@@ -64,33 +61,75 @@ class Chunk:
         return self.start + len(self.tokens)
 
 
-@dataclass(frozen=True)
-class Span:
-    """Where a chunk lies: rows `first` to `last` − 1 of the batch, positions `start` to `end` − 1 of its sequence."""
+class Span(Struct, frozen=True, gc=False):
+    """Where a chunk lies: rows `first` to `last` − 1 of the batch, positions `start` to `end` − 1 of its sequence. The
+    pages that cover 0 to end − 1 begin at `table` in the batch's table."""
 
     first: int
     last: int
     start: int
     end: int
-    pages: Ints  # [pages that cover 0 to end − 1]
+    table: int
 
     def __len__(self) -> int:
         return self.last - self.first
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One step's tokens, end to end. All arrays are int64; `tokens`, `positions`, `pages` and `offsets` have one entry
-    for each token: its id, its place in its sequence, and the page and the place in that page where its K and V go.
+class Batch(Struct, frozen=True, gc=False):
+    """One step's tokens, end to end. All that a kernel needs to know of them is one array, since making one array costs
+    as much as making a small step's batch of eight: see the properties for what it consists of, in their order.
     """
 
-    tokens: Ints
-    positions: Ints
-    pages: Ints
-    offsets: Ints
+    ints: Ints
+    rows: int  # tokens
+    samples: int
+    begins: int
+    page_size: int
     spans: tuple[Span, ...]  # one for each chunk
-    sample_rows: Ints  # the rows whose hidden state a token is drawn from
-    begun: Ints  # pages that this step writes first and leaves part empty
+
+    @property
+    def tokens(self) -> Ints:
+        """[rows]: their ids."""
+        return self.ints[: self.rows]
+
+    @property
+    def positions(self) -> Ints:
+        """[rows]: their places in their sequences."""
+        return self.ints[self.rows : 2 * self.rows]
+
+    @property
+    def tables(self) -> Ints:
+        """[rows]: where in `table` the pages of their sequence begin."""
+        return self.ints[2 * self.rows : 3 * self.rows]
+
+    @property
+    def sample_rows(self) -> Ints:
+        """[samples]: the rows whose hidden state a token is drawn from."""
+        return self.ints[3 * self.rows :][: self.samples]
+
+    @property
+    def begun(self) -> Ints:
+        """[begins]: pages that this step writes first and leaves part empty."""
+        return self.ints[3 * self.rows + self.samples :][: self.begins]
+
+    @property
+    def table(self) -> Ints:
+        """The pages of all sequences, end to end."""
+        return self.ints[3 * self.rows + self.samples + self.begins :]
+
+    @property
+    def pages(self) -> Ints:
+        """[rows]: the pages where their K and V go."""
+        return self.table[self.tables + self.positions // self.page_size]
+
+    @property
+    def offsets(self) -> Ints:
+        """[rows]: and the places in those pages."""
+        return self.positions % self.page_size
+
+    def pages_of(self, span: Span) -> Ints:
+        """[pages that cover 0 to span.end − 1]"""
+        return self.table[span.table :][: -(-span.end // self.page_size)]
 
 
 def flatten(chunks: Sequence[Chunk], page_size: int, num_pages: int, vocab_size: int) -> Batch:
@@ -102,38 +141,36 @@ def flatten(chunks: Sequence[Chunk], page_size: int, num_pages: int, vocab_size:
     if not chunks:
         raise ValueError("a batch needs at least one chunk")
     spans: list[Span] = []
+    tokens: list[int] = []
+    positions: list[int] = []
+    tables: list[int] = []
+    sample_rows: list[int] = []
     begun: list[int] = []
-    row = 0
+    table: list[int] = []
     for chunk in chunks:
-        covering = -(-chunk.end // page_size)
-        if not chunk.tokens or chunk.start < 0:
-            raise ValueError(f"a chunk needs tokens and a position, not {len(chunk.tokens)} tokens at {chunk.start}")
+        count, start, first = len(chunk.tokens), chunk.start, len(table)
+        end = start + count
+        covering = -(-end // page_size)
+        if not count or start < 0:
+            raise ValueError(f"a chunk needs tokens and a position, not {count} tokens at {start}")
         if len(chunk.pages) < covering:
-            raise ValueError(f"positions up to {chunk.end - 1} need {covering} pages, not {len(chunk.pages)}")
-        pages = np.asarray(chunk.pages[:covering], dtype=np.int64)
-        spans.append(Span(row, row + len(chunk.tokens), chunk.start, chunk.end, pages))
-        row += len(chunk.tokens)
-        if chunk.end % page_size and (covering - 1) * page_size >= chunk.start:
-            begun.append(int(pages[-1]))
-
-    tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in chunks])
-    positions = np.concatenate([np.arange(span.start, span.end, dtype=np.int64) for span in spans])
-    batch = Batch(
-        tokens=tokens,
-        positions=positions,
-        pages=np.concatenate([span.pages[np.arange(span.start, span.end) // page_size] for span in spans]),
-        offsets=positions % page_size,
-        spans=tuple(spans),
-        sample_rows=np.array([s.last - 1 for s, c in zip(spans, chunks, strict=True) if c.sample], dtype=np.int64),
-        begun=np.array(begun, dtype=np.int64),
-    )
+            raise ValueError(f"positions up to {end - 1} need {covering} pages, not {len(chunk.pages)}")
+        spans.append(Span(len(tokens), len(tokens) + count, start, end, first))
+        tokens += chunk.tokens
+        positions += range(start, end)
+        tables += [first] * count
+        table += chunk.pages[:covering]
+        if chunk.sample is not None:
+            sample_rows.append(len(tokens) - 1)
+        if end % page_size and (covering - 1) * page_size >= start:
+            begun.append(table[-1])
     _refuse_outside("token id", tokens, vocab_size)
-    for span in spans:
-        _refuse_outside("page", span.pages, num_pages)
-    return batch
+    _refuse_outside("page", table, num_pages)
+    ints = np.array(tokens + positions + tables + sample_rows + begun + table, dtype=np.int64)
+    return Batch(ints, len(tokens), len(sample_rows), len(begun), page_size, tuple(spans))
 
 
-def _refuse_outside(what: str, values: Ints, limit: int) -> None:
-    low, high = int(values.min()), int(values.max())
+def _refuse_outside(what: str, values: Sequence[int], limit: int) -> None:
+    low, high = min(values), max(values)
     if low < 0 or high >= limit:
         raise ValueError(f"{what} {low if low < 0 else high} is not in 0 to {limit - 1}")

@@ -50,6 +50,7 @@ class Engine:
         self.has_head = model_weights.head is not None  # it can generate tokens
         self.pool = pool
         self.pages = PagePool(pool, layout.page_bytes)
+        self._num_pages = len(pool)
         self.tracer = Tracer()  # of whoever runs the steps
         self._model = Model(config, model_weights, TorchAttention(pool, layout))
         self._few: decode.NativeDecode | None = None
@@ -98,7 +99,6 @@ class Engine:
         """How many pages fit into so much memory."""
         return memory_bytes // layout.page_bytes
 
-    @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
         """Compute the chunks' K and V into their pages; draw a token for each chunk that asks for one.
 
@@ -109,7 +109,7 @@ class Engine:
             return []
         span = self.tracer.span
         with span("inputs", "engine"):
-            batch = flatten(chunks, self.layout.page_size, len(self.pool), self.config.vocab_size)
+            batch = flatten(chunks, self.layout.page_size, self._num_pages, self.config.vocab_size)
         logits, best = self._logits(batch)
         if logits is None:
             return [None] * len(chunks)
@@ -126,13 +126,18 @@ class Engine:
         if self._few is not None and self._few.takes(batch):
             with span("layers and head", "engine"):
                 decoded = self._few.run(batch)
-            return (decoded.logits, decoded.best) if len(batch.sample_rows) else (None, None)
+            return (decoded.logits, decoded.best) if batch.samples else (None, None)
+        return self._logits_of_many(batch), None
+
+    @torch.inference_mode()  # which takes as long to enter as a small step's inputs take to make
+    def _logits_of_many(self, batch: Batch) -> torch.Tensor | None:
+        span = self.tracer.span
         with span("layers", "engine"):
             hidden = self._many.forward(batch)
         if hidden is None:
-            return None, None
+            return None
         with span("head", "engine"):
-            return self._model.logits(hidden), None
+            return self._model.logits(hidden)
 
 
 def layout_of(config: ModelConfig, dtype: str, page_size: int) -> PageLayout:

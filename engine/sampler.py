@@ -46,7 +46,6 @@ def sample(
     `best` is the likeliest token of each row, of equal logits the lowest id, if that is known already. A row that is
     not finite gives some token of the vocabulary, and touches no other row.
     """
-    logits = logits.float()
     tokens: list[int] = logits.argmax(dim=-1).tolist() if best is None else list(best)
     warm = [row for row, draw in enumerate(draws) if draw.temperature > 0]
     if warm:
@@ -58,7 +57,7 @@ def sample(
 
 def _draw_rows(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
     """As `sample`, for rows with a temperature."""
-    vocab = logits.shape[-1]
+    logits, vocab = logits.float(), logits.shape[-1]
     heat = torch.tensor([max(draw.temperature, COLDEST) for draw in draws], dtype=torch.float32)
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / heat.to(logits.device)[:, None]
     log_totals: list[float] = scaled.logsumexp(dim=-1).tolist()
@@ -146,7 +145,7 @@ def _report(logits: torch.Tensor, draws: Sequence[Draw], tokens: Sequence[int]) 
     if not wanted:
         return sampled
     rows = [row for row, _ in wanted]
-    logprobs = logits[rows].log_softmax(dim=-1)
+    logprobs = logits[rows].float().log_softmax(dim=-1)
     most = min(max(count for _, count in wanted), logits.shape[-1])
     best, best_ids = (part.tolist() for part in logprobs.topk(most, dim=-1))
     chosen = logprobs[torch.arange(len(rows)), [tokens[row] for row in rows]].tolist()

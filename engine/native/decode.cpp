@@ -63,15 +63,17 @@ struct DecodeModel {
 };
 
 struct DecodeStep {
-  int64_t rows, begun_count, sample_count;
-  const int64_t* tokens;       // [rows]
-  const int64_t* positions;    // [rows]
-  const int64_t* tables;       // [rows]: where in `pages` those of the row's sequence begin
-  const int64_t* pages;        // the sequences' pages
-  const int64_t* begun;        // [begun_count]: pages to be zeroed before anything is written
-  const int64_t* sample_rows;  // [sample_count]
-  float* logits;               // [sample_count][vocab]
-  int64_t* best;               // [sample_count]: the likeliest token, of equal ones the lowest
+  int64_t rows, sample_count, begun_count;
+  const int64_t* ints;  // what follows, end to end
+  float* logits;        // [sample_count][vocab]
+  int64_t* best;        // [sample_count]: the likeliest token, of equal ones the lowest
+
+  const int64_t* tokens() const { return ints; }                                // [rows]
+  const int64_t* positions() const { return tokens() + rows; }                  // [rows]
+  const int64_t* tables() const { return positions() + rows; }                  // [rows]: where in `pages` the row's begin
+  const int64_t* sample_rows() const { return tables() + rows; }                // [sample_count]
+  const int64_t* begun() const { return sample_rows() + sample_count; }         // [begun_count]: pages to be zeroed first
+  const int64_t* pages() const { return begun() + begun_count; }                // of all sequences
 };
 }
 
@@ -243,14 +245,14 @@ class Step {
 
   void run() {
     for (int64_t row = 0; row < s.rows; ++row) {
-      if (row == 0 || s.tables[row] != s.tables[row - 1]) runs_[run_count_++] = {row, 0};
+      if (row == 0 || s.tables()[row] != s.tables()[row - 1]) runs_[run_count_++] = {row, 0};
       run_of_[row] = run_count_ - 1;
       ++runs_[run_count_ - 1].rows;
     }
     stretches_ = 1;
     if (const int64_t tasks = run_count_ * m.kv_heads; tasks < 2 * threads_) {
       int64_t longest = 0;
-      for (int64_t row = 0; row < s.rows; ++row) longest = longest > s.positions[row] ? longest : s.positions[row];
+      for (int64_t row = 0; row < s.rows; ++row) longest = longest > s.positions()[row] ? longest : s.positions()[row];
       stretches_ = round_up(2 * threads_, tasks) / tasks;
       if (stretches_ > 1 + longest / kStretch) stretches_ = 1 + longest / kStretch;
       if (stretches_ > threads_) stretches_ = threads_;
@@ -303,16 +305,16 @@ class Step {
   void begin(int thread) {
     const int64_t page_elements = m.kv_heads * m.layers * 2 * m.page_size * m.head_dim;
     for (int64_t i = thread; i < s.begun_count; i += threads_)
-      std::memset(static_cast<T*>(m.pool) + s.begun[i] * page_elements, 0, page_elements * sizeof(T));
+      std::memset(static_cast<T*>(m.pool) + s.begun()[i] * page_elements, 0, page_elements * sizeof(T));
     const Range rows = share(s.rows, thread, threads_);
     for (int64_t row = rows.first; row < rows.last; ++row) {
-      const T* from = static_cast<const T*>(m.embedding) + s.tokens[row] * m.hidden;
+      const T* from = static_cast<const T*>(m.embedding) + s.tokens()[row] * m.hidden;
       float* to = x_ + row * m.hidden;
       for (int64_t i = 0; i < m.hidden; i += kLanes) {
         const __mmask16 mask = first_lanes(m.hidden - i);
         store16(to + i, load16(from + i, mask), mask);
       }
-      const auto position = static_cast<float>(s.positions[row]);
+      const auto position = static_cast<float>(s.positions()[row]);
       for (int64_t i = 0; i < m.head_dim / 2; ++i) {
         const float angle = position * m.frequencies[i];
         cos_[row * (m.head_dim / 2) + i] = std::cos(angle);
@@ -434,9 +436,9 @@ class Step {
       float* x = qkv_ + row * qkv_size_ + head * m.head_dim;
       T* page = nullptr;
       if (head >= m.heads) {
-        const int64_t position = s.positions[row];
+        const int64_t position = s.positions()[row];
         const int64_t kv_head = (head - m.heads) % m.kv_heads;
-        page = key_page(s.pages[s.tables[row] + position / m.page_size], kv_head, l) + position % m.page_size * m.head_dim;
+        page = key_page(s.pages()[s.tables()[row] + position / m.page_size], kv_head, l) + position % m.page_size * m.head_dim;
       }
       if (head >= m.heads + m.kv_heads) {
         copy(x, page + m.page_size * m.head_dim);
@@ -488,7 +490,7 @@ class Step {
   Task task_at(int64_t index, const DecodeLayer& layer) const {
     const int64_t pair = index / stretches_, stretch = index % stretches_, head = pair % m.kv_heads;
     const Run& run = runs_[pair / m.kv_heads];
-    const int64_t first = first_seen(run.row, layer), end = s.positions[run.row + run.rows - 1] + 1;
+    const int64_t first = first_seen(run.row, layer), end = s.positions()[run.row + run.rows - 1] + 1;
     const Range own = share(end - first, static_cast<int>(stretch), static_cast<int>(stretches_));
     const int64_t part = (run.row * m.kv_heads + head * run.rows) * threads_ + stretch * run.rows;
     return {run, head, first + own.first, first + own.last, part * group_};
@@ -496,7 +498,7 @@ class Step {
 
   // The first position that a row attends to.
   int64_t first_seen(int64_t row, const DecodeLayer& layer) const {
-    const int64_t end = s.positions[row] + 1;
+    const int64_t end = s.positions()[row] + 1;
     return layer.window && end > layer.window ? end - layer.window : 0;
   }
 
@@ -586,7 +588,7 @@ class Step {
         }
         for (int64_t q = 0; q < count; ++q) {
           const int64_t row = task.run.row + (from + q) / group_, first = first_seen(row, layer);
-          const Range seen{first > begin ? first - begin : 0, (s.positions[row] < end ? s.positions[row] + 1 : end) - begin};
+          const Range seen{first > begin ? first - begin : 0, (s.positions()[row] < end ? s.positions()[row] + 1 : end) - begin};
           soften(scores + q * kPositions, end - begin, seen, most[from + q], total[from + q],
                  output + (from + q) * padded_head_);
         }
@@ -608,7 +610,7 @@ class Step {
     const int64_t offset = at % m.page_size;
     n = m.page_size - offset < kLanes ? m.page_size - offset : kLanes;
     if (n > end - at) n = end - at;
-    return key_page(s.pages[s.tables[task.run.row] + at / m.page_size], task.head, l) + offset * m.head_dim;
+    return key_page(s.pages()[s.tables()[task.run.row] + at / m.page_size], task.head, l) + offset * m.head_dim;
   }
 
   // `count` queries times n keys, at most 16, → scores [count][kPositions].
@@ -863,7 +865,7 @@ class Step {
     const Private<T>& own = own_[thread];
     const int64_t steps = m.hidden / kWord, tile_bytes = steps * kStepBytes;
     for (int64_t i = 0; i < s.sample_count; ++i)
-      norm_row(x_ + s.sample_rows[i] * m.hidden, m.norm, own.normed + i * m.hidden);
+      norm_row(x_ + s.sample_rows()[i] * m.hidden, m.norm, own.normed + i * m.hidden);
     for (int64_t i = 0; i < s.sample_count * kLanes; ++i) {
       own.best[i] = kNever;
       own.best_ids[i] = 0;

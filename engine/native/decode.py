@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine import rope
-from engine.batch import Batch, Ints
+from engine.batch import Batch
 from engine.config import ModelConfig
 from engine.native.build import Library
 from engine.native.pool import Pool
@@ -53,9 +53,8 @@ class _Model(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = [
-        ("rows", _Count), ("begun_count", _Count), ("sample_count", _Count), ("tokens", _Pointer),
-        ("positions", _Pointer), ("tables", _Pointer), ("pages", _Pointer), ("begun", _Pointer),
-        ("sample_rows", _Pointer), ("logits", _Pointer), ("best", _Pointer),
+        ("rows", _Count), ("sample_count", _Count), ("begun_count", _Count), ("ints", _Pointer),
+        ("logits", _Pointer), ("best", _Pointer),
     ]  # fmt: skip
 
 
@@ -90,8 +89,11 @@ class NativeDecode:
         memory = torch.zeros(size + _ALIGNMENT, dtype=torch.uint8)
         self._kept.append(memory)
         self._memory = memory.data_ptr() + -memory.data_ptr() % _ALIGNMENT
-        self._logits = torch.empty((MOST_ROWS, config.vocab_size), dtype=torch.float32)
+        logits = torch.empty((MOST_ROWS, config.vocab_size), dtype=torch.float32)
+        self._logits = [logits[:rows] for rows in range(MOST_ROWS + 1)]  # a slice costs more than the rest of a call
         self._best = np.empty(MOST_ROWS, dtype=np.int64)
+        self._model_at, self._logits_at = ctypes.byref(self._model), logits.data_ptr()
+        self._best_at: int = self._best.__array_interface__["data"][0]
         self._run: Callable[..., None] = library.baton_decode_step
         library.baton_decode_step.argtypes = [_Pointer, _Pointer, _Count, _Pointer, _Pointer]
         library.baton_decode_step.restype = None
@@ -100,22 +102,15 @@ class NativeDecode:
     def takes(batch: Batch) -> bool:
         """Whether the batch is run faster here than as one with many rows."""
         in_runs = sum(len(span) * span.end for span in batch.spans if len(span) > 1)
-        return len(batch.tokens) <= MOST_ROWS and in_runs <= MOST_IN_RUNS
+        return batch.rows <= MOST_ROWS and in_runs <= MOST_IN_RUNS
 
     def run(self, batch: Batch) -> Decoded:
         """Compute the batch's K and V into their pages, and logits of its `sample_rows`."""
-        rows, samples = len(batch.tokens), len(batch.sample_rows)
-        assert rows <= MOST_ROWS
-        pages = np.concatenate([span.pages for span in batch.spans])
-        counts = [len(span.pages) for span in batch.spans]
-        tables = np.repeat(np.cumsum([0, *counts[:-1]]), [len(span) for span in batch.spans])
-        step = _Step(
-            rows, len(batch.begun), samples, _address(batch.tokens), _address(batch.positions), _address(tables),
-            _address(pages), _address(batch.begun), _address(batch.sample_rows), self._logits.data_ptr(),
-            _address(self._best),
-        )  # fmt: skip
-        self._run(ctypes.byref(self._model), ctypes.byref(step), MOST_ROWS, self._threads.handle, self._memory)
-        return Decoded(self._logits[:samples], self._best[:samples].tolist())
+        assert batch.rows <= MOST_ROWS
+        ints = batch.ints.__array_interface__["data"][0]
+        step = _Step(batch.rows, batch.samples, batch.begins, ints, self._logits_at, self._best_at)
+        self._run(self._model_at, ctypes.byref(step), MOST_ROWS, self._threads.handle, self._memory)
+        return Decoded(self._logits[batch.samples], self._best[: batch.samples].tolist())
 
     def _describe(self, config: ModelConfig, weights: ModelWeights, layout: PageLayout, pool: torch.Tensor) -> _Model:
         assert weights.norm is not None
@@ -161,7 +156,3 @@ def runs(config: ModelConfig, weights: ModelWeights, threads: int) -> bool:
         and config.hidden_size % 2 == 0  # two inputs of bfloat16 make a word
         and threads <= MOST_THREADS
     )
-
-
-def _address(array: Ints) -> int:
-    return array.__array_interface__["data"][0]

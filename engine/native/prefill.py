@@ -188,28 +188,28 @@ class NativePrefill:
             self._pool[torch.from_numpy(batch.begun)] = 0
         head_rows = 2 * layout.num_layers * layout.page_size
         cos, sin = rope.rotation(torch.from_numpy(batch.positions), self._frequencies)
-        firsts = np.cumsum([0, *(len(span.pages) for span in spans)])
-        drawn = [i for i, span in enumerate(spans) if span.last - 1 in set(batch.sample_rows.tolist())]
-        tails = [Span(i, i + 1, spans[n].end - 1, spans[n].end, spans[n].pages) for i, n in enumerate(drawn)]
+        sampled = set(batch.sample_rows.tolist())
+        drawn = [span for span in spans if span.last - 1 in sampled]
+        tails = [Span(i, i + 1, span.end - 1, span.end, span.table) for i, span in enumerate(drawn)]
         return _Step(
-            blocks=list(self._blocks(spans, firsts)),
-            samples=list(self._blocks(tails, firsts[drawn])),
+            blocks=list(self._blocks(spans)),
+            samples=list(self._blocks(tails)),
             cos=cos,
             sin=sin,
             slots=(batch.pages * layout.num_kv_heads * head_rows + batch.offsets) * layout.head_dim,
-            pages=np.concatenate([span.pages for span in spans]),
+            pages=batch.table,
         )
 
-    def _blocks(self, spans: Sequence[Span], first_pages: Ints) -> Iterator[_Block]:
+    def _blocks(self, spans: Sequence[Span]) -> Iterator[_Block]:
         rows = spans[-1].last if spans else 0
         for first, last in cut(rows):
             within = [
-                (max(span.first, first), min(span.last, last), span, int(page))
-                for span, page in zip(spans, first_pages, strict=False)
+                (max(span.first, first), min(span.last, last), span)
+                for span in spans
                 if span.first < last and span.last > first
             ]
             table = [
-                (begin - first, end - begin, span.start + begin - span.first, page) for begin, end, span, page in within
+                (begin - first, end - begin, span.start + begin - span.first, span.table) for begin, end, span in within
             ]
             yield _Block(first, last, self._kernels.pieces(table))
 
