@@ -33,3 +33,23 @@ def test_the_rate_of_computing_prompts_is_known_from_the_calibration_and_falls_w
     assert pace.last == ()
     assert pace.rate() == pytest.approx(256 / (0.01 + 0.0256 + 1e-8 * pairs(256)), rel=0.02)
     assert pace.rate(4_000) < 0.9 * pace.rate()
+
+
+@pytest.mark.parametrize(("plan", "steps"), [(LONG, 1), (ROW, 2)])
+def test_steps_are_learned_from_together_until_there_is_one_of_another_kind(plan: Chunk, steps: int) -> None:
+    pace = WorkerPace()
+    for _ in range(3):
+        pace.stepped({AttemptName("a", 1): ROW}, 0.01)
+    assert not pace.knows_anything
+    pace.stepped({AttemptName("a", 1): plan}, 0.01, steps)
+    assert pace.knows_anything
+    pace.calibrate()
+    assert pace.seconds(rows=1, context=51) == pytest.approx(0.01, rel=0.1)
+
+
+def test_steps_that_are_all_alike_are_learned_from_as_well() -> None:
+    pace = WorkerPace()
+    for _ in range(20):
+        pace.stepped({AttemptName("a", 1): ROW}, 0.01)
+    pace.calibrate()
+    assert pace.seconds(rows=1, context=51) == pytest.approx(0.01, rel=0.1)
