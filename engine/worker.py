@@ -147,6 +147,7 @@ class Worker:
         self._poller.add(self._events)
         self._pauses = PauseDetector(_PAUSE)
         self._step_started: float | None = None
+        self._stepped = False  # in this turn
         self._next_beat = 0.0
         self.pages_in = self.pages_out = self.corrupt = 0
         self._traces = config.cluster.traces
@@ -304,6 +305,7 @@ class Worker:
     def step(self, state: WorkerState, plan: Plan) -> StepDone | StepFailed:
         """Run one step of the engine. While it runs, the heart tells how old it is."""
         self.tracer.count()
+        self._stepped = True
         self._step_started = self.clock.now()
         with self.tracer.span("heartbeat", "sockets"):
             self._beat(state)
@@ -322,10 +324,13 @@ class Worker:
     def publish(self, state: WorkerState, values: Callable[[], Mapping[str, Sample]]) -> None:
         """After a turn: the heartbeat's snapshot and KV events; `values`, for the metrics page, once a heartbeat."""
         now = self.clock.now()
+        next_step_tells = self._stepped and state.busy  # in a moment: its heartbeat's snapshot is as good
+        self._stepped = False
         with self.tracer.span("publish changes", "sockets"):
             self._publish_changes(state.cache)
-        with self.tracer.span("heartbeat", "sockets"):
-            self._beat(state)
+        if not next_step_tells:
+            with self.tracer.span("heartbeat", "sockets"):
+                self._beat(state)
         if now >= self._next_beat:
             self._next_beat = now + self._routers.heartbeat
             with self.tracer.span("publish metrics", "sockets"):
