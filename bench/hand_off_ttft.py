@@ -1,8 +1,8 @@
 """The time to the first token of a prompt that one worker prefills and another goes on with, beside the bare engine;
 and what the pages that come in do to the streams that run there.
 
-    bench/hand_off_ttft.py            # about 80 s
-    bench/hand_off_ttft.py --quick    # about 40 s
+    bench/hand_off_ttft.py            # about 2 minutes
+    bench/hand_off_ttft.py --quick    # about 50 s
 
 Each worker has a core of its own, as in `interference.py`, and the bare engine has that of the prefill worker, in turns
 with it. While a prompt is alone router and store may use both cores, as one of them is idle; beside streams they share
@@ -35,7 +35,9 @@ from engine.engine import Engine
 
 PROMPT = 2_000  # tokens
 ALLOWED = 0.010  # seconds, besides prefill and two steps
-_PAGE_SIZE, _STEPS, _LEAD, _PAUSE = 16, 8, 2.0, 1.0
+_PAGE_SIZE, _STEPS = 16, 8
+_OUTPUT = 1_500  # tokens of a stream, which is longer than what is measured
+_LEAD, _PAUSE = 2.0, 0.25  # seconds that the streams run before a prompt and after its first token
 _STEP_TOKENS = (512, 1_024, PROMPT)  # how the bare engine may take the prompt; the best of them counts
 
 
@@ -53,8 +55,8 @@ class Disturbance:
     """Of the streams, by one prompt that was computed beside them and whose pages came in."""
 
     largest: float  # gap between tokens, seconds
-    calm: float  # the largest as long before, when nobody sent a long prompt
-    before: float  # the median of the gaps before the prompt was sent: a step
+    calm: float  # the largest in as long a time before
+    before: float  # the median of those: a step
     beside: float  # and of those until its first token: the workers share the machine's memory
 
 
@@ -127,26 +129,24 @@ async def _rounds(bare: Bare, server: Router, prompts: Prompts, count: int) -> l
 
 async def _disturb(server: Router, prompts: Prompts, count: int) -> list[Disturbance]:
     found: list[Disturbance] = []
-    shape = interference.STREAMS, interference.PROMPT, interference.OUTPUT
-    async with Streams(server, prompts, *shape) as streams:
-        await asyncio.sleep(_LEAD)
-        for number in range(count):
-            since = time.perf_counter()
-            await asyncio.sleep(_PAUSE)
+    for number in range(count):
+        # None of them ends, and none begins, while something is measured: their own prompts make gaps as well.
+        async with Streams(server, prompts, interference.STREAMS, interference.PROMPT, _OUTPUT) as streams:
+            await asyncio.sleep(_LEAD)
             sent = time.perf_counter()
             await first_token(server, prompts.draw(PROMPT))
             arrived = time.perf_counter()
-            await asyncio.sleep(_PAUSE / 4)  # what it held up shows in gaps that end later
-            end = arrived + _PAUSE / 4
-            one = Disturbance(
-                largest=max(streams.gaps_between(sent, end)),
-                calm=max(streams.gaps_between(max(since, sent - (end - sent)), sent)),
-                before=median(streams.gaps_between(sent - _PAUSE, sent)),
-                beside=median(streams.gaps_between(sent, arrived)),
-            )
-            found.append(one)
-            steps = " ms, then ".join(f"{step * 1_000:.1f}" for step in (one.before, one.beside))
-            report.say(f"prompt {number + 1} of {count}: a step takes {steps} ms; largest {one.largest * 1_000:.1f} ms")
+            await asyncio.sleep(_PAUSE)  # what it held up shows in gaps that end later
+        before, end = sent - (arrived + _PAUSE - sent), arrived + _PAUSE
+        one = Disturbance(
+            largest=max(streams.gaps_between(sent, end)),
+            calm=max(streams.gaps_between(before, sent)),
+            before=median(streams.gaps_between(before, sent)),
+            beside=median(streams.gaps_between(sent, arrived)),
+        )
+        found.append(one)
+        steps = " ms, then ".join(f"{step * 1_000:.1f}" for step in (one.before, one.beside))
+        report.say(f"prompt {number + 1} of {count}: a step takes {steps} ms; largest {one.largest * 1_000:.1f} ms")
     return found
 
 

@@ -18,8 +18,10 @@ from typing import Any, Protocol
 import aiohttp
 import grpc.aio
 import numpy as np
+from msgspec import Struct
 
 from baton.errors import Unavailable
+from baton.process import settle
 from baton.v1 import generation_pb2, generation_pb2_grpc
 
 _TIMEOUT = 120.0  # seconds that a request may take
@@ -93,8 +95,7 @@ class Prompts:
         return self._rng.integers(3, self._vocab, length).tolist()
 
 
-@dataclass(frozen=True)
-class Gap:
+class Gap(Struct, frozen=True, gc=False):
     """Between two tokens of one stream, in seconds; `at` is when the later one came, on `time.perf_counter`."""
 
     at: float
@@ -114,6 +115,7 @@ class Streams:
     arrived: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])  # when, and how many tokens
 
     async def __aenter__(self) -> Streams:
+        settle()  # so that no pause of this process's collector is taken for one of the server
         self._tasks = [asyncio.create_task(self._run()) for _ in range(self.number)]
         return self
 
