@@ -149,16 +149,18 @@ class Cluster:
     def _at(self, name: str) -> Router | None:
         return self.routers.get(name)
 
-    def start_worker(self, name: str) -> None:
+    def start_worker(self, name: str, role: WorkerRole | None = None) -> None:
+        """As what it is configured to be, or in that role."""
         if name in self.workers:
             return
-        role, node = self._places[name]
+        configured, node = self._places[name]
+        role = role or configured
         peer = self._peer(role, name, node)
         noise = Noise(self.timing.noise, (self._seed, peer.pid))
         noise.slowness = self._slowness.get(name, 1.0)
         worker = Worker(
             role, peer, self._cards[role], self.config, self.timing, self.agenda, self.network, self._addresses,
-            self.measures.outputs, noise, runs=self._runs,
+            self.measures.outputs, noise, partial(self.agenda.after, 0.0, self._change_role, name), runs=self._runs,
         )  # fmt: skip
         self.workers[name] = worker
         self.network.join(peer.incarnation, worker)
@@ -172,11 +174,24 @@ class Cluster:
         if worker is None:
             return
         self.ends += 1
-        worker.end()
-        self.busy[name] += worker.busy
-        self.network.leave(worker.peer.incarnation)
+        self._leave(worker)
         if (store := self.stores.get(worker.peer.node)) is not None:
             store.worker_gone(worker)
+
+    def _change_role(self, name: str, role: WorkerRole) -> None:
+        """Its process, with the weights that it has loaded, is a new incarnation from now on."""
+        worker = self.workers.pop(name, None)
+        if worker is None:
+            return
+        self._leave(worker)
+        if (store := self.stores.get(worker.peer.node)) is not None:
+            store.worker_left(worker)
+        self.start_worker(name, role)
+
+    def _leave(self, worker: Worker) -> None:
+        worker.end()
+        self.busy[worker.peer.name] += worker.busy
+        self.network.leave(worker.peer.incarnation)
 
     def start_store(self, node: str) -> None:
         if node in self.stores:
@@ -303,7 +318,8 @@ class Cluster:
         return {"split": total["split"], "local": total["local"]}
 
     def utilisation(self) -> dict[str, float]:
-        """The share of the time that workers of each role spent in steps, and network cards in sending pages."""
+        """The share of the time that workers of each configured role spent in steps, and network cards in sending
+        pages."""
         seconds = max(self.agenda.now - _BEGIN, 1e-9)
         busy: dict[str, list[float]] = {"network": [self.network.busy[node] for node in self._disks]}
         for name, (role, _) in self._places.items():

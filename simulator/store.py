@@ -117,9 +117,16 @@ class Store:
         """The kernel tells of its end; what it had said before still counts."""
         self._network.call(self.peer.incarnation, self._bury, worker)
 
-    def _bury(self, worker: Worker) -> None:
+    def worker_left(self, worker: Worker) -> None:
+        """It closes its connection; its process lives on."""
+        self._network.call(self.peer.incarnation, self._disconnect, worker)
+
+    def _disconnect(self, worker: Worker) -> None:
         if self._workers.pop(worker.connection, None) is not None:
             self._handle(Disconnected(worker.connection))
+
+    def _bury(self, worker: Worker) -> None:
+        self._disconnect(worker)
         self._handle(WriterGone(worker.peer.pid))
         self._routers.tell_all(Departed(worker.peer.incarnation, worker.peer.pid))
 

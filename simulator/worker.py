@@ -10,7 +10,7 @@ randomness of steps is drawn for each run rather than for each step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +21,7 @@ from baton.config import Config
 from baton.membership import Say
 from baton.messages import (
     AttemptName,
+    Become,
     Cancel,
     Envelope,
     Heartbeat,
@@ -79,13 +80,13 @@ class Worker:
 
     def __init__(
         self, role: WorkerRole, peer: Peer, card: ModelCard, config: Config, timing: Timing, agenda: Agenda,
-        network: Network, routers: Sequence[RouterAddress], outputs: Mapping[str, Output], noise: Noise, *,
-        runs: bool = True,
+        network: Network, routers: Sequence[RouterAddress], outputs: Mapping[str, Output], noise: Noise,
+        become: Callable[[WorkerRole], None], *, runs: bool = True,
     ) -> None:  # fmt: skip
-        """`runs`: steps that are alike are run in a row."""
+        """`become`: replaces this incarnation by one of another role; `runs`: steps that are alike are run in a row."""
         self.role, self.peer = role, peer
         self._timing, self._agenda, self._network = timing, agenda, network
-        self._outputs, self._noise = outputs, noise
+        self._outputs, self._noise, self._become = outputs, noise, become
         self._times = timing.decode if role == "decode" else timing.prefill
         self._longest = _LONGEST_RUN if runs else 0.0
         page_size, pages = config.pages.page_size, card.pool_pages
@@ -190,7 +191,13 @@ class Worker:
         while self._from_store:
             yield self._from_store.popleft()
         while self._inbox:
-            yield from self._routers.hear(*self._inbox.popleft(), now)
+            for said in self._routers.hear(*self._inbox.popleft(), now):
+                match said:
+                    case Said(message=Become(role=role)):
+                        if role != self.role:
+                            self._become(role)
+                    case _:
+                        yield said
         yield from self._routers.tick(now)
         yield Tick()
 
