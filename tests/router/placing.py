@@ -1,0 +1,156 @@
+"""Clusters to place requests in, as small as a case needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton import config as configuration
+from baton.messages import AttemptName, Hello, Load, ModelCard, Namespace, Peer, Source, TierSpeed
+from kvstore.prefix_map import Match
+from router.costs import PrefillCost, StepCost
+from router.peers import Member, Members, Prompt, Work
+from router.placement import Ask, Choice, LowestTtft
+from router.plan import Plan
+from router.reach import Prefix
+from router.view import View
+
+PREFIX = Prefix(pages=8, page_size=10, page_bytes=1_000)
+TAIL = 4  # tokens after the prefix
+RATE = 100.0  # tokens per second: a page is computed in 0.1 s
+PAGE = 0.1
+STEP = 0.01
+QUICK = TierSpeed("disk", latency=0.01, bytes_per_second=1e6)  # a page is loaded in 1 ms
+SLOW = TierSpeed("disk", latency=0.01, bytes_per_second=1e3)  # a page is loaded in 1 s
+NEAR = TierSpeed("remote", latency=0.02, bytes_per_second=1e6)
+FAR = TierSpeed("remote", latency=0.02, bytes_per_second=1e3)
+CONFIG = configuration.Config(
+    pages=configuration.PagesConfig(page_size=10), prefill=configuration.PrefillConfig(max_prompts=2)
+)
+NAMESPACE = Namespace(model=b"m" * 16, numerics=1, kv_dtype="float32", page_size=10, layout=1)
+
+
+@dataclass
+class Cluster:
+    """Live members and what they cost; time stands still unless a test moves it."""
+
+    members: Members = field(default_factory=lambda: Members(10))
+    placer: LowestTtft = field(default_factory=LowestTtft)
+    held: dict[str, Match] = field(default_factory=dict[str, Match])
+    prefills: dict[str, PrefillCost] = field(default_factory=dict[str, PrefillCost])
+    steps: dict[str, StepCost] = field(default_factory=dict[str, StepCost])
+    now: float = 100.0
+    given: int = 0
+
+    def __post_init__(self) -> None:
+        self.view = View(CONFIG, self.members, self)
+
+    def prefill(self, incarnation: str) -> PrefillCost:
+        return self.prefills.get(incarnation, PrefillCost(0.0, 1 / RATE, 0.0))
+
+    def step(self, incarnation: str) -> StepCost:
+        return self.steps.get(incarnation, StepCost(STEP, 0.0, 0.0))
+
+    def join(self, role: Any, name: str, node: str, pool: int = 1_000, **more: Any) -> Member:
+        card = None if role == "store" else ModelCard(NAMESPACE, 1_000, 100, 10_000, pool)
+        member = self.members.join(Hello(Peer(role, name, node, name, 1), model=card, **more), self.now)
+        if role != "store":
+            member.reports(Load(prefill_rate=RATE), 0, Load(), self.now)
+        return member
+
+    def decoder(self, name: str = "d0", node: str = "a", device: int = 0, busy: int = 0, pool: int = 1_000) -> Member:
+        """`busy`: pages of prompts that it has to compute."""
+        return self._worker(self.join("decode", name, node, pool), device, busy)
+
+    def prefiller(self, name: str = "p0", node: str = "a", device: int = 0, busy: int = 0, slots: int = 1) -> Member:
+        member = self._worker(self.join("prefill", name, node), device, busy)
+        for taken in range(len(member.slots), 2 - slots):
+            member.promise(AttemptName(f"slot {taken}", 1), Prompt(0), self.now)
+        return member
+
+    def _worker(self, member: Member, device: int, busy: int) -> Member:
+        if device:
+            self.held[member.incarnation] = Match(device, {"GPU": device})
+        if busy:
+            member.promise(AttemptName("busy", 1), Prompt(busy * 10), self.now)
+        return member
+
+    def store(
+        self,
+        node: str = "a",
+        host: int = 0,
+        disk: int = 0,
+        *,
+        serves: bool = True,
+        speeds: tuple[TierSpeed, ...] = (QUICK, NEAR),
+    ) -> Member:
+        member = self.join("store", f"s-{node}", node, data=f"tcp://{node}" if serves else "")
+        member.reports(Load(tiers=speeds), 0, Load(), self.now)
+        if host + disk:
+            self.held[member.incarnation] = Match(host + disk, {"CPU": host, "DISK": disk} if disk else {"CPU": host})
+        return member
+
+    def runs(self, member: Member, count: int, tpot: float | None = None, pages: int = 0, context: int = 100) -> None:
+        """Give a decode worker sequences."""
+        for _ in range(count):
+            self.given += 1
+            work = Work(self.given, 1, context=context, taken=pages, tpot=tpot)
+            member.give(AttemptName(f"running {self.given}", 1), work)
+
+    def ask(self, **more: Any) -> Ask:
+        prefix: Prefix = more.pop("prefix", PREFIX)
+        tokens = prefix.pages * prefix.page_size + TAIL
+        held = {incarnation: match for incarnation, match in self.held.items() if self.members.get(incarnation)}
+        return Ask("r", prefix, (), more.pop("held", held), tokens, more.pop("max_tokens", 10), tokens, **more)
+
+    def choose(self, **more: Any) -> Choice:
+        self.view.begin(self.now)
+        return self.placer.place(self.ask(**more), self.view)
+
+    def queued(self) -> float:
+        """Seconds that a prompt would wait for those before it on the first decode worker."""
+        self.choose()
+        assert self.view.weighed is not None
+        return float(self.view.weighed.queue[0])
+
+    def plan(self, **more: Any) -> Plan:
+        choice = self.choose(**more)
+        assert isinstance(choice, Plan), choice
+        return choice
+
+    def begin(self, plan: Plan, name: str = "") -> AttemptName:
+        """Count a plan as the router does when it sends it."""
+        self.given += 1
+        attempt = AttemptName(name or f"r{self.given}", 1)
+        new, known = (PREFIX.pages - plan.cached) * 10, plan.cached * 10
+        if plan.prefill is not None:
+            self.members.live(plan.prefill).promise(attempt, Prompt(new, known), self.now)
+        else:
+            self.members.live(plan.decode).promise(attempt, Prompt(new + TAIL, known), self.now)
+        self.members.live(plan.decode).give(attempt, Work(self.given, 9, context=100.0))
+        return attempt
+
+
+def source(node: str, pages: int) -> Source:
+    return Source(f"s-{node}", f"tcp://{node}", pages)
+
+
+def one_node(**store: Any) -> Cluster:
+    """A decode worker, a prefill worker and a store."""
+    cluster = Cluster()
+    cluster.decoder()
+    cluster.prefiller()
+    cluster.store(**store)
+    return cluster
+
+
+def two_nodes(a: dict[str, Any] | None = None, b: dict[str, Any] | None = None) -> Cluster:
+    """A prefill worker on a, a decode worker on b, and a store on each."""
+    cluster = Cluster()
+    cluster.prefiller(node="a")
+    cluster.decoder(node="b")
+    if a is not None:
+        cluster.store("a", **a)
+    if b is not None:
+        cluster.store("b", **b)
+    return cluster

@@ -1,0 +1,217 @@
+"""Placement in whatever clusters there may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from baton.messages import AttemptName, TierRun
+from kvstore.prefix_map import Match
+from router.costs import PrefillCost, StepCost
+from router.peers import Prompt
+from router.placement import Ask, Wait, plan_for
+from router.plan import Plan
+from router.prices import Prices
+from tests.router.placing import (
+    FAR,
+    NEAR,
+    PAGE,
+    PREFIX,
+    QUICK,
+    RATE,
+    SLOW,
+    STEP,
+    TAIL,
+    Cluster,
+    one_node,
+    source,
+    two_nodes,
+)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    cluster = Cluster()
+    nodes, pages, busy = st.sampled_from("abc"), st.integers(0, 8), st.integers(0, 20)
+    for node in draw(st.lists(nodes, unique=True, max_size=3)):
+        speeds = draw(st.tuples(st.sampled_from([QUICK, SLOW]), st.sampled_from([NEAR, FAR])))
+        host, disk, serves = draw(st.integers(0, 4)), draw(st.integers(0, 4)), draw(st.booleans())
+        cluster.store(node, host, disk, serves=serves, speeds=speeds)
+    for index in range(draw(st.integers(0, 4))):
+        pool = draw(st.sampled_from([5, 40, 1_000]))
+        member = cluster.decoder(f"d{index}", draw(nodes), draw(pages), draw(busy), pool)
+        cluster.runs(member, draw(st.integers(0, 12)), draw(st.sampled_from([None, 0.02, 0.2])), pages=3)
+        cluster.steps[f"d{index}"] = draw(st.sampled_from([StepCost(0.01, 0.0, 0.0), StepCost(0.005, 0.002, 1e-5)]))
+        if draw(st.booleans()) and member.work:
+            member.refuses(next(iter(member.work)))
+    for index in range(draw(st.integers(0, 4))):
+        cluster.prefiller(f"p{index}", draw(nodes), draw(pages), draw(busy), draw(st.integers(0, 2)))
+        cluster.prefills[f"p{index}"] = draw(
+            st.sampled_from([PrefillCost(0.0, 0.01, 0.0), PrefillCost(0.1, 0.001, 1e-5)])
+        )
+    return cluster
+
+
+ASKS = st.fixed_dictionaries(
+    {"local": st.booleans(), "tpot": st.sampled_from([None, 0.015, 0.1]), "max_tokens": st.sampled_from([1, 50])}
+)
+
+
+@given(cluster=clusters(), ask=ASKS)
+def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) -> None:
+    choice = cluster.choose(**ask)
+    if not isinstance(choice, Plan):
+        return
+    chosen = cluster.members.live(choice.decode)
+    stores = {store.incarnation: store for store in cluster.members.of("store")}
+    own = cluster.members.store_of(chosen.peer.node)
+    assert chosen.busy_since is None, "full"
+    assert chosen.hello.model is not None
+    assert chosen.hello.model.pool_pages >= cluster.ask(**ask).needs
+    assert choice.store == (own.incarnation if own and choice.fetch else "")
+    predicted = choice.predicted
+    assert min(predicted.queue, predicted.load, predicted.compute, predicted.transfer, predicted.step) >= 0
+    assert predicted.wait == 0
+    for each in (*choice.sources, *choice.prefill_sources):
+        assert each.endpoint == stores[each.store].hello.data != ""
+    assert all(stores[each.store].peer.node != chosen.peer.node for each in choice.sources)
+    if ask["local"] or own is None:
+        assert (choice.fetch, choice.prefill, choice.loads) == (0, None, ())
+    elif choice.prefill is not None:
+        maker = cluster.members.live(choice.prefill)
+        assert len(maker.slots) < 2
+        assert choice.fetch == PREFIX.pages > 0
+        theirs = cluster.members.store_of(maker.peer.node)
+        assert theirs is not None
+        named = () if maker.peer.node == chosen.peer.node else (theirs.incarnation,)
+        assert tuple(each.store for each in choice.sources) == named
+        assert all(stores[each.store].peer.node != maker.peer.node for each in choice.prefill_sources)
+
+
+@given(cluster=clusters(), ask=ASKS)
+def test_arrays_say_what_one_way_at_a_time_says(cluster: Cluster, ask: dict[str, Any]) -> None:
+    """Every pair and every decode worker alone, priced one by one in plain Python."""
+    wanted = cluster.ask(**ask)
+    choice = cluster.choose(**ask)
+    prices = cluster.view.weighed
+    if prices is None or not prices.decoders:
+        return
+    ways: dict[tuple[str | None, str], float] = {}
+    for way in every_way(cluster, prices):
+        seconds = by_hand(cluster, wanted, *way)
+        maker = None if way[0] is None else prices.workers[way[0]].incarnation
+        if seconds < inf:
+            ways[maker, prices.workers[way[1]].incarnation] = seconds
+            assert prices.predict(*way).total == pytest.approx(seconds)
+    dear = {
+        (maker, taker): seconds + (float(prices.nuisance[cluster.view.table.index[taker]]) if maker is None else 0.0)
+        for (maker, taker), seconds in ways.items()
+    }
+    assert prices.lowest == pytest.approx(min(dear.values(), default=inf))
+    if isinstance(choice, Plan):
+        best = prices.lowest
+        assert dear[choice.prefill, choice.decode] <= best + max(0.001, 0.02 * best) + 1e-9
+        reach = prices.cached[cluster.view.table.index[choice.prefill or choice.decode]]
+        assert choice.cached == reach, "arrays and the one function agree on what is loaded"
+
+
+def every_way(cluster: Cluster, prices: Prices) -> Sequence[tuple[int | None, int]]:
+    takers = range(prices.decoders)
+    makers = range(prices.decoders, len(prices.workers))
+    return [(None, taker) for taker in takers] + [(maker, taker) for maker in makers for taker in takers]
+
+
+def by_hand(cluster: Cluster, ask: Ask, maker: int | None, taker: int) -> float:
+    """Seconds of one way; inf: it can't be."""
+    prices = cluster.view.weighed
+    assert prices is not None
+    decoder = prices.workers[taker]
+    assert decoder.hello.model is not None
+    if decoder.hello.model.pool_pages < ask.needs:
+        return inf
+    step = prices.step[taker]
+    if maker is None:
+        begins = max(prices.queue[taker], prices.wait_alone[taker])
+        return begins + prices.load[taker] + prices.compute[taker] + step
+    worker = prices.workers[maker]
+    own, theirs = cluster.members.store_of(decoder.peer.node), cluster.members.store_of(worker.peer.node)
+    same = worker.peer.node == decoder.peer.node
+    if ask.local or own is None or theirs is None or not (same or theirs.hello.data):
+        return inf
+    cost = cluster.prefill(worker.incarnation)
+    cached = int(prices.cached[maker])
+    making = cost.seconds((PREFIX.pages - cached) * 10, cached * 10, 2_048)
+    load = prices.load[maker]
+    left = sum(cost.seconds(prompt.new, 0, 2_048) for prompt in worker.slots.values())
+    held = ask.held.get(own.incarnation, Match(0))
+    here = max(ask.on_device(decoder.incarnation), held.pages - held.tiers.get("DISK", 0))
+    transfer = 0.0
+    if not same and here < PREFIX.pages:
+        speed = own.load.tiers[1]
+        link = speed.latency + (PREFIX.pages - here) * PREFIX.page_bytes / speed.bytes_per_second
+        transfer = max(speed.latency, link - load - making)
+    return max(left, prices.wait[taker]) + load + making + transfer + step
+
+
+@given(cluster=clusters(), more=st.integers(1, 30))
+def test_a_longer_queue_makes_nobody_more_likely_to_be_chosen(cluster: Cluster, more: int) -> None:
+    before = cluster.choose()
+    if not isinstance(before, Plan):
+        return
+    for member in cluster.members:
+        worker = before.prefill or before.decode
+        if member.incarnation not in (worker, before.decode) and member.peer.role != "store":
+            member.promise(AttemptName("more", 1), Prompt(more * 10), cluster.now)
+    after = cluster.choose()
+    assert isinstance(after, Plan)
+    assert after.prefill == before.prefill or before.prefill is None
+    assert after.predicted.queue == pytest.approx(before.predicted.queue)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_of_many_workers_the_best_are_found(random: Any) -> None:
+    """With more workers than are paired, the choice is as good as the best of all pairs."""
+    cluster = Cluster()
+    for index in range(40):
+        node = f"n{index % 10}"
+        if index < 10:
+            cluster.store(node, host=random.randrange(9))
+        cluster.decoder(f"d{index}", node, random.randrange(9), random.randrange(5))
+        cluster.prefiller(f"p{index}", node, random.randrange(9), random.randrange(30), random.randrange(3))
+    choice = cluster.choose()
+    prices = cluster.view.weighed
+    assert prices is not None
+    seconds = {way: by_hand(cluster, cluster.ask(), *way) for way in every_way(cluster, prices)}
+    dear = {way: value + (float(prices.nuisance[way[1]]) if way[0] is None else 0) for way, value in seconds.items()}
+    assert prices.lowest <= min(dear.values()) * 1.02 + 0.001
+    assert isinstance(choice, Plan | Wait)
+
+
+def test_a_plan_for_chosen_workers_is_that_of_the_rule() -> None:
+    cluster = two_nodes({"host": 3}, {})
+    cluster.decoder("d1", "b")
+    assert plan_for(cluster.ask(), cluster.view, "d1", "p0") == replace(cluster.plan(), decode="d1")
+    assert plan_for(cluster.ask(), cluster.view, "d1") == Plan(
+        "d1", fetch=3, cached=3, store="s-b", sources=(source("a", 3),), loads=(TierRun(NEAR, 3),)
+    )
+
+
+def test_candidates_tell_what_was_weighed() -> None:
+    cluster = one_node(host=3)
+    cluster.prefiller("p1", slots=0)
+    cluster.decoder("d1", pool=5)
+    plan = cluster.plan()
+    assert cluster.view.weighed is not None
+    told = {(each.decode, each.prefill): each for each in cluster.view.weighed.candidates()}
+    assert told["d0", "p0"].predicted == plan.predicted
+    assert (told["d0", "p0"].cached, told["d0", "p0"].why_not) == (30, "")
+    assert "p1" in told["d0", "p1"].why_not
+    assert "d1" in told["d1", ""].why_not
+    assert told["d0", ""].predicted.total == pytest.approx(5 * PAGE + STEP + TAIL / RATE)
