@@ -76,8 +76,8 @@ class Span(Struct, frozen=True, gc=False):
 
 
 class Batch(Struct, frozen=True, gc=False):
-    """One step's tokens, end to end. All that a kernel needs to know of them is one array, since making one array costs
-    as much as making a small step's batch of eight: see the properties for what it consists of, in their order.
+    """One step's tokens, end to end. All that a kernel needs to know of them lies in one array, since in a small step
+    it is the making of arrays that takes time; the properties say what it consists of, in this order.
     """
 
     ints: Ints

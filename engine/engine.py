@@ -129,7 +129,7 @@ class Engine:
             return (decoded.logits, decoded.best) if batch.samples else (None, None)
         return self._logits_of_many(batch), None
 
-    @torch.inference_mode()  # which takes as long to enter as a small step's inputs take to make
+    @torch.inference_mode()  # native steps do without
     def _logits_of_many(self, batch: Batch) -> torch.Tensor | None:
         span = self.tracer.span
         with span("layers", "engine"):
