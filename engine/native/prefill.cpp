@@ -167,8 +167,39 @@ struct Lanes {
   int vectors;
 };
 
+// Memory that is needed soon and lies where no prefetcher foresees it. It is asked for a few lines at a time, between
+// other work: a core waits for a line once it has more on their way than it can keep track of.
+struct Ahead {
+  static constexpr int64_t kLine = 64;
+
+  void clear() { count = at = lines = 0; }
+
+  void add(const void* from, int64_t bytes) {
+    stretches[count++] = {static_cast<const char*>(from), bytes};
+    lines += (bytes + kLine - 1) / kLine;
+  }
+
+  void ask(int64_t most) {
+    for (; most > 0 && at < count; ++at) {
+      Stretch& next = stretches[at];
+      for (; most > 0 && next.bytes > 0; --most, next.from += kLine, next.bytes -= kLine)
+        _mm_prefetch(next.from, _MM_HINT_T0);
+      if (next.bytes > 0) return;
+    }
+  }
+
+  struct Stretch {
+    const char* from;
+    int64_t bytes;
+  };
+  Stretch stretches[2 * kKeys];
+  int count, at;
+  int64_t lines;  // of all
+};
+
 struct Scratch {
   Lanes lanes[4];
+  Ahead ahead;
   alignas(64) float scores[kKeys * kWide];
   alignas(64) int32_t weights[kKeys * kWide];       // [key cells][48]
   alignas(64) int32_t values[kKeys * kMostHeadDim];  // [key cells][head_dim], a cell holds what two keys have there
@@ -382,26 +413,29 @@ struct Attention {
     for (int i = count; i < tiled; ++i) keys[i] = kZeros;
   }
 
-  // Asks for K and V of the positions from `first` on, which lie in pages that no prefetcher foresees.
-  void ask(const Piece& piece, int64_t head, int64_t first, int64_t end) const {
-    constexpr int64_t kLine = 64 / int64_t(sizeof(T));
+  // K and V of the positions from `first` on are needed next.
+  void look(const Piece& piece, int64_t head, int64_t first, int64_t end, Ahead& ahead) const {
+    ahead.clear();
     int64_t index = first / shape.page_size, offset = first % shape.page_size;
     for (int64_t rows; first < end; first += rows, ++index, offset = 0) {
       rows = shape.page_size - offset < end - first ? shape.page_size - offset : end - first;
       const T* const keys = key(piece, head, index, offset);
-      for (int64_t i = 0; i < rows * shape.head_dim; i += kLine) {
-        _mm_prefetch(keys + i, _MM_HINT_T1);
-        _mm_prefetch(keys + shape.page_size * shape.head_dim + i, _MM_HINT_T1);
-      }
+      const int64_t bytes = rows * shape.head_dim * int64_t(sizeof(T));
+      ahead.add(keys, bytes);
+      ahead.add(keys + shape.page_size * shape.head_dim, bytes);
     }
   }
 
-  void step(Lanes& lanes, Scratch& scratch, int64_t first, int count) const {
+  // `lines` of what is needed next are asked for with each tile of scores.
+  void step(Lanes& lanes, Scratch& scratch, int64_t first, int count, int64_t lines) const {
     const int cells = int(shape.head_dim) / Cells<T>::kStep;
     const int tiled = (count + kTile - 1) / kTile * kTile;
     const auto scored = lanes.vectors == 1 ? score<T, 1> : lanes.vectors == 2 ? score<T, 2> : score<T, 3>;
     const auto weighed = lanes.vectors == 1 ? weigh<T, 1> : lanes.vectors == 2 ? weigh<T, 2> : weigh<T, 3>;
-    for (int i = 0; i < tiled; i += kTile) scored(scratch.keys + i, lanes.queries, cells, scratch.scores + i * kWide);
+    for (int i = 0; i < tiled; i += kTile) {
+      scratch.ahead.ask(lines);
+      scored(scratch.keys + i, lanes.queries, cells, scratch.scores + i * kWide);
+    }
     soften<T>(lanes, scratch.scores, scratch.weights, first, count, window, scale);
     weighed(scratch.values, scratch.weights, tiled / Cells<T>::kStep, int(shape.head_dim), lanes.shrink, lanes.output);
   }
@@ -418,7 +452,9 @@ struct Attention {
       const int count = int(end_position - position < kKeys ? end_position - position : kKeys);
       const int tiled = (count + kTile - 1) / kTile * kTile;
       find(piece, head, position, count, tiled, scratch.keys);
-      ask(piece, head, position + kKeys, position + 2 * kKeys < end_position ? position + 2 * kKeys : end_position);
+      const int64_t next_end = position + 2 * kKeys < end_position ? position + 2 * kKeys : end_position;
+      look(piece, head, position + kKeys, next_end, scratch.ahead);
+      const int64_t tiles = groups * tiled / kTile, lines = (scratch.ahead.lines + tiles - 1) / tiles;
       for (int i = 0; i < tiled; i += 2) {
         const auto value = [&](int j) {
           const T* k = static_cast<const T*>(scratch.keys[j]);
@@ -432,7 +468,7 @@ struct Attention {
         const bool earlier = window && position + count <= lanes.first_position - window + 1;
         if (later || earlier) continue;
         const int64_t seen = lanes.last_position + 1 - position;
-        step(lanes, scratch, position, int(seen < count ? seen : count));
+        step(lanes, scratch, position, int(seen < count ? seen : count), lines);
       }
     }
     for (int i = 0; i < groups; ++i) {
