@@ -44,9 +44,11 @@ class WorkerPace(StepPace):
         return tuple(self._last)
 
     def rate(self, context: int = 0) -> float:
-        """Prompt tokens computed per second behind `context` others; 0: not known yet."""
+        """Prompt tokens computed per second behind `context` others; 0: not known yet. Nor is it where all prompts so
+        far came in steps with rows, and the fit takes those to be all that cost anything."""
         tokens = min(self.largest, _CHUNK)
-        return tokens / self.seconds(tokens, pairs(tokens, context)) if tokens else 0.0
+        seconds = self.seconds(tokens, pairs(tokens, context))
+        return tokens / seconds if seconds else 0.0
 
 
 def sample_of(chunks: Sequence[Chunk], seconds: float) -> StepSample:

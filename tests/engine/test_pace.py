@@ -53,3 +53,12 @@ def test_steps_that_are_all_alike_are_learned_from_as_well() -> None:
         pace.stepped({AttemptName("a", 1): ROW}, 0.01)
     pace.calibrate()
     assert pace.seconds(rows=1, context=51) == pytest.approx(0.01, rel=0.1)
+
+
+def test_prompts_may_seem_to_cost_nothing() -> None:
+    pace = WorkerPace()
+    for rows in (1, 4, 8) * 20:  # as when a machine was slow while nobody had a prompt
+        pace.observe(StepSample(0, 0, rows, 0, 0.01 * rows))
+        pace.observe(StepSample(64, pairs(64), rows, 0, 0.005 * rows))
+    assert pace.seconds(64, pairs(64)) == 0
+    assert pace.rate() == 0
