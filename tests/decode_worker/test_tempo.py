@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.config import DecodeConfig
 from baton.messages import AttemptName, StepSample
@@ -118,3 +121,32 @@ def test_copies_take_a_share_of_a_step() -> None:
 def test_waiting_for_the_store_takes_less_than_copies_do() -> None:
     assert measured(copy_share=0.5).patience(rows(8)) == pytest.approx(0.25 * 14e-3, rel=0.1)
     assert Tempo(DecodeConfig(), WorkerPace()).patience(rows(8)) == 0
+
+
+SECONDS = st.floats(1e-7, 1e4)
+STEPS = st.builds(plan, st.integers(0, 30), st.integers(0, 600)).filter(bool)
+
+
+@given(
+    steps=st.lists(st.tuples(STEPS, SECONDS, st.integers(1, 9)), max_size=60),
+    copies=st.lists(st.tuples(st.integers(0, 64), SECONDS)),
+    context=st.integers(0, 100_000),
+)
+def test_whatever_was_measured_there_is_a_plan(
+    steps: list[tuple[Plan, float, int]], copies: list[tuple[int, float]], context: int
+) -> None:
+    config, pace = DecodeConfig(), WorkerPace()
+    tempo = Tempo(config, pace)
+    for step, seconds, times in steps:
+        tempo.stepped(pace.stepped(step, seconds, times), times)
+    for pages, seconds in copies:
+        tempo.copied(pages, seconds)
+    for beside in (rows(0), rows(1), rows(30)):
+        most = tempo.prompt_tokens(beside, context, PAGE)
+        assert 2 * PAGE <= most <= config.step_tokens
+        assert 1 <= tempo.tail_tokens(beside, context, PAGE) <= most
+        assert 1 <= tempo.copies(beside) <= config.copies_per_step
+        assert isfinite(tempo.longest_step(beside))
+        assert tempo.patience(beside) >= 0
+    assert isfinite(pace.rate(context))
+    assert pace.rate(context) >= 0
