@@ -180,9 +180,10 @@ class Cluster:
 
     def _change_role(self, name: str, role: WorkerRole) -> None:
         """Its process, with the weights that it has loaded, is a new incarnation from now on."""
-        worker = self.workers.pop(name, None)
-        if worker is None:
+        worker = self.workers.get(name)
+        if worker is None or worker.role == role:  # it has been told more than once
             return
+        del self.workers[name]
         self._leave(worker)
         if (store := self.stores.get(worker.peer.node)) is not None:
             store.worker_left(worker)
