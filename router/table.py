@@ -33,7 +33,7 @@ _COLUMNS = (
     "open", "until", "rate", "fixed", "token", "pair", "chunk", "stretch",
     "rows", "step", "crowd", "per_context", "turnover", "room", "pool", "tpot", "slack",
 )  # fmt: skip
-_NODE_COLUMNS = ("stored", "serves", "disk_latency", "disk_rate", "latency", "rate")
+_NODE_COLUMNS = ("stored", "serves", "disk_latency", "disk_rate", "latency", "rate", "measured")
 
 
 class CostModels(Protocol):
@@ -104,6 +104,14 @@ class Table:
         self.disk_rate: Floats = n["disk_rate"]  # bytes per second
         self.latency: Floats = n["latency"]  # of pages from other nodes
         self.link: Floats = n["rate"]  # bytes per second
+        self._measured: Floats = n["measured"]
+        self._suppose()
+
+    def _suppose(self) -> None:
+        """What is not measured may be quicker than it is taken for, which only its use can tell. It passes for the
+        quickest of all: or it would look slow beside a link that was used, and everything would take that one."""
+        quickest = self.link[:-1].max(initial=0.0) or inf  # the last belongs to no store
+        self.way: Floats = np.where(self._measured > 0, self.link, quickest)  # `link`, for what a prefill worker makes
 
     def refresh(self, now: float, output: float) -> None:
         """Take in what has changed. `output`: tokens that a request is expected to generate."""
@@ -120,6 +128,7 @@ class Table:
                     member = self._members.get(incarnation)
                     assert member is not None
                     self._node_cells[:, row] = _store(member)
+                    self._suppose()
         changed.clear()
 
     def use(self, rows: Iterable[int]) -> None:
@@ -216,7 +225,7 @@ class Table:
 
 
 _NO_DECODING = (0.0,) * 9
-_NO_STORE = (0.0, 0.0, 0.0, inf, 0.0, inf)
+_NO_STORE = (0.0, 0.0, 0.0, inf, 0.0, inf, 0.0)
 
 
 def _store(member: Member) -> Sequence[float]:
@@ -230,4 +239,5 @@ def _store(member: Member) -> Sequence[float]:
         disk.bytes_per_second,
         remote.latency,
         remote.bytes_per_second,
+        float(remote.measured),
     )

@@ -22,8 +22,8 @@ PAGE = 0.1
 STEP = 0.01
 QUICK = TierSpeed("disk", latency=0.01, bytes_per_second=1e6)  # a page is loaded in 1 ms
 SLOW = TierSpeed("disk", latency=0.01, bytes_per_second=1e3)  # a page is loaded in 1 s
-NEAR = TierSpeed("remote", latency=0.02, bytes_per_second=1e6)
-FAR = TierSpeed("remote", latency=0.02, bytes_per_second=1e3)
+NEAR = TierSpeed("remote", latency=0.02, bytes_per_second=1e6, measured=True)
+FAR = TierSpeed("remote", latency=0.02, bytes_per_second=1e3, measured=True)
 CONFIG = configuration.Config(
     pages=configuration.PagesConfig(page_size=10), prefill=configuration.PrefillConfig(max_prompts=2)
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.messages import Load, Source, TierRun
+from baton.messages import Load, Source, TierRun, TierSpeed
 from kvstore.cost import DEFAULT_PREFILL_RATE
 from kvstore.prefix_map import Match
 from router.plan import Plan
@@ -152,3 +152,16 @@ def test_who_has_failed_a_request_is_not_asked_again() -> None:
     assert cluster.plan(avoid={"d0"}).decode == "d0", "there is no other"
     cluster.decoder("d1", "b")
     assert cluster.plan(avoid={"d0"}).decode == "d1"
+
+
+@pytest.mark.parametrize(("measured", "chosen"), [(False, "d1"), (True, "d0")])
+def test_a_link_that_nobody_has_used_is_no_reason_to_crowd_at_another(measured: bool, chosen: str) -> None:
+    cluster = Cluster()
+    cluster.prefiller(node="a")
+    cluster.store("a")
+    used, slow = TierSpeed("remote", 0.02, 1e6), TierSpeed("remote", 0.02, 5e3, measured=measured)
+    for name, node, link in (("d0", "b", used), ("d1", "c", slow)):
+        cluster.decoder(name, node)
+        cluster.store(node, speeds=(QUICK, link))
+    cluster.runs(cluster.members.live("d0"), 3)
+    assert cluster.plan().decode == chosen
