@@ -9,7 +9,7 @@ included, which is what makes the end of a long prompt slower than its beginning
 The estimate has the least sum of relative errors over the last steps, newer ones weighing more; small errors squared,
 larger ones absolute (Huber, Robust Estimation of a Location Parameter, 1964), and gross ones less and less. So small
 steps count as much as large ones, and that a process stood still once in a while moves nothing. It is found by
-reweighted least squares, one round with each step.
+reweighted least squares, one round whenever steps are told.
 
 What the last steps say nothing about stays as it was. Those with prompts and those without are remembered apart, so
 that a thousand steps of one kind don't wear away what the other kind costs; and each estimate is the nearest to the one

@@ -125,7 +125,7 @@ class Prices:
         able = (self.open > NEVER) & table.has_store
         self.missing = np.maximum(prefix.pages - np.maximum(device[:d], host[at]), 0.0)
         self.latency = table.latency[at] * (self.missing > 0)
-        self.link = self.latency + self.missing * (prefix.page_bytes / table.way[at])
+        self.link = self.latency + self.missing * (prefix.page_bytes / table.supposed[at])
         makers, takers = able[d:].nonzero()[0] + d, able[:d].nonzero()[0]
         if len(makers) == 0 or len(takers) == 0:
             return

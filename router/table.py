@@ -105,13 +105,13 @@ class Table:
         self.latency: Floats = n["latency"]  # of pages from other nodes
         self.link: Floats = n["rate"]  # bytes per second
         self._measured: Floats = n["measured"]
-        self._suppose()
+        self.supposed: Floats = self._suppose()  # the same of the way to a decode worker, whether measured or not
 
-    def _suppose(self) -> None:
+    def _suppose(self) -> Floats:
         """What is not measured may be quicker than it is taken for, which only its use can tell. It passes for the
         quickest of all: or it would look slow beside a link that was used, and everything would take that one."""
         quickest = self.link[:-1].max(initial=0.0) or inf  # the last belongs to no store
-        self.way: Floats = np.where(self._measured > 0, self.link, quickest)  # `link`, for what a prefill worker makes
+        return np.where(self._measured > 0, self.link, quickest)
 
     def refresh(self, now: float, output: float) -> None:
         """Take in what has changed. `output`: tokens that a request is expected to generate."""
@@ -128,7 +128,8 @@ class Table:
                     member = self._members.get(incarnation)
                     assert member is not None
                     self._node_cells[:, row] = _store(member)
-                    self._suppose()
+            if not changed.isdisjoint(self.stores):
+                self.supposed = self._suppose()
         changed.clear()
 
     def use(self, rows: Iterable[int]) -> None:

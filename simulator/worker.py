@@ -194,8 +194,7 @@ class Worker:
             for said in self._routers.hear(*self._inbox.popleft(), now):
                 match said:
                     case Said(message=Become(role=role)):
-                        if role != self.role:
-                            self._become(role)
+                        self._become(role)
                     case _:
                         yield said
         yield from self._routers.tick(now)
