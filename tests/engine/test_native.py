@@ -164,6 +164,41 @@ def test_rows_of_one_sequence_attend_together_each_to_what_comes_before_it(name:
 
 
 @native
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("alone", [3, 4, 20])
+def test_sequences_that_get_one_token_beside_long_prompts(name: str, alone: int, pair: Pairs):
+    """From four on they are computed apart; wherever they stand among the chunks, each has its own result."""
+    ours, plain = pair(name)
+    generator = torch.Generator().manual_seed(alone)
+    ours.pool.normal_(generator=generator)
+    plain.pool.copy_(ours.pool)
+    lengths = [1] * (alone - 1) + [MOST_ROWS, 1, MOST_ROWS // 2]
+    chunks: list[Chunk] = []
+    free = list(range(PAGES))
+    for number, length in enumerate(lengths):
+        pages = [free.pop() for _ in range(-(-(number + length) // 16))]
+        draw = None if number % 5 == 2 else EVERYTHING
+        chunks.append(Chunk(prompt_of(length, seed=number), number, pages, draw))
+    chunks = chunks[1:] + chunks[:1]
+    assert len(ours._batches(chunks)) == (1 if alone < 4 else 2)
+    for mine, theirs in zip(ours.step(chunks), plain.step(chunks), strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(dense(mine), dense(theirs), atol=5e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.pool, plain.pool, atol=2e-4, rtol=1e-4)
+
+
+@native
+def test_a_step_that_cannot_run_whole_touches_no_page(pair: Pairs):
+    ours, _ = pair("llama")
+    ours.pool.zero_()
+    chunks = [Chunk([5], 0, [page], EVERYTHING) for page in range(4)]
+    with pytest.raises(ValueError, match="page 64 is not in"):
+        ours.step([*chunks, Chunk(prompt_of(80, seed=1), 0, [4, 5, 6, 7, PAGES], EVERYTHING)])
+    assert not ours.pool.any()
+
+
+@native
 def test_the_number_of_threads_changes_no_token(pair: Pairs):
     def tokens(threads: int) -> list[list[int]]:
         ours, _ = pair("qwen3", 16, "float32", threads)
