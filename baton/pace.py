@@ -2,9 +2,11 @@
 with it.
 
     seconds = fixed  +  token · prompt tokens  +  pair · pairs  +  row · rows  +  context · tokens of the rows' contexts
+            + mixed, where there are both prompt tokens and rows
 
 A *row* is a sequence that gets one token. A *pair* is a prompt token and a position that it attends to, itself
-included, which is what makes the end of a long prompt slower than its beginning. No coefficient is ever negative.
+included, which is what makes the end of a long prompt slower than its beginning. *mixed* is what the two take more than
+their sum; an engine may run one after the other, and read its weights twice. No coefficient is ever negative.
 
 The estimate has the least sum of relative errors over the last steps, newer ones weighing more; small errors squared,
 larger ones absolute (Huber, Robust Estimation of a Location Parameter, 1964), and gross ones less and less. So small
@@ -26,7 +28,7 @@ Pure: the times are given.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import TypeAlias
 
 import numpy as np
@@ -58,11 +60,13 @@ class StepSeconds:
     pair: float = 0.0
     row: float = 0.0
     context: float = 0.0
+    mixed: float = 0.0
 
     def of(self, tokens: int = 0, pairs: int = 0, rows: int = 0, context: int = 0) -> float:
         """Seconds of such a step."""
+        both = self.mixed if tokens and rows else 0.0
         prompts = tokens * self.token + pairs * self.pair
-        return self.fixed + prompts + rows * self.row + context * self.context
+        return self.fixed + prompts + rows * self.row + context * self.context + both
 
 
 class StepPace:
@@ -72,7 +76,7 @@ class StepPace:
         self.cost = cost or StepSeconds()
         self.largest = 0  # prompt tokens of the largest step so far; what is said of far larger ones is a guess
         # The steps that are remembered: without prompts, and with.
-        self._amounts: _Array = np.zeros((2, _REMEMBERED, 5))
+        self._amounts: _Array = np.zeros((2, _REMEMBERED, len(fields(StepSeconds))))
         self._seconds: _Array = np.ones((2, _REMEMBERED))
         self._weights: _Array = np.zeros((2, _REMEMBERED))
         self._far: tuple[dict[int, float], dict[int, float]] = ({}, {})
@@ -120,13 +124,13 @@ class StepPace:
         """What such a step would take; 0 before the first has been observed."""
         return self.cost.of(tokens, pairs, rows, context)
 
-    def tokens_within(self, seconds: float, context: int = 0) -> int | None:
-        """How many prompt tokens, each attending to `context` earlier positions, make a step longer by no more than
-        that. None while nothing is known that bounds them."""
+    def tokens_within(self, seconds: float, context: int = 0, rows: int = 0) -> int | None:
+        """How many prompt tokens, each attending to `context` earlier positions, make a step of so many rows longer by
+        no more than that. None while nothing is known that bounds them."""
         each = self.cost.token + context * self.cost.pair
         if not self.knows_prompts or each <= 0:
             return None
-        return max(0, int(seconds / each))
+        return max(0, int((seconds - (self.cost.mixed if rows else 0.0)) / each))
 
     def _remember(self, step: StepSample) -> None:
         """In place of the oldest of its kind."""
@@ -135,7 +139,8 @@ class StepPace:
         weights *= _KEEP
         index = int(weights.argmin())
         weights[index] = 1.0
-        self._amounts[kind, index] = (1.0, step.tokens, step.pairs, step.rows, step.context)
+        both = bool(step.tokens and step.rows)
+        self._amounts[kind, index] = (1.0, step.tokens, step.pairs, step.rows, step.context, both)
         self._seconds[kind, index] = step.seconds
         expected = self.cost.of(step.tokens, step.pairs, step.rows, step.context)
         if expected and step.tokens <= self.largest:
@@ -164,8 +169,8 @@ class StepPace:
         """One round. The minimum over x ≥ 0 of  Σ weight · (amounts · x / expected − seconds / expected)²  +
         near · Σᵢ momentsᵢᵢ · (xᵢ − lastᵢ)², in units that make every momentsᵢᵢ 1. What no step had any of stays as it
         was."""
-        cost = np.array((self.cost.fixed, self.cost.token, self.cost.pair, self.cost.row, self.cost.context))
-        amounts, seconds = self._amounts.reshape(-1, 5), self._seconds.reshape(-1)
+        cost = np.array(astuple(self.cost))
+        amounts, seconds = self._amounts.reshape(-1, len(cost)), self._seconds.reshape(-1)
         expected = np.clip(amounts @ cost, seconds / _WILD, seconds * _WILD)
         errors = np.abs(seconds / expected - 1)
         weights = self._weights.reshape(-1) / expected**2

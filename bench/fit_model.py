@@ -4,11 +4,12 @@ step costs, and says how far the fit is off.
     bench/fit_model.py [--model 100m] [--dtype bfloat16] [--threads 1] [--repeats 5] [--quick] > FILE.yaml
 
     seconds = fixed + token · prompt tokens + pair · pairs + row · rows + context · tokens of the rows' contexts
+            + mixed, where there are both prompt tokens and rows
 
 Every step of the grid is run several times, and its median counts. The fit minimises relative errors, so that small
 steps count as much as large ones; errors beyond three times the typical one count linearly (Huber: Robust Estimation
-of a Location Parameter, Annals of Mathematical Statistics 35, 1964), and no coefficient is negative. Steps with prompts
-and rows together are left out of the fit: their error tells whether the two add up.
+of a Location Parameter, Annals of Mathematical Statistics 35, 1964), and no coefficient is negative. Some steps with
+prompts and rows together are left out of the fit: their error tells how far the formula goes.
 
 The file is written to stdout and the errors to stderr. What no step shows (copies, messages, turns of a loop) is as
 docs/benchmarks.md has measured it.
@@ -22,15 +23,15 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from baton.pace import StepSeconds, pairs
 from bench import models, report
 from engine.batch import Chunk, Draw
 from engine.engine import Engine
-from router.costs import pairs
 
 _PAGE_SIZE = 16
 _POOL_TOKENS = 32_768
@@ -38,7 +39,15 @@ _PROMPTS = (16, 64, 128, 256, 512, 1_024)
 _BEHIND = (0, 1_024, 4_096)
 _ROWS = (1, 2, 4, 8, 16)
 _CONTEXTS = (64, 512, 2_000)
-_MIXED = ((64, 0, 4, 512), (256, 0, 8, 512), (256, 1_024, 4, 2_000), (512, 1_024, 16, 512))
+_MIXED = (
+    (64, 0, 4, 64),
+    (64, 0, 8, 512),
+    (128, 1_024, 4, 512),
+    (256, 0, 8, 512),
+    (512, 0, 16, 64),
+    (512, 1_024, 8, 512),
+)
+_CHECKED = ((64, 0, 4, 512), (256, 0, 4, 64), (256, 1_024, 4, 2_000), (512, 1_024, 16, 512))
 _HUBER = 3.0  # times the typical error: from here on an error counts linearly
 _ROUNDS = 20  # of reweighting; the coefficients have settled long before
 _GREEDY = Draw(temperature=0)
@@ -54,8 +63,14 @@ class Step:
     context: int = 0
 
     @property
+    def amounts(self) -> tuple[int, int, int, int]:
+        """Prompt tokens, pairs, rows, tokens of their contexts."""
+        return self.tokens, pairs(self.tokens, self.behind), self.rows, self.rows * self.context
+
+    @property
     def features(self) -> list[float]:
-        return [1.0, self.tokens, pairs(self.tokens, self.behind), self.rows, self.rows * self.context]
+        """What each coefficient of `StepSeconds` is multiplied with."""
+        return [1.0, *self.amounts, float(self.tokens > 0 and self.rows > 0)]
 
     def chunks(self) -> Iterator[Chunk]:
         """On pages of their own, as far as they need any; what was computed before does not matter for the time."""
@@ -67,30 +82,16 @@ class Step:
             page += needed
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Coefficients in seconds, in the order of `Step.features`."""
-
-    fixed: float
-    token: float
-    pair: float
-    row: float
-    context: float
-
-    def seconds(self, step: Step) -> float:
-        return float(np.dot([self.fixed, self.token, self.pair, self.row, self.context], step.features))
-
-
 def grid(quick: bool = False) -> tuple[list[Step], list[Step]]:
     """Steps to fit, and steps to check the fit with."""
     prompts = [Step(tokens, behind) for tokens in _PROMPTS for behind in _BEHIND]
     rows = [Step(rows=rows, context=context) for rows in _ROWS for context in _CONTEXTS]
-    fitted, checked = prompts + rows, [Step(*mixed) for mixed in _MIXED]
+    fitted, checked = prompts + rows + [Step(*mixed) for mixed in _MIXED], [Step(*mixed) for mixed in _CHECKED]
     return (fitted[::3], checked[:1]) if quick else (fitted, checked)
 
 
-def fit(steps: Sequence[Step], seconds: Sequence[float]) -> Fit:
-    """The coefficients that explain `seconds`, all positive, of at least five different steps best."""
+def fit(steps: Sequence[Step], seconds: Sequence[float]) -> StepSeconds:
+    """The coefficients that explain `seconds`, all positive, of at least six different steps best."""
     measured = np.array(seconds)
     features = np.array([step.features for step in steps]) / measured[:, None]  # so that errors are relative
     scale = np.maximum(features.max(axis=0), 1e-300)
@@ -102,7 +103,7 @@ def fit(steps: Sequence[Step], seconds: Sequence[float]) -> Fit:
         errors = np.abs(features / scale @ found - 1.0)
         limit = _HUBER * max(float(np.median(errors)), 1e-9)
         weights = np.minimum(1.0, limit / np.maximum(errors, 1e-300))
-    return Fit(*(found / scale).tolist())
+    return StepSeconds(*(found / scale).tolist())
 
 
 def _nonnegative(matrix: npt.NDArray[np.float64], target: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -116,9 +117,9 @@ def _nonnegative(matrix: npt.NDArray[np.float64], target: npt.NDArray[np.float64
         free &= found > 0
 
 
-def errors(model: Fit, steps: Iterable[Step], seconds: Iterable[float]) -> list[float]:
+def errors(model: StepSeconds, steps: Iterable[Step], seconds: Iterable[float]) -> list[float]:
     """Of each step, relative to what was measured."""
-    return [model.seconds(step) / measured - 1 for step, measured in zip(steps, seconds, strict=True)]
+    return [model.of(*step.amounts) / measured - 1 for step, measured in zip(steps, seconds, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -147,14 +148,16 @@ _FILE = """\
 about: |
   The bare engine on {machine}: {model} in {dtype}, {threads} thread(s) to a worker. Fitted by
   bench/fit_model.py to {steps} steps of up to {largest} prompt tokens or {rows} rows, each run {repeats} times: half
-  of them are within {half:.0%} of the fit, nine in ten within {most:.0%}; of {mixed} steps with both, which were not
-  fitted, half within {mixed_half:.0%}. Copies, pages between stores and turns of the loops: docs/benchmarks.md.
+  of them are within {half:.0%} of the fit, nine in ten within {most:.0%}; of {checked} steps with both, which were not
+  fitted, half within {checked_half:.0%}. Copies, pages between stores and turns of the loops: docs/benchmarks.md.
 
 token_bytes: {token_bytes}
 max_context: {max_context}
 pool_bytes: 512MiB
 arena_bytes: 2GiB
-prefill: &step {{fixed: {fixed:.3g}, token: {token:.3g}, pair: {pair:.3g}, row: {row:.3g}, context: {context:.3g}}}
+prefill: &step
+  {{fixed: {fixed:.3g}, token: {token:.3g}, pair: {pair:.3g},
+  row: {row:.3g}, context: {context:.3g}, mixed: {mixed:.3g}}}
 decode: *step
 copy: 12.0e9
 network: 5.0e9
@@ -179,10 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = [each.seconds for each in taken]
     found = fit(fitted, seconds[: len(fitted)])
     own = errors(found, fitted, seconds[: len(fitted)])
-    mixed = errors(found, checked, seconds[len(fitted) :])
-    for step, each, error in zip([*fitted, *checked], taken, [*own, *mixed], strict=True):
+    others = errors(found, checked, seconds[len(fitted) :])
+    for step, each, error in zip([*fitted, *checked], taken, [*own, *others], strict=True):
         report.say(f"{astuple(step)!s:>24}  {each.seconds * 1_000:9.2f} ms, spread {each.noise:.1%}, fit {error:+.1%}")
-    fields = dict(zip(("fixed", "token", "pair", "row", "context"), astuple(found), strict=True))
     print(
         _FILE.format(
             machine=asked.machine,
@@ -195,12 +197,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             repeats=asked.repeats,
             half=_quantile(own, 0.5),
             most=_quantile(own, 0.9),
-            mixed=len(checked),
-            mixed_half=_quantile(mixed, 0.5),
+            checked=len(checked),
+            checked_half=_quantile(others, 0.5),
             token_bytes=engine.layout.page_bytes // _PAGE_SIZE,
             max_context=engine.config.max_positions,
             noise=statistics.median(each.noise for each in taken),
-            **fields,
+            **asdict(found),
         ),
         end="",
     )

@@ -78,7 +78,7 @@ class Tempo:
         least two pages, so that both short and long tails of prompts get on."""
         room = self._config.step_tokens - rows.count
         if rows.count:
-            within = self._pace.tokens_within(self.longest_step(rows) - self._seconds(rows), context)
+            within = self._pace.tokens_within(self.longest_step(rows) - self._seconds(rows), context, rows.count)
             room = min(room, self._config.step_tokens // _UNKNOWN if within is None else within)
         return max(room, 2 * page_size)
 

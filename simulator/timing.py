@@ -1,8 +1,8 @@
 """How long things take, read from a file: steps of the engine, copies, messages, pages between nodes and disks.
 
-    a step = (fixed + token · prompt tokens + pair · pairs + row · rows + context · tokens of the rows) · noise
+    a step = (fixed + token · prompt tokens + pair · pairs + row · rows + context · tokens of the rows + mixed) · noise
 
-The words are those of `router.costs`. The files in `models/` say how their figures follow from what the hardware can
+The words are those of `baton.pace`. The files in `models/` say how their figures follow from what the hardware can
 do, or how they were measured.
 """
 
@@ -40,6 +40,7 @@ class StepTimes(Struct, frozen=True, forbid_unknown_fields=True):
     pair: _Seconds  # a prompt token and a position that it attends to, itself included
     row: _Seconds  # a sequence that gets one token
     context: _Seconds  # a token of those sequences
+    mixed: _Seconds = 0.0  # more, of a step that has both
 
 
 class DiskTimes(Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,8 +120,9 @@ class Work(Struct, frozen=True):
         return cls(tokens, attended, rows, context)
 
     def seconds(self, times: StepTimes) -> float:
+        both = times.mixed if self.tokens and self.rows else 0.0
         prompts = times.token * self.tokens + times.pair * self.pairs
-        return times.fixed + prompts + times.row * self.rows + times.context * self.context
+        return times.fixed + prompts + times.row * self.rows + times.context * self.context + both
 
     def sample(self, times: StepTimes) -> StepSample:
         """As a worker reports it."""

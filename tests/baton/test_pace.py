@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import astuple
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from baton.messages import StepSample
 from baton.pace import StepPace, StepSeconds, pairs
 
-MACHINE = StepSeconds(fixed=0.004, token=150e-6, pair=30e-9, row=400e-6, context=1e-6)
+MACHINE = StepSeconds(fixed=0.004, token=150e-6, pair=30e-9, row=400e-6, context=1e-6, mixed=0.003)
 SIZES = [(512, pairs(512), 0, 0), (0, 0, 32, 8_000), (256, pairs(256, 2_000), 8, 4_000), (16, pairs(16), 1, 500)]
 
 Draw = Callable[[random.Random], tuple[int, int, int, int]]
@@ -41,7 +42,7 @@ def teach(
 
 
 def times(factor: float, cost: StepSeconds = MACHINE) -> StepSeconds:
-    return StepSeconds(*(factor * getattr(cost, name) for name in ("fixed", "token", "pair", "row", "context")))
+    return StepSeconds(*(factor * coefficient for coefficient in astuple(cost)))
 
 
 def agrees(pace: StepPace, cost: StepSeconds, rel: float) -> None:
@@ -62,12 +63,12 @@ coefficient = st.floats(0.1, 1)
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.tuples(*[coefficient] * 5), st.integers(-6, 3), st.floats(0, 0.1), st.integers(0, 1_000))
-@example((1.0, 0.5, 1.0, 1.0, 1.0), 0, 0.0, 28)  # many outliers among the last steps
+@given(st.tuples(*[coefficient] * 6), st.integers(-6, 3), st.floats(0, 0.1), st.integers(0, 1_000))
+@example((1.0, 0.5, 1.0, 1.0, 1.0, 0.5), 0, 0.0, 28)  # many outliers among the last steps
 def test_it_finds_the_costs_of_any_machine_in_spite_of_noise_and_gross_outliers(
     drawn: tuple[float, ...], magnitude: int, noise: float, seed: int
 ) -> None:
-    units = (1, 256, 256_000, 16, 10_000)
+    units = (1, 256, 256_000, 16, 10_000, 1)
     machine = StepSeconds(*(10.0**magnitude * c / unit for c, unit in zip(drawn, units, strict=True)))
     rng, pace = random.Random(seed), StepPace()
     for _ in range(300):
@@ -104,6 +105,16 @@ def test_how_many_prompt_tokens_fit() -> None:
     assert pace.tokens_within(0.1, context=3_000) == pytest.approx(
         0.1 / (MACHINE.token + 3_000 * MACHINE.pair), rel=0.05
     )
+    beside_rows = (0.1 - MACHINE.mixed) / MACHINE.token
+    assert pace.tokens_within(0.1, rows=8) == pytest.approx(beside_rows, rel=0.05)
+    assert pace.tokens_within(0.5 * MACHINE.mixed, rows=8) == 0
+
+
+def test_what_both_take_more_than_their_sum_is_learned_from_steps_that_have_both() -> None:
+    pace = teach(StepPace(), 200, lambda rng: size if 0 in (size := mixed(rng))[::2] else (0, 0, *size[2:]))
+    assert pace.cost.mixed == 0
+    teach(pace, 200)
+    assert pace.cost.mixed == pytest.approx(MACHINE.mixed, rel=0.1)
 
 
 def test_steps_of_one_size_tell_about_that_size() -> None:
@@ -178,7 +189,7 @@ def test_whatever_is_measured_more_work_never_takes_less_time(
     for step in steps:
         pace.observe(step)
     cost = pace.cost
-    assert all(0 <= each < math.inf for each in (cost.fixed, cost.token, cost.pair, cost.row, cost.context)), cost
+    assert all(0 <= each < math.inf for each in astuple(cost)), cost
     if (count := pace.tokens_within(within, context)) is not None:
         assert 0 <= count * (cost.token + context * cost.pair) <= within * (1 + 1e-6) + 1e-9
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from random import Random
 
 import pytest
 
-from bench.fit_model import Fit, Step, errors, fit, grid
+from baton.pace import StepSeconds
+from bench.fit_model import Step, errors, fit, grid
 
-_TRUE = Fit(fixed=0.01, token=2e-4, pair=3e-8, row=5e-4, context=1e-6)
+_TRUE = StepSeconds(fixed=0.01, token=2e-4, pair=3e-8, row=5e-4, context=1e-6, mixed=4e-3)
 
 
 def test_steps_in_numbers() -> None:
     step = Step(tokens=3, behind=10, rows=2, context=7)
-    assert step.features == [1, 3, 36, 2, 14], "pairs: 11 + 12 + 13"
+    assert step.features == [1, 3, 36, 2, 14, 1], "pairs: 11 + 12 + 13"
+    assert Step(tokens=3).features[-1] == Step(rows=2).features[-1] == 0
     assert [(chunk.start, len(chunk.tokens), chunk.pages) for chunk in step.chunks()] == [
         (10, 3, range(1)),
         (6, 1, range(1, 2)),
@@ -23,23 +26,22 @@ def test_steps_in_numbers() -> None:
 
 def test_exact_times_give_exact_coefficients() -> None:
     steps, _ = grid()
-    found = fit(steps, [_TRUE.seconds(step) for step in steps])
-    for name in ("fixed", "token", "pair", "row", "context"):
-        assert getattr(found, name) == pytest.approx(getattr(_TRUE, name), rel=1e-6)
+    found = fit(steps, [_TRUE.of(*step.amounts) for step in steps])
+    assert astuple(found) == pytest.approx(astuple(_TRUE), rel=1e-6)
 
 
 def test_outliers_and_noise_move_little() -> None:
     steps, checked = grid()
     random = Random(3)
-    seconds = [_TRUE.seconds(step) * random.uniform(0.98, 1.02) for step in steps]
+    seconds = [_TRUE.of(*step.amounts) * random.uniform(0.98, 1.02) for step in steps]
     seconds[5] *= 4
     seconds[-3] *= 3
     found = fit(steps, seconds)
-    assert max(map(abs, errors(found, checked, map(_TRUE.seconds, checked)))) < 0.03
+    assert max(map(abs, errors(found, checked, [_TRUE.of(*step.amounts) for step in checked]))) < 0.03
 
 
 def test_no_coefficient_is_negative() -> None:
     """Times that fall with what there is to do."""
     steps, _ = grid()
     found = fit(steps, [1 / (1 + step.tokens + step.rows * step.context) for step in steps])
-    assert min(found.fixed, found.token, found.pair, found.row, found.context) >= 0
+    assert min(astuple(found)) >= 0

@@ -14,7 +14,7 @@ from router.scores import Scores
 
 PREFILL = PrefillCost(fixed=0.01, token=1e-4, pair=1e-8)
 MACHINE = StepSeconds(fixed=0.01, token=1e-4, pair=1e-8, row=1e-3, context=1e-6)
-PROMPTS = [(256, pairs(256), 0, 0), (512, pairs(512, 2_000), 4, 9_000), (16, pairs(16), 0, 0)]
+PROMPTS = [(256, pairs(256), 0, 0), (512, pairs(512, 2_000), 4, 9_000), (512, pairs(512), 0, 0), (16, pairs(16), 0, 0)]
 STEPS = [(0, 0, 8, 4_000), (0, 0, 1, 3_000), *PROMPTS]
 
 
