@@ -28,6 +28,7 @@ def serve(worker: Worker, config: Config, stop: threading.Event) -> None:
             worker.hear_store(state, copying=True)
             if plan := worker.plan(state):
                 worker.handle(state, worker.step(state, plan))
+                worker.copy(state)  # somebody may wait for what this step has made
             worker.publish(state, lambda: _values(state.stats()))
 
 
