@@ -28,7 +28,7 @@ Pure: the times are given.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 import numpy as np
@@ -61,6 +61,11 @@ class StepSeconds:
     row: float = 0.0
     context: float = 0.0
     mixed: float = 0.0
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """In this order. `dataclasses.astuple` copies each and takes a fifth of a fit."""
+        return self.fixed, self.token, self.pair, self.row, self.context, self.mixed
 
     def of(self, tokens: int = 0, pairs: int = 0, rows: int = 0, context: int = 0) -> float:
         """Seconds of such a step."""
@@ -169,7 +174,7 @@ class StepPace:
         """One round. The minimum over x ≥ 0 of  Σ weight · (amounts · x / expected − seconds / expected)²  +
         near · Σᵢ momentsᵢᵢ · (xᵢ − lastᵢ)², in units that make every momentsᵢᵢ 1. What no step had any of stays as it
         was."""
-        cost = np.array(astuple(self.cost))
+        cost = np.array(self.cost.coefficients)
         amounts, seconds = self._amounts.reshape(-1, len(cost)), self._seconds.reshape(-1)
         expected = np.clip(amounts @ cost, seconds / _WILD, seconds * _WILD)
         errors = np.abs(seconds / expected - 1)
