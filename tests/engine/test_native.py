@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -68,6 +68,15 @@ def dense(sampled: Sampled | None) -> torch.Tensor:
     return torch.empty(VOCAB).scatter_(0, torch.tensor(tokens), torch.tensor(logprobs))
 
 
+def assert_same_step(ours: Engine, plain: Engine, chunks: Sequence[Chunk]) -> None:
+    """The same results of both, up to rounding, and the same pages."""
+    for mine, theirs in zip(ours.step(chunks), plain.step(chunks), strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(dense(mine), dense(theirs), atol=5e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.pool, plain.pool, atol=2e-4, rtol=1e-4)
+
+
 @native
 @names
 def test_greedy_tokens_are_those_of_transformers(
@@ -104,11 +113,7 @@ def test_any_batch_gives_the_logits_and_pages_of_torch(name: str, data: st.DataO
     generator = torch.Generator().manual_seed(rng.randrange(2**30))
     ours.pool.normal_(generator=generator)
     plain.pool.copy_(ours.pool)
-    for mine, theirs in zip(ours.step(chunks), plain.step(chunks), strict=True):
-        assert (mine is None) == (theirs is None)
-        if mine is not None:
-            torch.testing.assert_close(dense(mine), dense(theirs), atol=5e-4, rtol=1e-4)
-    torch.testing.assert_close(ours.pool, plain.pool, atol=2e-4, rtol=1e-4)
+    assert_same_step(ours, plain, chunks)
 
 
 @native
@@ -122,8 +127,7 @@ def test_long_contexts_are_shared_between_threads(name: str, threads: int, pair:
     plain.pool.copy_(ours.pool)
     for start in (511, 512, 700, 1_000):
         chunks = [Chunk([5], start, range(PAGES), EVERYTHING)]
-        (mine,), (theirs,) = ours.step(chunks), plain.step(chunks)
-        torch.testing.assert_close(dense(mine), dense(theirs), atol=5e-4, rtol=1e-4)
+        assert_same_step(ours, plain, chunks)
 
 
 @native
@@ -141,9 +145,7 @@ def test_contexts_of_all_lengths_side_by_side(name: str, page_size: int, pair: P
         count = start // page_size + 1
         chunks.append(Chunk([5], start, free[-count:], EVERYTHING))
         del free[-count:]
-    for mine, theirs in zip(ours.step(chunks), plain.step(chunks), strict=True):
-        torch.testing.assert_close(dense(mine), dense(theirs), atol=5e-4, rtol=1e-4)
-    torch.testing.assert_close(ours.pool, plain.pool, atol=2e-4, rtol=1e-4)
+    assert_same_step(ours, plain, chunks)
 
 
 @native
@@ -158,9 +160,7 @@ def test_rows_of_one_sequence_attend_together_each_to_what_comes_before_it(name:
     plain.pool.copy_(ours.pool)
     for start, rows in ((0, 40), (250, 7), (255, 2), (511, 5), (700, 16), (1_000, 3)):
         chunks = [Chunk(prompt_of(rows, seed=start), start, range(PAGES), EVERYTHING)]
-        (mine,), (theirs,) = ours.step(chunks), plain.step(chunks)
-        torch.testing.assert_close(dense(mine), dense(theirs), atol=5e-4, rtol=1e-4)
-        torch.testing.assert_close(ours.pool, plain.pool, atol=2e-4, rtol=1e-4)
+        assert_same_step(ours, plain, chunks)
 
 
 @native
@@ -181,11 +181,7 @@ def test_sequences_that_get_one_token_beside_long_prompts(name: str, alone: int,
         chunks.append(Chunk(prompt_of(length, seed=number), number, pages, draw))
     chunks = chunks[1:] + chunks[:1]
     assert len(ours._batches(chunks)) == (1 if alone < 4 else 2)
-    for mine, theirs in zip(ours.step(chunks), plain.step(chunks), strict=True):
-        assert (mine is None) == (theirs is None)
-        if mine is not None:
-            torch.testing.assert_close(dense(mine), dense(theirs), atol=5e-4, rtol=1e-4)
-    torch.testing.assert_close(ours.pool, plain.pool, atol=2e-4, rtol=1e-4)
+    assert_same_step(ours, plain, chunks)
 
 
 @native
