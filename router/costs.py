@@ -2,7 +2,9 @@
 
     a step that computes prompts   fixed + token · tokens + pair · pairs
     a decode step                  fixed + row · rows + context · tokens of all its sequences
-    a step of both                 the sum of the two, with `mixed` in place of one `fixed`
+    a step of both                 the sum of the two, with one `fixed`, and `mixed`
+
+A placement takes `fixed` for `mixed`: each step of a prompt is priced with it, wherever that is computed.
 
 A *pair* is a prompt token and a position that it attends to, itself included, which is what makes the end of a long
 prompt slower than its beginning. How the coefficients are found is `baton.pace`'s part: workers plan their steps with

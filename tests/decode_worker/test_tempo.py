@@ -25,12 +25,14 @@ def plan(rows: int, tokens: int = 0) -> Plan:
     return made | ({AttemptName("p", 1): Chunk([1] * tokens, 0, [0] * (tokens // PAGE + 1))} if tokens else {})
 
 
-def measured(**config: Any) -> Tempo:
-    """Of a device that takes 10 ms for a step, 0.5 ms for a sequence and 0.2 ms for a prompt token."""
+def measured(mixed: float = 0.0, **config: Any) -> Tempo:
+    """Of a device that takes 10 ms for a step, 0.5 ms for a sequence and 0.2 ms for a prompt token, and `mixed` seconds
+    more where there are both."""
     pace = WorkerPace()
     for _ in range(30):
         for rows, tokens in ((8, 0), (4, 0), (0, 512), (8, 128), (2, 64)):
-            pace.stepped(plan(rows, tokens), 0.010 + 0.0005 * rows + 0.0002 * tokens)
+            both = mixed if rows and tokens else 0.0
+            pace.stepped(plan(rows, tokens), 0.010 + 0.0005 * rows + 0.0002 * tokens + both)
     return Tempo(DecodeConfig(**config), pace)
 
 
@@ -46,6 +48,11 @@ def tails(tokens: int, context: int, seconds: float, beside: int = 8) -> StepSam
 def test_a_step_with_prompts_takes_eight_times_one_without_unless_told_otherwise() -> None:
     assert measured(step_tokens=2_048).prompt_tokens(rows(8), 0, PAGE) == pytest.approx((8 - 1) * 14 / 0.2, rel=0.1)
     assert measured(itl_ms=20).prompt_tokens(rows(8), 0, PAGE) == pytest.approx((20 - 14) / 0.2, rel=0.2)
+
+
+def test_what_a_step_of_both_takes_more_leaves_less_for_prompts() -> None:
+    less = measured(mixed=0.008, itl_ms=50).prompt_tokens(rows(8), 0, PAGE)
+    assert less == pytest.approx((50 - 14 - 8) / 0.2, rel=0.1)
 
 
 def test_prompts_always_get_two_pages() -> None:

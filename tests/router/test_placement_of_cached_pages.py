@@ -159,7 +159,8 @@ def test_a_link_that_nobody_has_used_is_no_reason_to_crowd_at_another(measured: 
     cluster = Cluster()
     cluster.prefiller(node="a")
     cluster.store("a")
-    used, slow = TierSpeed("remote", 0.02, 1e6), TierSpeed("remote", 0.02, 5e3, measured=measured)
+    used = TierSpeed("remote", 0.02, 1e6, measured=True)
+    slow = TierSpeed("remote", 0.02, 5e3, measured=measured)
     for name, node, link in (("d0", "b", used), ("d1", "c", slow)):
         cluster.decoder(name, node)
         cluster.store(node, speeds=(QUICK, link))
