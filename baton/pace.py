@@ -176,29 +176,28 @@ class StepPace:
         was."""
         cost = np.array(self.cost.coefficients)
         amounts, seconds = self._amounts.reshape(-1, len(cost)), self._seconds.reshape(-1)
-        expected = np.clip(amounts @ cost, seconds / _WILD, seconds * _WILD)
+        expected = (amounts @ cost).clip(seconds / _WILD, seconds * _WILD)
         errors = np.abs(seconds / expected - 1)
-        weights = self._weights.reshape(-1) / expected**2
+        weights = self._weights.reshape(-1) / (expected * expected)
         weights /= np.maximum(errors, _SMALL) * np.maximum(errors / _GROSS, 1)
-        moments = (amounts * weights[:, None]).T @ amounts
-        products = (weights * seconds) @ amounts
-        known = moments.diagonal() > 0
-        unit = np.sqrt(moments.diagonal()[known])
-        matrix = moments[known][:, known] / np.outer(unit, unit) + _NEAR * np.eye(len(unit))
-        cost[known] = _least(matrix, products[known] / unit + _NEAR * unit * cost[known]) / unit
-        self.cost = StepSeconds(*cost.tolist())
+        weighted = (amounts * weights[:, None]).T
+        moments = weighted @ amounts
+        unit = np.sqrt(moments.diagonal())
+        unit[unit == 0] = 1.0  # `near` alone speaks for what no step had any of
+        matrix = moments / (unit * unit[:, None]) + _NEAR * np.eye(len(unit))
+        least = _least(matrix, weighted @ seconds / unit + _NEAR * unit * cost)
+        self.cost = StepSeconds(*(least / unit).tolist())
 
 
 def _least(matrix: _Array, vector: _Array) -> _Array:
     """The minimum of xᵀ·matrix·x / 2 − vectorᵀ·x over x ≥ 0, near enough: what comes out negative is held at 0 and the
     rest solved again."""
-    free = np.ones(len(vector), dtype=np.bool_)
-    while True:
+    found, free = np.linalg.solve(matrix, vector), np.ones(len(vector), dtype=np.bool_)
+    while found.min() < 0:
+        free &= found >= 0
         found = np.zeros(len(vector))
         found[free] = np.linalg.solve(matrix[free][:, free], vector[free])
-        if found.min(initial=0.0) >= 0:
-            return found
-        free &= found > 0
+    return found
 
 
 def pairs(new: int, context: int = 0) -> int:
