@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
 
-@dataclass(frozen=True)
-class Tick:
+
+class Tick(Struct, frozen=True):
     """Time has passed; for `paused` seconds of it our own loop stood still."""
 
     paused: float = 0.0

@@ -9,7 +9,7 @@ loses everything it held here, so both calls tell when to forget its work; that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from baton.errors import BatonError, from_reason
 from baton.messages import Envelope, Hello, Introduce, Message, Rejected, Welcome
@@ -17,23 +17,20 @@ from baton.messages import Envelope, Hello, Introduce, Message, Rejected, Welcom
 _HELLO_AGAIN = 1.0  # seconds between two Hellos that nobody answered
 
 
-@dataclass(frozen=True)
-class Say:
+class Say(Struct, frozen=True):
     """A state's command: send this to the router that owns what it is about."""
 
     message: Message
     router: str = ""  # incarnation; empty where no router has a name, as in a test of one state
 
 
-@dataclass(frozen=True)
-class OwnerLost:
+class OwnerLost(Struct, frozen=True):
     """A router whose work we do is gone, or has been replaced: what it owns is to be forgotten."""
 
     router: str = ""  # incarnation
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """What a call changed. `lost`: the incarnation of the router that is gone; forget its work.
     `deliver`: the message is from our router and meant for the state behind."""
 

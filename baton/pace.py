@@ -192,10 +192,11 @@ class StepPace:
 def _least(matrix: _Array, vector: _Array) -> _Array:
     """The minimum of xᵀ·matrix·x / 2 − vectorᵀ·x over x ≥ 0, near enough: what comes out negative is held at 0 and the
     rest solved again."""
-    found, free = np.linalg.solve(matrix, vector), np.ones(len(vector), dtype=np.bool_)
+    found, free = np.zeros(len(vector)), np.ones(len(vector), dtype=np.bool_)
+    found[:] = np.linalg.solve(matrix, vector)
     while found.min() < 0:
         free &= found >= 0
-        found = np.zeros(len(vector))
+        found[:] = 0.0
         found[free] = np.linalg.solve(matrix[free][:, free], vector[free])
     return found
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
+
 from baton.clock import Clock
 from baton.membership import Membership, OwnerLost, Verdict
 from baton.messages import Heartbeat, Hello, Message
@@ -27,8 +29,7 @@ log = logging.getLogger(__name__)
 _UNTOLD = 0.25  # seconds between heartbeats, while no router has said how many
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(Struct, frozen=True):
     """A router whose work we do said this."""
 
     router: str  # incarnation

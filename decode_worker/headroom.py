@@ -26,11 +26,11 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 _Vector = npt.NDArray[np.float64]
 
@@ -43,8 +43,7 @@ _HORIZONS = 32  # moments at which the pool is looked at
 _MARGIN = 1.0  # standard deviations: z
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+class Outlook(Struct, frozen=True):
     """A sequence that holds pages, as far as its future is concerned."""
 
     generated: int  # output tokens it has

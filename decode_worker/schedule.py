@@ -22,7 +22,8 @@ Chunks end with a page or with the tokens, so that pages fill up and products ha
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from decode_worker.sequence import Phase, Sequence
 from engine.batch import Chunk, Draw
@@ -31,8 +32,7 @@ from engine.steps import Plan
 _STRETCH = 4.0  # seconds that a long tail may be overtaken for each second that it takes
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(Struct, frozen=True):
     """What a step may hold. `prompts` are tokens of tails, at least two pages, and `tails` those where all are short;
     `tokens` those of the whole step, except that tails always get two pages. `overdue`: since when a short tail must
     have waited to go before everything else; `rate`: prompt tokens computed per second."""

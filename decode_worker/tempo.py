@@ -10,7 +10,7 @@ Pure: the times are given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from baton.config import DecodeConfig
 from baton.messages import StepSample
@@ -31,8 +31,7 @@ _WEIGHT = 0.2  # of the newest measurement
 _FAR = 4.0  # times the average: so much counts of a copy that took longer, since the process may have stood still
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Struct, frozen=True):
     """Sequences that wait for their next token, and how many tokens they have together."""
 
     count: int

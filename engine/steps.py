@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from baton.messages import AttemptName
 from engine.batch import Chunk, Sampled
@@ -13,8 +14,7 @@ Plan: TypeAlias = dict[AttemptName, Chunk]
 """One chunk for each attempt in the step, in the order in which they are run."""
 
 
-@dataclass(frozen=True)
-class StepDone:
+class StepDone(Struct, frozen=True):
     """The engine has run the plan: for each chunk the token drawn, or none where no draw was asked for.
 
     `more`: it went on for as many steps without asking what has come in meanwhile, each row feeding on its own last
@@ -25,8 +25,7 @@ class StepDone:
     more: Sequence[Sequence[Sampled]] = ()
 
 
-@dataclass(frozen=True)
-class StepFailed:
+class StepFailed(Struct, frozen=True):
     """The engine raised while running the plan."""
 
     plan: Plan

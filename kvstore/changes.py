@@ -6,10 +6,10 @@ Whoever owns pages (`DeviceCache`, `PageTable`) records changes here and never k
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+from msgspec import Struct
 
 from baton.messages import MAX_KEYS_PER_CALL, Medium, PageRun, Snapshot
 
@@ -18,8 +18,7 @@ _FEW = 16  # keys that are not worth an array
 _TURNS: Mapping[Medium, int] = {"GPU": 0, "CPU": 21, "DISK": 42}  # by how many bits a tier's digest is turned
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True):
     """`keys`, each following the one before, can be found now; the first follows `parent` (empty: a chain's start).
     `tokens` are those of all these pages, where others may know them."""
 
@@ -28,15 +27,13 @@ class Stored:
     tokens: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(Struct, frozen=True):
     """`keys` are gone, children before parents."""
 
     keys: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
+class Cleared(Struct, frozen=True):
     """Everything is gone, on every tier."""
 
 

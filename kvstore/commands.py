@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from msgspec import Struct
+
 from baton.clock import Tick
 from baton.messages import FromStore, StoreCall, StoreReply, ToStore
 from kvstore.loads import LoadStats
@@ -17,38 +19,33 @@ if TYPE_CHECKING:
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
+class Connected(Struct, frozen=True):
     """A connection was opened by process `pid`, which runs as our own user."""
 
     connection: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(Struct, frozen=True):
     """A call came in."""
 
     connection: int
     call: StoreCall
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnected:
+class Disconnected(Struct, frozen=True):
     """The connection has ended. Its process may live on."""
 
     connection: int
 
 
-@dataclass(frozen=True, slots=True)
-class WriterGone:
+class WriterGone(Struct, frozen=True):
     """The kernel says that process `pid` is gone: it will never write again."""
 
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class RouterSaid:
+class RouterSaid(Struct, frozen=True):
     """A router of ours said this."""
 
     message: ToStore
@@ -60,31 +57,27 @@ Event: TypeAlias = Connected | Heard | Disconnected | WriterGone | RouterSaid | 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     """Send `reply`; with an `Attached` goes the arena's descriptor."""
 
     connection: int
     reply: StoreReply
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Struct, frozen=True):
     """Close this connection once what was sent has gone out."""
 
     connection: int
 
 
-@dataclass(frozen=True, slots=True)
-class TellRouter:
+class TellRouter(Struct, frozen=True):
     """Say this to one of our routers."""
 
     message: FromStore
     router: str = ""  # incarnation
 
 
-@dataclass(frozen=True, slots=True)
-class Divide:
+class Divide(Struct, frozen=True):
     """From now on the arena is cut into slots of `page_bytes`; nothing is on its way to or from any slot."""
 
     page_bytes: int

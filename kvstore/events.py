@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -68,8 +67,7 @@ class _Payload(Struct, frozen=True, array_like=True):
     data_parallel_rank: int  # always written: some readers take exactly three elements
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedBatch:
+class EncodedBatch(Struct, frozen=True):
     """The three frames of one batch, as `baton.wire.Publisher.send` takes them."""
 
     topic: bytes
@@ -77,8 +75,7 @@ class EncodedBatch:
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Struct, frozen=True):
     """One decoded batch. `holder` is the publisher's incarnation."""
 
     holder: str

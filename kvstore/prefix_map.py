@@ -13,8 +13,10 @@ Pure, and nothing here ever fails on what a holder says: what can't be is kept o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
+
+from msgspec import Struct, field
 
 from baton.errors import MalformedMessage
 from baton.messages import Medium, PageRun
@@ -32,8 +34,7 @@ _FASTEST = tuple((bits & -bits).bit_length() - 1 for bits in range(_ALL + 1))  #
 _CHUNK = 1_024  # keys looked at together
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(Struct, frozen=True):
     """How much of a chain one holder has: its first `pages` pages without a gap, each counted in `tiers` under the
     fastest tier that has it."""
 

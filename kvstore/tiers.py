@@ -12,8 +12,9 @@ it is done, and nothing is ever reused before. Nobody here waits for space; what
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from msgspec import Struct
 
 from baton.messages import PageReply, PageRequest, SentPage, Source, TierSpeed
 from kvstore.changes import Change
@@ -24,39 +25,34 @@ if TYPE_CHECKING:
 # --- other stores -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Expect:
+class Expect(Struct, frozen=True):
     """Pages of this fetch may be written to these slots as they come: (index, slot). Before the words that ask."""
 
     fetch: int
     slots: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """Say this to the store that `source` names."""
 
     source: Source
     request: PageRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Retract:
+class Retract(Struct, frozen=True):
     """Write no more pages of this fetch; answered by Retracted when that is certain."""
 
     fetch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """Say this to the store that asked."""
 
     peer: str  # incarnation
     reply: PageReply
 
 
-@dataclass(frozen=True, slots=True)
-class Serve:
+class Serve(Struct, frozen=True):
     """Send these pages from these slots, which stay held until Served names `number`."""
 
     number: int
@@ -66,8 +62,7 @@ class Serve:
     slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(Struct, frozen=True):
     """Compare the bytes of a slot, which stays held until Checked, with its checksum."""
 
     number: int
@@ -78,24 +73,21 @@ class Check:
 PeerOrder: TypeAlias = Expect | Ask | Retract | Answer | Serve | Check
 
 
-@dataclass(frozen=True, slots=True)
-class PeerAsked:
+class PeerAsked(Struct, frozen=True):
     """Another store said this."""
 
     peer: str  # incarnation
     request: PageRequest
 
 
-@dataclass(frozen=True, slots=True)
-class PeerAnswered:
+class PeerAnswered(Struct, frozen=True):
     """A store that we ask said this; never Pages, whose bytes come as Landed."""
 
     peer: str  # incarnation
     reply: PageReply
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(Struct, frozen=True):
     """Pages of a fetch lie in their slots: (index, checksum they were sealed with). `damaged` indices came with bytes
     that do not match: what is in their slots is rubbish, and the slots are expected to be written again."""
 
@@ -104,22 +96,19 @@ class Landed:
     damaged: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Retracted:
+class Retracted(Struct, frozen=True):
     """No page of this fetch will be written any more."""
 
     fetch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(Struct, frozen=True):
     """The transport is done with the slots of that Serve, whether or not they arrived."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(Struct, frozen=True):
     """The outcome of a Check."""
 
     number: int
@@ -157,8 +146,7 @@ class PageTransport(Protocol):
 # --- the disk ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class DiskPage:
+class DiskPage(Struct, frozen=True):
     """A sealed page on its way to disk: where it stands in its chain, its slot, and the checksum it was sealed with."""
 
     key: bytes
@@ -167,8 +155,7 @@ class DiskPage:
     checksum: int
 
 
-@dataclass(frozen=True, slots=True)
-class WriteEnded:
+class WriteEnded(Struct, frozen=True):
     """The disk tier needs the page's slot no longer. `intact` is False when its bytes did not match its checksum: the
     arena holds rubbish. Whether it is on the disk now is told by KV events only."""
 
@@ -177,8 +164,7 @@ class WriteEnded:
     intact: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class ReadEnded:
+class ReadEnded(Struct, frozen=True):
     """The page is in its slot, or (`ok` False) what is there is rubbish: it was unreadable or did not match its
     checksum, and is on the disk no more."""
 
@@ -203,8 +189,7 @@ class DiskEvent:
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DiskResult:
+class DiskResult(Struct, frozen=True):
     """What a call of the index leads to: orders for the threads, in order, and what has ended for the caller."""
 
     orders: Sequence[DiskOrder] = ()

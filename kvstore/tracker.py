@@ -22,6 +22,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from msgspec import Struct
+
 from baton.messages import PageRun, Snapshot
 from kvstore.events import AllBlocksCleared, Batch, Event
 
@@ -32,15 +34,13 @@ _KEPT_KEYS = 1_000_000  # of batches while awaiting; the oldest go first, and th
 _DIGESTS = 64  # sequences of which the map's digest is remembered
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """Ask this holder for a snapshot."""
 
     holder: str
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Struct, frozen=True):
     """Part of a snapshot: with the `first`, what is known of this holder so far goes. The last has the sequence of
     the batch that the whole is as of. `PrefixMap.extend`."""
 
@@ -50,8 +50,7 @@ class Load:
     sequence: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(Struct, frozen=True):
     """Apply these events of this holder, in order: `kvstore.events.apply`."""
 
     holder: str

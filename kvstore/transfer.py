@@ -14,10 +14,10 @@ be loaded; the worker's state decides how much is worth it (`kvstore.cost`) and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
+from msgspec import Struct
 
 from baton.messages import (
     MAX_KEYS_PER_CALL,
@@ -42,8 +42,7 @@ from baton.messages import (
 )
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(Struct, frozen=True):
     """A state's command: send this to the node's store. Dropped while there is none: its loss is told by StoreLost."""
 
     call: StoreCall
@@ -68,8 +67,7 @@ class CopyOut(msgspec.Struct, frozen=True):
     slot: int
 
 
-@dataclass(frozen=True)
-class CopiedIn:
+class CopiedIn(Struct, frozen=True):
     """Those pages of the ticket were copied in; `corrupt` ones did not match their checksum."""
 
     ticket: int
@@ -77,8 +75,7 @@ class CopiedIn:
     corrupt: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class CopiedOut:
+class CopiedOut(Struct, frozen=True):
     """The pages of the ticket from `first` on were copied out and have these checksums."""
 
     ticket: int
@@ -86,16 +83,14 @@ class CopiedOut:
     checksums: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class StoreUp:
+class StoreUp(Struct, frozen=True):
     """The node's store has attached this worker; its arena has `slots` slots of `page_bytes` bytes."""
 
     slots: int
     page_bytes: int
 
 
-@dataclass(frozen=True)
-class StoreLost:
+class StoreLost(Struct, frozen=True):
     """The node's store is gone; every ticket with it."""
 
 

@@ -22,14 +22,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from baton.messages import Load, Role, StepSample
 from baton.pace import StepPace, StepSeconds, pairs
 from kvstore.cost import DEFAULT_PREFILL_RATE
 from router.scores import Scores
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillCost:
+class PrefillCost(Struct, frozen=True):
     """Of computing prompts on one worker: seconds of a step, of a prompt token, of a pair."""
 
     fixed: float
@@ -45,8 +46,7 @@ class PrefillCost:
         return steps * self.fixed + new * self.token + pairs(new, context) * self.pair
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
+class StepCost(Struct, frozen=True):
     """Of decoding on one worker: seconds of a step, of a sequence in it, of a token of their contexts."""
 
     fixed: float

@@ -8,8 +8,9 @@ prefix that is to be warmed is answered by exactly one `Warmed`, whose outcome i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TypeAlias
+
+from msgspec import Struct, field
 
 from baton.clock import Tick
 from baton.errors import BatonError
@@ -20,8 +21,7 @@ from kvstore.events import Batch
 # --- events --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(Struct, frozen=True):
     """A client's request, validated as far as that needs no knowledge of the cluster.
 
     `request` is unique for ever, among all routers of the same workers: its attempts are numbered from 1, and a name
@@ -41,8 +41,7 @@ class Submit:
     affinity: str = ""  # requests of one key go to one decode worker while it lives
 
 
-@dataclass(frozen=True, slots=True)
-class Warm:
+class Warm(Struct, frozen=True):
     """A client's wish that a prefix be computed and pinned, validated as far as that needs no knowledge of the cluster.
 
     `name` is as unique as a request's and begins with `WARM`: its attempts are listed among those of requests, none of
@@ -59,16 +58,14 @@ class Warm:
 WARM = "warm "
 
 
-@dataclass(frozen=True, slots=True)
-class Unwarm:
+class Unwarm(Struct, frozen=True):
     """A client's wish that a pin end now."""
 
     pin: str
     tenant: str = ""  # from the authenticated identity
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(Struct, frozen=True):
     """A client's wish that a worker or store trace its next steps."""
 
     process: str  # its name
@@ -76,8 +73,7 @@ class Profile:
     steps: int
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(Struct, frozen=True):
     """A client's wish that a worker be given nothing new, or (`undo`) be given work again. `at_once`: what it has goes
     elsewhere."""
 
@@ -86,8 +82,7 @@ class Drain:
     undo: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SetRole:
+class SetRole(Struct, frozen=True):
     """A client's wish that a worker be the other kind of worker. It is given nothing new; what it has goes elsewhere
     after `patience` seconds."""
 
@@ -96,16 +91,14 @@ class SetRole:
     patience: float
 
 
-@dataclass(frozen=True, slots=True)
-class ClientGone:
+class ClientGone(Struct, frozen=True):
     """Nobody listens to this request, or waits for this warm-up, any more."""
 
     request: str
     why: str = "the client went away"
 
 
-@dataclass(frozen=True, slots=True)
-class StopMatched:
+class StopMatched(Struct, frozen=True):
     """A stop string ended the output at the edge after `completion` tokens: as far as the client is concerned, the
     request has finished."""
 
@@ -113,30 +106,26 @@ class StopMatched:
     completion: int
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(Struct, frozen=True):
     """A message came in on the internal socket."""
 
     envelope: Envelope[ToRouter]
 
 
-@dataclass(frozen=True, slots=True)
-class KvEvents:
+class KvEvents(Struct, frozen=True):
     """A batch of KV events came in."""
 
     batch: Batch
 
 
-@dataclass(frozen=True, slots=True)
-class KvSnapshot:
+class KvSnapshot(Struct, frozen=True):
     """A part of a holder's snapshot came in."""
 
     holder: str
     part: Snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class Shutdown:
+class Shutdown(Struct, frozen=True):
     """This router is about to stop: end everything, and let nothing in."""
 
 
@@ -159,22 +148,19 @@ Event: TypeAlias = (
 # --- outcomes ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """The output is complete."""
 
     reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Struct, frozen=True):
     """The client gets this error, whatever it has received so far."""
 
     error: BatonError
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(Struct, frozen=True):
     """Nobody wants the rest."""
 
     why: str
@@ -183,8 +169,7 @@ class Cancelled:
 Outcome: TypeAlias = Finished | Failed | Cancelled
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True):
     """Tokens. `cached` are those of the prompt that nobody computed for this request."""
 
     prompt: int = 0
@@ -192,8 +177,7 @@ class Usage:
     completion: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(Struct, frozen=True):
     """Who served a request, by name, and what that took."""
 
     attempts: int = 0
@@ -210,8 +194,7 @@ class Served:
     load_ms: int = 0  # and how long it took
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(Struct, frozen=True):
     """A request's account, whatever its outcome."""
 
     timeline: Timeline
@@ -220,8 +203,7 @@ class Summary:
     served: Served = field(default_factory=Served)
 
 
-@dataclass(frozen=True, slots=True)
-class PinView:
+class PinView(Struct, frozen=True):
     """A pin, as its tenant may see it."""
 
     pin: str
@@ -232,8 +214,7 @@ class PinView:
     left: float  # seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Struct, frozen=True):
     """A prefix is warm: its pages are pinned. `computed`: tokens that had to be computed; none: nobody knows."""
 
     view: PinView
@@ -243,23 +224,20 @@ class Kept:
 # --- commands ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     """Send to that peer. The order of commands is the order on the link, and the state counts along."""
 
     incarnation: str
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(Struct, frozen=True):
     """Count messages to that peer from 1 again: it is a stranger, or long gone."""
 
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(Struct, frozen=True):
     """Tokens for the client, each exactly once and in order; a log-probability for each, or none at all."""
 
     request: str
@@ -267,8 +245,7 @@ class Emit:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Struct, frozen=True):
     """The last that is heard of a request."""
 
     request: str
@@ -276,16 +253,14 @@ class End:
     summary: Summary
 
 
-@dataclass(frozen=True, slots=True)
-class Warmed:
+class Warmed(Struct, frozen=True):
     """The answer to a Warm."""
 
     name: str
     outcome: Kept | Failed | Cancelled
 
 
-@dataclass(frozen=True, slots=True)
-class Subscribe:
+class Subscribe(Struct, frozen=True):
     """Follow the KV events of that holder; at `snapshots` it is asked for what was missed."""
 
     incarnation: str
@@ -293,22 +268,19 @@ class Subscribe:
     snapshots: str
 
 
-@dataclass(frozen=True, slots=True)
-class AskSnapshot:
+class AskSnapshot(Struct, frozen=True):
     """Ask that holder for a snapshot."""
 
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unsubscribe:
+class Unsubscribe(Struct, frozen=True):
     """Stop following them."""
 
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(Struct, frozen=True):
     """A line for the log."""
 
     text: str

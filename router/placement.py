@@ -20,11 +20,12 @@ Pure. Pages are immutable and found by key, so a plan made from stale hints cost
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import nlargest
 from math import inf
 from typing import Protocol, TypeAlias
+
+from msgspec import Struct
 
 from baton.messages import Source
 from kvstore.prefix_map import Match
@@ -39,8 +40,7 @@ _NEARLY = 0.02  # of the lowest time: what takes no longer than so much more is 
 _AT_ONCE = 0.001  # seconds: the same for short times
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """Nothing can take it now that would not be worse than waiting. `predicted`: seconds until its first token even so;
     none: nobody knows."""
 
@@ -48,8 +48,7 @@ class Wait:
     predicted: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(Struct, frozen=True):
     """No placement meets its objectives. `retry_after`: seconds after which one might; none: nobody knows."""
 
     why: str
@@ -59,8 +58,7 @@ class Reject:
 Choice: TypeAlias = Plan | Wait | Reject
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """A request that wants a place, as its next attempt needs it."""
 
     request: str

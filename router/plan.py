@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from baton.messages import Source, TierRun
 
 
-@dataclass(frozen=True, slots=True)
-class Predicted:
+class Predicted(Struct, frozen=True):
     """Seconds until the first token, term by term."""
 
     queue: float = 0.0  # what the worker that computes has been given already
@@ -54,8 +55,7 @@ class Plan:
         return self.prefill is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """One way to serve an attempt."""
 
     decode: str  # name

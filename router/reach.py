@@ -8,11 +8,11 @@ The workers decide with the same function when it comes to it (`kvstore.cost.cho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 
 from baton.messages import Source, TierRun, TierSpeed
 from kvstore.cost import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, choose
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 SOURCES = 3  # other stores that are named for cached pages: the next is asked when one fails
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(Struct, frozen=True):
     """The shippable pages of an attempt's tokens: what is to be on the decode worker's device."""
 
     pages: int
@@ -36,8 +35,7 @@ class Prefix:
         return pages * self.page_size / (rate or DEFAULT_PREFILL_RATE)
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(Struct, frozen=True):
     """A node's live store, and what it has of the prefix: the first `host` pages in its arena, and the next `disk`
     ones on its disk."""
 
@@ -55,8 +53,7 @@ class Store:
         return self.host + self.disk
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True):
     """A node with a live store. `others` serve it pages of the prefix that it does not have, the most first."""
 
     store: Store
@@ -68,8 +65,7 @@ class Node:
         return tuple(Source(helper.incarnation, helper.endpoint, min(helper.pages, pages)) for helper in helpers)
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
+class Reach(Struct, frozen=True):
     """The first `pages` of a prefix need no computing, once `loads` have come from below the arena, tier by tier."""
 
     pages: int

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 
@@ -245,7 +243,7 @@ PAIR = candidate("a", "p", queue=1.0, compute=0.5)
             "100.0 ms slower than b alone, where the prompt would hold up what decodes",
         ),
         (
-            replace(PAIR, cached=16),
+            msgspec.structs.replace(PAIR, cached=16),
             [candidate("b", "p", queue=1.49)],
             "10.0 ms slower than b with p, with 16 tokens less to compute",
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -317,7 +316,7 @@ def test_no_attempt_stays_with_a_store_that_died(node: str, restarts: bool) -> N
         for i in range(1, 6):  # all begin like the first; the prefill worker that made that can't take all
             order = submit(f"r{i}", 60 + 20 * i, 10)
             ours = pack_tokens([200 + i]) * 20 * i
-            cluster.submit(replace(order, tokens=order.tokens[: -len(ours)] + ours))
+            cluster.submit(msgspec.structs.replace(order, tokens=order.tokens[: -len(ours)] + ours))
         for _ in range(moment):
             cluster.round()
         (store,) = cluster.named(f"store-{node}")

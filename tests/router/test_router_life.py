@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import pytest
 
@@ -359,7 +357,7 @@ def test_limits(prompt: int, max_tokens: int, kind: type[BatonError], says: str)
 
 def test_a_token_outside_the_vocabulary() -> None:
     lab = Lab()
-    lab.tell(dataclasses.replace(submit("r"), tokens=pack_tokens([5, VOCAB])))
+    lab.tell(msgspec.structs.replace(submit("r"), tokens=pack_tokens([5, VOCAB])))
     assert str(VOCAB) in str(error(lab))
 
 
