@@ -21,11 +21,11 @@ Chunks end with a page or with the tokens, so that pages fill up and products ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from msgspec import Struct
 
-from decode_worker.sequence import Phase, Sequence
+from decode_worker.sequence import Sequence
 from engine.batch import Chunk, Draw
 from engine.steps import Plan
 
@@ -35,18 +35,18 @@ _STRETCH = 4.0  # seconds that a long tail may be overtaken for each second that
 class Budget(Struct, frozen=True):
     """What a step may hold. `prompts` are tokens of tails, at least two pages, and `tails` those where all are short;
     `tokens` those of the whole step, except that tails always get two pages. `overdue`: since when a short tail must
-    have waited to go before everything else; `rate`: prompt tokens computed per second."""
+    have waited to go before everything else; `rate`: prompt tokens computed per second. Where nobody has a tail, only
+    `tokens` matters."""
 
     tokens: int
-    prompts: int
-    tails: int
-    overdue: float
-    rate: float
+    prompts: int = 0
+    tails: int = 0
+    overdue: float = 0.0
+    rate: float = 0.0
 
 
-def plan_step(sequences: Iterable[Sequence], budget: Budget) -> Plan:
+def plan_step(running: Collection[Sequence], budget: Budget) -> Plan:
     """Chunks for the running sequences, each of which must hold the pages that its known tokens need."""
-    running = [s for s in sequences if s.phase is Phase.RUNNING]
     decoding = sorted((s for s in running if s.pending == 1), key=lambda s: (s.served, s.rank))
     chosen = [(sequence, 1) for sequence in decoding[: budget.tokens]]
     tails = [s for s in running if s.pending > 1]

@@ -378,6 +378,8 @@ class DecodeState:
     def take_copies(self) -> list[Copy]:
         """The copies to make now, as many as those who decode can bear; what somebody waits for comes first. Report
         each as CopiedIn or CopiedOut."""
+        if not (self._copies or self._shipments.copying):
+            return []
         most = self._tempo.copies(self._decoding())
         coming = self._copies.take(most)
         return coming + self._shipments.take_copies(most - len(coming))
@@ -386,7 +388,7 @@ class DecodeState:
     def patience(self) -> float:
         """Seconds worth waiting for the store before the next plan: it need only confirm pages that were copied, and
         their sequence joins this step rather than the one after it. 0: there is nothing to wait for."""
-        if not any(s.fetch is not None and s.fetch.confirming for s in self._sequences.values()):
+        if not any(s.fetch is not None and s.fetch.confirming for s in self._fetching.values()):
             return 0.0
         return self._tempo.patience(self._decoding())
 
@@ -400,7 +402,8 @@ class DecodeState:
         """Before a plan: give every running sequence the pages that its known tokens need, at the cost of the last in
         rank where none are left; then resume preempted ones, in order of rank, as far as there is room."""
         commands: list[Command] = []
-        for sequence in sorted(self._sequences.values(), key=lambda s: s.rank):
+        lacking = [s for s in self._sequences.values() if s.phase is Phase.RUNNING and s.needs > len(s.pages)]
+        for sequence in sorted(lacking, key=lambda s: s.rank):
             while sequence.phase is Phase.RUNNING and (missing := sequence.needs - len(sequence.pages)):
                 if (grown := self._cache.grow(missing)) is not None:
                     sequence.pages += grown
@@ -420,17 +423,18 @@ class DecodeState:
     def plan(self, now: float) -> Plan:
         """The next step; empty when nothing runs."""
         self._planned = now
+        running = [s for s in self._sequences.values() if s.phase is Phase.RUNNING]
+        tails = [s for s in running if s.pending > 1]
+        if not tails:
+            self._put_off = False
+            return plan_step(running, Budget(self._config.step_tokens))
         rows = self._decoding()
-        tails = [s for s in self._sequences.values() if s.phase is Phase.RUNNING and s.pending > 1]
-        context = max((s.computed for s in tails), default=0)
+        context = max(s.computed for s in tails)
         prompts = self._tempo.prompt_tokens(rows, context, self._page_size)
-        parts = self._tempo.tail_tokens(rows, context, self._page_size)
-        self._put_off = not self._put_off and bool(tails) and self._tempo.holds_up(rows, now - self._stepped)
-        if self._put_off:
-            parts = 0
+        self._put_off = not self._put_off and self._tempo.holds_up(rows, now - self._stepped)
+        parts = 0 if self._put_off else self._tempo.tail_tokens(rows, context, self._page_size)
         overdue = now - self._config.first_step_ms / 1_000
-        budget = Budget(self._config.step_tokens, prompts, parts, overdue, self._pace.rate())
-        return plan_step(self._sequences.values(), budget)
+        return plan_step(running, Budget(self._config.step_tokens, prompts, parts, overdue, self._pace.rate()))
 
     def alike(self, plan: Plan) -> int:
         """How many steps in a row may run this plan, each row feeding on its own last token, and come to the same as if
@@ -568,10 +572,9 @@ class DecodeState:
         """For its KV events and its snapshot; never to change it."""
         return self._cache
 
-    @property
-    def attempts(self) -> frozenset[AttemptName]:
-        """All that have not ended."""
-        return frozenset(s.name for s in self._sequences.values() if s.phase is not Phase.ENDED)
+    def attempts(self, router: str) -> frozenset[AttemptName]:
+        """Those of this router that have not ended."""
+        return frozenset(s.name for s in self._owned_by(router) if s.phase is not Phase.ENDED)
 
     @property
     def tickets(self) -> tuple[int, ...]:

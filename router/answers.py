@@ -153,7 +153,7 @@ class Answers:
 
     def _problem(self, request: Request, tokens: tuple[int, ...], logprobs: tuple[object, ...]) -> str:
         """What no worker in its right mind says; empty: all is well."""
-        if any(not 0 <= token < self._limits.vocab_size for token in tokens):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._limits.vocab_size:
             return "tokens that are not in the vocabulary"
         if request.max_tokens is not None and request.generated + len(tokens) > request.max_tokens:
             return f"more than {request.max_tokens} tokens"

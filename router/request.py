@@ -152,8 +152,10 @@ class Request:
     def until(self, progress: float) -> float:
         """When its present state ends at the latest, whatever anybody else does: no state waits without a limit.
         `progress`: how many seconds an attempt may go on without any."""
-        limits = (self.deadline, self.give_up, self.attempt.progress + progress if self.attempt else None)
-        return min((limit for limit in limits if limit is not None), default=inf)
+        limit = inf if self.deadline is None else self.deadline
+        if self.give_up is not None and self.give_up < limit:
+            limit = self.give_up
+        return limit if self.attempt is None else min(limit, self.attempt.progress + progress)
 
     def left_ms(self, now: float) -> int | None:
         """Milliseconds until its deadline."""

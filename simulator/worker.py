@@ -290,11 +290,9 @@ class Worker:
             return False
         match envelope.message:
             case RouterHeartbeat(attempts=listed):
-                own = self.state.heartbeat(0, envelope.sender).attempts
-                kept = frozenset(listed)
-                return all(held.ended or AttemptName(held.request, held.attempt) in kept for held in own)
+                return self.state.attempts(envelope.sender) <= frozenset(listed)
             case Cancel(request=request, attempt=attempt):
-                return AttemptName(request, attempt) not in self.state.attempts
+                return AttemptName(request, attempt) not in self.state.attempts(envelope.sender)
             case _:
                 return False
 
