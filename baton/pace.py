@@ -11,7 +11,7 @@ their sum; an engine may run one after the other, and read its weights twice. No
 The estimate has the least sum of relative errors over the last steps, newer ones weighing more; small errors squared,
 larger ones absolute (Huber, Robust Estimation of a Location Parameter, 1964), and gross ones less and less. So small
 steps count as much as large ones, and that a process stood still once in a while moves nothing. It is found by
-reweighted least squares, one round whenever steps are told.
+reweighted least squares: a round as soon as a step took another time than was expected, one for every few that did not.
 
 What the last steps say nothing about stays as it was. Those with prompts and those without are remembered apart, so
 that a thousand steps of one kind don't wear away what the other kind costs; and each estimate is the nearest to the one
@@ -48,6 +48,8 @@ _BELIEVED = 4  # steps that far off in a row
 _HEIRLOOM = 4.0  # steps of each kind that others' experience counts as
 _ROUNDS = 32  # until they make no difference
 _WILD = 10.0  # times what was expected, or a part of it: nothing could be expected
+_AS_EXPECTED = 0.05  # relative error of a step that is learned from with others
+_AT_ONCE = 8  # of these
 _SHORTEST, _LONGEST = 1e-9, 1e9  # seconds of any step
 
 
@@ -84,6 +86,7 @@ class StepPace:
         self._amounts: _Array = np.zeros((2, _REMEMBERED, len(fields(StepSeconds))))
         self._seconds: _Array = np.ones((2, _REMEMBERED))
         self._weights: _Array = np.zeros((2, _REMEMBERED))
+        self._news = 0  # steps remembered since the last round; one that was not expected counts for many
         self._far: tuple[dict[int, float], dict[int, float]] = ({}, {})
         """Of each kind the last in a row that took far longer than expected, or far shorter: where they are remembered,
         and how many times as long they took."""
@@ -114,16 +117,15 @@ class StepPace:
 
     def observe(self, *steps: StepSample) -> None:
         """Learn from some steps, in their order. Those of nothing, and times that are none, teach nothing."""
-        for step in steps:
-            if step.tokens + step.rows > 0 and _SHORTEST <= step.seconds <= _LONGEST:
-                self._remember(step)
-        self._fit()
+        self._remember_all(steps)
+        if self._news >= _AT_ONCE:
+            self._fit()
 
     def calibrate(self, steps: Sequence[StepSample] = ()) -> None:
         """Learn as much as these steps can tell: as many rounds as make a difference."""
+        self._remember_all(steps)
         for _ in range(_ROUNDS):
-            self.observe(*steps)
-            steps = ()
+            self._fit()
 
     def seconds(self, tokens: int = 0, pairs: int = 0, rows: int = 0, context: int = 0) -> float:
         """What such a step would take; 0 before the first has been observed."""
@@ -136,6 +138,11 @@ class StepPace:
         if not self.knows_prompts or each <= 0:
             return None
         return max(0, int((seconds - (self.cost.mixed if rows else 0.0)) / each))
+
+    def _remember_all(self, steps: Sequence[StepSample]) -> None:
+        for step in steps:
+            if step.tokens + step.rows > 0 and _SHORTEST <= step.seconds <= _LONGEST:
+                self._remember(step)
 
     def _remember(self, step: StepSample) -> None:
         """In place of the oldest of its kind."""
@@ -151,6 +158,7 @@ class StepPace:
         if expected and step.tokens <= self.largest:
             self._compare(kind, index, step.seconds / expected)
         self.largest = max(self.largest, step.tokens)
+        self._news += 1 if abs(step.seconds - expected) <= _AS_EXPECTED * expected else _AT_ONCE
 
     def _compare(self, kind: int, index: int, ratio: float) -> None:
         """The step remembered at `index` took so many times what was expected. If it shows that the machine is not
@@ -174,6 +182,7 @@ class StepPace:
         """One round. The minimum over x ≥ 0 of  Σ weight · (amounts · x / expected − seconds / expected)²  +
         near · Σᵢ momentsᵢᵢ · (xᵢ − lastᵢ)², in units that make every momentsᵢᵢ 1. What no step had any of stays as it
         was."""
+        self._news = 0
         cost = np.array(self.cost.coefficients)
         amounts, seconds = self._amounts.reshape(-1, len(cost)), self._seconds.reshape(-1)
         expected = (amounts @ cost).clip(seconds / _WILD, seconds * _WILD)

