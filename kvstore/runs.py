@@ -170,16 +170,15 @@ class Runs:
         return head, run
 
     def _settle(self, run: Run) -> None:
-        """Join a run that has changed with its neighbours, as far as that is possible."""
-        if run.next is not None:
-            run = self._join(run, run.next)
-        if (before := self._before(run)) is not None:
-            self._join(before, run)
+        """Join a run that has changed with its neighbours, as far as that is possible: where several have changed at
+        once, those next to them may have to follow."""
+        while (after := run.next) is not None and _fit(run, after):
+            run = self._join(run, after)
+        while (before := self._before(run)) is not None and _fit(before, run):
+            run = self._join(before, run)
 
     def _join(self, run: Run, after: Run) -> Run:
-        """Make `after`, which is next to `run`, part of it if that may be; returns what `run` is now."""
-        if run.group is not after.group or len(run.keys) + len(after.keys) > MAX_RUN:
-            return run
+        """Make `after`, which is next to `run`, part of it; returns what `run` is now."""
         if len(run.keys) >= len(after.keys):
             self._point(after.keys, run)
             run.keys += after.keys
@@ -251,3 +250,8 @@ class Runs:
                 assert after.above == run.keys[-1] != START
                 apart = after.group is not run.group or len(run.keys) + len(after.keys) > MAX_RUN
                 assert apart, "two runs that could be one"
+
+
+def _fit(run: Run, after: Run) -> bool:
+    """Whether the two, one next to the other, may be one."""
+    return run.group is after.group and len(run.keys) + len(after.keys) <= MAX_RUN

@@ -59,6 +59,7 @@ class Job:
     fetch: Fetch | None = None
     ship: Ship | None = None
     settled: int = 0  # pages from the start that are in the store; where the shipment begins
+    lost_at: int = 0  # the most it had there when the store gave them to others; as far it has to come to go on
     offered: int = 0  # pages from the start that were handed to a shipment
     window: int = MAX_KEYS_PER_CALL  # pages per shipment
     holds: bool = True  # what is sealed stays held; false for a prompt beyond our share of the arena

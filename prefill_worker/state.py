@@ -336,7 +336,9 @@ class PrefillState:
             commands += [c for ticket in held for c in self._drop(ticket)]
             return commands + self._reserve(job) + self._offer(job)
         if ship.refused == "orphan":
-            # What we found when we looked has gone since: look again.
+            # What we found when we looked has gone since: look again. Two that pass through the same few slots, each of
+            # them taking what the other one has written, would do so for ever, and call that progress.
+            job.lost_at = max(job.lost_at, job.settled + 1)
             tickets = [*job.holding, *(job.lookup.tickets if job.lookup else ())]
             job.holding, job.lookup = [], None
             return commands + [c for ticket in tickets for c in self._drop(ticket)] + self._look(job)
@@ -377,7 +379,7 @@ class PrefillState:
         job = self._owners.get(ticket)
         if job is None:
             return []
-        if not isinstance(event, NotReserved):
+        if not isinstance(event, NotReserved) and job.settled >= job.lost_at:
             job.progress = now
         if job.lookup is not None and ticket in job.lookup.tickets:
             return self._look_on(job, job.lookup, event, now)

@@ -136,13 +136,8 @@ TestWithLongRuns = WithLongRuns.TestCase
 # --- the model test finds what it is there to find --------------------------------------------------------------------
 
 
-def join_whatever_the_holders(self: Runs, run: Run, after: Run) -> Run:
-    self._point(after.keys, run)
-    run.keys += after.keys
-    run.next = after.next
-    self._leave(after)
-    after.keys = []
-    return run
+def fit_whatever_the_holders(run: Run, after: Run) -> bool:
+    return len(run.keys) + len(after.keys) <= runs_module.MAX_RUN
 
 
 def never_join(self: Runs, run: Run) -> None:
@@ -172,7 +167,7 @@ _removed = PrefixMap.removed
 @pytest.mark.parametrize(
     ("owner", "method", "mutant"),
     [
-        (Runs, "_join", join_whatever_the_holders),
+        (runs_module, "_fit", fit_whatever_the_holders),
         (Runs, "_settle", never_join),
         (Runs, "_point", point_nowhere),
         (Runs, "strip", strip_nothing),
@@ -180,7 +175,7 @@ _removed = PrefixMap.removed
     ],
 )
 def test_a_mistake_would_be_found(
-    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, mutant: Callable[..., Any]
+    monkeypatch: pytest.MonkeyPatch, owner: object, method: str, mutant: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(owner, method, mutant)
     once = settings(
@@ -225,6 +220,19 @@ def test_runs_part_where_holders_do_and_join_when_they_agree_again() -> None:
     assert prefixes.match(chain) == {"two": Match(100, {"GPU": 100})}
     assert prefixes.stats().runs == 1
     prefixes.validate()
+
+
+def test_runs_that_agree_since_somebody_left_are_joined_in_whatever_order_they_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runs_module, "MAX_RUN", 3)
+    for _ in range(64):  # the order is that of a set
+        prefixes = PrefixMap()
+        prefixes.stored("one", b"", keys("baaaaa"), "GPU")
+        prefixes.stored("two", b"", keys("b"), "GPU")
+        prefixes.stored("two", b"", keys("ba"), "CPU")
+        prefixes.cleared("two")
+        prefixes.validate()
 
 
 def test_a_place_is_used_again_and_brings_nothing_with_it() -> None:

@@ -165,6 +165,21 @@ def test_a_full_store_is_asked_again_and_its_silence_ends_the_prompt() -> None:
     assert one.state.cache.available == one.num_pages
 
 
+def test_two_that_take_each_others_pages_from_the_store_do_not_go_on_so_for_ever() -> None:
+    rig = Rig(8, hold=5.0, admit_after=1, load_share=0.5)
+    one = rig.worker("prefill", 40, PrefillConfig(chunk_tokens=3 * PAGE, max_prompts=6, store_ms=2_000))
+    one.handle(order([9] * (4 * PAGE + 1), "held"))
+    rig.settle()
+    for number, request in enumerate(("a", "b")):  # each needs more slots than are left, and passes through a window
+        one.handle(order([number] * (5 * PAGE + 1), request))
+    for _ in range(8):
+        rig.settle()
+        rig.tick(0.5)
+        one.handle(Tick())
+    assert [m.request for m in done(one.said)] == ["held"]
+    assert {m.request: m.reason for m in one.said if isinstance(m, Failed)} == {"a": "store", "b": "store"}
+
+
 def test_a_lost_store_fails_its_prompts() -> None:
     one = worker(chunk_tokens=PAGE)
     one.handle(order(PROMPT))
