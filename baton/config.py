@@ -168,7 +168,7 @@ class PrefillConfig(_Section, frozen=True):
     copies_per_step: Positive = 256  # pages copied from or to the arena per step
     max_prompts: Positive = 2  # prompts taken at a time; the others wait in the router
     head: bool = True  # load the output head too, so that it may become a decode worker; false: less memory
-    store_ms: Positive = 10_000  # a prompt that gets no answer or no slots from the store for longer fails
+    store_ms: Positive = 10_000  # a prompt that gets no answer from the store, or no slots that last, for longer fails
     threads: Natural = 0  # of the engine; 0: this worker's share of the cores that it finds itself on
 
 

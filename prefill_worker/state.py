@@ -483,7 +483,7 @@ class PrefillState:
             if job.deadline is not None and now > job.deadline:
                 commands += self._fail(job, "deadline", "the request's deadline has passed")
             elif job.awaits_store and now - job.progress > self._config.store_ms / 1_000:
-                message = f"the store gave neither answer nor slots for {self._config.store_ms} ms"
+                message = f"the store gave neither answers nor slots that last for {self._config.store_ms} ms"
                 commands += self._fail(job, StoreError.reason, message)
             elif job.retry_at is not None and now >= job.retry_at:
                 commands += self._reserve(job) + self._offer(job)
