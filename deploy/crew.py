@@ -41,6 +41,7 @@ class Member:
     failure: Failure | None = None
     addresses: Addresses | None = None
     asked: Any = None  # a report under way
+    ending: bool = False  # by us: that it dies is no failure of its own
     gone: bool = False  # proven
     why_gone: str = ""
 
@@ -124,6 +125,7 @@ class Crew:
         """SIGKILL a process, and whether it is gone now. Works on a stopped process too, where Ray's own kill takes
         seconds. Blocks."""
         member = self._members[name]
+        member.ending = True
         record = member.record or self._kept_record(name)
         if record is None:
             # It has not got as far as our first line. Once Ray has taken it back, it never will.
@@ -187,7 +189,7 @@ class Crew:
             # Ray says that it died. That is a hint; the proof is its process.
             member.handle = None
             member.record = member.record or self._kept_record(member.name)
-            if member.record is None:
+            if member.record is None and not member.ending:
                 member.gone = True
                 member.failure = Failure("startup", f"its actor could not start: {first_line(error)}")
         except RayError as error:

@@ -24,10 +24,11 @@ from typing import Any
 
 from baton.errors import RayUnusable
 from deploy.processes import Identity, end, session_members
-from deploy.ray_probe import OWN_PREFIX, PATIENCE, Answer, ask
+from deploy.ray_probe import OWN_PREFIX, Answer, ask
 from deploy.state_file import OwnRay, RayLink
 
 START_PATIENCE = 60.0  # seconds; about 4 on an idle machine
+_DRIVER_PATIENCE = 20.0  # seconds until a Ray that answers has taken us in; about 1 on an idle machine
 _ROUNDS = 5  # of looking for what is left of our Ray
 # Ray takes 127.0.0.1 for "find my real address" and then listens on every interface; except where it was told that it
 # can't have other nodes, which is Ray's way of asking on desktops. Then it listens on loopback only.
@@ -99,9 +100,10 @@ def stop(own: OwnRay) -> list[int]:
     return [process.pid for process in left]
 
 
-def connect(link: RayLink, namespace: str, patience: float = PATIENCE) -> None:
-    """Make this process a driver of that Ray. Raises RayUnusable within about `patience` seconds."""
-    if ask(link.address, _token(link), patience) is not Answer.WELCOME:
+def connect(link: RayLink, namespace: str) -> None:
+    """Make this process a driver of that Ray. Raises RayUnusable: within ray_probe.PATIENCE where nobody answers,
+    within _DRIVER_PATIENCE more where this machine is none of its nodes."""
+    if ask(link.address, _token(link)) is not Answer.WELCOME:
         raise RayUnusable(f"Ray at {link.address} has gone, or refuses our token; see `baton doctor`")
     os.environ["RAY_AUTH_MODE"] = link.mode
     if link.token_path:
@@ -114,11 +116,11 @@ def connect(link: RayLink, namespace: str, patience: float = PATIENCE) -> None:
     thread = threading.Thread(target=_init, args=(link.address, namespace, problem), daemon=True)
     with _native_stderr_muted():
         thread.start()
-        thread.join(patience)
+        thread.join(_DRIVER_PATIENCE)
     if thread.is_alive():
         raise RayUnusable(
-            f"Ray at {link.address} answers, but takes no drivers from this machine within {patience:.0f} s; is this "
-            f"machine one of its nodes? Join it with `ray start --address={link.address}`, or restart Ray"
+            f"Ray at {link.address} answers, but takes no drivers from this machine within {_DRIVER_PATIENCE:.0f} s; "
+            f"is this machine one of its nodes? Join it with `ray start --address={link.address}`, or restart Ray"
         )
     if problem:
         raise RayUnusable(f"Ray at {link.address} can't be used: {str(problem[0]).strip()}")

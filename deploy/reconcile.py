@@ -21,7 +21,8 @@ from deploy.desired import Spec
 
 JOIN_PATIENCE = 900.0  # seconds from start until the router lists it: large weights load slowly
 REJOIN_PATIENCE = 20.0  # seconds that a process may be unknown to the router after it had been live
-ROUTER_MISSES = 6  # probes of a router in a row without an answer, of a second each
+ROUTER_MISSES = 6  # probes in a row that a router which has been live may leave unanswered, of a second each
+ROUTER_PATIENCE = 60.0  # seconds from start until a router answers: a busy machine takes many to start a process
 STEADY = 60.0  # seconds of being live after which earlier crashes no longer count
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0  # seconds; the first crash is repaired at once
 
@@ -136,7 +137,9 @@ def verdict(seen: Seen, now: float) -> str:
             return f"no router lists it any more, for {elapsed:.0f} s"
         case Condition.JOINING if elapsed > JOIN_PATIENCE:
             return f"it had joined no router after {elapsed:.0f} s"
-        case Condition.LIVE | Condition.JOINING if seen.misses >= ROUTER_MISSES:
+        case Condition.JOINING if seen.misses >= ROUTER_MISSES and elapsed > ROUTER_PATIENCE:
+            return f"it had answered nobody after {elapsed:.0f} s"
+        case Condition.LIVE if seen.misses >= ROUTER_MISSES:
             return f"it has not answered {seen.misses} times in a row"
         case _:
             return ""

@@ -17,6 +17,7 @@ from deploy.reconcile import (
     LONGEST_DELAY,
     REJOIN_PATIENCE,
     ROUTER_MISSES,
+    ROUTER_PATIENCE,
     STEADY,
     Action,
     Bury,
@@ -100,6 +101,14 @@ def test_a_router_is_judged_by_unanswered_probes_and_nobody_else_meanwhile():
     (action,) = reconcile([ROUTER, DECODE], {"router": router, "decode-0": worker}, {}, 100.0)
     assert action == End("router", f"it has not answered {ROUTER_MISSES} times in a row")
     assert observe_router(router, Facts(answers=True), 100.0).misses == 0
+
+
+def test_a_router_that_has_yet_to_start_is_given_time():
+    router = seen("router", Condition.JOINING)
+    for turn in range(10 * ROUTER_MISSES):
+        router = observe_router(router, Facts(), float(turn) * ROUTER_PATIENCE / (10 * ROUTER_MISSES))
+    assert reconcile([ROUTER], {"router": router}, {}, ROUTER_PATIENCE) == []
+    assert isinstance(reconcile([ROUTER], {"router": router}, {}, ROUTER_PATIENCE + 1)[0], End)
 
 
 def test_back_off_grows_is_bounded_and_forgives():
