@@ -2,7 +2,8 @@
 
 Reading is torch's sum of integers over a buffer far larger than any cache: of eleven loops tried on two cores (libc's
 memchr, sums, maxima and dot products of numpy and torch) the fastest, at 93 GB/s; memchr, which does hardly anything
-else, came to 87. Arithmetic is a large product, plain or with a packed weight, whichever is faster.
+else, came to 87. Arithmetic is a large product, plain or with a packed weight, whichever is faster; where a CPU has no
+instructions for bfloat16, it is one of float32, as which such a CPU multiplies.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def measure(threads: int, dtype: torch.dtype) -> Limits:
         # numpy asks for huge pages, torch does not: worth 5 %.
         _buffer = torch.from_numpy(np.ones(_BYTES // 8, dtype=np.int64))
     read = _BYTES / _shortest(lambda: _buffer.sum())
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        dtype = torch.float32
     left, right = (torch.randn(_SIZE, _SIZE).to(dtype) for _ in range(2))
     spent = _shortest(lambda: left @ right)
     if dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available():

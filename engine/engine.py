@@ -159,7 +159,7 @@ class Engine:
         if hidden is None:
             return None
         with span("head", "engine"):
-            return self._model.logits(hidden)
+            return self._many.logits(hidden)
 
 
 def layout_of(config: ModelConfig, dtype: str, page_size: int) -> PageLayout:

@@ -26,33 +26,36 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """`weight` is [out, in], `bias` [out]."""
         self.bias = bias
+        self.out_size, self.in_size = weight.shape
         self._packed = _packs(weight)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
+        self._weight: torch.Tensor | None = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
         self._tiles: torch.Tensor | None = None
+        self._copied = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, in] → [rows, out], in the weight's dtype."""
+        """[rows, in] → [rows, out], in the weight's dtype; not after `keep_tiles`."""
+        assert self._weight is not None
         if self._packed:
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
         return functional.linear(x, self._weight, self.bias)
-
-    @property
-    def in_size(self) -> int:
-        return self._weight.shape[1]
-
-    @property
-    def out_size(self) -> int:
-        return self._weight.shape[0]
 
     def tiles(self) -> torch.Tensor:
         """The weight as `tiled` orders it, on a CPU: oneDNN's own memory where that is its order too, or a copy. Valid
         while this object lives."""
         if self._tiles is None:
+            assert self._weight is not None
             wanted = tiled(self._weight.to_dense() if self._packed else self._weight)
             shared = _memory(self._weight, wanted) if self._packed else None
-            self._tiles = wanted if shared is None or not torch.equal(shared, wanted) else shared
-            huge.collapse(self._tiles.data_ptr(), self._tiles.nbytes)
+            self._copied = shared is None or not torch.equal(shared, wanted)
+            self._tiles = tiles = wanted if shared is None or self._copied else shared
+            huge.collapse(tiles.data_ptr(), tiles.nbytes)
         return self._tiles
+
+    def keep_tiles(self) -> None:
+        """Forget the weight in any other form, since from now on only native kernels read it."""
+        self.tiles()
+        if self._copied:
+            self._weight = None
 
 
 def tiled(weight: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-pthread")
-NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
+NEEDED = frozenset({"avx2", "fma"})
 COMPILE_SECONDS = 300
 
 Library = ctypes.CDLL

@@ -12,7 +12,6 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
-#include <type_traits>
 
 #include "kernels.h"
 #include "pool.h"
@@ -23,12 +22,17 @@ namespace {
 constexpr int kTile = 64;          // outputs
 constexpr int kStepBytes = 256;    // of a tile for one word of input
 constexpr int kBlockSteps = 64;    // 16 KiB: this and the next block stay in the first-level cache while rows pass over it
-constexpr int kPassRows = 6;       // 6 × 4 sums, 4 vectors of weights and one of input fit into 32 registers
+template <class T>                 // what many registers hold: 6 × 4 sums, 4 vectors of weights and one of input
+constexpr int kPassRows = kMany || sizeof(T) == 4 ? 6 : 4;
+template <class T>                 // in few, the weights and the input of bf16 are two vectors each
+constexpr int kPassSums = kMany ? 24 : kPassRows<T>;
 constexpr int kPositions = 256;    // of a context attended to between two adjustments of the softmax's maximum
 constexpr int kAhead = 4;          // pieces of up to 16 keys, or values, that are asked for before one is computed with
 constexpr int kStretch = 512;      // positions below which a context is not divided between threads
 constexpr int kTogether = 8;       // rows of a run that pass over a block of its context at a time
-constexpr int kAtOnce = 12;        // queries that share a piece's registers: 12 × 2 sums, 2 vectors of values and a weight
+constexpr int kKeysAtOnce = kMany ? 16 : 4;      // of a piece's 16, those that one query is multiplied with together
+constexpr int kColumnsAtOnce = kMany ? 12 : 4;   // queries that share a piece's keys in registers
+constexpr int kGatheredAtOnce = kMany ? 12 : 2;  // and its values: two sums each, two vectors of values and a weight
 constexpr int kTurned = 6;         // queries from which on it pays to turn a piece's keys into columns
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
@@ -83,59 +87,52 @@ int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to;
 
 // --- products --------------------------------------------------------------------------------------------------------
 
-inline __m512 multiply_add(float, __m512i a, __m512i b, __m512 sum) {
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
-}
-inline __m512 multiply_add(bf16, __m512i a, __m512i b, __m512 sum) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-}
-
 // One pass of R rows over a block of a tile. `x` is the rows' words, `stride` words apart; `sums` is [R][kTile]. Each step
 // asks for `Lines` cache lines from `ahead` on.
 template <class T, int R, int Lines>
 void pass(const char* weights, const uint32_t* x, int64_t stride, int64_t steps, bool first, float* sums, const char* ahead) {
-  __m512 sum[R][4];
+  constexpr int V = R * 4 <= kPassSums<T> ? 4 : R * 2 <= kPassSums<T> ? 2 : 1;  // vectors of outputs at a time
+  constexpr int kAsked = (Lines * V + 3) / 4;                                    // lines meanwhile, at each step
+  for (int column = 0, asked = 0; column < kTile; column += V * kLanes, asked += kAsked) {
+    Floats sum[R][V];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) sum[r][j] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * kTile + j * kLanes);
-  for (int64_t s = 0; s < steps; ++s) {
-    __m512i w[4];
+      for (int j = 0; j < V; ++j) sum[r][j] = first ? zeros() : load16(sums + r * kTile + column + j * kLanes);
+    for (int64_t s = 0; s < steps; ++s) {
+      Factors<T> w[V];
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) w[j] = _mm512_loadu_si512(weights + s * kStepBytes + j * 64);
+      for (int j = 0; j < V; ++j) w[j] = factors<T>(load_words(weights + s * kStepBytes + column * 4 + j * 64));
+      if (asked + kAsked <= Lines)
 #pragma GCC unroll 4
-    for (int line = 0; line < Lines; ++line) _mm_prefetch(ahead + (s * Lines + line) * 64, _MM_HINT_T0);
+        for (int line = asked; line < asked + kAsked; ++line) _mm_prefetch(ahead + (s * Lines + line) * 64, _MM_HINT_T0);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const __m512i word = _mm512_set1_epi32(static_cast<int>(x[r * stride + s]));
+      for (int r = 0; r < R; ++r) {
+        const Factors<T> word = factors<T>(filled(static_cast<int32_t>(x[r * stride + s])));
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) sum[r][j] = multiply_add(T{}, w[j], word, sum[r][j]);
+        for (int j = 0; j < V; ++j) sum[r][j] = add_products(T{}, w[j], word, sum[r][j]);
+      }
     }
-  }
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) _mm512_storeu_ps(sums + r * kTile + j * kLanes, sum[r][j]);
+      for (int j = 0; j < V; ++j) store16(sums + r * kTile + column + j * kLanes, sum[r][j]);
+  }
 }
 
 template <class T, int Lines>
 void pass(int64_t rows, const char* weights, const uint32_t* x, int64_t stride, int64_t steps, bool first, float* sums,
           const char* ahead) {
-  switch (rows) {
-    case 1: return pass<T, 1, Lines>(weights, x, stride, steps, first, sums, ahead);
-    case 2: return pass<T, 2, Lines>(weights, x, stride, steps, first, sums, ahead);
-    case 3: return pass<T, 3, Lines>(weights, x, stride, steps, first, sums, ahead);
-    case 4: return pass<T, 4, Lines>(weights, x, stride, steps, first, sums, ahead);
-    case 5: return pass<T, 5, Lines>(weights, x, stride, steps, first, sums, ahead);
-    default: return pass<T, 6, Lines>(weights, x, stride, steps, first, sums, ahead);
-  }
+  with_count<kPassRows<T>>(rows, [&](auto some) {
+    pass<T, some, Lines>(weights, x, stride, steps, first, sums, ahead);
+  });
 }
 
 // One tile for all rows: `x` [rows][steps] words → `sums` [rows][kTile]. `next` is what this thread reads after it.
 template <class T>
 void tile(const char* weights, const T* x, int64_t rows, int64_t steps, float* sums, const char* next) {
   const auto* words = reinterpret_cast<const uint32_t*>(x);
-  const int64_t passes = (rows + kPassRows - 1) / kPassRows;
+  const int64_t passes = (rows + kPassRows<T> - 1) / kPassRows<T>;
   for (int64_t from = 0; from < steps; from += kBlockSteps) {
     const int64_t count = steps - from < kBlockSteps ? steps - from : kBlockSteps;
     const char* block = weights + from * kStepBytes;
@@ -311,8 +308,8 @@ class Step {
       const T* from = static_cast<const T*>(m.embedding) + s.tokens()[row] * m.hidden;
       float* to = x_ + row * m.hidden;
       for (int64_t i = 0; i < m.hidden; i += kLanes) {
-        const __mmask16 mask = first_lanes(m.hidden - i);
-        store16(to + i, load16(from + i, mask), mask);
+        const int64_t left = m.hidden - i;
+        store16(to + i, load16(from + i, left), left);
       }
       const auto position = static_cast<float>(s.positions()[row]);
       for (int64_t i = 0; i < m.head_dim / 2; ++i) {
@@ -326,20 +323,20 @@ class Step {
 
   // Root mean square of `count` numbers, as what to multiply them with.
   float inverse_rms(const float* x, int64_t count) const {
-    __m512 sum = _mm512_setzero_ps();
+    Floats sum = zeros();
     for (int64_t i = 0; i < count; i += kLanes) {
-      const __m512 part = load16(x + i, first_lanes(count - i));
-      sum = _mm512_fmadd_ps(part, part, sum);
+      const Floats part = load16(x + i, count - i);
+      sum = fma(part, part, sum);
     }
-    const float mean = _mm512_reduce_add_ps(sum) / static_cast<float>(count);
+    const float mean = sum_of(sum) / static_cast<float>(count);
     return 1.0f / std::sqrt(mean + static_cast<float>(m.norm_eps));
   }
 
   void norm_row(const float* x, const float* weight, T* to) const {
-    const __m512 scale = _mm512_set1_ps(inverse_rms(x, m.hidden));
+    const Floats scale = filled(inverse_rms(x, m.hidden));
     for (int64_t i = 0; i < m.hidden; i += kLanes) {
-      const __mmask16 mask = first_lanes(m.hidden - i);
-      store16(to + i, _mm512_mul_ps(_mm512_mul_ps(load16(x + i, mask), scale), load16(weight + i, mask)), mask);
+      const int64_t left = m.hidden - i;
+      store16(to + i, load16(x + i, left) * scale * load16(weight + i, left), left);
     }
   }
 
@@ -365,15 +362,15 @@ class Step {
       tile<T>(weights, own.normed, s.rows, steps, own.sums, t + 1 < tiles.last ? weights + tile_bytes : after);
       for (int64_t i = 0; i < kTile; i += kLanes) {
         const int64_t column = t * kTile + i;
-        const __m512 bias = bias16(layer.qkv_bias, column, outputs);
+        const Floats bias = bias16(layer.qkv_bias, column, outputs);
         for (int64_t row = 0; row < s.rows; ++row)
-          store16(qkv_ + row * qkv_size_ + column, _mm512_add_ps(load16(own.sums + row * kTile + i), bias));
+          store16(qkv_ + row * qkv_size_ + column, load16(own.sums + row * kTile + i) + bias);
       }
     }
   }
 
-  static __m512 bias16(const float* bias, int64_t column, int64_t outputs) {
-    return bias ? load16(bias + column, first_lanes(outputs - column)) : _mm512_setzero_ps();
+  static Floats bias16(const float* bias, int64_t column, int64_t outputs) {
+    return bias ? load16(bias + column, outputs - column) : zeros();
   }
 
   // Adds a product to the residual stream.
@@ -386,12 +383,12 @@ class Step {
       tile<T>(weights, input, s.rows, steps, own.sums, t + 1 < tiles.last ? weights + tile_bytes : after);
       for (int64_t i = 0; i < kTile && t * kTile + i < m.hidden; i += kLanes) {
         const int64_t column = t * kTile + i;
-        const __mmask16 mask = first_lanes(m.hidden - column);
-        const __m512 added = bias16(bias, column, m.hidden);
+        const int64_t left = m.hidden - column;
+        const Floats added = bias16(bias, column, m.hidden);
         for (int64_t row = 0; row < s.rows; ++row) {
           float* x = x_ + row * m.hidden + column;
-          const __m512 sum = _mm512_add_ps(load16(own.sums + row * kTile + i), added);
-          store16(x, _mm512_add_ps(load16(x, mask), sum), mask);
+          const Floats sum = load16(own.sums + row * kTile + i) + added;
+          store16(x, load16(x, left) + sum, left);
         }
       }
     }
@@ -409,12 +406,12 @@ class Step {
       tile<T>(up, own.normed, s.rows, steps, own.more_sums, t + 1 < tiles.last ? gate + tile_bytes : after);
       for (int64_t i = 0; i < kTile; i += kLanes) {
         const int64_t column = t * kTile + i;
-        const __m512 gate_bias = bias16(layer.gate_up_bias, column, 2 * m.inner);
-        const __m512 up_bias = bias16(layer.gate_up_bias, m.inner + column, 2 * m.inner);
+        const Floats gate_bias = bias16(layer.gate_up_bias, column, 2 * m.inner);
+        const Floats up_bias = bias16(layer.gate_up_bias, m.inner + column, 2 * m.inner);
         for (int64_t row = 0; row < s.rows; ++row) {
-          const __m512 g = _mm512_add_ps(load16(own.sums + row * kTile + i), gate_bias);
-          const __m512 u = _mm512_add_ps(load16(own.more_sums + row * kTile + i), up_bias);
-          store16(activated_ + row * m.inner + column, _mm512_mul_ps(silu16(g), u));
+          const Floats g = load16(own.sums + row * kTile + i) + gate_bias;
+          const Floats u = load16(own.more_sums + row * kTile + i) + up_bias;
+          store16(activated_ + row * m.inner + column, silu(g) * u);
         }
       }
     }
@@ -456,27 +453,27 @@ class Step {
 
   void copy(const float* x, T* to) const {
     for (int64_t i = 0; i < m.head_dim; i += kLanes) {
-      const __mmask16 mask = first_lanes(m.head_dim - i);
-      store16(to + i, load16(x + i, mask), mask);
+      const int64_t left = m.head_dim - i;
+      store16(to + i, load16(x + i, left), left);
     }
   }
 
   void norm_head(float* x, const float* weight) const {
-    const __m512 scale = _mm512_set1_ps(inverse_rms(x, m.head_dim));
+    const Floats scale = filled(inverse_rms(x, m.head_dim));
     for (int64_t i = 0; i < m.head_dim; i += kLanes) {
-      const __mmask16 mask = first_lanes(m.head_dim - i);
-      store16(x + i, _mm512_mul_ps(_mm512_mul_ps(load16(x + i, mask), scale), load16(weight + i, mask)), mask);
+      const int64_t left = m.head_dim - i;
+      store16(x + i, load16(x + i, left) * scale * load16(weight + i, left), left);
     }
   }
 
   void rotate(const float* x, int64_t row, T* to) const {
     const int64_t half = m.head_dim / 2;
     for (int64_t i = 0; i < half; i += kLanes) {
-      const __mmask16 mask = first_lanes(half - i);
-      const __m512 a = load16(x + i, mask), b = load16(x + half + i, mask);
-      const __m512 c = load16(cos_ + row * half + i, mask), d = load16(sin_ + row * half + i, mask);
-      store16(to + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, d)), mask);
-      store16(to + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, d)), mask);
+      const int64_t left = half - i;
+      const Floats a = load16(x + i, left), b = load16(x + half + i, left);
+      const Floats c = load16(cos_ + row * half + i, left), d = load16(sin_ + row * half + i, left);
+      store16(to + i, fms(a, c, b * d), left);
+      store16(to + half + i, fma(b, c, a * d), left);
     }
   }
 
@@ -616,14 +613,14 @@ class Step {
   // `count` queries times n keys, at most 16, → scores [count][kPositions].
   void score(const T* queries, int64_t count, const T* keys, int64_t n, float* scores, uint32_t* columns,
              Ahead& ahead) const {
-    const __mmask16 mask = first_lanes(n);
+    const int64_t left = n;
     if (count >= kTurned) {
       into_columns(keys, n, columns);
-      for (int64_t q = 0; q < count; q += kAtOnce)
-        with_count(count - q, [&](auto some) {
-          __m512 sums[some];
+      for (int64_t q = 0; q < count; q += kColumnsAtOnce)
+        with_count<kColumnsAtOnce>(count - q, [&](auto some) {
+          Floats sums[some];
           column_dots<some>(queries + q * padded_head_, columns, sums, ahead);
-          for (int i = 0; i < some; ++i) store16(scores + (q + i) * kPositions, sums[i], mask);
+          for (int i = 0; i < some; ++i) store16(scores + (q + i) * kPositions, sums[i], left);
         });
       return;
     }
@@ -631,32 +628,24 @@ class Step {
     for (int64_t q = 0; q < count; ++q) {
       const T* query = queries + q * padded_head_;
       store16(scores + q * kPositions,
-              n == kLanes ? dots<true>(query, keys, n, lines, ahead) : dots<false>(query, keys, n, lines, ahead), mask);
+              n == kLanes ? dots<true>(query, keys, n, lines, ahead) : dots<false>(query, keys, n, lines, ahead), left);
     }
-  }
-
-  // Calls work with `count`, or kAtOnce if that is less, as a constant.
-  template <int Most = kAtOnce, class Work>
-  static void with_count(int64_t count, const Work& work) {
-    if constexpr (Most > 1)
-      if (count < Most) return with_count<Most - 1>(count, work);
-    work(std::integral_constant<int, Most>{});
   }
 
   // Some queries times 16 keys, of which each word lies in one column.
   template <int Q>
-  void column_dots(const T* queries, const uint32_t* columns, __m512* sums, Ahead& ahead) const {
+  void column_dots(const T* queries, const uint32_t* columns, Floats* sums, Ahead& ahead) const {
     const auto* words = reinterpret_cast<const uint32_t*>(queries);
     const int64_t stride = padded_head_ / kWord;
-    __m512 sum[Q];
+    Floats sum[Q];
 #pragma GCC unroll 16
-    for (int q = 0; q < Q; ++q) sum[q] = _mm512_setzero_ps();
+    for (int q = 0; q < Q; ++q) sum[q] = zeros();
     for (int64_t w = 0; w < m.head_dim / kWord; ++w) {
-      const __m512i column = _mm512_loadu_si512(columns + w * kLanes);
+      const Factors<T> column = factors<T>(load_words(columns + w * kLanes));
       ahead.ask(1);  // a piece has as many lines as a head has words
 #pragma GCC unroll 16
       for (int q = 0; q < Q; ++q)
-        sum[q] = multiply_add(T{}, _mm512_set1_epi32(static_cast<int>(words[q * stride + w])), column, sum[q]);
+        sum[q] = add_products(T{}, factors<T>(filled(static_cast<int32_t>(words[q * stride + w]))), column, sum[q]);
     }
 #pragma GCC unroll 16
     for (int q = 0; q < Q; ++q) sums[q] = sum[q];
@@ -666,79 +655,36 @@ class Step {
   void into_columns(const T* keys, int64_t n, uint32_t* columns) const {
     const int64_t words = m.head_dim / kWord;
     for (int64_t w = 0; w < words; w += kLanes) {
-      __m512i x[kLanes], y[kLanes];
+      Words x[kLanes];
 #pragma GCC unroll 16
       for (int k = 0; k < kLanes; ++k)
-        x[k] = _mm512_maskz_loadu_epi32(k < n ? first_lanes(words - w) : 0, keys + (k < n ? k : 0) * m.head_dim + w * kWord);
-#pragma GCC unroll 8
-      for (int i = 0; i < kLanes; i += 2) {
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-      }
-#pragma GCC unroll 8
-      for (int i = 0; i < kLanes; i += 4)
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; ++j) {
-          x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
-          x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
-        }
-      // x[4 i + j] now has word j of each quarter, of rows 4 i to 4 i + 3.
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        const __m512i low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88);
-        const __m512i high = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
-        const __m512i low_odd = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
-        const __m512i high_odd = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
-        y[j] = _mm512_shuffle_i32x4(low, high, 0x88);
-        y[4 + j] = _mm512_shuffle_i32x4(low_odd, high_odd, 0x88);
-        y[8 + j] = _mm512_shuffle_i32x4(low, high, 0xdd);
-        y[12 + j] = _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd);
-      }
-      for (int64_t i = 0; i < kLanes && w + i < words; ++i) _mm512_storeu_si512(columns + (w + i) * kLanes, y[i]);
+        x[k] = load_words(keys + (k < n ? k : 0) * m.head_dim + w * kWord, k < n ? words - w : 0);
+      transpose(x);
+      for (int64_t i = 0; i < kLanes && w + i < words; ++i) store_words(columns + (w + i) * kLanes, x[i]);
     }
   }
 
   // One query times 16 keys. Of fewer, the last is taken again for each that is missing.
   template <bool Whole>
-  __m512 dots(const T* query, const T* keys, int64_t n, int64_t lines, Ahead& ahead) const {
+  Floats dots(const T* query, const T* keys, int64_t n, int64_t lines, Ahead& ahead) const {
     constexpr int64_t lanes = 64 / sizeof(T);
-    __m512 sum[kLanes];
+    Floats sum[kLanes];
+#pragma GCC unroll 4
+    for (int from = 0; from < kLanes; from += kKeysAtOnce) {
 #pragma GCC unroll 16
-    for (int k = 0; k < kLanes; ++k) sum[k] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < m.head_dim; i += lanes) {
-      const __m512i q = _mm512_loadu_si512(query + i);
-      const int64_t left = m.head_dim - i;
-      ahead.ask(lines);
+      for (int k = from; k < from + kKeysAtOnce; ++k) sum[k] = zeros();
+      for (int64_t i = 0; i < m.head_dim; i += lanes) {
+        const Factors<T> q = factors<T>(load_words(query + i));
+        const int64_t left = m.head_dim - i;
+        ahead.ask((lines * kKeysAtOnce + kLanes - 1) / kLanes);
 #pragma GCC unroll 16
-      for (int k = 0; k < kLanes; ++k) {
-        const T* key = keys + (Whole || k < n ? k : n - 1) * m.head_dim + i;
-        sum[k] = multiply_add(T{}, q, load_words(key, left), sum[k]);
+        for (int k = from; k < from + kKeysAtOnce; ++k) {
+          const T* key = keys + (Whole || k < n ? k : n - 1) * m.head_dim + i;
+          sum[k] = add_products(T{}, q, factors<T>(load_line(key, left)), sum[k]);
+        }
       }
     }
-    return sum_across(sum);
-  }
-
-  static __m512i load_words(const float* from, int64_t left) {
-    return _mm512_maskz_loadu_epi32(first_lanes(left), from);
-  }
-  static __m512i load_words(const bf16* from, int64_t left) {
-    return _mm512_maskz_loadu_epi16(halves_mask(left), from);
-  }
-
-  // Lane k is the sum of all lanes of vector k: pairs are interleaved and added until one vector is left.
-  static __m512 sum_across(const __m512 (&x)[kLanes]) {
-    __m512 a[8], b[4];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i)
-      a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const __m512d even = _mm512_castps_pd(a[2 * i]), odd = _mm512_castps_pd(a[2 * i + 1]);
-      b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(even, odd)), _mm512_castpd_ps(_mm512_unpackhi_pd(even, odd)));
-    }
-    const __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(b[0], b[1], 0x88), _mm512_shuffle_f32x4(b[0], b[1], 0xdd));
-    const __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(b[2], b[3], 0x88), _mm512_shuffle_f32x4(b[2], b[3], 0xdd));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+    return sums_of(sum);
   }
 
   // Turns `count` scores into exponentials relative to the largest so far, those that are not seen into zeros, and what
@@ -750,36 +696,36 @@ class Step {
     }
     std::fill(scores, scores + seen.first, kNever);
     std::fill(scores + seen.last, scores + count, kNever);
-    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(static_cast<float>(m.head_dim)));
-    const __m512 lowest = _mm512_set1_ps(kNever);
-    __m512 largest = lowest;
+    const Floats scale = filled(1.0f / std::sqrt(static_cast<float>(m.head_dim)));
+    const Floats lowest = filled(kNever);
+    Floats largest = lowest;
     for (int64_t i = 0; i < count; i += kLanes) {
-      const __mmask16 mask = first_lanes(count - i);
-      const __m512 scaled = _mm512_mul_ps(load16(scores + i, mask), scale);
-      store16(scores + i, scaled, mask);
-      largest = _mm512_max_ps(largest, _mm512_mask_mov_ps(lowest, mask, scaled));
+      const int64_t left = count - i;
+      const Floats scaled = load16(scores + i, left) * scale;
+      store16(scores + i, scaled, left);
+      largest = max(largest, select(first_lanes(left), scaled, lowest));
     }
-    const float now = std::fmax(most, _mm512_reduce_max_ps(largest));
-    const __m512 base = _mm512_set1_ps(now);
-    __m512 sum = _mm512_setzero_ps();
+    const float now = std::fmax(most, largest_of(largest));
+    const Floats base = filled(now);
+    Floats sum = zeros();
     for (int64_t i = 0; i < count; i += kLanes) {
-      const __mmask16 mask = first_lanes(count - i);
-      const __m512 weight = _mm512_maskz_mov_ps(mask, exp16(_mm512_sub_ps(load16(scores + i, mask), base)));
-      store16(scores + i, weight, mask);
-      sum = _mm512_add_ps(sum, weight);
+      const int64_t left = count - i;
+      const Floats weight = select(first_lanes(left), exponential(load16(scores + i, left) - base), zeros());
+      store16(scores + i, weight, left);
+      sum = sum + weight;
     }
     const float faded = std::exp(most - now);
     if (faded != 1.0f)
       for (int64_t i = 0; i < padded_head_; i += kLanes)
-        store16(output + i, _mm512_mul_ps(load16(output + i), _mm512_set1_ps(faded)));
-    total = total * faded + _mm512_reduce_add_ps(sum);
+        store16(output + i, load16(output + i) * filled(faded));
+    total = total * faded + sum_of(sum);
     most = now;
   }
 
   // Adds n values, weighted, to the outputs of `count` queries: 32 of head_dim at a time.
   void gather(const float* weights, int64_t count, const T* values, int64_t n, float* output, Ahead& ahead) const {
-    for (int64_t q = 0; q < count; q += kAtOnce)
-      with_count(count - q, [&](auto some) {
+    for (int64_t q = 0; q < count; q += kGatheredAtOnce)
+      with_count<kGatheredAtOnce>(count - q, [&](auto some) {
         gather_some<some>(weights + q * kPositions, values, n, output + q * padded_head_, ahead);
       });
   }
@@ -788,7 +734,7 @@ class Step {
   void gather_some(const float* weights, const T* values, int64_t n, float* output, Ahead& ahead) const {
     for (int64_t i = 0; i < m.head_dim; i += 32) {
       const int64_t left = m.head_dim - i;
-      __m512 sum[Q][2];
+      Floats sum[Q][2];
 #pragma GCC unroll 16
       for (int q = 0; q < Q; ++q) {
         sum[q][0] = load16(output + q * padded_head_ + i);
@@ -796,13 +742,13 @@ class Step {
       }
       for (int64_t k = 0; k < n; ++k) {
         ahead.ask(32 * sizeof(T) / 64);  // as many lines as are read
-        __m512 first, second;
-        load_halves(values + k * m.head_dim + i, left, first, second);
+        Floats first, second;
+        load_both(values + k * m.head_dim + i, left, first, second);
 #pragma GCC unroll 16
         for (int q = 0; q < Q; ++q) {
-          const __m512 weight = _mm512_set1_ps(weights[q * kPositions + k]);
-          sum[q][0] = _mm512_fmadd_ps(weight, first, sum[q][0]);
-          sum[q][1] = _mm512_fmadd_ps(weight, second, sum[q][1]);
+          const Floats weight = filled(weights[q * kPositions + k]);
+          sum[q][0] = fma(weight, first, sum[q][0]);
+          sum[q][1] = fma(weight, second, sum[q][1]);
         }
       }
 #pragma GCC unroll 16
@@ -811,30 +757,6 @@ class Step {
         store16(output + q * padded_head_ + i + kLanes, sum[q][1]);
       }
     }
-  }
-
-  // 32 numbers, of which `left` are there, in two vectors: of bf16 those with even and those with odd places, which costs
-  // least; `store_halves` puts them back.
-  static void load_halves(const float* from, int64_t left, __m512& first, __m512& second) {
-    first = load16(from, first_lanes(left));
-    second = load16(from + kLanes, first_lanes(left - kLanes));
-  }
-  static void load_halves(const bf16* from, int64_t left, __m512& first, __m512& second) {
-    const __m512i both = load_words(from, left);
-    first = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-    second = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
-  }
-  static void store_halves(float* to, int64_t left, __m512 first, __m512 second) {
-    store16(to, first, first_lanes(left));
-    store16(to + kLanes, second, first_lanes(left - kLanes));
-  }
-  static void store_halves(bf16* to, int64_t left, __m512 first, __m512 second) {
-    const __m512i even = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(first));
-    const __m512i odd = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(second));
-    _mm512_mask_storeu_epi16(to, halves_mask(left), _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
-  }
-  static __mmask32 halves_mask(int64_t left) {
-    return left >= 32 ? __mmask32(0xffffffff) : __mmask32((1u << left) - 1);
   }
 
   // The stretches of one context as one, divided by the softmax's sum.
@@ -848,13 +770,13 @@ class Step {
       const int64_t row = run.row + (part - begin) / group_, g = (part - begin) % group_;
       T* to = attended_ + (row * m.heads + head * group_ + g) * m.head_dim;
       for (int64_t lane = 0; lane < m.head_dim; lane += 32) {
-        __m512 first = _mm512_setzero_ps(), second = first;
+        Floats first = zeros(), second = first;
         for (int64_t one = part; one < past; one += all) {
-          const __m512 weight = _mm512_set1_ps(std::exp(parts_.most[one] - most) / total);
-          first = _mm512_fmadd_ps(load16(parts_.output + one * padded_head_ + lane), weight, first);
-          second = _mm512_fmadd_ps(load16(parts_.output + one * padded_head_ + lane + kLanes), weight, second);
+          const Floats weight = filled(std::exp(parts_.most[one] - most) / total);
+          first = fma(load16(parts_.output + one * padded_head_ + lane), weight, first);
+          second = fma(load16(parts_.output + one * padded_head_ + lane + kLanes), weight, second);
         }
-        store_halves(to + lane, m.head_dim - lane, first, second);
+        store_both(to + lane, m.head_dim - lane, first, second);
       }
     }
   }
@@ -881,15 +803,14 @@ class Step {
   }
 
   void keep_logits(int64_t row, int64_t column, const float* sums, const Private<T>& own) {
-    const __mmask16 mask = first_lanes(m.vocab - column);
-    const __m512 logits = load16(sums);
-    store16(s.logits + row * m.vocab + column, logits, mask);
+    const int64_t left = m.vocab - column;
+    const Floats logits = load16(sums);
+    store16(s.logits + row * m.vocab + column, logits, left);
     float* best = own.best + row * kLanes;
     int32_t* ids = own.best_ids + row * kLanes;
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __mmask16 better = _mm512_mask_cmp_ps_mask(mask, logits, load16(best), _CMP_GT_OQ);
-    _mm512_mask_storeu_ps(best, better, logits);
-    _mm512_mask_storeu_epi32(ids, better, _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(column))));
+    const Mask better = greater(logits, load16(best)) & first_lanes(left);
+    store16(best, select(better, logits, load16(best)));
+    store_words(ids, select(better, counted() + filled(static_cast<int32_t>(column)), load_words(ids)));
   }
 
   void choose() {

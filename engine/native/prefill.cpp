@@ -4,14 +4,13 @@
 // more, and threads of our own would wait for the cores behind them.
 //
 // Products are of weights as oneDNN packs them where it has no matrix unit to pack for: tiles of 64 outputs, in each of
-// them the inputs one after the other (`tiled` in linear.py). Six rows by 64 outputs fill the registers.
+// them the inputs one after the other (`tiled` in linear.py). Six rows by 64 outputs fill 32 registers.
 //
 // Attention reads K and V where they lie in pages. It goes over the keys in blocks with a running maximum and sum
 // (Milakov and Gimelshein, 2018; Dao et al., 2022), and keeps queries in the lanes of its vectors: a key's scores for 48
 // queries are three vectors, so K is used as it lies, element pairs broadcast, and no maximum or sum crosses lanes.
 #include <atomic>
 #include <limits>
-#include <type_traits>
 
 #include "kernels.h"
 
@@ -38,9 +37,10 @@ struct Piece {
   int64_t first_unit;
 };
 
-constexpr int kVectors = 3;                // of queries that are attended for at once: 8 keys × 3 fill the registers
+constexpr int kVectors = 3;                // of queries that are attended for together
 constexpr int kWide = kVectors * kLanes;   // so many queries
-constexpr int kTile = 8;                   // keys, or elements of a head, to a tile of registers
+constexpr int kVectorsAtOnce = kMany ? kVectors : 1;  // of those, in registers at a time: 8 × 3 sums or 4,
+constexpr int kTile = kMany ? 8 : 4;       // with so many keys, or elements of a head
 constexpr int kKeys = 64;                  // to a block: its scores and its V stay in the L1 cache
 constexpr int kMostHeadDim = 256;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
@@ -89,71 +89,39 @@ template <>
 struct Cells<float> {
   static constexpr int kStep = 1;  // elements in a cell
   static constexpr float kExponent = 1.0f;
-  static __m512 dot(__m512 sum, __m512i a, __m512i b) {
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
-  }
-  static __m512 power(__m512 x) { return exp16(x); }
-  static __m512 rounded(__m512 x) { return x; }
-  static __m512 silu(__m512 x) { return silu16(x); }
+  static Floats power(Floats x) { return exponential(x); }
+  static Floats rounded(Floats x) { return x; }
+  static Floats silu(Floats x) { return baton::silu(x); }
 };
 
 template <>
 struct Cells<bf16> {
   static constexpr int kStep = 2;
   static constexpr float kExponent = 1.44269504f;  // `power` is one of two: less work, and exact enough for 8 bits
-  static __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
   // 2^x for x up to 127 and from −126 on, below which it stays: x = n + r, with a polynomial for 2^r whose greatest
   // relative error is the least that its degree allows, 7.5e-5, a fiftieth of what rounding to bf16 then adds. Adding
   // 1.5 · 2²³ rounds x to n, which is left in the lowest bits; from there it is added to the exponent.
-  static __m512 power(__m512 x) {
-    const __m512 rounder = _mm512_set1_ps(12582912.0f);
-    x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
-    const __m512 shifted = _mm512_add_ps(x, rounder);
-    const __m512 r = _mm512_sub_ps(x, _mm512_sub_ps(shifted, rounder));
-    __m512 sum = _mm512_set1_ps(5.517154555e-2f);
-    sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(2.426111127e-1f));
-    sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(6.932610083e-1f));
-    sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(9.999280747e-1f));
-    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum), exponent));
+  static Floats power(Floats x) {
+    const Floats rounder = filled(12582912.0f);
+    x = max(x, filled(-126.0f));
+    const Floats shifted = x + rounder;
+    const Floats r = x - (shifted - rounder);
+    Floats sum = filled(5.517154555e-2f);
+    sum = fma(sum, r, filled(2.426111127e-1f));
+    sum = fma(sum, r, filled(6.932610083e-1f));
+    sum = fma(sum, r, filled(9.999280747e-1f));
+    const Words exponent = shifted_left<23>(as_words(shifted));
+    return as_floats(as_words(sum) + exponent);
   }
-  static __m512 rounded(__m512 x) {
-    const __m256i half = (__m256i)_mm512_cvtneps_pbh(x);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-  }
+  static Floats rounded(Floats x) { return as_bf16(x); }
   // x · sigmoid(x), to the 14 bits of the reciprocal. Of less than −87 it is nearly zero, as it should be.
-  static __m512 silu(__m512 x) {
-    const __m512 turned = power(_mm512_min_ps(_mm512_mul_ps(x, _mm512_set1_ps(-kExponent)), _mm512_set1_ps(126.0f)));
-    return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), turned)));
+  static Floats silu(Floats x) {
+    const Floats turned = power(min(x * filled(-kExponent), filled(126.0f)));
+    return x * reciprocal(filled(1.0f) + turned);
   }
 };
 
 // ---- Attention
-
-// 16 rows of 16 cells become 16 columns.
-inline void transpose16(__m512i (&x)[16]) {
-  __m512i y[16];
-  for (int i = 0; i < 16; i += 2) {
-    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    for (int j = 0; j < 2; ++j) {
-      x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
-      x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
-    }
-  }
-  for (int i = 0; i < 4; ++i) {  // x[4b + i]: cell i of each quarter, rows 4b to 4b + 3
-    const __m512i low = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88), low_odd = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-    const __m512i high = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
-    const __m512i high_odd = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
-    y[i] = _mm512_shuffle_i32x4(low, high, 0x88);
-    y[i + 8] = _mm512_shuffle_i32x4(low, high, 0xdd);
-    y[i + 4] = _mm512_shuffle_i32x4(low_odd, high_odd, 0x88);
-    y[i + 12] = _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd);
-  }
-  for (int i = 0; i < 16; ++i) x[i] = y[i];
-}
 
 // Up to 48 queries and what is known of their output. The lanes in use fill `vectors` vectors.
 struct Lanes {
@@ -207,60 +175,70 @@ struct Scratch {
 };
 constexpr int64_t kMostLanes = 4 * kWide;
 
+// V vectors of queries times kTile keys.
 template <class T, int V>
 void score(const void* const* keys, const int32_t* queries, int cells, float* scores) {
-  __m512 sums[kTile][V];
+  Floats sums[kTile][V];
   const int32_t* rows[kTile];
 #pragma GCC unroll 8
   for (int key = 0; key < kTile; ++key) {
     rows[key] = static_cast<const int32_t*>(keys[key]);
-    for (int v = 0; v < V; ++v) sums[key][v] = _mm512_setzero_ps();
+    for (int v = 0; v < V; ++v) sums[key][v] = zeros();
   }
   for (int cell = 0; cell < cells; ++cell) {
-    __m512i query[V];
-    for (int v = 0; v < V; ++v) query[v] = _mm512_load_si512(queries + cell * kWide + v * kLanes);
+    Factors<T> query[V];
+    for (int v = 0; v < V; ++v) query[v] = factors<T>(load_words(queries + cell * kWide + v * kLanes));
 #pragma GCC unroll 8
     for (int key = 0; key < kTile; ++key) {
-      const __m512i both = _mm512_set1_epi32(rows[key][cell]);
-      for (int v = 0; v < V; ++v) sums[key][v] = Cells<T>::dot(sums[key][v], both, query[v]);
+      const Factors<T> both = factors<T>(filled(rows[key][cell]));
+      for (int v = 0; v < V; ++v) sums[key][v] = add_products(T{}, both, query[v], sums[key][v]);
     }
   }
 #pragma GCC unroll 8
   for (int key = 0; key < kTile; ++key)
-    for (int v = 0; v < V; ++v) _mm512_store_ps(scores + key * kWide + v * kLanes, sums[key][v]);
+    for (int v = 0; v < V; ++v) store16(scores + key * kWide + v * kLanes, sums[key][v]);
 }
 
+// V vectors of weights times a block's values, added to the output, which shrinks first.
 template <class T, int V>
 void weigh(const int32_t* values, const int32_t* weights, int cells, int head_dim, const float* shrink, float* output) {
   for (int element = 0; element < head_dim; element += kTile) {
-    __m512 sums[kTile][V];
+    Floats sums[kTile][V];
 #pragma GCC unroll 8
     for (int i = 0; i < kTile; ++i)
       for (int v = 0; v < V; ++v) {
-        const __m512 before = _mm512_load_ps(output + (element + i) * kWide + v * kLanes);
-        sums[i][v] = _mm512_mul_ps(before, _mm512_load_ps(shrink + v * kLanes));
+        const Floats before = load16(output + (element + i) * kWide + v * kLanes);
+        sums[i][v] = before * load16(shrink + v * kLanes);
       }
     for (int cell = 0; cell < cells; ++cell) {
       const int32_t* value = values + cell * head_dim + element;
-      __m512i weight[V];
-      for (int v = 0; v < V; ++v) weight[v] = _mm512_load_si512(weights + cell * kWide + v * kLanes);
+      Factors<T> weight[V];
+      for (int v = 0; v < V; ++v) weight[v] = factors<T>(load_words(weights + cell * kWide + v * kLanes));
 #pragma GCC unroll 8
       for (int i = 0; i < kTile; ++i) {
-        const __m512i both = _mm512_set1_epi32(value[i]);
-        for (int v = 0; v < V; ++v) sums[i][v] = Cells<T>::dot(sums[i][v], both, weight[v]);
+        const Factors<T> both = factors<T>(filled(value[i]));
+        for (int v = 0; v < V; ++v) sums[i][v] = add_products(T{}, both, weight[v], sums[i][v]);
       }
     }
 #pragma GCC unroll 8
     for (int i = 0; i < kTile; ++i)
-      for (int v = 0; v < V; ++v) _mm512_store_ps(output + (element + i) * kWide + v * kLanes, sums[i][v]);
+      for (int v = 0; v < V; ++v) store16(output + (element + i) * kWide + v * kLanes, sums[i][v]);
   }
 }
 
-// The weights of two keys side by side in each cell.
-inline void store_weights(int32_t* to, __m512 first, __m512 second) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  _mm512_store_si512(to, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first)));
+// Calls work(first, V) until `vectors` are done, V of them at a time, which is a constant.
+template <class Work>
+void by_vectors(int vectors, const Work& work) {
+  for (int first = 0; first < vectors; first += kVectorsAtOnce) {
+    const int left = vectors - first;
+    if (kVectorsAtOnce == 1 || left == 1) {
+      work(first, std::integral_constant<int, 1>{});
+    } else if (left == 2) {
+      work(first, std::integral_constant<int, kMany ? 2 : 1>{});
+    } else {
+      work(first, std::integral_constant<int, kMany ? 3 : 1>{});
+    }
+  }
 }
 
 // From a block's scores to weights; `count` keys from position `first` on, of which a lane sees those up to its last
@@ -270,60 +248,57 @@ void soften(Lanes& lanes, float* scores, int32_t* weights, int64_t first, int co
   const int tiled = (count + kTile - 1) / kTile * kTile;
   const bool all_seen = tiled == count && first + count - 1 <= lanes.first_position &&
                         (!window || first > lanes.last_position - window);
-  const __m512 factor = _mm512_set1_ps(scale * Cells<T>::kExponent);
+  const Floats factor = filled(scale * Cells<T>::kExponent);
   for (int v = 0; v < lanes.vectors; ++v) {
     float* const column = scores + v * kLanes;
-    __m512 most = _mm512_set1_ps(kNever);
+    Floats most = filled(kNever);
     if (all_seen) {
-      __m512 each[kTile];  // so that no maximum waits for the one before
-      for (int i = 0; i < kTile; ++i) each[i] = _mm512_load_ps(column + i * kWide);
+      Floats each[kTile];  // so that no maximum waits for the one before
+      for (int i = 0; i < kTile; ++i) each[i] = load16(column + i * kWide);
       for (const float* tile = column + kTile * kWide; tile < column + count * kWide; tile += kTile * kWide)
 #pragma GCC unroll 8
-        for (int i = 0; i < kTile; ++i) each[i] = _mm512_max_ps(each[i], _mm512_load_ps(tile + i * kWide));
-      for (const __m512 one : each) most = _mm512_max_ps(most, one);
+        for (int i = 0; i < kTile; ++i) each[i] = max(each[i], load16(tile + i * kWide));
+      for (const Floats one : each) most = max(most, one);
     } else {
-      const __m512i last = _mm512_load_si512(lanes.last + v * kLanes);
-      const __m512i before = _mm512_sub_epi32(last, _mm512_set1_epi32(window ? int(window) : INT32_MAX));
+      const Words last = load_words(lanes.last + v * kLanes);
+      const Words before = last - filled(window ? int(window) : INT32_MAX);
       for (int key = 0; key < tiled; ++key) {
-        const __m512i position = _mm512_set1_epi32(int(first) + key);
-        __mmask16 seen = _mm512_cmple_epi32_mask(position, last) & _mm512_cmpgt_epi32_mask(position, before);
-        if (key >= count) seen = 0;
-        const __m512 score = _mm512_mask_loadu_ps(_mm512_set1_ps(kNever), seen, column + key * kWide);
-        _mm512_store_ps(column + key * kWide, score);
-        most = _mm512_max_ps(most, score);
+        const Words position = filled(int(first) + key);
+        const Mask seen = ~greater(position, key < count ? last : filled(-1)) & greater(position, before);
+        const Floats score = select(seen, load16(column + key * kWide), filled(kNever));
+        store16(column + key * kWide, score);
+        most = max(most, score);
       }
     }
-    const __m512 old = _mm512_load_ps(lanes.most + v * kLanes);
-    most = _mm512_max_ps(old, _mm512_mul_ps(most, factor));
-    _mm512_store_ps(lanes.most + v * kLanes, most);
+    const Floats old = load16(lanes.most + v * kLanes);
+    most = max(old, most * factor);
+    store16(lanes.most + v * kLanes, most);
     // A lane that has seen nothing yet: −∞ less −∞ is no number.
-    const __m512 base = _mm512_maskz_mov_ps(_mm512_cmpneq_ps_mask(most, _mm512_set1_ps(kNever)), most);
-    const __m512 shrink = Cells<T>::power(_mm512_sub_ps(old, base));
-    _mm512_store_ps(lanes.shrink + v * kLanes, shrink);
-    __m512 sum = _mm512_mul_ps(_mm512_load_ps(lanes.sum + v * kLanes), shrink);
+    const Floats base = select(unequal(most, filled(kNever)), most, zeros());
+    const Floats shrink = Cells<T>::power(old - base);
+    store16(lanes.shrink + v * kLanes, shrink);
+    Floats sum = load16(lanes.sum + v * kLanes) * shrink;
 #pragma GCC unroll 4
     for (int key = 0; key < tiled; key += 2) {
-      const __m512 one = Cells<T>::power(_mm512_fmsub_ps(_mm512_load_ps(column + key * kWide), factor, base));
-      const __m512 two = Cells<T>::power(_mm512_fmsub_ps(_mm512_load_ps(column + (key + 1) * kWide), factor, base));
-      sum = _mm512_add_ps(sum, _mm512_add_ps(one, two));
+      const Floats one = Cells<T>::power(fms(load16(column + key * kWide), factor, base));
+      const Floats two = Cells<T>::power(fms(load16(column + (key + 1) * kWide), factor, base));
+      sum = sum + (one + two);
       if constexpr (Cells<T>::kStep == 2) {
-        store_weights(weights + key / 2 * kWide + v * kLanes, one, two);
+        store_words(weights + key / 2 * kWide + v * kLanes, pairs(one, two));
       } else {
-        _mm512_store_ps(weights + key * kWide + v * kLanes, one);
-        _mm512_store_ps(weights + (key + 1) * kWide + v * kLanes, two);
+        store_words(weights + key * kWide + v * kLanes, as_words(one));
+        store_words(weights + (key + 1) * kWide + v * kLanes, as_words(two));
       }
     }
-    _mm512_store_ps(lanes.sum + v * kLanes, sum);
+    store16(lanes.sum + v * kLanes, sum);
   }
 }
 
 // V of two keys side by side; for float32, of one key.
 inline void pack_values(int32_t* to, const bf16* first, const bf16* second, int64_t head_dim) {
   for (int64_t i = 0; i < head_dim; i += kLanes) {
-    const __mmask16 mask = first_lanes(head_dim - i);
-    const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, first + i));
-    const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, second + i));
-    _mm512_mask_storeu_epi32(to + i, mask, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    const Words low = load_halves(first + i, head_dim - i), high = load_halves(second + i, head_dim - i);
+    store_words(to + i, low | shifted_left<16>(high), head_dim - i);
   }
 }
 inline void pack_values(int32_t* to, const float* first, const float* second, int64_t head_dim) {
@@ -361,37 +336,37 @@ struct Attention {
         lanes.last[v * kLanes + i] = int(piece.position + row);
       }
       for (int cell = 0; cell < cells; cell += kLanes) {
-        const __mmask16 mask = first_lanes(cells - cell);
-        __m512i block[kLanes];
+        const int64_t left = cells - cell;
+        Words block[kLanes];
         for (int i = 0; i < kLanes; ++i)
-          block[i] = _mm512_maskz_loadu_epi32(mask, reinterpret_cast<const int32_t*>(rows[i]) + cell);
-        transpose16(block);
+          block[i] = load_words(reinterpret_cast<const int32_t*>(rows[i]) + cell, left);
+        transpose(block);
         for (int i = 0; i < kLanes && cell + i < cells; ++i)
-          _mm512_store_si512(lanes.queries + (cell + i) * kWide + v * kLanes, block[i]);
+          store_words(lanes.queries + (cell + i) * kWide + v * kLanes, block[i]);
       }
-      _mm512_store_ps(lanes.most + v * kLanes, _mm512_set1_ps(kNever));
-      _mm512_store_ps(lanes.sum + v * kLanes, _mm512_setzero_ps());
+      store16(lanes.most + v * kLanes, filled(kNever));
+      store16(lanes.sum + v * kLanes, zeros());
       for (int i = 0; i < shape.head_dim; ++i)
-        _mm512_store_ps(lanes.output + i * kWide + v * kLanes, _mm512_setzero_ps());
+        store16(lanes.output + i * kWide + v * kLanes, zeros());
     }
   }
 
   void end(const Lanes& lanes, const Piece& piece, int64_t head, int64_t first, int64_t count) const {
     for (int v = 0; v < lanes.vectors; ++v) {
-      const __m512 share = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(lanes.sum + v * kLanes));
+      const Floats share = filled(1.0f) / load16(lanes.sum + v * kLanes);
       for (int element = 0; element < shape.head_dim; element += kLanes) {
-        const __mmask16 mask = first_lanes(shape.head_dim - element);
-        __m512i block[kLanes];
+        const int64_t left = shape.head_dim - element;
+        Words block[kLanes];
         for (int i = 0; i < kLanes; ++i) {
           const float* column = lanes.output + (element + i) * kWide + v * kLanes;
-          block[i] = element + i < shape.head_dim ? _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(column), share))
-                                                  : _mm512_setzero_si512();
+          block[i] = element + i < shape.head_dim ? as_words(load16(column) * share)
+                                                  : filled(0);
         }
-        transpose16(block);
+        transpose(block);
         for (int i = 0; i < kLanes && v * kLanes + i < count; ++i) {
           const int64_t lane = first + v * kLanes + i;
           T* to = output + ((piece.row + lane / group()) * shape.heads + head * group() + lane % group()) * shape.head_dim;
-          store16(to + element, _mm512_castsi512_ps(block[i]), mask);
+          store16(to + element, as_floats(block[i]), left);
         }
       }
     }
@@ -430,14 +405,17 @@ struct Attention {
   void step(Lanes& lanes, Scratch& scratch, int64_t first, int count, int64_t lines) const {
     const int cells = int(shape.head_dim) / Cells<T>::kStep;
     const int tiled = (count + kTile - 1) / kTile * kTile;
-    const auto scored = lanes.vectors == 1 ? score<T, 1> : lanes.vectors == 2 ? score<T, 2> : score<T, 3>;
-    const auto weighed = lanes.vectors == 1 ? weigh<T, 1> : lanes.vectors == 2 ? weigh<T, 2> : weigh<T, 3>;
     for (int i = 0; i < tiled; i += kTile) {
       scratch.ahead.ask(lines);
-      scored(scratch.keys + i, lanes.queries, cells, scratch.scores + i * kWide);
+      by_vectors(lanes.vectors, [&](int v, auto vectors) {
+        score<T, vectors>(scratch.keys + i, lanes.queries + v * kLanes, cells, scratch.scores + i * kWide + v * kLanes);
+      });
     }
     soften<T>(lanes, scratch.scores, scratch.weights, first, count, window, scale);
-    weighed(scratch.values, scratch.weights, tiled / Cells<T>::kStep, int(shape.head_dim), lanes.shrink, lanes.output);
+    by_vectors(lanes.vectors, [&](int v, auto vectors) {
+      weigh<T, vectors>(scratch.values, scratch.weights + v * kLanes, tiled / Cells<T>::kStep, int(shape.head_dim),
+                        lanes.shrink + v * kLanes, lanes.output + v * kLanes);
+    });
   }
 
   // Lanes `first` to `last` − 1 of one KV head, at most kMostLanes, over all that they see.
@@ -499,25 +477,37 @@ struct Attention {
 enum class Into : int64_t { kNew = 0, kSum = 1, kGate = 2 };
 
 constexpr int kPanel = 64;  // outputs that a tile of weights is for
-constexpr int kRows = 6;
+template <class T>          // in few registers, the weights and inputs of bf16 are two vectors each
+constexpr int kRows = kMany || sizeof(T) == 4 ? 6 : 4;
+constexpr int kPanelVectors = kMany ? 4 : 1;  // of its four, those whose sums are kept in registers with so many rows
 
 // sums[row][0 to 1] and [2 to 3] are the products of a row with the 32 outputs at `left` and at `right`.
 template <class T, int R>
 inline __attribute__((always_inline)) void multiply(const int32_t* x, int64_t stride, const int32_t* left,
-                                                    const int32_t* right, int64_t cells, __m512 (&sums)[R][4]) {
-#pragma GCC unroll 6
-  for (int row = 0; row < R; ++row)
+                                                    const int32_t* right, int64_t cells, Floats (&sums)[R][4]) {
+  const int32_t* const columns[4] = {left, left + kLanes, right, right + kLanes};
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) sums[row][v] = _mm512_setzero_ps();
-  for (int64_t cell = 0; cell < cells; ++cell, left += kPanel, right += kPanel) {
-    const __m512i weights[4] = {_mm512_loadu_si512(left), _mm512_loadu_si512(left + kLanes), _mm512_loadu_si512(right),
-                                _mm512_loadu_si512(right + kLanes)};
+  for (int first = 0; first < 4; first += kPanelVectors) {
+    Floats sum[R][kPanelVectors];
 #pragma GCC unroll 6
-    for (int row = 0; row < R; ++row) {
-      const __m512i both = _mm512_set1_epi32(x[row * stride + cell]);
+    for (int row = 0; row < R; ++row)
 #pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) sums[row][v] = Cells<T>::dot(sums[row][v], both, weights[v]);
+      for (int v = 0; v < kPanelVectors; ++v) sum[row][v] = zeros();
+    for (int64_t cell = 0; cell < cells; ++cell) {
+      Factors<T> weights[kPanelVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kPanelVectors; ++v) weights[v] = factors<T>(load_words(columns[first + v] + cell * kPanel));
+#pragma GCC unroll 6
+      for (int row = 0; row < R; ++row) {
+        const Factors<T> both = factors<T>(filled(x[row * stride + cell]));
+#pragma GCC unroll 4
+        for (int v = 0; v < kPanelVectors; ++v) sum[row][v] = add_products(T{}, both, weights[v], sum[row][v]);
+      }
     }
+#pragma GCC unroll 6
+    for (int row = 0; row < R; ++row)
+#pragma GCC unroll 4
+      for (int v = 0; v < kPanelVectors; ++v) sums[row][first + v] = sum[row][v];
   }
 }
 
@@ -541,56 +531,48 @@ struct Product {
   template <int R>
   void run_rows(int64_t row, int64_t first) const {
     const int64_t second = gates() ? width() + first : first + kPanel / 2;
-    __m512 sums[R][4];
+    Floats sums[R][4];
     multiply<T, R>(reinterpret_cast<const int32_t*>(x + row * inputs), cells(), column(first),
                    column(second), cells(), sums);
     const int64_t at[4] = {first, first + kLanes, second, second + kLanes};
-    __mmask16 masks[4];
-    for (int v = 0; v < 4; ++v) masks[v] = first_lanes(outputs - at[v]);
     if (bias) {
 #pragma GCC unroll 4
       for (int v = 0; v < 4; ++v) {
-        const __m512 added = load16(bias + (masks[v] ? at[v] : 0), masks[v]);
+        const Floats added = load16(bias + (at[v] < outputs ? at[v] : 0), outputs - at[v]);
 #pragma GCC unroll 6
-        for (int i = 0; i < R; ++i) sums[i][v] = _mm512_add_ps(sums[i][v], added);
+        for (int i = 0; i < R; ++i) sums[i][v] = sums[i][v] + added;
       }
     }
 #pragma GCC unroll 6
     for (int i = 0; i < R; ++i) {
       T* const to = out + (row + i) * width();
       if (gates()) {
-        store16(to + first, _mm512_mul_ps(Cells<T>::silu(sums[i][0]), sums[i][2]));
-        store16(to + first + kLanes, _mm512_mul_ps(Cells<T>::silu(sums[i][1]), sums[i][3]));
+        store16(to + first, Cells<T>::silu(sums[i][0]) * sums[i][2]);
+        store16(to + first + kLanes, Cells<T>::silu(sums[i][1]) * sums[i][3]);
         continue;
       }
 #pragma GCC unroll 4
       for (int v = 0; v < 4; ++v) {
-        if (!masks[v]) continue;
-        const __m512 before = into == Into::kSum ? load16(to + at[v], masks[v]) : _mm512_setzero_ps();
-        store16(to + at[v], _mm512_add_ps(before, sums[i][v]), masks[v]);
+        if (at[v] >= outputs) continue;
+        const Floats before = into == Into::kSum ? load16(to + at[v], outputs - at[v]) : zeros();
+        store16(to + at[v], before + sums[i][v], outputs - at[v]);
       }
     }
   }
 
   // Rows `row` to `end` − 1 of the outputs from `first` on: 64, or 32 gates with what they gate.
   void run_panel(int64_t row, int64_t end, int64_t first) const {
-    for (; row + kRows <= end; row += kRows) run_rows<kRows>(row, first);
-    switch (end - row) {
-      case 5: return run_rows<5>(row, first);
-      case 4: return run_rows<4>(row, first);
-      case 3: return run_rows<3>(row, first);
-      case 2: return run_rows<2>(row, first);
-      case 1: return run_rows<1>(row, first);
-    }
+    for (; row + kRows<T> <= end; row += kRows<T>) run_rows<kRows<T>>(row, first);
+    if (row < end) with_count<kRows<T> - 1>(end - row, [&](auto some) { run_rows<some>(row, first); });
   }
 
   void run(const Team* team) const {
     constexpr int64_t kUnits = 4;  // for each thread, so that none waits long for another
     const int64_t step = gates() ? kPanel / 2 : kPanel, panels = (width() + step - 1) / step;
-    const int64_t wanted = (kUnits * team->threads + panels - 1) / panels, groups = (rows + kRows - 1) / kRows;
+    const int64_t wanted = (kUnits * team->threads + panels - 1) / panels, groups = (rows + kRows<T> - 1) / kRows<T>;
     const int64_t cuts = wanted < groups ? wanted : groups;
     share_out(team, panels * cuts, [&](int64_t unit, int64_t) {
-      const int64_t cut = unit % cuts, row = groups * cut / cuts * kRows, end = groups * (cut + 1) / cuts * kRows;
+      const int64_t cut = unit % cuts, row = groups * cut / cuts * kRows<T>, end = groups * (cut + 1) / cuts * kRows<T>;
       run_panel(row, end < rows ? end : rows, unit / cuts * step);
     });
   }
@@ -600,30 +582,30 @@ struct Product {
 
 template <class T>
 void norm_row(T* x, const T* delta, const T* weight, T* out, int64_t width, float eps) {
-  __m512 squares[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  Floats squares[2] = {zeros(), zeros()};
   for (int64_t i = 0; i < width; i += kLanes) {
-    const __mmask16 mask = first_lanes(width - i);
-    __m512 value = load16(x + i, mask);
+    const int64_t left = width - i;
+    Floats value = load16(x + i, left);
     if (delta) {
-      value = Cells<T>::rounded(_mm512_add_ps(value, load16(delta + i, mask)));
-      store16(x + i, value, mask);
+      value = Cells<T>::rounded(value + load16(delta + i, left));
+      store16(x + i, value, left);
     }
-    squares[i / kLanes % 2] = _mm512_fmadd_ps(value, value, squares[i / kLanes % 2]);
+    squares[i / kLanes % 2] = fma(value, value, squares[i / kLanes % 2]);
   }
-  const float mean = _mm512_reduce_add_ps(_mm512_add_ps(squares[0], squares[1])) / float(width);
-  const __m512 factor = _mm512_set1_ps(1.0f / __builtin_sqrtf(mean + eps));
+  const float mean = sum_of(squares[0] + squares[1]) / float(width);
+  const Floats factor = filled(1.0f / __builtin_sqrtf(mean + eps));
   for (int64_t i = 0; i < width; i += kLanes) {
-    const __mmask16 mask = first_lanes(width - i);
-    const __m512 value = _mm512_mul_ps(load16(x + i, mask), factor);
-    store16(out + i, _mm512_mul_ps(value, load16(weight + i, mask)), mask);
+    const int64_t left = width - i;
+    const Floats value = load16(x + i, left) * factor;
+    store16(out + i, value * load16(weight + i, left), left);
   }
 }
 
 template <class T>
 void gate_row(const T* gate, const T* up, T* out, int64_t width) {
   for (int64_t i = 0; i < width; i += kLanes) {
-    const __mmask16 mask = first_lanes(width - i);
-    store16(out + i, _mm512_mul_ps(Cells<T>::silu(load16(gate + i, mask)), load16(up + i, mask)), mask);
+    const int64_t left = width - i;
+    store16(out + i, Cells<T>::silu(load16(gate + i, left)) * load16(up + i, left), left);
   }
 }
 
@@ -631,25 +613,25 @@ void gate_row(const T* gate, const T* up, T* out, int64_t width) {
 template <class T>
 void turn_head(const T* x, T* to, const float* cos, const float* sin, const T* weight, int64_t head_dim, float eps) {
   const int64_t half = head_dim / 2;
-  __m512 factor = _mm512_set1_ps(1.0f);
+  Floats factor = filled(1.0f);
   if (weight) {
-    __m512 squares = _mm512_setzero_ps();
+    Floats squares = zeros();
     for (int64_t i = 0; i < head_dim; i += kLanes) {
-      const __m512 value = load16(x + i, first_lanes(head_dim - i));
-      squares = _mm512_fmadd_ps(value, value, squares);
+      const Floats value = load16(x + i, head_dim - i);
+      squares = fma(value, value, squares);
     }
-    factor = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(squares) / float(head_dim) + eps));
+    factor = filled(1.0f / __builtin_sqrtf(sum_of(squares) / float(head_dim) + eps));
   }
   for (int64_t i = 0; i < half; i += kLanes) {
-    const __mmask16 mask = first_lanes(half - i);
-    __m512 first = load16(x + i, mask), second = load16(x + half + i, mask);
+    const int64_t left = half - i;
+    Floats first = load16(x + i, left), second = load16(x + half + i, left);
     if (weight) {
-      first = _mm512_mul_ps(_mm512_mul_ps(first, factor), load16(weight + i, mask));
-      second = _mm512_mul_ps(_mm512_mul_ps(second, factor), load16(weight + half + i, mask));
+      first = first * factor * load16(weight + i, left);
+      second = second * factor * load16(weight + half + i, left);
     }
-    const __m512 c = load16(cos + i, mask), s = load16(sin + i, mask);
-    store16(to + i, _mm512_fmsub_ps(first, c, _mm512_mul_ps(second, s)), mask);
-    store16(to + half + i, _mm512_fmadd_ps(second, c, _mm512_mul_ps(first, s)), mask);
+    const Floats c = load16(cos + i, left), s = load16(sin + i, left);
+    store16(to + i, fms(first, c, second * s), left);
+    store16(to + half + i, fma(second, c, first * s), left);
   }
 }
 

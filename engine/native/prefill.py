@@ -130,6 +130,11 @@ class NativePrefill:
             return None
         return self._last(batch, x, normed, step)
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] → [rows, vocab]."""
+        assert self._weights.head is not None
+        return self._products.plain(self._weights.head, hidden)
+
     def _last(self, batch: Batch, x: torch.Tensor, normed: torch.Tensor, step: _Step) -> torch.Tensor | None:
         """The last layer: K and V of all rows, and the rest of it for those that a token is drawn from."""
         weights, last = self._weights.layers[-1], self._config.num_layers - 1
@@ -254,12 +259,12 @@ class OneDnnProducts:
 
 
 class OwnProducts:
-    """Products by `prefill.cpp`."""
+    """Products by `prefill.cpp`, which alone and `decode.cpp` read the weights from then on."""
 
     def __init__(self, kernels: Kernels, linears: Sequence[Linear]) -> None:
         self._kernels = kernels
         for linear in linears:
-            linear.tiles()  # made while loading, not in the first step
+            linear.keep_tiles()
 
     def plain(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty((len(x), linear.out_size), dtype=x.dtype)
@@ -395,9 +400,11 @@ def own_products(weights: ModelWeights) -> bool:
 
 
 def linears_of(weights: ModelWeights) -> list[Linear]:
-    """All products of the layers."""
+    """All products of the model."""
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    return linears if weights.last_kv is None else [*linears, weights.last_kv.kv]
+    if weights.last_kv is not None:
+        linears.append(weights.last_kv.kv)
+    return linears if weights.head is None else [*linears, weights.head]
 
 
 @cache

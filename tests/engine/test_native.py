@@ -30,7 +30,7 @@ Pairs = Callable[..., Pair]
 PAGES = 64
 EVERYTHING = Draw(temperature=0, logprobs=VOCAB)
 
-native = pytest.mark.skipif(build.library() is None, reason="no compiler, or no AVX512-BF16: torch does the work here")
+native = pytest.mark.skipif(build.library() is None, reason="no compiler, or no AVX2: torch does the work here")
 few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 names = pytest.mark.parametrize("name", RECIPES)
 
@@ -282,6 +282,49 @@ def test_a_large_weight_is_in_memory_once():
     assert linear.tiles().data_ptr() == torch.ops.mkldnn.data_ptr(linear._weight)
 
 
+def test_where_tiles_are_a_copy_the_weight_goes():
+    weight = torch.randn(128, 64).half()  # which oneDNN never packs
+    linear = Linear(weight)
+    linear.keep_tiles()
+    linear.keep_tiles()
+    assert linear._weight is None
+    assert torch.equal(linear.tiles(), tiled(weight))
+    assert (linear.out_size, linear.in_size) == weight.shape
+
+
+wide = pytest.mark.skipif(
+    "avx512_bf16" not in build.cpu_description().split(), reason="this CPU has the narrower vectors only"
+)
+
+
+@native
+@wide
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.15)])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_narrower_vectors_come_to_the_same(
+    name: str,
+    dtype: str,
+    tolerance: float,
+    pair: Pairs,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The kernels as they are on a CPU with AVX2 alone, for few rows and for many."""
+    _, plain = pair(name, 16, dtype)
+    flags = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in build.FLAGS)
+    monkeypatch.setattr(build, "FLAGS", flags)
+    library = build.load(build.SOURCES, build.cache_root())
+    monkeypatch.setattr(build, "library", lambda: library)
+    narrow = Engine.load(checkpoint(name), dtype, "cpu", PAGES, 16, True, threads=2)
+    assert narrow._few is not None
+    plain.pool.zero_()
+    for length in (MOST_ROWS // 4, 2 * MOST_ROWS):
+        pages = [range(16 * i, 16 * i + 16) for i in range(4)]
+        chunks = [Chunk(prompt_of(length - i, seed=i), 0, own, EVERYTHING) for i, own in enumerate(pages)]
+        for mine, theirs in zip(narrow.step(chunks), plain.step(chunks), strict=True):
+            assert (dense(mine) - dense(theirs)).abs().mean() < tolerance
+
+
 # --- the library -----------------------------------------------------------------------------------------------------
 
 SOURCE = 'extern "C" int answer() { return %d; }'
@@ -352,8 +395,8 @@ def test_without_a_compiler_torch_does_the_work(
 
 
 def test_a_cpu_without_the_instructions_is_told_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(build, "cpu_description", lambda: "GenuineIntel avx512f avx512bw avx512dq avx512vl")
-    with pytest.raises(build.NoLibrary, match="lacks avx512_bf16"):
+    monkeypatch.setattr(build, "cpu_description", lambda: "GenuineIntel sse4_2 avx fma")
+    with pytest.raises(build.NoLibrary, match="lacks avx2"):
         build.load(tmp_path, tmp_path)
 
 

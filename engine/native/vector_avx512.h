@@ -1,0 +1,174 @@
+// 16 lanes in one register, on CPUs with AVX512-BF16: what `vector.h` promises.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace baton {
+
+constexpr int kRegisters = 32;
+
+struct Floats {
+  __m512 all;
+};
+struct Words {
+  __m512i all;
+};
+struct Mask {
+  __mmask16 all;
+};
+
+// --- lanes -----------------------------------------------------------------------------------------------------------
+
+inline Mask first_lanes(int64_t count) {
+  return {count >= kLanes ? __mmask16(0xffff) : __mmask16((1u << (count < 0 ? 0 : count)) - 1)};
+}
+inline Mask greater(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.all, b.all, _CMP_GT_OQ)}; }
+inline Mask greater(Words a, Words b) { return {_mm512_cmpgt_epi32_mask(a.all, b.all)}; }
+inline Mask unequal(Floats a, Floats b) { return {_mm512_cmpneq_ps_mask(a.all, b.all)}; }
+inline Mask operator&(Mask a, Mask b) { return {__mmask16(a.all & b.all)}; }
+inline Mask operator~(Mask a) { return {__mmask16(~a.all)}; }
+inline Floats select(Mask mask, Floats yes, Floats no) { return {_mm512_mask_mov_ps(no.all, mask.all, yes.all)}; }
+inline Words select(Mask mask, Words yes, Words no) { return {_mm512_mask_mov_epi32(no.all, mask.all, yes.all)}; }
+
+// --- arithmetic ------------------------------------------------------------------------------------------------------
+
+inline Floats zeros() { return {_mm512_setzero_ps()}; }
+inline Floats filled(float x) { return {_mm512_set1_ps(x)}; }
+inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.all, b.all)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.all, b.all)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.all, b.all)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.all, b.all)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.all, b.all, c.all)}; }
+inline Floats fms(Floats a, Floats b, Floats c) { return {_mm512_fmsub_ps(a.all, b.all, c.all)}; }
+inline Floats fnma(Floats a, Floats b, Floats c) { return {_mm512_fnmadd_ps(a.all, b.all, c.all)}; }
+inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.all, b.all)}; }
+inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.all, b.all)}; }
+inline Floats whole(Floats x) { return {_mm512_roundscale_ps(x.all, _MM_FROUND_TO_NEAREST_INT)}; }
+inline Floats times_power_of_two(Floats x, Floats n) { return {_mm512_scalef_ps(x.all, n.all)}; }
+inline Floats reciprocal(Floats x) { return {_mm512_rcp14_ps(x.all)}; }
+inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x.all); }
+inline float largest_of(Floats x) { return _mm512_reduce_max_ps(x.all); }
+
+inline Words filled(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline Words counted() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
+inline Words operator+(Words a, Words b) { return {_mm512_add_epi32(a.all, b.all)}; }
+inline Words operator-(Words a, Words b) { return {_mm512_sub_epi32(a.all, b.all)}; }
+inline Words operator&(Words a, Words b) { return {_mm512_and_si512(a.all, b.all)}; }
+inline Words operator|(Words a, Words b) { return {_mm512_or_si512(a.all, b.all)}; }
+template <int N>
+Words shifted_left(Words x) {
+  return {_mm512_slli_epi32(x.all, N)};
+}
+inline Floats as_floats(Words x) { return {_mm512_castsi512_ps(x.all)}; }
+inline Words as_words(Floats x) { return {_mm512_castps_si512(x.all)}; }
+
+// --- memory ----------------------------------------------------------------------------------------------------------
+
+inline Words load_words(const void* from) { return {_mm512_loadu_si512(from)}; }
+inline Words load_words(const void* from, int64_t count) {
+  return {_mm512_maskz_loadu_epi32(first_lanes(count).all, from)};
+}
+inline void store_words(void* to, Words x) { _mm512_storeu_si512(to, x.all); }
+inline void store_words(void* to, Words x, int64_t count) { _mm512_mask_storeu_epi32(to, first_lanes(count).all, x.all); }
+
+inline Words widened(__m256i halves) { return {_mm512_cvtepu16_epi32(halves)}; }
+inline Words load_halves(const bf16* from, int64_t count) {
+  return widened(_mm256_maskz_loadu_epi16(first_lanes(count).all, from));
+}
+
+inline Floats load16(const float* from) { return {_mm512_loadu_ps(from)}; }
+inline Floats load16(const bf16* from) {
+  return as_floats(shifted_left<16>(widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))));
+}
+inline Floats load16(const float* from, int64_t count) { return {_mm512_maskz_loadu_ps(first_lanes(count).all, from)}; }
+inline Floats load16(const bf16* from, int64_t count) { return as_floats(shifted_left<16>(load_halves(from, count))); }
+
+inline __m256i rounded(Floats x) { return (__m256i)_mm512_cvtneps_pbh(x.all); }
+inline void store16(float* to, Floats x) { _mm512_storeu_ps(to, x.all); }
+inline void store16(bf16* to, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded(x)); }
+inline void store16(float* to, Floats x, int64_t count) { _mm512_mask_storeu_ps(to, first_lanes(count).all, x.all); }
+inline void store16(bf16* to, Floats x, int64_t count) {
+  _mm256_mask_storeu_epi16(to, first_lanes(count).all, rounded(x));
+}
+
+inline Words load_line(const float* from, int64_t count) { return load_words(from, count); }
+inline Words load_line(const bf16* from, int64_t count) {
+  return {_mm512_maskz_loadu_epi16(count >= 32 ? __mmask32(0xffffffff) : __mmask32((1u << count) - 1), from)};
+}
+inline void store_line(bf16* to, Words x, int64_t count) {
+  _mm512_mask_storeu_epi16(to, count >= 32 ? __mmask32(0xffffffff) : __mmask32((1u << count) - 1), x.all);
+}
+
+inline Floats as_bf16(Floats x) { return as_floats(shifted_left<16>(widened(rounded(x)))); }
+inline Words pairs(Floats low, Floats high) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return {_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high.all, low.all))};
+}
+
+// --- sums of products ------------------------------------------------------------------------------------------------
+
+template <class T>
+using Factors = Words;
+template <class T>
+Factors<T> factors(Words x) {
+  return x;
+}
+inline Floats add_products(float, Words a, Words b, Floats sum) { return fma(as_floats(a), as_floats(b), sum); }
+inline Floats add_products(bf16, Words a, Words b, Floats sum) {
+  return {_mm512_dpbf16_ps(sum.all, (__m512bh)a.all, (__m512bh)b.all)};
+}
+
+// --- across lanes ----------------------------------------------------------------------------------------------------
+
+inline void transpose(Words (&x)[kLanes]) {
+  __m512i y[kLanes];
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i].all, x[i + 1].all);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i].all, x[i + 1].all);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      x[i + 2 * j].all = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
+      x[i + 2 * j + 1].all = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+    }
+  // x[4 i + j] now has word j of each quarter, of rows 4 i to 4 i + 3.
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512i low = _mm512_shuffle_i32x4(x[j].all, x[4 + j].all, 0x88);
+    const __m512i high = _mm512_shuffle_i32x4(x[8 + j].all, x[12 + j].all, 0x88);
+    const __m512i low_odd = _mm512_shuffle_i32x4(x[j].all, x[4 + j].all, 0xdd);
+    const __m512i high_odd = _mm512_shuffle_i32x4(x[8 + j].all, x[12 + j].all, 0xdd);
+    y[j] = _mm512_shuffle_i32x4(low, high, 0x88);
+    y[4 + j] = _mm512_shuffle_i32x4(low_odd, high_odd, 0x88);
+    y[8 + j] = _mm512_shuffle_i32x4(low, high, 0xdd);
+    y[12 + j] = _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) x[i].all = y[i];
+}
+
+// Pairs are interleaved and added until one vector is left.
+inline Floats sums_of(const Floats (&x)[kLanes]) {
+  __m512 a[8], b[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i].all, x[2 * i + 1].all),
+                         _mm512_unpackhi_ps(x[2 * i].all, x[2 * i + 1].all));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512d even = _mm512_castps_pd(a[2 * i]), odd = _mm512_castps_pd(a[2 * i + 1]);
+    b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(even, odd)), _mm512_castpd_ps(_mm512_unpackhi_pd(even, odd)));
+  }
+  const __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(b[0], b[1], 0x88), _mm512_shuffle_f32x4(b[0], b[1], 0xdd));
+  const __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(b[2], b[3], 0x88), _mm512_shuffle_f32x4(b[2], b[3], 0xdd));
+  return {_mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd))};
+}
+
+}  // namespace baton
