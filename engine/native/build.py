@@ -7,7 +7,9 @@ run code as us: it must be ours alone.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -20,7 +22,9 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -64,9 +68,12 @@ def load(sources: Path, root: Path) -> Library:
     target = directory / "library.so"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_strangers(directory)
         if not target.exists():
-            _compile(compiler, [file for file in files if file.suffix == ".cpp"], target)
-        _refuse_strangers(directory, target)
+            with _alone(directory):
+                if not target.exists():
+                    _compile(compiler, [file for file in files if file.suffix == ".cpp"], target)
+        _refuse_strangers(target)
         return ctypes.CDLL(str(target))
     except OSError as error:
         raise NoLibrary(f"{target}: {error}") from error
@@ -117,23 +124,45 @@ def _digest(files: Sequence[Path], compiler: Sequence[str], cpu: str) -> str:
     return digest.hexdigest()
 
 
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Workers start together: one of them compiles, with all cores, and the others wait. What a killed one had locked,
+    the kernel frees."""
+    deadline = time.monotonic() + COMPILE_SECONDS
+    with (directory / "lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise NoLibrary(f"another process keeps {directory} locked") from None
+                time.sleep(0.05)
+        yield
+
+
 def _compile(compiler: Sequence[str], sources: Sequence[Path], target: Path) -> None:
-    """Compile beside `target` and move it there whole: several processes start at once, and one may be killed."""
-    number, name = tempfile.mkstemp(dir=target.parent, prefix="making-", suffix=".so")
-    os.close(number)
-    making = Path(name)
-    try:
-        command = [*compiler, *FLAGS, *map(str, sources), "-o", str(making)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)  # noqa: S603
-        if done.returncode:
-            said = " | ".join(line for line in done.stderr.splitlines() if "error" in line)[:500]
-            raise NoLibrary(f"{compiler[0]} failed: {said or done.stderr[:500]}")
+    """Compile beside `target`, all sources at once, and move it there whole: one may be killed."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="making-") as name, ThreadPoolExecutor() as pool:
+        making = Path(name) / target.name
+        objects = [making.with_name(f"{source.stem}.o") for source in sources]
+        commands = [
+            [*compiler, *FLAGS, "-c", str(one), "-o", str(to)] for one, to in zip(sources, objects, strict=True)
+        ]
+        list(pool.map(_run, commands))
+        _run([*compiler, *FLAGS, *map(str, objects), "-o", str(making)])
         making.chmod(0o700)
         making.rename(target)
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)  # noqa: S603
     except subprocess.TimeoutExpired as error:
-        raise NoLibrary(f"{compiler[0]} took longer than {COMPILE_SECONDS} s") from error
-    finally:
-        making.unlink(missing_ok=True)
+        raise NoLibrary(f"{command[0]} took longer than {COMPILE_SECONDS} s") from error
+    if done.returncode:
+        said = " | ".join(line for line in done.stderr.splitlines() if "error" in line)[:500]
+        raise NoLibrary(f"{command[0]} failed: {said or done.stderr[:500]}")
 
 
 def _refuse_strangers(*paths: Path) -> None:

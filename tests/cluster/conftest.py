@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 
+from engine.native import build
 from tests.cluster.machine import Machine, unavailable
 
 _unavailable = cache(unavailable)
@@ -14,6 +15,7 @@ _unavailable = cache(unavailable)
 def machine() -> Iterator[Machine]:
     if reason := _unavailable():
         pytest.skip(reason)
+    build.library()  # compiled here, not while a cluster is timed
     with Machine() as made:
         made.make_model()
         yield made

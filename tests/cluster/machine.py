@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from engine.native import build
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 HOME = "/tmp/home"
@@ -193,4 +195,6 @@ class Machine:
 
     def _environment(self, more: dict[str, str]) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") and k != "PYTEST_CURRENT_TEST"}
-        return kept | {"HOME": HOME, "PATH": f"{BIN}:{os.environ['PATH']}"} | more
+        # What is compiled for this CPU is the same in every such machine.
+        shared = {"XDG_CACHE_HOME": str(build.cache_root().parents[1])}
+        return kept | shared | {"HOME": HOME, "PATH": f"{BIN}:{os.environ['PATH']}"} | more

@@ -350,7 +350,11 @@ def test_a_change_of_the_sources_makes_another_library(tmp_path: Path):
 
 
 @compiled
-def test_two_processes_may_make_it_at_once(tmp_path: Path):
+def test_of_two_processes_that_start_together_one_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compiler, told = tmp_path / "compiler", tmp_path / "told"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {told}\nexec {" ".join(build.find_compiler())} "$@"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "answer.cpp").write_text(SOURCE % 43)
@@ -361,6 +365,7 @@ def test_two_processes_may_make_it_at_once(tmp_path: Path):
     command = [sys.executable, "-c", code, str(sources), str(tmp_path / "cache")]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [one.communicate(timeout=120)[0].strip() for one in both] == ["43", "43"]
+    assert told.read_text().count(" -c ") == 1
 
 
 @compiled

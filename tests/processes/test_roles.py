@@ -65,12 +65,18 @@ def test_workers_change_their_roles_under_load(cluster: LocalCluster) -> None:
     assert [future.result(DEADLINE).work.attempts for future in futures] == [1] * 4
     assert role_of(cluster, "decode-1") == "prefill"
     change(cluster, "prefill-0", "decode")
-    futures += [streams.start(OTHER, OUTPUT) for _ in range(4)]
+    with Client(cluster.address) as client:
+        client.drain("prefill-0")  # so the next two go to the other one
+        futures += [streams.start(OTHER, OUTPUT) for _ in range(2)]
+        eventually(lambda: all(streams.seen), what="tokens of all")
+        client.drain("prefill-0", undo=True)
+    futures += [streams.start(OTHER, OUTPUT) for _ in range(2)]
     eventually(lambda: all(streams.seen), what="tokens of all")
     change(cluster, "decode-0", "prefill", "--patience", "0")  # what it has goes on at the other at once
     finished = [future.result(DEADLINE) for future in futures[4:]]
     decoders = [tuple(each.work.decode_workers) for each in finished]
-    assert {("decode-0", "prefill-0"), ("prefill-0",)} >= {*decoders} > {("prefill-0",)}
+    assert decoders[:2] == [("decode-0", "prefill-0")] * 2
+    assert {*decoders[2:]} <= {("decode-0", "prefill-0"), ("prefill-0",)}
     assert role_of(cluster, "prefill-0") == "decode"
     answer = workload.ask(cluster.address, PROMPT[5:60], 8)
     assert list(answer.finished.work.decode_workers) == ["prefill-0"]
