@@ -1,7 +1,7 @@
 """OpenVINO GenAI with continuous batching, in its own environment.
 
 `python -m bench.peers.openvino_genai MODEL THREADS STEP_TOKENS`. MODEL is the checkpoint as run.py has converted it,
-its weights in bfloat16; what is computed and cached is bfloat16, too.
+its weights in bfloat16; what is computed and cached is bfloat16, too, or float32 where the CPU has nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ def load() -> adapter.Generate:
     # By name, and only here: they are in this peer's environment, and in no other.
     numpy, openvino, openvino_genai = map(import_module, ("numpy", "openvino", "openvino_genai"))
     model, threads, step_tokens = sys.argv[1:]
+    precision = "bf16" if "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.max_num_batched_tokens = int(step_tokens)
     scheduler.cache_size = _CACHE_GIB
@@ -28,8 +29,8 @@ def load() -> adapter.Generate:
         "CPU",
         {
             "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_PRECISION_HINT": "bf16",
-            "KV_CACHE_PRECISION": "bf16",
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
             "INFERENCE_NUM_THREADS": int(threads),
         },
     )
