@@ -46,9 +46,9 @@ class Linear:
             assert self._weight is not None
             wanted = tiled(self._weight.to_dense() if self._packed else self._weight)
             shared = _memory(self._weight, wanted) if self._packed else None
-            self._copied = shared is None or not torch.equal(shared, wanted)
-            self._tiles = tiles = wanted if shared is None or self._copied else shared
-            huge.collapse(tiles.data_ptr(), tiles.nbytes)
+            self._copied = shared is None
+            self._tiles = wanted if shared is None else shared
+            huge.collapse(self._tiles.data_ptr(), self._tiles.nbytes)
         return self._tiles
 
     def keep_tiles(self) -> None:
@@ -70,12 +70,13 @@ def tiled(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-    """The memory of a weight packed by oneDNN as a tensor like `like`; None where it is of another size."""
+    """The memory of a weight packed by oneDNN as a tensor like `like`; None where it is not equal to that."""
     size = torch.ops.mkldnn._nbytes(packed)
     if size != like.nbytes:
         return None
     memory = (ctypes.c_ubyte * size).from_address(torch.ops.mkldnn.data_ptr(packed))
-    return torch.frombuffer(memory, dtype=like.dtype)
+    found = torch.frombuffer(memory, dtype=like.dtype)
+    return found if torch.equal(found, like) else None
 
 
 def _packs(weight: torch.Tensor) -> bool:

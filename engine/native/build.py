@@ -165,8 +165,7 @@ def _run(command: Sequence[str]) -> None:
         raise NoLibrary(f"{command[0]} failed: {said or done.stderr[:500]}")
 
 
-def _refuse_strangers(*paths: Path) -> None:
-    for path in paths:
-        found = path.stat()
-        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise NoLibrary(f"{path} is not ours alone, so it is not loaded; remove it")
+def _refuse_strangers(path: Path) -> None:
+    found = path.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NoLibrary(f"{path} is not ours alone, so it is not loaded; remove it")

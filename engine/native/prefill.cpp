@@ -229,16 +229,8 @@ void weigh(const int32_t* values, const int32_t* weights, int cells, int head_di
 // Calls work(first, V) until `vectors` are done, V of them at a time, which is a constant.
 template <class Work>
 void by_vectors(int vectors, const Work& work) {
-  for (int first = 0; first < vectors; first += kVectorsAtOnce) {
-    const int left = vectors - first;
-    if (kVectorsAtOnce == 1 || left == 1) {
-      work(first, std::integral_constant<int, 1>{});
-    } else if (left == 2) {
-      work(first, std::integral_constant<int, kMany ? 2 : 1>{});
-    } else {
-      work(first, std::integral_constant<int, kMany ? 3 : 1>{});
-    }
-  }
+  for (int first = 0; first < vectors; first += kVectorsAtOnce)
+    with_count<kVectorsAtOnce>(vectors - first, [&](auto some) { work(first, some); });
 }
 
 // From a block's scores to weights; `count` keys from position `first` on, of which a lane sees those up to its last
