@@ -141,6 +141,7 @@ class Worker:
             config.cluster.silence_ms / 1_000,
         )  # fmt: skip
         self._connect_at = 0.0
+        self._join_at = self.clock.now() + config.cluster.silence_ms / 1_000  # with a store or without
         self._poller = Poller()
         for link in self._routers.links:
             self._poller.add(link)
@@ -183,7 +184,7 @@ class Worker:
         paused = self._pauses.tick(now)
         yield from self._from_store(now)
         with self.tracer.span("read the routers", "sockets"):
-            heard = list(self._routers.receive(now, paused))
+            heard = list(self._routers.receive(now, paused)) if self._joins(now) else []
         for event in heard:
             match event:
                 case Said(message=Trace(mark=mark, steps=steps)):
@@ -193,6 +194,13 @@ class Worker:
                 case _:
                     yield event
         yield Tick(paused)
+
+    def _joins(self, now: float) -> bool:
+        """Whether routers may know of us. They send work at once, and pages that are to be fetched for it come too soon
+        for a worker whose store has yet to take it in; one that has waited long enough works without."""
+        if self._store.connected:
+            self._join_at = now
+        return now >= self._join_at
 
     def _become(self, role: WorkerRole) -> None:
         if role == "decode" and not self.engine.has_head:

@@ -189,6 +189,19 @@ def test_a_store_killed_at_any_time(start: Callable[..., LocalCluster], path: Pa
     eventually(lambda: at_rest(cluster), what="everything freed")
 
 
+def test_a_worker_joins_once_its_store_has_taken_it_in(start: Callable[..., LocalCluster]) -> None:
+    cluster = start(1, 1, **{"cluster.silence_ms": 60_000})
+    cluster.kill("store-0", signal.SIGSTOP)
+    cluster.start("decode-1")
+    log = cluster.config.cluster.logs / "decode-1.log"
+    eventually(lambda: log.exists() and "serves with" in log.read_text(), what="the model loaded")
+    with pytest.raises(StartupError, match="decode-1"):
+        cluster.wait_live(["decode-1"], seconds=1.0)
+    cluster.kill("store-0", signal.SIGCONT)
+    cluster.wait_live(["decode-1"])
+    assert "attached to the store" in log.read_text()
+
+
 def test_a_prefill_worker_stopped_replaced_and_woken(start: Callable[..., LocalCluster], path: Path) -> None:
     cluster = start(1, 1, **{"prefill.chunk_tokens": 16})
     streams = Streams(cluster)
