@@ -22,7 +22,7 @@ from enum import Enum
 
 from baton.messages import AttemptHeld, AttemptName, FinishReason, Sampling, Source, TokenLogprob
 from kvstore.cost import Loading
-from kvstore.keys import pack_tokens, page_keys, split_keys
+from kvstore.keys import cacheable_pages, pack_tokens, page_keys, partial_key, split_keys
 from kvstore.transfer import Fetch
 
 
@@ -117,7 +117,14 @@ class Sequence:
 
     def reusable_keys(self) -> Items[bytes]:
         """Keys of the pages that may come from elsewhere: the last token must be computed to sample from it."""
-        return self.keys[: (len(self.tokens) - 1) // self.page_size]
+        return self.keys[: cacheable_pages(len(self.tokens), self.page_size)]
+
+    def awaited_keys(self) -> list[bytes]:
+        """Those, and that of the partial page after them, which a prefill worker makes as well."""
+        keys = [*self.reusable_keys()]
+        if rest := self.tokens[len(keys) * self.page_size : -1]:
+            keys.append(partial_key(keys[-1] if keys else self.root, pack_tokens(rest)))
+        return keys
 
     def held(self) -> AttemptHeld:
         return AttemptHeld(self.name.request, self.name.attempt, len(self.tokens), self.phase is Phase.ENDED)

@@ -279,16 +279,18 @@ class DecodeState:
         return True
 
     def _begin(self, sequence: Sequence, goal: int, now: float) -> list[Command]:
-        """Fetch the pages from the cached prefix up to `goal`, or run at once where there are none to fetch."""
-        have = sequence.computed // self._page_size
-        keys = sequence.reusable_keys()[have:goal]
-        if not keys:
+        """Fetch the pages from the cached prefix up to `goal`, or run at once where no full one is to be fetched."""
+        have, full = sequence.computed // self._page_size, len(sequence.reusable_keys())
+        keys = (sequence.awaited_keys() if sequence.awaited else sequence.reusable_keys())[have:goal]
+        if have == full or not keys:
             return self._run(sequence, now)
         if not self._store_up:
             return self._end_fetch(sequence, "the node's store is gone", now)
         sources = [Source(s.store, s.endpoint, s.pages - have) for s in sequence.sources if s.pages > have]
         pages = sequence.pages[have : have + len(keys)]
-        fetch = Fetch(self._tickets, keys, pages, sequence.awaited, sequence.parent_of(have), sources)
+        partial = have + len(keys) > full
+        parent = sequence.parent_of(have)
+        fetch = Fetch(self._tickets, keys, pages, sequence.awaited, parent, sources, partial=partial)
         sequence.phase, sequence.fetch = Phase.FETCHING, fetch
         self._fetching |= dict.fromkeys(fetch.tickets, sequence)
         return [Call(call) for call in fetch.start()]
@@ -331,17 +333,18 @@ class DecodeState:
         return [Call(call) for call in fetch.decide(choice.pages)]
 
     def _count_fetched(self, sequence: Sequence, count: int) -> None:
-        first = sequence.computed // self._page_size
-        for page in range(first, first + count):
-            self._publish_page(sequence, page)
-        sequence.computed += count * self._page_size
-        sequence.published = sequence.shipped = first + count
+        if not count:
+            return
+        end = sequence.computed // self._page_size + count
+        sequence.computed = min(end * self._page_size, len(sequence.tokens) - 1)
+        self._publish(sequence)
+        sequence.shipped = sequence.published
         sequence.fetched_pages += count
         self._fetched_pages += count
 
     def _end_fetch(self, sequence: Sequence, why: str, now: float) -> list[Command]:
-        """No more pages will come. A prefix that was merely cached is computed instead; pages that a prefill worker
-        was to make are the router's to decide about."""
+        """No more pages will come. A prefix that was merely cached is computed instead, as is the rest of a page; full
+        pages that a prefill worker was to make are the router's to decide about."""
         complete = sequence.fetch is not None and sequence.fetch.complete
         if sequence.loading is not None and sequence.fetch is not None:
             sequence.loading.end(max(0, sequence.fetch.covered - sequence.loaded_from), now)
@@ -349,7 +352,8 @@ class DecodeState:
             self._regret[tier] = self._regret.get(tier, 0.0) + sequence.loading.regret
         commands = self._drop_fetch(sequence)
         self._short += not complete
-        if complete or not sequence.awaited:
+        full = sequence.computed // self._page_size == len(sequence.reusable_keys())
+        if complete or full or not sequence.awaited:
             return commands + self._run(sequence, now)
         sequence.phase = Phase.SHORT
         have = Have(*_named(sequence.name), sequence.computed // self._page_size, why)

@@ -51,10 +51,25 @@ def page_keys(root: bytes, tokens: bytes, page_size: int) -> bytes:
     return b"".join(keys)
 
 
-def shippable_pages(prompt_tokens: int, page_size: int) -> int:
-    """How many pages of a prompt go through the store: the full ones among all but its last token, because whoever
-    decodes computes at least that one itself."""
-    return max(0, prompt_tokens - 1) // page_size
+def partial_key(parent: bytes, tokens: bytes) -> bytes:
+    """The key of a page that ends before it is full, with those `tokens`, at least one; `parent` is the key of the page
+    before it, or the namespace's root. As fewer tokens are hashed than for a full page, it equals no key of one."""
+    return blake2b(parent + tokens, digest_size=KEY_BYTES).digest()
+
+
+def prompt_keys(root: bytes, tokens: bytes, page_size: int) -> list[bytes]:
+    """The keys of all pages of `tokens`: the full ones, then the partial one if there is any. Raises MalformedMessage
+    as `page_keys` does."""
+    keys = split_keys(page_keys(root, tokens, page_size))
+    if rest := tokens[len(keys) * page_size * TOKEN_BYTES :]:
+        keys.append(partial_key(keys[-1] if keys else root, rest))
+    return keys
+
+
+def cacheable_pages(tokens: int, page_size: int) -> int:
+    """How many pages of so many known tokens may be found in a cache: the full ones among all but the last token,
+    because whoever decodes computes at least that one itself."""
+    return max(0, tokens - 1) // page_size
 
 
 def split_keys(packed: bytes) -> list[bytes]:

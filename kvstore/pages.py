@@ -14,6 +14,9 @@ without ever being sealed, its whole subtree goes with it, so that no page is ev
 A page that the store itself brings in from a lower tier may be *loose*: what it follows is not here, because whoever
 wants it has that on its device. It is never in the tree, so never an orphan, and lives as long as its holds.
 
+A *partial* page is the end of a prompt on its way to whoever decodes it, and of use to hardly anybody else: nobody is
+told of it, and it goes with its last hold.
+
 Knows nothing of connections, tickets or time: `kvstore.state` decides when, this what follows.
 """
 
@@ -26,6 +29,9 @@ from kvstore.changes import Change, ChangeLog
 from kvstore.eviction import LeafFirstLru
 from kvstore.keys import START
 from kvstore.radix import Node, RadixTree
+
+NOWHERE = b"-"
+"""Stands for a parent that is never here: what is claimed after it is loose."""
 
 
 class Page:
@@ -40,6 +46,11 @@ class Page:
         self.holds = 0
         self.dropped = False
         self.node: Node[Entry] | None = node
+
+    @property
+    def partial(self) -> bool:
+        """It goes with its last hold."""
+        return self.node is not None and self.node.value.partial
 
 
 class Reservation:
@@ -57,10 +68,11 @@ class Reservation:
 class Entry:
     """What a key in the tree stands for. `whole`: its page and all before it are sealed, so others were told of it."""
 
-    __slots__ = ("page", "reservations", "whole")
+    __slots__ = ("page", "partial", "reservations", "whole")
 
-    def __init__(self) -> None:
+    def __init__(self, partial: bool) -> None:
         self.page: Page | None = None
+        self.partial = partial
         self.reservations: list[Reservation] = []
         self.whole = False
 
@@ -104,9 +116,10 @@ class PageTable:
         return sum(self.find(key) is None for key in keys)
 
     def reserve(
-        self, writer: Hashable, parent: bytes, keys: Sequence[bytes]
+        self, writer: Hashable, parent: bytes, keys: Sequence[bytes], *, partial: bool = False
     ) -> list[Page | Reservation] | Literal["orphan", "full"]:
         """All or nothing: for each of `keys` its sealed page, now held once more, or a slot reserved for `writer`.
+        `partial`: the last one is of a partial page.
 
         "orphan": `parent` is neither sealed nor reserved by the same writer, or one of `keys` is here after another
         parent, which no honest chain of keys brings about. "full": not enough slots are free or evictable."""
@@ -133,7 +146,7 @@ class PageTable:
                 last = known[place]
                 self._lru.pin(last)
             else:
-                last = self._tree.add(key, last, Entry())
+                last = self._tree.add(key, last, Entry(partial and place == len(keys) - 1))
                 self._lru.insert(last)
             result.append(self._claim(last, writer))
         if deepest is not None:
@@ -240,6 +253,8 @@ class PageTable:
         self.held -= page.holds == 0
         if page.node is not None:
             self._lru.unpin(page.node)
+            if page.partial and not page.node.pins and not page.node.children:
+                self._drop(page.node)
         elif not page.holds:
             self.unlisted -= 1
             self._free.append(page.slot)
@@ -274,7 +289,7 @@ class PageTable:
             entry = node.value
             assert entry.page is not None or entry.reservations, "a key without a page or a maker"
             above = node.parent is None or node.parent.value.whole
-            assert entry.whole == (entry.page is not None and above)
+            assert entry.whole == (entry.page is not None and above and not entry.partial)
             holds = 0
             if entry.page is not None:
                 assert entry.page.node is node
@@ -310,14 +325,15 @@ class PageTable:
 
     def _tell(self, node: Node[Entry]) -> None:
         """`node` was sealed: if all before it is, it and the sealed pages that waited below it are whole now."""
-        if node.parent is not None and not node.parent.value.whole:
+        if node.value.partial or (node.parent is not None and not node.parent.value.whole):
             return
         waiting = [node]
         while waiting:
             here = waiting.pop()
             here.value.whole = True
             self._changes.stored(here.key, here.parent_key)
-            waiting.extend(child for child in here.children.values() if child.value.page is not None)
+            below = (child for child in here.children.values() if not child.value.partial)
+            waiting.extend(child for child in below if child.value.page is not None)
 
     def _drop(self, top: Node[Entry]) -> list[bytes]:
         unmade: list[bytes] = []

@@ -293,7 +293,7 @@ class StoreState:
         allowed = max(1, int(self._pages.slots * self._settings.writer_share))
         if process.reserved + self._pages.missing(ticket.keys) > allowed:
             return self._reply(process, NotReserved(call.ticket, "quota"))
-        result = self._pages.reserve(process, call.parent, ticket.keys)
+        result = self._pages.reserve(process, call.parent, ticket.keys, partial=call.partial)
         if isinstance(result, str):
             return self._reply(process, NotReserved(call.ticket, result))
         for index, each in enumerate(result):
@@ -346,7 +346,7 @@ class StoreState:
         if len(call.parent) not in (0, KEY_BYTES):
             raise MalformedMessage(f"a parent key of {len(call.parent)} bytes")
         ticket = self._new_ticket(process, call.ticket, call.keys, now, reserving=False)
-        ticket.wait, ticket.parent = call.wait, call.parent
+        ticket.wait, ticket.parent, ticket.partial = call.wait, call.parent, call.partial
         # Our own pages are found without asking; a fetch from ourselves would wait for itself.
         ticket.sources = tuple(source for source in call.sources if source.store != self._me.incarnation)
         process.tickets[ticket.number] = ticket

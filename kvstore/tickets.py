@@ -28,6 +28,7 @@ class Ticket(Waiter):
     since: float  # when it was made
     reserving: bool  # made by Reserve, so that it may seal
     parent: bytes = b""  # the key before the first
+    partial: bool = False  # the last key is of a partial page
     sources: tuple[Source, ...] = ()  # other stores that may have its pages
     reached: int = 0  # pages before this index were granted or asked for, and never are again
     reservations: dict[int, Reservation] = field(default_factory=dict[int, Reservation])

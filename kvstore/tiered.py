@@ -23,7 +23,7 @@ from baton.messages import PageRun, Pin, Pinned, Source, TierRun, TierSpeed
 from kvstore.admission import AdmissionFilter
 from kvstore.changes import page_runs
 from kvstore.loads import Link, Loads, Outcome, links
-from kvstore.pages import Page, PageTable
+from kvstore.pages import NOWHERE, Page, PageTable
 from kvstore.pins import Pins
 from kvstore.serving import PeerFetch, Server
 from kvstore.tickets import Ticket, Waiter, WaitingRoom
@@ -98,7 +98,7 @@ class TieredPages:
         turn = Turn()
         for page in pages:
             self._arrive(page, turn)
-        turn.orders += self._used([page.key for page in pages])
+        turn.orders += self._used([page.key for page in pages if not page.partial])
         return turn
 
     def used(self, keys: Sequence[bytes]) -> Turn:
@@ -154,8 +154,11 @@ class TieredPages:
 
     def hand_off(self, ticket: Ticket, now: float) -> Turn:
         """Pages of the ticket that are not here, and that it waits for, come from its sources as they are sealed; those
-        that no source is believed to have or make are waited for here."""
+        that no source is believed to have or make are waited for here. A partial page is loose where it is brought:
+        it is nobody else's."""
         chain = links(ticket.keys, ticket.parent)
+        if ticket.partial:
+            chain[-1] = ticket.keys[-1], NOWHERE
         wanted: dict[tuple[Source, ...], list[Link]] = {}
         for index in sorted(ticket.waits):
             if sources := ticket.sources_of(index):

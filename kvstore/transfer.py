@@ -115,9 +115,17 @@ class _Acquisition:
     """The tickets under which one chain is acquired, and what the store has said about each."""
 
     def __init__(
-        self, tickets: Iterator[int], keys: Sequence[bytes], wait: bool, parent: bytes, sources: Sequence[Source]
+        self,
+        tickets: Iterator[int],
+        keys: Sequence[bytes],
+        wait: bool,
+        parent: bytes,
+        sources: Sequence[Source],
+        *,
+        partial: bool = False,
     ) -> None:
         self._keys, self._wait, self._parent, self._sources = keys, wait, parent, sources
+        self._partial = partial  # the last one is of a partial page
         self._bases = {next(tickets): base for base in range(0, len(keys), MAX_KEYS_PER_CALL)}
         self._here: set[int] = set()  # pages that the arena has, or had
         self._below: dict[int, Sequence[TierRun]] = {}  # by ticket
@@ -139,7 +147,8 @@ class _Acquisition:
                 for source in self._sources
                 if source.pages > base
             )
-            calls.append(Acquire(ticket, keys, self._wait, parent, sources))
+            partial = self._partial and base + MAX_KEYS_PER_CALL >= len(self._keys)
+            calls.append(Acquire(ticket, keys, self._wait, parent, sources, partial))
         return calls
 
     def forget(self) -> list[StoreCall]:
@@ -223,7 +232,7 @@ class Lookup(_Acquisition):
 
 class Fetch(_Acquisition):
     """Brings the pages of `keys`, which follow `parent`, into the device pages `pages`, one for one, in order of the
-    chain. With `wait` it is a hand-off, and nothing is to be decided."""
+    chain. With `wait` it is a hand-off, and nothing is to be decided; the last page may be a `partial` one then."""
 
     def __init__(
         self,
@@ -233,10 +242,12 @@ class Fetch(_Acquisition):
         wait: bool,
         parent: bytes = b"",
         sources: Sequence[Source] = (),
+        *,
+        partial: bool = False,
     ) -> None:
         if len(keys) != len(pages):
             raise ValueError(f"{len(keys)} keys for {len(pages)} device pages")
-        super().__init__(tickets, keys, wait, parent, sources)
+        super().__init__(tickets, keys, wait, parent, sources, partial=partial)
         self._pages = pages
         self._copied: set[int] = set()
         self._counted: set[int] = set()
@@ -292,15 +303,16 @@ class Fetch(_Acquisition):
 
 
 class Ship:
-    """Writes the device pages of `keys` (at most 1,024), which follow `parent`, into the store.
+    """Writes the device pages of `keys` (at most 1,024), which follow `parent`, into the store; the last of them may be
+    `partial`.
 
     Pages are handed over with `ready` as their contents become complete, in any order."""
 
-    def __init__(self, ticket: int, parent: bytes, keys: Sequence[bytes], hold: bool) -> None:
+    def __init__(self, ticket: int, parent: bytes, keys: Sequence[bytes], hold: bool, *, partial: bool = False) -> None:
         if not 0 < len(keys) <= MAX_KEYS_PER_CALL:
             raise ValueError(f"a shipment takes 1 to {MAX_KEYS_PER_CALL} pages, not {len(keys)}")
         self.ticket = ticket
-        self._parent, self._keys, self._hold = parent, keys, hold
+        self._parent, self._keys, self._hold, self._partial = parent, keys, hold, partial
         self._slots: tuple[int | None, ...] | None = None
         self._waiting: dict[int, int] = {}  # complete pages handed over before the slots were known: index → page
         self._missing = set(range(len(keys)))  # not known to be in the store yet
@@ -320,7 +332,7 @@ class Ship:
     def start(self) -> list[StoreCall]:
         """Ask for slots; also a second time, after a refusal."""
         self.refused = None
-        return [Reserve(self.ticket, self._parent, b"".join(self._keys))]
+        return [Reserve(self.ticket, self._parent, b"".join(self._keys), self._partial)]
 
     def ready(self, index: int, page: int) -> list[StoreCall | Copy]:
         """The contents of page `index` lie complete in the device page `page`."""

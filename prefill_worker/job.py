@@ -8,6 +8,7 @@
 
 `Prefill` asks for a result: every page of the prompt sealed in the node's store. What is there already is held; what
 the device has cached is copied; the rest is computed. Slots are reserved as soon as it is known what is missing.
+Tokens at the end that fill no page are a partial one, which is in no cache.
 
 Prompts at hand that begin alike share the device pages of what they have in common, complete or not. One of them,
 reading or computing, makes the next page, and the others wait for it; should it end before, one of them goes on.
@@ -75,9 +76,14 @@ class Job:
         return len(self.keys)
 
     @property
+    def full(self) -> int:
+        """All of them, but for a partial one at the end."""
+        return len(self.tokens) // self.page_size
+
+    @property
     def ready(self) -> int:
         """Pages from the start whose contents lie complete on the device."""
-        return self.computed // self.page_size
+        return self.computed // self.page_size if self.pending else self.total
 
     @property
     def pending(self) -> int:

@@ -106,7 +106,7 @@ def share(ranks: Ranks, cost: Cost, seconds: float, most: int) -> Shares:
         """One more page, if there is one and room for it."""
         nonlocal seconds, most
         count = shares.get(job, 0)
-        if not most or count == job.pending // job.page_size:
+        if not most or count == job.total - job.ready:
             return False
         price = cost(job, count)
         if price > seconds and shares:
@@ -134,7 +134,7 @@ def _age(ranks: Ranks, cost: Cost, shares: Shares) -> None:
     part = sum(times.values()) / len(ranks)
     for _, (job, *behind) in ranks:
         count = shares.get(job, 0)
-        served = count * job.page_size == job.pending or (count and times[job] + cost(job, count) > part)
+        served = count == job.total - job.ready or (count and times[job] + cost(job, count) > part)
         for each in (job, *behind):
             each.passed = 0 if served else each.passed + 1
 

@@ -40,7 +40,7 @@ from engine.pace import WorkerPace
 from engine.steps import Plan, StepDone, StepFailed
 from kvstore.cost import Loading, choose
 from kvstore.device_cache import DeviceCache
-from kvstore.keys import page_keys, split_keys, unpack_tokens
+from kvstore.keys import prompt_keys, unpack_tokens
 from kvstore.transfer import (
     Call,
     CopiedIn,
@@ -169,14 +169,14 @@ class PrefillState:
             commands += self._forget(old)
         try:
             tokens = unpack_tokens(order.tokens)
-            if not tokens or len(tokens) % self._page_size:
-                raise MalformedMessage(f"{len(tokens)} tokens are no whole pages of {self._page_size}")
+            if len(tokens) < self._page_size:
+                raise MalformedMessage(f"{len(tokens)} tokens are less than a page of {self._page_size}")
         except BatonError as error:
             return [*commands, Say(Failed(*_named(name), error.reason, str(error)), router)]
         if not self._slots:
             failed = Failed(*_named(name), StoreGone.reason, "this worker's node has no store now")
             return [*commands, Say(failed, router)]
-        keys = split_keys(page_keys(order.root, order.tokens, self._page_size))
+        keys = prompt_keys(order.root, order.tokens, self._page_size)
         if len(keys) > self._slots:
             # No window helps: pages keep the pages before them, so a chain must fit as a whole.
             message = f"the prompt takes {len(keys)} pages and the node's arena has {self._slots}"
@@ -219,9 +219,9 @@ class PrefillState:
         return [job for job in self._jobs.values() if job.active]
 
     def _gained(self, job: Job, before: int) -> None:
-        """Pages of `job` from `before` on have become complete: they can be found, and those who share them have them
-        as well."""
-        for page in range(before, job.ready):
+        """Pages of `job` from `before` on have become complete: full ones can be found, and those who share them have
+        them as well."""
+        for page in range(before, min(job.ready, job.full)):
             tokens = job.tokens[page * self._page_size : (page + 1) * self._page_size]
             self._cache.publish(job.keys[page], job.keys[page - 1] if page else b"", job.pages[page], tokens)
         alike.tell(job, self._active)
@@ -242,7 +242,7 @@ class PrefillState:
 
     def _look(self, job: Job) -> list[Command]:
         job.phase = Phase.LOOKING
-        job.lookup = Lookup(self._tickets, job.keys, job.sources)
+        job.lookup = Lookup(self._tickets, job.keys[: job.full], job.sources)
         return self._ask(job, job.lookup.tickets, job.lookup.start())
 
     def _look_on(self, job: Job, lookup: Lookup, event: TransferEvent, now: float) -> list[Command]:
@@ -294,7 +294,8 @@ class PrefillState:
     def _reserve(self, job: Job) -> list[Command]:
         """Ask for slots for the next pages that the store lacks."""
         first, last = job.settled, min(job.settled + job.window, job.total)
-        job.ship = Ship(next(self._tickets), job.keys[first - 1] if first else b"", job.keys[first:last], job.holds)
+        parent, keys = job.keys[first - 1] if first else b"", job.keys[first:last]
+        job.ship = Ship(next(self._tickets), parent, keys, job.holds, partial=last > job.full)
         job.retry_at = None
         return self._ask(job, (job.ship.ticket,), job.ship.start())
 
@@ -349,7 +350,7 @@ class PrefillState:
         job.phase = Phase.DONE
         self._cache.free(job.pages)
         job.pages = []
-        hit = job.total - job.computed_here // self._page_size
+        hit = job.total - -(-job.computed_here // self._page_size)
         self._done += 1
         self._hit += hit
         self._hit_in_store += min(hit, job.stored)
@@ -523,7 +524,9 @@ class PrefillState:
 
     def _made_by_others(self, job: Job) -> int:
         """Tokens of this prompt that another one computes."""
-        return (job.waits_for.in_common(job.keys) - job.ready) * self._page_size if job.waits_for is not None else 0
+        if job.waits_for is None:
+            return 0
+        return min((job.waits_for.in_common(job.keys) - job.ready) * self._page_size, job.pending)
 
     def stats(self) -> PrefillStats:
         done = sum(job.phase is Phase.DONE for job in self._jobs.values())

@@ -45,7 +45,7 @@ class Answers:
         self._accept(request, attempt, now)
         if attempt.prefill is None:
             return
-        if device >= attempt.plan.fetch:
+        if device >= len(request.keys):
             self._life.release_prefill(request, attempt)  # nothing is missing after all
         else:
             self._send_prefill(request, attempt, attempt.prefill, now)
@@ -220,13 +220,11 @@ class Answers:
         self._life.retry(request, f"{member.peer.name} refuses to prefill: {refusal.message}", now, free=True)
 
     def _send_prefill(self, request: Request, attempt: Attempt, prefill: str, now: float) -> None:
-        size = self._config.pages.page_size
-        tokens = bytes(request.tokens[: attempt.plan.fetch * size * messages.TOKEN_BYTES])
         message = Prefill(
             request=request.name,
             attempt=attempt.name.attempt,
             root=request.root,
-            tokens=tokens,
+            tokens=bytes(request.tokens[: (attempt.start - 1) * messages.TOKEN_BYTES]),
             sources=attempt.plan.prefill_sources,
             priority=request.priority,
             deadline_ms=request.left_ms(now),
@@ -235,7 +233,7 @@ class Answers:
         work = Work(self._out.send(prefill, message), attempt.plan.fetch - attempt.plan.cached)
         member.give(attempt.name, work)
         attempt.prefill_sent = True
-        attempt.predicted = request.missing_tokens(attempt.plan.cached, size)
+        attempt.predicted = request.missing_tokens(attempt.plan.cached, self._config.pages.page_size)
         request.prefill_worker = member.peer.name
         request.timeline.prefill_sent = now
 

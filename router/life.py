@@ -238,7 +238,7 @@ class Life:
         decoder = self._members.live(plan.decode)
         known, left = plan.cached * ask.prefix.page_size, self._view.output(ask.max_tokens - request.generated)
         if plan.prefill is not None:
-            prompt = Prompt(ask.prefix.pages * ask.prefix.page_size - known, known)
+            prompt = Prompt(ask.tokens - 1 - known, known)
             self._members.live(plan.prefill).promise(name, prompt, now)
         else:
             prompt = Prompt(request.known - known, known)

@@ -83,6 +83,17 @@ class Ask(Struct, frozen=True):
         return -(-(self.prompt + self.max_tokens) // self.prefix.page_size)
 
     @property
+    def rest(self) -> int:
+        """Tokens of the partial page that a prefill worker makes after the prefix: whoever decodes begins with the
+        last one then."""
+        return self.tokens - 1 - self.prefix.pages * self.prefix.page_size
+
+    @property
+    def handed(self) -> int:
+        """Pages of a hand-off."""
+        return self.prefix.pages + (self.rest > 0)
+
+    @property
     def left(self) -> int:
         """Tokens of output that it may still generate."""
         return self.max_tokens - (self.tokens - self.prompt)
@@ -203,11 +214,11 @@ def _plan(ask: Ask, view: View, prices: Prices, maker: int | None, taker: int) -
     store, theirs = view.table.store_on[decoder.peer.node], _node(ask, view, worker.peer.node)
     assert theirs is not None, f"no store on node {worker.peer.node}"
     reach = prefiller_reach(ask.prefix, theirs, ask.on_device(worker.incarnation), worker.load.prefill_rate)
-    source = Source(theirs.store.incarnation, theirs.store.endpoint, ask.prefix.pages)
+    source = Source(theirs.store.incarnation, theirs.store.endpoint, ask.handed)
     return Plan(
         decode=decoder.incarnation,
         prefill=worker.incarnation,
-        fetch=ask.prefix.pages,
+        fetch=ask.handed,
         cached=reach.pages,
         store=store,
         sources=() if theirs.store.incarnation == store else (source,),

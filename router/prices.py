@@ -55,9 +55,12 @@ class Prices:
         if self._stores:
             self.cached, self.load = reach_of_all(prefix, table, device, host, disk, self.serves)
         new = (prefix.pages - self.cached) * prefix.page_size
-        steps = np.ceil(new / table.chunk)
-        middle = prefix.pages * prefix.page_size + 0.5 - 0.5 * new  # of what new tokens attend to
-        self.compute = new * (table.token + table.pair * middle) + table.fixed * steps
+        rest = np.zeros(len(new))
+        rest[d:] = ask.rest  # whoever decodes computes it in his first step, if no prefill worker does
+        made = new + rest
+        steps = np.ceil(made / table.chunk)
+        middle = prefix.pages * prefix.page_size + rest + 0.5 - 0.5 * made  # of what new tokens attend to
+        self.compute = made * (table.token + table.pair * middle) + table.fixed * steps
         self.compute[:d] *= table.stretch[:d]
         self.queue = np.maximum(table.until - now, 0.0) + claims
         self.making = self.load + self.compute
@@ -66,7 +69,7 @@ class Prices:
         self.opened = self.open == OPEN
         self.used = table.used * (_TURN / max(1, table.turn))
         self._take(ask, table, device, output)
-        self.alone = np.maximum(self.queue[:d], self.wait_alone) + self.making[:d] + self.step
+        self.alone = np.maximum(self.queue[:d], self.wait_alone) + self.making[:d] + self.step + self.tail
         self.alone[self.open[:d] == NEVER] = inf
         self.nuisance = np.zeros(d)  # seconds that `alone` is dearer than it takes: others wait for their tokens
         self.makers = self.takers = np.zeros(0, np.int64)  # prefill and decode workers that are paired
@@ -75,7 +78,7 @@ class Prices:
         self.moved = self.pairs  # pages that go from one node to another
         self.missing = self.latency = self.link = np.zeros(d)  # of the way to a decode worker: pages, seconds
         if self._stores and 0 < d < len(self.workers):
-            self._pair(table, device, host)
+            self._pair(table, device, host, ask.handed)
 
     # --- the decode side ---------------------------------------------------------------------------------------------
 
@@ -84,8 +87,8 @@ class Prices:
         d = self.decoders
         size = ask.prefix.page_size
         tail = ask.tokens - ask.prefix.pages * size
-        step = table.step[:d] + table.per_context[:d] * (ask.tokens + 0.5 * output)
-        self.step = step + tail * (table.token[:d] + table.pair[:d] * ask.tokens)
+        self.step = step = table.step[:d] + table.per_context[:d] * (ask.tokens + 0.5 * output)
+        self.tail = tail * (table.token[:d] + table.pair[:d] * ask.tokens)  # what the first takes longer for one alone
         lack = (ask.tokens + output) / size - device[:d] - table.room[:d]
         full = self.open[:d] == FULL
         self.wait = np.zeros(d)
@@ -118,14 +121,15 @@ class Prices:
 
     # --- pairs -------------------------------------------------------------------------------------------------------
 
-    def _pair(self, table: Table, device: Floats, host: Floats) -> None:
-        """Price the pairs that may be the best."""
+    def _pair(self, table: Table, device: Floats, host: Floats, handed: int) -> None:
+        """Price the pairs that may be the best, for a hand-off of so many pages."""
         d, prefix, node = self.decoders, self.prefix, self.node
         at = node[:d]
         able = (self.open > NEVER) & table.has_store
-        self.missing = np.maximum(prefix.pages - np.maximum(device[:d], host[at]), 0.0)
+        self.missing = np.maximum(prefix.pages - np.maximum(device[:d], host[at]), 0.0) + (handed - prefix.pages)
         self.latency = table.latency[at] * (self.missing > 0)
         self.link = self.latency + self.missing * (prefix.page_bytes / table.supposed[at])
+        able[:d] &= self.cached[:d] < prefix.pages  # who has every full page gains nothing from a hand-off
         makers, takers = able[d:].nonzero()[0] + d, able[:d].nonzero()[0]
         if len(makers) == 0 or len(takers) == 0:
             return
@@ -226,9 +230,9 @@ class Prices:
 
     def predict(self, maker: int | None, taker: int) -> Predicted:
         row = taker if maker is None else maker
-        transfer, wait = 0.0, self.wait_alone[taker]
+        transfer, wait, step = 0.0, self.wait_alone[taker], self.step[taker] + self.tail[taker]
         if maker is not None:
-            wait = self.wait[taker]
+            wait, step = self.wait[taker], self.step[taker]
             if self.node[maker] != self.node[taker] and self.missing[taker] > 0:
                 transfer = max(float(self.latency[taker]), float(self.link[taker] - self.making[maker]))
         return Predicted(
@@ -237,7 +241,7 @@ class Prices:
             compute=float(self.compute[row]),
             transfer=transfer,
             wait=max(0.0, float(wait - self.queue[row])),
-            step=float(self.step[taker]),
+            step=float(step),
         )
 
     def candidates(self) -> list[Candidate]:

@@ -24,7 +24,7 @@ SOURCES = 3  # other stores that are named for cached pages: the next is asked w
 
 
 class Prefix(Struct, frozen=True):
-    """The shippable pages of an attempt's tokens: what is to be on the decode worker's device."""
+    """The pages of an attempt's tokens that caches may have: the full ones among all but the last token."""
 
     pages: int
     page_size: int  # tokens

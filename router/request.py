@@ -20,7 +20,7 @@ from math import inf
 
 from baton.messages import TOKEN_BYTES, AttemptName, Sampling
 from baton.timeline import Timeline
-from kvstore.keys import pack_tokens, page_keys, shippable_pages, split_keys
+from kvstore.keys import cacheable_pages, pack_tokens, page_keys, split_keys
 from router.events import Served, Submit, Summary, Usage
 from router.plan import Plan
 
@@ -99,7 +99,7 @@ class Request:
     local: bool = False  # the next attempts shall need nobody but a decode worker
     failed_on: set[str] = field(default_factory=set[str])  # incarnations that said they could not do it
     root: bytes = b""
-    keys: list[bytes] = field(default_factory=list[bytes])  # of the pages that may be shipped
+    keys: list[bytes] = field(default_factory=list[bytes])  # of the pages that may be found in caches
     # The account:
     unreported: int = 0  # prompt tokens that prefill workers of earlier attempts may have computed without saying so
     prefill_computed: int = 0
@@ -171,15 +171,14 @@ class Request:
 
     def derive_keys(self, root: bytes, page_size: int) -> None:
         """Bring `keys` up to the tokens known now."""
-        pages = shippable_pages(self.known, page_size)
+        pages = cacheable_pages(self.known, page_size)
         if root != self.root or pages != len(self.keys):
             whole = bytes(self.tokens[: pages * page_size * TOKEN_BYTES])
             self.root, self.keys = root, split_keys(page_keys(root, whole, page_size))
 
     def missing_tokens(self, cached_pages: int, page_size: int) -> int:
-        """Prompt tokens in the shippable pages after the first `cached_pages`."""
-        end = min(self.prompt, len(self.keys) * page_size)
-        return max(0, end - cached_pages * page_size)
+        """Prompt tokens that a prefill worker computes where the first `cached_pages` are cached."""
+        return max(0, min(self.prompt, self.known - 1) - cached_pages * page_size)
 
     def summary(self, completion: int | None = None) -> Summary:
         """The account as it stands. `completion` tokens count, where a stop string cut the output short."""

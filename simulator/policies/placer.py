@@ -73,7 +73,7 @@ class Ruled:
         chosen = self._rule.choose(stage, _prompt(ask), workers)
         if chosen is None:
             return _MISSED
-        whole = ask.prefix.pages * ask.prefix.page_size if split else ask.tokens
+        whole = ask.tokens - 1 if split else ask.tokens
         prefix = min(self._rule.prefix(chosen, workers) * ask.prefix.page_size, whole)
         return _Waiting(
             worker=able[workers.index(chosen)].incarnation,

@@ -15,7 +15,7 @@ from baton.config import DecodeConfig, PrefillConfig
 from baton.messages import Cancel, Decode, Have, Prefill, Sampling, Tokens
 from decode_worker.sequence import Phase, Sequence
 from decode_worker.state import DecodeState
-from kvstore.keys import pack_tokens, shippable_pages
+from kvstore.keys import cacheable_pages, pack_tokens
 from kvstore.transfer import StoreUp
 from tests.decode_worker.load import OnePageEach
 from tests.rig import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
@@ -59,22 +59,23 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=PROMPTS, count=st.integers(1, 20), priority=st.sampled_from([0, 0, 0, -1, 1, 3]),
-        split=st.booleans(), awaited=st.booleans(), made=st.booleans(),
+        split=st.booleans(), awaited=st.booleans(), made=st.sampled_from(["nothing", "full pages", "all"]),
     )  # fmt: skip
-    def order(self, prompt: list[int], count: int, priority: int, split: bool, awaited: bool, made: bool) -> None:
+    def order(self, prompt: list[int], count: int, priority: int, split: bool, awaited: bool, made: str) -> None:
         """With `split` pages are to be fetched; some of them may never be made."""
         request = f"r{len(self.requests)}"
         self.requests[request] = (prompt, count)
-        full = shippable_pages(len(prompt), PAGE) * PAGE
+        full = cacheable_pages(len(prompt), PAGE) * PAGE
         before, known = self.phases(), {r: (s.rank, s.priority) for r, s in self.sequences.items()}
         self.worker.handle(
             Decode(
                 request, 1, ROOT, pack_tokens(prompt), len(prompt), count, Sampling(temperature=0), (),
-                full // PAGE if split else 0, awaited and split, (), priority,
+                -(-(len(prompt) - 1) // PAGE) if split else 0, awaited and split, (), priority,
             )
         )  # fmt: skip
-        if split and made and full:
-            self.prefill.handle(Prefill(request, 1, ROOT, pack_tokens(prompt[:full])))
+        if split and made != "nothing" and full:
+            tokens = prompt[:-1] if made == "all" else prompt[:full]
+            self.prefill.handle(Prefill(request, 1, ROOT, pack_tokens(tokens)))
         if request not in self.sequences:
             assert self.phases() == before, "somebody was preempted for one that was refused"
             return

@@ -21,3 +21,9 @@ def keys(chain: str, start: int = 0) -> list[bytes]:
 def parent(chain: str, start: int = 0) -> bytes:
     """The key before page `start`."""
     return key(chain[:start]) if start else b""
+
+
+def partial(chain: str) -> bool:
+    """Whether the last page of a word is reserved and acquired as a partial one. Such a page is in the middle of other
+    words, too, as only a confused worker would have it: that must do no harm either."""
+    return chain.endswith("c")

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, MalformedMessage
 from baton.messages import Namespace
-from kvstore.keys import namespace_root, pack_tokens, page_keys, shippable_pages, split_keys, unpack_tokens
+from kvstore.keys import (
+    cacheable_pages,
+    namespace_root,
+    pack_tokens,
+    page_keys,
+    partial_key,
+    prompt_keys,
+    split_keys,
+    unpack_tokens,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "page-keys.md"
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -51,6 +60,19 @@ def test_one_key_per_full_page_and_a_chain_can_be_continued(tokens: list[int], p
         assert split_keys(rest) == keys[cut:]
 
 
+@given(TOKENS, st.integers(1, 8))
+def test_what_fills_no_page_has_a_key_of_its_own(tokens: list[int], page_size: int) -> None:
+    root, packed = bytes(16), pack_tokens(tokens)
+    full = split_keys(page_keys(root, packed, page_size))
+    every = prompt_keys(root, packed, page_size)
+    assert every[: len(full)] == full
+    assert len(every) == -(-len(tokens) // page_size)
+    if len(every) > len(full):
+        assert every[-1] == partial_key(full[-1] if full else root, packed[len(full) * page_size * 4 :])
+        more = prompt_keys(root, packed + pack_tokens([1] * page_size), page_size)
+        assert every[-1] not in more, "a page that has filled up since is another one"
+
+
 @given(TOKENS, TOKENS)
 def test_keys_are_equal_exactly_as_far_as_tokens_are(left: list[int], right: list[int]) -> None:
     a, b = (split_keys(page_keys(bytes(16), pack_tokens(tokens), 2)) for tokens in (left, right))
@@ -69,8 +91,8 @@ def test_tokens_survive_packing(tokens: list[int]) -> None:
     ("tokens", "page_size", "pages"),
     [(0, 16, 0), (1, 16, 0), (16, 16, 0), (17, 16, 1), (33, 16, 2), (32, 16, 1), (5, 1, 4)],
 )
-def test_the_last_token_is_never_shipped(tokens: int, page_size: int, pages: int) -> None:
-    assert shippable_pages(tokens, page_size) == pages
+def test_the_last_token_is_in_no_cache(tokens: int, page_size: int, pages: int) -> None:
+    assert cacheable_pages(tokens, page_size) == pages
 
 
 def test_lengths_that_cannot_be_are_typed_errors() -> None:

@@ -61,6 +61,45 @@ def test_a_page_is_readable_once_sealed_and_not_before() -> None:
     assert rig.changes() == [Cleared(), Stored(b"", tuple(keys("ab")))]
 
 
+def test_a_partial_page_goes_with_its_last_hold_and_nobody_is_told_of_it() -> None:
+    rig = Rig()
+    writer, other, reader = rig.attach(1), rig.attach(2), rig.attach(3)
+    for connection in (writer, other):
+        assert isinstance(rig.say(connection, Reserve(1, b"", packed("abp"), partial=True))[0], Reserved)
+    rig.say(writer, Seal(1, 0, (7, 8, 9), hold=True))
+    assert rig.changes() == [Cleared(), Stored(b"", tuple(keys("ab")))]
+    rig.say(writer, Forget(1))
+    (arrived,) = rig.say(reader, Acquire(1, packed("abp"), True, partial=True))
+    assert len(arrived.pages) == 3, "another writer has it reserved: it may be told that it is there"
+    rig.say(other, Forget(1))
+    assert rig.say(reader, Release(1, (0, 1, 2))) == [Released(1, (0, 1, 2), (True,) * 3)]
+    assert rig.say(reader, Acquire(2, packed("abp"))) == [
+        Arrived(2, tuple(page for page in arrived.pages if page.index < 2)),
+        NotComing(2, 2),
+    ]
+    assert rig.changes() == []
+    rig.write(writer, 2, "abx")  # full pages follow the same parent
+    assert rig.changes() == [Stored(key("ab"), (key("abx"),))]
+
+
+def test_a_partial_page_that_nobody_holds_waits_for_its_reader_until_room_is_needed() -> None:
+    rig = Rig(slots=4)
+    writer, reader = rig.attach(1), rig.attach(2)
+    rig.say(writer, Reserve(1, b"", packed("abp"), partial=True))
+    rig.say(writer, Seal(1, 0, (7, 8, 9)))
+    rig.say(writer, Forget(1))
+    (arrived,) = rig.say(reader, Acquire(1, packed("abp"), True, partial=True))
+    assert len(arrived.pages) == 3
+    rig.say(reader, Forget(1))
+    assert rig.state.stats(0.0).sealed == 2
+    rig.say(writer, Reserve(2, b"", packed("abp"), partial=True))
+    rig.say(writer, Seal(2, 2, (9,)))
+    rig.say(writer, Forget(2))
+    rig.write(writer, 3, "xy")
+    assert rig.has("ab")
+    assert rig.state.stats(0.0).evictions == 1
+
+
 def test_all_or_nothing_when_slots_run_out() -> None:
     rig = Rig(slots=4)
     writer, other = rig.attach(1), rig.attach(2)

@@ -40,7 +40,7 @@ from baton.messages import (
 )
 from kvstore.commands import Command, Connected, Disconnected, Drop, Event, Heard, Send, WriterGone
 from kvstore.state import StoreState
-from tests.kvstore.chains import key, keys, parent
+from tests.kvstore.chains import key, keys, parent, partial
 from tests.kvstore.fake_disk import FakeDisk
 from tests.kvstore.store_fixtures import NAMESPACE, STORE, store_config
 
@@ -201,7 +201,7 @@ class StoreMachine(RuleBasedStateMachine):
         start = start % len(word)
         ticket = self.new_number()
         worker.tickets[ticket] = Ticket(word, start, reserving=True)
-        self.say(worker, Reserve(ticket, parent(word, start), b"".join(keys(word, start))))
+        self.say(worker, Reserve(ticket, parent(word, start), b"".join(keys(word, start)), partial(word)))
         self.travel(worker, prompt)
 
     @rule(number=WORKERS, pick=PICK, first=START, count=st.integers(1, 5), hold=st.booleans(), prompt=OFTEN)
@@ -255,7 +255,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.attach(number)
         ticket = self.new_number()
         worker.tickets[ticket] = Ticket(word)
-        self.say(worker, Acquire(ticket, b"".join(keys(word)), wait))
+        self.say(worker, Acquire(ticket, b"".join(keys(word)), wait, partial=partial(word)))
         self.travel(worker, prompt)
 
     @rule(number=WORKERS, pick=PICK, prompt=OFTEN)

@@ -79,7 +79,7 @@ from kvstore.tiers import (
     Serve,
     Served,
 )
-from tests.kvstore.chains import key, keys, parent
+from tests.kvstore.chains import key, keys, parent, partial
 from tests.kvstore.fake_disk import FakeDisk, Finished, Read, Write
 from tests.kvstore.store_fixtures import NAMESPACE, store_config
 
@@ -671,7 +671,7 @@ class World:
     def reserve(self, worker: Worker, word: str, start: int) -> int:
         number, ticket = self._ticket(worker, word, start)
         above = parent(ticket.word, ticket.start)
-        worker.say(Reserve(number, above, b"".join(keys(ticket.word, ticket.start))))
+        worker.say(Reserve(number, above, b"".join(keys(ticket.word, ticket.start)), partial(ticket.word)))
         return number
 
     def seal(self, worker: Worker, number: int, skip: int, count: int, hold: bool) -> None:
@@ -708,7 +708,8 @@ class World:
     def acquire(self, worker: Worker, word: str, start: int, wait: bool, sources: tuple[Source, ...]) -> int:
         number, ticket = self._ticket(worker, word, start)
         names = b"".join(keys(ticket.word, ticket.start))
-        worker.say(Acquire(number, names, wait, parent(ticket.word, ticket.start), sources))
+        above = parent(ticket.word, ticket.start)
+        worker.say(Acquire(number, names, wait, above, sources, partial(ticket.word)))
         return number
 
     def promote(self, worker: Worker, number: int, pages: int) -> None:

@@ -19,7 +19,7 @@ from baton.config import PrefillConfig
 from baton.messages import AttemptName, Cancel, Failed, Prefill, Prefilled, Refused, RouterHeartbeat
 from engine.steps import StepFailed
 from kvstore.device_cache import DeviceCache
-from kvstore.keys import pack_tokens
+from kvstore.keys import pack_tokens, page_keys, split_keys
 from prefill_worker import alike
 from prefill_worker.job import Job, Phase
 from prefill_worker.state import PrefillState
@@ -27,10 +27,11 @@ from tests.rig import PAGE, ROOT, Rig
 
 SHARED = list(range(1, 41))
 PROMPTS = st.builds(
-    lambda shared, fork, own: SHARED[: shared * PAGE] + [fork] * (own * PAGE),
+    lambda shared, fork, own, rest: SHARED[: shared * PAGE] + [fork] * (own * PAGE + rest),
     st.integers(1, 10),
     st.integers(41, 42),
     st.integers(0, 4),
+    st.integers(0, PAGE - 1),
 )
 
 
@@ -46,7 +47,8 @@ class PrefillMachine(RuleBasedStateMachine):
         self.state = self.worker.state
         self.count = 0
         self.quiet = attentive  # nothing but orders and turns: then no page is computed twice
-        self.ordered: set[bytes] = set()  # prompts' pages
+        self.ordered: set[bytes] = set()  # prompts' full pages
+        self.partial = 0  # tokens of partial ones, which nobody keeps
 
     @rule(prompt=PROMPTS, priority=st.integers(-2, 9))
     def order(self, prompt: list[int], priority: int) -> None:
@@ -54,7 +56,8 @@ class PrefillMachine(RuleBasedStateMachine):
         self.count += 1
         self.worker.handle(Prefill(request, 1, ROOT, pack_tokens(prompt), priority=priority))
         if request in self.state._jobs:
-            self.ordered.update(self.state._jobs[request].keys)
+            self.ordered.update(split_keys(page_keys(ROOT, pack_tokens(prompt), PAGE)))
+            self.partial += len(prompt) % PAGE
 
     @rule(prompt=PROMPTS, count=st.integers(2, 4), turns=st.integers(0, 4))
     def order_alike(self, prompt: list[int], count: int, turns: int) -> None:
@@ -137,7 +140,7 @@ class PrefillMachine(RuleBasedStateMachine):
         if self.quiet:
             assert len(ended) == self.count
             if self.state.cache.stats().evictions == 0 and self.rig.store.stats(0.0).evictions == 0:
-                assert self.state.stats().tokens_computed <= len(self.ordered) * PAGE, "computed twice"
+                assert self.state.stats().tokens_computed <= len(self.ordered) * PAGE + self.partial, "computed twice"
         for number in range(self.count):
             self.worker.handle(Cancel(f"r{number}", 1))
         self.rig.settle()

@@ -6,6 +6,7 @@ from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
 from baton.membership import OwnerLost
 from baton.messages import (
+    KEY_BYTES,
     AttemptName,
     Cancel,
     Decode,
@@ -18,18 +19,30 @@ from baton.messages import (
     RouterHeartbeat,
     Sampling,
     Started,
+    Tokens,
 )
 from engine.batch import Chunk
 from engine.steps import StepFailed
-from kvstore.keys import pack_tokens, shippable_pages
+from kvstore.keys import cacheable_pages, pack_tokens
 from tests.decode_worker.test_state import tokens_of
 from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
 
 PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 5, 6, 1, 2, 3, 3]  # three full pages and two tokens
 
 
+def handed(prompt: list[int], request: str = "r") -> Prefill:
+    """All but the last token, as for a decode worker."""
+    return Prefill(request, 1, ROOT, pack_tokens(prompt[:-1]))
+
+
+def awaits(prompt: list[int], count: int, request: str = "r", **more: object) -> Decode:
+    pages, tokens = -(-(len(prompt) - 1) // PAGE), pack_tokens(prompt)
+    greedy = Sampling(temperature=0)
+    return Decode(request, 1, ROOT, tokens, len(prompt), count, greedy, fetch=pages, awaited=True, **more)  # type: ignore[arg-type]
+
+
 def order(prompt: list[int], request: str = "r", attempt: int = 1, **more: object) -> Prefill:
-    full = shippable_pages(len(prompt), PAGE) * PAGE
+    full = cacheable_pages(len(prompt), PAGE) * PAGE
     return Prefill(request, attempt, ROOT, pack_tokens(prompt[:full]), **more)  # type: ignore[arg-type]
 
 
@@ -100,6 +113,72 @@ def test_pages_arrive_at_a_waiting_decode_worker_while_later_chunks_are_computed
     assert tokens_of(decode.said) == reference(PROMPT, 9)
 
 
+def test_what_fills_no_page_is_handed_off_in_a_partial_one_and_kept_for_nobody() -> None:
+    rig = Rig(64)
+    prefill, decode = rig.worker("prefill", 32, PrefillConfig()), rig.worker("decode", 32, DecodeConfig())
+    decode.handle(awaits(PROMPT, 5))
+    prefill.handle(handed(PROMPT))
+    rig.settle()
+    (result,) = done(prefill.said)
+    assert (result.computed, result.hit, result.shipped) == (len(PROMPT) - 1, 0, 4)
+    assert Started("r", 1, fetched_pages=4) in decode.said
+    assert tokens_of(decode.said) == reference(PROMPT, 5)
+    first = next(m for m in decode.said if isinstance(m, Tokens)).deltas[0]
+    assert first.computed == 1, "the decode worker began with the last token"
+    written = (len(PROMPT) + 4) // PAGE
+    assert rig.store.stats(0.0).sealed == written + 1, "whoever made it holds it"
+    assert sum(len(run.keys) // KEY_BYTES for run in rig.store.snapshot()) == written, "nobody was told of it"
+    prefill.handle(Cancel("r", 1))
+    assert rig.store.stats(0.0).sealed == written
+    prefill.handle(handed(PROMPT, "again"))
+    rig.settle()
+    assert [(m.computed, m.hit) for m in done(prefill.said)][1:] == [(1, 3)], "only the partial page is made again"
+    assert decode.state.cache.available == prefill.state.cache.available == 32
+
+
+def test_a_partial_page_is_shared_by_those_alone_who_have_all_of_it_in_common() -> None:
+    rig = Rig(64)
+    one = rig.worker("prefill", 32, PrefillConfig(chunk_tokens=PAGE, max_prompts=3))
+    other = [*PROMPT[:-2], 9, 9]
+    for request, prompt in (("a", PROMPT), ("b", PROMPT), ("c", other)):
+        one.handle(handed(prompt, request))
+    rig.settle()
+    assert {m.request: m.computed for m in done(one.said)} == {"a": len(PROMPT) - 1, "b": 0, "c": 1}
+
+
+def test_a_partial_page_that_does_not_come_is_computed() -> None:
+    rig = Rig(64)
+    prefill = rig.worker("prefill", 32, PrefillConfig())
+    decode = rig.worker("decode", 32, DecodeConfig(fetch_ms=100))
+    decode.handle(awaits(PROMPT, 5))
+    prefill.handle(order(PROMPT))  # the full pages, and no more
+    rig.settle()
+    assert not tokens_of(decode.said)
+    rig.now += 0.2
+    decode.handle(Tick())
+    rig.settle()
+    assert not [m for m in decode.said if isinstance(m, Have)]
+    assert Started("r", 1, fetched_pages=3) in decode.said
+    assert tokens_of(decode.said) == reference(PROMPT, 5)
+
+
+def test_a_partial_page_of_another_node_stays_there() -> None:
+    rig = Rig(64, nodes=("a", "b"))
+    prefill = rig.worker("prefill", 32, PrefillConfig(), "a")
+    decode = rig.worker("decode", 32, DecodeConfig(), "b")
+    decode.handle(awaits(PROMPT, 5, sources=(rig.stores["a"].source(4),)))
+    prefill.handle(handed(PROMPT))
+    rig.settle()
+    assert Started("r", 1, fetched_pages=4) in decode.said
+    assert tokens_of(decode.said) == reference(PROMPT, 5)
+    prefill.handle(Cancel("r", 1))
+    stats = {node: store.state.stats(0.0) for node, store in rig.stores.items()}
+    assert {node: (each.sealed, each.held, each.unlisted) for node, each in stats.items()} == {
+        "a": (3, 0, 0),
+        "b": ((len(PROMPT) + 4) // PAGE, 0, 0),
+    }
+
+
 def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
     one = worker(chunk_tokens=2 * PAGE, pages=64)
     one.handle(order([1] * 80, "long"))
@@ -127,17 +206,16 @@ def test_a_prompt_beyond_the_share_of_the_arena_passes_through_a_window() -> Non
     rig = Rig(24)  # a writer may reserve 12 slots
     prefill = rig.worker("prefill", 64, PrefillConfig())
     decode = rig.worker("decode", 64, DecodeConfig())
-    prompt = [i % 7 for i in range(20 * PAGE + 1)]
-    tokens = pack_tokens(prompt)
-    decode.handle(Decode("r", 1, ROOT, tokens, len(prompt), 5, Sampling(temperature=0), fetch=20, awaited=True))
-    prefill.handle(order(prompt))
+    prompt = [i % 7 for i in range(20 * PAGE + 3)]
+    decode.handle(awaits(prompt, 5))
+    prefill.handle(handed(prompt))
     for _ in range(200):
         rig.now += 0.05
         prefill.handle(Tick())
         rig.settle()
     assert done(prefill.said)
     assert tokens_of(decode.said) == reference(prompt, 5)
-    assert Started("r", 1, fetched_pages=20) in decode.said
+    assert Started("r", 1, fetched_pages=21) in decode.said
 
 
 def test_a_full_store_is_asked_again_and_its_silence_ends_the_prompt() -> None:

@@ -20,6 +20,7 @@ from baton import config as settings
 from baton.clock import Tick
 from baton.membership import Membership
 from baton.messages import (
+    TOKEN_BYTES,
     Accepted,
     AttemptHeld,
     AttemptName,
@@ -400,7 +401,7 @@ class Cluster:
         order, store = sequence.order, self.attached(process.peer.node)
         if store is None or not all(map(self.serving, order.sources)):
             return
-        chain = chain_of(order.root, order.tokens, order.fetch)
+        chain = chain_of(order.root, order.tokens[:-TOKEN_BYTES], order.fetch)
         if any(self.stores.has(each, chain) for each in (store, *(source.store for source in order.sources))):
             self.seal(store, chain)
             sequence.waiting = False

@@ -17,6 +17,8 @@ from router.view import View
 
 PREFIX = Prefix(pages=8, page_size=10, page_bytes=1_000)
 TAIL = 4  # tokens after the prefix
+REST = TAIL - 1  # of these, those that a prefill worker makes a partial page of
+HANDED = PREFIX.pages + 1  # pages of a hand-off
 RATE = 100.0  # tokens per second: a page is computed in 0.1 s
 PAGE = 0.1
 STEP = 0.01

@@ -20,11 +20,13 @@ from router.plan import Plan
 from router.prices import Prices
 from tests.router.placing import (
     FAR,
+    HANDED,
     NEAR,
     PAGE,
     PREFIX,
     QUICK,
     RATE,
+    REST,
     SLOW,
     STEP,
     TAIL,
@@ -86,7 +88,7 @@ def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) ->
     elif choice.prefill is not None:
         maker = cluster.members.live(choice.prefill)
         assert len(maker.slots) < 2
-        assert choice.fetch == PREFIX.pages > 0
+        assert choice.fetch == HANDED
         theirs = cluster.members.store_of(maker.peer.node)
         assert theirs is not None
         named = () if maker.peer.node == chosen.peer.node else (theirs.incarnation,)
@@ -136,9 +138,11 @@ def by_hand(cluster: Cluster, ask: Ask, maker: int | None, taker: int) -> float:
     if decoder.hello.model.pool_pages < ask.needs:
         return inf
     step = prices.step[taker]
+    if maker is not None and prices.cached[taker] == PREFIX.pages:
+        return inf
     if maker is None:
         begins = max(prices.queue[taker], prices.wait_alone[taker])
-        return begins + prices.load[taker] + prices.compute[taker] + step
+        return begins + prices.load[taker] + prices.compute[taker] + step + prices.tail[taker]
     worker = prices.workers[maker]
     own, theirs = cluster.members.store_of(decoder.peer.node), cluster.members.store_of(worker.peer.node)
     same = worker.peer.node == decoder.peer.node
@@ -146,15 +150,15 @@ def by_hand(cluster: Cluster, ask: Ask, maker: int | None, taker: int) -> float:
         return inf
     cost = cluster.prefill(worker.incarnation)
     cached = int(prices.cached[maker])
-    making = cost.seconds((PREFIX.pages - cached) * 10, cached * 10, 2_048)
+    making = cost.seconds((PREFIX.pages - cached) * 10 + REST, cached * 10, 2_048)
     load = prices.load[maker]
     left = sum(cost.seconds(prompt.new, 0, 2_048) for prompt in worker.slots.values())
     held = ask.held.get(own.incarnation, Match(0))
     here = max(ask.on_device(decoder.incarnation), held.pages - held.tiers.get("DISK", 0))
     transfer = 0.0
-    if not same and here < PREFIX.pages:
+    if not same:
         speed = own.load.tiers[1]
-        link = speed.latency + (PREFIX.pages - here) * PREFIX.page_bytes / speed.bytes_per_second
+        link = speed.latency + (HANDED - here) * PREFIX.page_bytes / speed.bytes_per_second
         transfer = max(speed.latency, link - load - making)
     return max(left, prices.wait[taker]) + load + making + transfer + step
 

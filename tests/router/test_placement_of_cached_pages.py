@@ -11,7 +11,21 @@ from kvstore.cost import DEFAULT_PREFILL_RATE
 from kvstore.prefix_map import Match
 from router.plan import Plan
 from router.view import View
-from tests.router.placing import CONFIG, FAR, NEAR, PAGE, QUICK, RATE, SLOW, Cluster, one_node, source, two_nodes
+from tests.router.placing import (
+    CONFIG,
+    FAR,
+    HANDED,
+    NEAR,
+    PAGE,
+    QUICK,
+    RATE,
+    REST,
+    SLOW,
+    Cluster,
+    one_node,
+    source,
+    two_nodes,
+)
 
 
 @pytest.mark.parametrize(
@@ -108,16 +122,18 @@ def test_before_anything_is_measured_the_rates_that_workers_tell_count() -> None
 
 def test_a_pair_of_two_nodes_hands_pages_over_from_store_to_store() -> None:
     plan = two_nodes({"host": 3}, {}).plan()
-    assert plan == Plan("d0", "p0", fetch=8, cached=3, store="s-b", sources=(source("a", 8),))
+    assert plan == Plan("d0", "p0", fetch=HANDED, cached=3, store="s-b", sources=(source("a", HANDED),))
     assert plan.predicted.transfer == pytest.approx(NEAR.latency)
     slow = two_nodes({"host": 3}, {"speeds": (QUICK, FAR)})
     slow.runs(slow.members.live("d0"), 20)
-    assert slow.plan().predicted.transfer == pytest.approx(8.02 - 5 * PAGE), "the link is slower than the making"
+    assert slow.plan().predicted.transfer == pytest.approx(9.02 - 5 * PAGE - REST / RATE), (
+        "the link is slower than the making"
+    )
 
 
 def test_the_prefill_worker_gets_what_the_decode_workers_node_has() -> None:
     plan = two_nodes({}, {"host": 5}).plan()
-    assert (plan.sources, plan.prefill_sources) == ((source("a", 8),), (source("b", 5),))
+    assert (plan.sources, plan.prefill_sources) == ((source("a", HANDED),), (source("b", 5),))
 
 
 def test_a_pair_of_one_node_is_preferred_while_it_costs_no_more() -> None:
@@ -141,7 +157,7 @@ def test_a_pair_of_two_nodes_needs_both_stores(a: dict[str, Any] | None, b: dict
 
 
 def test_a_store_that_serves_nobody_may_be_served() -> None:
-    assert two_nodes({}, {"serves": False}).plan().sources == (source("a", 8),)
+    assert two_nodes({}, {"serves": False}).plan().sources == (source("a", HANDED),)
 
 
 def test_who_has_failed_a_request_is_not_asked_again() -> None:

@@ -80,21 +80,21 @@ def test_a_local_request_from_decode_to_end() -> None:
 def test_a_split_request_prefills_only_once_decode_has_accepted() -> None:
     lab = Lab()
     decode, prefill, _ = lab.split()
-    order = lab.submit(prompt=14)  # 3 shippable pages of 4, and 2 tokens
-    assert (lab.decode.fetch, lab.decode.awaited) == (3, True)
+    order = lab.submit(prompt=14)  # 3 full pages of 4, a partial one, and the last token
+    assert (lab.decode.fetch, lab.decode.awaited) == (4, True)
     assert not lab.sent(Prefill)
     lab.say(decode, Accepted("r", 1))
     assert lab.to(lab.prefill) == prefill
-    assert lab.prefill.tokens == order.tokens[: 12 * 4]
-    lab.say(prefill, Prefilled("r", 1, computed=12, hit=0, shipped=3, queue_ms=4, compute_ms=5))
+    assert lab.prefill.tokens == order.tokens[: 13 * 4]
+    lab.say(prefill, Prefilled("r", 1, computed=13, hit=0, shipped=4, queue_ms=4, compute_ms=5))
     assert not lab.sent(Cancel)  # its holds are still needed
-    lab.say(decode, Started("r", 1, device_pages=0, fetched_pages=3))
+    lab.say(decode, Started("r", 1, device_pages=0, fetched_pages=4))
     assert lab.cancelled(prefill) == [1]
-    lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
+    lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=1)
     end = lab.end()
     assert end.summary.usage.cached == 0
     served = end.summary.served
-    assert (served.prefill_worker, served.pages_fetched, served.pages_shipped) == ("prefill-0", 3, 3)
+    assert (served.prefill_worker, served.pages_fetched, served.pages_shipped) == ("prefill-0", 4, 4)
     assert (served.prefill_queue_ms, served.prefill_compute_ms) == (4, 5)
     assert lab.state.stats().placed_split == 1
 
@@ -193,8 +193,8 @@ def test_a_pair_of_two_nodes_passes_pages_from_store_to_store() -> None:
     lab = Lab()
     decode, prefill, made, wanted = lab.split_over_nodes()
     lab.submit(prompt=14)
-    source = Source(made, "tcp://a:1", 3)
-    assert (lab.decode.fetch, lab.decode.awaited, lab.decode.sources) == (3, True, (source,))
+    source = Source(made, "tcp://a:1", 4)
+    assert (lab.decode.fetch, lab.decode.awaited, lab.decode.sources) == (4, True, (source,))
     lab.say(decode, Accepted("r", 1))
     assert lab.to(lab.prefill) == prefill
     assert lab.prefill.sources == ()
@@ -556,7 +556,7 @@ def test_the_last_attempt_needs_neither_prefill_worker_nor_store() -> None:
     lab.holds(store, lab.submit("first", prompt=14), 2)
     lab.submit(prompt=14)
     for attempt in (1, 2):
-        assert lab.decode.fetch == 3
+        assert lab.decode.fetch == 4
         lab.say(decode, Accepted("r", attempt))
         lab.say(decode, Failed("r", attempt, "internal", "a step failed"))
     assert (lab.decode.attempt, lab.decode.fetch, lab.decode.awaited) == (3, 0, False)

@@ -15,18 +15,18 @@ from router.peers import Prompt
 from router.placement import Reject, Wait
 from router.plan import Plan
 from router.reach import Prefix
-from tests.router.placing import CONFIG, PAGE, PREFIX, RATE, STEP, TAIL, Cluster, one_node
+from tests.router.placing import CONFIG, HANDED, PAGE, PREFIX, RATE, REST, STEP, Cluster, one_node
 
 # --- one node ---
 
 
 def test_missing_pages_are_prefilled_elsewhere() -> None:
     plan = one_node(host=3).plan()
-    assert plan == Plan("d0", "p0", fetch=8, cached=3, store="s-a")
+    assert plan == Plan("d0", "p0", fetch=HANDED, cached=3, store="s-a")
     assert plan.awaited
-    assert plan.predicted.compute == pytest.approx(5 * PAGE)
-    assert plan.predicted.step == pytest.approx(STEP + TAIL / RATE)
-    assert plan.predicted.total == pytest.approx(5 * PAGE + STEP + TAIL / RATE)
+    assert plan.predicted.compute == pytest.approx(5 * PAGE + REST / RATE)
+    assert plan.predicted.step == pytest.approx(STEP), "the decode worker computes the last token alone"
+    assert plan.predicted.total == pytest.approx(5 * PAGE + REST / RATE + STEP)
     assert plan.tpot == pytest.approx(STEP)
 
 
@@ -79,7 +79,7 @@ def test_the_prefill_worker_that_is_done_first_is_chosen() -> None:
     cluster.prefiller("p2", busy=5)
     assert cluster.plan().prefill == "p0"
     cluster.members.live("p0").promise(AttemptName("busy", 1), Prompt(40), cluster.now)
-    assert cluster.plan() == Plan("d0", "p1", fetch=8, cached=3, store="s-a")
+    assert cluster.plan() == Plan("d0", "p1", fetch=HANDED, cached=3, store="s-a")
     cluster.prefiller("p3", busy=20)
     cluster.prefills["p3"] = PrefillCost(0.0, 1 / RATE / 10, 0.0)
     assert cluster.plan().prefill == "p3"
@@ -88,7 +88,7 @@ def test_the_prefill_worker_that_is_done_first_is_chosen() -> None:
 def test_long_contexts_make_computing_dearer() -> None:
     cluster = one_node(host=4)
     cluster.prefills = dict.fromkeys(("p0", "d0"), PrefillCost(0.5, 0.01, 0.001))
-    assert cluster.plan().predicted.compute == pytest.approx(0.5 + 40 * 0.01 + (40 * 40 + 40 * 41 / 2) * 0.001)
+    assert cluster.plan().predicted.compute == pytest.approx(0.5 + 43 * 0.01 + (43 * 40 + 43 * 44 / 2) * 0.001)
 
 
 def test_a_local_plan_needs_nobody() -> None:
@@ -110,7 +110,7 @@ def test_a_full_prefill_worker_is_waited_for_where_that_is_quicker() -> None:
     choice = cluster.choose()
     assert isinstance(choice, Wait)
     assert "p0" in choice.why
-    assert choice.predicted == pytest.approx(24 * PAGE + STEP + TAIL / RATE)
+    assert choice.predicted == pytest.approx(24 * PAGE + REST / RATE + STEP)
     other = cluster.prefiller("p1", busy=10)
     assert cluster.plan().prefill == "p1"
     other.promise(AttemptName("more", 1), Prompt(200), cluster.now)
@@ -229,7 +229,7 @@ def test_an_objective_that_nobody_meets_is_told_at_once() -> None:
     cluster = one_node()
     choice = cluster.choose(ttft=0.5)
     assert isinstance(choice, Reject)
-    assert choice.retry_after == pytest.approx(0.8 + STEP + TAIL / RATE - 0.5)
+    assert choice.retry_after == pytest.approx(0.8 + REST / RATE + STEP - 0.5)
     assert cluster.plan(ttft=1.0).prefill == "p0"
 
 

@@ -14,7 +14,7 @@ from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
 from baton.messages import Cancel, Decode, Prefill, Refused, Resend, Sampling, Source, Tokens
 from decode_worker.sequence import Phase
-from kvstore.keys import pack_tokens, shippable_pages
+from kvstore.keys import cacheable_pages, pack_tokens
 from prefill_worker.state import PrefillState
 from tests.rig import PAGE, ROOT, Rig, RigStore, RigWorker, reference
 
@@ -64,10 +64,11 @@ class HandOff(RuleBasedStateMachine):
         return of_kind[number % len(of_kind)]
 
     @rule(prompt=PROMPTS, count=st.integers(1, 12), to=BIT, fetch=st.integers(0, 6), awaited=st.booleans(),
-          known=st.integers(0, 5), prefill=st.integers(0, 2), chosen=SOURCES, cached=SOURCES)  # fmt: skip
+          known=st.integers(0, 5), prefill=st.integers(0, 2), chosen=SOURCES, cached=SOURCES,
+          partial=st.booleans())  # fmt: skip
     def order(
         self, prompt: list[int], count: int, to: int, fetch: int, awaited: bool, known: int, prefill: int,
-        chosen: list[tuple[int, int]], cached: list[tuple[int, int]],
+        chosen: list[tuple[int, int]], cached: list[tuple[int, int]], partial: bool = True,
     ) -> None:  # fmt: skip
         """Anything may be ordered, and the hints may all be wrong."""
         request = f"r{len(self.requests)}"
@@ -78,9 +79,10 @@ class HandOff(RuleBasedStateMachine):
             Decode(request, 1, ROOT, pack_tokens(tokens), len(prompt), count, greedy, (), fetch, awaited,
                    self.sources(chosen))
         )  # fmt: skip
-        full = shippable_pages(len(tokens), PAGE) * PAGE
+        full = cacheable_pages(len(tokens), PAGE) * PAGE
         if prefill and full:
-            order = Prefill(request, 1, ROOT, pack_tokens(tokens[:full]), self.sources(cached))
+            made = tokens[:-1] if partial else tokens[:full]
+            order = Prefill(request, 1, ROOT, pack_tokens(made), self.sources(cached))
             self.pick(prefill, "prefill").handle(order)
 
     @rule(prompt=PROMPTS, to=BIT, prefill=st.integers(0, 2), turns=st.integers(0, 30), damage=SELDOM, fails=SELDOM)

@@ -17,7 +17,7 @@ def load(prompt: int, output: int, rate: float) -> Random:
     return Random(rate, Lengths("uniform", prompt, prompt), Lengths("uniform", output, output))
 
 
-PROMPTS = load(4_000, 4, 3.0)  # 1.2 prefill workers' time, and hardly any of a decode worker's
+PROMPTS = load(4_000, 4, 2.7)  # 1.2 prefill workers' time, and hardly any of a decode worker's
 OUTPUTS = load(600, 400, 1.0)  # nearly all of a decode worker's time, and hardly any of a prefill worker's
 
 
