@@ -142,7 +142,10 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _compile(compiler: Sequence[str], sources: Sequence[Path], target: Path) -> None:
-    """Compile beside `target`, all sources at once, and move it there whole: one may be killed."""
+    """Compile beside `target`, all sources at once, and move it there whole: one may be killed. Nobody else may be
+    compiling it."""
+    for left in target.parent.glob("making-*"):  # by one that was
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="making-") as name, ThreadPoolExecutor() as pool:
         making = Path(name) / target.name
         objects = [making.with_name(f"{source.stem}.o") for source in sources]

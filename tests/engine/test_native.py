@@ -350,6 +350,21 @@ def test_a_change_of_the_sources_makes_another_library(tmp_path: Path):
 
 
 @compiled
+def test_what_one_that_was_killed_left_half_made_is_removed(tmp_path: Path):
+    (tmp_path / "answer.cpp").write_text(SOURCE % 41)
+    root = tmp_path / "cache"
+    build.load(tmp_path, root)
+    (made,) = root.glob("*/library.so")
+    made.unlink()
+    left = made.with_name("making-killed")
+    left.mkdir()
+    (left / "answer.o").touch()
+    build.load(tmp_path, root)
+    assert made.exists()
+    assert not left.exists()
+
+
+@compiled
 def test_of_two_processes_that_start_together_one_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compiler, told = tmp_path / "compiler", tmp_path / "told"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {told}\nexec {" ".join(build.find_compiler())} "$@"\n')
