@@ -2,7 +2,7 @@
 
 Iteration-level scheduling (Orca, OSDI'22) with chunked prefill (Sarathi-Serve, OSDI'24): a sequence that waits for its
 next token never waits for somebody's prompt. A *tail* is what of a prompt is left to compute here: a *short* one takes
-at most a page, as after a hand-off, a *long* one is a prompt that is prefilled locally.
+at most a page, as where all before it was cached, a *long* one is a prompt that is prefilled locally.
 
 Nobody starves:
 

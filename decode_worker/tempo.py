@@ -20,8 +20,8 @@ _MIXED = 8.0
 """Times a step that only decodes: what one with prompts in it may take, unless `decode.itl_ms` says. With 3, on
 two cores, chunks had some 50 tokens, each of which took twice as long as one in a chunk of 512: all were slower."""
 _TAIL = 1.3
-"""The same where all there is of prompts are the last few tokens of some that were handed off. They come in parts then,
-each of which reads the weights with those who decode."""
+"""The same where all there is of prompts are the last few tokens of some whose full pages were cached. They come in
+parts then, each of which reads the weights with those who decode."""
 _LEAST_TAIL = 4  # tokens of such a part, since fewer take hardly less: they read what comes before them together
 _UNKNOWN_SHARE = (_TAIL - 1) / _LEAST_TAIL  # of a step: what a token of a tail costs, until that is known
 _FREE = 1e-4  # of a step: a token that makes it longer by less costs nothing
