@@ -119,10 +119,10 @@ class Sequence:
         """Keys of the pages that may come from elsewhere: the last token must be computed to sample from it."""
         return self.keys[: cacheable_pages(len(self.tokens), self.page_size)]
 
-    def awaited_keys(self) -> list[bytes]:
-        """Those, and that of the partial page after them, which a prefill worker makes as well."""
+    def fetchable_keys(self) -> list[bytes]:
+        """Those, and that of the partial page after them where a prefill worker makes it."""
         keys = [*self.reusable_keys()]
-        if rest := self.tokens[len(keys) * self.page_size : -1]:
+        if self.awaited and (rest := self.tokens[len(keys) * self.page_size : -1]):
             keys.append(partial_key(keys[-1] if keys else self.root, pack_tokens(rest)))
         return keys
 

@@ -281,7 +281,7 @@ class DecodeState:
     def _begin(self, sequence: Sequence, goal: int, now: float) -> list[Command]:
         """Fetch the pages from the cached prefix up to `goal`, or run at once where no full one is to be fetched."""
         have, full = sequence.computed // self._page_size, len(sequence.reusable_keys())
-        keys = (sequence.awaited_keys() if sequence.awaited else sequence.reusable_keys())[have:goal]
+        keys = sequence.fetchable_keys()[have:goal]
         if have == full or not keys:
             return self._run(sequence, now)
         if not self._store_up:

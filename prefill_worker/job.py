@@ -77,7 +77,7 @@ class Job:
 
     @property
     def full(self) -> int:
-        """All of them, but for a partial one at the end."""
+        """Pages, but for a partial one at the end."""
         return len(self.tokens) // self.page_size
 
     @property
