@@ -141,7 +141,8 @@ class Worker:
             config.cluster.silence_ms / 1_000,
         )  # fmt: skip
         self._connect_at = 0.0
-        self._join_at = self.clock.now() + config.cluster.silence_ms / 1_000  # with a store or without
+        self._joined = False  # routers may know of us
+        self._join_by = self.clock.now() + config.cluster.silence_ms / 1_000  # with a store or without
         self._poller = Poller()
         for link in self._routers.links:
             self._poller.add(link)
@@ -183,8 +184,10 @@ class Worker:
         now = self.clock.now()
         paused = self._pauses.tick(now)
         yield from self._from_store(now)
+        # Routers send work at once, and its pages could not be fetched before the store has taken us in.
+        self._joined = self._joined or self._store.connected or now >= self._join_by
         with self.tracer.span("read the routers", "sockets"):
-            heard = list(self._routers.receive(now, paused)) if self._joins(now) else []
+            heard = list(self._routers.receive(now, paused)) if self._joined else []
         for event in heard:
             match event:
                 case Said(message=Trace(mark=mark, steps=steps)):
@@ -194,13 +197,6 @@ class Worker:
                 case _:
                     yield event
         yield Tick(paused)
-
-    def _joins(self, now: float) -> bool:
-        """Whether routers may know of us. They send work at once, and pages that are to be fetched for it come too soon
-        for a worker whose store has yet to take it in; one that has waited long enough works without."""
-        if self._store.connected:
-            self._join_at = now
-        return now >= self._join_at
 
     def _become(self, role: WorkerRole) -> None:
         if role == "decode" and not self.engine.has_head:
