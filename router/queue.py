@@ -32,6 +32,7 @@ _HORIZON = 10.0  # seconds of draining after which they count a third
 _MEMORY = 60.0  # seconds for which an empty line's past is kept
 _TRUST = 2.0  # seconds of draining that outweigh what was expected of a line
 _ENOUGH = 1.0  # seconds of draining that must have been seen before they say anything
+_FURTHEST = 10.0  # times the draining that was seen: so far ahead anything is said
 
 _LEAD = 5.0  # seconds of service, of all tenants together, that urgency may put a tenant ahead of its share
 _ROUGHLY = 2.0  # seconds: errors of forecasts are in proportion to these and the forecast
@@ -221,7 +222,8 @@ class Queue:
         it what they will be served until it has had its turn. So much is known of those that wait; who will come
         meanwhile and be served first is learned from how fast its own line has been drained so far. Its own work is
         part of that, but for the one that is next: a tenant that asks for less than its share is not to lose its long
-        prompts."""
+        prompts. A queue that has just formed says nothing of half a minute: the few prompts that have left it may have
+        been short ones, or slow to leave."""
         self._until(now, waiting=True)
         if not (rate := self.outflow.rate):
             return 0.0
@@ -230,9 +232,9 @@ class Queue:
         own = self._places[request.name][1] if self._is_next(request) else 0
         work = line.work - own
         expected = (self._ahead(request, work) - own) / rate
-        if expected <= 0 or work <= 0:
-            return expected
-        return work / line.past.outflow.rate_given(work / expected)
+        if expected > 0 and work > 0:
+            expected = work / line.past.outflow.rate_given(work / expected)
+        return min(expected, _FURTHEST * self.outflow.seconds)
 
     def doubt(self, request: Request, wait: float, limit: float) -> float:
         """Seconds by which it may wait longer than the `wait` that was forecast, where `limit` are all that it has.
@@ -304,18 +306,18 @@ class Outflow:
     """How fast work leaves the queue while there is some: tokens per second, those long ago forgotten exponentially."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self.seconds = 0.0  # seen, at most `_HORIZON`
         self._tokens = 0.0
         self._at = inf
 
     @property
     def rate(self) -> float:
         """0: too little has been seen."""
-        return self._tokens / self._seconds if self._seconds >= _ENOUGH else 0.0
+        return self._tokens / self.seconds if self.seconds >= _ENOUGH else 0.0
 
     def rate_given(self, expected: float) -> float:
         """The same where something else is expected until enough has been seen."""
-        return (self._tokens + _TRUST * expected) / (self._seconds + _TRUST)
+        return (self._tokens + _TRUST * expected) / (self.seconds + _TRUST)
 
     def idle(self, now: float) -> float:
         """Seconds since anything was told of it."""
@@ -327,7 +329,7 @@ class Outflow:
         self._at = now
         if waiting and passed:
             fade = exp(-passed / _HORIZON)
-            self._seconds = self._seconds * fade + _HORIZON * (1 - fade)
+            self.seconds = self.seconds * fade + _HORIZON * (1 - fade)
             self._tokens *= fade
 
     def took(self, tokens: float) -> None:

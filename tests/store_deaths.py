@@ -135,7 +135,8 @@ def loads_of(cluster: LocalCluster, stores: Sequence[str], tier: str) -> float:
 
 
 def store_deaths(kills: int, seed: int, folder: Path, path: Path, nodes: Sequence[str] = ("a",)) -> dict[str, object]:
-    """Kill stores so many times; raises AssertionError at the first wrong or lost token."""
+    """Kill stores so many times; raises AssertionError at the first wrong or lost token, or where no page was ever read
+    from a tier below."""
     rng = random.Random(seed)
     expected = documents(path)
     settings = workload.settings(path, 1, 1, **SETTINGS, **{"disk.path": str(folder / "disk")})
@@ -155,7 +156,14 @@ def store_deaths(kills: int, seed: int, folder: Path, path: Path, nodes: Sequenc
             cluster.kill(victim)
             load.run(rng.uniform(0.0, 0.5))
             cluster.start(victim)
-        load.run(1.0)
+
+        def every_tier_was_read() -> bool:
+            load.run(0.3)
+            wanted = loads if len(nodes) > 1 else ["disk"]
+            return all(loads[tier] + loads_of(cluster, stores, tier) > 0 for tier in wanted)
+
+        # On a slow machine no store may have lived for long enough so far.
+        eventually(every_tier_was_read, what="pages read from the disk, and from another store where there is one")
         load.finish()
         cluster.wait_live([*stores, "prefill-0", "decode-0"])
         eventually(lambda: at_rest(cluster), what="everything freed")

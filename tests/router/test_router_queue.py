@@ -216,6 +216,19 @@ def test_the_wait_is_what_is_ahead_at_the_rate_of_late() -> None:
     line.queue.discard(begun, line.now)
 
 
+def test_a_queue_that_has_just_formed_says_nothing_of_half_a_minute() -> None:
+    line = Line()
+    for i in range(20):
+        line.comes(f"r{i}", prompt=2_000)
+    line.comes("short", prompt=50, priority=-1)
+    line.now += 1.1
+    assert line.serve() == "short"
+    last = line.comes("last", prompt=2_000)
+    assert line.queue.wait(last, line.now) == pytest.approx(11, rel=0.1), "not the 800 s that 50 tokens a second mean"
+    line.now += 9
+    assert line.queue.wait(last, line.now) > 30, "by now it is known that nobody else has left"
+
+
 def test_a_tenant_does_not_wait_for_the_flood_of_another() -> None:
     line = Line()
     drained(line, 1_000)
