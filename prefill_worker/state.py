@@ -430,11 +430,19 @@ class PrefillState:
 
     @property
     def patience(self) -> float:
-        """For how many seconds the next step should wait for the store: an answer takes far less than a step, and a
-        prompt that gets it now has its part in the step, instead of waiting for the next."""
-        phases = [job.phase for job in self._active if not job.loading_now]
-        expected = Phase.LOOKING in phases or Phase.READING in phases
-        return _PATIENCE * self._config.step_ms / 1_000 if expected and Phase.COMPUTING in phases else 0.0
+        """For how many seconds the next step should wait for the store: an answer takes far less than a step. A prompt
+        that gets it now has its part in the step, instead of waiting for the next; one whose last page is sealed now
+        is done a step earlier, and its place free."""
+        active = self._active
+        if not any(job.phase is Phase.COMPUTING for job in active) or not any(map(self._answered_soon, active)):
+            return 0.0
+        return _PATIENCE * self._config.step_ms / 1_000
+
+    def _answered_soon(self, job: Job) -> bool:
+        """The store is about to say what lets it go on."""
+        if job.phase is Phase.SETTLING:
+            return job.ship is not None and job.offered == job.total and job.ship.ticket not in self._copies.tickets
+        return job.phase is Phase.READING or (job.phase is Phase.LOOKING and not job.loading_now)
 
     def plan(self, now: float) -> Plan:
         """The next step; empty when nothing computes."""

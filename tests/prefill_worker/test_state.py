@@ -336,3 +336,19 @@ def test_a_deadline_and_a_failed_step_are_said() -> None:
         ("bad", "internal"),
         ("late", "deadline"),
     ]
+
+
+def test_a_step_waits_for_the_seal_of_another_prompt_s_last_page() -> None:
+    """What is done is said before others' next step, not after it."""
+    one = worker(chunk_tokens=16 * PAGE, pages=64, step_ms=100)
+    one.handle(order(PROMPT, "short"))
+    one.handle(order([1] * 200, "long"))
+    one.hear()
+    while one.state._jobs["short"].pending:
+        assert one.step()
+    assert one.state.patience == 0  # its pages are not even written
+    one.copy()
+    assert 0 < one.state.patience <= 0.01
+    one.hear()
+    assert one.state.patience == 0
+    assert [m.request for m in done(one.said)] == ["short"]
