@@ -37,7 +37,7 @@ from baton.wire import Heart, Link, Listener, Poller, Publisher, Subscriber
 
 ROUTER = Peer("router", "router", "n0", "router-1", 1)
 ME = Peer("decode", "d0", "n0", "worker-1", 2)
-DEADLINE = 10.0
+DEADLINE = 60.0
 
 
 def eventually(condition: Callable[[], bool]) -> None:

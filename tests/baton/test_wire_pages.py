@@ -13,7 +13,7 @@ from baton.errors import PortInUse, StartupError
 from baton.messages import Envelope, Gone, PageReply, PageRequest, Pages, SentPage, Serving, Wanting
 from baton.wire.pages import PageLink, PageSockets, Sending
 
-DEADLINE = 10.0
+DEADLINE = 60.0
 
 
 def eventually(condition: Callable[[], bool]) -> None:

@@ -52,7 +52,7 @@ from kvstore.tiers import (
 )
 from tests.kvstore.relay import Relay
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 PAGE = 128 * 1024
 SLOTS = 64
 
