@@ -47,10 +47,14 @@ class Budget(Struct, frozen=True):
 
 def plan_step(running: Collection[Sequence], budget: Budget) -> Plan:
     """Chunks for the running sequences, each of which must hold the pages that its known tokens need."""
-    decoding = sorted((s for s in running if s.pending == 1), key=lambda s: (s.served, s.rank))
-    chosen = [(sequence, 1) for sequence in decoding[: budget.tokens]]
-    tails = [s for s in running if s.pending > 1]
-    return {s.name: _chunk(s, count) for s, count in chosen + _share(tails, budget, budget.tokens - len(chosen))}
+    decoding = [s for s in running if s.pending == 1]
+    if len(decoding) > budget.tokens:
+        decoding = sorted(decoding, key=lambda s: (s.served, s.rank))[: budget.tokens]
+    plan = {s.name: _chunk(s, 1) for s in decoding}
+    if len(decoding) < len(running):
+        tails = [s for s in running if s.pending > 1]
+        plan |= {s.name: _chunk(s, count) for s, count in _share(tails, budget, budget.tokens - len(decoding))}
+    return plan
 
 
 def _share(tails: list[Sequence], budget: Budget, room: int) -> list[tuple[Sequence, int]]:
@@ -92,9 +96,8 @@ def _due(sequence: Sequence, rate: float) -> tuple[float, int]:
 def _chunk(sequence: Sequence, count: int) -> Chunk:
     """The next `count` tokens; the last known one is followed by a draw."""
     start, end = sequence.computed, sequence.computed + count
-    pages = sequence.pages[: -(-end // sequence.page_size)]
     draw = _draw(sequence) if end == len(sequence.tokens) else None
-    return Chunk(sequence.tokens[start:end], start, pages, draw)
+    return Chunk(sequence.tokens[start:end], start, sequence.pages, draw)
 
 
 def _draw(sequence: Sequence) -> Draw:

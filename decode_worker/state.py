@@ -480,11 +480,14 @@ class DecodeState:
         commands: list[Command] = []
         for index, ((name, chunk), drawn) in enumerate(zip(plan.items(), done.sampled, strict=True)):
             sequence = self._sequences[name.request]
-            in_prompt = max(0, min(sequence.prompt, chunk.end) - chunk.start)
-            sequence.prompt_computed += in_prompt
-            self._computed += in_prompt
-            sequence.computed, sequence.served = chunk.end, self._step
-            if drawn is not None:
+            if chunk.start < sequence.prompt:
+                in_prompt = min(sequence.prompt, chunk.end) - chunk.start
+                sequence.prompt_computed += in_prompt
+                self._computed += in_prompt
+            sequence.served = self._step
+            if drawn is None:
+                sequence.computed = chunk.end
+            else:
                 delta = self._append(sequence, [drawn, *(step[index] for step in done.more)])
                 deltas.setdefault(sequence.owner, []).append(delta)
                 sequence.computed = len(sequence.tokens) - 1
@@ -516,14 +519,10 @@ class DecodeState:
         return Delta(*_named(sequence.name), position, tokens, logprobs, sequence.finish, computed)
 
     def _publish(self, sequence: Sequence) -> None:
-        full = sequence.computed // self._page_size
-        for page in range(sequence.published, full):
-            self._publish_page(sequence, page)
-        sequence.published = full
-
-    def _publish_page(self, sequence: Sequence, page: int) -> None:
-        tokens = sequence.tokens[page * self._page_size : (page + 1) * self._page_size]
-        self._cache.publish(sequence.keys[page], sequence.parent_of(page), sequence.pages[page], tokens)
+        for page in range(sequence.published, sequence.computed // self._page_size):
+            tokens = sequence.tokens[page * self._page_size : (page + 1) * self._page_size]
+            self._cache.publish(sequence.keys[page], sequence.parent_of(page), sequence.pages[page], tokens)
+            sequence.published = page + 1
 
     def _step_failed(self, plan: Plan, message: str) -> list[Command]:
         commands: list[Command] = []
