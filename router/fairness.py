@@ -5,9 +5,11 @@ in tokens: those of prompts when a request is placed, those of the output, which
 that was found in a cache costs little (Cao et al., "Locality-aware Fair Scheduling in LLM Serving", 2025, count only
 what was computed). A tenant of weight 2 may have twice as much as one of weight 1.
 
-Nobody saves up: a tenant that begins to wait is lifted to the least counter of those who wait, or wherever the last who
-waited left it. So between two tenants that both have requests waiting, what they were served differs by no more than
-what was under way at once, however long they wait and whatever they did before.
+A tenant that begins to wait is lifted to the least counter of those who wait, or wherever the last who waited left it,
+less what it may have saved up: its share of a few seconds. (In the paper nobody saves anything. Who asks for a little
+less than its share, now and then for several things at once, would lose some of it to those who always ask.) So between
+two tenants that both have requests waiting, what they were served differs by no more than that and what was under way
+at once, however long they wait and whatever they did before.
 
 Pure.
 """
@@ -42,11 +44,13 @@ class Fairness:
         self.weight = weight
         self._counters: dict[str, float] = {}  # of those above the floor, or waiting
         self._waiting: Counter[str] = Counter()  # requests
-        self._floor = 0.0  # nobody who begins to wait has less
+        self._floor = 0.0  # the least counter of those who waited, at its highest
+        self._saved = 0.0  # nobody who begins to wait has less than the floor by more
 
     def counter(self, tenant: str) -> float:
         """What it has been served, by weight, as far as that counts."""
-        return max(self._counters.get(tenant, 0.0), 0.0 if tenant in self._waiting else self._floor)
+        own = self._counters.get(tenant, 0.0)
+        return own if tenant in self._waiting else max(own, self._floor - self._saved)
 
     def leaders(self, tokens: float) -> frozenset[str]:
         """Of the tenants that wait those that have had more than their share by so much: all who wait would have to be
@@ -57,9 +61,10 @@ class Fairness:
         most = least + tokens / sum(self.weight(tenant) for tenant in self._waiting)
         return frozenset(tenant for tenant in self._waiting if self._counters[tenant] > most)
 
-    def waits(self, tenant: str) -> None:
-        """One more request of it waits."""
+    def waits(self, tenant: str, saving: float = 0.0) -> None:
+        """One more request of it waits. Had it not waited before, it may have saved up its share of `saving` tokens."""
         if tenant not in self._waiting:
+            self._saved = saving / (self.weight(tenant) + sum(self.weight(other) for other in self._waiting))
             if self._waiting:
                 self._floor = max(self._floor, min(self._counters[other] for other in self._waiting))
             self._counters[tenant] = self.counter(tenant)
@@ -80,9 +85,10 @@ class Fairness:
         self._counters[tenant] = self.counter(tenant) + cost / self.weight(tenant)
 
     def _forget(self) -> None:
-        """Whoever does not wait and is not above the floor is as good as unknown: so nothing grows with every tenant
+        """Whoever does not wait and could save up no more is as good as unknown: so nothing grows with every tenant
         there ever was."""
-        idle = [t for t, counter in self._counters.items() if counter <= self._floor and t not in self._waiting]
+        least = self._floor - self._saved
+        idle = [t for t, counter in self._counters.items() if counter <= least and t not in self._waiting]
         for tenant in idle:
             del self._counters[tenant]
 

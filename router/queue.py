@@ -35,6 +35,7 @@ _ENOUGH = 1.0  # seconds of draining that must have been seen before they say an
 _FURTHEST = 10.0  # times the draining that was seen: so far ahead anything is said
 
 _LEAD = 5.0  # seconds of service, of all tenants together, that urgency may put a tenant ahead of its share
+_SAVINGS = 10.0  # seconds of its share that a tenant has left over at most, from when it asked for nothing
 _ROUGHLY = 2.0  # seconds: errors of forecasts are in proportion to these and the forecast
 _MOST_DOUBT = 0.8
 """Of the time that a request may wait: who is forecast to need a fifth of it is let wait, or nothing would be learned
@@ -103,7 +104,7 @@ class Queue:
         insort(line.requests, request, key=_arrival)
         self._places[request.name] = (line, 0, now)
         self.tokens += request.known
-        self._fairness.waits(request.tenant)
+        self._fairness.waits(request.tenant, _SAVINGS * self._service.rate)
         for tenant in [tenant for tenant, at in self._refused.items() if now - at > _HORIZON]:
             del self._refused[tenant]
             self._fairness.waits_no_more(tenant)
@@ -136,7 +137,7 @@ class Queue:
         """One that waits is turned away. Its tenant counts for a while as if it went on waiting: who has nobody in the
         queue because the queue takes nobody has saved nothing up, and keeps what it is due."""
         if request.tenant not in self._refused:
-            self._fairness.waits(request.tenant)
+            self._fairness.waits(request.tenant, _SAVINGS * self._service.rate)
         self._refused[request.tenant] = now
 
     def served(self, cost: float) -> None:

@@ -1,4 +1,4 @@
-"""Virtual token counters: equal service for those who wait, and no credit for those who did not."""
+"""Virtual token counters: equal service for those who wait, and little credit for those who did not."""
 
 from __future__ import annotations
 
@@ -36,6 +36,30 @@ def test_whoever_begins_to_wait_has_no_credit() -> None:
     fairness.charge("busy", 1_000)
     fairness.waits("fresh")
     assert fairness.counter("fresh") == 1_000
+
+
+def test_or_what_it_may_have_saved_up_of_its_share() -> None:
+    fairness = Fairness({"busy": 1.0, "fresh": 1.0, "rich": 3.0}.__getitem__)
+    fairness.waits("busy")
+    fairness.charge("busy", 1_000)
+    fairness.waits("fresh", 100)
+    assert fairness.counter("fresh") == 950, "half of it: two have equal weights"
+    fairness.waits("rich", 100)
+    assert fairness.counter("rich") == 980, "of five parts it has three, and each token counts a third"
+
+
+def test_what_was_saved_up_is_used_once() -> None:
+    fairness = Fairness(even)
+    fairness.waits("busy")
+    fairness.charge("busy", 1_000)
+    for _ in range(10):  # it asks again and again, and is always served at once
+        fairness.waits("sly", 100)
+        fairness.charge("sly", 10)
+        fairness.waits_no_more("sly")
+    assert fairness.counter("sly") == 1_050, "950 when it began"
+    fairness.charge("busy", 500)
+    fairness.waits("sly", 100)
+    assert fairness.counter("sly") == 1_450, "and there again, since it has not asked for more for so long"
 
 
 def test_whoever_begins_to_wait_keeps_its_debt() -> None:
@@ -96,6 +120,7 @@ WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 0.5}
     sizes=st.lists(st.tuples(st.integers(1, 100), st.integers(1, 50)), min_size=4, max_size=12),
     before=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 5_000)), max_size=6),
     visits=st.lists(st.sampled_from("abcd"), max_size=40),
+    saving=st.sampled_from([0.0, 500.0]),
 )
 def test_those_who_wait_all_the_time_are_served_alike(
     slots: int,
@@ -103,6 +128,7 @@ def test_those_who_wait_all_the_time_are_served_alike(
     sizes: list[tuple[int, int]],
     before: list[tuple[str, int]],
     visits: list[str],
+    saving: float,
 ) -> None:
     """The bound of the paper's theorem, by weight: what the requests that run at once can differ by, twice."""
     prices = Prices()
@@ -116,7 +142,7 @@ def test_those_who_wait_all_the_time_are_served_alike(
         for tenant in [*sorted(backlogged), *visits[turn : turn + 1]]:
             if tenant not in backlogged or not waiting[tenant]:
                 waiting[tenant].append(sizes[(turn + len(tenant)) % len(sizes)])
-                fairness.waits(tenant)
+                fairness.waits(tenant, saving)
         if turn == 0:  # who owed something beforehand pays it first: measured from when all are even
             level = max(fairness.counter(tenant) for tenant in backlogged)
             for tenant in backlogged:
