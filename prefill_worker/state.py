@@ -204,7 +204,7 @@ class PrefillState:
             arrival=now,
             deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
             pages=pages,
-            computed=complete * self._page_size,
+            computed=min(complete * self._page_size, len(tokens)),  # the last page may be a partial one
             sources=order.sources,
             progress=now,
         )
@@ -559,6 +559,8 @@ class PrefillState:
             assert (job.phase is Phase.DONE) == (not job.pages), job.name
             assert job.offered >= job.settled or job.phase is Phase.DONE, job.name
             assert job.ready <= job.total, job.name
+            assert job.pending >= 0, job.name
+            assert job.phase is not Phase.COMPUTING or job.pending, job.name
             assert (job.phase is Phase.WAITING) == (job.waits_for is not None), job.name
             assert (job.fetch is not None) == (job.phase is Phase.READING), job.name
         active = self._active

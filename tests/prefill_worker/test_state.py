@@ -24,6 +24,7 @@ from baton.messages import (
 from engine.batch import Chunk
 from engine.steps import StepFailed
 from kvstore.keys import cacheable_pages, pack_tokens
+from prefill_worker.job import Phase
 from tests.decode_worker.test_state import tokens_of
 from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
 
@@ -352,3 +353,22 @@ def test_a_step_waits_for_the_seal_of_another_prompt_s_last_page() -> None:
     one.hear()
     assert one.state.patience == 0
     assert [m.request for m in done(one.said)] == ["short"]
+
+
+def test_a_prompt_like_one_that_waits_for_slots_has_all_its_tokens_and_no_more() -> None:
+    """Its partial page, too, is complete on the device."""
+    one = worker(slots=4)
+    one.handle(order([9] * (3 * PAGE), "full"))
+    one.rig.settle()  # holds three of four slots
+    for request in ("first", "alike"):
+        one.handle(handed(PROMPT, request))
+        for _ in range(4):
+            one.turn()
+    assert [(job.pending, job.phase) for job in one.state._jobs.values() if job.active] == [(0, Phase.SETTLING)] * 2
+    assert not one.state.busy
+    one.handle(Cancel("full", 1))
+    for _ in range(2):  # the second asks while the first one's pages are being written
+        one.rig.tick(0.1)
+        one.handle(Tick())
+        one.rig.settle()
+    assert [m.request for m in done(one.said)] == ["full", "first", "alike"]
