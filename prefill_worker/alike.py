@@ -56,8 +56,7 @@ def tell(job: Job, at_hand: Collection[Job]) -> None:
     """More pages of `job` are complete: so are they for all who share them."""
     for other in at_hand:
         if other.ready < job.ready and _lack_the_same(other, job):
-            pages = min(job.ready, job.in_common(other.keys))
-            other.computed = min(pages * job.page_size, len(other.tokens))
+            other.has(min(job.ready, job.in_common(other.keys)))
 
 
 def validate(at_hand: Collection[Job]) -> None:

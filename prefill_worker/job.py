@@ -85,6 +85,10 @@ class Job:
         """Pages from the start whose contents lie complete on the device."""
         return self.computed // self.page_size if self.pending else self.total
 
+    def has(self, pages: int) -> None:
+        """So many pages from the start lie complete on the device. The last one may be partial."""
+        self.computed = min(pages * self.page_size, len(self.tokens))
+
     @property
     def pending(self) -> int:
         """Tokens still to compute."""

@@ -204,10 +204,10 @@ class PrefillState:
             arrival=now,
             deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
             pages=pages,
-            computed=min(complete * self._page_size, len(tokens)),  # the last page may be a partial one
             sources=order.sources,
             progress=now,
         )
+        job.has(complete)
         self._jobs[order.request] = job
         return commands + self._look(job)
 
@@ -399,8 +399,9 @@ class PrefillState:
         commands: list[Command] = [*self._copies.add(fetch.handle(event))]
         if fetch.undecided:
             fetch.decide(0)  # what was worth loading has been loaded
-        job.computed += (fetch.covered - before) * self._page_size
-        self._gained(job, job.ready - (fetch.covered - before))
+        ready = job.ready
+        job.has(ready + fetch.covered - before)
+        self._gained(job, ready)
         if fetch.ended:
             job.fetch = None
             commands += [c for ticket in fetch.tickets for c in self._drop(ticket)]

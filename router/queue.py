@@ -104,7 +104,7 @@ class Queue:
         insort(line.requests, request, key=_arrival)
         self._places[request.name] = (line, 0, now)
         self.tokens += request.known
-        self._fairness.waits(request.tenant, _SAVINGS * self._service.rate)
+        self._waits(request.tenant)
         for tenant in [tenant for tenant, at in self._refused.items() if now - at > _HORIZON]:
             del self._refused[tenant]
             self._fairness.waits_no_more(tenant)
@@ -137,8 +137,11 @@ class Queue:
         """One that waits is turned away. Its tenant counts for a while as if it went on waiting: who has nobody in the
         queue because the queue takes nobody has saved nothing up, and keeps what it is due."""
         if request.tenant not in self._refused:
-            self._fairness.waits(request.tenant, _SAVINGS * self._service.rate)
+            self._waits(request.tenant)
         self._refused[request.tenant] = now
+
+    def _waits(self, tenant: str) -> None:
+        self._fairness.waits(tenant, _SAVINGS * self._service.rate)
 
     def served(self, cost: float) -> None:
         """Some tenant was charged for so much."""
