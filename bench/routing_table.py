@@ -42,7 +42,7 @@ CLUSTERS = ("8P+8D", "16D")
 NEAR = 0.03  # of the best goodput
 _QUICK = (2.0, ("baton", "dynamo_kv", "mooncake"))  # the speed and the policies, on both clusters
 _QUANTILES = (50, 90, 99)
-_PAGE_SIZE = mooncake.BLOCK // 4  # blocks are shared whole, but a step has at least a page or two of a prompt
+_PAGE_SIZE = mooncake.BLOCK  # what prompts share in the traces
 
 
 class Cell(Struct, frozen=True):

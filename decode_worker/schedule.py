@@ -2,7 +2,7 @@
 
 Iteration-level scheduling (Orca, OSDI'22) with chunked prefill (Sarathi-Serve, OSDI'24): a sequence that waits for its
 next token never waits for somebody's prompt. A *tail* is what of a prompt is left to compute here: a *short* one takes
-at most a page, as where all before it was cached, a *long* one is a prompt that is prefilled locally.
+at most a grain, as where all before it was cached, a *long* one is a prompt that is prefilled locally.
 
 Nobody starves:
 
@@ -14,7 +14,7 @@ Nobody starves:
   but none is overtaken by those that come later than that. They have at least half of the prompts' budget.
 - More decoding sequences than a step has tokens take turns, those first whose last turn is the longest ago.
 
-Chunks end with a page or with the tokens, so that pages fill up and products have whole tiles.
+Chunks of long tails are whole *grains*: pages, or parts of pages where those are large (`grain`).
 """
 
 # pyright: strict
@@ -30,11 +30,12 @@ from engine.batch import Chunk, Draw
 from engine.steps import Plan
 
 _STRETCH = 4.0  # seconds that a long tail may be overtaken for each second that it takes
+_GRAIN = 128  # tokens: products have whole tiles, and two of them take less than most objectives for a step allow
 
 
 class Budget(Struct, frozen=True):
-    """What a step may hold. `prompts` are tokens of tails, at least two pages, and `tails` those where all are short;
-    `tokens` those of the whole step, except that tails always get two pages. `overdue`: since when a short tail must
+    """What a step may hold. `prompts` are tokens of tails, at least two grains, and `tails` those where all are short;
+    `tokens` those of the whole step, except that tails always get two grains. `overdue`: since when a short tail must
     have waited to go before everything else; `rate`: prompt tokens computed per second. Where nobody has a tail, only
     `tokens` matters."""
 
@@ -43,6 +44,12 @@ class Budget(Struct, frozen=True):
     tails: int = 0
     overdue: float = 0.0
     rate: float = 0.0
+
+
+def grain(page_size: int) -> int:
+    """Tokens of which a step has whole multiples, as far as a long tail has so many. A page, so that pages fill up; but
+    no more than a step can have without making those who decode wait, however large pages are."""
+    return min(page_size, _GRAIN)
 
 
 def plan_step(running: Collection[Sequence], budget: Budget) -> Plan:
@@ -61,12 +68,12 @@ def _share(tails: list[Sequence], budget: Budget, room: int) -> list[tuple[Seque
     """How many tokens of which tails. `room` is what the step has left for them."""
     if not tails:
         return []
-    page = tails[0].page_size
-    short = sorted((s for s in tails if s.pending <= page), key=lambda s: s.rank)
-    long = sorted((s for s in tails if s.pending > page), key=lambda s: _due(s, budget.rate))
+    whole = grain(tails[0].page_size)
+    short = sorted((s for s in tails if s.pending <= whole), key=lambda s: s.rank)
+    long = sorted((s for s in tails if s.pending > whole), key=lambda s: _due(s, budget.rate))
     left = budget.prompts if long else budget.tails
-    entitled = max(page, left // 2) if long else left
-    overdue = max(entitled, room - (page if long else 0))
+    entitled = max(whole, left // 2) if long else left
+    overdue = max(entitled, room - (whole if long else 0))
     chosen: list[tuple[Sequence, int]] = []
     waiting: list[Sequence] = []
     taken = 0
@@ -77,9 +84,9 @@ def _share(tails: list[Sequence], budget: Budget, room: int) -> list[tuple[Seque
             taken += chosen[-1][1]
         else:
             waiting.append(sequence)
-    left = max(left - taken, page if long else 0)
+    left = max(left - taken, whole if long else 0)
     for sequence in long + waiting:
-        count = sequence.pending if sequence.pending <= left else left // page * page
+        count = sequence.pending if sequence.pending <= left else left // whole * whole
         if count <= 0:
             break
         chosen.append((sequence, count))

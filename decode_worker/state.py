@@ -44,7 +44,7 @@ from baton.messages import (
 from baton.turns import Turns
 from decode_worker.admission import Admission
 from decode_worker.headroom import Headroom, LearnedHeadroom
-from decode_worker.schedule import Budget, plan_step
+from decode_worker.schedule import Budget, grain, plan_step
 from decode_worker.sequence import Phase, Sequence
 from decode_worker.shipments import Shipments
 from decode_worker.tempo import Rows, Tempo
@@ -112,7 +112,7 @@ class DecodeState:
         """`headroom`: the rule for admission, the learned one unless told otherwise; `calibration`: steps that were run
         before there was any work."""
         self._config = config
-        self._page_size = page_size
+        self._page_size, self._grain = page_size, grain(page_size)
         self._cache = DeviceCache(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
         self._sequences: dict[str, Sequence] = {}  # by request: one attempt each
@@ -434,9 +434,9 @@ class DecodeState:
             return plan_step(running, Budget(self._config.step_tokens))
         rows = self._decoding()
         context = max(s.computed for s in tails)
-        prompts = self._tempo.prompt_tokens(rows, context, self._page_size)
+        prompts = self._tempo.prompt_tokens(rows, context, self._grain)
         self._put_off = not self._put_off and self._tempo.holds_up(rows, now - self._stepped)
-        parts = 0 if self._put_off else self._tempo.tail_tokens(rows, context, self._page_size)
+        parts = 0 if self._put_off else self._tempo.tail_tokens(rows, context, self._grain)
         overdue = now - self._config.first_step_ms / 1_000
         return plan_step(running, Budget(self._config.step_tokens, prompts, parts, overdue, self._pace.rate()))
 
@@ -474,7 +474,7 @@ class DecodeState:
         self._step += steps
         self._stepped = now
         sample = self._pace.stepped(plan, seconds, steps)
-        if all(len(chunk.tokens) <= self._page_size for chunk in plan.values()):
+        if all(len(chunk.tokens) <= self._grain for chunk in plan.values()):
             self._tempo.stepped(sample, steps)
         deltas: dict[str, list[Delta]] = {}  # by owner
         commands: list[Command] = []

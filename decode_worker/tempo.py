@@ -72,18 +72,18 @@ class Tempo:
         old = self._tail_shares.get(magnitude, _UNKNOWN_SHARE)
         self._tail_shares[magnitude] = old + _WEIGHT * (share - old)
 
-    def prompt_tokens(self, rows: Rows, context: int, page_size: int) -> int:
+    def prompt_tokens(self, rows: Rows, context: int, grain: int) -> int:
         """How many prompt tokens, that attend to `context` positions before them, a step with these rows may have. At
-        least two pages, so that both short and long tails of prompts get on."""
+        least two grains, so that both short and long tails of prompts get on."""
         room = self._config.step_tokens - rows.count
         if rows.count:
             within = self._pace.tokens_within(self.longest_step(rows) - self._seconds(rows), context, rows.count)
             room = min(room, self._config.step_tokens // _UNKNOWN if within is None else within)
-        return max(room, 2 * page_size)
+        return max(room, 2 * grain)
 
-    def tail_tokens(self, rows: Rows, context: int, page_size: int) -> int:
-        """The same where no prompt has more than a page left."""
-        most = self.prompt_tokens(rows, context, page_size)
+    def tail_tokens(self, rows: Rows, context: int, grain: int) -> int:
+        """The same where no prompt has more than a grain left."""
+        most = self.prompt_tokens(rows, context, grain)
         if not rows.count:
             return most
         share = self._tail_shares.get(_magnitude(context), _UNKNOWN_SHARE)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 
 from msgspec import Struct, field
@@ -170,11 +171,11 @@ class PrefixMap:
                 if bits := mask >> me.shift & _ALL:
                     counts[_FASTEST[bits]] += pages
                 else:
-                    ended[me.name] = _match(counts)
+                    ended[me.name] = _match(*counts)
                     del going[me]
             if not going:
                 break
-        return ended | {me.name: _match(counts) for me, counts in (going or {}).items()}
+        return ended | {me.name: _match(*counts) for me, counts in (going or {}).items()}
 
     def holders(self) -> list[str]:
         return list(self._holders)
@@ -252,6 +253,8 @@ class PrefixMap:
         return [run for group in self._runs.groups.values() for run in group.runs]
 
 
-def _match(counts: Sequence[int]) -> Match:
+@lru_cache(maxsize=4_096)
+def _match(*counts: int) -> Match:
+    """Of so many pages on each tier. Remembered, for most holders have as much as many others."""
     tiers: dict[Medium, int] = {medium: count for medium, count in zip(MEDIA, counts, strict=True) if count}
     return Match(sum(counts), tiers)

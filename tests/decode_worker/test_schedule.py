@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.messages import AttemptName, Sampling
-from decode_worker.schedule import Budget, plan_step
+from decode_worker.schedule import Budget, grain, plan_step
 from decode_worker.sequence import Phase, Sequence
 from engine.steps import Plan
 
@@ -15,12 +15,12 @@ NEVER = -1.0
 
 
 def sequence(
-    name: str, known: int, computed: int, arrival: int = 0, urgency: float = 0.0, joined: float = 0.0
+    name: str, known: int, computed: int, arrival: int = 0, urgency: float = 0.0, joined: float = 0.0, page: int = PAGE
 ) -> Sequence:
-    pages = list(range(-(-known // PAGE)))
+    pages = list(range(-(-known // page)))
     made = Sequence(
         AttemptName(name, 1), b"", [7] * known, known, 100, Sampling(temperature=0), frozenset(), urgency, 0, arrival,
-        PAGE, phase=Phase.RUNNING, pages=pages, computed=computed, joined=joined,
+        page, phase=Phase.RUNNING, pages=pages, computed=computed, joined=joined,
     )  # fmt: skip
     made.tail = made.pending
     return made
@@ -102,6 +102,13 @@ def test_a_tail_that_has_waited_too_long_is_run_whatever_it_costs_the_others() -
 
 def test_chunks_of_long_tails_end_with_a_page() -> None:
     assert sizes(plan_step([sequence("long", 4_000, 32)], budget(prompts=50))) == {"long": 48}
+
+
+def test_large_pages_do_not_make_chunks_large() -> None:
+    tails = [sequence("long", 4_000, 0, page=512), sequence("short", 4_100, 4_000, arrival=1, page=512)]
+    assert grain(512) < 512
+    assert sizes(plan_step(tails, budget(prompts=2 * grain(512)))) == {"short": 100, "long": grain(512)}
+    assert grain(PAGE) == PAGE
 
 
 def test_more_that_decode_than_a_step_holds_take_turns() -> None:

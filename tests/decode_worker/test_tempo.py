@@ -17,12 +17,12 @@ from engine.batch import Chunk
 from engine.pace import WorkerPace
 from engine.steps import Plan
 
-PAGE = 16
+GRAIN = 16
 
 
 def plan(rows: int, tokens: int = 0) -> Plan:
     made = {AttemptName(f"d{i}", 1): Chunk([1], 50, [0] * 4) for i in range(rows)}
-    return made | ({AttemptName("p", 1): Chunk([1] * tokens, 0, [0] * (tokens // PAGE + 1))} if tokens else {})
+    return made | ({AttemptName("p", 1): Chunk([1] * tokens, 0, [0] * (tokens // GRAIN + 1))} if tokens else {})
 
 
 def measured(mixed: float = 0.0, **config: Any) -> Tempo:
@@ -46,42 +46,42 @@ def tails(tokens: int, context: int, seconds: float, beside: int = 8) -> StepSam
 
 
 def test_a_step_with_prompts_takes_eight_times_one_without_unless_told_otherwise() -> None:
-    assert measured(step_tokens=2_048).prompt_tokens(rows(8), 0, PAGE) == pytest.approx((8 - 1) * 14 / 0.2, rel=0.1)
-    assert measured(itl_ms=20).prompt_tokens(rows(8), 0, PAGE) == pytest.approx((20 - 14) / 0.2, rel=0.2)
+    assert measured(step_tokens=2_048).prompt_tokens(rows(8), 0, GRAIN) == pytest.approx((8 - 1) * 14 / 0.2, rel=0.1)
+    assert measured(itl_ms=20).prompt_tokens(rows(8), 0, GRAIN) == pytest.approx((20 - 14) / 0.2, rel=0.2)
 
 
 def test_what_a_step_of_both_takes_more_leaves_less_for_prompts() -> None:
-    less = measured(mixed=0.008, itl_ms=50).prompt_tokens(rows(8), 0, PAGE)
+    less = measured(mixed=0.008, itl_ms=50).prompt_tokens(rows(8), 0, GRAIN)
     assert less == pytest.approx((50 - 14 - 8) / 0.2, rel=0.1)
 
 
-def test_prompts_always_get_two_pages() -> None:
-    assert measured(itl_ms=1).prompt_tokens(rows(8), 0, PAGE) == 2 * PAGE
-    assert measured(step_tokens=8).prompt_tokens(rows(8), 0, PAGE) == 2 * PAGE
+def test_prompts_always_get_two_grains() -> None:
+    assert measured(itl_ms=1).prompt_tokens(rows(8), 0, GRAIN) == 2 * GRAIN
+    assert measured(step_tokens=8).prompt_tokens(rows(8), 0, GRAIN) == 2 * GRAIN
 
 
 def test_where_nothing_decodes_only_the_configuration_bounds_a_step() -> None:
-    assert measured().prompt_tokens(rows(0), 0, PAGE) == 512
+    assert measured().prompt_tokens(rows(0), 0, GRAIN) == 512
 
 
 def test_before_anything_is_known_prompts_get_little_beside_those_who_decode() -> None:
-    assert Tempo(DecodeConfig(), WorkerPace()).prompt_tokens(rows(8), 0, PAGE) == 64
-    assert Tempo(DecodeConfig(), WorkerPace()).prompt_tokens(rows(0), 0, PAGE) == 512
+    assert Tempo(DecodeConfig(), WorkerPace()).prompt_tokens(rows(8), 0, GRAIN) == 64
+    assert Tempo(DecodeConfig(), WorkerPace()).prompt_tokens(rows(0), 0, GRAIN) == 512
 
 
 def test_the_last_tokens_of_prompts_come_in_parts_that_hold_up_nobody_for_long() -> None:
     """What they cost is learned apart for those with little and with much before them."""
     tempo = measured()
-    assert tempo.tail_tokens(rows(0), 0, PAGE) == 512
-    assert tempo.tail_tokens(rows(8), 48, PAGE) == tempo.tail_tokens(rows(8), 2_000, PAGE) == 4  # nothing is known yet
+    assert tempo.tail_tokens(rows(0), 0, GRAIN) == 512
+    assert tempo.tail_tokens(rows(8), 48, GRAIN) == tempo.tail_tokens(rows(8), 2_000, GRAIN) == 4  # unknown yet
     for context, each in ((48, 0.0004), (2_000, 0.003)):
         for _ in range(30):
             tempo.stepped(tails(4, context, 0.014 + 4 * each))
-    assert tempo.tail_tokens(rows(8), 48, PAGE) == pytest.approx(0.3 * 14 / 0.4, abs=2)
-    assert tempo.tail_tokens(rows(8), 2_000, PAGE) == 4
+    assert tempo.tail_tokens(rows(8), 48, GRAIN) == pytest.approx(0.3 * 14 / 0.4, abs=2)
+    assert tempo.tail_tokens(rows(8), 2_000, GRAIN) == 4
     for _ in range(30):
         tempo.stepped(tails(4, 2_000, 0.014))
-    assert tempo.tail_tokens(rows(8), 2_000, PAGE) > PAGE
+    assert tempo.tail_tokens(rows(8), 2_000, GRAIN) > GRAIN
 
 
 def test_what_tails_cost_is_seen_beside_the_steps_before_them() -> None:
@@ -90,18 +90,18 @@ def test_what_tails_cost_is_seen_beside_the_steps_before_them() -> None:
     for _ in range(30):
         tempo.stepped(StepSample(0, 0, 8, 8 * 51, 0.021))
         tempo.stepped(tails(4, 48, 0.021 * (1 + 4 * 0.045)))
-    assert tempo.tail_tokens(rows(8), 48, PAGE) == 6
+    assert tempo.tail_tokens(rows(8), 48, GRAIN) == 6
 
 
 def test_a_process_that_stood_still_says_little_about_tails() -> None:
     tempo = measured()
     for _ in range(30):
         tempo.stepped(tails(8, 48, 0.014 + 8 * 0.0002))
-    before = tempo.tail_tokens(rows(8), 48, PAGE)
+    before = tempo.tail_tokens(rows(8), 48, GRAIN)
     tempo.stepped(tails(8, 48, 5.0))
-    assert before > tempo.tail_tokens(rows(8), 48, PAGE) > before / 5
+    assert before > tempo.tail_tokens(rows(8), 48, GRAIN) > before / 5
     tempo.stepped(tails(8, 48, 5.0, beside=0))  # nobody was disturbed
-    assert tempo.tail_tokens(rows(8), 48, PAGE) > before / 5
+    assert tempo.tail_tokens(rows(8), 48, GRAIN) > before / 5
 
 
 def test_what_passed_between_two_steps_is_measured_by_a_step() -> None:
@@ -149,9 +149,9 @@ def test_whatever_was_measured_there_is_a_plan(
     for pages, seconds in copies:
         tempo.copied(pages, seconds)
     for beside in (rows(0), rows(1), rows(30)):
-        most = tempo.prompt_tokens(beside, context, PAGE)
-        assert 2 * PAGE <= most <= config.step_tokens
-        assert 1 <= tempo.tail_tokens(beside, context, PAGE) <= most
+        most = tempo.prompt_tokens(beside, context, GRAIN)
+        assert 2 * GRAIN <= most <= config.step_tokens
+        assert 1 <= tempo.tail_tokens(beside, context, GRAIN) <= most
         assert 1 <= tempo.copies(beside) <= config.copies_per_step
         assert isfinite(tempo.longest_step(beside))
         assert tempo.patience(beside) >= 0
