@@ -44,6 +44,7 @@ class Budget(Struct, frozen=True):
     tails: int = 0
     overdue: float = 0.0
     rate: float = 0.0
+    grain: int = 1
 
 
 def grain(page_size: int) -> int:
@@ -68,7 +69,7 @@ def _share(tails: list[Sequence], budget: Budget, room: int) -> list[tuple[Seque
     """How many tokens of which tails. `room` is what the step has left for them."""
     if not tails:
         return []
-    whole = grain(tails[0].page_size)
+    whole = budget.grain
     short = sorted((s for s in tails if s.pending <= whole), key=lambda s: s.rank)
     long = sorted((s for s in tails if s.pending > whole), key=lambda s: _due(s, budget.rate))
     left = budget.prompts if long else budget.tails

@@ -438,7 +438,8 @@ class DecodeState:
         self._put_off = not self._put_off and self._tempo.holds_up(rows, now - self._stepped)
         parts = 0 if self._put_off else self._tempo.tail_tokens(rows, context, self._grain)
         overdue = now - self._config.first_step_ms / 1_000
-        return plan_step(running, Budget(self._config.step_tokens, prompts, parts, overdue, self._pace.rate()))
+        budget = Budget(self._config.step_tokens, prompts, parts, overdue, self._pace.rate(), self._grain)
+        return plan_step(running, budget)
 
     def alike(self, plan: Plan) -> int:
         """How many steps in a row may run this plan, each row feeding on its own last token, and come to the same as if

@@ -32,9 +32,9 @@ PROMPTS = st.builds(
 class DecodeMachine(RuleBasedStateMachine):
     @initialize(
         pages=st.integers(12, 24), tokens=st.integers(1, 24), copies=st.integers(1, 8), slots=st.integers(4, 24),
-        share=st.sampled_from([0.01, 1.0]), greedy=st.booleans(),
+        share=st.sampled_from([0.01, 1.0]), greedy=st.booleans(), grain=st.sampled_from([PAGE, PAGE - 1]),
     )  # fmt: skip
-    def start(self, pages: int, tokens: int, copies: int, slots: int, share: float, greedy: bool) -> None:
+    def start(self, pages: int, tokens: int, copies: int, slots: int, share: float, greedy: bool, grain: int) -> None:
         self.rig = Rig(slots, hold=5.0)
         config = DecodeConfig(
             step_tokens=tokens, copies_per_step=copies, copy_share=share, fetch_ms=2_000, first_step_ms=50,
@@ -44,6 +44,7 @@ class DecodeMachine(RuleBasedStateMachine):
         if greedy:
             self.worker.state = DecodeState(config, PAGE, pages, headroom=OnePageEach())
             self.worker.handle(StoreUp(slots, PAGE_BYTES))
+        self.worker.state._grain = grain  # less than a page, as where pages are large
         self.prefill = self.rig.worker("prefill", 24, PrefillConfig(chunk_tokens=8, max_prompts=8, store_ms=2_000))
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.got: dict[str, list[int]] = {}

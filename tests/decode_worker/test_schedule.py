@@ -31,9 +31,10 @@ def decoding(name: str, arrival: int = 0) -> Sequence:
 
 
 def budget(
-    tokens: int = 512, prompts: int = 64, tails: int = 64, overdue: float = NEVER, rate: float = 1_000.0
-) -> Budget:
-    return Budget(tokens, prompts, tails, overdue, rate)
+    tokens: int = 512, prompts: int = 64, tails: int = 64, overdue: float = NEVER, rate: float = 1_000.0,
+    grain: int = PAGE,
+) -> Budget:  # fmt: skip
+    return Budget(tokens, prompts, tails, overdue, rate, grain)
 
 
 def run(plan: Plan, sequences: list[Sequence], step: int) -> None:
@@ -105,10 +106,11 @@ def test_chunks_of_long_tails_end_with_a_page() -> None:
 
 
 def test_large_pages_do_not_make_chunks_large() -> None:
-    tails = [sequence("long", 4_000, 0, page=512), sequence("short", 4_100, 4_000, arrival=1, page=512)]
-    assert grain(512) < 512
-    assert sizes(plan_step(tails, budget(prompts=2 * grain(512)))) == {"short": 100, "long": grain(512)}
     assert grain(PAGE) == PAGE
+    small = grain(512)
+    assert small < 512
+    tails = [sequence("long", 4_000, 0, page=512), sequence("short", 4_100, 4_000, arrival=1, page=512)]
+    assert sizes(plan_step(tails, budget(prompts=2 * small, grain=small))) == {"short": 100, "long": small}
 
 
 def test_more_that_decode_than_a_step_holds_take_turns() -> None:
@@ -142,7 +144,7 @@ def test_every_plan_is_within_its_budget_and_nobody_is_in_it_twice_or_starves(
         for i, (known, computed, joined) in enumerate(wanted)
     ]
     prompts = max(2 * PAGE, min(prompts, tokens - rows))
-    limits = Budget(tokens, prompts, parts, overdue, 1_000.0)
+    limits = Budget(tokens, prompts, parts, overdue, 1_000.0, PAGE)
     waiting = {each.name.request for each in sequences if each.pending > 1}
     work = sum(each.pending for each in sequences if each.pending > 1)
     steps = 0
