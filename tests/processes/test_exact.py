@@ -54,6 +54,24 @@ def test_64_requests_at_once_get_the_reference_tokens(
             assert answer.usage.cached_tokens <= (len(prompt) - 1) // 16 * 16
 
 
+@pytest.mark.parametrize("shape", ["1P+1D", "colocated"])
+def test_pages_of_which_a_step_computes_a_part(
+    shape: str,
+    checkpoint: Callable[[str], Path],
+    expected: Callable[[str], dict[tuple[int, ...], list[int]]],
+    tmp_path: Path,
+) -> None:
+    path = checkpoint("wide-llama")
+    prefill, decode, split = SHAPES[shape]
+    more = {"router.split": split, "pages.page_size": 512, "prefill.chunk_tokens": 512}
+    settings = workload.settings(path, prefill, decode, **more)
+    with LocalCluster(settings, tmp_path) as cluster:
+        for _ in range(2):  # the second time all whole pages are cached
+            answers = workload.ask_all(cluster.address, PROMPTS[:24])
+            workload.compare(path, PROMPTS[:24], answers, expected("llama"))
+        assert any(answer.usage.cached_tokens >= 512 for answer in answers)
+
+
 def test_prefill_on_one_node_and_decode_on_another(
     checkpoint: Callable[[str], Path],
     expected: Callable[[str], dict[tuple[int, ...], list[int]]],
