@@ -49,7 +49,7 @@ _HEIRLOOM = 4.0  # steps of each kind that others' experience counts as
 _ROUNDS = 32  # until they make no difference
 _WILD = 10.0  # times what was expected, or a part of it: nothing could be expected
 _AS_EXPECTED = 0.05  # relative error of a step that is learned from with others
-_AT_ONCE = 8  # of these
+_AT_ONCE = 32  # of these: a router has many workers, and a round takes a tenth of a millisecond
 _SHORTEST, _LONGEST = 1e-9, 1e9  # seconds of any step
 
 
@@ -86,6 +86,7 @@ class StepPace:
         self._amounts: _Array = np.zeros((2, _REMEMBERED, len(fields(StepSeconds))))
         self._seconds: _Array = np.ones((2, _REMEMBERED))
         self._weights: _Array = np.zeros((2, _REMEMBERED))
+        self._oldest = [0, 0]  # of each kind
         self._news = 0  # steps remembered since the last round; one that was not expected counts for many
         self._far: tuple[dict[int, float], dict[int, float]] = ({}, {})
         """Of each kind the last in a row that took far longer than expected, or far shorter: where they are remembered,
@@ -98,7 +99,7 @@ class StepPace:
         heir.largest = max(elder.largest for elder in elders)
         for kind in range(2):
             weights = np.concatenate([elder._weights[kind] for elder in elders])
-            newest = np.argsort(-weights, kind="stable")[:_REMEMBERED]
+            newest = np.argsort(weights, kind="stable")[-_REMEMBERED:]
             heir._amounts[kind] = np.concatenate([elder._amounts[kind] for elder in elders])[newest]
             heir._seconds[kind] = np.concatenate([elder._seconds[kind] for elder in elders])[newest]
             heir._weights[kind] = weights[newest] * _HEIRLOOM / max(_HEIRLOOM, weights[newest].sum())
@@ -147,9 +148,9 @@ class StepPace:
     def _remember(self, step: StepSample) -> None:
         """In place of the oldest of its kind."""
         kind = int(step.tokens > 0)
-        weights = self._weights[kind]
+        weights, index = self._weights[kind], self._oldest[kind]
+        self._oldest[kind] = (index + 1) % _REMEMBERED
         weights *= _KEEP
-        index = int(weights.argmin())
         weights[index] = 1.0
         both = bool(step.tokens and step.rows)
         self._amounts[kind, index] = (1.0, step.tokens, step.pairs, step.rows, step.context, both)

@@ -21,8 +21,6 @@ Chunks of long tails are whole *grains*: pages, or parts of pages where those ar
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from msgspec import Struct
 
 from decode_worker.sequence import Sequence
@@ -53,22 +51,19 @@ def grain(page_size: int) -> int:
     return min(page_size, _GRAIN)
 
 
-def plan_step(running: Collection[Sequence], budget: Budget) -> Plan:
-    """Chunks for the running sequences, each of which must hold the pages that its known tokens need."""
-    decoding = [s for s in running if s.pending == 1]
+def plan_step(decoding: list[Sequence], tails: list[Sequence], budget: Budget) -> Plan:
+    """Chunks for the running sequences, each of which must hold the pages that its known tokens need: those with one
+    token to compute, and those with more."""
     if len(decoding) > budget.tokens:
         decoding = sorted(decoding, key=lambda s: (s.served, s.rank))[: budget.tokens]
     plan = {s.name: _chunk(s, 1) for s in decoding}
-    if len(decoding) < len(running):
-        tails = [s for s in running if s.pending > 1]
+    if tails:
         plan |= {s.name: _chunk(s, count) for s, count in _share(tails, budget, budget.tokens - len(decoding))}
     return plan
 
 
 def _share(tails: list[Sequence], budget: Budget, room: int) -> list[tuple[Sequence, int]]:
     """How many tokens of which tails. `room` is what the step has left for them."""
-    if not tails:
-        return []
     whole = budget.grain
     short = sorted((s for s in tails if s.pending <= whole), key=lambda s: s.rank)
     long = sorted((s for s in tails if s.pending > whole), key=lambda s: _due(s, budget.rate))

@@ -427,19 +427,22 @@ class DecodeState:
     def plan(self, now: float) -> Plan:
         """The next step; empty when nothing runs."""
         self._planned = now
-        running = [s for s in self._sequences.values() if s.phase is Phase.RUNNING]
-        tails = [s for s in running if s.pending > 1]
+        decoding: list[Sequence] = []
+        tails: list[Sequence] = []
+        for sequence in self._sequences.values():
+            if sequence.phase is Phase.RUNNING:
+                (decoding if sequence.pending == 1 else tails).append(sequence)
         if not tails:
             self._put_off = False
-            return plan_step(running, Budget(self._config.step_tokens))
-        rows = self._decoding()
+            return plan_step(decoding, tails, Budget(self._config.step_tokens))
+        rows = _rows(decoding)
         context = max(s.computed for s in tails)
         prompts = self._tempo.prompt_tokens(rows, context, self._grain)
         self._put_off = not self._put_off and self._tempo.holds_up(rows, now - self._stepped)
         parts = 0 if self._put_off else self._tempo.tail_tokens(rows, context, self._grain)
         overdue = now - self._config.first_step_ms / 1_000
         budget = Budget(self._config.step_tokens, prompts, parts, overdue, self._pace.rate(), self._grain)
-        return plan_step(running, budget)
+        return plan_step(decoding, tails, budget)
 
     def alike(self, plan: Plan) -> int:
         """How many steps in a row may run this plan, each row feeding on its own last token, and come to the same as if
@@ -451,8 +454,7 @@ class DecodeState:
         return min(self._sequences[name.request].steps_alike(chunk.end) for name, chunk in plan.items())
 
     def _decoding(self) -> Rows:
-        contexts = [len(s.tokens) for s in self._sequences.values() if s.phase is Phase.RUNNING and s.pending == 1]
-        return Rows(len(contexts), sum(contexts))
+        return _rows([s for s in self._sequences.values() if s.phase is Phase.RUNNING and s.pending == 1])
 
     def _preempt(self, sequence: Sequence) -> list[Command]:
         """Forget its device pages. What was published stays cached as long as there is room, and in the store. One
@@ -644,6 +646,10 @@ def _load(sequences: Collection[Sequence]) -> Load:
         tokens_queued=sum(s.pending for s in sequences if s.phase is not Phase.ENDED and s.pending > 1),
         context=sum(len(s.tokens) for s in running),
     )
+
+
+def _rows(decoding: Collection[Sequence]) -> Rows:
+    return Rows(len(decoding), sum([len(s.tokens) for s in decoding]))
 
 
 def _finish(sequence: Sequence, token: int) -> FinishReason | None:

@@ -81,6 +81,7 @@ class Life:
         self.queue = self.admission.queue
         self.room = False  # something has changed that may let a queued request be placed
         self._held = False  # somebody waits here who might as well wait at a worker
+        self._expires = -inf  # until then no request has waited for too long
         self.counts = Counts()
         self.bottleneck = Bottleneck()
         self.recent = Explanations(config.router.explain_requests)
@@ -117,6 +118,7 @@ class Life:
             self._place(request, now)
         if request in self.queue:
             self._wait(request, now)
+        self._expires_with(request)
 
     def _wait(self, request: Request, now: float) -> None:
         """A newcomer was not placed at once: it may not be worth its while to wait, or somebody else's."""
@@ -353,6 +355,7 @@ class Life:
     def enqueue(self, request: Request, now: float) -> None:
         """Wait for a worker."""
         self.admission.wait(request, now)
+        self._expires_with(request)
         self.room = True
 
     def withdraw(self, request: Request) -> None:
@@ -399,8 +402,17 @@ class Life:
     def expire(self, now: float) -> None:
         """Everything that has waited for too long: a client, a place in the queue, an attempt."""
         self.room |= self.queue.begun or self._held  # time alone may let one of them go
+        if now < self._expires:
+            return
         progress = self._config.router.progress_ms / 1_000
-        for request in [request for request in self.requests.values() if now >= request.until(progress)]:
+        self._expires = now + progress  # attempts that are made from now on
+        late: list[Request] = []
+        for request in self.requests.values():
+            if now >= request.until(progress):
+                late.append(request)
+            else:
+                self._expires_with(request)
+        for request in late:
             if request.deadline is not None and now >= request.deadline:
                 message = f"the deadline passed after {request.generated} of {request.max_tokens} tokens"
                 self.end(request, Failed(DeadlineExpired(message)), now)
@@ -408,6 +420,10 @@ class Life:
                 self.end(request, Failed(self._no_place(request, now)), now)
             else:
                 self.retry(request, f"no progress for {self._config.router.progress_ms} ms", now, blame=True)
+
+    def _expires_with(self, request: Request) -> None:
+        """There is a new limit to what it waits for."""
+        self._expires = min(self._expires, request.until(self._config.router.progress_ms / 1_000))
 
     def shut(self, now: float) -> None:
         """Nobody is served any more, and the workers need not find that out by our silence."""
@@ -436,7 +452,8 @@ class Life:
         for request in self.requests.values():
             attempt = request.attempt
             assert (attempt is None) == (request in self.queue), request.name
-            assert request.until(self._config.router.progress_ms / 1_000) < inf, f"{request.name} waits without a limit"
+            limit = request.until(self._config.router.progress_ms / 1_000)
+            assert self._expires <= limit < inf, f"{request.name} waits without a limit"
             if attempt is None:
                 continue
             expected[attempt.decode].add(attempt.name)

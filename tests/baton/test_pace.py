@@ -104,7 +104,7 @@ def test_steps_that_took_what_was_expected_are_learned_from_together() -> None:
     pace.calibrate()
     for late in (1.01, 1.04):
         before, step = pace.cost, StepSample(*size, late * MACHINE.of(*size))
-        for _ in range(7):
+        for _ in range(31):
             pace.observe(step)
             assert pace.cost == before
         pace.observe(step)

@@ -37,6 +37,11 @@ def budget(
     return Budget(tokens, prompts, tails, overdue, rate, grain)
 
 
+def planned(running: list[Sequence], limits: Budget) -> Plan:
+    decodes, has_tail = ([s for s in running if (s.pending > 1) == tail] for tail in (False, True))
+    return plan_step(decodes, has_tail, limits)
+
+
 def run(plan: Plan, sequences: list[Sequence], step: int) -> None:
     """What the engine and the state do about a plan: decoding sequences have one token more, and its page."""
     by_name = {each.name: each for each in sequences}
@@ -53,56 +58,56 @@ def sizes(plan: Plan) -> dict[str, int]:
 
 
 def test_who_decodes_never_waits_for_a_prompt() -> None:
-    plan = plan_step([sequence("long", 4_000, 0), decoding("a"), decoding("b")], budget(prompts=48))
+    plan = planned([sequence("long", 4_000, 0), decoding("a"), decoding("b")], budget(prompts=48))
     assert sizes(plan) == {"a": 1, "b": 1, "long": 48}
 
 
 def test_a_short_tail_goes_before_a_long_one_that_came_earlier() -> None:
     tails = [sequence("long", 4_000, 0), sequence("short", 40, 32, arrival=1)]
-    assert sizes(plan_step(tails, budget(prompts=48))) == {"short": 8, "long": 32}
+    assert sizes(planned(tails, budget(prompts=48))) == {"short": 8, "long": 32}
 
 
 def test_short_tails_leave_half_to_a_long_one() -> None:
     tails = [sequence(f"s{i}", 47, 32, i) for i in range(20)] + [sequence("long", 4_000, 0, 20)]
-    plan = sizes(plan_step(tails, budget(prompts=128)))
+    plan = sizes(planned(tails, budget(prompts=128)))
     assert [name for name in plan if name != "long"] == ["s0", "s1", "s2", "s3"]
     assert plan["long"] == 64
 
 
 def test_short_tails_take_what_long_ones_leave() -> None:
     tails = [sequence(f"s{i}", 47, 32, i) for i in range(20)] + [sequence("middle", 20, 0, 20)]
-    assert sum(sizes(plan_step(tails, budget(prompts=128))).values()) > 128 - PAGE
+    assert sum(sizes(planned(tails, budget(prompts=128))).values()) > 128 - PAGE
 
 
 def test_without_a_long_one_short_tails_come_in_parts() -> None:
     everybody = [decoding("d"), *(sequence(f"s{i}", 44, 32, 1 + i) for i in range(2))]
     seen: list[dict[str, int]] = []
     while any(each.pending > 1 for each in everybody):
-        plan = plan_step(everybody, budget(tails=5))
+        plan = planned(everybody, budget(tails=5))
         run(plan, everybody, len(seen))
         seen.append(sizes(plan))
     rest = [{"s0": 5}, {"s0": 5}, {"s0": 2, "s1": 3}, {"s0": 1, "s1": 5}, {"s0": 1, "s1": 4}]
     assert seen == [{"d": 1} | others for others in rest]
     late = [sequence("s", 47, 32, joined=1.0)]
-    assert sizes(plan_step(late, budget(tails=5, overdue=2.0))) == {"s": 15}
+    assert sizes(planned(late, budget(tails=5, overdue=2.0))) == {"s": 15}
 
 
 def test_a_shorter_prompt_overtakes_a_much_longer_one_but_not_for_ever() -> None:
     tails = [sequence("long", 4_000, 0), sequence("middle", 100, 0, arrival=1, urgency=10.0)]
-    assert next(iter(sizes(plan_step(tails, budget())))) == "middle"  # it takes 0.1 s, the other one 4
+    assert next(iter(sizes(planned(tails, budget())))) == "middle"  # it takes 0.1 s, the other one 4
     tails[1].urgency = 20.0
-    assert next(iter(sizes(plan_step(tails, budget())))) == "long"
+    assert next(iter(sizes(planned(tails, budget())))) == "long"
 
 
 def test_a_tail_that_has_waited_too_long_is_run_whatever_it_costs_the_others() -> None:
     tails = [sequence(f"s{i}", 47, 32, i, joined=float(i)) for i in range(20)]
     long = [sequence("long", 4_000, 0, 20)]
-    assert len(plan_step(tails + long, budget(prompts=32, overdue=9.5))) == 10 + 1
-    assert len(plan_step(tails + long, budget(prompts=32, overdue=99.0))) == 20 + 1
+    assert len(planned(tails + long, budget(prompts=32, overdue=9.5))) == 10 + 1
+    assert len(planned(tails + long, budget(prompts=32, overdue=99.0))) == 20 + 1
 
 
 def test_chunks_of_long_tails_end_with_a_page() -> None:
-    assert sizes(plan_step([sequence("long", 4_000, 32)], budget(prompts=50))) == {"long": 48}
+    assert sizes(planned([sequence("long", 4_000, 32)], budget(prompts=50))) == {"long": 48}
 
 
 def test_large_pages_do_not_make_chunks_large() -> None:
@@ -110,14 +115,14 @@ def test_large_pages_do_not_make_chunks_large() -> None:
     small = grain(512)
     assert small < 512
     tails = [sequence("long", 4_000, 0, page=512), sequence("short", 4_100, 4_000, arrival=1, page=512)]
-    assert sizes(plan_step(tails, budget(prompts=2 * small, grain=small))) == {"short": 100, "long": small}
+    assert sizes(planned(tails, budget(prompts=2 * small, grain=small))) == {"short": 100, "long": small}
 
 
 def test_more_that_decode_than_a_step_holds_take_turns() -> None:
     everybody = [decoding(f"d{i}", i) for i in range(10)]
     turns = dict.fromkeys((each.name.request for each in everybody), 0)
     for step in range(1, 11):
-        plan = plan_step(everybody, budget(tokens=4))
+        plan = planned(everybody, budget(tokens=4))
         assert len(plan) == 4
         for name in plan:
             turns[name.request] += 1
@@ -151,7 +156,7 @@ def test_every_plan_is_within_its_budget_and_nobody_is_in_it_twice_or_starves(
     while waiting:
         steps += 1
         by_name = {each.name: each for each in sequences}
-        plan = plan_step(sequences, limits)
+        plan = planned(sequences, limits)
         ones = sum(by_name[name].pending == 1 for name in plan)
         others = sum(len(chunk.tokens) for name, chunk in plan.items() if by_name[name].pending > 1)
         assert ones == min(tokens, sum(each.pending == 1 for each in sequences))
@@ -178,7 +183,7 @@ def test_the_first_token_after_a_hand_off_comes_within_a_bounded_number_of_steps
     everybody += [sequence(f"s{i}", 48, 32, 3 + i) for i in range(shorts)]
     each_step = max(1, prompts // 2 // PAGE)
     for step in range(1, -(-shorts // each_step) + 1):
-        plan = plan_step(everybody, budget(prompts=prompts))
+        plan = planned(everybody, budget(prompts=prompts))
         run(plan, everybody, step)
         assert any(name.request.startswith("long") for name in plan)
     assert not [each for each in everybody if 1 < each.pending <= PAGE]
