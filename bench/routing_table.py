@@ -147,11 +147,13 @@ def append(path: Path, result: Result) -> None:
 
 
 def render(results: Sequence[Result]) -> Iterator[str]:
-    """The Markdown, line by line: how Baton fares, then one table for each trace, cluster and speed."""
+    """The Markdown, line by line: how Baton fares, beside the best of the others in each comparison, then one table for
+    each trace, cluster and speed."""
     groups: dict[str, list[Result]] = {}
     for result in sorted(results, key=lambda result: (result.cell.trace, result.cell.cluster, result.cell.speed)):
         groups.setdefault(_name(result.cell), []).append(result)
     yield from _verdict(groups)
+    yield from _beside_the_best(groups)
     for name, group in groups.items():
         yield ""
         yield f"**{name}**: {group[0].requests:,} requests in {group[0].seconds:,.0f} s"
@@ -162,7 +164,7 @@ def render(results: Sequence[Result]) -> Iterator[str]:
         best = [max(result.goodput[index] for result in group) for index in range(len(TBTS))]
         for result in sorted(group, key=lambda result: -sum(result.goodput)):
             goodputs = " | ".join(_marked(own, most) for own, most in zip(result.goodput, best, strict=True))
-            ttft = " / ".join(f"{seconds:.2f}" for seconds in result.ttft)
+            ttft = _ttft(result)
             tpot = " / ".join(f"{seconds * 1_000:.0f}" for seconds in result.tpot)
             yield f"| {result.cell.policy} | {goodputs} | {ttft} | {tpot} | {result.hit_rate:.1%} |"
 
@@ -171,6 +173,28 @@ def _name(cell: Cell) -> str:
     """Of a comparison: what its cells have in common."""
     first = f", first {cell.count}" if cell.count is not None else ""
     return f"{cell.trace}{first}, {cell.model}, {cell.cluster}, {cell.speed:g}×"
+
+
+def _ttft(result: Result) -> str:
+    return " / ".join(f"{seconds:.2f}" for seconds in result.ttft)
+
+
+def _beside_the_best(groups: Mapping[str, Sequence[Result]]) -> Iterator[str]:
+    """The best other rule of each comparison, by all three objectives together; its goodput by the strictest."""
+    yield ""
+    tbts = " / ".join(f"{tbt * 1_000:.0f}" for tbt in TBTS)
+    yield f"| comparison | best other | {OWN} over it at {tbts} ms | TTFT p50 / p90 / p99, s | that rule's |"
+    yield "|---|---|---|---|---|"
+    for name, group in groups.items():
+        own = next((result for result in group if result.cell.policy == OWN), None)
+        others = [result for result in group if result.cell.policy != OWN]
+        if own is None or not others:
+            continue
+        best = max(others, key=lambda result: sum(result.goodput))
+        over = " / ".join(
+            f"{mine / its:.1%}" if its else "–" for mine, its in zip(own.goodput, best.goodput, strict=True)
+        )
+        yield f"| {name} | {best.cell.policy}, {best.goodput[0]:.2f}/s | {over} | {_ttft(own)} | {_ttft(best)} |"
 
 
 def _marked(own: float, most: float) -> str:
@@ -199,6 +223,9 @@ def _verdict(groups: Mapping[str, Sequence[Result]]) -> Iterator[str]:
     commits = sorted({result.commit for group in groups.values() for result in group})
     yield f"Baton is best or within {NEAR:.0%} of it in {near} of {len(shares)} comparisons;"
     yield f"at its worst it has {worst:.1%} of the best ({where}). Commits: {', '.join(commits)}."
+    took = [result.wall for group in groups.values() for result in group]
+    minutes = sum(took) / 60
+    yield f"The {len(took)} cells took {minutes:.0f} minutes of a core, {min(took):.0f} to {max(took):.0f} s each."
 
 
 # --- the command ---------------------------------------------------------------------------------------------------

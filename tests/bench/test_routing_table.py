@@ -57,6 +57,9 @@ def test_best_and_near_best_are_marked() -> None:
     lines = list(render(results))
     assert lines[0] == "Baton is best or within 3% of it in 3 of 3 comparisons;"
     assert lines[1] == "at its worst it has 98.3% of the best (talk, a800_70b, 8P+8D, 1×, 100 ms). Commits: abc."
+    assert lines[2] == "The 3 cells took 3 minutes of a core, 60 to 60 s each."
+    beside = "| talk, a800_70b, 8P+8D, 1× | llm_d, 3.00/s | 98.3% / 150.0% / 102.7% |"
+    assert f"{beside} 1.00 / 2.00 / 3.00 | 1.00 / 2.00 / 3.00 |" in lines
     assert "**talk, a800_70b, 8P+8D, 1×**: 100 requests in 1,872 s" in lines
     assert lines[-3:] == [
         "| baton | 2.950 ~ | **3.000** | **3.000** | 1.00 / 2.00 / 3.00 | 20 / 30 / 40 | 37.5% |",
