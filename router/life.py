@@ -158,6 +158,8 @@ class Life:
         self._held = False
         tried = 0
         for request in self.queue.in_order(now) if len(self.queue) else ():
+            if not self._placer.may_go(request.name, self._view):
+                continue
             if tried >= _LOOK_AHEAD or not self._open():
                 return
             if not self.admission.held_back(request, now):

@@ -108,6 +108,10 @@ class Placer(Protocol):
 
     def place(self, ask: Ask, view: View) -> Choice: ...
 
+    def may_go(self, request: str, view: View) -> bool:
+        """Whether to try a request that waits. One that certainly can't go now is passed by, however many there are."""
+        ...
+
 
 class LowestTtft:
     """The placement with the lowest predicted time to first token."""
@@ -133,6 +137,10 @@ class LowestTtft:
             return Wait(_awaits(prices, maker, taker), prices.predict(maker, taker).total)
         view.table.use(row for row in option if row is not None)
         return _plan(ask, view, prices, *option)
+
+    def may_go(self, request: str, view: View) -> bool:
+        """It may go anywhere."""
+        return True
 
 
 def plan_for(ask: Ask, view: View, decode: str, prefill: str | None = None) -> Plan | Wait:

@@ -60,6 +60,12 @@ class Ruled:
             self._waiting[ask.request] = waiting
         return plan
 
+    def may_go(self, request: str, view: View) -> bool:
+        """Its worker has room, or it has none yet: who waits for one worker does not stand before those of others."""
+        waiting = self._waiting.get(request)
+        worker = None if waiting is None else view.members.get(waiting.worker)
+        return worker is None or _has_room(worker, view)
+
     def _choose(self, ask: Ask, view: View) -> _Waiting | Wait | Reject:
         """Whose prompt it shall be."""
         self._waiting = {name: each for name, each in self._waiting.items() if view.now < each.until}
@@ -86,7 +92,7 @@ class Ruled:
         member = view.members.live(worker)
         if member.peer.role == "decode":
             return plan_for(ask, view, worker)
-        if len(member.slots) >= view.config.prefill.max_prompts:
+        if not _has_room(member, view):
             return Wait("its prefill worker has all the prompts it takes")
         able = [member for member in _decoders(ask, view) if takes_work(member)]
         if not able:
@@ -131,6 +137,12 @@ class Ruled:
                 )
             )
         return shown
+
+
+def _has_room(worker: Member, view: View) -> bool:
+    if worker.peer.role == "decode":
+        return takes_work(worker)
+    return len(worker.slots) < view.config.prefill.max_prompts
 
 
 def _prompt(ask: Ask) -> Prompt:

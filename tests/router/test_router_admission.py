@@ -44,7 +44,7 @@ def finish(lab: Lab, worker: str, request: str, prompt: int, attempt: int = 1) -
 # --- objectives ---
 
 
-class Watching:
+class Watching(LowestTtft):
     """Baton's own rule, and what it was asked; or what a test makes it answer."""
 
     def __init__(self, answer: Choice | None = None) -> None:
@@ -53,7 +53,7 @@ class Watching:
 
     def place(self, ask: Ask, view: View) -> Choice:
         self.asked.append(ask)
-        return self.answer or LowestTtft().place(ask, view)
+        return self.answer or super().place(ask, view)
 
 
 def test_objectives_come_from_the_request_or_from_its_class() -> None:
@@ -122,7 +122,7 @@ def test_the_time_that_computing_takes_is_no_time_to_wait() -> None:
     assert isinstance(error(cluster, "r"), ObjectiveUnreachable)
 
 
-class OneByOne:
+class OneByOne(LowestTtft):
     """Baton's own rule as often as a test says; otherwise everybody waits."""
 
     free = 1
@@ -131,7 +131,7 @@ class OneByOne:
         if not self.free:
             return Wait("every worker is busy")
         self.free -= 1
-        return LowestTtft().place(ask, view)
+        return super().place(ask, view)
 
 
 def test_who_would_wait_too_long_is_refused_at_once() -> None:

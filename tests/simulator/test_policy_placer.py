@@ -93,6 +93,21 @@ def test_a_full_prefill_worker_is_waited_for(rule: _Told, lab: Lab) -> None:
     assert len(asked) == 4, "once for each request"
 
 
+def test_many_that_wait_for_one_worker_do_not_stand_before_those_of_another(rule: _Told, lab: Lab) -> None:
+    rule.choice = {"prefill": "pb"}
+    lab.submit("b1", prompt=10 * PAGE)
+    lab.submit("b2", prompt=10 * PAGE)
+    rule.choice = {"prefill": "pa"}
+    for number in range(14):
+        lab.submit(f"a{number}", prompt=10 * PAGE)
+    rule.choice = {"prefill": "pb"}
+    lab.submit("b3", prompt=10 * PAGE)
+    _accept(lab, "b1")
+    assert not [message for message in lab.sent(Decode) if message.request == "b3"]
+    lab.say("pb.1", Prefilled("b1", 1, 10 * PAGE, 0, 9, 0, 0))
+    assert lab.sent(Decode)[-1].request == "b3"
+
+
 def test_what_a_rule_is_shown(rule: _Told, lab: Lab) -> None:
     rule.choice = {"prefill": "pa", "decode": "da"}
     order = lab.submit("r1", prompt=10 * PAGE)
