@@ -34,8 +34,8 @@ _GRAIN = 128  # tokens: products have whole tiles, and two of them take less tha
 class Budget(Struct, frozen=True):
     """What a step may hold. `prompts` are tokens of tails, at least two grains, and `tails` those where all are short;
     `tokens` those of the whole step, except that tails always get two grains. `overdue`: since when a short tail must
-    have waited to go before everything else; `rate`: prompt tokens computed per second. Where nobody has a tail, only
-    `tokens` matters."""
+    have waited to go before everything else; `rate`: prompt tokens computed per second; `grain`: tokens of which chunks
+    of long tails are whole multiples. Where nobody has a tail, only `tokens` matters."""
 
     tokens: int
     prompts: int = 0
