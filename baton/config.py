@@ -176,7 +176,7 @@ class DecodeConfig(_Section, frozen=True):
     """Decode workers."""
 
     pool_bytes: Bytes = Bytes(512 * 2**20)  # device pages
-    step_tokens: Positive = 512  # tokens per step, decoding ones first; prompts get two pages at least
+    step_tokens: Positive = 512  # tokens per step, decoding ones first; prompts get at least two pages, or 256
     itl_ms: Natural = 0  # what a step with both decoding sequences and prompts may take; 0: eight steps without prompts
     first_step_ms: Natural = 200  # a sequence that lacks a page at most waits no longer for others' tokens
     ageing_ms: Positive = 10_000  # one level of priority is worth so much waiting

@@ -175,6 +175,10 @@ def _name(cell: Cell) -> str:
     return f"{cell.trace}{first}, {cell.model}, {cell.cluster}, {cell.speed:g}×"
 
 
+def _own(group: Sequence[Result]) -> Result | None:
+    return next((result for result in group if result.cell.policy == OWN), None)
+
+
 def _ttft(result: Result) -> str:
     return " / ".join(f"{seconds:.2f}" for seconds in result.ttft)
 
@@ -186,8 +190,7 @@ def _beside_the_best(groups: Mapping[str, Sequence[Result]]) -> Iterator[str]:
     yield f"| comparison | best other | {OWN} over it at {tbts} ms | TTFT p50 / p90 / p99, s | that rule's |"
     yield "|---|---|---|---|---|"
     for name, group in groups.items():
-        own = next((result for result in group if result.cell.policy == OWN), None)
-        others = [result for result in group if result.cell.policy != OWN]
+        own, others = _own(group), [result for result in group if result.cell.policy != OWN]
         if own is None or not others:
             continue
         best = max(others, key=lambda result: sum(result.goodput))
@@ -209,7 +212,7 @@ def _verdict(groups: Mapping[str, Sequence[Result]]) -> Iterator[str]:
     """In how many comparisons Baton is best or near it, where it falls shortest, and with which commits."""
     shares: list[tuple[float, str]] = []
     for name, group in groups.items():
-        own = next((result for result in group if result.cell.policy == OWN), None)
+        own = _own(group)
         if own is None or len(group) < 2:
             continue
         for index, tbt in enumerate(TBTS):
