@@ -51,7 +51,10 @@ def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float
         if (written := state_file.read(folder)) is not None:
             say("taking down what was started")
             ray_cluster.disconnect()
-            tear_down(folder, written, lambda _: None)
+            try:
+                tear_down(folder, written, lambda _: None)
+            except BatonError as left:  # what it was taken down for matters more
+                say(f"not all of it could be taken down; `baton down` ends it: {left}")
         raise
     return state
 

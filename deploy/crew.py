@@ -41,6 +41,7 @@ class Member:
     failure: Failure | None = None
     addresses: Addresses | None = None
     asked: Any = None  # a report under way
+    lost: str = ""  # what Ray said when its actor died
     ending: bool = False  # by us: that it dies is no failure of its own
     gone: bool = False  # proven
     why_gone: str = ""
@@ -118,8 +119,13 @@ class Crew:
                 waiting[answer].asked = None
                 self._take(waiting[answer], answer)
         for member in self._members.values():
-            if not member.gone and member.record is not None and self._proven_gone(member.record):
+            if member.gone or member.record is None:
+                continue
+            if self._proven_gone(member.record):
                 member.gone, member.why_gone = True, member.why_gone or "its process has gone"
+            elif member.handle is None and not member.ending and member.failure is None:
+                # On another node nothing proves that it has gone, and nobody can ask it any more.
+                member.failure = Failure("unavailable", member.lost or "its actor has gone")
 
     def end(self, name: str) -> bool:
         """SIGKILL a process, and whether it is gone now. Works on a stopped process too, where Ray's own kill takes
@@ -187,7 +193,7 @@ class Crew:
             log.info("%s can't be reached now: %s", member.name, first_line(error))
         except RayActorError as error:
             # Ray says that it died. That is a hint; the proof is its process.
-            member.handle = None
+            member.handle, member.lost = None, f"its actor has died: {first_line(error)}"
             member.record = member.record or self._kept_record(member.name)
             if member.record is None and not member.ending:
                 member.gone = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -97,6 +98,16 @@ def ask(address: str, token: str | None, patience: float = PATIENCE) -> Answer:
             )
             return Answer.REFUSED if refused else Answer.SILENT
     return Answer.WELCOME
+
+
+def listens(address: str, patience: float = PATIENCE) -> bool:
+    """Whether anybody takes connections there: a Ray that stands still does, one that has gone does not."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), patience).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def token(environment: Mapping[str, str] = os.environ) -> Token | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from baton.errors import RayUnusable, StartupError
-from deploy import ray_cluster, state_file
+from deploy import ray_cluster, ray_probe, state_file
 from deploy.processes import Identity, end
 from deploy.reports import OVERVIEW_FILE, read_overview
 from deploy.state_file import State
@@ -23,14 +23,18 @@ def namespace_of(cluster: str) -> str:
 
 def tear_down(folder: Path, state: State, say: Say) -> None:
     """End the cluster of that state file, and the Ray that Baton started for it. A Ray of the user's stays up.
-    Works as well when half of it, or Ray, has gone already. Raises StartupError when something is left."""
+    Works as well when half of it, or Ray, has gone already. Raises RayUnusable where the user's Ray runs and can't be
+    asked, since it would restore what is ended behind its back; StartupError when something is left. The state file
+    stays then, so that `down` can be repeated."""
     own = state.ray.own
     known = _known(folder, state)
     try:
         ray_cluster.connect(state.ray, namespace_of(state.name))
     except RayUnusable as error:
         if own is None:
-            say(f"Ray can't be asked ({error}); ending the processes that are known")
+            if ray_probe.listens(state.ray.address):
+                raise RayUnusable(f"the cluster runs on a Ray that can't be asked to end it: {error}") from None
+            say(f"Ray has gone ({error}); ending the processes that are known")
     else:
         say("ending the cluster's processes")
         _end_actors(namespace_of(state.name))
@@ -64,10 +68,12 @@ def _end_actors(namespace: str) -> None:
     names = list(crew.rediscover())
     crew.poll(1.0)
     with ThreadPoolExecutor(max(1, len(names))) as pool:
-        list(pool.map(crew.retire, names))
-    for name in names:
-        with contextlib.suppress(KeyError):
-            crew.bury(name)
+        gone = list(pool.map(crew.retire, names))
+    for name in itertools.compress(names, gone):
+        crew.bury(name)
+    if not all(gone):
+        left = ", ".join(name for name, ended in zip(names, gone, strict=True) if not ended)
+        raise StartupError(f"can't end {left}; repeat `baton down`, or end Ray on the nodes where they run")
     keys = Keys(namespace)
     for node_id, _ in list(keys.under(NODE_KEY)):
         keys.delete(NODE_KEY + node_id)
