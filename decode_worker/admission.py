@@ -21,15 +21,17 @@ class Admission:
     def __init__(self, cache: DeviceCache, headroom: Headroom, page_size: int) -> None:
         self._cache, self._headroom, self._page_size = cache, headroom, page_size
 
-    def displaced_by(self, newcomer: Sequence, sequences: Collection[Sequence]) -> list[Sequence] | None:
+    def displaced_by(
+        self, newcomer: Sequence, sequences: Collection[Sequence], spare: int = 0
+    ) -> list[Sequence] | None:
         """Which of the others must be preempted before `newcomer` has room, last in rank first; most often nobody. They
-        are less urgent than it and come after it in rank. None: there is no room, or one that was preempted and comes
-        before it in rank has still to be resumed."""
+        are less urgent than it and come after it in rank. `spare` pages more than now would be available before that.
+        None: there is no room, or one that was preempted and comes before it in rank has still to be resumed."""
         if any(s.phase is Phase.PREEMPTED and s.rank < newcomer.rank for s in sequences):
             return None
         staying = sorted((s for s in sequences if s.pages), key=lambda s: s.rank)
         leaving: list[Sequence] = []
-        freed = 0
+        freed = 0 if self.fits(newcomer, staying) else spare
         while not self.fits(newcomer, staying, freed):
             if not staying or staying[-1].priority <= newcomer.priority or staying[-1].rank < newcomer.rank:
                 return None

@@ -80,6 +80,11 @@ class Shipments:
         """At most `count` copies to make now."""
         return self._copies.take(count)
 
+    @property
+    def spare(self) -> int:
+        """Device pages that would be available if all were given up whose sequences have let go of theirs."""
+        return sum(self._cache.sole(each.pages) for each in self._under_way.values() if not each.sequence.pages)
+
     def give_up(self) -> list[Call] | None:
         """End the oldest shipment of a sequence that has let go of its pages; none: there is no such shipment."""
         for ticket, shipment in self._under_way.items():

@@ -241,7 +241,7 @@ class DecodeState:
     def _make_room(self, newcomer: Sequence) -> list[Command] | None:
         """Reserve pages for a newcomer, if need be those of less urgent sequences; none, and no change, if there is no
         room."""
-        leaving = self._admission.displaced_by(newcomer, self._sequences.values())
+        leaving = self._admission.displaced_by(newcomer, self._sequences.values(), self._shipments.spare)
         if leaving is None:
             return None
         commands = [command for victim in leaving for command in self._preempt(victim)]
@@ -291,7 +291,7 @@ class DecodeState:
         partial = have + len(keys) > full
         parent = sequence.parent_of(have)
         fetch = Fetch(self._tickets, keys, pages, sequence.awaited, parent, sources, partial=partial)
-        sequence.phase, sequence.fetch = Phase.FETCHING, fetch
+        sequence.phase, sequence.fetch, sequence.progress = Phase.FETCHING, fetch, now
         self._fetching |= dict.fromkeys(fetch.tickets, sequence)
         return [Call(call) for call in fetch.start()]
 
@@ -524,7 +524,10 @@ class DecodeState:
     def _publish(self, sequence: Sequence) -> None:
         for page in range(sequence.published, sequence.computed // self._page_size):
             tokens = sequence.tokens[page * self._page_size : (page + 1) * self._page_size]
-            self._cache.publish(sequence.keys[page], sequence.parent_of(page), sequence.pages[page], tokens)
+            key = sequence.keys[page]
+            self._cache.publish(key, sequence.parent_of(page), sequence.pages[page], tokens)
+            # Who hangs below a cached page must refer to it: or it would count as free once its maker has gone.
+            sequence.pages[page] = self._cache.merged(key, sequence.pages[page])
             sequence.published = page + 1
 
     def _step_failed(self, plan: Plan, message: str) -> list[Command]:

@@ -110,6 +110,17 @@ class DeviceCache:
         self._nodes[page] = node
         self._changes.stored(key, parent, tokens if self._tell_tokens else ())
 
+    def merged(self, key: bytes, page: int) -> int:
+        """The page under which `key` is cached, in exchange for `page`, which the caller refers to and whose contents
+        are the same: two that computed the same at the same time keep it once. `page` itself where it is that one, or
+        none is."""
+        node = self._tree.find(key)
+        if node is None or node.value == page:
+            return page
+        self._refer(node.value)
+        self.free([page])
+        return node.value
+
     def retain(self, pages: Sequence[int]) -> None:
         """One more reference on each of `pages`, which the caller refers to already: a copy outlives its sequence."""
         for page in pages:
