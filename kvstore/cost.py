@@ -7,6 +7,9 @@ A prefix is loaded up to some page and computed from there on, so the choice is 
 pages, so only the ends of runs need be compared:
 
     time(stop at run i) = Σ over runs before i of (latency + pages · bytes / rate)  +  tokens left / prefill rate
+
+A tier that was never used is only supposed to be so fast. Where that is too slow, a little of it is loaded all the
+same: or its speed would never be known, and what it has would be computed for ever.
 """
 
 # pyright: strict
@@ -25,7 +28,9 @@ DEFAULT_SPEEDS: Mapping[LowerTier, TierSpeed] = {
 """Used until a tier has been measured: a plain NVMe drive, a ten-gigabit link."""
 
 DEFAULT_PREFILL_RATE = 2_000.0
-"""Tokens per second, until a worker has computed a prompt. Low, so that the first loads happen and are measured."""
+"""Tokens per second, until a worker has computed a prompt."""
+
+_TRIAL = 512  # tokens of a tier that has not been measured: so many pages, or one, take a few milliseconds to compute
 
 _WEIGHT = 0.2  # of the newest measurement
 
@@ -43,16 +48,20 @@ class Choice:
 def choose(runs: Sequence[TierRun], page_bytes: int, page_size: int, prefill_rate: float, on_device: int = 0) -> Choice:
     """How far to load. `runs` lie one after the other in the chain; `page_size` in tokens, `prefill_rate` in tokens
     per second (0: not measured); the first `on_device` pages need not be computed, whatever is loaded. Ties go to
-    computing, which depends on nobody."""
+    computing, which depends on nobody. Of a tier that has not been measured, a few pages are chosen in any case."""
     seconds_per_page = page_size / (prefill_rate or DEFAULT_PREFILL_RATE)
-    best = Choice(0, 0.0, 0.0)
+    best, chosen = Choice(0, 0.0, 0.0), 0
     pages, load = 0, 0.0
-    for run in runs:
+    for count, run in enumerate(runs, 1):
         pages += run.pages
         load += load_seconds(run, page_bytes)
         compute = max(0, pages - on_device) * seconds_per_page
         if load - compute < best.load_seconds - best.compute_seconds:
-            best = Choice(pages, load, compute)
+            best, chosen = Choice(pages, load, compute), count
+    if chosen < len(runs) and not runs[chosen].speed.measured and best.pages >= on_device:
+        few = TierRun(runs[chosen].speed, min(runs[chosen].pages, max(1, _TRIAL // page_size)))
+        compute = best.compute_seconds + few.pages * seconds_per_page
+        return Choice(best.pages + few.pages, best.load_seconds + load_seconds(few, page_bytes), compute)
     return best
 
 

@@ -97,8 +97,9 @@ def reach_of_all(
     prefix: Prefix, table: Table, device: Floats, host: Floats, disk: Floats, serves: Floats
 ) -> tuple[Floats, Floats]:
     """How many pages each worker of the table need not compute, and the seconds that loads take: what `decoder_reach`
-    and `prefiller_reach` say of one of them. `device` pages are on each worker's device, `host` and `disk` on each
-    node's tiers, for the table's rows; `serves`: whether other nodes may get pages from there."""
+    and `prefiller_reach` say of one of them, but for the few pages that are loaded to measure a tier. `device` pages
+    are on each worker's device, `host` and `disk` on each node's tiers, for the table's rows; `serves`: whether other
+    nodes may get pages from there."""
     at, d = table.node, table.decoders
     begin = host[at]
     begin[:d] = np.maximum(begin[:d], device[:d])
@@ -143,10 +144,14 @@ def _reach(prefix: Prefix, node: Node, begin: int, device: int, rate: float) -> 
     runs = [run for run in runs if run.pages]
     choice = choose(runs, prefix.page_bytes, prefix.page_size, rate, max(0, device - begin))
     loaded = begin + choice.pages
-    ends = accumulate(run.pages for run in runs)
+    starts = accumulate((run.pages for run in runs), initial=0)
     return Reach(
         pages=max(device, loaded),
-        loads=tuple(run for run, end in zip(runs, ends, strict=True) if end <= choice.pages),
+        loads=tuple(
+            TierRun(run.speed, min(run.pages, choice.pages - start))
+            for run, start in zip(runs, starts, strict=False)
+            if start < choice.pages
+        ),
         seconds=choice.load_seconds,
         sources=node.sources(here, prefix.pages) if loaded > here else (),
     )

@@ -22,8 +22,8 @@ HANDED = PREFIX.pages + 1  # pages of a hand-off
 RATE = 100.0  # tokens per second: a page is computed in 0.1 s
 PAGE = 0.1
 STEP = 0.01
-QUICK = TierSpeed("disk", latency=0.01, bytes_per_second=1e6)  # a page is loaded in 1 ms
-SLOW = TierSpeed("disk", latency=0.01, bytes_per_second=1e3)  # a page is loaded in 1 s
+QUICK = TierSpeed("disk", latency=0.01, bytes_per_second=1e6, measured=True)  # a page is loaded in 1 ms
+SLOW = TierSpeed("disk", latency=0.01, bytes_per_second=1e3, measured=True)  # a page is loaded in 1 s
 NEAR = TierSpeed("remote", latency=0.02, bytes_per_second=1e6, measured=True)
 FAR = TierSpeed("remote", latency=0.02, bytes_per_second=1e3, measured=True)
 CONFIG = configuration.Config(
