@@ -83,11 +83,11 @@ def cells(traces: Sequence[str], policies: Sequence[str], *, quick: bool) -> lis
 
 def run(cell: Cell, path: Path) -> Result:
     """Simulate a cell, whose trace is in `path`. Raises ConfigError."""
-    began = time.monotonic()
+    began, commit = time.monotonic(), report.commit()
     times = timing.read(cell.model)
     cluster = Cluster(
         Layout.parse(cell.cluster), times, times.configuration(_PAGE_SIZE, {}), cell.seed,
-        placer(cell.policy, cell.seed, times.prefill_cost, times.step_cost),
+        placer(cell.policy, cell.seed, times.prefill_cost, times.step_cost, times.network),
     )  # fmt: skip
     load = trace(mooncake.read(path, cell.count), cell.speed, Wishes(ttft=TTFT), cell.seed)
     measures = cluster.run(load)
@@ -96,7 +96,7 @@ def run(cell: Cell, path: Path) -> Result:
     seconds = float(np.ptp(table["arrived"]))
     return Result(
         cell=cell,
-        commit=report.commit(),
+        commit=commit,
         requests=measures.arrived,
         finished=int(finished.sum()),
         seconds=seconds,

@@ -78,7 +78,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[ExplainResp
     model = timing.read(args.model)
     config = model.configuration(args.page_size, dict(map(parse_override, args.set)))
     layout = Layout.parse(args.cluster, args.per_node)
-    placer = policies.placer(args.policy, args.seed, model.prefill_cost, model.step_cost)
+    placer = policies.placer(args.policy, args.seed, model.prefill_cost, model.step_cost, model.network)
     cluster = Cluster(layout, model, config, args.seed, placer, runs=not args.single_steps, routers=args.routers)
     faults.Faults(
         args.deaths, args.store_deaths, args.router_deaths, args.splits, args.split_seconds, args.loss, args.slow

@@ -9,6 +9,7 @@ Owns the requests and their queue; gives work to members and takes it back. What
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
 
@@ -38,6 +39,7 @@ from router.request import Attempt, Phase, Request
 from router.view import View
 
 _LOOK_AHEAD = 8  # queued requests that are tried when the first can't be placed
+_BEHIND = 8  # and with each tick so many of those behind them, in turn
 
 
 @dataclass
@@ -81,6 +83,9 @@ class Life:
         self.queue = self.admission.queue
         self.room = False  # something has changed that may let a queued request be placed
         self._held = False  # somebody waits here who might as well wait at a worker
+        self._behind: list[Request] = []  # those behind the first who have still to be tried, the next one last
+        self._unseen = False  # there has been room since these were listed
+        self._resume = False  # to be tried again, or further, though nothing has changed
         self._expires = -inf  # until then no request has waited for too long
         self.counts = Counts()
         self.bottleneck = Bottleneck()
@@ -147,23 +152,43 @@ class Life:
 
     def settle(self, now: float) -> None:
         """Place what can be placed, if there may be room now: call when an event has been handled."""
-        if self.room:
-            self.room = False
-            self._drain(now)
+        if self.room or self._resume:
+            self._unseen |= self.room
+            behind = self._resume
+            self.room = self._resume = False
+            self._drain(now, behind)
 
-    def _drain(self, now: float) -> None:
+    def _drain(self, now: float, behind: bool) -> None:
         """In order of service. Who can't be placed is passed by: what one prompt waits for (a prefill slot) another may
-        not need."""
+        not need. `behind`: those who are not among the first have a turn as well, a few of them."""
         self._view.begin(now)
         self._held = False
-        tried = 0
+        tried: set[str] = set()
         for request in self.queue.in_order(now) if len(self.queue) else ():
             if not self._placer.may_go(request.name, self._view):
                 continue
-            if tried >= _LOOK_AHEAD or not self._open():
+            if not self._open():
                 return
+            if len(tried) >= _LOOK_AHEAD:
+                if behind:
+                    self._look_behind(tried, now)
+                return
+            if not self.admission.held_back(request, now) and not self._place(request, now):
+                tried.add(request.name)
+        self._behind, self._unseen = [], False
+
+    def _look_behind(self, tried: Collection[str], now: float) -> None:
+        """Go on where the last look ended."""
+        if not self._behind and self._unseen:
+            self._behind = [*self.queue.in_order(now)][::-1]
+            self._unseen = False
+        left = _BEHIND
+        while left and self._behind and self._open():
+            request = self._behind.pop()
+            if request not in self.queue or request.name in tried or not self._placer.may_go(request.name, self._view):
+                continue
             if not self.admission.held_back(request, now):
-                tried += not self._place(request, now)
+                left -= not self._place(request, now)
 
     def _open(self) -> bool:
         """Whether anything can be placed at all."""
@@ -311,7 +336,7 @@ class Life:
             if member.incarnation == attempt.prefill:
                 attempt.prefill = None
             if needed:
-                self.retry(request, f"{member.peer.name} is gone: {member.gone}", now)
+                self.retry(request, f"{member.peer.name} is gone: {member.gone}", now, death=True)
 
     def clear(self, member: Member, now: float) -> None:
         """What somebody still needs of a live worker is placed anew, at nobody's cost."""
@@ -325,10 +350,13 @@ class Life:
     def _attempts(self) -> list[tuple[AttemptName, Attempt]]:
         return [(r.attempt.name, r.attempt) for r in self.requests.values() if r.attempt is not None]
 
-    def retry(self, request: Request, why: str, now: float, *, free: bool = False, blame: bool = False) -> None:
+    def retry(
+        self, request: Request, why: str, now: float, *, free: bool = False, blame: bool = False, death: bool = False
+    ) -> None:
         """The current attempt is over; the next one knows every token so far. `free`: it does not count against the
-        request's budget; `blame`: its decode worker is chosen again only if there is no other. What a live worker makes
-        of it counts against everybody's budget, too; one that is gone can't fail what it is given next."""
+        request's budget; `blame`: its decode worker is chosen again only if there is no other; `death`: a process that
+        it needed has gone. What live ones make of it counts against everybody's budget, too; one that is gone can't
+        fail what it is given next."""
         attempt = request.attempt
         assert attempt is not None, request.name
         self._out.note(f"attempt {attempt.name.attempt} is over: {why}", request.name, warning=not free)
@@ -336,7 +364,7 @@ class Life:
             request.failed_on.add(attempt.decode)
         failed = attempt.phase is not Phase.PLACED and not free
         request.failures += failed
-        request.repeats = failed and self._members.get(attempt.decode) is not None
+        request.repeats = failed and not death
         self.recent.over(request, why, now)
         self.withdraw(request)
         if request.failures >= self._config.router.max_attempts:
@@ -383,6 +411,7 @@ class Life:
         self.recent.ended(request, outcome, summary, now)
         self.withdraw(request)
         self.admission.ended(request, summary.usage, now)
+        self._placer.ended(request.name)
         del self.requests[request.name]
         match outcome:
             case Finished(reason=reason):
@@ -403,7 +432,8 @@ class Life:
 
     def expire(self, now: float) -> None:
         """Everything that has waited for too long: a client, a place in the queue, an attempt."""
-        self.room |= self.queue.begun or self._held  # time alone may let one of them go
+        self._resume = self.queue.begun or self._held  # time alone may let one of them go
+        self._resume |= self._unseen or bool(self._behind)
         if now < self._expires:
             return
         progress = self._config.router.progress_ms / 1_000

@@ -112,6 +112,10 @@ class Placer(Protocol):
         """Whether to try a request that waits. One that certainly can't go now is passed by, however many there are."""
         ...
 
+    def ended(self, request: str) -> None:
+        """A request has ended, placed or not."""
+        ...
+
 
 class LowestTtft:
     """The placement with the lowest predicted time to first token."""
@@ -141,6 +145,9 @@ class LowestTtft:
     def may_go(self, request: str, view: View) -> bool:
         """It may go anywhere."""
         return True
+
+    def ended(self, request: str) -> None:
+        """Nothing is kept of any."""
 
 
 def plan_for(ask: Ask, view: View, decode: str, prefill: str | None = None) -> Plan | Wait:

@@ -31,6 +31,7 @@ RULES: Mapping[str, Callable[[int], Rule]] = {
 POLICIES = (OWN, *RULES)
 
 
-def placer(policy: str, seed: int, prefill: PrefillCost, step: StepCost) -> Placer:
-    """The policy of that name, one of POLICIES; the costs are those of the simulated workers."""
-    return LowestTtft() if policy == OWN else Ruled(RULES[policy](seed), prefill, step)
+def placer(policy: str, seed: int, prefill: PrefillCost, step: StepCost, link: float) -> Placer:
+    """The policy of that name, one of POLICIES. The costs are those of the simulated workers, `link` the bytes per
+    second between their nodes."""
+    return LowestTtft() if policy == OWN else Ruled(RULES[policy](seed), prefill, step, link)

@@ -7,9 +7,10 @@ configurations:
     2 · KV       1 − share of the pool in use (kv-cache-utilization-scorer)
     2 · queue    (longest − own) / (longest − shortest) of the queues, 1 where all are as long (queue-scorer)
 
-The prefix counts for the prefill stage and not for the decode stage. A queue is vLLM's: the requests that wait for
-their prompts to be begun. llm-d reads queue and use from metrics that are up to 50 ms old; here they are of this
-moment.
+The prefix counts for the prefill stage and not for the decode stage, and every prompt is prefilled apart. (An example
+that counts it for both skips that where no more than 16 tokens are not cached: less than a page of the traces.) A queue
+is vLLM's: the requests that wait for their prompts to be begun. llm-d reads queue and use from metrics that are up to
+50 ms old; here they are of this moment.
 """
 
 # pyright: strict

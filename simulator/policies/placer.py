@@ -6,8 +6,8 @@ The decode worker of a split cluster is chosen when the prompt is about to be co
 fetched as far as that pays, as it is for Baton's own placement. A worker that goes leaves its requests to be chosen for
 anew. Pure.
 
-What computing a prompt takes, which one of the rules wants to know, are the coefficients that the simulator itself
-computes with: "fitted offline", without an error.
+What computing a prompt takes and how fast links are, which one of the rules wants to know, are the figures that the
+simulator itself reckons with: "fitted offline", without an error.
 """
 
 # pyright: strict
@@ -37,14 +37,15 @@ class _Waiting:
     worker: str  # incarnation
     prompt: PromptWork  # as the rule reckons with it
     pages: int  # of all of it
-    until: float  # when it has left the queue, placed or not
 
 
 class Ruled:
     """Baton's router with somebody else's rule."""
 
-    def __init__(self, rule: Rule, prefill: PrefillCost, step: StepCost) -> None:
+    def __init__(self, rule: Rule, prefill: PrefillCost, step: StepCost, link: float) -> None:
+        """`link`: bytes per second between nodes."""
         self._rule = rule
+        self._link = link
         self._prefill = prefill
         self._step = step
         self._waiting: dict[str, _Waiting] = {}  # by request
@@ -66,9 +67,12 @@ class Ruled:
         worker = None if waiting is None else view.members.get(waiting.worker)
         return worker is None or _has_room(worker, view)
 
+    def ended(self, request: str) -> None:
+        """It waits for nobody any more."""
+        self._waiting.pop(request, None)
+
     def _choose(self, ask: Ask, view: View) -> _Waiting | Wait | Reject:
         """Whose prompt it shall be."""
-        self._waiting = {name: each for name, each in self._waiting.items() if view.now < each.until}
         split = bool(view.prefillers) and not ask.local
         able = view.prefillers if split else _decoders(ask, view)
         able = [member for member in able if member.incarnation not in ask.avoid] or ([] if split else able)
@@ -85,15 +89,14 @@ class Ruled:
             worker=able[workers.index(chosen)].incarnation,
             prompt=PromptWork(whole - prefix, prefix),
             pages=ask.prefix.pages,
-            until=view.now - ask.waited + view.config.router.queue_ms / 1_000,
         )
 
     def _plan(self, ask: Ask, view: View, worker: str) -> Choice:
         member = view.members.live(worker)
+        if not _has_room(member, view):
+            return Wait(f"{member.peer.name} has all the prompts it takes")
         if member.peer.role == "decode":
             return plan_for(ask, view, worker)
-        if not _has_room(member, view):
-            return Wait("its prefill worker has all the prompts it takes")
         able = [member for member in _decoders(ask, view) if takes_work(member)]
         if not able:
             return Wait("no decode worker takes work now")
@@ -133,16 +136,16 @@ class Ruled:
                     disk=disk - host,
                     prefill=self._prefill,
                     step=self._step,
-                    link=store.remote_speed.bytes_per_second if store else 0.0,
+                    link=self._link if store else 0.0,
                 )
             )
         return shown
 
 
 def _has_room(worker: Member, view: View) -> bool:
-    if worker.peer.role == "decode":
-        return takes_work(worker)
-    return len(worker.slots) < view.config.prefill.max_prompts
+    """As many prompts at a time for each, whatever its role: the others wait in the router, which drops those that
+    can't be in time any more."""
+    return len(worker.slots) < view.config.prefill.max_prompts and (worker.peer.role != "decode" or takes_work(worker))
 
 
 def _prompt(ask: Ask) -> Prompt:

@@ -116,6 +116,11 @@ def test_dynamo_cost(stage: Stage, expected: float) -> None:
     assert dynamo_kv.cost(stage, _TEN, worker) == pytest.approx(expected)
 
 
+def test_dynamo_credits_half_of_what_other_nodes_have() -> None:
+    """10 blocks, 2 of them on the device, 8 on some node: 10 − (2·1 + 6·0.5) = 5."""
+    assert dynamo_kv.cost("prefill", _TEN, Worker("a", device=2), longest=8) == pytest.approx(5)
+
+
 def test_dynamo_credits_never_make_work_negative() -> None:
     assert dynamo_kv.cost("prefill", _TEN, Worker("a", device=40)) == 0
 

@@ -9,7 +9,7 @@ import pytest
 from baton.messages import Accepted, Cancel, Decode, Prefill, Prefilled, Refused
 from router.admission import ModelLimits
 from router.costs import PrefillCost, StepCost
-from router.events import Failed, Finished
+from router.events import ClientGone, Failed, Finished
 from router.placement import Placer
 from router.state import RouterState
 from simulator.policies import POLICIES, placer
@@ -59,7 +59,7 @@ def rule() -> _Told:
 
 @pytest.fixture
 def lab(rule: _Told) -> Lab:
-    return _split(Ruled(rule, _PREFILL, _STEP))
+    return _split(Ruled(rule, _PREFILL, _STEP, 1e9))
 
 
 def _accept(lab: Lab, request: str) -> None:
@@ -147,6 +147,15 @@ def test_a_request_that_left_the_queue_is_forgotten(rule: _Told, lab: Lab) -> No
     assert [shown["pa"].requests for stage, shown in rule.shown if stage == "prefill"][-1] == 0
 
 
+def test_a_client_that_left_the_queue_is_forgotten_at_once(rule: _Told, lab: Lab) -> None:
+    rule.choice = {"prefill": "pa"}
+    for name in ("r1", "r2", "r3"):
+        lab.submit(name, prompt=10 * PAGE)
+    lab.tell(ClientGone("r3", "a test"))
+    lab.submit("r4", prompt=10 * PAGE)
+    assert [shown["pa"].requests for stage, shown in rule.shown if stage == "prefill"][-1] == 2
+
+
 def test_a_worker_that_goes_is_chosen_for_anew(rule: _Told, lab: Lab) -> None:
     rule.choice = {"prefill": "pa"}
     for name in ("r1", "r2", "r3"):
@@ -158,7 +167,7 @@ def test_a_worker_that_goes_is_chosen_for_anew(rule: _Told, lab: Lab) -> None:
 
 
 def test_colocated_workers_do_it_all(rule: _Told) -> None:
-    lab = _lab(Ruled(rule, _PREFILL, _STEP))
+    lab = _lab(Ruled(rule, _PREFILL, _STEP, 1e9))
     lab.colocated(2)
     rule.choice = {"both": "decode-1"}
     lab.submit("r1", prompt=10 * PAGE)
@@ -172,8 +181,20 @@ def test_colocated_workers_do_it_all(rule: _Told) -> None:
     assert (shown.requests, shown.prompts) == (2, 1), "one of the two is decoding"
 
 
+def test_a_colocated_worker_that_has_prompts_enough_is_waited_for(rule: _Told) -> None:
+    lab = _lab(Ruled(rule, _PREFILL, _STEP, 1e9))
+    lab.colocated(2)
+    rule.choice = {"both": "decode-0"}
+    for name in ("r1", "r2", "r3"):
+        lab.submit(name, prompt=10 * PAGE)
+    assert [message.request for message in lab.sent(Decode)] == ["r1", "r2"]
+    _accept(lab, "r1")
+    lab.tokens("decode-0.1", "r1", 1, 10 * PAGE, 9)
+    assert [message.request for message in lab.sent(Decode)] == ["r1", "r2", "r3"]
+
+
 def test_a_busy_worker_is_waited_for(rule: _Told) -> None:
-    lab = _lab(Ruled(rule, _PREFILL, _STEP))
+    lab = _lab(Ruled(rule, _PREFILL, _STEP, 1e9))
     first, second = lab.colocated(2)
     rule.choice = {"both": "decode-0"}
     lab.submit("r1", prompt=10 * PAGE)
@@ -191,7 +212,7 @@ def test_a_rule_may_reject(rule: _Told, lab: Lab) -> None:
 @pytest.mark.parametrize("split", [True, False])
 def test_every_policy_serves(policy: str, split: bool) -> None:
     """Both kinds of cluster, from submission to the last token."""
-    made = placer(policy, 1, _PREFILL, _STEP)
+    made = placer(policy, 1, _PREFILL, _STEP, 1e9)
     lab = _split(made) if split else _lab(made)
     if not split:
         lab.colocated(2)
