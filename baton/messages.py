@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 
 from baton.trace import MAX_STEPS
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_KEYS_PER_CALL = 1_024
@@ -161,12 +161,14 @@ class AttemptName(Struct, frozen=True, order=True):
 
 
 class AttemptHeld(Struct, frozen=True):
-    """One attempt as its worker has it: `position` is how many tokens (prompt included) it knows."""
+    """One attempt as its worker has it: `position` is how many tokens (prompt included) it knows, of which `computed`
+    have their keys and values."""
 
     request: Name
     attempt: Annotated[int, Meta(ge=1)]
     position: Count
     ended: bool = False
+    computed: Count = 0
 
 
 class TierSpeed(Struct, frozen=True):

@@ -127,4 +127,5 @@ class Sequence:
         return keys
 
     def held(self) -> AttemptHeld:
-        return AttemptHeld(self.name.request, self.name.attempt, len(self.tokens), self.phase is Phase.ENDED)
+        ended = self.phase is Phase.ENDED
+        return AttemptHeld(self.name.request, self.name.attempt, len(self.tokens), ended, self.computed)

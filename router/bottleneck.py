@@ -119,7 +119,7 @@ class Bottleneck:
         self._context += tokens * position
 
     def demand(self, now: float) -> Demand:
-        """Of the last half minute."""
+        """Of the last half minute. Call about once a second, or older demand counts as well."""
         if self._first == -inf:
             self._first = self._last = now
         decay = exp(-(now - self._last) / _WINDOW)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from baton.errors import InvalidRequest, ModelMismatch
+from baton.errors import ContextTooLong, InvalidRequest, ModelMismatch
 from baton.messages import Sampling, WorkerRole
 from baton.trace import MAX_STEPS
 from baton.v1 import cache_pb2, cluster_pb2
@@ -89,9 +89,10 @@ def _named(field: str, given: str) -> str:
 
 
 def _checked(field: str, given: str) -> str:
-    if len(given) > _MAX_ID or not given.isprintable() or " " in given:
+    # It may become a header of the answer, where gRPC takes nothing else.
+    if len(given) > _MAX_ID or not given.isascii() or not given.isprintable() or " " in given:
         raise InvalidRequest(
-            f"{field} is {given[:_MAX_ID]!r}; it must have at most {_MAX_ID} printable characters without spaces"
+            f"{field} is {given[:_MAX_ID]!r}; it must have at most {_MAX_ID} printable ASCII characters without spaces"
         )
     return given
 
@@ -99,11 +100,13 @@ def _checked(field: str, given: str) -> str:
 def take_in(request: pb.GenerateRequest, request_id: str, model: ServedModel, draw_seed: Callable[[], int]) -> Intake:
     """Check a request. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
     _check_model(request.model, model)
+    if len(request.stop_token_ids) > _MAX_STOP_TOKENS:
+        raise InvalidRequest(
+            f"stop_token_ids has {len(request.stop_token_ids)} tokens; at most {_MAX_STOP_TOKENS} are allowed"
+        )
     stop_ids = tuple(dict.fromkeys(request.stop_token_ids))
     if bad := [token for token in stop_ids if token >= model.limits.vocab_size]:
         raise InvalidRequest(f"stop_token_ids has {bad[0]}, and the vocabulary ends at {model.limits.vocab_size - 1}")
-    if len(stop_ids) > _MAX_STOP_TOKENS:
-        raise InvalidRequest(f"stop_token_ids has {len(stop_ids)} tokens; at most {_MAX_STOP_TOKENS} are allowed")
     prompt = _prompt(request, model)
     eos = () if request.ignore_eos else model.eos
     return Intake(
@@ -136,6 +139,17 @@ def _check_model(asked: str, model: ServedModel) -> None:
 
 
 def _prompt(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedModel) -> Sequence[int]:
+    """Its tokens. Raises InvalidRequest, and ContextTooLong before anything is done with each token of a prompt that
+    would keep the router from everybody else for seconds."""
+    tokens = _tokens(request, model)
+    if len(tokens) > model.limits.max_context:
+        raise ContextTooLong(
+            f"a prompt of {len(tokens)} tokens exceeds the model's context of {model.limits.max_context}"
+        )
+    return tokens
+
+
+def _tokens(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedModel) -> Sequence[int]:
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("the request has no prompt; set text or token_ids")

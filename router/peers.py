@@ -168,7 +168,7 @@ class Member:
         is what other routers' work makes of `load`. Returns whether that has changed: there may be room then."""
         before = (self.strangers, self.strange_context, self.strange_tokens)
         self.load = load
-        if self.peer.role == "prefill":  # it tells how far each prompt is, too
+        if self.peer.role == "prefill" or not self.slots:  # how far ours are, only prefill workers tell
             self.since = now
         self.strangers = others.running + others.waiting
         self.strange_context, self.strange_tokens = others.context, others.tokens_queued
@@ -263,6 +263,12 @@ class Members:
             raise Incompatible(f"model of {peer.name} is missing; a worker says Hello once it has loaded its model")
         else:
             self._check_card(hello.model)
+        known = self._live.get(peer.incarnation)
+        if known and (known.peer.role, known.peer.name, known.peer.node) != (peer.role, peer.name, peer.node):
+            raise Incompatible(
+                f"incarnation {peer.incarnation} is the {known.peer.role} {known.peer.name} on {known.peer.node} and "
+                f"can't be the {peer.role} {peer.name} on {peer.node}; a process in another role is another incarnation"
+            )
         rival = self.named(peer.name)
         if rival and rival.incarnation != peer.incarnation and self._older(peer.incarnation, rival.incarnation):
             raise Incompatible(
@@ -273,10 +279,7 @@ class Members:
     def join(self, hello: Hello, now: float) -> Member:
         """A process that has passed `check`; again for one that is live and says Hello again."""
         if (member := self._live.get(hello.peer.incarnation)) is not None:
-            if hello.peer.role != member.peer.role:
-                del self._by_role[member.peer.role][member.incarnation]
             member.hello, member.heard_at = hello, now
-            self._by_role[member.peer.role][member.incarnation] = member
             member.touch()
             return member
         self._meet(hello.peer.incarnation)

@@ -47,6 +47,7 @@ class Attempt:
     predicted: int = 0  # prompt tokens that its prefill worker has been asked to compute, until it says how many it did
     prefill_sent: bool = False
     prefilled: bool = False
+    computed: int = 0  # tokens that its decode worker has computed, by the last heartbeat
     sightings: int = 0  # heartbeats that listed it before its Accepted came
     behind: int | None = None  # what we had when the last heartbeat showed that the worker has more
     asked_from: int | None = None  # position of the last Resend that a gap made us send

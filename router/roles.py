@@ -110,6 +110,7 @@ class Roles:
         prefill, decode = self._members.open("prefill"), self._members.open("decode")
         self.advice = None
         if not prefill or not decode or self._changes:
+            self._life.bottleneck.demand(now)  # what was asked of one role alone fades as well
             return
         steps = [self._costs.step(member.incarnation) for member in decode]
         pools = [member.hello.model.pool_pages for member in decode if member.hello.model]

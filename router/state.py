@@ -354,6 +354,9 @@ class RouterState:
                 if attempt.sightings >= _SIGHTINGS:
                     self._answers.accepted(request, attempt, 0, now)
                 return
+            if held.computed > attempt.computed:  # it may be a long prompt that brings no token for a while
+                attempt.progress = now
+            attempt.computed = held.computed
             ahead = held.position > request.known or held.ended
             if ahead and attempt.behind == request.known:
                 self._answers.resend(request, attempt)

@@ -75,7 +75,3 @@ class View:
     @property
     def prefillers(self) -> list[Member]:
         return self.members.open("prefill")
-
-    @property
-    def stores(self) -> list[Member]:
-        return self.members.of("store")

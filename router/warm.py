@@ -52,7 +52,6 @@ from router.reach import nodes_of
 
 _LEAST_URGENT = 2**31 - 1  # the least urgent that a request can be
 _MOST = 4_096  # prefixes; each costs its tokens, and a moment of every tick
-_SIGHTINGS = 2  # heartbeats after which we no longer wait for the message that would have said the same
 
 
 class Warmer:

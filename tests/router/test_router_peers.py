@@ -9,6 +9,7 @@ import pytest
 
 from baton.clock import Tick
 from baton.messages import (
+    PROTOCOL_VERSION,
     Accepted,
     Cancel,
     Decode,
@@ -62,7 +63,7 @@ def changed(**fields: Any):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"protocol": 99}, ("protocol is 99", "speaks 4")),
+        ({"protocol": 99}, ("protocol is 99", f"speaks {PROTOCOL_VERSION}")),
         ({"model": None}, ("model", "missing")),
         ({"model": changed(page_size=32)}, ("page_size is 32", "has 4")),
         ({"model": changed(kv_dtype="bfloat16")}, ("namespace.kv_dtype is 'bfloat16'", "has 'float32'")),
