@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta, MsgspecError, Struct
 
 from baton.trace import MAX_STEPS
 
@@ -30,6 +30,9 @@ KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_KEYS_PER_CALL = 1_024
 MAX_STEP_SAMPLES = 16
+
+UNREADABLE = (ValueError, MsgspecError, RecursionError)
+"""What decoding bytes that are no message raises; the last where they are nested deeper than Python's stack."""
 
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=128)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -583,7 +586,7 @@ class Release(Message, frozen=True):
     """Done with the pages `indices` of this ticket."""
 
     ticket: Count
-    indices: tuple[int, ...]
+    indices: Annotated[tuple[int, ...], Meta(max_length=MAX_KEYS_PER_CALL)]
 
 
 class Released(Message, frozen=True):

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from baton.errors import MalformedMessage, PortInUse, StoreGone
-from baton.messages import Message
+from baton.messages import UNREADABLE, Message
 
 MAX_PACKET_BYTES = 160 * 1_024  # below Linux's default socket buffer
 _QUEUE = 4_096  # packets kept for a peer that does not read
@@ -110,7 +110,7 @@ class UnixSocket(Generic[M]):
         except Exception as error:
             for descriptor in descriptors:
                 os.close(descriptor)
-            if isinstance(error, ValueError | msgspec.MsgspecError):
+            if isinstance(error, UNREADABLE):
                 raise MalformedMessage(f"process {self.pid} sent {len(packet)} bytes, no message: {error}") from None
             raise
 

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from baton.errors import MalformedMessage
-from baton.messages import Key, Medium
+from baton.messages import UNREADABLE, Key, Medium
 from kvstore.changes import Change, Cleared, Removed, Stored, TierChanges, digest
 from kvstore.keys import START
 from kvstore.prefix_map import PrefixMap
@@ -150,7 +150,7 @@ def decode(topic: bytes, sequence: int, payload: bytes) -> Batch:
         if (holder := publisher_of(topic)) is None:
             raise ValueError(f"topic {topic!r} is not kv@<incarnation>@<model>")
         return Batch(holder, sequence, _decoder.decode(payload).events)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except UNREADABLE as error:
         raise MalformedMessage(f"{len(payload)} bytes that are no batch of KV events: {error}") from None
 
 

@@ -78,6 +78,7 @@ log = logging.getLogger(__name__)
 _TURN = 0.1  # seconds between two turns of a loop that has nothing to do
 _CONGESTED = 0.002  # the same while a worker is slow to read
 _PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nobody for it
+_MAX_REFUSAL = 1_000  # characters: what was refused may be quoted in it
 _CALLS_PER_TURN = 64  # of one connection, so that no worker keeps the others waiting
 
 
@@ -260,7 +261,7 @@ class Store:
                 self._malformed += 1
                 log.warning("closing the connection of process %d: %s", connection.socket.pid, error)
                 with contextlib.suppress(StoreGone):
-                    connection.socket.send(Refusal(error.reason, str(error)))
+                    connection.socket.send(Refusal(error.reason, str(error)[:_MAX_REFUSAL]))
                 self._lose(connection)
                 return
             if received is None:
@@ -314,7 +315,7 @@ class Store:
                     try:
                         with self._tracer.span("reply", "sockets"):
                             connection.socket.send(reply, [self._arena.fd] if isinstance(reply, Attached) else ())
-                    except StoreGone as error:
+                    except (StoreGone, MalformedMessage) as error:
                         log.warning("closing a connection: %s", error)
                         self._close(connection)
                         waiting += self._state.handle(Disconnected(number), self._clock.now())
@@ -376,7 +377,8 @@ class Store:
         self._events.answer(self._state.snapshot)
         if now >= self._next_metrics:
             self._next_metrics = now + self._heartbeat_seconds
-            malformed = self._malformed + self._routers.malformed
+            malformed = self._malformed + self._routers.malformed + self._events.malformed
+            malformed += self._transport.stats().malformed
             stats = self._state.stats(now)
             self._metrics.publish(
                 {

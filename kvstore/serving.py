@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from baton.errors import MalformedMessage
 from baton.messages import Credit, Doubt, Gone, PageRequest, SentPage, Serving, Unwant, Want, Wanting
 from kvstore.keys import split_keys
 from kvstore.loads import Link, Outcome
@@ -157,7 +158,10 @@ class Server:
     # --- internals --------------------------------------------------------------------------------------------------
 
     def _want(self, peer: str, fetches: dict[int, PeerFetch], want: Want, now: float) -> Outcome:
-        keys = split_keys(want.keys)
+        try:
+            keys = split_keys(want.keys)
+        except MalformedMessage:
+            keys = []
         fits = want.page_bytes == self._page_bytes and len(set(keys)) == len(keys) and len(fetches) < _MAX_FETCHES
         if not fits or not keys:
             return Outcome([Answer(peer, Gone(want.fetch, 0))])

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from baton.messages import FromPublisher, Snapshot, SnapshotRequest, ToPublisher
+from baton.messages import UNREADABLE, FromPublisher, Snapshot, SnapshotRequest, ToPublisher
 from baton.wire.sockets import bind, configure, connect
 
 _SEQUENCE_BYTES = 8
@@ -98,7 +98,7 @@ class Replayer:
                     yield follower, int.from_bytes(question, "big")
                 else:
                     yield follower, self._decoder.decode(question)
-            except (ValueError, msgspec.MsgspecError):
+            except UNREADABLE:
                 self.malformed += 1
 
     def send_batch(self, follower: bytes, sequence: int, payload: bytes) -> bool | None:
@@ -148,7 +148,7 @@ class Asker:
                 if empty:
                     raise ValueError("no empty frame before the answer")
                 return topic, self._decoder.decode(part)
-            except (ValueError, msgspec.MsgspecError):
+            except UNREADABLE:
                 self.malformed += 1
 
     def close(self) -> None:

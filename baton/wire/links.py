@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from baton.clock import Clock
-from baton.messages import Envelope, Heartbeat, Message, Peer, ToRouter
+from baton.messages import UNREADABLE, Envelope, Heartbeat, Message, Peer, ToRouter
 from baton.wire.sockets import bind, configure, connect
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Listener:
                 envelope = self._decoder.decode(body)
                 if identity.removesuffix(_HEART_SUFFIX) != envelope.sender.encode():
                     raise ValueError(f"{identity!r} speaks as {envelope.sender!r}")
-            except (ValueError, msgspec.MsgspecError) as error:
+            except UNREADABLE as error:
                 self.malformed += 1
                 log.warning("dropped a malformed message of %d bytes: %s", sum(map(len, frames)), error)
                 continue
@@ -109,7 +109,7 @@ class Link(Generic[M]):
                 return
             try:
                 envelope = self._decoder.decode(b"".join(frames))
-            except (ValueError, msgspec.MsgspecError) as error:
+            except UNREADABLE as error:
                 self.malformed += 1
                 log.warning("dropped a malformed message of %d bytes: %s", sum(map(len, frames)), error)
                 continue

@@ -26,7 +26,7 @@ import msgspec
 import zmq
 
 from baton.errors import StartupError
-from baton.messages import Envelope, Message, PageReply, PageRequest, Pages
+from baton.messages import UNREADABLE, Envelope, Message, PageReply, PageRequest, Pages
 from baton.wire.sockets import bind, configure, connect
 
 _IO_THREADS = 2  # so that one can send while the other receives, and encryption has two cores
@@ -114,7 +114,7 @@ class PageServer:
                 envelope = self._decoder.decode(body)
                 if identity != envelope.sender.encode():
                     raise ValueError(f"{identity!r} speaks as {envelope.sender!r}")
-            except (ValueError, msgspec.MsgspecError):
+            except UNREADABLE:
                 self._losses.malformed += 1
                 continue
             if envelope.addressee == self._me:
@@ -204,7 +204,7 @@ class PageLink:
                 message = envelope.message
                 if len(frames) != (len(message.pages) if isinstance(message, Pages) else 0):
                     raise ValueError(f"{len(frames)} frames behind {type(message).__name__}")
-            except (ValueError, msgspec.MsgspecError):
+            except UNREADABLE:
                 self._losses.malformed += 1
                 continue
             if envelope.addressee == self._me and envelope.sender == self.store:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -63,12 +64,14 @@ def test_messages_travel_both_ways_and_garbage_is_dropped() -> None:
         junk.setsockopt(zmq.LINGER, 0)
         junk.connect(listener.endpoint)
         try:
-            for frames in ([b""], [b"\xff" * 50], [b"a", b"b"], [b"\x94\xa1x\xa0\x01\x81\xa4type\xa5Hello"]):
+            nested = msgspec.Raw(b"\x91" * 10_000 + b"\xc0")  # deeper than Python's stack
+            deep = msgspec.msgpack.encode(["x", "", 1, Hello(ME), nested])
+            for frames in ([b""], [b"\xff" * 50], [b"a", b"b"], [b"\x94\xa1x\xa0\x01\x81\xa4type\xa5Hello"], [deep]):
                 junk.send_multipart(frames)
             link.send("", Hello(ME))
             envelope = await listener.receive()
             assert (envelope.sender, envelope.message) == ("worker-1", Hello(ME))
-            while listener.malformed < 4:
+            while listener.malformed < 5:
                 receiving = asyncio.create_task(listener.receive())
                 await asyncio.sleep(0.01)
                 receiving.cancel()

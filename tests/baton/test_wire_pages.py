@@ -151,6 +151,8 @@ def test_frames_that_do_not_belong_to_their_message_are_malformed(both: tuple[Pa
         say(one, b"x", b"y")
         say(Gone(1, 1), b"x")
         liar.send_multipart([identity, b"\xc1"])
+        nested = msgspec.Raw(b"\x91" * 10_000 + b"\xc0")  # deeper than Python's stack
+        liar.send_multipart([identity, msgspec.msgpack.encode(["b", "a", 1, Serving(1), nested])])
         liar.send_multipart([identity, b"\x90" * (2**20 + 1)])
         say(one, b"x", sender="c")
         say(one, b"x", addressee="old")
@@ -162,7 +164,7 @@ def test_frames_that_do_not_belong_to_their_message_are_malformed(both: tuple[Pa
             a.wait(0.05)
             heard += [(reply, [bytes(frame) for frame in frames]) for reply, frames in link.receive(3)]
         assert heard == [(one, [b"x"]), (Serving(1), [])]
-        assert (a.losses.malformed, a.losses.dropped) == (5, 2)
+        assert (a.losses.malformed, a.losses.dropped) == (6, 2)
     finally:
         liar.close(0)
         context.term()

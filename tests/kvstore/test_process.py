@@ -258,9 +258,23 @@ def until_closed(connection: socket.socket) -> bytes:
         msgspec.msgpack.encode({"type": "Seal", "ticket": -1, "first": 0, "checksums": []}),
         msgspec.msgpack.encode({"type": "Acquire", "ticket": 1, "keys": bytes(16 * 1_025)}),
         msgspec.msgpack.encode({"type": "Acquire", "ticket": 1, "keys": bytes(17)}),
+        msgspec.msgpack.encode({"type": "Release", "ticket": 1, "indices": [0] * 1_025}),
+        msgspec.msgpack.encode({"type": "A" * 160_000}),
+        msgspec.msgpack.encode({"type": "Attach", "peer": {"x": msgspec.Raw(b"\x91" * 50_000 + b"\xc0")}}),
         bytes(100_000),
     ],
-    ids=["random", "reserved byte", "another link's", "negative", "too many keys", "half a key", "large"],
+    ids=[
+        "random",
+        "reserved byte",
+        "another link's",
+        "negative",
+        "too many keys",
+        "half a key",
+        "too many indices",
+        "a long name",
+        "nested",
+        "large",
+    ],
 )
 def test_rubbish_ends_its_connection_and_nothing_else(store: StoreProcess, rubbish: bytes, attached: bool) -> None:
     with TestClient(store.cluster) as client, raw(store.cluster) as connection:

@@ -100,7 +100,8 @@ def test_what_is_on_the_disk_is_brought() -> None:
 
 
 def test_a_want_that_makes_no_sense_is_refused() -> None:
-    for odd in (want(1, "", 0), want(1, "ab", 2, page_bytes=50), Want(1, 100, key("a") * 2, True, 2)):
+    cut_short = Want(1, 100, key("a") + b"b", True, 2)
+    for odd in (want(1, "", 0), want(1, "ab", 2, page_bytes=50), Want(1, 100, key("a") * 2, True, 2), cut_short):
         assert Bench().ask(odd) == [Answer("peer", Gone(1, 0))]
 
 
