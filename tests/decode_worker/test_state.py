@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.clock import Tick
 from baton.config import DecodeConfig
-from baton.membership import OwnerLost
+from baton.membership import OwnerLost, Say
 from baton.messages import (
     Accepted,
     AttemptName,
@@ -233,6 +233,68 @@ def test_an_urgent_newcomer_displaces_the_less_urgent_until_these_have_waited_lo
         assert (busy, one.state.stats().preemptions) == (([], 1) if displaced else (["urgent"], 0))
         one.rig.settle()
         assert tokens_of(one.said, "patient") == reference(PROMPT * 3, 8)
+
+
+def _step(state: DecodeState, now: float) -> None:
+    """One turn without a store."""
+    state.prepare(now)
+    plan = state.plan(now)
+    state.handle(StepDone(plan, [None if chunk.sample is None else Sampled(7) for chunk in plan.values()]), now + 0.01)
+    state.validate()
+
+
+def test_what_two_have_computed_at_the_same_time_lies_in_the_pool_once() -> None:
+    common = list(range(40))
+    state = DecodeState(DecodeConfig(), PAGE, 64)
+    state.handle(order([*common, *range(100, 180)], 8, "long"), 0.0)
+    state.handle(order([*common, 60, 61, 62, 63, 64], 8, "short"), 0.001)
+    for turn in range(3):
+        _step(state, 0.1 * turn)
+    running = state.heartbeat(0).load
+    assert (running.running, running.pages_free) == (2, 64 - 31 - 2)
+
+
+def test_an_urgent_newcomer_displaces_one_whose_pages_carry_anothers() -> None:
+    """The victim's first pages are in use by the other one, and don't come free with it."""
+    steps = [StepSample(tokens, tokens * tokens // 2, 0, 0, 0.001 + tokens * 0.0005) for tokens in (16, 64, 128)]
+    steps.append(StepSample(0, 0, 1, 64, 0.005))
+    common = list(range(40))
+    state = DecodeState(DecodeConfig(), PAGE, 64, calibration=steps)
+    state.handle(order([*common, *range(100, 180)], 8, "stays"), 0.0)
+    state.handle(order([*common, 60, 61, 62, 63, 64], 8, "goes"), 0.001)  # the shorter is computed first
+    for turn in range(2):
+        _step(state, 0.1 * turn)
+    state.handle(order(list(range(200, 200 + 28 * PAGE)), 4, "urgent", priority=-1), 0.2)
+    state.validate()
+    assert state.stats().running == 3 - state.stats().preemptions
+
+
+def test_what_is_written_through_for_nobody_goes_before_anybody_is_preempted_or_refused() -> None:
+    for priority in (0, -1):
+        state = DecodeState(DecodeConfig(), PAGE, 40)
+        state.handle(StoreUp(100, PAGE_BYTES), 0.0)
+        state.handle(order(list(range(81)), 1, "gone"), 0.0)
+        _step(state, 0.0)
+        state.handle(Cancel("gone", 1), 0.02)  # the store has not answered yet
+        state.handle(order(list(range(500, 529)), 4, "runs"), 0.03)
+        _step(state, 0.03)
+        said = state.handle(order(list(range(900, 957)), 4, "newcomer", priority=priority), 0.05)
+        state.validate()
+        assert any(isinstance(each.message, Accepted) for each in said if isinstance(each, Say))
+        assert state.stats().preemptions == 0
+
+
+def test_whoever_is_resumed_has_the_whole_time_to_fetch() -> None:
+    one = worker(pages=12, ageing_ms=10_000, fetch_ms=100)
+    one.handle(order(PROMPT * 3, 8, "patient", priority=1))
+    one.handle(order(PROMPT[::-1] * 3, 8, "urgent"))
+    assert one.state.stats().preemptions == 1
+    one.rig.now += 5.0
+    one.handle(Cancel("urgent", 1))
+    one.state.prepare(one.rig.now)
+    before = one.state.stats().fetches_short
+    one.state.handle(Tick(), one.rig.now)
+    assert one.state.stats().fetches_short == before
 
 
 def test_nobody_is_displaced_for_one_that_is_as_urgent_or_does_not_fit_anyway() -> None:

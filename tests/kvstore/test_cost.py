@@ -77,3 +77,20 @@ def test_regret_is_the_time_that_computing_would_have_saved(pages: int, seconds:
 def test_a_load_is_of_the_tier_that_it_came_from() -> None:
     runs = [TierRun(QUICK, 10), TierRun(SLOW, 50)]
     assert Loading(choose(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, 0.0).tier == "disk"
+
+
+@pytest.mark.parametrize(
+    ("runs", "page_size", "on_device", "pages"),
+    [
+        ([SLOW], 16, 0, 32),  # 512 tokens
+        ([SLOW], 1_024, 0, 1),
+        ([SLOW], 16, 1, 0),  # what is on the device need not be loaded to be there
+        ([QUICK, SLOW], 16, 0, 40 + 32),
+    ],
+)
+def test_a_little_of_a_tier_that_was_never_measured_is_loaded_whatever_it_is_said_to_take(
+    runs: list[TierSpeed], page_size: int, on_device: int, pages: int
+) -> None:
+    runs = [*runs[:-1], TierSpeed(runs[-1].tier, runs[-1].latency, runs[-1].bytes_per_second)]
+    choice = choose([TierRun(speed, 40) for speed in runs], PAGE_BYTES, page_size, RATE * page_size / 16, on_device)
+    assert choice.pages == pages

@@ -43,3 +43,13 @@ def test_slots_that_others_fill_are_waited_for_and_asked_for_where_we_have_none(
     assert lab.state.stats().queued == 1
     tell(lab, prefill, Load())
     assert lab.state.stats().queued == 0  # somebody else has given slots back
+
+
+def test_others_prompts_count_in_full_on_a_worker_that_has_none_of_ours() -> None:
+    lab = Lab()
+    busy, idle = lab.colocated(2)
+    lab.now += 60.0
+    for sender, others in ((busy, Load(running=1, tokens_queued=4_000)), (idle, Load(running=3, context=300))):
+        tell(lab, sender, others)
+    lab.submit()
+    assert lab.to(lab.decode) == idle

@@ -263,3 +263,17 @@ def test_what_is_advised_is_carried_out_where_that_is_wanted() -> None:
     lab.log.clear()
     ask_for(lab, 0.8)
     assert not lab.sent(Become), "the same load asks for nothing more"
+
+
+def test_what_was_asked_before_there_was_a_worker_of_each_kind_fades() -> None:
+    router = msgspec.structs.replace(CONFIG.router, roles="auto")
+    lab = Lab(msgspec.structs.replace(CONFIG, router=router))
+    lab.colocated(3)
+    ask_for(lab, 3.0)
+    for _ in range(300):
+        lab.advance(1.0)
+        for name in range(3):
+            lab.beat(f"decode-{name}.1")
+    lab.join("prefill", "prefill-0")
+    ask_for(lab, 0.0)
+    assert not lab.sent(Become)

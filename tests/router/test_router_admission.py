@@ -460,6 +460,16 @@ def test_a_death_costs_no_retry() -> None:
     assert cluster.sent(Decode, two)
 
 
+def test_the_death_of_a_prefill_worker_costs_no_retry() -> None:
+    cluster = lab(retries_per_s=0.001, retry_share=0.0)
+    decode, prefill, _ = cluster.split()
+    for i in range(2):
+        cluster.submit(f"r{i}", prompt=100, seed=i)
+        cluster.say(decode, Accepted(f"r{i}", 1))
+    cluster.leaves(prefill)
+    assert [order.request for order in cluster.sent(Decode) if order.attempt == 2] == ["r0", "r1"]
+
+
 def test_first_attempts_earn_retries() -> None:
     cluster = lab(max_attempts=1_000, retries_per_s=0.001, retry_share=0.5)
     (decode,) = cluster.colocated()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.config import ModelConfig
-from baton.errors import BatonError, InvalidRequest, ModelError, ModelMismatch, ModelNotFound
+from baton.errors import BatonError, ContextTooLong, InvalidRequest, ModelError, ModelMismatch, ModelNotFound
 from baton.messages import Sampling
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import unpack_tokens
@@ -69,10 +69,13 @@ def ids(*tokens: int) -> pb.TokenIds:
         ({"request_id": "a b"}, InvalidRequest, "request_id is 'a b'"),
         ({"request_id": "x" * 81}, InvalidRequest, "request_id"),
         ({"request_id": "line\nbreak"}, InvalidRequest, "request_id"),
+        ({"request_id": "r\u00e9sum\u00e9"}, InvalidRequest, "ASCII"),  # it becomes a header of the answer
+        ({"token_ids": ids(*range(1_001))}, ContextTooLong, "1001 tokens"),
+        ({"stop_token_ids": [1] * 1_001}, InvalidRequest, "stop_token_ids has 1001"),
     ],
 )
 def test_bad_fields_are_named_with_their_value(fields: dict[str, Any], kind: type[BatonError], says: str) -> None:
-    prompt = {} if "text" in fields or not fields else {"token_ids": ids(5)}
+    prompt = {} if {"text", "token_ids"} & fields.keys() or not fields else {"token_ids": ids(5)}
     with pytest.raises(kind, match=says):
         taken(pb.GenerateRequest(**prompt, **fields), MODEL)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from baton.clock import Tick
 from baton.errors import (
     AttemptsExhausted,
     BatonError,
@@ -16,6 +17,7 @@ from baton.errors import (
 )
 from baton.messages import (
     Accepted,
+    AttemptHeld,
     Cancel,
     Decode,
     Failed,
@@ -748,3 +750,40 @@ def test_a_replaced_model_never_continues_anothers_output() -> None:
     lab.join("decode", "other", model=card(namespace=namespace))
     assert type(error(lab, "begun")) is Unavailable
     assert lab.decode.request == "fresh"
+
+
+def test_a_long_prompt_that_a_decode_worker_computes_goes_on_as_long_as_it_progresses() -> None:
+    lab = Lab()
+    (decode,) = lab.colocated()
+    lab.submit(prompt=200)
+    lab.say(decode, Accepted("r", 1, 0))
+    lab.say(decode, Started("r", 1, 0, 0))
+    for computed in range(0, 200, 10):  # 20 s; without progress an attempt has 4
+        lab.advance(1.0)
+        lab.beat(decode, AttemptHeld("r", 1, 200, computed=computed))
+    assert lab.decode.attempt == 1
+    for _ in range(6):
+        lab.advance(1.0)
+        lab.beat(decode, AttemptHeld("r", 1, 200, computed=190))
+    assert lab.cancelled(decode)[0] == 1
+
+
+def test_those_behind_the_first_have_their_turn_though_nothing_changes() -> None:
+    """Long prompts wait for slots of the prefill worker, short ones behind them only for the decode worker."""
+    lab = Lab()
+    decode, prefill, store = lab.split()
+    for number in range(12):
+        lab.submit(f"long{number}", prompt=200, seed=number)
+        if number < 2:
+            lab.say(decode, Accepted(f"long{number}", 1))
+    lab.submit("first", prompt=3, seed=50)
+    lab.say(decode, Refused("first", 1, "busy"))
+    for number in range(3):
+        lab.submit(f"short{number}", prompt=3, seed=60 + number)
+    for _ in range(8):
+        lab.now += 0.25
+        lab.beat(decode, held("long0", 1, 200), held("long1", 1, 200))
+        lab.beat(prefill, held("long0", 1, 0), held("long1", 1, 0))
+        lab.beat(store)
+        lab.tell(Tick())
+    assert {"first", "short0", "short1", "short2"} <= {order.request for order in lab.sent(Decode)}

@@ -343,3 +343,12 @@ def test_work_in_flight_counts_from_its_dispatch() -> None:
     for name in "abcd":
         lab.submit(name, prompt=20)
     assert [lab.to(decode) for decode in lab.sent(Decode)] == [one, two, one, two]
+
+
+def test_a_live_process_cannot_turn_into_another() -> None:
+    lab = Lab()
+    lab.split()
+    lab.hello("decode", "store-0", incarnation="store-0.1")
+    (rejected,) = lab.sent(Rejected)
+    assert "store store-0 on a" in rejected.message
+    lab.submit()
