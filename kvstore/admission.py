@@ -31,7 +31,3 @@ class AdmissionFilter:
                 self._uses.popitem(last=False)
             self._uses[key] = uses
         return uses >= self._admit_after
-
-    def forget(self, key: bytes) -> None:
-        """Start counting anew."""
-        self._uses.pop(key, None)

@@ -65,7 +65,7 @@ class Send(Struct, frozen=True):
 
 
 class Drop(Struct, frozen=True):
-    """Close this connection once what was sent has gone out."""
+    """Close this connection. What it was told and has not read yet may be lost."""
 
     connection: int
 

@@ -128,8 +128,8 @@ class DiskIndex:
 
     @property
     def working(self) -> bool:
-        """Whether pages are taken for writing."""
-        return self._accepting
+        """Whether pages can be read, be the disk ever so full."""
+        return self._open
 
     def has(self, key: bytes) -> bool:
         """Whether a page, and so all before it, can be read now."""

@@ -1,9 +1,9 @@
 """What a directory's segments hold, found out anew at every start: there is no index file that could be wrong.
 
 Only headers are read, which is quick; a page is checked when it is used. But where the writing may have been cut off
-all pages are checked: in the segment with the latest sequence, and, since pages that are moved keep theirs, in the one
-that was made last. What is torn, corrupt, there twice or without the pages
-before it is left out and counted. Any bytes may lie there: they cost a record, or a segment, and never more.
+all pages are checked: in the segment with the latest sequence, and in the one that was made last. What is torn,
+corrupt, there twice or without the pages before it is left out and counted. Any bytes may lie there: they cost a
+record, or a segment, and never more.
 """
 
 from __future__ import annotations

@@ -252,19 +252,3 @@ class DiskTable(Protocol):
     def validate(self) -> None:
         """Check every invariant; for tests."""
         ...
-
-
-class DiskThreads(Protocol):
-    """The threads that own the files. Every method returns at once."""
-
-    def submit(self, order: DiskOrder) -> None: ...
-
-    def fileno(self) -> int:
-        """A descriptor that can be read when `poll` has something to tell."""
-        ...
-
-    def poll(self) -> list[DiskEvent]:
-        """What has happened since the last call."""
-        ...
-
-    def close(self) -> None: ...

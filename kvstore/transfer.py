@@ -330,8 +330,7 @@ class Ship:
         return not self._missing
 
     def start(self) -> list[StoreCall]:
-        """Ask for slots; also a second time, after a refusal."""
-        self.refused = None
+        """Ask for slots."""
         return [Reserve(self.ticket, self._parent, b"".join(self._keys), self._partial)]
 
     def ready(self, index: int, page: int) -> list[StoreCall | Copy]:

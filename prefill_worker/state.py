@@ -19,6 +19,7 @@ from baton.config import PrefillConfig
 from baton.errors import BatonError, MalformedMessage, StoreError, StoreGone
 from baton.membership import OwnerLost, Say
 from baton.messages import (
+    MAX_KEYS_PER_CALL,
     AttemptName,
     Cancel,
     Failed,
@@ -321,6 +322,7 @@ class PrefillState:
         else:
             del self._owners[ship.ticket]
             commands += [Call(call) for call in ship.forget()]
+            job.window = min(2 * job.window, MAX_KEYS_PER_CALL)  # another prompt may have needed the share
         job.ship = None
         if job.settled == job.total:
             return commands + self._finish(job, now)

@@ -1,8 +1,8 @@
 // What all kernels share.
 //
 // Conventions. A function for Python is extern "C", named baton_…, takes plain pointers to contiguous memory, int64_t
-// sizes and floats, and a Pool* where it uses threads; it never fails, never throws and never allocates: sizes are checked
-// and buffers made in Python. Its ctypes signature stands in the Python module of its own name. Tensors are float or bf16
+// sizes and floats, and a Pool* or Team* where it uses threads; it never fails, never throws and never allocates: sizes
+// are checked and buffers made in Python. Its ctypes signature stands in the Python module of its own name. Tensors are float or bf16
 // as `Dtype` says; sums, norms, softmax and angles are float32 whatever the dtype, as in the torch path.
 #pragma once
 

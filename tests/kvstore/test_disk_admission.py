@@ -26,14 +26,6 @@ def test_what_was_not_used_for_long_is_forgotten() -> None:
     assert admission.used(key("c"))
 
 
-def test_forgetting_starts_anew() -> None:
-    admission = AdmissionFilter(admit_after=2, remember=10)
-    admission.used(key("a"))
-    admission.forget(key("a"))
-    admission.forget(key("b"))
-    assert not admission.used(key("a"))
-
-
 def test_without_memory_only_single_uses_count() -> None:
     admission = AdmissionFilter(admit_after=2, remember=0)
     assert not admission.used(key("a"))

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from baton.clock import Tick
+from baton.config import Bytes, DiskConfig, StoreConfig
 from baton.messages import (
     Acquire,
     Arrived,
@@ -14,6 +15,7 @@ from baton.messages import (
     Corrupt,
     Forget,
     Holding,
+    Namespace,
     NotComing,
     NotReserved,
     Page,
@@ -29,7 +31,10 @@ from baton.messages import (
     StoreHeartbeat,
 )
 from kvstore.changes import Cleared, Removed, Stored
-from kvstore.commands import Disconnected, Drop, Heard, Send, WriterGone
+from kvstore.commands import Connected, Disconnected, Drop, Heard, Send, WriterGone
+from kvstore.disk_index import DiskIndex
+from kvstore.disk_orders import Found, FoundRecord, FoundSegment, Opened, Scanned
+from kvstore.state import StoreState
 from tests.kvstore.chains import key, keys, parent
 from tests.kvstore.store_fixtures import NAMESPACE, STORE, Rig, replies
 
@@ -468,6 +473,27 @@ def test_pages_of_another_kind_are_refused_while_anybody_is_here_and_else_divide
     assert rig.changes() == [Cleared()]
     assert rig.state.stats(rig.now).slots == 16
     assert rig.state.snapshot() == []
+
+
+def test_dividing_anew_is_one_word_for_the_pages_of_all_tiers() -> None:
+    """Said once more of those on the disk, it would make the digest that of pages which nobody has."""
+    index = DiskIndex(DiskConfig(path="/never/opened"))
+    state = StoreState(STORE, StoreConfig(arena_bytes=Bytes(1_000)), index, 2, 0.25, 3.0)
+
+    def attach(connection: int, namespace: Namespace) -> None:
+        state.handle(Connected(connection, connection), 0.0)
+        worker = Peer("decode", "w", "node", f"i{connection}", connection)
+        state.handle(Heard(connection, Attach(worker, namespace, 100)), 0.0)
+
+    attach(1, NAMESPACE)
+    state.handle(Scanned(1, (FoundSegment(0, 10_000, 2),), (), 3, 0, 0, 0, 0), 0.0)
+    state.handle(Found(1, (FoundRecord(key("a"), b"", 1, 0, 0), FoundRecord(key("ab"), key("a"), 1, 0, 1))), 0.0)
+    state.handle(Opened(1, "read-only file system"), 0.0)
+    assert [medium for medium, _ in state.drain_events()] == ["DISK"]
+    assert "disk" in [speed.tier for speed in state.load().tiers], "it can be read"
+    state.handle(Disconnected(1), 0.0)
+    attach(2, msgspec.structs.replace(NAMESPACE, numerics=2))
+    assert state.drain_events() == [("CPU", [Cleared()])]
 
 
 def test_a_page_larger_than_the_arena_is_refused() -> None:

@@ -219,6 +219,20 @@ def test_a_prompt_beyond_the_share_of_the_arena_passes_through_a_window() -> Non
     assert Started("r", 1, fetched_pages=21) in decode.said
 
 
+def test_a_prompt_that_had_to_share_the_arena_has_all_of_it_once_it_is_alone() -> None:
+    rig = Rig(400)  # a writer may reserve 200 slots
+    one = rig.worker("prefill", 600, PrefillConfig(chunk_tokens=100 * PAGE))
+    one.handle(order([i % 97 for i in range(200 * PAGE)], "first"))
+    one.handle(order([i % 89 for i in range(190 * PAGE)], "second"))
+    turns = 0
+    while len(done(one.said)) < 2:
+        rig.tick(0.05)
+        one.handle(Tick())
+        one.turn()
+        turns += 1
+        assert turns < 60, "a page at a time it takes over 180"
+
+
 def test_a_full_store_is_asked_again_and_its_silence_ends_the_prompt() -> None:
     rig = Rig(8)
     holder = rig.worker("prefill", 32, PrefillConfig())
