@@ -486,6 +486,7 @@ def test_dividing_anew_is_one_word_for_the_pages_of_all_tiers() -> None:
         state.handle(Heard(connection, Attach(worker, namespace, 100)), 0.0)
 
     attach(1, NAMESPACE)
+    state.drain_events()
     state.handle(Scanned(1, (FoundSegment(0, 10_000, 2),), (), 3, 0, 0, 0, 0), 0.0)
     state.handle(Found(1, (FoundRecord(key("a"), b"", 1, 0, 0), FoundRecord(key("ab"), key("a"), 1, 0, 1))), 0.0)
     state.handle(Opened(1, "read-only file system"), 0.0)
