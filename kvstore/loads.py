@@ -4,7 +4,8 @@
                   └────────▶ Want ──▶ Landed… (Credit…) ─────────▶ landed   or failed: the next source, or not coming
                                   └─ Gone, silent, lost pages ──▶ retired ──Retracted──▶ its slots are free
 
-Every key is brought at most once at a time, whoever waits for it. A fetch from another store has slots for only so many
+Every key is brought at most once at a time, whoever waits for it. A source may have the first pages of a fetch and not
+the others: those come from it, these from the next. A fetch from another store has slots for only so many
 of its pages at once, and grants the others as room comes free. Slots of a fetch that has ended stay reserved until the
 transport has said that it writes there no more.
 
@@ -49,12 +50,13 @@ def links(keys: Sequence[bytes], parent: bytes) -> list[Link]:
 class Outcome:
     """What a call led to: orders for the threads, pages that have landed (each held once, for the caller to unhold),
     keys that were to be brought from a cache and are not (`failed`), that the sources of a hand-off do not have
-    (`gone`), and that nobody makes here any more (`unmade`)."""
+    (`gone`), each with the stores that were asked (`tried`), and that nobody makes here any more (`unmade`)."""
 
     orders: list[PeerOrder | DiskOrder] = field(default_factory=list[PeerOrder | DiskOrder])
     landed: list[Page] = field(default_factory=list[Page])
     failed: list[bytes] = field(default_factory=list[bytes])
     gone: list[bytes] = field(default_factory=list[bytes])
+    tried: dict[bytes, frozenset[str]] = field(default_factory=dict[bytes, frozenset[str]])
     unmade: list[bytes] = field(default_factory=list[bytes])
 
     def add(self, other: Outcome) -> None:
@@ -62,6 +64,7 @@ class Outcome:
         self.landed += other.landed
         self.failed += other.failed
         self.gone += other.gone
+        self.tried |= other.tried
         self.unmade += other.unmade
 
 
@@ -75,8 +78,10 @@ class Fetch:
     parents: list[bytes]  # of each key: some of the chain may be here, or come otherwise
     wait: bool  # also for pages that are only being made
     began: float
+    tried: frozenset[str] = frozenset()  # stores that had none of these
     credit: int = 0  # pages before this index have a slot, or need none
     slots: dict[int, Reservation] = field(default_factory=dict[int, Reservation])  # granted and not landed
+    void: list[Reservation] = field(default_factory=list[Reservation])  # the same of pages that it will not bring
     received: int = 0  # pages that came, damaged ones too
     vain: int = 0  # pages that will come or have come, and for which there was no slot: they were here already
     behind: tuple[int, int] = (0, 0)  # pages sent and received, by the last Serving
@@ -194,17 +199,20 @@ class Loads:
                 outcome.add(self.read_ended(ended, now))
         return outcome
 
-    def fetch(self, sources: Sequence[Source], links: Sequence[Link], wait: bool, now: float) -> Outcome:
-        """Bring pages from the first of `sources`, and if that fails from the next. Those that are on their way
-        already come as they come."""
+    def fetch(
+        self, sources: Sequence[Source], links: Sequence[Link], wait: bool, now: float,
+        tried: frozenset[str] = frozenset(),
+    ) -> Outcome:  # fmt: skip
+        """Bring pages from the first of `sources`, and if that fails from the next; `tried` are stores that have been
+        asked before. Those that are on their way already come as they come."""
         missing = [link for link in links if self._missing(link[0])]
         if not missing:
             return Outcome()
         keys, parents = [key for key, _ in missing], [parent for _, parent in missing]
         if not sources:
             self._failed += len(keys)
-            return Outcome(gone=keys) if wait else Outcome(failed=keys)
-        fetch = Fetch(next(self._numbers), tuple(sources), keys, parents, wait, began=now)
+            return Outcome(gone=keys, tried=dict.fromkeys(keys, tried)) if wait else Outcome(failed=keys)
+        fetch = Fetch(next(self._numbers), tuple(sources), keys, parents, wait, began=now, tried=tried)
         self._fetches[fetch.number] = fetch
         self._coming |= dict.fromkeys(keys, fetch)
         self._heard.setdefault(fetch.source.store, now)
@@ -216,17 +224,25 @@ class Loads:
         outcome.orders.append(Ask(fetch.source, want))
         return outcome
 
-    def prune(self, awaited: Callable[[bytes], bool], wanted: Callable[[bytes], bool]) -> Outcome:
+    def prune(
+        self, awaited: Callable[[bytes], bool], wanted: Callable[[bytes], bool], named: Callable[[bytes, str], bool],
+        now: float,
+    ) -> Outcome:  # fmt: skip
         """Give up reads that have not begun of pages that nobody awaits, and fetches of which no worker wants a page:
-        what other stores wait for is no reason to ask others, or two that wait for each other would do so for ever."""
+        what other stores wait for is no reason to ask others, or two that wait for each other would do so for ever.
+        A hand-off from a store that none of those who still want it has `named` may wait for pages that nobody makes
+        there: it goes on with the next."""
         outcome = Outcome()
         for key, _ in self._queued:
             if not awaited(key):
                 del self._coming[key]
         self._queued = deque(link for link in self._queued if link[0] in self._coming)
         for fetch in list(self._fetches.values()):
-            if not any(wanted(key) for key in fetch.keys if self._coming.get(key) is fetch):
+            left = [key for key in fetch.keys if self._coming.get(key) is fetch]
+            if not any(wanted(key) for key in left):
                 outcome = self._end(fetch, outcome)
+            elif fetch.wait and not any(named(key, fetch.source.store) for key in left):
+                self._try_next(fetch, outcome, now)
         return outcome
 
     # --- what comes -----------------------------------------------------------------------------------------------
@@ -272,10 +288,10 @@ class Loads:
         if store in self._heard:
             self._heard[store] = now
         match reply:
-            case Gone(fetch=number):
+            case Gone(fetch=number, index=index):
                 fetch = self._fetches.get(number)
                 if fetch is not None and fetch.source.store == store:
-                    self._try_next(fetch, outcome, now)
+                    self._lacks_from(fetch, index, outcome, now)
             case Serving(beat=beat, fetches=served):
                 sent = dict(served)
                 for fetch in [f for f in self._fetches.values() if f.source.store == store]:
@@ -415,14 +431,36 @@ class Loads:
         """This source has no more of it."""
         return self._anew(fetch, fetch.sources[1:], outcome, now)
 
+    def _lacks_from(self, fetch: Fetch, index: int, outcome: Outcome, now: float) -> Outcome:
+        """This source has none of it from page `index` on; those before it are still to come."""
+        if index >= len(fetch.keys):
+            return outcome  # said again
+        if not any(self._coming.get(key) is fetch for key in fetch.keys[:index]):
+            return self._try_next(fetch, outcome, now)
+        lost = list(zip(fetch.keys[index:], fetch.parents[index:], strict=True))
+        del fetch.keys[index:], fetch.parents[index:]
+        fetch.credit = min(fetch.credit, index)
+        for each in sorted((each for each in fetch.slots if each >= index), reverse=True):
+            reservation = fetch.slots.pop(each)
+            fetch.void.append(reservation)
+            outcome.unmade += [key for key in self._pages.detach(reservation) if key != reservation.key]
+        lost = [link for link in lost if self._coming.get(link[0]) is fetch]
+        for key, _ in lost:
+            del self._coming[key]
+        tried = fetch.tried | {fetch.source.store}
+        outcome.add(self.fetch(fetch.sources[1:], lost, fetch.wait, now, tried))
+        return self._end_if_over(fetch, outcome, now)
+
     def _anew(self, fetch: Fetch, sources: Sequence[Source], outcome: Outcome, now: float) -> Outcome:
         """What has not come is wanted again, under a new number, from the first of `sources`."""
         ended = self._end(fetch, Outcome())
         left = [link for link in zip(fetch.keys, fetch.parents, strict=True) if self._missing(link[0])]
-        again = self.fetch(sources, left, fetch.wait, now)
+        tried = fetch.tried | {source.store for source in fetch.sources if source not in sources}
+        again = self.fetch(sources, left, fetch.wait, now, tried)
         outcome.orders += [*ended.orders, *again.orders]
         outcome.failed += [key for key in ended.failed if key not in self._coming]
         outcome.gone += [key for key in ended.gone if key not in self._coming]
+        outcome.tried |= again.tried
         outcome.unmade += ended.unmade
         return outcome
 
@@ -437,7 +475,7 @@ class Loads:
         slots = list(fetch.slots.values())
         for reservation in reversed(slots):
             outcome.unmade += [key for key in self._pages.detach(reservation) if key != reservation.key]
-        self._retired[fetch.number] = slots
+        self._retired[fetch.number] = [*slots, *fetch.void]
         outcome.orders += [Retract(fetch.number), Ask(fetch.source, Unwant(fetch.number))]
         return outcome
 
@@ -451,6 +489,7 @@ class Loads:
                 yield each
         for fetch in self._fetches.values():
             yield from fetch.slots.values()
+            yield from fetch.void
         for slots in self._retired.values():
             yield from slots
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from baton.messages import Source
@@ -71,6 +71,15 @@ class WaitingRoom:
     def wanted(self, key: bytes) -> bool:
         """Whether a worker waits for `key`."""
         return any(isinstance(waiter, Ticket) for waiter in self._waiting.get(key, ()))
+
+    def named(self, key: bytes, store: str) -> bool:
+        """Whether a worker waits for `key` that names this store as one to get it from."""
+        waiting = self._waiting.get(key, {}).items()
+        return any(isinstance(t, Ticket) and any(s.store == store for s in t.sources_of(i)) for t, i in waiting)
+
+    def of(self, key: bytes) -> Mapping[Waiter, int]:
+        """Who waits for `key`, each with its index there."""
+        return self._waiting.get(key, {})
 
     def enter(self, waiter: Waiter, index: int) -> None:
         waiter.waits.add(index)

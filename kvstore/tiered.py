@@ -156,9 +156,7 @@ class TieredPages:
         """Pages of the ticket that are not here, and that it waits for, come from its sources as they are sealed; those
         that no source is believed to have or make are waited for here. A partial page is loose where it is brought:
         it is nobody else's."""
-        chain = links(ticket.keys, ticket.parent)
-        if ticket.partial:
-            chain[-1] = ticket.keys[-1], NOWHERE
+        chain = _chain(ticket)
         wanted: dict[tuple[Source, ...], list[Link]] = {}
         for index in sorted(ticket.waits):
             if sources := ticket.sources_of(index):
@@ -170,7 +168,8 @@ class TieredPages:
 
     def prune(self, now: float) -> Turn:
         """Stop what is being brought for nobody any more: tickets have ended, or their pages came in another way."""
-        return self._settle(self.loads.prune(self.waiting.awaited, self.waiting.wanted), now)
+        waiting = self.waiting
+        return self._settle(self.loads.prune(waiting.awaited, waiting.wanted, waiting.named, now), now)
 
     # --- what threads, other stores and the operator do ------------------------------------------------------------
 
@@ -222,6 +221,7 @@ class TieredPages:
             self.pages.unhold(page)
         if not (outcome.unmade or outcome.failed or outcome.gone):
             return turn
+        turn.add(self._ask_others(outcome, now))
         self._refuse_all(outcome.unmade, turn)
         self._refuse_all(self._forsaken.intersection(outcome.failed + outcome.gone), turn)
         self._refuse(outcome.failed, turn, lambda waiter, index: not waiter.wait)
@@ -229,6 +229,23 @@ class TieredPages:
         for waiter in self.waiting.waiters(outcome.failed):
             if isinstance(waiter, Ticket):
                 turn.add(self.hand_off(waiter, now))
+        return turn
+
+    def _ask_others(self, outcome: Outcome, now: float) -> Turn:
+        """What the sources of one hand-off do not have, those of another may: prompts that begin alike are computed on
+        different nodes."""
+        wanted: dict[tuple[tuple[Source, ...], frozenset[str]], list[Link]] = {}
+        for key in outcome.gone:
+            tried = outcome.tried.get(key, frozenset())
+            for ticket, index in self.waiting.of(key).items():
+                if not isinstance(ticket, Ticket) or not ticket.wait:
+                    continue
+                if sources := tuple(source for source in ticket.sources_of(index) if source.store not in tried):
+                    wanted.setdefault((sources, tried), []).append(_chain(ticket)[index])
+                    break
+        turn = Turn()
+        for (sources, tried), part in wanted.items():
+            turn.add(self._settle(self.loads.fetch(sources, part, True, now, tried), now))
         return turn
 
     def _arrive(self, page: Page, turn: Turn) -> None:
@@ -335,6 +352,14 @@ class TieredPages:
             assert ticket.waits.isdisjoint(ticket.holds)
             for index in ticket.waits:
                 assert self.pages.find(ticket.keys[index]) is None
+
+
+def _chain(ticket: Ticket) -> list[Link]:
+    """Its pages. A partial one is loose where it is brought: it is nobody else's."""
+    chain = links(ticket.keys, ticket.parent)
+    if ticket.partial:
+        chain[-1] = ticket.keys[-1], NOWHERE
+    return chain
 
 
 def _has_sources(waiter: Waiter, index: int) -> bool:

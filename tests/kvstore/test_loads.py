@@ -122,6 +122,30 @@ def test_the_next_source_is_asked_for_what_has_not_come() -> None:
     assert bench.hear("far", Gone(2, 0)).failed == keys("abc")[1:]
 
 
+def test_the_first_pages_come_from_who_has_them_and_the_others_from_the_next() -> None:
+    bench = Bench()
+    bench.fetch("abc", NEAR, FAR)
+    said = bench.hear("near", Gone(1, 1))
+    assert (asked(said), asked(said, "far")) == ([], [Want(2, 100, b"".join(keys("abc")[1:]), False, 2)])
+    assert bench.hear("near", Gone(1, 1)).orders == [], "it was said before"
+    assert [page.key for page in bench.land(1, 0).landed] == [key("a")]
+    assert [page.key for page in bench.land(2, 0, 1).landed] == keys("abc")[1:]
+    for fetch in (1, 2):
+        bench.loads.retracted(fetch, bench.now)
+    assert bench.loads.idle
+    assert bench.pages.free == 5
+
+
+def test_pages_that_the_only_source_lacks_fail_and_those_before_them_come() -> None:
+    bench = Bench()
+    bench.fetch("abc", NEAR)
+    assert bench.hear("near", Gone(1, 2)).failed == [key("abc")]
+    assert bench.hear("near", Gone(1, 1)).failed == [key("ab")]
+    assert [page.key for page in bench.land(1, 0).landed] == [key("a")]
+    bench.loads.retracted(1, bench.now)
+    assert bench.pages.free == 7
+
+
 def test_a_hand_off_that_no_source_has_is_gone_not_failed() -> None:
     bench = Bench()
     bench.fetch("ab", NEAR, wait=True)
@@ -262,7 +286,7 @@ def test_what_no_worker_wants_is_not_brought() -> None:
     bench.store("abcd")
     bench.read("abcd")
     bench.fetch("xy", NEAR)
-    outcome = bench.loads.prune(lambda name: name == key("abc"), lambda name: False)
+    outcome = bench.loads.prune(lambda name: name == key("abc"), lambda name: False, lambda name, store: True, 0.0)
     assert asked(outcome) == [Unwant(1)]
     assert [name for name, _ in bench.loads._queued] == [key("abc")], "another store awaits it"
     bench.loads.validate()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
@@ -14,6 +16,7 @@ from baton.messages import (
     Attached,
     Corrupt,
     Forget,
+    Gone,
     Holding,
     Namespace,
     NotComing,
@@ -27,14 +30,17 @@ from baton.messages import (
     Reserved,
     Seal,
     Sealed,
+    Source,
     StoreCall,
     StoreHeartbeat,
+    Want,
 )
 from kvstore.changes import Cleared, Removed, Stored
-from kvstore.commands import Connected, Disconnected, Drop, Heard, Send, WriterGone
+from kvstore.commands import Command, Connected, Disconnected, Drop, Heard, Send, WriterGone
 from kvstore.disk_index import DiskIndex
 from kvstore.disk_orders import Found, FoundRecord, FoundSegment, Opened, Scanned
 from kvstore.state import StoreState
+from kvstore.tiers import Ask, PeerAnswered
 from tests.kvstore.chains import key, keys, parent
 from tests.kvstore.store_fixtures import NAMESPACE, STORE, Rig, replies
 
@@ -502,6 +508,46 @@ def test_a_page_larger_than_the_arena_is_refused() -> None:
     (refusal,) = rig.say(rig.connect(1), Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 101))
     assert isinstance(refusal, Refusal)
     assert "raise store.arena_bytes" in refusal.message
+
+
+# --- two hand-offs that begin alike, made on different nodes ---
+
+
+def _two_hand_offs() -> tuple[Rig, int, int, Want]:
+    """Workers that wait for the same pages: one from store s1, which is asked, the other from s2."""
+    rig = Rig(slots=16)
+    first, second = rig.attach(1, "first"), rig.attach(2, "second")
+    for worker, store in ((first, "s1"), (second, "s2")):
+        source = Source(store, f"tcp://{store}:1", 3)
+        orders = rig.do(Heard(worker, Acquire(1, b"".join(keys("abc")), True, b"", (source,))))
+        if worker == first:
+            (want,) = [order.request for order in orders if isinstance(order, Ask)]
+    assert isinstance(want, Want)
+    return rig, first, second, want
+
+
+def _wants(commands: Sequence[Command]) -> list[tuple[str, bytes]]:
+    asks = [each for each in commands if isinstance(each, Ask)]
+    return [(ask.source.store, ask.request.keys) for ask in asks if isinstance(ask.request, Want)]
+
+
+def test_what_the_source_of_one_hand_off_lacks_comes_from_that_of_the_other() -> None:
+    rig, *_, want = _two_hand_offs()
+    commands = rig.do(PeerAnswered("s1", Gone(want.fetch, 0)))
+    assert _wants(commands) == [("s2", want.keys)]
+    assert not [each for each in commands if isinstance(each, Send)], "nobody waits in vain"
+    (again,) = [each.request for each in commands if isinstance(each, Ask) and isinstance(each.request, Want)]
+    refused = rig.do(PeerAnswered("s2", Gone(again.fetch, 0)))
+    assert sorted(each.connection for each in refused if isinstance(each, Send)) == [1, 2], "both have been asked"
+
+
+def test_a_store_that_was_to_make_pages_for_somebody_who_has_gone_is_not_waited_for() -> None:
+    rig, first, _, want = _two_hand_offs()
+    asked = _wants(rig.do(Heard(first, Forget(1))))
+    for _ in range(4):
+        rig.now += 0.3
+        asked += _wants(rig.do(Tick()))
+    assert asked == [("s2", want.keys)]
 
 
 # --- what may not be said ---------------------------------------------------------------------------------------------
