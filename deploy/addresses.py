@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 
 import msgspec
 
 from baton.config import Config
+from baton.errors import Unavailable
 
 
 class Addresses(msgspec.Struct, frozen=True):
@@ -37,8 +39,19 @@ class Addresses(msgspec.Struct, frozen=True):
 
 def target(routers: Iterable[Addresses]) -> str:
     """What gRPC calls a target: a channel to it goes to the first of these routers, and on to the next one where that
-    can't be reached. They listen on one host."""
+    can't be reached. They listen on one host. Raises Unavailable where that has a name which nobody knows."""
     first, *others = [router.grpc for router in routers]
     if not others:
         return first
-    return f"{'ipv6' if first.startswith('[') else 'ipv4'}:{','.join([first, *others])}"
+    literal = [_literal(address) for address in (first, *others)]
+    return f"{'ipv6' if literal[0].startswith('[') else 'ipv4'}:{','.join(literal)}"
+
+
+def _literal(address: str) -> str:
+    """With the host's name looked up: of several targets gRPC takes no names."""
+    host, _, port = address.rpartition(":")
+    try:
+        (family, *_, found), *_ = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise Unavailable(f"the router's host {host} is not known here: {error.strerror}") from None
+    return f"[{found[0]}]:{port}" if family is socket.AF_INET6 else f"{found[0]}:{port}"

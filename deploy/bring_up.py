@@ -17,6 +17,7 @@ from deploy import preflight, ray_cluster, ray_probe, state_file
 from deploy.addresses import Addresses
 from deploy.client import Client
 from deploy.desired import scale_of
+from deploy.reconcile import JOIN_PATIENCE
 from deploy.reports import Overview
 from deploy.state_file import RayLink, State
 from deploy.teardown import Say, namespace_of, tear_down
@@ -42,7 +43,7 @@ def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float
     config = _settle(config, folder / "cluster.key" if made_keys else None, say)
     try:
         state = _on_ray(config, folder, choice, dashboard, made_keys, say)
-        _start_supervisor(config, folder, _keys(config, made_keys, say))
+        _start_supervisor(config, folder, _keys(config, made_keys, say), patience)
         say("starting the cluster's processes")
         overview = _wait_serving(state.name, patience, watch)
         state = _complete(state, overview)
@@ -74,9 +75,17 @@ def _settle(config: Config, key_file: Path | None, say: Say) -> Config:
     if key_file is None and config.cluster.key_file:
         key_file = Path(config.cluster.key_file).expanduser().resolve()
     cluster = msgspec.structs.replace(
-        config.cluster, log_dir=str(config.cluster.logs.expanduser().resolve()), key_file=str(key_file or "")
+        config.cluster,
+        log_dir=str(config.cluster.logs.expanduser().resolve()),
+        trace_dir=_absolute(config.cluster.trace_dir),
+        key_file=str(key_file or ""),
     )
-    return msgspec.structs.replace(config, model=model, cluster=cluster)
+    disk = msgspec.structs.replace(config.disk, path=_absolute(config.disk.path))
+    return msgspec.structs.replace(config, model=model, cluster=cluster, disk=disk)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve()) if path else ""
 
 
 def _keys(config: Config, make: bool, say: Say) -> Keys | None:
@@ -112,7 +121,7 @@ def _on_ray(config: Config, folder: Path, choice: RayChoice, dashboard: bool, ma
         say(f"joining the Ray at {address}")
         if link.mode == "disabled":
             say(
-                "[yellow]warning:[/] this Ray asks nobody for a token: whoever reaches its ports can run code here. "
+                "warning: this Ray asks nobody for a token: whoever reaches its ports can run code here. "
                 "Stop it, then `ray get-auth-token --generate` and `RAY_AUTH_MODE=token ray start --head`"
             )
         ray_cluster.connect(link, namespace)
@@ -140,7 +149,7 @@ def _check_namespace_free(name: str) -> None:
         )
 
 
-def _start_supervisor(config: Config, folder: Path, keys: Keys | None) -> None:
+def _start_supervisor(config: Config, folder: Path, keys: Keys | None, patience: float) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -158,7 +167,7 @@ def _start_supervisor(config: Config, folder: Path, keys: Keys | None) -> None:
         "max_concurrency": 4,
         "scheduling_strategy": here,
     }
-    desired = Desired(config, scale_of(config), str(folder))
+    desired = Desired(config, scale_of(config), str(folder), join_patience=max(JOIN_PATIENCE, patience))
     ray.remote(Supervisor).options(**options).remote(namespace_of(config.cluster.name), desired, keys)
 
 
@@ -207,13 +216,17 @@ def _serves(router: Addresses) -> bool:
         return client.serving()
 
 
-def why_failed(overview: Overview) -> BatonError | None:
-    """Why a cluster that is starting can't come up, or none as long as it may. A process that said why it failed would
-    fail again; one that merely died gets another chance."""
+def why_failed(overview: Overview, before: Overview | None = None) -> BatonError | None:
+    """Why a cluster that is starting, or changing since `before`, can't come to that, or none as long as it may. A
+    process that said why it failed would fail again; one that merely died gets another chance."""
+    then = {view.name: view for view in before.processes} if before is not None else {}
     for view in overview.processes:
-        if view.condition == "live" or view.failure is None:
+        old = then.get(view.name)
+        restarts = view.restarts - (old.restarts if old is not None else 0)
+        happened = old is None or restarts > 0 or view.failure != old.failure
+        if view.condition in ("live", "ending") or view.failure is None or not happened:
             continue
-        if view.failure.reason != Unavailable.reason or view.restarts > _REPAIRS:
+        if view.failure.reason != Unavailable.reason or restarts > _REPAIRS:
             return view.failure.error(view.name)
     return None
 

@@ -147,8 +147,8 @@ def up(
     flag = "" if state.name == "baton" else f" --name {state.name}"
     _out.print(f"[bold green]{state.name} serves {escape(state.model)}[/]")
     for router in state.routers.values():
-        _out.print(f"  gRPC     {router.grpc}")
-        _out.print(f"  metrics  http://{router.http.removeprefix('http://')}/metrics")
+        _out.print(escape(f"  gRPC     {router.grpc}"))
+        _out.print(escape(f"  metrics  http://{router.http.removeprefix('http://')}/metrics"))
     _out.print(f"  logs     {escape(state.log_dir)}")
     _out.print(f'  try      baton generate{flag} "Once upon a time" --max-tokens 32')
 

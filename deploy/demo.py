@@ -66,7 +66,7 @@ def main() -> int:
         _title("baton down")
         _baton("down", "--name", NAME)
     left = _left(state, processes)
-    console.print("nothing is left: no process, no socket, no file" if not left else f"[red]left behind: {left}[/]")
+    console.print("nothing is left of the cluster but its logs" if not left else f"[red]left behind: {left}[/]")
     console.print(f"\n[bold]{time.monotonic() - begin:.0f} s[/] in all")
     return 0 if survived and not left else 1
 

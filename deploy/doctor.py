@@ -6,11 +6,12 @@ import importlib.metadata
 import os
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from baton.config import Config
 from baton.errors import BatonError
-from deploy import preflight, ray_probe
+from deploy import preflight, ray_probe, state_file
 from kvstore.memory import available_memory
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
@@ -82,15 +83,26 @@ def _ports(config: Config) -> list[Finding]:
     ports = ", ".join(
         str(port) if port else "any" for port in (router.grpc_port, router.internal_port, router.http_port)
     )
-    try:
-        preflight.check_name_free(config.cluster.state_dir)
-    except BatonError:
+    if _is_up(config.cluster.state_dir):
         return [Finding("ok", "ports", f"{ports} on {router.host}: this cluster is up and has its ports")]
     try:
         preflight.check_ports(config)
     except BatonError as error:
         return [Finding("bad", "ports", f"{ports} on {router.host}: not all free", str(error))]
     return [Finding("ok", "ports", f"{ports} on {router.host}: free")]
+
+
+def _is_up(folder: Path) -> bool:
+    """Whether the cluster of that folder runs, by a state file that can be read."""
+    try:
+        state_file.read(folder)
+    except BatonError:
+        return False
+    try:
+        preflight.check_name_free(folder)
+    except BatonError:
+        return True
+    return False
 
 
 def _keys(config: Config) -> Finding:
@@ -146,12 +158,14 @@ def _clusters(config: Config) -> list[Finding]:
     folder = config.cluster.state_dir.parent
     findings: list[Finding] = []
     for path in sorted(folder.glob("*/cluster.json")):
+        name = path.parent.name
         try:
             preflight.check_name_free(path.parent)
         except BatonError as error:
-            findings.append(Finding("ok", "cluster", f"{path.parent.name}: {str(error).split(';')[0]}"))
+            found, _, advice = str(error).partition(";")
+            up = _is_up(path.parent)
+            findings.append(Finding("ok" if up else "bad", "cluster", f"{name}: {found}", "" if up else advice.strip()))
         else:
-            name = path.parent.name
             findings.append(
                 Finding("warn", "cluster", f"{name} has died", f"baton down --name {name} clears away what is left")
             )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from deploy.desired import Spec, role_of
 from deploy.observe import Facts, observe, observe_router
 from deploy.processes import Identity
-from deploy.reconcile import Action, Bury, Condition, Crashes, End, Seen, crashed, reconcile
+from deploy.reconcile import JOIN_PATIENCE, Action, Bury, Condition, Crashes, End, Seen, crashed, reconcile
 from deploy.reports import Failure, View
 
 log = logging.getLogger(__name__)
@@ -18,12 +18,15 @@ log = logging.getLogger(__name__)
 class Ledger:
     """Knows what there is; decides, through `reconcile`, what is to be done. Does nothing itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, join_patience: float = JOIN_PATIENCE) -> None:
+        """`join_patience`: seconds that a process may take until a router lists it."""
+        self._join_patience = join_patience
         self._seen: dict[str, Seen] = {}
         self._identities: dict[str, Identity | None] = {}
         self._live_since: dict[str, float] = {}
         self._crashes: dict[str, Crashes] = {}
-        self._failures: dict[str, Failure] = {}
+        self._failures: dict[str, Failure] = {}  # the last ones
+        self._old: set[str] = set()  # names whose failure is of an earlier process
 
     @property
     def names(self) -> Iterable[str]:
@@ -36,6 +39,7 @@ class Ledger:
     def started(self, name: str, node: str, now: float) -> None:
         """A process runs under this name: just started, or found by a supervisor that was restarted itself."""
         self._seen[name] = Seen(name, node, Condition.JOINING, now)
+        self._old.add(name)
 
     def turn(
         self,
@@ -51,11 +55,11 @@ class Ledger:
             found = facts[name]
             seen = (observe_router if role_of(name) == "router" else observe)(before, found, now)
             self._note(before, seen, found, now)
-        actions = reconcile(desired, self._seen, self._crashes, now)
+        actions = reconcile(desired, self._seen, self._crashes, now, self._join_patience)
         for action in actions:
             match action:
                 case End(name, why):
-                    self._failures.setdefault(name, Failure("unavailable", why))
+                    self._failed(name, Failure("unavailable", why))
                 case Bury(name, why):
                     self._bury(name, why, {spec.name for spec in desired}, now)
                 case _:
@@ -87,12 +91,19 @@ class Ledger:
         self._seen[name] = seen
         self._identities[name] = found.identity
         if found.failure is not None:
-            self._failures[name] = found.failure
+            self._old.add(name)
+            self._failed(name, found.failure)
         if seen.condition is before.condition:
             return
         log.info("%s: %s → %s %s", name, before.condition.value, seen.condition.value, seen.why)
         if seen.condition is Condition.LIVE:
             self._live_since.setdefault(name, now)
+
+    def _failed(self, name: str, failure: Failure) -> None:
+        """Of one process the first reason counts: what follows from it says less."""
+        if name in self._old or name not in self._failures:
+            self._failures[name] = failure
+        self._old.discard(name)
 
     def _bury(self, name: str, why: str, wanted: set[str], now: float) -> None:
         del self._seen[name]
@@ -102,7 +113,7 @@ class Ledger:
             self._crashes.pop(name, None)
             self._failures.pop(name, None)
             return
-        self._failures.setdefault(name, Failure("unavailable", why))
+        self._failed(name, Failure("unavailable", why))
         record = crashed(self._crashes.get(name, Crashes()), why, now - since, now)
         self._crashes[name] = record
         log.warning(

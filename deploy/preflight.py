@@ -74,10 +74,15 @@ def check_ports(config: Config) -> None:
 
 
 def check_memory(config: Config, room: Room) -> None:
-    """Whether arena, page pools and weights fit into what this machine, or our cgroup, has left."""
-    workers = config.cluster.prefill + config.cluster.decode
-    pools = config.cluster.prefill * config.prefill.pool_bytes + config.cluster.decode * config.decode.pool_bytes
-    weights = _weight_bytes(Path(config.model.path).expanduser())
+    """Whether arena, page pools and weights fit into what this machine, or our cgroup, has left. Where other nodes may
+    join, one decode worker is certain to be here; a GPU has pools and weights in a memory of its own."""
+    prefill, decode = config.cluster.prefill, config.cluster.decode
+    if not is_loopback(config.router.host):
+        prefill, decode = 0, 1
+    workers = prefill + decode
+    on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not Path("/dev/nvidiactl").exists())
+    pools = prefill * config.prefill.pool_bytes + decode * config.decode.pool_bytes if on_cpu else 0
+    weights = _weight_bytes(Path(config.model.path).expanduser()) if on_cpu else 0
     needed = config.store.arena_bytes + pools + workers * (weights + _PROCESS_BYTES)
     if needed > room.available:
         raise NotEnoughMemory(

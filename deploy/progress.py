@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 
 from deploy.reports import Overview
 
@@ -33,8 +34,8 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A new stage has begun."""
-        self._status.update(text)
-        self._console.print(f"[dim]{time.monotonic() - self._begin:5.1f} s[/]  {text}")
+        self._status.update(escape(text))
+        self._console.print(f"[dim]{time.monotonic() - self._begin:5.1f} s[/]  {escape(text)}")
 
     def watch(self, overview: Overview) -> None:
         """Tell what has changed since the last time."""

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from baton.errors import RayUnusable
+from baton.errors import RayUnusable, StartupError
 from deploy.processes import Identity, end, session_members
 from deploy.ray_probe import OWN_PREFIX, Answer, ask
 from deploy.state_file import OwnRay, RayLink
@@ -37,11 +37,15 @@ _OBJECT_STORE_BYTES = 100_000_000  # Baton's pages never pass through Ray
 
 
 def launch(log: Path, dashboard: bool = False) -> OwnRay:
-    """Start a Ray of our own; returns at once. Its output goes to `log`. Raises RayUnusable."""
+    """Start a Ray of our own; returns at once. Its output goes to `log`. Raises RayUnusable, and StartupError where
+    there can be no such file."""
     executable = Path(sys.executable).with_name("ray")
     if not executable.exists():
         raise RayUnusable(f"there is no {executable}; install Baton with its dependencies: pip install baton")
-    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StartupError(f"can't make {log.parent}: {error.strerror}; give another: --set cluster.log_dir=") from None
     directory = Path(tempfile.mkdtemp(prefix=Path(OWN_PREFIX).name, dir=Path(OWN_PREFIX).parent))
     token = _token_path(directory)
     with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -108,6 +112,7 @@ def connect(link: RayLink, namespace: str) -> None:
     os.environ["RAY_AUTH_MODE"] = link.mode
     if link.token_path:
         os.environ["RAY_AUTH_TOKEN_PATH"] = link.token_path
+        os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray would prefer it, and it may be another Ray's
     if link.own is not None:
         os.environ |= _ON_LOOPBACK
     os.environ.pop("RAY_ADDRESS", None)

@@ -96,7 +96,11 @@ Action: TypeAlias = Start | End | Bury | Retire
 
 
 def reconcile(
-    desired: Sequence[Spec], actual: Mapping[str, Seen], crashes: Mapping[str, Crashes], now: float
+    desired: Sequence[Spec],
+    actual: Mapping[str, Seen],
+    crashes: Mapping[str, Crashes],
+    now: float,
+    join_patience: float = JOIN_PATIENCE,
 ) -> list[Action]:
     """The actions of this turn, at most one for each name. `desired` stands in start order."""
     actions: list[Action] = []
@@ -107,7 +111,7 @@ def reconcile(
         elif seen.condition is not Condition.ENDING:
             if seen.name not in wanted:
                 actions.append(Retire(seen.name))
-            elif why := verdict(seen, now):
+            elif why := verdict(seen, now, join_patience):
                 actions.append(End(seen.name, why))
     # Workers and stores are told the routers' addresses when they start, so those come first. A worker finds its store
     # whenever that appears; started right after it, both load at the same time.
@@ -123,7 +127,7 @@ def reconcile(
     return actions
 
 
-def verdict(seen: Seen, now: float) -> str:
+def verdict(seen: Seen, now: float, join_patience: float = JOIN_PATIENCE) -> str:
     """Why this process must be replaced; empty when it need not."""
     elapsed = now - seen.since
     match seen.condition:
@@ -135,7 +139,7 @@ def verdict(seen: Seen, now: float) -> str:
             return "its step has taken longer than cluster.stuck_ms"
         case Condition.JOINING if seen.was_live and elapsed > REJOIN_PATIENCE:
             return f"no router lists it any more, for {elapsed:.0f} s"
-        case Condition.JOINING if elapsed > JOIN_PATIENCE:
+        case Condition.JOINING if elapsed > join_patience:
             return f"it had joined no router after {elapsed:.0f} s"
         case Condition.JOINING if seen.misses >= ROUTER_MISSES and elapsed > ROUTER_PATIENCE:
             return f"it had answered nobody after {elapsed:.0f} s"

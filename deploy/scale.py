@@ -38,7 +38,7 @@ def rescale(state: State, prefill: int | None, decode: int | None, patience: flo
         watch(overview)
         if overview.scale == wanted and overview.settled and not _mourned(state, overview):
             return wanted
-        if (failure := why_failed(overview)) is not None:
+        if (failure := why_failed(overview, before)) is not None:
             raise failure
         time.sleep(_POLL)
     raise StartupError(f"it has not come to that after {patience:.0f} s; `baton status` shows what is missing")

@@ -24,8 +24,10 @@ def status(console: Console, found: dict[str, Any]) -> None:
     ray = found["ray"]
     owner = "started by baton" if ray["started_by_baton"] else "yours"
     for router in found["routers"].values():
-        console.print(f"gRPC {router['grpc']}   metrics http://{router['http'].removeprefix('http://')}/metrics")
-    console.print(f"Ray {ray['address']} ({owner}, {'token' if ray['mode'] == 'token' else '[yellow]no token[/]'})")
+        metrics = f"http://{router['http'].removeprefix('http://')}/metrics"
+        console.print(escape(f"gRPC {router['grpc']}   metrics {metrics}"))
+    token = "token" if ray["mode"] == "token" else "[yellow]no token[/]"
+    console.print(f"Ray {escape(ray['address'])} ({owner}, {token})")
     console.print(f"logs {escape(found['log_dir'])}")
     if found["key_file"]:
         console.print(f"keys {escape(found['key_file'])}")

@@ -98,8 +98,11 @@ def replace(target: Path, content: bytes) -> None:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the cluster for this command. The kernel lets go when the command ends, however it ends.
-    Raises StartupError when another command holds it."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    Raises StartupError when another command holds it, or there can be no such folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StartupError(f"can't make {folder}: {error.strerror}; it is below the home directory") from None
     with (folder / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -30,7 +30,7 @@ from deploy.desired import Scale, Spec, listening, plan, workers_on
 from deploy.kv import Keys
 from deploy.ledger import Ledger
 from deploy.observe import Facts, listed
-from deploy.reconcile import Action, Bury, End, Retire, Start
+from deploy.reconcile import JOIN_PATIENCE, Action, Bury, End, Retire, Start
 from deploy.reports import OVERVIEW_FILE, Overview
 from deploy.state_file import replace
 
@@ -48,6 +48,7 @@ class Desired(msgspec.Struct, frozen=True):
     scale: Scale
     state_dir: str  # on the router's node
     routers: Mapping[str, Addresses] = {}  # by name; once known, a router always comes back there
+    join_patience: float = JOIN_PATIENCE  # seconds that a process may take to join
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self, enc_hook=int)
@@ -72,7 +73,7 @@ class Supervisor:
         self._keep(self._desired)
         self._crew = Crew(namespace)
         self._identity = self._crew.sign(SUPERVISOR)
-        self._ledger = Ledger()
+        self._ledger = Ledger(self._desired.join_patience)
         for name, node in self._crew.rediscover().items():
             log.info("found %s on %s", name, node)
             self._ledger.started(name, node, time.monotonic())

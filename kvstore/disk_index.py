@@ -171,7 +171,8 @@ class DiskIndex:
     # --- what is asked for --------------------------------------------------------------------------------------------
 
     def open(self, namespace: bytes, page_bytes: int) -> DiskResult:
-        """From now on serve this namespace. Nothing may be in flight for the caller."""
+        """From now on serve this namespace. Nothing may be in flight for the caller, who tells of the end of all pages
+        of the last one himself."""
         assert not self._writing
         assert not self._reading
         if not self._settings.path:
@@ -180,6 +181,7 @@ class DiskIndex:
         assert page_bytes > 0
         self._namespace = (namespace, page_bytes)
         self._reopen(namespace, page_bytes)
+        self._pages.drain_events()
         return self._settled()
 
     def write(self, pages: Sequence[DiskPage]) -> DiskResult:

@@ -251,9 +251,7 @@ class StoreState:
         self._namespace, self._page_bytes = namespace, page_bytes
         self._tiers = self._new_tiers(arena_bytes // page_bytes)
         self._pages.clear()  # says so to those who knew of other pages
-        opened = self._tiers.open_disk(namespace_root(namespace), page_bytes)
-        self._disk.drain_events()  # what was on the disk is gone by the same word
-        return [Divide(page_bytes), *opened]
+        return [Divide(page_bytes), *self._tiers.open_disk(namespace_root(namespace), page_bytes)]
 
     def _disconnect(self, connection: int) -> list[Command]:
         self._strangers.pop(connection, None)

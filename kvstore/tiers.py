@@ -208,7 +208,7 @@ class DiskTable(Protocol):
     def speed(self) -> TierSpeed: ...
 
     def open(self, namespace: bytes, page_bytes: int) -> DiskResult:
-        """Pages of this namespace from now on. Nothing is on its way."""
+        """Pages of this namespace from now on. Nothing is on its way. Those of the last one are gone without a word."""
         ...
 
     def prefix(self, keys: Sequence[bytes], parent: bytes = b"") -> int:

@@ -71,7 +71,7 @@ class Chaos:
 
     def _live(self, name: str) -> bool:
         with Client(self._cluster.address) as client:
-            return any(p.name == name and p.state == 1 for p in client.status().processes)
+            return any(p.name == name and p.state == 1 for p in client.status(timeout=60.0).processes)
 
 
 def soak(seconds: float, seed: int, folder: Path) -> dict[str, object]:

@@ -42,6 +42,15 @@ class NoLibrary(Exception):  # stays in this package: what it tells is logged, a
 
 
 @functools.cache
+def can_compile() -> bool:
+    """Whether this machine is one that kernels are made for: its CPU and a compiler."""
+    try:
+        find_compiler()
+    except NoLibrary:
+        return False
+    return set(cpu_description().split()) >= NEEDED
+
+
 def library() -> Library | None:
     """The loaded library, compiled if it has not been; None where that can't be, which one log line explains."""
     try:

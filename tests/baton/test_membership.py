@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from baton.errors import Incompatible
 from baton.membership import Membership
 from baton.messages import (
@@ -89,7 +87,3 @@ def test_a_rejection_says_why_and_is_tried_again() -> None:
     assert membership.tick(1.1).send == (HELLO,)
     membership.handle(said("r1", 2, Welcome(router("r1"), 100, 1_000)), 1.2)
     assert membership.rejected is None
-
-
-def test_messages_are_frozen() -> None:
-    assert msgspec.structs.replace(HELLO, events="x") != HELLO

@@ -37,6 +37,10 @@ def test_every_message_belongs_to_a_link() -> None:
     assert below(Message) - {Message} == set(MESSAGES)
 
 
+def test_every_message_is_frozen() -> None:
+    assert all(kind.__struct_config__.frozen for kind in MESSAGES)
+
+
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 @settings(max_examples=25)
 @given(data=st.data())
@@ -56,7 +60,8 @@ GOLDEN = [
         "85a474797065a9486561727462656174a5686561726407a46c6f616489a772756e6e696e6701a777616974696e6700aa7061"
         "6765735f6672656500ab70616765735f746f74616c04ad746f6b656e735f71756575656400ac70726566696c6c5f72617465"
         "cb0000000000000000a5746965727390a7636f6e7465787421a573746570739195050f0121cb3fd0000000000000a4737465"
-        "7009a8617474656d7074739184a772657175657374a172a7617474656d707402a8706f736974696f6e21a5656e646564c2",
+        "7009a8617474656d7074739185a772657175657374a172a7617474656d707402a8706f736974696f6e21a5656e646564c2"
+        "a8636f6d707574656400",
     ),
     (
         Tokens(3, (Delta("r", 1, 5, (42,), (TokenLogprob(42, -0.5, ((42, -0.5),)),), "stop"),)),

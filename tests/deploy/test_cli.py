@@ -14,9 +14,12 @@ from typer.testing import CliRunner
 from baton.config import load, parse_override
 from baton.errors import NotEnoughMemory
 from deploy import demo_model, preflight
+from deploy.bring_up import _settle
 from deploy.cli import app
 from deploy.doctor import examine
 from kvstore.memory import Room
+
+ANY_PORT = [each for port in ("grpc", "internal", "http") for each in ("--set", f"router.{port}_port=0")]
 
 
 @pytest.fixture(autouse=True)
@@ -91,14 +94,14 @@ def test_an_empty_directory_is_no_model(tmp_path: Path):
 
 
 def test_a_port_in_use(model: Path, taken: int):
-    reason, message = error("up", "--model", model, "--set", f"router.http_port={taken}")
+    reason, message = error("up", "--model", model, *ANY_PORT, "--set", f"router.http_port={taken}")
     assert reason == "port_in_use"
     assert str(taken) in message
     assert "router.http_port=0" in message
 
 
 def test_too_little_memory(model: Path):
-    reason, message = error("up", "--model", model, "--set", "store.arena_bytes=100TiB")
+    reason, message = error("up", "--model", model, *ANY_PORT, "--set", "store.arena_bytes=100TiB")
     assert reason == "not_enough_memory"
     assert "store.arena_bytes" in message
 
@@ -111,8 +114,44 @@ def test_memory_counts_arena_pools_and_weights(model: Path):
         preflight.check_memory(config, Room(needed - 1, "a test"))
 
 
+def test_memory_of_other_nodes_and_of_gpus_is_not_counted(model: Path):
+    """Of workers on other nodes, that is; one decode worker is here."""
+    config = load(overrides={"model.path": str(model), "cluster.decode": 8, "cluster.prefill": 4})
+    small = Room(config.store.arena_bytes + 2 * (512 + 300) * 2**20, "a test")
+    with pytest.raises(NotEnoughMemory):
+        preflight.check_memory(config, small)
+    spread = {"model.path": str(model), "cluster.decode": 8, "cluster.prefill": 4, "router.host": "192.0.2.1"}
+    preflight.check_memory(load(overrides=spread), small)
+    gpu = {"model.path": str(model), "model.device": "cuda", "decode.pool_bytes": "100GiB"}
+    preflight.check_memory(load(overrides=gpu), small)
+
+
+def test_paths_of_the_user_are_absolute_wherever_they_are_used(model: Path, tmp_path: Path):
+    given = {"model.path": str(model), "disk.path": "~/kv", "cluster.trace_dir": "traces"}
+    config = _settle(load(overrides=given), None, lambda _: None)
+    assert config.disk.path == str(tmp_path / "kv")
+    assert config.cluster.trace_dir == str(Path("traces").resolve())
+
+
+def test_a_home_that_can_not_be_written_to_is_named(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/proc/nope")
+    reason, message = error("up", "--model", model, *ANY_PORT)
+    assert reason == "startup"
+    assert "/proc/nope" in message
+
+
+def test_the_doctor_does_not_take_a_broken_state_file_for_a_cluster(tmp_path: Path):
+    config = load()
+    config.cluster.state_dir.mkdir(parents=True)
+    (config.cluster.state_dir / "cluster.json").write_text("{")
+    findings = {finding.subject: finding for finding in examine(config)}
+    assert findings["cluster"].level == "bad"
+    assert "remove it" in findings["cluster"].advice
+    assert "this cluster is up" not in findings["ports"].found
+
+
 def test_a_ray_that_does_not_answer(model: Path):
-    reason, message = error("up", "--model", model, "--set", "router.grpc_port=0")
+    reason, message = error("up", "--model", model, *ANY_PORT)
     assert reason == "ray"
     assert "ray start --head" in message
 

@@ -59,10 +59,10 @@ def test_regret_is_found_out_by_the_workers_of_the_node():
 
 
 def test_pages_are_read_at_once_and_without_those_that_do_not_answer():
-    """One answers, one refuses, one is silent, one says nonsense."""
+    """One answers, one refuses, six are silent, one says nonsense."""
     metrics = store_metrics()
     good = metrics.serve("127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as mad:
+    with socket.create_server(("127.0.0.1", 0), backlog=9) as silent, socket.create_server(("127.0.0.1", 0)) as mad:
 
         def babble() -> None:
             connection, _ = mad.accept()
@@ -72,7 +72,8 @@ def test_pages_are_read_at_once_and_without_those_that_do_not_answer():
 
         threading.Thread(target=babble, daemon=True).start()
         asked = {"good": good, "refuses": "127.0.0.1:1"}
-        asked |= {name: f"127.0.0.1:{s.getsockname()[1]}" for name, s in (("silent", silent), ("mad", mad))}
+        asked |= {name: f"127.0.0.1:{s.getsockname()[1]}" for name, s in (("mad", mad),)}
+        asked |= {f"silent-{number}": f"127.0.0.1:{silent.getsockname()[1]}" for number in range(6)}
         began = time.monotonic()
         pages = figures.scrape(asked)
         assert time.monotonic() - began < 3 * figures.PATIENCE

@@ -17,7 +17,7 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 @contextmanager
-def running(command: list[str] = SLEEP, **options: bool) -> Iterator[tuple[subprocess.Popen[bytes], Identity]]:
+def running(command: list[str] = SLEEP, **options: bool | int) -> Iterator[tuple[subprocess.Popen[bytes], Identity]]:
     with subprocess.Popen(command, **options) as process:  # pyright: ignore[reportCallIssue, reportArgumentType]
         try:
             yield process, Identity.of(process.pid)
@@ -58,11 +58,13 @@ def test_end_waits_for_what_ends_by_itself_and_kills_what_does_not():
     stubborn = (
         "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
     )
-    with running() as (willing, one), running([sys.executable, "-c", stubborn]) as (other, two):
-        time.sleep(0.3)
+    with running() as (willing, one), running([sys.executable, "-c", stubborn], stdout=subprocess.PIPE) as (other, two):
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"on\n"
         assert end([one, two], patience=1.0) == []
         assert willing.wait() == -signal.SIGTERM
-        assert other.wait() in (-signal.SIGKILL, -signal.SIGTERM)
+        assert other.wait() == -signal.SIGKILL
+        other.stdout.close()
 
 
 def test_a_session_is_found_even_when_its_leader_has_gone(tmp_path: Path):

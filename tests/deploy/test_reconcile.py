@@ -190,6 +190,34 @@ def test_the_ledger_tells_restarts_and_the_last_failure():
     assert (view.condition, view.restarts, view.failure) == ("waiting", 1, Failure("port_in_use", "taken"))
 
 
+def test_of_each_process_the_first_reason_counts_and_of_its_name_the_last_process():
+    ledger = Ledger()
+    told = []
+    for facts in (
+        Facts(failure=Failure("port_in_use", "taken")),
+        Facts(gone=True),
+        None,  # another one under the same name
+        Facts(gone=True, why_gone="killed"),
+    ):
+        if facts is None:
+            ledger.started("router", "a", 100.0)
+            continue
+        if not told:
+            ledger.started("router", "a", 0.0)
+        ledger.turn([ROUTER], {"router": facts}, 100.0 + len(told))
+        (view,) = ledger.views([ROUTER], 200.0)
+        told.append(view.failure.message if view.failure else "")
+    assert told == ["taken", "taken", "killed"]
+
+
+def test_a_process_may_take_as_long_to_join_as_the_user_waits():
+    for patience, ends in ((JOIN_PATIENCE, True), (2 * JOIN_PATIENCE, False)):
+        ledger = Ledger(patience)
+        ledger.started("decode-0", "a", 0.0)
+        actions = ledger.turn([DECODE], {"decode-0": Facts(listed="absent")}, JOIN_PATIENCE + 1.0)
+        assert any(isinstance(action, End) for action in actions) == ends
+
+
 @dataclass
 class World:
     """A machine on which processes run, die, stop and fail; it does what the ledger says, late or at once."""

@@ -40,6 +40,9 @@ def test_a_client_is_told_of_all_routers():
     other = Addresses("127.0.0.1:2001", "tcp://127.0.0.1:2002", "127.0.0.1:2003")
     assert target([ADDRESSES]) == "127.0.0.1:1001"
     assert target([ADDRESSES, other]) == "ipv4:127.0.0.1:1001,127.0.0.1:2001"
+    assert target([Addresses("localhost:1", "", ""), Addresses("localhost:2", "", "")]).endswith(":2")
+    with pytest.raises(Unavailable, match=r"no\.such\.host"):
+        target([Addresses("no.such.host.invalid:1", "", ""), Addresses("no.such.host.invalid:2", "", "")])
     assert target([Addresses("[::1]:1", "", ""), Addresses("[::1]:2", "", "")]) == "ipv6:[::1]:1,[::1]:2"
 
 

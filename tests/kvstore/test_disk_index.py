@@ -423,7 +423,7 @@ def test_another_namespace_starts_anew_and_old_events_are_nobodys() -> None:
     finish(index, disk, index.write(pages("ab")))
     index.drain_events()
     index.open(b"m" * 16, PAGE)
-    assert index.drain_events() == [Removed((key("ab"), key("a")))]
+    assert index.drain_events() == [], "whoever opened it anew tells of that"
     assert not index.has(key("a"))
     assert index.handle(Deleted(1, 0)) == DiskResult()
 

@@ -37,15 +37,15 @@ def eventually(condition: Callable[[], object], seconds: float = DEADLINE, what:
 def process(cluster: LocalCluster, name: str) -> cluster_pb2.Process | None:
     """What the router says of that process."""
     with Client(cluster.address) as client:
-        return next((p for p in client.status().processes if p.name == name), None)
+        return next((p for p in client.status(timeout=DEADLINE).processes if p.name == name), None)
 
 
 @contextmanager
 def watching(cluster: LocalCluster, name: str) -> Iterator[Callable[[], bool]]:
     """Whether that process runs something now, asked often: what is watched for may last less than a second."""
     with Client(cluster.address) as client:
-        client.status()
-        yield lambda: any(p.name == name and p.load.running for p in client.status().processes)
+        client.status(timeout=DEADLINE)
+        yield lambda: any(p.name == name and p.load.running for p in client.status(timeout=DEADLINE).processes)
 
 
 def load(cluster: LocalCluster, name: str) -> cluster_pb2.Load:
@@ -56,7 +56,7 @@ def load(cluster: LocalCluster, name: str) -> cluster_pb2.Load:
 def at_rest(cluster: LocalCluster) -> bool:
     """Nobody runs, waits for or holds anything."""
     with Client(cluster.address) as client:
-        status = client.status()
+        status = client.status(timeout=DEADLINE)
     live = [p for p in status.processes if p.state == cluster_pb2.PROCESS_STATE_LIVE]
     loads = [p.load for p in live if p.role != cluster_pb2.ROLE_ROUTER]
     return all(not (x.running or x.waiting) and x.pages_free == x.pages_total for x in loads)

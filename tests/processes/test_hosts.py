@@ -41,7 +41,7 @@ def spread(two: Hosts, path: Path, folder: Path, **more: object) -> LocalCluster
 
 
 def state_of(client: Client, name: str) -> int:
-    return next(process.state for process in client.status().processes if process.name == name)
+    return next(process.state for process in client.status(timeout=_DEADLINE).processes if process.name == name)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 20) -> None:
@@ -59,6 +59,7 @@ def keys_in(folder: Path) -> str:
 # --- the hosts themselves -------------------------------------------------------------------------------------------
 
 
+_DEADLINE = 60.0  # seconds
 _LISTEN = f"""
 import socket
 server = socket.create_server(("{ADDRESSES[1]}", 7777))
@@ -76,18 +77,20 @@ print(time.monotonic() - began)
 
 def test_the_cable_carries_is_cut_and_restored(two: Hosts) -> None:
     with two.two.start(sys.executable, "-c", _LISTEN, stdout=subprocess.PIPE) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == "ready\n"
-        connect = (sys.executable, "-c", _CONNECT)
-        two.one.run(*connect)
-        two.cut()
-        with pytest.raises(AssertionError, match=r"unreachable|timed out"):
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "ready\n"
+            connect = (sys.executable, "-c", _CONNECT)
             two.one.run(*connect)
-        two.restore()
-        two.one.run(*connect)
-        if two.delay(60):
-            assert float(two.one.run(*connect)) > 0.1
-        server.kill()
+            two.cut()
+            with pytest.raises(AssertionError, match=r"unreachable|timed out"):
+                two.one.run(*connect)
+            two.restore()
+            two.one.run(*connect)
+            if two.delay(60):
+                assert float(two.one.run(*connect)) > 0.1
+        finally:
+            server.kill()
 
 
 def test_everything_ends_with_the_test_that_is_killed() -> None:
@@ -154,11 +157,11 @@ def test_a_process_with_other_keys_never_joins(two: Hosts, checkpoint: Callable[
             *("--router", cluster.addresses.endpoint, "--host", ADDRESSES[1]),
         )
         try:
-            time.sleep(3)
+            log = cluster.log("router").with_name("logs") / "router.log"
+            eventually(lambda: "refused a connection" in log.read_text(), _DEADLINE)
             assert stranger.poll() is None
             names = {process.name for process in cluster.wait_live(cluster.pids).processes}
             assert "store-9" not in names
-            assert "refused a connection" in cluster.log("router").with_name("logs").joinpath("router.log").read_text()
         finally:
             stranger.kill()
             stranger.wait()

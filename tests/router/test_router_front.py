@@ -366,25 +366,28 @@ def test_the_command_says_where_it_listens_and_ends_when_told(tmp_path: Path) ->
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
-        addresses = json.loads(process.stdout.readline())
-        assert set(addresses) == {"grpc", "internal", "http"}
-        taken = addresses["grpc"].rpartition(":")[2]
-        file.write_text(settings.dump(settings_for(tmp_path, grpc_port=int(taken))))
-        second = subprocess.run(
-            [sys.executable, "-m", "router", "--config", str(file), "--name", "router"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-        assert second.returncode == 1
-        assert taken in second.stderr
-        assert "Traceback" not in second.stderr
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-        assert process.stderr is not None
-        assert "Traceback" not in process.stderr.read()
+        try:
+            assert process.stdout is not None
+            addresses = json.loads(process.stdout.readline())
+            assert set(addresses) == {"grpc", "internal", "http"}
+            taken = addresses["grpc"].rpartition(":")[2]
+            file.write_text(settings.dump(settings_for(tmp_path, grpc_port=int(taken))))
+            second = subprocess.run(
+                [sys.executable, "-m", "router", "--config", str(file), "--name", "router"],
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=False,
+            )
+            assert second.returncode == 1
+            assert taken in second.stderr
+            assert "Traceback" not in second.stderr
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+            assert process.stderr is not None
+            assert "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()
 
 
 def test_an_unknown_model_is_named(tmp_path: Path) -> None:
