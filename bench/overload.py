@@ -80,7 +80,8 @@ class Outcome:
     @property
     def worst(self) -> tuple[str, float]:
         """The tenant that got least of its fair share, and how much of it."""
-        return min(((name, self.served[name] / self.fair[name]) for name in self.fair), key=lambda item: item[1])
+        shares = ((name, self.served[name] / fair) for name, fair in self.fair.items() if fair > 0)
+        return min(shares, key=lambda item: item[1], default=("-", 1.0))  # who asked for nothing lacks nothing
 
     @property
     def soon(self) -> float:

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from bench import report
 from simulator import mooncake, timing
 from simulator.cluster import Cluster, Layout
@@ -94,6 +94,8 @@ def run(cell: Cell, path: Path) -> Result:
     table = measures.table()
     finished = table["finished"] > 0
     seconds = float(np.ptp(table["arrived"]))
+    if not seconds:
+        raise ConfigError(f"all requests of {path} come at once, so there is no rate of them")
     return Result(
         cell=cell,
         commit=commit,
@@ -270,12 +272,19 @@ def _results(wanted: Sequence[Cell], paths: Mapping[str, Path], jobs: int) -> It
             yield future.result()
 
 
+def _policies(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(POLICIES):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: there are {', '.join(POLICIES)}")
+    return names
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Routing policies compared on production traces.")
     parser.add_argument("traces", nargs="*", type=Path, help="files in Mooncake's format")
     parser.add_argument("--into", type=Path, default=Path("routing_cells.jsonl"), help="where finished cells are kept")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--policies", type=lambda text: text.split(","), default=list(POLICIES))
+    parser.add_argument("--policies", type=_policies, default=list(POLICIES), help="of all, by name, with commas")
     parser.add_argument("--model", default="a800_70b", help="of simulator/models, or a file")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, help="of requests, from the trace's start; for trying things out")

@@ -152,9 +152,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _load(args: argparse.Namespace) -> Iterator[Arrival]:
-    wishes = Wishes(
-        args.max_tokens, args.ttft, args.tpot, tuple(args.tenants), tuple((int(name), w) for name, w in args.priorities)
-    )
+    wishes = Wishes(args.max_tokens, args.ttft, args.tpot, tuple(args.tenants), tuple(args.priorities))
     if args.trace:
         return trace(mooncake.read(Path(args.trace), args.requests), args.speed, wishes, args.seed)
     load = Random(
@@ -174,39 +172,79 @@ def _weighted(text: str) -> tuple[str, float]:
     return name, float(weight or 1)
 
 
+def _priority(text: str) -> tuple[int, float]:
+    name, weight = _weighted(text)
+    if not name.removeprefix("-").isdigit():
+        raise argparse.ArgumentTypeError(f"{name!r} is no level of priority, a whole number")
+    return int(name), weight
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def _above_0(text: str) -> float:
+    if not (value := _at_least_0(text)):
+        raise argparse.ArgumentTypeError("0 is too little")
+    return value
+
+
+def _at_least_0(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
+    return value
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--cluster", default="8P+8D", help="8P+8D, or 16D for a colocated one")
-    add("--routers", type=int, default=1, help="that share the workers, each with clients of its own")
-    add("--per-node", type=int, default=1, help="workers that share a node and its store")
+    add("--routers", type=_count, default=1, help="that share the workers, each with clients of its own")
+    add("--per-node", type=_count, default=1, help="workers that share a node and its store")
     add("--model", default="a800_70b", help="a timing model: a name from simulator/models, or a file")
     add("--policy", default=policies.OWN, choices=policies.POLICIES)
-    add("--page-size", type=int, default=512, help="tokens")
+    add("--page-size", type=_count, default=512, help="tokens")
     add("--trace", help="a file of JSON lines in Mooncake's format")
-    add("--poisson", type=float, default=1.0, metavar="RATE", help="without a trace: requests a second on average")
+    add("--poisson", type=_above_0, default=1.0, metavar="RATE", help="without a trace: requests a second on average")
     add("--prompt", default="lognormal:4000:1.0:60000", help="tokens, as for bench/load.py")
     add("--output", default="lognormal:250:0.8:2000", help="tokens")
     add("--groups", type=int, default=0, help="groups of prompts that begin alike")
     add("--prefix", type=int, default=2_048, help="tokens that a group shares")
-    add("--burst-factor", type=float, default=1.0, help="times the calm rate, during bursts")
+    add("--burst-factor", type=_above_0, default=1.0, help="times the calm rate, during bursts")
     add("--burst-share", type=float, default=0.2, help="of the time")
-    add("--burst-spell", type=float, default=30.0, help="seconds that a burst lasts on average")
-    add("--speed", type=float, default=1.0, help="times the load's own")
-    add("--requests", type=int, help="at most so many")
-    add("--max-tokens", type=int, default=4_096, help="what requests allow; outputs that are longer anyway have theirs")
-    add("--ttft", type=float, help="objective of every request, seconds")
-    add("--tpot", type=float, help="the same for tokens after the first")
+    add("--burst-spell", type=_above_0, default=30.0, help="seconds that a burst lasts on average")
+    add("--speed", type=_above_0, default=1.0, help="times the load's own")
+    add("--requests", type=_count, help="at most so many")
+    add(
+        "--max-tokens",
+        type=_count,
+        default=4_096,
+        help="what requests allow; outputs that are longer anyway have theirs",
+    )
+    add("--ttft", type=_above_0, help="objective of every request, seconds")
+    add("--tpot", type=_above_0, help="the same for tokens after the first")
     add("--tenants", type=_weighted, nargs="+", default=[("", 1.0)], metavar="NAME:WEIGHT", help="who sends how many")
-    add("--priorities", type=_weighted, nargs="+", default=[("0", 1.0)], metavar="PRIORITY:WEIGHT")
+    add("--priorities", type=_priority, nargs="+", default=[(0, 1.0)], metavar="PRIORITY:WEIGHT")
     add("--goodput", type=_objectives, nargs="*", default=[(30.0, 0.1), (30.0, 0.2), (30.0, 0.3)], metavar="TTFT/TBT")
-    add("--deaths", type=float, default=0.0, metavar="RATE", help="workers that die in a minute")
-    add("--store-deaths", type=float, default=0.0, metavar="RATE", help="stores that die in a minute")
-    add("--router-deaths", type=float, default=0.0, metavar="RATE", help="routers that die in a minute")
-    add("--splits", type=float, default=0.0, metavar="RATE", help="a minute: a router loses sight of half of the rest")
-    add("--split-seconds", type=float, default=10.0, help="that such a split lasts on average")
-    add("--loss", type=float, default=0.0, help="share of messages to and from routers that are lost")
-    add("--slow", type=float, default=0.0, help="share of workers that are twice as slow")
+    add("--deaths", type=_at_least_0, default=0.0, metavar="RATE", help="workers that die in a minute")
+    add("--store-deaths", type=_at_least_0, default=0.0, metavar="RATE", help="stores that die in a minute")
+    add("--router-deaths", type=_at_least_0, default=0.0, metavar="RATE", help="routers that die in a minute")
+    add(
+        "--splits",
+        type=_at_least_0,
+        default=0.0,
+        metavar="RATE",
+        help="a minute: a router loses sight of half of the rest",
+    )
+    add("--split-seconds", type=_above_0, default=10.0, help="that such a split lasts on average")
+    add("--loss", type=_at_least_0, default=0.0, help="share of messages to and from routers that are lost")
+    add("--slow", type=_at_least_0, default=0.0, help="share of workers that are twice as slow")
     add("--single-steps", action="store_true", help="simulate every decode step by itself")
     add("--explain-slowest", type=int, default=0, metavar="N", help="why the N slowest first tokens came so late")
     add("--limit", type=float, default=float("inf"), help="stop after so many simulated seconds")

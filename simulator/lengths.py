@@ -35,7 +35,7 @@ class Lengths:
                     return cls("lognormal", median, sigma, int(most))
                 case _, [] if int(kind) >= 1:
                     return cls("fixed", int(kind))
-        except ValueError:
+        except (ValueError, OverflowError):
             pass
         raise ConfigError(f"{text!r} is no length; write N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:LONGEST]")
 

@@ -27,7 +27,9 @@ class Line(Struct, frozen=True):
 
 
 def read(path: Path, count: int | None = None) -> list[Line]:
-    """The first `count` requests, in order of time. Raises ConfigError."""
+    """The first `count` requests, in order of time. Raises ConfigError, also for a trace without any."""
+    if count is not None and count < 1:
+        raise ConfigError(f"{count} requests of {path} are asked for; ask for at least one")
     lines: list[Line] = []
     try:
         with path.open("rb") as file:
@@ -38,11 +40,18 @@ def read(path: Path, count: int | None = None) -> list[Line]:
                     break
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from None
+    if not lines:
+        raise ConfigError(f"{path} has no requests")
     return sorted(lines, key=lambda line: line.timestamp)
 
 
 def _decode(text: bytes, path: Path, number: int) -> Line:
     try:
-        return msgspec.json.decode(text, type=Line)
+        line = msgspec.json.decode(text, type=Line)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}, line {number}: {error}") from None
+    if len(line.hash_ids) * BLOCK < line.input_length:
+        raise ConfigError(
+            f"{path}, line {number}: {len(line.hash_ids)} hash_ids of {BLOCK} tokens do not cover {line.input_length}"
+        )
+    return line

@@ -43,7 +43,7 @@ def test_lengths_have_the_distribution_they_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-3", "many", "uniform:5", "uniform:9:3", "lognormal:0:1", "lognormal:9:1:5"]
+    "text", ["", "0", "-3", "many", "uniform:5", "uniform:9:3", "lognormal:0:1", "lognormal:9:1:5", "lognormal:9:1:inf"]
 )
 def test_a_length_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is no length"):
@@ -113,3 +113,11 @@ def test_a_trace_can_be_cut_short(tmp_path: Path) -> None:
         mooncake.read(path)
     with pytest.raises(ConfigError, match="can't read"):
         mooncake.read(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="at least one"):
+        mooncake.read(path, 0)
+    path.write_text("")
+    with pytest.raises(ConfigError, match="no requests"):
+        mooncake.read(path)
+    path.write_text('{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}')
+    with pytest.raises(ConfigError, match="line 1: 1 hash_ids"):
+        mooncake.read(path)
