@@ -1,5 +1,6 @@
 """The state file, the overview file, and the lock."""
 
+import socket
 import stat
 import subprocess
 import sys
@@ -7,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import StartupError
-from deploy import state_file
+from baton.errors import RayUnusable, StartupError
+from deploy import ray_cluster, state_file
 from deploy.addresses import Addresses
 from deploy.preflight import check_name_free
 from deploy.processes import Identity
 from deploy.state_file import OwnRay, RayLink, State
+from deploy.teardown import tear_down
 
 ME = Identity.mine()
 ROUTERS = {"router": Addresses("127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4")}
@@ -68,3 +70,20 @@ def test_one_command_at_a_time(tmp_path: Path):
         other.kill()
     with state_file.locked(tmp_path):
         pass
+
+
+def test_a_cluster_on_a_ray_that_runs_and_can_not_be_asked_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It would restore what is ended behind its back. Once it has gone, the rest can be cleared away."""
+
+    def refused(*_: object) -> None:
+        raise RayUnusable("refuses our token")
+
+    monkeypatch.setattr(ray_cluster, "connect", refused)
+    with socket.create_server(("127.0.0.1", 0)) as ray:
+        state = State("kept", RayLink(f"127.0.0.1:{ray.getsockname()[1]}", "token"), "/logs")
+        state_file.write(tmp_path, state)
+        with pytest.raises(RayUnusable, match="refuses our token"):
+            tear_down(tmp_path, state, lambda _: None)
+        assert state_file.read(tmp_path) == state
+    tear_down(tmp_path, state, lambda _: None)
+    assert state_file.read(tmp_path) is None

@@ -62,6 +62,18 @@ def test_a_reason_ends_the_start_and_a_mere_death_does_not():
     assert why_failed(overview(decode("live", Failure("corrupt_weights", "before"), 1))) is None
 
 
+def test_what_happened_before_a_change_is_not_its_failure():
+    old = Failure("corrupt_weights", "cut short, a month ago")
+    before = overview(decode("live", old, 3))
+    assert why_failed(overview(decode("joining", old, 3)), before) is None
+    assert why_failed(overview(decode("ending", old, 3)), before) is None
+    new = Failure("corrupt_weights", "cut short again")
+    assert isinstance(why_failed(overview(decode("waiting", new, 4)), before), CorruptWeights)
+    died = Failure("unavailable", "its process has gone")
+    assert why_failed(overview(decode("joining", died, 5)), before) is None
+    assert isinstance(why_failed(overview(decode("joining", died, 6)), before), Unavailable)
+
+
 def test_settled_means_everything_is_live():
     assert overview(decode("live")).settled
     assert not overview(decode("live"), decode("joining")).settled
