@@ -258,6 +258,15 @@ def test_a_full_store_is_asked_again_and_its_silence_ends_the_prompt() -> None:
     assert one.state.cache.available == one.num_pages
 
 
+def test_our_own_pause_is_not_the_stores_silence() -> None:
+    for paused, failed in ((50.0, []), (0.0, ["store"])):
+        one = worker(store_ms=1_000)
+        one.handle(order(PROMPT))  # the store has not answered yet
+        one.rig.now += 50.0
+        one.handle(Tick(paused=paused))
+        assert [m.reason for m in one.said if isinstance(m, Failed)] == failed
+
+
 def test_two_that_take_each_others_pages_from_the_store_do_not_go_on_so_for_ever() -> None:
     rig = Rig(8, hold=5.0, admit_after=1, load_share=0.5)
     one = rig.worker("prefill", 40, PrefillConfig(chunk_tokens=3 * PAGE, max_prompts=6, store_ms=2_000))
