@@ -108,10 +108,13 @@ class DecodeState:
         event_tokens: bool = False,
         headroom: Headroom | None = None,
         calibration: Items[StepSample] = (),
+        vocab_size: int | None = None,
     ) -> None:
         """`headroom`: the rule for admission, the learned one unless told otherwise; `calibration`: steps that were run
-        before there was any work."""
+        before there was any work; `vocab_size`: no token id may be as high, where it is known: one order's would fail
+        everybody's step."""
         self._config = config
+        self._vocab_size = vocab_size
         self._page_size, self._grain = page_size, grain(page_size)
         self._cache = DeviceCache(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
@@ -194,7 +197,7 @@ class DecodeState:
             commands += self._forget(old, cut=True)
             urgency = old.urgency
         try:
-            tokens = unpack_tokens(order.tokens)
+            tokens = unpack_tokens(order.tokens, self._vocab_size)
         except BatonError as error:
             return [*commands, Say(Failed(*_named(name), error.reason, str(error)), router)]
         if not order.prompt <= len(tokens) < order.prompt + order.max_tokens:

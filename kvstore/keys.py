@@ -88,11 +88,15 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     return _little_endian(packed).tobytes()
 
 
-def unpack_tokens(packed: bytes) -> list[int]:
-    """The token ids of a packed run. Raises MalformedMessage for part of a token."""
+def unpack_tokens(packed: bytes, vocab_size: int | None = None) -> list[int]:
+    """The token ids of a packed run. Raises MalformedMessage for part of a token, and for one that a vocabulary of that
+    size does not have."""
     if len(packed) % TOKEN_BYTES:
         raise MalformedMessage(f"{len(packed)} bytes of tokens are no multiple of {TOKEN_BYTES}")
-    return _little_endian(array("I", packed)).tolist()
+    tokens = _little_endian(array("I", packed)).tolist()
+    if vocab_size is not None and tokens and (highest := max(tokens)) >= vocab_size:
+        raise MalformedMessage(f"token id {highest} is not in a vocabulary of {vocab_size}")
+    return tokens
 
 
 def _little_endian(tokens: array[int]) -> array[int]:

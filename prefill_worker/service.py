@@ -19,6 +19,7 @@ def serve(worker: Worker, config: Config, stop: threading.Event) -> None:
         worker.num_pages,
         event_tokens=config.store.event_tokens,
         calibration=worker.calibration,
+        vocab_size=worker.engine.config.vocab_size,
     )
     while not (stop.is_set() or worker.becomes):
         with worker.turn():

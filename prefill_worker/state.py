@@ -98,9 +98,12 @@ class PrefillState:
         *,
         event_tokens: bool = False,
         calibration: Sequence[StepSample] = (),
+        vocab_size: int | None = None,
     ) -> None:
-        """`calibration`: steps that were run before there was any work."""
+        """`calibration`: steps that were run before there was any work; `vocab_size`: no token id may be as high, where
+        it is known: one order's would fail everybody's step."""
         self._config = config
+        self._vocab_size = vocab_size
         self._page_size = page_size
         self._num_pages = num_pages
         self._cache = DeviceCache(num_pages, tell_tokens=event_tokens)
@@ -169,7 +172,7 @@ class PrefillState:
                 return []
             commands += self._forget(old)
         try:
-            tokens = unpack_tokens(order.tokens)
+            tokens = unpack_tokens(order.tokens, self._vocab_size)
             if len(tokens) < self._page_size:
                 raise MalformedMessage(f"{len(tokens)} tokens are less than a page of {self._page_size}")
         except BatonError as error:

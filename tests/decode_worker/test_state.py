@@ -378,6 +378,15 @@ def test_a_failed_step_fails_its_requests_and_nobody_else() -> None:
     assert tokens_of(one.said, "good") == reference(PROMPT, 5)
 
 
+def test_a_token_that_the_model_lacks_fails_its_own_request_alone() -> None:
+    state = DecodeState(DecodeConfig(), PAGE, 64, vocab_size=100)
+    for request, prompt in (("fine", [1, 99]), ("odd", [1, 100])):
+        said = state.handle(order(prompt, 4, request), 0.0)
+        failed = [each.message.reason for each in said if isinstance(each, Say) and isinstance(each.message, Failed)]
+        assert failed == ([] if request == "fine" else ["malformed_message"])
+    assert state.stats().running == 1
+
+
 def test_tokens_that_make_no_sense_are_refused() -> None:
     one = worker()
     one.handle(Decode("r", 1, ROOT, b"123", 1, 5, GREEDY))
