@@ -171,11 +171,7 @@ def test_pages_are_written_once_they_are_ready_and_slots_are_known() -> None:
     assert (ship.done, ship.written) == (True, 2)
 
 
-def test_a_refusal_is_kept_until_it_is_asked_again() -> None:
+def test_why_it_was_refused_is_kept() -> None:
     ship = Ship(1, b"", chain(1), hold=False)
     ship.handle(NotReserved(1, "full"))
     assert ship.refused == "full"
-    ship.start()
-    assert ship.refused is None
-    ship.handle(NotComing(1, 0))
-    assert ship.refused == "orphan"
