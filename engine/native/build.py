@@ -41,7 +41,6 @@ class NoLibrary(Exception):  # stays in this package: what it tells is logged, a
     """Why there can be none here."""
 
 
-@functools.cache
 def can_compile() -> bool:
     """Whether this machine is one that kernels are made for: its CPU and a compiler."""
     try:
@@ -51,6 +50,7 @@ def can_compile() -> bool:
     return set(cpu_description().split()) >= NEEDED
 
 
+@functools.cache
 def library() -> Library | None:
     """The loaded library, compiled if it has not been; None where that can't be, which one log line explains."""
     try:
