@@ -110,6 +110,8 @@ def test_what_can_not_be_is_said(model: Path, arguments: list[str], says: str) -
 def test_an_empty_trace_and_an_unknown_model(model: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
+    assert "has no requests" in call(model, empty, "--gpus", 4).stderr
+    empty.write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}')
     assert "no speed" in call(model, empty, "--gpus", 4).stderr
     unknown = call("h9000", "--gpus", 4)
     assert unknown.exit_code == 1
