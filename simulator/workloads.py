@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import random
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
 
 import numpy as np
 
+from baton.errors import ConfigError
 from simulator.lengths import Lengths
 from simulator.mooncake import BLOCK, Line
 
@@ -67,8 +68,19 @@ class Wishes:
         )  # fmt: skip
 
 
-def trace(lines: Iterable[Line], speed: float, wishes: Wishes, seed: int) -> Iterator[Arrival]:
-    """A trace, `speed` times as fast as it was."""
+def trace(lines: Sequence[Line], speed: float, wishes: Wishes, seed: int) -> Iterator[Arrival]:
+    """A trace, `speed` times as fast as it was. Raises ConfigError for a prompt that its blocks don't cover: what is
+    filled up with the same for all would count as shared."""
+    for line in lines:
+        if len(line.hash_ids) * BLOCK < line.input_length:
+            raise ConfigError(
+                f"a prompt of {line.input_length} tokens, {line.timestamp} ms after the trace's beginning, has "
+                f"{len(line.hash_ids)} hash_ids of {BLOCK} tokens; so many do not cover it"
+            )
+    return _arrivals(lines, speed, wishes, seed)
+
+
+def _arrivals(lines: Sequence[Line], speed: float, wishes: Wishes, seed: int) -> Iterator[Arrival]:
     rng = random.Random(seed)
     start: float | None = None
     for line in lines:

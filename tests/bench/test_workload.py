@@ -12,6 +12,7 @@ from baton.errors import ConfigError
 from bench.workload import Workload, expand, from_trace, poisson
 from simulator import mooncake
 from simulator.lengths import Lengths
+from simulator.workloads import Wishes, trace
 
 VOCAB = 1_000
 
@@ -119,5 +120,5 @@ def test_a_trace_can_be_cut_short(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no requests"):
         mooncake.read(path)
     path.write_text('{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}')
-    with pytest.raises(ConfigError, match="line 1: 1 hash_ids"):
-        mooncake.read(path)
+    with pytest.raises(ConfigError, match="1 hash_ids"):
+        trace(mooncake.read(path), 1.0, Wishes(), 1)
