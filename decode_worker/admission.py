@@ -31,8 +31,11 @@ class Admission:
             return None
         staying = sorted((s for s in sequences if s.pages), key=lambda s: s.rank)
         leaving: list[Sequence] = []
-        freed = 0 if self.fits(newcomer, staying) else spare
+        freed = 0
         while not self.fits(newcomer, staying, freed):
+            if spare:
+                freed, spare = spare, 0
+                continue
             if not staying or staying[-1].priority <= newcomer.priority or staying[-1].rank < newcomer.rank:
                 return None
             leaving.append(staying.pop())

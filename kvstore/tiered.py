@@ -235,13 +235,15 @@ class TieredPages:
         """What the sources of one hand-off do not have, those of another may: prompts that begin alike are computed on
         different nodes."""
         wanted: dict[tuple[tuple[Source, ...], frozenset[str]], list[Link]] = {}
+        chains: dict[Ticket, list[Link]] = {}
         for key in outcome.gone:
             tried = outcome.tried.get(key, frozenset())
             for ticket, index in self.waiting.of(key).items():
                 if not isinstance(ticket, Ticket) or not ticket.wait:
                     continue
                 if sources := tuple(source for source in ticket.sources_of(index) if source.store not in tried):
-                    wanted.setdefault((sources, tried), []).append(_chain(ticket)[index])
+                    chain = chains[ticket] = chains.get(ticket) or _chain(ticket)
+                    wanted.setdefault((sources, tried), []).append(chain[index])
                     break
         turn = Turn()
         for (sources, tried), part in wanted.items():
