@@ -9,7 +9,6 @@ Owns the requests and their queue; gives work to members and takes it back. What
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
 
@@ -36,10 +35,8 @@ from router.plan import Plan
 from router.prefixes import Prefixes
 from router.reach import Prefix
 from router.request import Attempt, Phase, Request
+from router.turns import Turns
 from router.view import View
-
-_LOOK_AHEAD = 8  # queued requests that are tried when the first can't be placed
-_BEHIND = 8  # and with each tick so many of those behind them, in turn
 
 
 @dataclass
@@ -81,11 +78,8 @@ class Life:
         self.requests: dict[str, Request] = {}
         self.admission = Admission(config.router)
         self.queue = self.admission.queue
-        self.room = False  # something has changed that may let a queued request be placed
+        self.turns = Turns(self.queue)
         self._held = False  # somebody waits here who might as well wait at a worker
-        self._behind: list[Request] = []  # those behind the first who have still to be tried, the next one last
-        self._unseen = False  # there has been room since these were listed
-        self._resume = False  # to be tried again, or further, though nothing has changed
         self._expires = -inf  # until then no request has waited for too long
         self.counts = Counts()
         self.bottleneck = Bottleneck()
@@ -116,7 +110,7 @@ class Life:
             self.end(request, Failed(error), now)
             return
         self.admission.wait(request, now)
-        if self.room:
+        if self.turns.room:
             self.settle(now)
         elif self._open() and (not self._held or self.queue.first(now) is request):  # nothing new for those who wait
             self._view.now = now
@@ -152,43 +146,17 @@ class Life:
 
     def settle(self, now: float) -> None:
         """Place what can be placed, if there may be room now: call when an event has been handled."""
-        if self.room or self._resume:
-            self._unseen |= self.room
-            behind = self._resume
-            self.room = self._resume = False
-            self._drain(now, behind)
-
-    def _drain(self, now: float, behind: bool) -> None:
-        """In order of service. Who can't be placed is passed by: what one prompt waits for (a prefill slot) another may
-        not need. `behind`: those who are not among the first have a turn as well, a few of them."""
+        if not self.turns.due:
+            return
         self._view.begin(now)
         self._held = False
-        tried: set[str] = set()
-        for request in self.queue.in_order(now) if len(self.queue) else ():
-            if not self._placer.may_go(request.name, self._view):
-                continue
+        for request in self.turns.round(now):
             if not self._open():
                 return
-            if len(tried) >= _LOOK_AHEAD:
-                if behind:
-                    self._look_behind(tried, now)
-                return
-            if not self.admission.held_back(request, now) and not self._place(request, now):
-                tried.add(request.name)
-        self._behind, self._unseen = [], False
-
-    def _look_behind(self, tried: Collection[str], now: float) -> None:
-        """Go on where the last look ended."""
-        if not self._behind and self._unseen:
-            self._behind = [*self.queue.in_order(now)][::-1]
-            self._unseen = False
-        left = _BEHIND
-        while left and self._behind and self._open():
-            request = self._behind.pop()
-            if request not in self.queue or request.name in tried or not self._placer.may_go(request.name, self._view):
+            if not self._placer.may_go(request.name, self._view) or self.admission.held_back(request, now):
                 continue
-            if not self.admission.held_back(request, now):
-                left -= not self._place(request, now)
+            if not self._place(request, now):
+                self.turns.in_vain(request)
 
     def _open(self) -> bool:
         """Whether anything can be placed at all."""
@@ -376,7 +344,7 @@ class Life:
     def release_prefill(self, request: Request, attempt: Attempt) -> None:
         """The prefill worker forgets this attempt, done or not."""
         prefill, attempt.prefill = attempt.prefill, None
-        self.room = True
+        self.turns.may_have_room()
         if prefill is None or (member := self._members.get(prefill)) is None:
             return
         if member.drop(attempt.name):
@@ -386,7 +354,7 @@ class Life:
         """Wait for a worker."""
         self.admission.wait(request, now)
         self._expires_with(request)
-        self.room = True
+        self.turns.may_have_room()
 
     def withdraw(self, request: Request) -> None:
         """Everybody involved in the current attempt forgets it."""
@@ -400,7 +368,7 @@ class Life:
             self._out.send(attempt.decode, Cancel(request.name, attempt.name.attempt))
             if attempt.phase is not Phase.PLACED:
                 decoder.may_have_room()  # it has given pages back
-        self.room = True
+        self.turns.may_have_room()
 
     # --- requests end ------------------------------------------------------------------------------------------------
 
@@ -432,8 +400,7 @@ class Life:
 
     def expire(self, now: float) -> None:
         """Everything that has waited for too long: a client, a place in the queue, an attempt."""
-        self._resume = self.queue.begun or self._held  # time alone may let one of them go
-        self._resume |= self._unseen or bool(self._behind)
+        self.turns.tick(again=self.queue.begun or self._held)
         if now < self._expires:
             return
         progress = self._config.router.progress_ms / 1_000

@@ -1,0 +1,124 @@
+"""Turns: the first in order of service whenever there may be room, everybody by and by."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from router.fairness import Fairness
+from router.queue import Queue
+from router.request import Request
+from router.turns import Turns
+from tests.router.model import submit
+
+
+class Waiting:
+    """Requests of a queue, and whoever of them is placed when their turn comes."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.queue = Queue(Fairness(lambda tenant: 1.0), ageing=10.0)
+        self.turns = Turns(self.queue)
+        self.come = 0
+        self.comes(count)
+
+    def comes(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.queue.add(Request.from_submit(submit(f"r{self.come}", 10), self.come, 0.0), 0.0)
+            self.come += 1
+
+    def round(self, *placed: int) -> list[int]:
+        """Who is tried, when these can be placed and nobody else."""
+        tried: list[int] = []
+        for request in self.turns.round(0.0):
+            tried.append(int(request.name[1:]))
+            if tried[-1] in placed:
+                self.queue.discard(request, 0.0, placed=True)
+            else:
+                self.turns.in_vain(request)
+        return tried
+
+    def room(self, *placed: int) -> list[int]:
+        self.turns.may_have_room()
+        return self.round(*placed)
+
+    def tick(self, *placed: int) -> list[int]:
+        self.turns.tick(again=False)
+        return self.round(*placed) if self.turns.due else []
+
+
+def several(first: int, last: int) -> list[int]:
+    return list(range(first, last + 1))
+
+
+def test_nobody_is_tried_unless_there_may_be_room() -> None:
+    waiting = Waiting(3)
+    assert not waiting.turns.due
+    assert waiting.tick() == []
+    waiting.turns.may_have_room()
+    assert waiting.turns.due
+    assert waiting.round() == [0, 1, 2]
+    assert not waiting.turns.due
+    assert waiting.tick() == []
+
+
+def test_the_first_eight_in_vain_end_a_round_and_ticks_bring_the_others_once() -> None:
+    waiting = Waiting(20)
+    assert waiting.room() == several(0, 7)
+    assert waiting.tick() == [*several(0, 7), *several(8, 15)]
+    assert waiting.tick() == [*several(0, 7), *several(16, 19)]
+    assert waiting.tick() == []
+
+
+def test_who_is_placed_counts_for_nothing() -> None:
+    waiting = Waiting(20)
+    assert waiting.room(0, 1, 5) == several(0, 10)
+    assert waiting.tick(2, 12, 13) == [*several(2, 4), *several(6, 19)]
+    assert waiting.tick() == []
+
+
+def test_room_meanwhile_brings_those_once_more_that_have_been_tried() -> None:
+    waiting = Waiting(30)
+    waiting.room()
+    assert waiting.tick() == [*several(0, 7), *several(8, 15)]
+    assert waiting.room() == several(0, 7)
+    assert waiting.tick() == [*several(0, 7), *several(16, 23)]
+    assert waiting.tick() == [*several(0, 7), *several(24, 29)]
+    assert waiting.tick() == [*several(0, 7), *several(8, 15)]
+
+
+def test_the_first_are_tried_again_when_time_alone_may_let_them_go() -> None:
+    waiting = Waiting(2)
+    waiting.room()
+    waiting.turns.tick(again=True)
+    assert waiting.turns.due
+    assert waiting.round() == [0, 1]
+
+
+def test_a_round_that_is_left_early_is_taken_up() -> None:
+    waiting = Waiting(20)
+    waiting.room()
+    waiting.turns.tick(again=False)
+    for request in waiting.turns.round(0.0):
+        if request.name == "r10":
+            break
+        waiting.turns.in_vain(request)
+    assert waiting.tick() == [*several(0, 7), *several(10, 17)]
+
+
+@given(st.lists(st.one_of(st.integers(1, 15), st.sampled_from(["room", "tick"])), max_size=30), st.data())
+def test_everybody_is_tried_after_there_has_been_room(events: list[int | str], data: st.DataObject) -> None:
+    """However it came about: in no more ticks than eight at a time take, and nobody twice in a round."""
+    waiting = Waiting()
+    for event in events:
+        if isinstance(event, int):
+            waiting.comes(event)
+            continue
+        placed = data.draw(st.sets(st.integers(0, waiting.come), max_size=5))
+        tried = waiting.room(*placed) if event == "room" else waiting.tick(*placed)
+        assert len(set(tried)) == len(tried)
+    left = {int(request.name[1:]) for request in waiting.queue.in_order(0.0)}
+    missing = left.difference(waiting.room())
+    for _ in range(2 * (len(left) // 8 + 1)):  # the rest of an old look, and a new one
+        missing.difference_update(waiting.tick())
+    assert not missing
+    assert waiting.tick() == []
