@@ -122,7 +122,7 @@ class Hello(Message, frozen=True):
     protocol: int = PROTOCOL_VERSION
     model: ModelCard | None = None  # none for a store
     events: str = ""  # ZMQ endpoint of its KV events,
-    snapshots: str = ""  # and that where those who missed some ask for them, or for a snapshot
+    replay: str = ""  # and that where those who missed some ask for them, or for a snapshot
     metrics: str = ""  # host:port of its Prometheus page
     data: str = ""  # a store's ZMQ endpoint, where it serves pages to other stores
 

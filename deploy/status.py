@@ -84,6 +84,8 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: Overview 
             row["attempts"] = process.attempts
             row["becoming"] = _role_name(process.becoming)
             row["metrics"] = process.metrics_address
+            row["events"] = process.events_endpoint
+            row["replay"] = process.replay_endpoint
             row["heartbeat_age_ms"] = process.heartbeat_age_ms if process.HasField("heartbeat_age_ms") else None
         rows.append(row)
     return rows

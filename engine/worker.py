@@ -132,7 +132,7 @@ class Worker:
             self.peer,
             model=card,
             events=self._events.endpoint,
-            snapshots=self._events.snapshots,
+            replay=self._events.replay,
             metrics=self.metrics.serve(host),
         )
         self._routers = Routers(routers, hello, _HEARS[role], self.clock)

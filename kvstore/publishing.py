@@ -76,8 +76,8 @@ class PageEvents:
         return self._publisher.endpoint
 
     @property
-    def snapshots(self) -> str:
-        """Of the replay socket: for `Hello.snapshots`."""
+    def replay(self) -> str:
+        """Of the replay socket: for `Hello.replay`."""
         return self._replayer.endpoint
 
     @property

@@ -134,7 +134,7 @@ class Store:
             hello = Hello(
                 self.me,
                 events=self._events.endpoint,
-                snapshots=self._events.snapshots,
+                replay=self._events.replay,
                 metrics=self._metrics.serve(host),
                 data=self._transport.endpoint,
             )

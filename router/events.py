@@ -261,11 +261,11 @@ class Warmed(Struct, frozen=True):
 
 
 class Subscribe(Struct, frozen=True):
-    """Follow the KV events of that holder; at `snapshots` it is asked for what was missed."""
+    """Follow the KV events of that holder; at `replay` it is asked for what was missed."""
 
     incarnation: str
     endpoint: str
-    snapshots: str
+    replay: str
 
 
 class AskSnapshot(Struct, frozen=True):

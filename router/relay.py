@@ -69,7 +69,7 @@ class Wire(Protocol):
 
     def forget(self, incarnation: str) -> None: ...
 
-    def subscribe(self, incarnation: str, endpoint: str, snapshots: str) -> None: ...
+    def subscribe(self, incarnation: str, endpoint: str, replay: str) -> None: ...
 
     def ask(self, incarnation: str) -> None: ...
 
@@ -222,8 +222,8 @@ class Relay:
                 logger.log(logging.WARNING if warning else logging.INFO, text)
             case Forget(incarnation=incarnation):
                 self._wire.forget(incarnation)
-            case Subscribe(incarnation=incarnation, endpoint=endpoint, snapshots=snapshots):
-                self._wire.subscribe(incarnation, endpoint, snapshots)
+            case Subscribe(incarnation=incarnation, endpoint=endpoint, replay=replay):
+                self._wire.subscribe(incarnation, endpoint, replay)
             case AskSnapshot(incarnation=incarnation):
                 self._wire.ask(incarnation)
             case Unsubscribe(incarnation=incarnation):

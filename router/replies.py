@@ -104,6 +104,8 @@ def process(view: ProcessView) -> cluster_pb2.Process:
         pages_known=view.pages_known,
         attempts=view.attempts,
         becoming=_ROLES[view.becoming] if view.becoming else cluster_pb2.ROLE_UNSPECIFIED,
+        events_endpoint=view.events,
+        replay_endpoint=view.replay,
     )
 
 

@@ -141,15 +141,15 @@ class Sockets:
     def forget(self, incarnation: str) -> None:
         self._listener.forget(incarnation)
 
-    def subscribe(self, incarnation: str, endpoint: str, snapshots: str) -> None:
+    def subscribe(self, incarnation: str, endpoint: str, replay: str) -> None:
         """Follow one holder. Without its events the map knows less, and nothing else suffers."""
         try:
             subscriber = Subscriber(endpoint, secure=self._secure)
             self._ears[incarnation] = [asyncio.create_task(self._hear(incarnation, subscriber))]
-            asker = self._askers[incarnation] = Asker(snapshots, secure=self._secure)
+            asker = self._askers[incarnation] = Asker(replay, secure=self._secure)
             self._ears[incarnation].append(asyncio.create_task(self._catch_up(incarnation, asker)))
         except Exception as error:  # noqa: BLE001 only baton.wire knows the errors of its sockets
-            log.warning("can't follow the KV events of %s at %r and %r: %s", incarnation, endpoint, snapshots, error)
+            log.warning("can't follow the KV events of %s at %r and %r: %s", incarnation, endpoint, replay, error)
 
     def ask(self, incarnation: str) -> None:
         if (asker := self._askers.get(incarnation)) is not None:

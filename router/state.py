@@ -88,6 +88,8 @@ class ProcessView:
     heartbeat_age: float  # seconds
     metrics: str  # host:port
     pages_known: int
+    events: str = ""  # ZMQ endpoint of its KV events
+    replay: str = ""  # and that where those who missed some ask
     draining: bool = False  # it is given nothing new
     attempts: int = 0  # that it was given and that have not ended
     becoming: WorkerRole | None = None  # once it is empty
@@ -290,7 +292,7 @@ class RouterState:
                 self._costs.join(sender, peer.role, hello.model.steps)
             self._out.note(f"{peer.role} {peer.name} of node {peer.node} joins as {sender}, pid {peer.pid}")
             if hello.events:
-                self._out.put(Subscribe(sender, hello.events, hello.snapshots))
+                self._out.put(Subscribe(sender, hello.events, hello.replay))
                 self._ask(self._prefixes.follow(sender, now))
             self._life.turns.may_have_room()
 
@@ -461,6 +463,8 @@ class RouterState:
                 heartbeat_age=now - member.heard_at,
                 metrics=member.hello.metrics,
                 pages_known=self._prefixes.pages(member.incarnation),
+                events=member.hello.events,
+                replay=member.hello.replay,
                 draining=member.draining,
                 attempts=len({*member.work, *member.slots}),
                 becoming=self._roles.becoming(member.incarnation),

@@ -84,7 +84,7 @@ class Store:
         self._disk = disk.opened(self._handle)
         beat, silence = config.cluster.heartbeat_ms / 1_000, config.cluster.silence_ms / 1_000
         self.state = StoreState(peer, config.store, self._disk.index, config.disk.admit_after, beat, silence)
-        hello = Hello(peer, events="events", snapshots="snapshots", data=f"sim://{peer.incarnation}")
+        hello = Hello(peer, events="events", replay="replay", data=f"sim://{peer.incarnation}")
         self._routers = Routers(routers, hello, network)
         self.feed = Feed(peer.incarnation, config.pages.page_size)
         self.followers: dict[str, Router] = {}

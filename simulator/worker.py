@@ -96,7 +96,7 @@ class Worker:
             if role == "decode"
             else PrefillState(config.prefill, page_size, pages, calibration=card.steps)
         )
-        self._routers = Routers(routers, Hello(peer, model=card, events="events", snapshots="snapshots"), network)
+        self._routers = Routers(routers, Hello(peer, model=card, events="events", replay="replay"), network)
         self.feed = Feed(peer.incarnation, page_size)
         self.followers: dict[str, Router] = {}  # routers that follow our KV events, by incarnation
         self._inbox: deque[tuple[int, Envelope[Any]]] = deque()  # with the places of those who sent it

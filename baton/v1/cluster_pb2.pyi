@@ -123,7 +123,7 @@ class Bottleneck(_message.Message):
     def __init__(self, prefill: _Optional[float] = ..., decode: _Optional[float] = ..., advised: _Optional[_Union[Role, str]] = ..., prefill_then: _Optional[float] = ..., decode_then: _Optional[float] = ...) -> None: ...
 
 class Process(_message.Message):
-    __slots__ = ("name", "role", "node", "incarnation", "pid", "state", "load", "heartbeat_age_ms", "metrics_address", "pages_known", "attempts", "becoming")
+    __slots__ = ("name", "role", "node", "incarnation", "pid", "state", "load", "heartbeat_age_ms", "metrics_address", "pages_known", "attempts", "becoming", "events_endpoint", "replay_endpoint")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,8 @@ class Process(_message.Message):
     PAGES_KNOWN_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     BECOMING_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    REPLAY_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: Role
     node: str
@@ -148,7 +150,9 @@ class Process(_message.Message):
     pages_known: int
     attempts: int
     becoming: Role
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ProcessState, str]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., heartbeat_age_ms: _Optional[float] = ..., metrics_address: _Optional[str] = ..., pages_known: _Optional[int] = ..., attempts: _Optional[int] = ..., becoming: _Optional[_Union[Role, str]] = ...) -> None: ...
+    events_endpoint: str
+    replay_endpoint: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ProcessState, str]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., heartbeat_age_ms: _Optional[float] = ..., metrics_address: _Optional[str] = ..., pages_known: _Optional[int] = ..., attempts: _Optional[int] = ..., becoming: _Optional[_Union[Role, str]] = ..., events_endpoint: _Optional[str] = ..., replay_endpoint: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "pages_free", "pages_total", "tokens_queued")

@@ -377,7 +377,7 @@ async def _router(directory: Path) -> None:
             if stored:
                 break
         assert stored
-        asker = Asker(hello.message.snapshots)
+        asker = Asker(hello.message.replay)
         asker.ask()
         topic, snapshot = await asker.receive()
         assert publisher_of(topic) == hello.sender

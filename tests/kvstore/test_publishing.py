@@ -66,7 +66,7 @@ def follower(owner: Owner) -> Iterator[zmq.Socket[bytes]]:
     """A plain DEALER of somebody else's."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(owner.events.snapshots)
+        socket.connect(owner.events.replay)
         yield socket
 
 
@@ -168,7 +168,7 @@ def test_a_reader_of_vllms_events_reads_ours(owner: Owner, follower: zmq.Socket[
 
 def test_any_number_of_followers_end_up_with_the_same_map(owner: Owner) -> None:
     async def follow(prefixes: Prefixes) -> None:
-        subscriber, asker = Subscriber(owner.events.endpoint), Asker(owner.events.snapshots)
+        subscriber, asker = Subscriber(owner.events.endpoint), Asker(owner.events.replay)
 
         def do(asks: list[str]) -> None:
             for _ in asks:
@@ -300,8 +300,8 @@ def test_what_is_secret_is_encrypted_even_where_only_this_machine_listens() -> N
 
 
 async def _read_secrets(events: PageEvents) -> None:
-    subscriber, asker = Subscriber(events.endpoint, secure=True), Asker(events.snapshots, secure=True)
-    strangers = Subscriber(events.endpoint), Asker(events.snapshots)
+    subscriber, asker = Subscriber(events.endpoint, secure=True), Asker(events.replay, secure=True)
+    strangers = Subscriber(events.endpoint), Asker(events.replay)
     strangers[1].ask()
     asker.ask()
     heard = [asyncio.create_task(each.receive()) for each in (subscriber, asker, *strangers)]
@@ -362,7 +362,7 @@ def test_a_follower_that_does_not_read_costs_little_and_is_given_up() -> None:
             for socket in (deaf, reader):
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.setsockopt(zmq.RCVHWM, 1)
-                socket.connect(owner.events.snapshots)
+                socket.connect(owner.events.replay)
             deaf.send_multipart([b"", SNAPSHOT])
             while not owner.events._answers:
                 owner.turn()
@@ -388,7 +388,7 @@ def test_followers_that_have_gone_are_forgotten(owner: Owner) -> None:
         for _ in range(3):
             with context.socket(zmq.DEALER) as socket:
                 socket.setsockopt(zmq.LINGER, 0)
-                socket.connect(owner.events.snapshots)
+                socket.connect(owner.events.replay)
                 socket.send_multipart([b"", SNAPSHOT])
                 while not owner.events._answers:
                     owner.turn()
@@ -405,7 +405,7 @@ def test_too_many_followers_wait(owner: Owner, monkeypatch: pytest.MonkeyPatch) 
         sockets = [context.socket(zmq.DEALER) for _ in range(4)]
         for socket in sockets:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(owner.events.snapshots)
+            socket.connect(owner.events.replay)
             socket.send_multipart([b"", SNAPSHOT])
         end = time.monotonic() + PATIENCE
         while owner.events.figures["kv_event_answers_dropped"] < 2:
@@ -430,7 +430,7 @@ def test_asking_again_and_again_makes_few_snapshots() -> None:
     try:
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(owner.events.snapshots)
+            socket.connect(owner.events.replay)
             for _ in range(3):
                 ask(owner, socket, SNAPSHOT, is_last)
             assert owner.snapshots == 1

@@ -47,7 +47,7 @@ def names(lab: Lab) -> dict[str, str | None]:
 
 def test_a_hello_is_welcomed_followed_and_asked_for_its_pages() -> None:
     lab = Lab()
-    commands = lab.hello("decode", "decode-0", events="tcp://127.0.0.1:5", snapshots="tcp://127.0.0.1:6")
+    commands = lab.hello("decode", "decode-0", events="tcp://127.0.0.1:5", replay="tcp://127.0.0.1:6")
     assert Send("decode-0.1", Welcome(ROUTER, 250, 1_000)) in commands
     assert Subscribe("decode-0.1", "tcp://127.0.0.1:5", "tcp://127.0.0.1:6") in commands
     assert AskSnapshot("decode-0.1") in commands

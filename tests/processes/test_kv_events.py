@@ -1,0 +1,135 @@
+"""KV events of a running cluster, read by somebody else: found through its status, in vLLM's format."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from baton.wire import Keys, Subscriber, use_keys
+from deploy.client import Client
+from deploy.local import LocalCluster
+from kvstore.events import Batch, BlockStored, decode
+from tests import checkpoints
+from tests.processes import workload
+from tests.processes.seen import metric
+from tests.processes.test_failures import eventually
+
+OWNERS = ["prefill-0", "decode-0", "store-0"]
+PAGE = 16  # tokens
+PATIENCE = 60.0  # seconds
+
+
+def owners(cluster: LocalCluster) -> Mapping[str, tuple[str, str]]:
+    """Where those who have pages tell of them: the endpoints of events and of replays."""
+    with Client(cluster.address) as client:
+        return {each.name: (each.events_endpoint, each.replay_endpoint) for each in client.status().processes}
+
+
+def a_prompt(rng: random.Random) -> list[int]:
+    return [rng.randrange(3, checkpoints.VOCAB) for _ in range(5 * PAGE + 1)]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Iterator[Path]:
+    """The file of a key pair that this process has as well."""
+    pair = Keys.generate()
+    pair.write(tmp_path / "cluster.key")
+    use_keys(pair)
+    yield tmp_path / "cluster.key"
+    use_keys(None)
+
+
+def replayed(endpoint: str) -> list[list[object]]:
+    """Every batch from the first on, as a plain client of vLLM's replay sockets reads them."""
+    batches: list[list[object]] = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1_000))
+        socket.connect(endpoint)
+        socket.send_multipart([b"", bytes(8)])
+        while True:
+            _, sequence, payload = socket.recv_multipart()
+            if int.from_bytes(sequence, "big", signed=True) == -1:
+                return batches
+            assert int.from_bytes(sequence, "big") == len(batches)
+            batches.append(msgspec.msgpack.decode(payload))
+
+
+def stored(endpoint: str) -> list[Mapping[str, object]]:
+    """The maps of all BlockStored events so far."""
+    return [
+        event
+        for _, events, rank in replayed(endpoint)
+        if rank == 0 and isinstance(events, list)
+        for event in events
+        if event["type"] == "BlockStored"
+    ]
+
+
+def test_anybody_on_this_machine_finds_and_reads_them_and_learns_no_token(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with LocalCluster(workload.settings(checkpoint("llama")), tmp_path) as cluster:
+        found = owners(cluster)
+        assert found["router"] == ("", "")
+        workload.ask(cluster.address, a_prompt(random.Random(1)))
+        for name, medium in zip(OWNERS, ["GPU", "GPU", "CPU"], strict=True):
+            eventually(lambda name=name: stored(found[name][1]), what=f"pages of {name}")
+            for event in stored(found[name][1]):
+                assert event["medium"] == medium
+                assert event["block_size"] == PAGE
+                assert event["token_ids"] == []
+
+
+def test_token_ids_are_for_those_who_have_the_keys(
+    checkpoint: Callable[[str], Path], tmp_path: Path, keys: Path
+) -> None:
+    settings = workload.settings(checkpoint("llama"), **{"store.event_tokens": True, "cluster.key_file": str(keys)})
+    with LocalCluster(settings, tmp_path) as cluster:
+        asyncio.run(asyncio.wait_for(_read_tokens(cluster), PATIENCE))
+        for name in OWNERS:
+            eventually(lambda name=name: metric(cluster, name, "connections_refused_total"), what=f"{name} refusing")
+
+
+async def _read_tokens(cluster: LocalCluster) -> None:
+    """Ask for one prompt after the other, until everybody has been heard to tell of one."""
+    endpoints = [owners(cluster)[name][0] for name in OWNERS]
+    friends = [Subscriber(endpoint, secure=True) for endpoint in endpoints]
+    strangers = [Subscriber(endpoint) for endpoint in endpoints]
+    overheard = [asyncio.create_task(stranger.receive()) for stranger in strangers]
+    heard = [asyncio.create_task(_first_stored(friend)) for friend in friends]
+    rng = random.Random(2)
+    prompts: list[list[int]] = []
+    try:
+        while not all(task.done() for task in heard):
+            prompts.append(a_prompt(rng))
+            await asyncio.to_thread(workload.ask, cluster.address, prompts[-1])
+        for name, task in zip(OWNERS, heard, strict=True):
+            tokens = list(task.result().token_ids)
+            if name.startswith("store"):
+                assert tokens == []  # it never knows them
+            else:
+                assert tokens
+                assert any(prompt[: len(tokens)] == tokens[: len(prompt)] for prompt in prompts)
+        assert not any(task.done() for task in overheard)
+    finally:
+        for task in (*heard, *overheard):
+            task.cancel()
+        await asyncio.gather(*heard, *overheard, return_exceptions=True)
+        for socket in (*friends, *strangers):
+            socket.close()
+
+
+async def _first_stored(subscriber: Subscriber) -> BlockStored:
+    """The first event of pages that begin a chain."""
+    while True:
+        batch: Batch = decode(*await subscriber.receive())
+        for event in batch.events:
+            if isinstance(event, BlockStored) and event.parent_block_hash is None:
+                return event
