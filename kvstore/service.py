@@ -377,9 +377,8 @@ class Store:
         self._events.answer(self._state.snapshot)
         if now >= self._next_metrics:
             self._next_metrics = now + self._heartbeat_seconds
-            malformed = self._malformed + self._routers.malformed + self._events.malformed
-            malformed += self._transport.stats().malformed
-            stats = self._state.stats(now)
+            stats, peers = self._state.stats(now), self._transport.stats()
+            malformed = self._malformed + self._routers.malformed + self._events.malformed + peers.malformed
             self._metrics.publish(
                 {
                     **figures(stats),
@@ -387,6 +386,9 @@ class Store:
                     "store_calls": {(call,): count for call, count in self._calls.items()},
                     "malformed_messages": malformed + stats.refusals,
                     "connections_refused": refused(),
+                    "pages_unexpected": peers.unexpected,
+                    "peer_links": peers.links,
+                    "peer_messages_dropped": peers.dropped,
                 }
             )
 

@@ -247,6 +247,7 @@ def test_pages_cross_as_they_are_sealed(lab: Lab) -> None:
         reader.until_read(len(reader.read) + count)
     here.counts(PAGES, "tier_loads_total", tier="remote")
     there.counts(PAGES, "pages_sent_total")
+    here.counts(1, "peer_links")
     reader.close()
     all_at_rest(here, there)
     # It is cached here now: the next reader needs no other store.
