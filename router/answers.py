@@ -53,7 +53,7 @@ class Answers:
     def _accept(self, request: Request, attempt: Attempt, now: float) -> None:
         """It has been accepted, whether or not we ever heard it said."""
         self._members.live(attempt.decode).answered(attempt.name)
-        self._life.turns.may_have_room()
+        self._life.rounds.may_have_room()
         if attempt.phase is Phase.PLACED:
             attempt.phase, attempt.progress = Phase.PREPARING, now
             request.timeline.accepted = now
@@ -188,7 +188,7 @@ class Answers:
             member.computed(attempt.name)
             member.work[attempt.name].pages = 0
             member.may_have_room()
-            self._life.turns.may_have_room()
+            self._life.rounds.may_have_room()
             if attempt.phase is Phase.RUNNING:
                 self._life.release_prefill(request, attempt)
 

@@ -35,7 +35,7 @@ from router.plan import Plan
 from router.prefixes import Prefixes
 from router.reach import Prefix
 from router.request import Attempt, Phase, Request
-from router.turns import Turns
+from router.rounds import Rounds
 from router.view import View
 
 
@@ -78,7 +78,7 @@ class Life:
         self.requests: dict[str, Request] = {}
         self.admission = Admission(config.router)
         self.queue = self.admission.queue
-        self.turns = Turns(self.queue)
+        self.rounds = Rounds(self.queue)
         self._held = False  # somebody waits here who might as well wait at a worker
         self._expires = -inf  # until then no request has waited for too long
         self.counts = Counts()
@@ -110,7 +110,7 @@ class Life:
             self.end(request, Failed(error), now)
             return
         self.admission.wait(request, now)
-        if self.turns.room:
+        if self.rounds.room:
             self.settle(now)
         elif self._open() and (not self._held or self.queue.first(now) is request):  # nothing new for those who wait
             self._view.now = now
@@ -146,17 +146,17 @@ class Life:
 
     def settle(self, now: float) -> None:
         """Place what can be placed, if there may be room now: call when an event has been handled."""
-        if not self.turns.due:
+        if not self.rounds.due:
             return
         self._view.begin(now)
         self._held = False
-        for request in self.turns.round(now):
+        for request in self.rounds.round(now):
             if not self._open():
                 return
             if not self._placer.may_go(request.name, self._view) or self.admission.held_back(request, now):
                 continue
             if not self._place(request, now):
-                self.turns.in_vain(request)
+                self.rounds.in_vain(request)
 
     def _open(self) -> bool:
         """Whether anything can be placed at all."""
@@ -344,7 +344,7 @@ class Life:
     def release_prefill(self, request: Request, attempt: Attempt) -> None:
         """The prefill worker forgets this attempt, done or not."""
         prefill, attempt.prefill = attempt.prefill, None
-        self.turns.may_have_room()
+        self.rounds.may_have_room()
         if prefill is None or (member := self._members.get(prefill)) is None:
             return
         if member.drop(attempt.name):
@@ -354,7 +354,7 @@ class Life:
         """Wait for a worker."""
         self.admission.wait(request, now)
         self._expires_with(request)
-        self.turns.may_have_room()
+        self.rounds.may_have_room()
 
     def withdraw(self, request: Request) -> None:
         """Everybody involved in the current attempt forgets it."""
@@ -368,7 +368,7 @@ class Life:
             self._out.send(attempt.decode, Cancel(request.name, attempt.name.attempt))
             if attempt.phase is not Phase.PLACED:
                 decoder.may_have_room()  # it has given pages back
-        self.turns.may_have_room()
+        self.rounds.may_have_room()
 
     # --- requests end ------------------------------------------------------------------------------------------------
 
@@ -400,7 +400,7 @@ class Life:
 
     def expire(self, now: float) -> None:
         """Everything that has waited for too long: a client, a place in the queue, an attempt."""
-        self.turns.tick(again=self.queue.begun or self._held)
+        self.rounds.tick(again=self.queue.begun or self._held)
         if now < self._expires:
             return
         progress = self._config.router.progress_ms / 1_000

@@ -87,7 +87,7 @@ class Roles:
             elif self._is_last(member):
                 del self._changes[incarnation]
                 member.drain(draining=False)
-                self._life.turns.may_have_room()
+                self._life.rounds.may_have_room()
                 self._out.note(f"{member.peer.name} stays a decode worker: there is no other now", warning=True)
             elif now >= change.told + self._again and (now >= change.until or _is_empty(member)):
                 self._life.clear(member, now)

@@ -294,7 +294,7 @@ class RouterState:
             if hello.events:
                 self._out.put(Subscribe(sender, hello.events, hello.replay))
                 self._ask(self._prefixes.follow(sender, now))
-            self._life.turns.may_have_room()
+            self._life.rounds.may_have_room()
 
     def _gone(self, member: Member, why: GoneReason, now: float) -> None:
         """In one step it is no candidate any more, nothing of it is in the map, and its work goes elsewhere."""
@@ -315,7 +315,7 @@ class RouterState:
     def _heartbeat(self, member: Member, beat: Heartbeat, now: float) -> None:
         """Compare what it has with what it should have, and repair the difference."""
         if member.reports(beat.load, beat.heard, beat.others, now):
-            self._life.turns.may_have_room()
+            self._life.rounds.may_have_room()
         self._ask(self._prefixes.heartbeat(member.incarnation, beat.events, beat.digest, now))
         if self._is_stuck(beat):
             self._gone(member, "stuck", now)
@@ -343,7 +343,7 @@ class RouterState:
                     work.missing = True
         if member.busy_since is not None and member.busy_since <= beat.heard:
             member.may_have_room()
-            self._life.turns.may_have_room()
+            self._life.rounds.may_have_room()
 
     def _listed(self, member: Member, name: AttemptName, held: AttemptHeld, now: float) -> None:
         """It has the attempt: take from that what messages should have told and perhaps did not."""
@@ -393,7 +393,7 @@ class RouterState:
         member.drain(draining=not wish.undo)
         self._out.note(f"{wish.worker} {'is given work again' if wish.undo else 'drains'}")
         if wish.undo:
-            self._life.turns.may_have_room()
+            self._life.rounds.may_have_room()
         elif wish.at_once:
             self._life.clear(member, now)
 

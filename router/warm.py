@@ -203,7 +203,7 @@ class Warmer:
         worker.computed(prefix.attempt)
         worker.work[prefix.attempt].pages = 0
         worker.may_have_room()
-        self._life.turns.may_have_room()
+        self._life.rounds.may_have_room()
         prefix.phase, prefix.computed, prefix.progress, prefix.give_up = Phase.PINNING, computed, now, None
         self._ask(prefix, now)
 
@@ -282,7 +282,7 @@ class Warmer:
         worker = self._members.get(incarnation) if incarnation is not None else None
         if worker is not None and worker.drop(prefix.attempt):
             self._out.send(worker.incarnation, Cancel(prefix.name, prefix.attempts))
-            self._life.turns.may_have_room()
+            self._life.rounds.may_have_room()
 
     def end(self, prefix: WarmPrefix, outcome: Failed | Cancelled) -> None:
         """The one way out. Whoever waits hears why."""

@@ -1,4 +1,4 @@
-"""Turns: the first in order of service whenever there may be room, everybody by and by."""
+"""Rounds: the first in order of service whenever there may be room, everybody by and by."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from router.fairness import Fairness
 from router.queue import Queue
 from router.request import Request
-from router.turns import Turns
+from router.rounds import Rounds
 from tests.router.model import submit
 
 
@@ -17,7 +17,7 @@ class Waiting:
 
     def __init__(self, count: int = 0) -> None:
         self.queue = Queue(Fairness(lambda tenant: 1.0), ageing=10.0)
-        self.turns = Turns(self.queue)
+        self.rounds = Rounds(self.queue)
         self.come = 0
         self.comes(count)
 
@@ -29,21 +29,21 @@ class Waiting:
     def round(self, *placed: int) -> list[int]:
         """Who is tried, when these can be placed and nobody else."""
         tried: list[int] = []
-        for request in self.turns.round(0.0):
+        for request in self.rounds.round(0.0):
             tried.append(int(request.name[1:]))
             if tried[-1] in placed:
                 self.queue.discard(request, 0.0, placed=True)
             else:
-                self.turns.in_vain(request)
+                self.rounds.in_vain(request)
         return tried
 
     def room(self, *placed: int) -> list[int]:
-        self.turns.may_have_room()
+        self.rounds.may_have_room()
         return self.round(*placed)
 
     def tick(self, *placed: int) -> list[int]:
-        self.turns.tick(again=False)
-        return self.round(*placed) if self.turns.due else []
+        self.rounds.tick(again=False)
+        return self.round(*placed) if self.rounds.due else []
 
 
 def several(first: int, last: int) -> list[int]:
@@ -52,12 +52,12 @@ def several(first: int, last: int) -> list[int]:
 
 def test_nobody_is_tried_unless_there_may_be_room() -> None:
     waiting = Waiting(3)
-    assert not waiting.turns.due
+    assert not waiting.rounds.due
     assert waiting.tick() == []
-    waiting.turns.may_have_room()
-    assert waiting.turns.due
+    waiting.rounds.may_have_room()
+    assert waiting.rounds.due
     assert waiting.round() == [0, 1, 2]
-    assert not waiting.turns.due
+    assert not waiting.rounds.due
     assert waiting.tick() == []
 
 
@@ -89,19 +89,19 @@ def test_room_meanwhile_brings_those_once_more_that_have_been_tried() -> None:
 def test_the_first_are_tried_again_when_time_alone_may_let_them_go() -> None:
     waiting = Waiting(2)
     waiting.room()
-    waiting.turns.tick(again=True)
-    assert waiting.turns.due
+    waiting.rounds.tick(again=True)
+    assert waiting.rounds.due
     assert waiting.round() == [0, 1]
 
 
 def test_a_round_that_is_left_early_is_taken_up() -> None:
     waiting = Waiting(20)
     waiting.room()
-    waiting.turns.tick(again=False)
-    for request in waiting.turns.round(0.0):
+    waiting.rounds.tick(again=False)
+    for request in waiting.rounds.round(0.0):
         if request.name == "r10":
             break
-        waiting.turns.in_vain(request)
+        waiting.rounds.in_vain(request)
     assert waiting.tick() == [*several(0, 7), *several(10, 17)]
 
 

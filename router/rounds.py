@@ -20,7 +20,7 @@ _FIRST = 8  # requests that are tried in a round before the first ones are known
 _BEHIND = 8  # and with a tick so many of those behind them
 
 
-class Turns:
+class Rounds:
     """Goes through a queue in rounds."""
 
     def __init__(self, queue: Queue) -> None:
