@@ -227,7 +227,7 @@ class Life:
         request.attempts += 1
         self.admission.placed(request, min(request.prompt, plan.cached * ask.prefix.page_size), now)
         name = AttemptName(request.name, request.attempts)
-        request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill)
+        request.attempt = Attempt(name, plan, request.known, now, now, plan.decode, plan.prefill)
         _start_over(request, now)
         self.counts.attempts += 1
         self.counts.split += plan.prefill is not None
@@ -304,7 +304,10 @@ class Life:
             if member.incarnation == attempt.prefill:
                 attempt.prefill = None
             if needed:
-                self.retry(request, f"{member.peer.name} is gone: {member.gone}", now, death=True)
+                # One that fell silent before it was chosen has not been silenced by this attempt: when a link breaks,
+                # many do at once, and are noticed one after the other.
+                before = member.gone == "silent" and member.heard_at < attempt.placed
+                self.retry(request, f"{member.peer.name} is gone: {member.gone}", now, free=before, death=True)
 
     def clear(self, member: Member, now: float) -> None:
         """What somebody still needs of a live worker is placed anew, at nobody's cost."""

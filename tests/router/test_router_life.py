@@ -552,6 +552,27 @@ def test_a_short_fetch_is_a_new_attempt_without_that_prefill_worker() -> None:
     assert "out of luck" in str(error(lab))
 
 
+@pytest.mark.parametrize("heard", [False, True], ids=["silent before", "silent since"])
+def test_who_was_silent_before_it_was_chosen_costs_no_attempt(heard: bool) -> None:
+    """A link that breaks silences many at once. They are noticed one after the other, and each may be chosen before."""
+    lab = with_router(max_attempts=2)
+    decode, prefill, store = lab.split()
+    lab.advance(0.5)
+    lab.submit(prompt=14)
+    lab.say(decode, Accepted("r", 1))
+    assert lab.to(lab.prefill) == prefill
+    if heard:
+        lab.beat(prefill, held("r", 1, 0))
+    for _ in range(15):
+        lab.advance(0.1)
+        lab.beat(decode, held("r", lab.decode.attempt, 14))
+        lab.beat(store)
+    assert lab.decode.attempt == 2
+    lab.say(decode, Accepted("r", 2))
+    lab.say(decode, Failed("r", 2, "internal", "out of luck"))
+    assert lab.alive() is not heard
+
+
 def test_the_last_attempt_needs_neither_prefill_worker_nor_store() -> None:
     lab = Lab()
     decode, _, store = lab.split()
