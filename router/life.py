@@ -227,7 +227,7 @@ class Life:
         request.attempts += 1
         self.admission.placed(request, min(request.prompt, plan.cached * ask.prefix.page_size), now)
         name = AttemptName(request.name, request.attempts)
-        request.attempt = Attempt(name, plan, request.known, now, now, plan.decode, plan.prefill)
+        request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill)
         _start_over(request, now)
         self.counts.attempts += 1
         self.counts.split += plan.prefill is not None
@@ -306,7 +306,8 @@ class Life:
             if needed:
                 # One that fell silent before it was chosen has not been silenced by this attempt: when a link breaks,
                 # many do at once, and are noticed one after the other.
-                before = member.gone == "silent" and member.heard_at < attempt.placed
+                placed = request.timeline.placed
+                before = member.gone == "silent" and placed is not None and member.heard_at < placed
                 self.retry(request, f"{member.peer.name} is gone: {member.gone}", now, free=before, death=True)
 
     def clear(self, member: Member, now: float) -> None:

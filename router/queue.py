@@ -152,6 +152,8 @@ class Queue:
 
     def in_order(self, now: float) -> Iterator[Request]:
         """In order of service. Requests may be discarded meanwhile, and tenants charged: that counts at once."""
+        if not self._lines:
+            return  # mostly: after every event somebody asks
         top, leaders = self._top(), self._leaders()
         heap = [(self._rank(line, 0, top, leaders, now), line, 0) for line in self._lines.values()]
         heapify(heap)  # ranks differ: each has its request's arrival

@@ -40,7 +40,6 @@ class Attempt:
     name: AttemptName
     plan: Plan
     start: int  # tokens known when it began
-    placed: float  # when it began, seconds
     progress: float  # when it last got on, seconds
     decode: str  # incarnation
     prefill: str | None  # incarnation that is to make the pages: its slot is taken; none once it has nothing of ours

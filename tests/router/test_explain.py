@@ -196,7 +196,7 @@ def placed(explanations: Explanations, name: str, chosen: Candidate, weighed: We
     request = Request.from_submit(submit(name), 1, 0.0)
     explanations.submitted(request)
     plan = Plan(chosen.decode, predicted=chosen.predicted)
-    request.attempt = Attempt(named(name, 1), plan, request.known, 0.0, 0.0, chosen.decode, None)
+    request.attempt = Attempt(named(name, 1), plan, request.known, 0.0, chosen.decode, None)
     explanations.placed(request, chosen.decode, chosen.prefill, chosen.cached, weighed)
 
 
