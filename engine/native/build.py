@@ -16,6 +16,7 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
@@ -102,6 +103,17 @@ def cpu_description() -> str:
     return " ".join(told.get(key, "") for key in keys)
 
 
+def first_level_cache() -> int:
+    """Bytes of data that the first CPU has closest to it; 0 where the kernel does not tell."""
+    cache = Path("/sys/devices/system/cpu/cpu0/cache/index0")
+    try:
+        level, kind, size = ((cache / name).read_text().strip() for name in ("level", "type", "size"))
+    except OSError:
+        return 0
+    told = re.fullmatch(r"(\d+)K", size)
+    return int(told[1]) * 1024 if told and (level, kind) == ("1", "Data") else 0
+
+
 def find_compiler() -> list[str]:
     """The command of a C++ compiler: $CXX, one on the PATH, or the one that PyPI's `ziglang` brings.
 
@@ -119,12 +131,16 @@ def find_compiler() -> list[str]:
     raise NoLibrary("no C++ compiler; install g++, clang++ or the PyPI package ziglang")
 
 
+def _flags() -> list[str]:
+    return [*FLAGS, f"-DFIRST_LEVEL_CACHE={first_level_cache()}"]
+
+
 def _digest(files: Sequence[Path], compiler: Sequence[str], cpu: str) -> str:
     try:
         told = subprocess.run([*compiler, "--version"], capture_output=True, timeout=60, check=False).stdout  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoLibrary(f"{compiler[0]} does not run: {error}") from error
-    parts = [cpu.encode(), told, "\0".join([*compiler, *FLAGS]).encode()]
+    parts = [cpu.encode(), told, "\0".join([*compiler, *_flags()]).encode()]
     for file in files:
         parts += [file.name.encode(), file.read_bytes()]
     digest = hashlib.blake2b(digest_size=16)
@@ -158,11 +174,10 @@ def _compile(compiler: Sequence[str], sources: Sequence[Path], target: Path) -> 
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="making-") as name, ThreadPoolExecutor() as pool:
         making = Path(name) / target.name
         objects = [making.with_name(f"{source.stem}.o") for source in sources]
-        commands = [
-            [*compiler, *FLAGS, "-c", str(one), "-o", str(to)] for one, to in zip(sources, objects, strict=True)
-        ]
+        command = [*compiler, *_flags()]
+        commands = [[*command, "-c", str(one), "-o", str(to)] for one, to in zip(sources, objects, strict=True)]
         list(pool.map(_run, commands))
-        _run([*compiler, *FLAGS, *map(str, objects), "-o", str(making)])
+        _run([*command, *map(str, objects), "-o", str(making)])
         making.chmod(0o700)
         making.rename(target)
 

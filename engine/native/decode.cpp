@@ -21,7 +21,10 @@ namespace {
 
 constexpr int kTile = 64;          // outputs
 constexpr int kStepBytes = 256;    // of a tile for one word of input
-constexpr int kBlockSteps = 64;    // 16 KiB: this and the next block stay in the first-level cache while rows pass over it
+constexpr int kBlockSteps = 64;    // 16 KiB, which stay in the first-level cache while rows pass over them
+// Where the next block fits in there as well it is asked for into it. Where not, asking for it would push this one out: it
+// is asked for into the second level, or, if there is a single pass over a block, left to the processor to foresee.
+constexpr bool kTwoBlocksFit = FIRST_LEVEL_CACHE > 2 * kBlockSteps * kStepBytes;
 template <class T>                 // what many registers hold: 6 × 4 sums, 4 vectors of weights and one of input
 constexpr int kPassRows = kMany || sizeof(T) == 4 ? 6 : 4;
 template <class T>                 // in few, the weights and the input of bf16 are two vectors each
@@ -105,7 +108,8 @@ void pass(const char* weights, const uint32_t* x, int64_t stride, int64_t steps,
       for (int j = 0; j < V; ++j) w[j] = factors<T>(load_words(weights + s * kStepBytes + column * 4 + j * 64));
       if (asked + kAsked <= Lines)
 #pragma GCC unroll 4
-        for (int line = asked; line < asked + kAsked; ++line) _mm_prefetch(ahead + (s * Lines + line) * 64, _MM_HINT_T0);
+        for (int line = asked; line < asked + kAsked; ++line)
+          _mm_prefetch(ahead + (s * Lines + line) * 64, kTwoBlocksFit ? _MM_HINT_T0 : _MM_HINT_T1);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const Factors<T> word = factors<T>(filled(static_cast<int32_t>(x[r * stride + s])));
@@ -144,7 +148,7 @@ void tile(const char* weights, const T* x, int64_t rows, int64_t steps, float* s
       float* output = sums + own.first * kTile;
       // Between them the passes ask for the four lines of every step of the next block, once each.
       if (passes == 1) {
-        pass<T, 4>(n, block, input, steps, count, from == 0, output, ahead);
+        pass<T, kTwoBlocksFit ? 4 : 0>(n, block, input, steps, count, from == 0, output, ahead);
       } else if (passes <= 3 && p < 2) {
         pass<T, 2>(n, block, input, steps, count, from == 0, output, ahead + p * count * 128);
       } else if (passes > 3 && p < 4) {
