@@ -22,8 +22,9 @@ namespace {
 constexpr int kTile = 64;          // outputs
 constexpr int kStepBytes = 256;    // of a tile for one word of input
 constexpr int kBlockSteps = 64;    // 16 KiB, which stay in the first-level cache while rows pass over them
-// Where the next block fits in there as well it is asked for into it. Where not, asking for it would push this one out: it
-// is asked for into the second level, or, if there is a single pass over a block, left to the processor to foresee.
+// Where the next block fits in there as well it is asked for into it, and so are keys and values. Where not, it would push
+// this one out: all are asked for into the second level, but for weights that are passed over once, which the processor
+// foresees best alone.
 constexpr bool kTwoBlocksFit = FIRST_LEVEL_CACHE > 2 * kBlockSteps * kStepBytes;
 template <class T>                 // what many registers hold: 6 × 4 sums, 4 vectors of weights and one of input
 constexpr int kPassRows = kMany || sizeof(T) == 4 ? 6 : 4;
@@ -521,7 +522,12 @@ class Step {
   };
 
   // GCC takes a function that only asks for memory to do nothing, and leaves it out.
-  static void prefetch(const char* from) { asm volatile("prefetcht0 %0" : : "m"(*from)); }
+  static void prefetch(const char* from) {
+    if (kTwoBlocksFit)
+      asm volatile("prefetcht0 %0" : : "m"(*from));
+    else
+      asm volatile("prefetcht1 %0" : : "m"(*from));
+  }
 
   // Turns to the next piece that `find` finds; `next` follows its task, if there is one and it is not there yet.
   void turn(Ahead& ahead, int64_t l, const Task* next) const {
