@@ -562,7 +562,7 @@ class Step {
       index = threads_ + parts_.next->fetch_add(1, std::memory_order_relaxed) - l * tasks;
       const bool more = index < tasks;
       const Task next = more ? task_at(index, layer) : task;
-      attend_task(task, layer, l, thread, ahead, more ? &next : nullptr);
+      with_head_dim([&](auto dim) { attend_task<dim>(task, layer, l, thread, ahead, more ? &next : nullptr); });
       if (stretches_ == 1 || parts_.ended[pair].fetch_add(1, std::memory_order_acq_rel) % stretches_ == stretches_ - 1)
         join(task.run, task.head);
       if (!more) return;
@@ -571,8 +571,17 @@ class Step {
     }
   }
 
+  // `work` gets head_dim where it is one of the usual, and 0 otherwise: where it is a constant, addresses and masks are, too.
+  template <class Work>
+  void with_head_dim(const Work& work) const {
+    if (m.head_dim == 64) return work(std::integral_constant<int, 64>{});
+    if (m.head_dim == 128) return work(std::integral_constant<int, 128>{});
+    work(std::integral_constant<int, 0>{});
+  }
+
   // The unscaled output, the largest score and the sum of the exponentials relative to it (Milakov and Gimelshein,
   // "Online normalizer calculation for softmax", 2018), of every query.
+  template <int Dim>
   void attend_task(const Task& task, const DecodeLayer& layer, int64_t l, int thread, Ahead& ahead, const Task* next) {
     const int64_t all = task.run.rows * group_;
     float* output = parts_.output + task.part * padded_head_;
@@ -591,7 +600,7 @@ class Step {
         for (int64_t at = begin, n; at < end; at += n) {
           if (from == 0) turn(ahead, l, next);
           const T* keys = find(task, l, at, end, n);
-          score(queries + from * padded_head_, count, keys, n, scores + at - begin, own_[thread].keys, ahead);
+          score<Dim>(queries + from * padded_head_, count, keys, n, scores + at - begin, own_[thread].keys, ahead);
         }
         for (int64_t q = 0; q < count; ++q) {
           const int64_t row = task.run.row + (from + q) / group_, first = first_seen(row, layer);
@@ -602,7 +611,7 @@ class Step {
         for (int64_t at = begin, n; at < end; at += n) {
           if (from == 0) turn(ahead, l, next);
           const T* keys = find(task, l, at, end, n);
-          gather(scores + at - begin, count, keys + m.page_size * m.head_dim, n, output + from * padded_head_, ahead);
+          gather<Dim>(scores + at - begin, count, keys + m.page_size * m.head_dim, n, output + from * padded_head_, ahead);
         }
       }
     }
@@ -621,6 +630,7 @@ class Step {
   }
 
   // `count` queries times n keys, at most 16, → scores [count][kPositions].
+  template <int Dim>
   void score(const T* queries, int64_t count, const T* keys, int64_t n, float* scores, uint32_t* columns,
              Ahead& ahead) const {
     const int64_t left = n;
@@ -637,8 +647,9 @@ class Step {
     const int64_t lines = (kLanes + count - 1) / count;  // which is all of a piece, spread over the queries
     for (int64_t q = 0; q < count; ++q) {
       const T* query = queries + q * padded_head_;
-      store16(scores + q * kPositions,
-              n == kLanes ? dots<true>(query, keys, n, lines, ahead) : dots<false>(query, keys, n, lines, ahead), left);
+      const Floats found = n == kLanes ? dots<Dim, true>(query, keys, n, lines, ahead)
+                                       : dots<Dim, false>(query, keys, n, lines, ahead);
+      store16(scores + q * kPositions, found, left);
     }
   }
 
@@ -675,21 +686,22 @@ class Step {
   }
 
   // One query times 16 keys. Of fewer, the last is taken again for each that is missing.
-  template <bool Whole>
+  template <int Dim, bool Whole>
   Floats dots(const T* query, const T* keys, int64_t n, int64_t lines, Ahead& ahead) const {
     constexpr int64_t lanes = 64 / sizeof(T);
+    const int64_t head_dim = Dim ? Dim : m.head_dim;
     Floats sum[kLanes];
 #pragma GCC unroll 4
     for (int from = 0; from < kLanes; from += kKeysAtOnce) {
 #pragma GCC unroll 16
       for (int k = from; k < from + kKeysAtOnce; ++k) sum[k] = zeros();
-      for (int64_t i = 0; i < m.head_dim; i += lanes) {
+      for (int64_t i = 0; i < head_dim; i += lanes) {
         const Factors<T> q = factors<T>(load_words(query + i));
-        const int64_t left = m.head_dim - i;
+        const int64_t left = head_dim - i;
         ahead.ask((lines * kKeysAtOnce + kLanes - 1) / kLanes);
 #pragma GCC unroll 16
         for (int k = from; k < from + kKeysAtOnce; ++k) {
-          const T* key = keys + (Whole || k < n ? k : n - 1) * m.head_dim + i;
+          const T* key = keys + (Whole || k < n ? k : n - 1) * head_dim + i;
           sum[k] = add_products(T{}, q, factors<T>(load_line(key, left)), sum[k]);
         }
       }
@@ -733,27 +745,29 @@ class Step {
   }
 
   // Adds n values, weighted, to the outputs of `count` queries: 32 of head_dim at a time.
+  template <int Dim>
   void gather(const float* weights, int64_t count, const T* values, int64_t n, float* output, Ahead& ahead) const {
     for (int64_t q = 0; q < count; q += kGatheredAtOnce)
       with_count<kGatheredAtOnce>(count - q, [&](auto some) {
-        gather_some<some>(weights + q * kPositions, values, n, output + q * padded_head_, ahead);
+        gather_some<Dim, some>(weights + q * kPositions, values, n, output + q * padded_head_, ahead);
       });
   }
 
-  template <int Q>
+  template <int Dim, int Q>
   void gather_some(const float* weights, const T* values, int64_t n, float* output, Ahead& ahead) const {
-    for (int64_t i = 0; i < m.head_dim; i += 32) {
-      const int64_t left = m.head_dim - i;
+    const int64_t head_dim = Dim ? Dim : m.head_dim, padded = round_up(head_dim, 32);
+    for (int64_t i = 0; i < head_dim; i += 32) {
+      const int64_t left = head_dim - i;
       Floats sum[Q][2];
 #pragma GCC unroll 16
       for (int q = 0; q < Q; ++q) {
-        sum[q][0] = load16(output + q * padded_head_ + i);
-        sum[q][1] = load16(output + q * padded_head_ + i + kLanes);
+        sum[q][0] = load16(output + q * padded + i);
+        sum[q][1] = load16(output + q * padded + i + kLanes);
       }
       for (int64_t k = 0; k < n; ++k) {
         ahead.ask(32 * sizeof(T) / 64);  // as many lines as are read
         Floats first, second;
-        load_both(values + k * m.head_dim + i, left, first, second);
+        load_both(values + k * head_dim + i, left, first, second);
 #pragma GCC unroll 16
         for (int q = 0; q < Q; ++q) {
           const Floats weight = filled(weights[q * kPositions + k]);
@@ -763,8 +777,8 @@ class Step {
       }
 #pragma GCC unroll 16
       for (int q = 0; q < Q; ++q) {
-        store16(output + q * padded_head_ + i, sum[q][0]);
-        store16(output + q * padded_head_ + i + kLanes, sum[q][1]);
+        store16(output + q * padded + i, sum[q][0]);
+        store16(output + q * padded + i + kLanes, sum[q][1]);
       }
     }
   }
