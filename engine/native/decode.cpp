@@ -23,9 +23,12 @@ constexpr int kTile = 64;          // outputs
 constexpr int kStepBytes = 256;    // of a tile for one word of input
 constexpr int kBlockSteps = 64;    // 16 KiB, which stay in the first-level cache while rows pass over them
 // Where the next block fits in there as well it is asked for into it, and so are keys and values. Where not, it would push
-// this one out: all are asked for into the second level, but for weights that are passed over once, which the processor
-// foresees best alone.
+// this one out: all are asked for into the second level, but for weights that are passed over once. Those the processor
+// foresees better by itself than it follows requests for every line, but for the first lines of each page.
 constexpr bool kTwoBlocksFit = FIRST_LEVEL_CACHE > 2 * kBlockSteps * kStepBytes;
+constexpr int kPageSteps = 16;     // 4 KiB, beyond whose end processors foresee nothing
+constexpr int kPageStart = 6;      // lines from which they see what comes
+constexpr int kPageStartsOnly = -1;
 template <class T>                 // what many registers hold: 6 × 4 sums, 4 vectors of weights and one of input
 constexpr int kPassRows = kMany || sizeof(T) == 4 ? 6 : 4;
 template <class T>                 // in few, the weights and the input of bf16 are two vectors each
@@ -92,7 +95,7 @@ int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to;
 // --- products --------------------------------------------------------------------------------------------------------
 
 // One pass of R rows over a block of a tile. `x` is the rows' words, `stride` words apart; `sums` is [R][kTile]. Each step
-// asks for `Lines` cache lines from `ahead` on.
+// asks for `Lines` cache lines from `ahead` on, or for one of those that the block's next page starts with.
 template <class T, int R, int Lines>
 void pass(const char* weights, const uint32_t* x, int64_t stride, int64_t steps, bool first, float* sums, const char* ahead) {
   constexpr int V = R * 4 <= kPassSums<T> ? 4 : R * 2 <= kPassSums<T> ? 2 : 1;  // vectors of outputs at a time
@@ -107,10 +110,14 @@ void pass(const char* weights, const uint32_t* x, int64_t stride, int64_t steps,
       Factors<T> w[V];
 #pragma GCC unroll 4
       for (int j = 0; j < V; ++j) w[j] = factors<T>(load_words(weights + s * kStepBytes + column * 4 + j * 64));
-      if (asked + kAsked <= Lines)
+      if constexpr (Lines == kPageStartsOnly) {
+        if (column == 0 && s % kPageSteps < kPageStart)
+          _mm_prefetch(weights + (s / kPageSteps + 1) * kPageSteps * kStepBytes + s % kPageSteps * 64, _MM_HINT_T1);
+      } else if (asked + kAsked <= Lines) {
 #pragma GCC unroll 4
         for (int line = asked; line < asked + kAsked; ++line)
           _mm_prefetch(ahead + (s * Lines + line) * 64, kTwoBlocksFit ? _MM_HINT_T0 : _MM_HINT_T1);
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const Factors<T> word = factors<T>(filled(static_cast<int32_t>(x[r * stride + s])));
@@ -149,7 +156,7 @@ void tile(const char* weights, const T* x, int64_t rows, int64_t steps, float* s
       float* output = sums + own.first * kTile;
       // Between them the passes ask for the four lines of every step of the next block, once each.
       if (passes == 1) {
-        pass<T, kTwoBlocksFit ? 4 : 0>(n, block, input, steps, count, from == 0, output, ahead);
+        pass<T, kTwoBlocksFit ? 4 : kPageStartsOnly>(n, block, input, steps, count, from == 0, output, ahead);
       } else if (passes <= 3 && p < 2) {
         pass<T, 2>(n, block, input, steps, count, from == 0, output, ahead + p * count * 128);
       } else if (passes > 3 && p < 4) {
