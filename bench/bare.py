@@ -2,10 +2,10 @@
 
     python -m bench.bare DIRECTORY DTYPE THREADS
 
-That is one stream at a time; `generate_batch` is what other processes run many sequences at once with.
+That is streams that begin and end together; `generate_batch` is what other processes run any others with.
 
-For each line of JSON on stdin, `{"prompt": [ids], "count": n}`, one line on stdout: `gaps`, the `n` − 1 gaps between
-the tokens, and `cpu`, the CPU time of one, all in seconds.
+For each line of JSON on stdin, `{"prompts": [[ids]], "count": n}`, one line on stdout: `times`, when each of the `n`
+steps ended, and `cpu`, the CPU time of one, all in seconds.
 """
 
 from __future__ import annotations
@@ -32,26 +32,36 @@ _PAGE_SIZE, _PAGES, _STEP_TOKENS = 16, 512, 512
 _GREEDY = Draw(temperature=0)
 
 
-class Stream(Struct, frozen=True):
-    """How one stream of tokens went, in seconds."""
+class Steps(Struct, frozen=True):
+    """How the steps of some streams of tokens went, in seconds."""
 
-    gaps: list[float]
-    cpu: float  # of the loop's thread, for one token
+    times: list[float]  # when each ended, on `time.perf_counter`, which all processes share
+    cpu: float  # of the loop's thread, for one step
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - earlier for earlier, later in pairwise(self.times)]
 
 
-def generate(engine: Engine, prompt: Sequence[int], count: int) -> Stream:
-    """Generate `count` greedy tokens."""
-    pages = range(-(-(len(prompt) + count) // _PAGE_SIZE))
-    for start in range(0, len(prompt) - 1, _STEP_TOKENS):
-        engine.step([Chunk(prompt[start : min(start + _STEP_TOKENS, len(prompt) - 1)], start, pages)])
-    token, times, cpu = prompt[-1], [], time.thread_time()
-    for position in range(len(prompt) - 1, len(prompt) - 1 + count):
-        (drawn,) = engine.step([Chunk([token], position, pages, _GREEDY)])
-        assert drawn is not None
-        token = drawn.token
+def generate(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> Steps:
+    """Generate `count` greedy tokens for each, in as many steps once all but their last tokens are computed."""
+    running: list[_Sequence] = []
+    for prompt in prompts:
+        needed = -(-(len(prompt) + count) // _PAGE_SIZE)
+        first = running[-1].pages.stop if running else 0
+        running.append(one := _Sequence(list(prompt), len(prompt) + count, range(first, first + needed)))
+        while one.pending > 1:
+            chunk = one.chunk(min(one.pending - 1, _STEP_TOKENS), _PAGE_SIZE)
+            engine.step([chunk])
+            one.computed = chunk.end
+    times, cpu = [], time.thread_time()
+    for _ in range(count):
+        for one, drawn in zip(running, engine.step([one.chunk(1, _PAGE_SIZE) for one in running]), strict=True):
+            assert drawn is not None
+            one.computed += 1
+            one.tokens.append(drawn.token)
         times.append(time.perf_counter())
-    spent = time.thread_time() - cpu
-    return Stream([later - earlier for earlier, later in pairwise(times)], spent / count)
+    return Steps(times, (time.thread_time() - cpu) / count)
 
 
 def generate_batch(engine: Engine, prompts: Sequence[Sequence[int]], count: int, step_tokens: int) -> list[list[int]]:
@@ -110,7 +120,7 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        print(msgspec.json.encode(generate(engine, asked["prompt"], asked["count"])).decode(), flush=True)
+        print(msgspec.json.encode(generate(engine, asked["prompts"], asked["count"])).decode(), flush=True)
 
 
 class BareEngine:
@@ -122,10 +132,15 @@ class BareEngine:
         if self._answer() != "ready":
             raise StartupError("the bare engine did not start; its reason stands above")
 
-    def generate(self, prompt: Sequence[int], count: int) -> Stream:
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def generate(self, prompts: Sequence[Sequence[int]], count: int) -> Steps:
         assert self._process.stdin is not None
-        print(json.dumps({"prompt": list(prompt), "count": count}), file=self._process.stdin, flush=True)
-        return msgspec.json.decode(self._answer(), type=Stream)
+        asked = {"prompts": [list(prompt) for prompt in prompts], "count": count}
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        return msgspec.json.decode(self._answer(), type=Steps)
 
     def _answer(self) -> str:
         assert self._process.stdout is not None

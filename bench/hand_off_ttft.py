@@ -1,8 +1,8 @@
 """The time to the first token of a prompt that one worker prefills and another goes on with, beside the bare engine;
-and what the pages that come in do to the streams that run there.
+and what the pages that come in do to the streams that run there, beside two bare engines of which one prefills.
 
-    bench/hand_off_ttft.py            # about 2 minutes
-    bench/hand_off_ttft.py --quick    # about 50 s
+    bench/hand_off_ttft.py            # about 3 minutes
+    bench/hand_off_ttft.py --quick    # about 70 s
 
 Each worker has a core of its own, as in `interference.py`, and the bare engine has that of the prefill worker, in turns
 with it. While a prompt is alone router and store may use both cores, as one of them is idle; beside streams they share
@@ -19,15 +19,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import grpc.aio
+import msgspec
 
-from baton.errors import BatonError
+from baton.errors import BatonError, Unavailable
+from baton.trace import MAX_STEPS
 from bench import cores, interference, models, report
+from bench.bare import BareEngine
 from bench.neighbours import Neighbours
-from bench.streams import Prompts, Router, Streams, first_token
+from bench.streams import Gap, Prompts, Router, Streams, first_token
 from deploy.client import Client
 from deploy.local import LocalCluster
 from engine.batch import Chunk, Draw
@@ -38,6 +42,8 @@ ALLOWED = 0.010  # seconds, besides prefill and two steps
 _PAGE_SIZE, _STEPS = 16, 8
 _OUTPUT = 1_500  # tokens of a stream, which is longer than what is measured
 _LEAD, _PAUSE = 2.0, 0.25  # seconds that the streams run before a prompt and after its first token
+_BARE_LEAD, _BARE_STEPS = 1.5, 600  # the same of the bare engine, and as many steps as outlast another's prefill
+_TRACE_WRITTEN = 10.0  # seconds within which a trace must be on disk
 _STEP_TOKENS = (512, 1_024, PROMPT)  # how the bare engine may take the prompt; the best of them counts
 
 
@@ -52,12 +58,29 @@ class Round:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Of the streams, by one prompt that was computed beside them and whose pages came in."""
+    """Of the streams, by one prompt that was computed beside them and whose pages came in. In seconds."""
 
-    largest: float  # gap between tokens, seconds
+    largest: float  # gap between tokens
     calm: float  # the largest in as long a time before
     before: float  # the median of those: a step
-    beside: float  # and of those until its first token: the workers share the machine's memory
+    beside: float  # and of those until the first token: both share the machine's memory
+
+    @classmethod
+    def of(cls, gaps: Sequence[Gap], sent: float, arrived: float, end: float) -> Disturbance:
+        """By a prompt that was sent then and had its first token when it `arrived`; until `end` it may hold up some."""
+        before = [gap.seconds for gap in gaps if 2 * sent - end <= gap.at < sent]
+        beside = [gap.seconds for gap in gaps if sent <= gap.at < arrived]
+        after = [gap.seconds for gap in gaps if arrived <= gap.at < end]
+        return cls(max(beside + after), max(before), median(before), median(beside))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The same prompt and streams by different clocks, and what the machine alone does to such streams."""
+
+    clients: Disturbance
+    worker: Disturbance  # the decode worker's steps
+    bare: Disturbance  # of an engine, by one that prefills on the other core
 
 
 class Bare:
@@ -76,13 +99,17 @@ class Bare:
 
     def first_token(self, prompt: Sequence[int]) -> float:
         """Prefill, and two decode steps after it, in seconds."""
-        prefill = self._prefill(prompt, self.step_tokens)
+        prefill = self.prefill(prompt)
         steps: list[float] = []
         for position in range(len(prompt), len(prompt) + _STEPS):
             start = time.perf_counter()
             self._engine.step([Chunk([prompt[0]], position, self._pages, Draw(temperature=0))])
             steps.append(time.perf_counter() - start)
         return prefill + 2 * median(steps)
+
+    def prefill(self, prompt: Sequence[int]) -> float:
+        """In seconds."""
+        return self._prefill(prompt, self.step_tokens)
 
     def _prefill(self, prompt: Sequence[int], step_tokens: int) -> float:
         begin = time.perf_counter()
@@ -93,25 +120,31 @@ class Bare:
         return time.perf_counter() - begin
 
 
-def results(rounds: Sequence[Round], disturbances: Sequence[Disturbance], apart: float) -> list[report.Result]:
+def results(rounds: Sequence[Round], seen: Sequence[Seen], apart: float) -> list[report.Result]:
     """The medians, each beside what it may be at most."""
     bare = median(one.bare for one in rounds) + ALLOWED
     ttft = report.median_of("hand_off_ttft", "ttft", "ms", [one.ttft * 1_000 for one in rounds])
     ratio = median(one.ttft / (one.bare + ALLOWED) for one in rounds)
-    over = [one.largest / one.before for one in disturbances]
-    largest = report.median_of("hand_off_ttft", "largest gap, in steps", "1", over)
-    beside = [one.largest / one.beside for one in disturbances]
-    calm = [one.calm / one.before for one in disturbances]
+    largest, *others = _by("clients", [one.clients for one in seen])
     return [
         report.judged(replace(ttft, limit=bare * 1_000, ratio=ratio), 1.0, "low"),
         report.judged(replace(largest, limit=1.0, ratio=largest.value), 1.5, "low"),
-        report.median_of("hand_off_ttft", "largest gap, in steps beside a prefill", "1", beside),
-        report.median_of("hand_off_ttft", "largest gap without a prompt, in steps", "1", calm),
-        report.median_of("hand_off_ttft", "step of the streams", "ms", [one.before * 1_000 for one in disturbances]),
-        report.median_of("hand_off_ttft", "step beside a prefill", "ms", [one.beside * 1_000 for one in disturbances]),
+        *others,
+        *_by("decode worker", [one.worker for one in seen]),
+        *_by("bare engines", [one.bare for one in seen]),
         report.Result("hand_off_ttft", "prefilled apart", apart, "share"),
         report.median_of("hand_off_ttft", "used by others meanwhile", "cores", [one.others for one in rounds]),
     ]
+
+
+def _by(who: str, found: Sequence[Disturbance]) -> list[report.Result]:
+    told = {
+        ("largest gap, in steps", "1"): [one.largest / one.before for one in found],
+        ("largest gap without a prompt, in steps", "1"): [one.calm / one.before for one in found],
+        ("step", "ms"): [one.before * 1_000 for one in found],
+        ("step beside a prefill", "ms"): [one.beside * 1_000 for one in found],
+    }
+    return [report.median_of("hand_off_ttft", f"{who}: {what}", unit, values) for (what, unit), values in told.items()]
 
 
 async def _rounds(bare: Bare, server: Router, prompts: Prompts, count: int) -> list[Round]:
@@ -127,27 +160,62 @@ async def _rounds(bare: Bare, server: Router, prompts: Prompts, count: int) -> l
     return rounds[1:]
 
 
-async def _disturb(server: Router, prompts: Prompts, count: int) -> list[Disturbance]:
-    found: list[Disturbance] = []
+async def _disturb(
+    server: Router, client: Client, bare: Bare, decoding: BareEngine, prompts: Prompts, count: int
+) -> list[Seen]:
+    found: list[Seen] = []
     for number in range(count):
+        alone = await _side_by_side(bare, decoding, prompts)
         # None of them ends, and none begins, while something is measured: their own prompts make gaps as well.
         async with Streams(server, prompts, interference.STREAMS, interference.PROMPT, _OUTPUT) as streams:
+            trace = Path(client.profile("decode-0", MAX_STEPS).path)
             await asyncio.sleep(_LEAD)
             sent = time.perf_counter()
             await first_token(server, prompts.draw(PROMPT))
             arrived = time.perf_counter()
             await asyncio.sleep(_PAUSE)  # what it held up shows in gaps that end later
-        before, end = sent - (arrived + _PAUSE - sent), arrived + _PAUSE
-        one = Disturbance(
-            largest=max(streams.gaps_between(sent, end)),
-            calm=max(streams.gaps_between(before, sent)),
-            before=median(streams.gaps_between(before, sent)),
-            beside=median(streams.gaps_between(sent, arrived)),
+            end = time.perf_counter()
+            client.profile("decode-0", 1)  # which ends the other one
+            steps = await asyncio.to_thread(_step_ends, trace)
+        one = Seen(
+            clients=Disturbance.of(streams.gaps, sent, arrived, end),
+            worker=Disturbance.of(_gaps(steps), sent, arrived, end),
+            bare=alone,
         )
         found.append(one)
-        steps = " ms, then ".join(f"{step * 1_000:.1f}" for step in (one.before, one.beside))
-        report.say(f"prompt {number + 1} of {count}: a step takes {steps} ms; largest {one.largest * 1_000:.1f} ms")
+        told = ", ".join(
+            f"{what} {by.largest / by.before:.2f} of {by.before * 1_000:.1f} ms"
+            for what, by in (("clients", one.clients), ("decode worker", one.worker), ("bare engines", one.bare))
+        )
+        report.say(f"prompt {number + 1} of {count}: largest gap by {told}")
     return found
+
+
+async def _side_by_side(bare: Bare, decoding: BareEngine, prompts: Prompts) -> Disturbance:
+    """Of one bare engine's streams, by another one that prefills: what the machine alone does to them."""
+    drawn = [prompts.draw(interference.PROMPT) for _ in range(interference.STREAMS)]
+    streaming = asyncio.create_task(asyncio.to_thread(decoding.generate, drawn, _BARE_STEPS))
+    await asyncio.sleep(_BARE_LEAD)
+    sent = time.perf_counter()
+    arrived = sent + await asyncio.to_thread(bare.prefill, prompts.draw(PROMPT))
+    steps = (await streaming).times
+    return Disturbance.of(_gaps(steps), sent, arrived, arrived)
+
+
+def _step_ends(trace: Path) -> list[float]:
+    """When the steps of a worker's trace ended, on `time.perf_counter`. Raises Unavailable when there is none yet."""
+    deadline = time.perf_counter() + _TRACE_WRITTEN
+    while not trace.exists():
+        if time.perf_counter() > deadline:
+            raise Unavailable(f"the decode worker did not write {trace} within {_TRACE_WRITTEN:.0f} s")
+        time.sleep(0.05)
+    spans = msgspec.json.decode(trace.read_bytes())["traceEvents"]
+    trace.unlink()
+    return [(span["ts"] + span["dur"]) / 1e6 for span in spans if span["name"] == "step"]
+
+
+def _gaps(times: Sequence[float]) -> list[Gap]:
+    return [Gap(later, later - earlier) for earlier, later in pairwise(times)]
 
 
 @contextmanager
@@ -172,11 +240,13 @@ async def measure(model: Path, asked: argparse.Namespace) -> list[report.Result]
         prompts = Prompts(client.status(timeout=10).model.vocab_size, asked.seed)
         async with grpc.aio.insecure_channel(made.address) as channel:
             server = Router(channel)
+            bare, decoding = Bare(model), stack.enter_context(BareEngine(model, "auto", 1))
+            cores.pin(decoding.pid, next(iter(cores.of(made.pids["decode-0"]))))
             with _anywhere(made, ("router", "store-0")):
-                rounds = await _rounds(Bare(model), server, prompts, asked.rounds)
+                rounds = await _rounds(bare, server, prompts, asked.rounds)
             counts = client.status().counts
-            disturbances = await _disturb(server, prompts, asked.rounds)
-        return results(rounds, disturbances, counts.placed_split / (counts.placed_split + counts.placed_local))
+            seen = await _disturb(server, client, bare, decoding, prompts, asked.rounds)
+        return results(rounds, seen, counts.placed_split / (counts.placed_split + counts.placed_local))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

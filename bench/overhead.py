@@ -133,8 +133,8 @@ def measure(asked: argparse.Namespace, stack: ExitStack) -> list[Round]:
     workload = Workload(Lengths("fixed", _PROMPT), Lengths("fixed", asked.tokens), models.LLAMA_100M["vocab_size"])
 
     def bare(request: Planned) -> Turn:
-        stream = engine.generate(request.prompt, request.output)
-        return Turn.of(stream.gaps, stream.cpu)
+        steps = engine.generate([request.prompt], request.output)
+        return Turn.of(steps.gaps, steps.cpu)
 
     return alternate(bare, sides, workload, asked.rounds)
 
