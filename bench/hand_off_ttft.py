@@ -1,8 +1,8 @@
 """The time to the first token of a prompt that one worker prefills and another goes on with, beside the bare engine;
 and what the pages that come in do to the streams that run there, beside two bare engines of which one prefills.
 
-    bench/hand_off_ttft.py            # about 3 minutes
-    bench/hand_off_ttft.py --quick    # about 70 s
+    bench/hand_off_ttft.py            # 3 to 5 minutes
+    bench/hand_off_ttft.py --quick    # about 50 s
 
 Each worker has a core of its own, as in `interference.py`, and the bare engine has that of the prefill worker, in turns
 with it. While a prompt is alone router and store may use both cores, as one of them is idle; beside streams they share
@@ -42,7 +42,7 @@ ALLOWED = 0.010  # seconds, besides prefill and two steps
 _PAGE_SIZE, _STEPS = 16, 8
 _OUTPUT = 1_500  # tokens of a stream, which is longer than what is measured
 _LEAD, _PAUSE = 2.0, 0.25  # seconds that the streams run before a prompt and after its first token
-_BARE_LEAD, _BARE_STEPS = 1.5, 600  # the same of the bare engine, and as many steps as outlast another's prefill
+_BARE_LEAD, _BARE_STEPS = 1.0, 320  # the same of the bare engine, and as many steps as outlast another's prefill
 _TRACE_WRITTEN = 10.0  # seconds within which a trace must be on disk
 _STEP_TOKENS = (512, 1_024, PROMPT)  # how the bare engine may take the prompt; the best of them counts
 
@@ -264,14 +264,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="5 rounds, instead of 15")
+    parser.add_argument("--quick", action="store_true", help="3 rounds, instead of 15")
     parser.add_argument("--rounds", type=int, help="prompts in each of the two parts")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="where traces go, if --set has any written")
     parser.add_argument("--set", dest="settings", action="append", metavar="SECTION.SETTING=VALUE",
                         default=["router.split=always"])  # fmt: skip
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args(argv)
-    asked.rounds = asked.rounds or (5 if asked.quick else 15)
+    asked.rounds = asked.rounds or (3 if asked.quick else 15)
     return asked
 
 
