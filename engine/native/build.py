@@ -103,11 +103,10 @@ def cpu_description() -> str:
     return " ".join(told.get(key, "") for key in keys)
 
 
-def first_level_cache() -> int:
+def first_level_cache(told_in: Path = Path("/sys/devices/system/cpu/cpu0/cache/index0")) -> int:
     """Bytes of data that the first CPU has closest to it; 0 where the kernel does not tell."""
-    cache = Path("/sys/devices/system/cpu/cpu0/cache/index0")
     try:
-        level, kind, size = ((cache / name).read_text().strip() for name in ("level", "type", "size"))
+        level, kind, size = ((told_in / name).read_text().strip() for name in ("level", "type", "size"))
     except OSError:
         return 0
     told = re.fullmatch(r"(\d+)K", size)

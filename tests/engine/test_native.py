@@ -426,6 +426,22 @@ def test_a_cpu_without_the_instructions_is_told_by_name(monkeypatch: pytest.Monk
         build.load(tmp_path, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"level": "1\n", "type": "Data\n", "size": "48K\n"}, 48 * 1024),
+        ({"level": "1\n", "type": "Instruction\n", "size": "32K\n"}, 0),
+        ({"level": "2\n", "type": "Data\n", "size": "512K\n"}, 0),
+        ({"level": "1\n", "type": "Data\n", "size": "\n"}, 0),
+        ({"level": "1\n", "type": "Data\n"}, 0),
+    ],
+)
+def test_the_size_of_the_first_cache_is_what_the_kernel_tells(told: dict[str, str], expected: int, tmp_path: Path):
+    for name, content in told.items():
+        (tmp_path / name).write_text(content)
+    assert build.first_level_cache(tmp_path) == expected
+
+
 @native
 def test_a_pool_that_is_never_used_ends():
     library = build.library()
