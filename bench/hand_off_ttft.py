@@ -2,7 +2,7 @@
 and what the pages that come in do to the streams that run there, beside two bare engines of which one prefills.
 
     bench/hand_off_ttft.py            # 3 to 5 minutes
-    bench/hand_off_ttft.py --quick    # about 50 s
+    bench/hand_off_ttft.py --quick    # 45 to 80 s
 
 Each worker has a core of its own, as in `interference.py`, and the bare engine has that of the prefill worker, in turns
 with it. While a prompt is alone router and store may use both cores, as one of them is idle; beside streams they share
