@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,20 @@ def test_steps_are_full_and_those_that_decode_come_first(engine: Engine, monkeyp
         [(19, 11, True)],
         [(30, 1, True)],
     ]
+
+
+def test_streams_begin_together_and_every_step_has_a_token_of_each(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[list[tuple[int, int]]] = []
+    run = Engine.step
+
+    def step(self: Engine, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+        steps.append([(chunk.start, len(chunk.tokens)) for chunk in chunks])
+        return run(self, chunks)
+
+    monkeypatch.setattr(Engine, "step", step)
+    went = bare.generate(engine, [list(range(2, 14)), [5]], 3)
+    assert steps == [[(0, 11)], [(11, 1), (0, 1)], [(12, 1), (1, 1)], [(13, 1), (2, 1)]]
+    assert len(went.times) == 3
+    assert went.gaps == [later - earlier for earlier, later in pairwise(went.times)]

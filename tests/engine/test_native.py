@@ -33,19 +33,23 @@ EVERYTHING = Draw(temperature=0, logprobs=VOCAB)
 native = pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
 few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 names = pytest.mark.parametrize("name", RECIPES)
+SHAPES = {  # of "llama-bias"; the kernels know two sizes of heads beforehand
+    "odd": {"hidden_size": 78, "head_dim": 18, "intermediate_size": 131, "num_attention_heads": 6},
+    "heads of 64": {"head_dim": 64},
+    "heads of 128": {"head_dim": 128},
+}
 
 
 @pytest.fixture(scope="session")
 def pair(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    """`pair(name, …)`: the same checkpoint on native kernels and on torch alone. "odd" is a model whose sizes are
-    multiples of nothing."""
+    """`pair(name, …)`: the same checkpoint on native kernels and on torch alone. The sizes of "odd" are multiples of
+    nothing."""
 
     @cache
     def path(name: str) -> Path:
-        if name != "odd":
+        if name not in SHAPES:
             return checkpoint(name)
-        sizes = {"hidden_size": 78, "head_dim": 18, "intermediate_size": 131, "num_attention_heads": 6}
-        return checkpoints.make("llama-bias", tmp_path_factory.mktemp(name), **sizes)
+        return checkpoints.make("llama-bias", tmp_path_factory.mktemp("shape"), **SHAPES[name])
 
     @cache
     def loaded(name: str, page_size: int = 16, dtype: str = "float32", threads: int = 1) -> Pair:
@@ -92,7 +96,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 @native
-@pytest.mark.parametrize("name", [*RECIPES, "odd"])
+@pytest.mark.parametrize("name", [*RECIPES, *SHAPES])
 @few
 @given(data=st.data())
 def test_any_batch_gives_the_logits_and_pages_of_torch(name: str, data: st.DataObject, pair: Pairs):
@@ -117,7 +121,7 @@ def test_any_batch_gives_the_logits_and_pages_of_torch(name: str, data: st.DataO
 
 
 @native
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "heads of 128"])
 @pytest.mark.parametrize("threads", [2, 5])
 def test_long_contexts_are_shared_between_threads(name: str, threads: int, pair: Pairs):
     """One sequence has fewer heads than there are threads, so each takes a stretch of the context."""
@@ -131,7 +135,7 @@ def test_long_contexts_are_shared_between_threads(name: str, threads: int, pair:
 
 
 @native
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "heads of 64"])
 @pytest.mark.parametrize("page_size", [7, 16])
 def test_contexts_of_all_lengths_side_by_side(name: str, page_size: int, pair: Pairs):
     """While a thread computes with one it asks for the next one's pages, which may be fewer than it looks ahead."""
@@ -209,7 +213,7 @@ def test_the_number_of_threads_changes_no_token(pair: Pairs):
 
 
 @native
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3", "odd"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3", *SHAPES])
 def test_bfloat16_is_as_near_to_float32_as_torch_is(name: str, pair: Pairs):
     """Of all the outputs of some batches, each computed from the same rounded weights and pages."""
     ours, plain = pair(name, 16, "bfloat16")
@@ -300,19 +304,21 @@ wide = pytest.mark.skipif(
 @native
 @wide
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.15)])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize(("name", "first_level_cache"), [("llama", 0), ("qwen3", 2**20)])
 def test_narrower_vectors_come_to_the_same(
     name: str,
+    first_level_cache: int,
     dtype: str,
     tolerance: float,
     pair: Pairs,
     checkpoint: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """The kernels as they are on a CPU with AVX2 alone, for few rows and for many."""
+    """The kernels as they are on a CPU with AVX2 alone, for few rows and many, with a small cache and a large one."""
     _, plain = pair(name, 16, dtype)
     flags = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in build.FLAGS)
     monkeypatch.setattr(build, "FLAGS", flags)
+    monkeypatch.setattr(build, "first_level_cache", lambda: first_level_cache)
     library = build.load(build.SOURCES, build.cache_root())
     monkeypatch.setattr(build, "library", lambda: library)
     narrow = Engine.load(checkpoint(name), dtype, "cpu", PAGES, 16, True, threads=2)
