@@ -1,10 +1,7 @@
-"""The native kernels for few rows beside the torch path, and how their library is made."""
+"""The native kernels for few rows beside the torch path."""
 
 from __future__ import annotations
 
-import logging
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -332,120 +329,6 @@ def test_narrower_vectors_come_to_the_same(
 
 
 # --- the library -----------------------------------------------------------------------------------------------------
-
-SOURCE = 'extern "C" int answer() { return %d; }'
-compiled = pytest.mark.skipif(not build.can_compile(), reason="nothing can be compiled here")
-
-
-@compiled
-def test_the_kernels_compile_where_they_can():
-    """Else every other test of them would quietly be one of torch."""
-    assert build.library() is not None
-
-
-@compiled
-def test_a_change_of_the_sources_makes_another_library(tmp_path: Path):
-    sources, root = tmp_path / "sources", tmp_path / "cache"
-    sources.mkdir()
-    (sources / "answer.cpp").write_text(SOURCE % 41)
-    assert build.load(sources, root).answer() == 41
-    (made,) = root.glob("*/library.so")
-    before = made.stat()
-    assert build.load(sources, root).answer() == 41
-    assert made.stat().st_mtime_ns == before.st_mtime_ns, "made once"
-    (sources / "answer.cpp").write_text(SOURCE % 42)
-    assert build.load(sources, root).answer() == 42
-    (sources / "answer.h").write_text("// headers count too")
-    build.load(sources, root)
-    assert len(list(root.glob("*/library.so"))) == 3
-    assert not list(root.glob("*/making-*"))
-
-
-@compiled
-def test_what_one_that_was_killed_left_half_made_is_removed(tmp_path: Path):
-    (tmp_path / "answer.cpp").write_text(SOURCE % 41)
-    root = tmp_path / "cache"
-    build.load(tmp_path, root)
-    (made,) = root.glob("*/library.so")
-    made.unlink()
-    left = made.with_name("making-killed")
-    left.mkdir()
-    (left / "answer.o").touch()
-    build.load(tmp_path, root)
-    assert made.exists()
-    assert not left.exists()
-
-
-@compiled
-def test_of_two_processes_that_start_together_one_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    compiler, told = tmp_path / "compiler", tmp_path / "told"
-    compiler.write_text(f'#!/bin/sh\necho "$@" >> {told}\nexec {" ".join(build.find_compiler())} "$@"\n')
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CXX", str(compiler))
-    sources = tmp_path / "sources"
-    sources.mkdir()
-    (sources / "answer.cpp").write_text(SOURCE % 43)
-    code = (
-        "import sys; from pathlib import Path; from engine.native import build;"
-        "print(build.load(Path(sys.argv[1]), Path(sys.argv[2])).answer())"
-    )
-    command = [sys.executable, "-c", code, str(sources), str(tmp_path / "cache")]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [one.communicate(timeout=120)[0].strip() for one in both] == ["43", "43"]
-    assert told.read_text().count(" -c ") == 1
-
-
-@compiled
-def test_what_others_can_write_to_is_not_loaded(tmp_path: Path):
-    sources, root = tmp_path / "sources", tmp_path / "cache"
-    sources.mkdir()
-    (sources / "answer.cpp").write_text(SOURCE % 44)
-    build.load(sources, root)
-    (made,) = root.glob("*/library.so")
-    made.chmod(0o722)
-    with pytest.raises(build.NoLibrary, match="not ours alone"):
-        build.load(sources, root)
-
-
-@compiled
-def test_what_does_not_compile_says_where(tmp_path: Path):
-    (tmp_path / "wrong.cpp").write_text("int answer() { return nonsense; }")
-    with pytest.raises(build.NoLibrary, match=r"wrong\.cpp.*nonsense"):
-        build.load(tmp_path, tmp_path / "cache")
-
-
-def test_without_a_compiler_torch_does_the_work(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(build, "cpu_description", lambda: " ".join(build.NEEDED))
-    with caplog.at_level(logging.INFO, logger=build.__name__):
-        assert build.library.__wrapped__() is None
-    assert [record.message for record in caplog.records] == [
-        "no native kernels: CXX names no-such-compiler, which is not there; torch does their work"
-    ]
-
-
-def test_a_cpu_without_the_instructions_is_told_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(build, "cpu_description", lambda: "GenuineIntel sse4_2 avx fma")
-    with pytest.raises(build.NoLibrary, match="lacks avx2"):
-        build.load(tmp_path, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("told", "expected"),
-    [
-        ({"level": "1\n", "type": "Data\n", "size": "48K\n"}, 48 * 1024),
-        ({"level": "1\n", "type": "Instruction\n", "size": "32K\n"}, 0),
-        ({"level": "2\n", "type": "Data\n", "size": "512K\n"}, 0),
-        ({"level": "1\n", "type": "Data\n", "size": "\n"}, 0),
-        ({"level": "1\n", "type": "Data\n"}, 0),
-    ],
-)
-def test_the_size_of_the_first_cache_is_what_the_kernel_tells(told: dict[str, str], expected: int, tmp_path: Path):
-    for name, content in told.items():
-        (tmp_path / name).write_text(content)
-    assert build.first_level_cache(tmp_path) == expected
 
 
 @native
