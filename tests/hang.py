@@ -1,0 +1,90 @@
+"""A process whose main thread stands still while its other threads go on: what a hung copy, disk or lock looks like.
+
+SIGSTOP stops every thread, so it shows a process that is gone. ptrace stops one thread: the thread that sends
+heartbeats goes on, and says that the process is live.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_CONT, _DETACH, _SEIZE, _INTERRUPT = 7, 17, 0x4206, 0x4207  # <linux/ptrace.h>
+_WALL = 0x40000000
+_DEADLINE = 60.0  # seconds
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_long)
+_libc.ptrace.restype = ctypes.c_long
+
+
+@contextmanager
+def hung(pid: int) -> Iterator[None]:
+    """Stop the main thread of `pid` meanwhile. The thread goes on afterwards, unless the process has ended.
+
+    Raises ProcessLookupError if there is no such process, PermissionError where ptrace is not allowed, and TimeoutError
+    when the thread does not stop.
+    """
+    # The kernel takes ptrace requests only from the thread that attached, so one thread makes all of them.
+    results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    go_on = threading.Event()
+    tracer = threading.Thread(target=_trace, args=(pid, results, go_on), name="tracer")
+    tracer.start()
+    try:
+        if (error := results.get()) is not None:
+            raise error
+        yield
+    finally:
+        go_on.set()
+        tracer.join()
+
+
+def _trace(pid: int, results: queue.SimpleQueue[BaseException | None], go_on: threading.Event) -> None:
+    try:
+        _ptrace(_SEIZE, pid)
+    except OSError as error:
+        results.put(error)
+        return
+    try:
+        _ptrace(_INTERRUPT, pid)
+        _wait_stopped(pid)
+        results.put(None)
+        go_on.wait()
+    except (OSError, TimeoutError) as error:
+        results.put(error)
+    finally:
+        with suppress(ProcessLookupError):  # the process has ended, or it is dying
+            _ptrace(_DETACH, pid)
+
+
+def _ptrace(request: int, pid: int) -> None:
+    if _libc.ptrace(request, pid, None, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, f"ptrace {request:#x} of process {pid}: {os.strerror(number)}")
+
+
+def _wait_stopped(pid: int) -> None:
+    """Wait for the main thread's ptrace stop. Deliver the signals that come before it."""
+    until = time.monotonic() + _DEADLINE
+    while time.monotonic() < until:
+        found, status = os.waitpid(pid, _WALL | os.WNOHANG)
+        if found and os.WIFSTOPPED(status) and status >> 16:  # PTRACE_EVENT_STOP
+            return
+        if found and os.WIFSTOPPED(status):
+            _libc.ptrace(_CONT, pid, None, os.WSTOPSIG(status))
+        elif found:
+            raise ProcessLookupError(f"process {pid} ended while it was being stopped")
+        time.sleep(0.001)
+    raise TimeoutError(f"the main thread of process {pid} did not stop within {_DEADLINE:.0f} s")
+
+
+def stopped(pid: int) -> bool:
+    """Whether the main thread of `pid` stands in a ptrace stop."""
+    stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "t"
