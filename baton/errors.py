@@ -245,6 +245,15 @@ class StoreGone(StoreError):
     reason = "store_gone"
 
 
+_SHOWN = 80  # characters
+
+
+def shown(text: str) -> str:
+    """A client's string as an error message shows it: quoted, and cut where it is long. Statuses travel in headers, and
+    gRPC clients bound those."""
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}… ({len(text)} characters)"
+
+
 def all_errors() -> Iterator[type[BatonError]]:
     """Every class of the tree, parents first."""
     waiting: list[type[BatonError]] = [BatonError]

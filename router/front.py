@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -32,17 +34,23 @@ from router import replies
 from router.events import Cancelled, End, Failed, Finished
 from router.intake import Intake, Wish, name_of, pin_of, role_of, steps_of, take_in, take_in_prefix
 from router.relay import Relay
+from router.request_bytes import Limits, RequestParser
 from router.roles import PATIENCE
 from router.stream import Stream
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 REASON = "baton-reason"
 RETRY_AFTER = "retry-after-ms"
 REQUEST_ID = "x-request-id"
-_MAX_MESSAGE_BYTES = 16 * 2**20
 _LISTED = 10  # requests, unless the client says how many
-_LONG_TEXT = 4_000  # characters; longer prompts are tokenized on a thread, so that nobody's tokens wait for them
+_LONG_PROMPT = 4_000  # bytes of a request; a longer one is tokenized on a thread, so that no stream waits for it
+_TOKENIZING_THREADS = 2
+_TOKENIZING = 64  # long prompts that may wait for those threads
+UNREAD_GRACE = 20.0  # seconds without a finished write, after a request's end, until its unread output is dropped
+_KEEPALIVE_MS = 30_000
+_SPARE_RPCS = 256  # besides router.max_concurrent_rpcs: those without a message yet, health checks and reflection
 _SERVICES = ("baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster")
 
 
@@ -54,12 +62,35 @@ def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str]
     return grpc.StatusCode[error.status], tuple(metadata)
 
 
+class Tokenizing:
+    """Threads on which long prompts are tokenized. So many may wait for them, and no more."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
+        self._waiting = 0
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Raises Overloaded when too many wait, and what `work` raises."""
+        if self._waiting >= _TOKENIZING:
+            raise Overloaded(f"{self._waiting} long prompts wait to be tokenized; try again")
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._waiting -= 1
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
 class GenerationFront(generation_pb2_grpc.GenerationServicer):
     """Streams of tokens."""
 
-    def __init__(self, relay: Relay, clock: Clock) -> None:
+    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing) -> None:
         self._relay = relay
         self._clock = clock
+        self._tokenizing = tokenizing
+        self._rpcs = 0
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802 gRPC's name
         received = self._clock.now()
@@ -67,30 +98,60 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
         deadline = None if left is None else received + left
         stream: Stream | None = None
         request_id = ""
+        self._rpcs += 1
         try:
             request_id = name_of(request)
+            if self._rpcs > (most := self._relay.config.router.max_concurrent_rpcs):
+                raise Overloaded(
+                    f"this router serves {most} requests at a time (router.max_concurrent_rpcs); try again"
+                )
             await context.send_initial_metadata(((REQUEST_ID, request_id),))
             intake = await self._take_in(request, request_id)
+            del request  # its text may be large, and the stream long
             stream = self._relay.submit(intake, received, deadline)
             await self._pass_on(intake, stream, context)
         except BatonError as error:
             await _abort(context, error, request_id)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
+        except grpc.aio.InternalError:  # the client has gone while something was written to it
+            raise asyncio.CancelledError from None
         except Exception:  # noqa: BLE001 whatever it is, the client gets a status and never a traceback
             RequestLog(log, request_id).exception("failed in the router")
             await _abort(context, BatonError("internal error; the router's log says more"), request_id)
         finally:
+            self._rpcs -= 1
             if stream is not None and not stream.ended:
                 self._relay.abandon(stream)
 
     async def _take_in(self, request: generation_pb2.GenerateRequest, request_id: str) -> Intake:
-        if len(request.text) < _LONG_TEXT:
-            return take_in(request, request_id, self._relay.model, self._relay.draw_seed)
-        return await asyncio.to_thread(take_in, request, request_id, self._relay.model, self._relay.draw_seed)
+        work = partial(take_in, request, request_id, self._relay.model, self._relay.draw_seed)
+        return work() if request.ByteSize() < _LONG_PROMPT else await self._tokenizing.run(work)
 
     async def _pass_on(self, intake: Intake, stream: Stream, context: Any) -> None:
-        """Write what comes, as fast as the client reads. Raises BatonError when the request ends in one."""
+        """Write what comes, as fast as the client reads. Raises BatonError when the request ends in one.
+
+        A client that reads nothing keeps a write waiting until it reads, its deadline passes, or its connection is
+        gone: gRPC for Python has no way to end an RPC meanwhile. So after the request's end what waits here is dropped
+        where nothing is read, and CANCELLED is the next thing that the client gets."""
+        watch: asyncio.TimerHandle | None = None
+
+        def look(reads: int) -> None:
+            nonlocal watch
+            if stream.reads == reads:
+                stream.give_up("the client did not read the end of its output")
+            else:
+                watch = asyncio.get_running_loop().call_later(UNREAD_GRACE, look, stream.reads)
+
+        stream.when_ended(lambda: look(-1))
+        try:
+            await self._write_all(intake, stream, context)
+        finally:
+            stream.when_ended(None)
+            if watch is not None:
+                watch.cancel()
+
+    async def _write_all(self, intake: Intake, stream: Stream, context: Any) -> None:
         while True:
             news = await stream.read()
             if not isinstance(news, End):
@@ -109,9 +170,10 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
 class CacheFront(cache_pb2_grpc.CacheServicer):
     """Prefixes that are to be warm."""
 
-    def __init__(self, relay: Relay, clock: Clock) -> None:
+    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing) -> None:
         self._relay = relay
         self._clock = clock
+        self._tokenizing = tokenizing
 
     async def Warm(self, request: cache_pb2.WarmRequest, context: Any) -> cache_pb2.WarmResponse:  # noqa: N802
         left = context.time_remaining()
@@ -132,9 +194,8 @@ class CacheFront(cache_pb2_grpc.CacheServicer):
         return cache_pb2.ListPinsResponse(pins=map(replies.pin, self._relay.pins()))
 
     async def _take_in(self, request: cache_pb2.WarmRequest, pin: str) -> Wish:
-        if len(request.text) < _LONG_TEXT:
-            return take_in_prefix(request, pin, self._relay.model)
-        return await asyncio.to_thread(take_in_prefix, request, pin, self._relay.model)
+        work = partial(take_in_prefix, request, pin, self._relay.model)
+        return work() if request.ByteSize() < _LONG_PROMPT else await self._tokenizing.run(work)
 
 
 class ClusterFront(cluster_pb2_grpc.ClusterServicer):
@@ -201,14 +262,24 @@ class Front:
     """The gRPC server with everything on it."""
 
     def __init__(self, relay: Relay, clock: Clock) -> None:
+        self._tokenizing = Tokenizing()
+        limits = Limits.of(relay.model)
         self._server = grpc.aio.server(
+            interceptors=[RequestParser(limits, _abort)],
             options=[
-                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", limits.message),  # after decompression
+                (
+                    "grpc.keepalive_time_ms",
+                    _KEEPALIVE_MS,
+                ),  # a connection whose client is gone ends, and its RPCs with it
+                ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
                 ("grpc.so_reuseport", 0),  # or two routers would share a port, and each get some of the requests
-            ]
+            ],
+            maximum_concurrent_rpcs=relay.config.router.max_concurrent_rpcs + _SPARE_RPCS,
         )
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationFront(relay, clock), self._server)
-        cache_pb2_grpc.add_CacheServicer_to_server(CacheFront(relay, clock), self._server)
+        generation = GenerationFront(relay, clock, self._tokenizing)
+        generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server)
+        cache_pb2_grpc.add_CacheServicer_to_server(CacheFront(relay, clock, self._tokenizing), self._server)
         cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterFront(relay), self._server)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] - no stubs
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -240,6 +311,7 @@ class Front:
     async def stop(self, grace: float) -> None:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace)
+        self._tokenizing.close()
 
 
 @contextlib.asynccontextmanager
@@ -248,15 +320,15 @@ async def _typed(context: Any) -> AsyncIterator[None]:
     try:
         yield
     except BatonError as error:
-        await _abort(context, error, "")
+        await _abort(context, error)
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
     except Exception:  # whatever it is, the client gets a status and never a traceback
         log.exception("failed in the router")
-        await _abort(context, BatonError("internal error; the router's log says more"), "")
+        await _abort(context, BatonError("internal error; the router's log says more"))
 
 
-async def _abort(context: Any, error: BatonError, request_id: str) -> NoReturn:
+async def _abort(context: Any, error: BatonError, request_id: str = "") -> NoReturn:
     code, metadata = status_of(error)
     named = f"{error} (request {request_id})" if request_id else str(error)
     await context.abort(code, named, metadata)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from baton.errors import ContextTooLong, InvalidRequest, ModelMismatch
+from baton.errors import ContextTooLong, InvalidRequest, ModelMismatch, shown
 from baton.messages import Sampling, WorkerRole
 from baton.trace import MAX_STEPS
 from baton.v1 import cache_pb2, cluster_pb2
@@ -92,7 +92,7 @@ def _checked(field: str, given: str) -> str:
     # It may become a header of the answer, where gRPC takes nothing else.
     if len(given) > _MAX_ID or not given.isascii() or not given.isprintable() or " " in given:
         raise InvalidRequest(
-            f"{field} is {given[:_MAX_ID]!r}; it must have at most {_MAX_ID} printable ASCII characters without spaces"
+            f"{field} is {shown(given)}; it must have at most {_MAX_ID} printable ASCII characters without spaces"
         )
     return given
 
@@ -135,31 +135,27 @@ def take_in_prefix(request: cache_pb2.WarmRequest, pin: str, model: ServedModel)
 
 def _check_model(asked: str, model: ServedModel) -> None:
     if asked not in ("", model.name):
-        raise ModelMismatch(f"model {asked!r} is not served here; this cluster serves {model.name!r}")
+        raise ModelMismatch(f"model {shown(asked)} is not served here; this cluster serves {model.name!r}")
 
 
 def _prompt(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedModel) -> Sequence[int]:
     """Its tokens. Raises InvalidRequest, and ContextTooLong before anything is done with each token of a prompt that
     would keep the router from everybody else for seconds."""
-    tokens = _tokens(request, model)
-    if len(tokens) > model.limits.max_context:
-        raise ContextTooLong(
-            f"a prompt of {len(tokens)} tokens exceeds the model's context of {model.limits.max_context}"
-        )
-    return tokens
-
-
-def _tokens(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedModel) -> Sequence[int]:
     kind = request.WhichOneof("prompt")
+    most = model.limits.max_context
     if kind is None:
         raise InvalidRequest("the request has no prompt; set text or token_ids")
     if kind == "token_ids":
+        if len(request.token_ids.ids) > most:
+            raise ContextTooLong(
+                f"a prompt of {len(request.token_ids.ids)} tokens exceeds the model's context of {most}"
+            )
         return request.token_ids.ids
-    if not request.text:
-        raise InvalidRequest("the prompt's text is empty; send at least one character")
     if model.tokenizer is None:
         raise InvalidRequest(f"{model.name} has no tokenizer.json, so its prompt can't be text; send token_ids")
-    return model.tokenizer.encode(request.text)
+    if not (text := request.text):
+        raise InvalidRequest("the prompt's text is empty; send at least one character")
+    return model.tokenizer.encode(text, most)
 
 
 def _objective(field: Literal["ttft_ms", "tpot_ms"], request: pb.GenerateRequest) -> float | None:

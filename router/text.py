@@ -14,10 +14,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as _Tokenizer
 
-from baton.errors import ModelError
+from baton.errors import ContextTooLong, ModelError
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 6  # prompt tokens that a detokenizer looks back on, so that the output continues the prompt's last word
+_PIECE = 2  # characters per token of the context: so much of a long text is tokenized at a time
+_LEAST_PIECE = 4_096  # characters, of any context
+_BORDER = 64  # tokens that cutting a text in two may add
 _PATIENCE = 16  # tokens to wait for the end of a character; after that they are not going to be one
 
 
@@ -29,6 +32,9 @@ class Tokenizer:
         # A tokenizer.json may carry training-time truncation and padding; a prompt is served as it was sent.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        # A token's own text has at least as many bytes as the text it stands for: byte-level alphabets and the marks of
+        # others (`▁`, `<0x0A>`) only make it longer.
+        self.longest = max((len(text.encode()) for text in tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def load(cls, file: Path) -> Tokenizer:
@@ -38,9 +44,30 @@ class Tokenizer:
         except Exception as error:  # noqa: BLE001 the library raises plain Exception
             raise ModelError(f"{file} is no tokenizer that can be read: {error}") from None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the model's own post-processor adds."""
-        return self._tokenizer.encode(text).ids
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Token ids, with the special tokens that the model's own post-processor adds. Other threads run meanwhile.
+
+        Raises ContextTooLong where there are more than `most`, for a long text mostly before all of it is tokenized."""
+        if most is not None and len(text) > max(2 * _PIECE * most, _LEAST_PIECE):
+            self._refuse_early(text, most)
+        # A batch of one: unlike `encode` it lets go of the interpreter lock. "Fast": no token's place in the text.
+        encoding = self._tokenizer.encode_batch_fast([text])[0]
+        if most is not None and (count := len(encoding)) > most:
+            raise ContextTooLong(f"a prompt of {count} tokens exceeds the model's context of {most}")
+        return encoding.ids
+
+    def _refuse_early(self, text: str, most: int) -> None:
+        """Tokenize the text piece by piece, as long as it may fit. Each border between two pieces may add tokens, which
+        is why more than `most` are let pass here. Raises ContextTooLong."""
+        found, size = 0, max(_PIECE * most, _LEAST_PIECE)
+        for at in range(0, len(text), size):
+            piece = text[at : at + size]
+            found += len(self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0]) - _BORDER
+            if found > most + most // 8:
+                raise ContextTooLong(
+                    f"a prompt whose first {at + len(piece)} characters are about {found} tokens exceeds the model's "
+                    f"context of {most}"
+                )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -57,7 +84,10 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._window = list(prompt[-_CONTEXT:])
         self._given = len(self._window)  # tokens of the window whose text has been given out
-        self._known = tokenizer.decode(self._window)
+        text = tokenizer.decode(self._window)
+        # A prompt may end inside a character. The output's first tokens complete it, so it belongs to the output.
+        self._known = text.rstrip(_REPLACEMENT)
+        self._broken = len(text) - len(self._known)
 
     def feed(self, token: int) -> str:
         """The text that this token completes; often its own, sometimes none yet."""
@@ -74,6 +104,10 @@ class Detokenizer:
 
     def _give(self, text: str) -> str:
         new = text[len(self._known) :]
+        # What still is no character was already none at the end of the prompt, whose text shows it.
+        for _ in range(self._broken):
+            new = new.removeprefix(_REPLACEMENT)
+        self._broken = 0
         self._window = self._window[self._given :]
         self._given = len(self._window)
         self._known = self._tokenizer.decode(self._window)

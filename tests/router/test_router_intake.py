@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import math
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,8 @@ def test_generation_settings_win_and_count_only_where_sampling_is_recommended(tm
         ({}, None, ModelError, "vocab_size is None"),
         (CONFIG | {"eos_token_id": "x"}, None, ModelError, "eos_token_id is 'x'"),
         (CONFIG, {"do_sample": True, "top_p": 7}, ModelError, "top_p"),
+        (CONFIG, {"do_sample": True, "temperature": math.nan}, ModelError, "nan"),
+        (CONFIG, {"do_sample": True, "min_p": math.nan}, ModelError, "nan"),
     ],
 )
 def test_a_checkpoint_that_makes_no_sense(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from baton.errors import ModelError
+from baton.errors import ContextTooLong, ModelError
 from router.text import Detokenizer, StopMatcher, TextStream, Tokenizer
 from tests.router import tokenizers
 
@@ -167,3 +170,56 @@ def test_the_token_that_ends_the_output_has_no_text() -> None:
 def test_without_a_tokenizer_tokens_pass_through() -> None:
     out = stream([], tokenizer=None)
     assert (out.feed([5, 6]).text, out.feed([7]).taken, out.flush().text) == ("", 1, "")
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters=LOST), max_size=40), st.integers(0, 160))
+def test_a_prompt_may_end_inside_a_character(text: str, cut: int) -> None:
+    """Prompt and output together are the text; the character between them belongs to the output."""
+    tokens = BYTES.encode(text)[1:]
+    prompt, output = tokens[:cut], tokens[cut:]
+    assert BYTES.decode(prompt).rstrip(LOST) + "".join(pieces(BYTES, output, prompt)) == text
+
+
+@given(st.lists(st.integers(2, 399), max_size=30), st.lists(st.integers(2, 399), min_size=16, max_size=60))
+def test_a_prompt_that_ends_in_no_character_is_not_told_again(prompt: list[int], output: list[int]) -> None:
+    whole, before = BYTES.decode([*prompt, *output]), BYTES.decode(prompt)
+    told = "".join(pieces(BYTES, output, prompt))
+    assert whole.endswith(told)
+    assert len(before.rstrip(LOST)) <= len(whole) - len(told) <= len(before)
+
+
+def test_a_text_of_more_tokens_than_asked_for_is_refused_early() -> None:
+    words = "The quick brown fox jumps over the lazy dog. "
+    fits = BYTES.encode(words * 10)
+    assert BYTES.encode(words * 10, len(fits)) == fits
+    with pytest.raises(ContextTooLong, match=f"{len(fits)} tokens exceeds the model's context of {len(fits) - 1}"):
+        BYTES.encode(words * 10, len(fits) - 1)
+    with pytest.raises(ContextTooLong, match="whose first 4096 characters are about"):
+        BYTES.encode("xq" * 10_000, 1_000)
+    blank = BYTES.encode(" " * 4_001)  # a long text whose beginning says nothing of its end
+    assert BYTES.encode(" " * 4_001, len(blank)) == blank
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 60_000
+    seen: list[float] = []
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            seen.append(time.monotonic())
+
+    other = threading.Thread(target=run)
+    other.start()
+    try:
+        begun = time.monotonic()
+        with pytest.raises(ContextTooLong):
+            BYTES.encode(text, 500_000)
+        BYTES.encode(text)
+        ended = time.monotonic()
+    finally:
+        stop.set()
+        other.join()
+    meanwhile = [moment for moment in seen if begun <= moment <= ended]
+    longest = max(later - earlier for earlier, later in pairwise([begun, *meanwhile, ended]))
+    assert longest < (ended - begun) / 2  # it would be nearly all of it
