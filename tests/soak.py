@@ -1,11 +1,12 @@
 """`make soak`: a cluster of real processes under load, with deaths and stops at random, for as long as you like.
 
-    .venv/bin/python -m tests.soak [--minutes 20] [--kills 50] [--requests 10000] [--seed N]
+    .venv/bin/python -m tests.soak [--minutes 20] [--kills 50] [--requests 10000] [--hostile 10] [--seed N]
 
 Every request must end with the reference's tokens, whatever died meanwhile, while one decode worker lives; and when
 the load ends, nothing may be left running or held. Then stores with disk tiers are killed 50 times, and again in a
-cluster of two nodes (see `tests/store_deaths.py`). Last come 10,000 requests of mixed length, colocated and split,
-which must leave every pool empty (see `tests/soak_requests.py`). Prints its seed first, and a line of JSON after each
+cluster of two nodes (see `tests/store_deaths.py`). Then come 10,000 requests of mixed length, colocated and split,
+which must leave every pool empty (see `tests/soak_requests.py`). Last come hostile clients, strangers and hung
+processes beside honest streams (see `tests/soak_hostile.py`). Prints its seed first, and a line of JSON after each
 part.
 """
 
@@ -29,6 +30,7 @@ from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.processes import workload
 from tests.processes.test_failures import at_rest, eventually
+from tests.soak_hostile import hostile
 from tests.soak_requests import requests
 from tests.store_deaths import store_deaths
 
@@ -124,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="of deaths and stops of everything")
     parser.add_argument("--kills", type=int, default=50, help="of the store, above a disk tier")
     parser.add_argument("--requests", type=int, default=10_000, help="of mixed length, to pools that are too small")
+    parser.add_argument("--hostile", type=float, default=10.0, help="minutes of hostile clients and hung processes")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     given = parser.parse_args(argv)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
@@ -139,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for prefill in (0, 1) if given.requests else ():
             result = requests(given.requests, given.seed, folder / f"requests-{prefill}", prefill, path)
             print(json.dumps(result), flush=True)
+        if given.hostile:
+            print(json.dumps(hostile(given.hostile * 60, given.seed, folder / "hostile", path)), flush=True)
 
 
 if __name__ == "__main__":

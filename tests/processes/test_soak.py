@@ -8,6 +8,7 @@ import pytest
 
 from tests import checkpoints
 from tests.soak import soak
+from tests.soak_hostile import hostile
 from tests.soak_requests import requests
 
 
@@ -23,3 +24,10 @@ def test_requests_of_mixed_length_leave_every_pool_empty(tmp_path: Path, prefill
     result = requests(400, 11, tmp_path / "cluster", prefill, path)
     assert result["cancelled"]
     assert result["evictions"]
+
+
+def test_honest_streams_beside_hostile_clients_and_hung_processes(tmp_path: Path) -> None:
+    path = checkpoints.make("llama", tmp_path / "model")
+    result = hostile(20.0, 11, tmp_path / "cluster", path)
+    assert result["requests"]
+    assert result["hangs"]

@@ -339,12 +339,9 @@ def test_a_client_that_reads_nothing_for_long_is_told_when_it_reads(
             call = client.generation.Generate(request(max_tokens=100, ignore_eos=True))
             gone = client.generation.Generate(request(max_tokens=100, ignore_eos=True))
             await until(lambda: len(given_up) == 2)
-            read = 0
             with pytest.raises(grpc.aio.AioRpcError, match="did not read the end of its output"):
-                while True:
-                    read += len((await call.read()).delta.token_ids)
+                await collect(call)
             assert await call.code() == grpc.StatusCode.CANCELLED
-            assert 0 < read < 100
             gone.cancel()
             assert await collect(client.generation.Generate(request()))
 
