@@ -1,4 +1,4 @@
-"""The gRPC front door: `Generation`, `Cache` and `Cluster` of `proto/baton/v1`, health and reflection.
+"""The gRPC servers: `Generation` for clients, `Cluster` and `Cache` for the operator; health and reflection on both.
 
 Owns nothing but the conversation. Errors leave through one seam, `status_of` and `_abort`: a `BatonError` becomes the
 status it names; anything else is our own mistake, is logged, and shows the client no more than that.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,7 +31,7 @@ from baton.v1 import (
     generation_pb2,
     generation_pb2_grpc,
 )
-from router import replies
+from router import operator_socket, replies
 from router.events import Cancelled, End, Failed, Finished
 from router.intake import Intake, Wish, name_of, pin_of, role_of, steps_of, take_in, take_in_prefix
 from router.relay import Relay
@@ -51,7 +52,6 @@ _TOKENIZING = 64  # long prompts that may wait for those threads
 UNREAD_GRACE = 20.0  # seconds without a finished write, after a request's end, until its unread output is dropped
 _KEEPALIVE_MS = 30_000
 _SPARE_RPCS = 256  # besides router.max_concurrent_rpcs: those without a message yet, health checks and reflection
-_SERVICES = ("baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster")
 
 
 def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:
@@ -259,12 +259,24 @@ class ClusterFront(cluster_pb2_grpc.ClusterServicer):
 
 
 class Front:
-    """The gRPC server with everything on it."""
+    """The gRPC servers: one for clients, and one for the operator."""
 
     def __init__(self, relay: Relay, clock: Clock) -> None:
         self._tokenizing = Tokenizing()
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] - no stubs
         limits = Limits.of(relay.model)
-        self._server = grpc.aio.server(
+        self._public = self._server(limits, relay.config.router.max_concurrent_rpcs + _SPARE_RPCS, "Generation")
+        self._operator = self._server(limits, _SPARE_RPCS, "Cluster", "Cache")
+        generation = GenerationFront(relay, clock, self._tokenizing)
+        generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._public)
+        cache_pb2_grpc.add_CacheServicer_to_server(CacheFront(relay, clock, self._tokenizing), self._operator)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterFront(relay), self._operator)
+        self._operator_address = ""
+        self._serving: bool | None = None
+
+    def _server(self, limits: Limits, rpcs: int, *services: str) -> grpc.aio.Server:
+        """A server with health and reflection, which tells of these services."""
+        server = grpc.aio.server(
             interceptors=[RequestParser(limits, _abort)],
             options=[
                 ("grpc.max_receive_message_length", limits.message),  # after decompression
@@ -275,28 +287,30 @@ class Front:
                 ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
                 ("grpc.so_reuseport", 0),  # or two routers would share a port, and each get some of the requests
             ],
-            maximum_concurrent_rpcs=relay.config.router.max_concurrent_rpcs + _SPARE_RPCS,
+            maximum_concurrent_rpcs=rpcs,
         )
-        generation = GenerationFront(relay, clock, self._tokenizing)
-        generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server)
-        cache_pb2_grpc.add_CacheServicer_to_server(CacheFront(relay, clock, self._tokenizing), self._server)
-        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterFront(relay), self._server)
-        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] - no stubs
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        self._serving: bool | None = None
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        named = [f"baton.v1.{service}" for service in services]
+        reflection.enable_server_reflection((*named, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        return server
 
     async def start(self, host: str, port: int) -> str:
-        """Listen; returns "host:port". Raises PortInUse."""
-        try:
-            bound = self._server.add_insecure_port(f"{_bracketed(host)}:{port}")
-        except RuntimeError:
-            bound = 0
-        if not bound:
-            raise PortInUse(f"can't listen on {host}:{port}; stop what listens there or change router.grpc_port")
+        """Listen for clients; returns "host:port". Raises PortInUse."""
+        bound = _bind(self._public, f"{_bracketed(host)}:{port}", "router.grpc_port")
         await self.set_serving(False)
-        await self._server.start()
+        await self._public.start()
         return f"{_bracketed(host)}:{bound}"
+
+    async def start_operator(self, address: str) -> str:
+        """Listen for the operator at an address of `bind_address`; returns a gRPC target. Raises PortInUse."""
+        bound = _bind(self._operator, address, "router.operator")
+        if address.startswith("unix:"):
+            os.chmod(address.removeprefix("unix:"), 0o600)  # noqa: PTH101 - a Path would look like work for a thread
+        else:
+            address = f"{address.rpartition(':')[0]}:{bound}"
+        self._operator_address = address
+        await self._operator.start()
+        return address
 
     async def set_serving(self, serving: bool) -> None:
         """What health checks are told. The router itself answers, so `Cluster` always serves."""
@@ -310,8 +324,20 @@ class Front:
 
     async def stop(self, grace: float) -> None:
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace)
+        await asyncio.gather(self._public.stop(grace), self._operator.stop(grace))
+        operator_socket.remove(self._operator_address)
         self._tokenizing.close()
+
+
+def _bind(server: grpc.aio.Server, address: str, setting: str) -> int:
+    """The port. Raises PortInUse."""
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError:
+        bound = 0
+    if not bound:
+        raise PortInUse(f"can't listen on {address}; stop what listens there or change {setting}")
+    return bound
 
 
 @contextlib.asynccontextmanager

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -61,11 +63,13 @@ async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
 
 
 class Client:
-    def __init__(self, router: Served, channel: grpc.aio.Channel) -> None:
+    def __init__(self, router: Served, channel: grpc.aio.Channel, operator: grpc.aio.Channel) -> None:
         self.router = router
         self.channel = channel
+        self.operator = operator
         self.generation: Any = generation_pb2_grpc.GenerationStub(channel)
-        self.cluster: Any = cluster_pb2_grpc.ClusterStub(channel)
+        self.cluster: Any = cluster_pb2_grpc.ClusterStub(operator)
+        self.cache: Any = cache_pb2_grpc.CacheStub(operator)
         self.health: Any = health_pb2_grpc.HealthStub(channel)
         self.reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
 
@@ -94,12 +98,21 @@ class Client:
 @contextlib.asynccontextmanager
 async def cluster(config: settings.Config, *processes: str) -> AsyncIterator[Client]:
     """A router with these workers, each named after its role."""
-    async with served(config) as router, grpc.aio.insecure_channel(router.addresses.grpc) as channel:
+    async with (
+        served(config) as router,
+        grpc.aio.insecure_channel(router.addresses.grpc) as channel,
+        grpc.aio.insecure_channel(router.addresses.operator) as operator,
+    ):
         for name in processes:
             router.start(name.partition("-")[0], name)
-        client = Client(router, channel)
+        client = Client(router, channel, operator)
         await client.joined(len(processes))
         yield client
+
+
+def mode(path: str) -> int | None:
+    """The permissions of a file, or none where there is none."""
+    return stat.S_IMODE(Path(path).stat().st_mode) if Path(path).exists() else None
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -251,13 +264,12 @@ def test_long_strings_come_back_cut(tmp_path: Path) -> None:
                 code, details, metadata = await client.refused(request(**{field: long}))
                 assert (code, metadata[front.REASON]) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
             role = cluster_pb2.SetRoleRequest(worker=long, role=cluster_pb2.ROLE_PREFILL)
-            pins: Any = cache_pb2_grpc.CacheStub(client.channel)
             for call, reason in (
                 (client.cluster.Explain(explain_pb2.ExplainRequest(request_id=long)), "request_not_found"),
                 (client.cluster.Drain(cluster_pb2.DrainRequest(worker=long)), "process_not_found"),
                 (client.cluster.SetRole(role), "process_not_found"),
                 (client.cluster.Profile(cluster_pb2.ProfileRequest(process=long)), "process_not_found"),
-                (pins.Unpin(cache_pb2.UnpinRequest(id=long)), "pin_not_found"),
+                (client.cache.Unpin(cache_pb2.UnpinRequest(id=long)), "pin_not_found"),
             ):
                 with pytest.raises(grpc.aio.AioRpcError, match="20000 characters") as caught:
                     await call
@@ -287,8 +299,9 @@ def test_bytes_that_are_no_request_are_refused_without_a_word_in_the_log(
     async def test() -> None:
         async with cluster(settings_for(tmp_path), "decode-0") as client:
             caplog.clear()
-            for method in ("baton.v1.Generation/Generate", "baton.v1.Cache/Warm", "baton.v1.Cluster/GetStatus"):
-                assert await status(client.channel, f"/{method}") == grpc.StatusCode.INVALID_ARGUMENT
+            assert await status(client.channel, "/baton.v1.Generation/Generate") == grpc.StatusCode.INVALID_ARGUMENT
+            for method in ("baton.v1.Cache/Warm", "baton.v1.Cluster/GetStatus"):
+                assert await status(client.operator, f"/{method}") == grpc.StatusCode.INVALID_ARGUMENT
             for method in ("Check", "Watch"):
                 assert (
                     await status(client.channel, f"/grpc.health.v1.Health/{method}") == grpc.StatusCode.INVALID_ARGUMENT
@@ -296,6 +309,29 @@ def test_bytes_that_are_no_request_are_refused_without_a_word_in_the_log(
             reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
             assert await status(client.channel, reflection) == grpc.StatusCode.OK
             assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+    run(test)
+
+
+def test_clients_do_not_reach_the_operators_calls(tmp_path: Path) -> None:
+    services = [cluster_pb2.DESCRIPTOR.services_by_name["Cluster"], cache_pb2.DESCRIPTOR.services_by_name["Cache"]]
+
+    async def test() -> None:
+        async with cluster(settings_for(tmp_path, operator=""), "decode-0") as client:
+            for service in services:
+                for method in service.methods:
+                    name = f"/{service.full_name}/{method.name}"
+                    call: Any = client.channel.unary_unary(name, request_serializer=bytes, response_deserializer=bytes)
+                    assert await call(b"", timeout=10).code() == grpc.StatusCode.UNIMPLEMENTED
+            path = client.router.addresses.operator.removeprefix("unix:")
+            assert mode(path) == 0o600
+            if os.getuid() == 0:  # another user can't connect: the folder is closed to it
+                code = "import os, socket, sys; os.setuid(65534); socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+                other = await asyncio.create_subprocess_exec(
+                    sys.executable, "-c", code, path, stderr=asyncio.subprocess.PIPE
+                )
+                assert b"PermissionError" in (await other.communicate())[1]
+        assert mode(path) is None
 
     run(test)
 
@@ -388,7 +424,7 @@ def test_a_router_that_stops_says_so(tmp_path: Path) -> None:
             router = await stack.enter_async_context(served(settings_for(tmp_path)))
             async with grpc.aio.insecure_channel(router.addresses.grpc) as channel:
                 worker = router.start("decode", "decode-0")
-                call = Client(router, channel).generation.Generate(request(max_tokens=900, ignore_eos=True))
+                call = Client(router, channel, channel).generation.Generate(request(max_tokens=900, ignore_eos=True))
                 reading = asyncio.create_task(collect(call))
                 await until(lambda: worker.sequences)
                 await stack.pop_all().aclose()
@@ -433,7 +469,8 @@ def test_status_health_and_reflection(tmp_path: Path) -> None:
             call = client.reflection.ServerReflectionInfo()
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             services = {service.name for service in (await call.read()).list_services_response.service}
-            assert {"baton.v1.Generation", "baton.v1.Cluster", "grpc.health.v1.Health"} <= services
+            assert {"baton.v1.Generation", "grpc.health.v1.Health"} <= services
+            assert "baton.v1.Cluster" not in services
             await call.done_writing()
 
     run(test)
@@ -496,7 +533,7 @@ def test_the_command_says_where_it_listens_and_ends_when_told(tmp_path: Path) ->
         try:
             assert process.stdout is not None
             addresses = json.loads(process.stdout.readline())
-            assert set(addresses) == {"grpc", "internal", "http"}
+            assert set(addresses) == {"grpc", "internal", "http", "operator"}
             taken = addresses["grpc"].rpartition(":")[2]
             file.write_text(settings.dump(settings_for(tmp_path, grpc_port=int(taken))))
             second = subprocess.run(
