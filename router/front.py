@@ -357,7 +357,10 @@ async def _typed(context: Any) -> AsyncIterator[None]:
 async def _abort(context: Any, error: BatonError, request_id: str = "") -> NoReturn:
     code, metadata = status_of(error)
     named = f"{error} (request {request_id})" if request_id else str(error)
-    await context.abort(code, named, metadata)
+    try:
+        await context.abort(code, named, metadata)
+    except grpc.aio.InternalError:  # the client has gone meanwhile
+        raise asyncio.CancelledError from None
     raise AssertionError("abort returned")
 
 
