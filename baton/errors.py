@@ -15,6 +15,7 @@ BatonError                        INTERNAL
 ├── RequestCancelled              CANCELLED            the client went away
 ├── Unavailable                   UNAVAILABLE          no live worker can take the request, or its router is stopping
 │   └── AttemptsExhausted         UNAVAILABLE          every attempt, the decode-local one included, failed
+├── NonFiniteLogits               INTERNAL             the model's logits are NaN or infinite: no attempt would help
 ├── ProtocolError                 INTERNAL             a peer said what the protocol does not allow
 │   ├── MalformedMessage          INVALID_ARGUMENT     bytes that are no message of this link
 │   └── Incompatible              FAILED_PRECONDITION  Hello with another protocol, layout or namespace
@@ -143,6 +144,12 @@ class AttemptsExhausted(Unavailable):
     """Every attempt at a request failed, the decode-local one included."""
 
     reason = "attempts_exhausted"
+
+
+class NonFiniteLogits(BatonError):
+    """The model computed NaN or infinity for this request. Another attempt would compute the same."""
+
+    reason = "non_finite_logits"
 
 
 class ProtocolError(BatonError):

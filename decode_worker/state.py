@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from baton.clock import Tick
 from baton.config import DecodeConfig
-from baton.errors import BatonError, MalformedMessage
+from baton.errors import BatonError, MalformedMessage, NonFiniteLogits
 from baton.membership import OwnerLost, Say
 from baton.messages import (
     Accepted,
@@ -491,6 +491,11 @@ class DecodeState:
                 sequence.prompt_computed += in_prompt
                 self._computed += in_prompt
             sequence.served = self._step
+            if drawn is not None and not all(each.finite for each in (drawn, *(step[index] for step in done.more))):
+                commands += self._forget(sequence, cut=True)  # none of this step's pages is cached
+                message = f"the logits of token {chunk.end} are not finite; look at the checkpoint and its dtype"
+                commands.append(Say(Failed(*_named(name), NonFiniteLogits.reason, message), sequence.owner))
+                continue
             if drawn is None:
                 sequence.computed = chunk.end
             else:

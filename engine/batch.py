@@ -35,12 +35,14 @@ class Draw(Struct, frozen=True, gc=False):
 class Sampled(Struct, frozen=True, gc=False):
     """The token chosen, its log-probability, and the likeliest tokens with theirs, best first.
 
-    Log-probabilities are those of the model's own distribution, before temperature and filters.
+    Log-probabilities are those of the model's own distribution, before temperature and filters. Where a logit was
+    NaN or infinite, or every token was masked, `finite` is False and the token means nothing.
     """
 
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    finite: bool = True
 
 
 class Chunk(Struct, frozen=True, gc=False):

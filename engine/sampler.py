@@ -44,15 +44,21 @@ def sample(
     """Draw one token from each row of `logits` [rows, vocab]; `positions` are those that the new tokens will have.
 
     `best` is the likeliest token of each row, of equal logits the lowest id, if that is known already. A row that is
-    not finite gives some token of the vocabulary, and touches no other row.
+    not finite gives some token of the vocabulary, which `Sampled.finite` tells apart, and touches no other row.
     """
+    # The largest of a row is NaN where any of them is. Minus infinity is a mask's, unless it is all that there is.
+    largest: list[float] = logits.amax(dim=-1).tolist()
     tokens: list[int] = logits.argmax(dim=-1).tolist() if best is None else list(best)
     warm = [row for row, draw in enumerate(draws) if draw.temperature > 0]
     if warm:
         picked = _draw_rows(logits[warm], [draws[row] for row in warm], [positions[row] for row in warm])
         for row, token in zip(warm, picked, strict=True):
             tokens[row] = token
-    return _report(logits, draws, tokens)
+    sampled = _report(logits, draws, tokens)
+    for row, logit in enumerate(largest):
+        if not math.isfinite(logit):
+            sampled[row] = Sampled(tokens[row], finite=False)
+    return sampled
 
 
 def _draw_rows(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:

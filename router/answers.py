@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from baton import messages
 from baton.config import Config
-from baton.errors import ContextTooLong, DeadlineExpired, InvalidRequest, from_reason
+from baton.errors import ContextTooLong, DeadlineExpired, InvalidRequest, NonFiniteLogits, from_reason
 from baton.messages import Delta, Prefill, Resend
 from router.admission import ModelLimits
 from router.candidates import another_maker
@@ -248,7 +248,7 @@ class Answers:
             return
         member.drop(attempt.name)
         error = from_reason(event.reason, event.message)
-        if isinstance(error, InvalidRequest | DeadlineExpired):
+        if isinstance(error, InvalidRequest | DeadlineExpired | NonFiniteLogits):
             self._life.end(request, Failed(error), now)
             return
         if member.incarnation == attempt.prefill:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from baton.clock import Tick
 from baton.config import DecodeConfig
 from baton.membership import OwnerLost, Say
@@ -376,6 +378,32 @@ def test_a_failed_step_fails_its_requests_and_nobody_else() -> None:
     one.rig.settle()
     assert [(m.request, m.reason) for m in one.said if isinstance(m, Failed)] == [("bad", "internal")]
     assert tokens_of(one.said, "good") == reference(PROMPT, 5)
+
+
+@pytest.mark.parametrize("broken_step", [0, 1, 5])
+def test_logits_that_are_not_finite_fail_their_request_and_no_other(broken_step: int) -> None:
+    state = DecodeState(DecodeConfig(), PAGE, 64)
+    said: list[Message] = []
+
+    def handle(event: Decode | StepDone) -> None:
+        said.extend(each.message for each in state.handle(event, 0.0) if isinstance(each, Say))
+
+    for request, prompt in (("bad", PROMPT), ("good", PROMPT[::-1])):
+        handle(order(prompt, 9, request))
+    cached = 0
+    for step in range(9):
+        assert not state.prepare(0.0)
+        plan = state.plan(0.0)
+        broken = [step == broken_step and name.request == "bad" for name in plan]
+        cached = len(state.cache.pages()) if any(broken) else cached
+        handle(StepDone(plan, [Sampled(7, finite=not bad) for bad in broken]))
+        if step == broken_step:
+            of_good = (len(PROMPT) + step) // PAGE
+            assert len(state.cache.pages()) <= max(cached + 1, of_good)  # no page of this step is the bad one's
+    assert [(m.request, m.reason) for m in said if isinstance(m, Failed)] == [("bad", "non_finite_logits")]
+    assert tokens_of(said, "bad") == [7] * broken_step
+    assert tokens_of(said, "good") == [7] * 9
+    assert state.cache.available == 64
 
 
 def test_a_token_that_the_model_lacks_fails_its_own_request_alone() -> None:

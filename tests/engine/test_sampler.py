@@ -154,9 +154,21 @@ def test_a_row_that_is_not_finite_harms_no_other(bad: float, draw: Draw):
     logits = logits_of(8, 3)
     expected = tokens_of(logits, [draw] * 3, [0, 1, 2])
     logits[1] = bad
-    tokens = tokens_of(logits, [draw] * 3, [0, 1, 2])
-    assert [tokens[0], tokens[2]] == [expected[0], expected[2]]
-    assert 0 <= tokens[1] < 1000
+    sampled = sample(logits, [draw] * 3, [0, 1, 2])
+    assert [sampled[0].token, sampled[2].token] == [expected[0], expected[2]]
+    assert 0 <= sampled[1].token < 1000
+    assert [one.finite for one in sampled] == [True, False, True]
+
+
+@pytest.mark.parametrize(("bad", "finite"), [(float("nan"), False), (float("inf"), False), (float("-inf"), True)])
+@pytest.mark.parametrize("draw", [Draw(temperature=0, logprobs=3), Draw()], ids=str)
+def test_one_logit_that_is_not_finite_is_noticed_unless_it_is_a_masked_one(bad: float, finite: bool, draw: Draw):
+    logits = logits_of(8, 2)
+    best = logits.argmax(dim=-1).tolist()
+    logits[1, 900 if best[1] != 900 else 901] = bad
+    for known in (None, best):
+        sampled = sample(logits, [draw] * 2, [0, 1], known)
+        assert [one.finite for one in sampled] == [True, finite]
 
 
 def test_masked_tokens_are_never_drawn():

@@ -9,13 +9,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import zmq
+from safetensors.torch import load_file, save_file
 
 from baton import config
-from baton.errors import BatonError, ContextTooLong, InvalidRequest, ModelMismatch, StartupError
+from baton.errors import BatonError, ContextTooLong, InvalidRequest, ModelMismatch, NonFiniteLogits, StartupError
 from baton.messages import Reserve
 from baton.unix import UnixSocket
 from baton.v1 import generation_pb2
@@ -43,6 +45,30 @@ def refused(cluster: LocalCluster, **settings: object) -> BatonError:
     with Client(cluster.address, cluster.operator) as client, pytest.raises(BatonError) as caught:
         list(client.generate(request, timeout=20))
     return caught.value
+
+
+@pytest.mark.parametrize("prefill", [0, 1], ids=["colocated", "split"])
+def test_a_model_that_computes_nan_fails_those_requests_alone(tmp_path: Path, prefill: int) -> None:
+    """The embedding of one token is NaN. Prompts with it get an error, and the requests beside them their tokens."""
+    path = checkpoints.make("llama", tmp_path / "model", tie_word_embeddings=False)
+    whole = [[*range(10 + i, 60 + i)] for i in range(3)]
+    reference = checkpoints.reference(path)
+    expected = [reference.generate(prompt, 24)[0] for prompt in whole]
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][300] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    with LocalCluster(workload.settings(path, prefill, 1), tmp_path / "cluster") as cluster:
+        with ThreadPoolExecutor(5) as pool:
+            broken = pool.map(lambda at: refused(cluster, token_ids=ids(*whole[at], 300), max_tokens=24), range(2))
+            answers = list(pool.map(lambda prompt: workload.ask(cluster.address, prompt, 24).tokens, whole))
+            for error in broken:
+                assert type(error) is NonFiniteLogits, error
+        assert answers == expected
+        # Pages of the broken prompts may be cached. What goes on from them breaks as well, and is no wrong token.
+        assert type(refused(cluster, token_ids=ids(*whole[0], 300, 5), max_tokens=4)) is NonFiniteLogits
+        assert workload.ask(cluster.address, whole[0], 24).tokens == expected[0]
+        eventually(lambda: at_rest(cluster), what="everything freed")
 
 
 def ids(*tokens: int) -> generation_pb2.TokenIds:

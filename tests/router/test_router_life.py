@@ -12,6 +12,7 @@ from baton.errors import (
     ContextTooLong,
     DeadlineExpired,
     InvalidRequest,
+    NonFiniteLogits,
     Overloaded,
     Unavailable,
 )
@@ -531,6 +532,16 @@ def test_the_next_attempt_knows_the_tokens_so_far() -> None:
 
 
 # --- failures ---
+
+
+def test_logits_that_are_not_finite_end_the_request_at_once() -> None:
+    lab = Lab()
+    one, _ = lab.colocated(2)
+    lab.submit(prompt=10, max_tokens=6)
+    lab.tokens(one, "r", 1, 10, 50, computed=10)
+    lab.say(one, Failed("r", 1, "non_finite_logits", "the logits of token 11 are not finite"))
+    assert type(error(lab)) is NonFiniteLogits
+    assert lab.emitted() == [50]
 
 
 def test_a_short_fetch_is_a_new_attempt_without_that_prefill_worker() -> None:
