@@ -75,11 +75,16 @@ class ClusterConfig(_Section, frozen=True):
     stuck_ms: Positive = 60_000  # a worker whose step takes longer counts as gone
     trace_steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)] = 0  # each worker and store traces so many from its start
     trace_dir: str = ""  # where traces are written; default: traces, below log_dir
-    key_file: str = ""  # the cluster's CURVE keys: needed by sockets that are not on loopback; made by baton up
+    key_file: str = ""  # the cluster's CURVE keys; default: cluster.key in ~/.local/state/baton/<name>, made there
 
     @property
     def state_dir(self) -> Path:
         return Path.home() / ".local" / "state" / "baton" / self.name
+
+    @property
+    def key_path(self) -> Path:
+        """The file with the cluster's keys."""
+        return Path(self.key_file).expanduser() if self.key_file else self.state_dir / "cluster.key"
 
     @property
     def logs(self) -> Path:
@@ -147,7 +152,7 @@ class StoreConfig(_Section, frozen=True):
     load_share: Annotated[float, Meta(gt=0, le=1)] = 0.25  # of the slots, at most waiting for pages from lower tiers
     transport: Literal["zmq", "nixl"] = "zmq"  # of pages between stores; nixl: RDMA, not encrypted, pip install nixl
     pin_bytes: Bytes = Bytes(128 * 2**20)  # at most pinned for one tenant in one store
-    event_tokens: bool = False  # put token ids, which are the users' prompts, into KV events; needs cluster.key_file
+    event_tokens: bool = False  # put token ids, which are the users' prompts, into KV events
     verify_pages: bool = False  # check the checksum of a page at every read, not only across tiers and nodes
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from baton import config, logs
 from baton.config import Config
-from baton.errors import BatonError
-from baton.hosts import LOOPBACK
+from baton.errors import BatonError, KeysUnusable
+from baton.hosts import LOOPBACK, host_of, is_loopback, is_wildcard
 from baton.wire import Keys, use_keys
 
 
@@ -43,9 +43,31 @@ def parse(program: str, argv: Sequence[str] | None, needs_router: bool) -> Argum
     given = parser.parse_args(argv)
     settings = config.load(given.config)
     logs.configure(given.name, settings.cluster.logs)
+    routers = tuple(given.router) if needs_router else ()
+    use_keys(cluster_keys(settings, given.host, routers))
+    return Arguments(settings, given.name, given.node, routers, given.host)
+
+
+def cluster_keys(settings: Config, host: str = LOOPBACK, routers: Sequence[str] = ()) -> Keys:
+    """Return the cluster's keys for a process on `host` behind those routers. A cluster on one machine needs no
+    cluster.key_file: its first process makes the default file. Raises KeysUnusable."""
     if settings.cluster.key_file:
-        use_keys(Keys.read(Path(settings.cluster.key_file).expanduser()))
-    return Arguments(settings, given.name, given.node, tuple(given.router) if needs_router else (), given.host)
+        return Keys.read(settings.cluster.key_path)
+    inner = host if is_wildcard(settings.router.host) else settings.router.host
+    for address in (host, inner, *map(host_of, routers)):
+        if not is_loopback(address):
+            raise KeysUnusable(
+                f"{address} is not on loopback, so every node needs the same keys: make them with `baton keys FILE`, "
+                "copy that file to every node and set cluster.key_file to it there"
+            )
+    try:
+        path = settings.cluster.key_path
+    except RuntimeError:  # Path.home() of a uid without a home
+        raise KeysUnusable(
+            "there is no home directory for the cluster's keys: make them with `baton keys FILE` and set "
+            "cluster.key_file to that file"
+        ) from None
+    return Keys.read_or_make(path)
 
 
 Run = Callable[[Config, str, str, tuple[str, ...], threading.Event, str], None]

@@ -42,6 +42,7 @@ from baton.messages import (
     StoreHeartbeat,
     StoreReply,
 )
+from baton.wire import Keys
 from engine.pool import PagePool
 from kvstore.checksum import page_checksum
 from kvstore.client import StoreClient, store_address
@@ -69,7 +70,9 @@ def store_process(arena_bytes: int) -> Iterator[str]:
     config = Config(cluster=ClusterConfig(name=name), store=StoreConfig(Bytes(arena_bytes), writer_share=1.0))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
-        path.write_text(dump(config).replace("log_dir: ''", f"log_dir: {folder}"))
+        Keys.generate().write(Path(folder) / "cluster.key")
+        text = dump(config).replace("key_file: ''", f"key_file: {folder}/cluster.key")
+        path.write_text(text.replace("log_dir: ''", f"log_dir: {folder}"))
         command = [sys.executable, "-m", "kvstore", "--config", str(path), "--name", "store-0", "--node", "bench"]
         with subprocess.Popen([*command, "--router", "tcp://127.0.0.1:1"], cwd=Path(__file__).parents[1]) as process:
             try:

@@ -1,4 +1,4 @@
-"""How fast pages go from one store to another, against bare ZMQ over TCP.
+"""How fast pages go from one store to another, against bare ZMQ over TCP. Both are encrypted, as every link is.
 
     python -m bench.peer_speed [--quick]
 
@@ -31,6 +31,8 @@ from typing import Self
 import zmq
 
 from baton.messages import Credit, Peer, SentPage, Source, Want
+from baton.wire import Keys, use_keys
+from baton.wire.sockets import bind, connect
 from bench import report
 from kvstore.checksum import page_checksum
 from kvstore.peers import ZmqTransport
@@ -75,10 +77,11 @@ def measure(turns: int) -> list[report.Result]:
 def _turns(page: int, turns: int) -> dict[str, list[float]]:
     """GB/s of each turn, by kind."""
     spawn = multiprocessing.get_context("spawn")
+    keys = Keys.generate().secret
     (sender, its_sender), (receiver, its_receiver) = spawn.Pipe(), spawn.Pipe()
     sides = [
-        spawn.Process(target=_send_all, args=(its_sender, page)),
-        spawn.Process(target=_receive_all, args=(its_receiver, page)),
+        spawn.Process(target=_send_all, args=(its_sender, page, keys)),
+        spawn.Process(target=_receive_all, args=(its_receiver, page, keys)),
     ]
     taken: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     try:
@@ -103,12 +106,12 @@ def _turns(page: int, turns: int) -> dict[str, list[float]]:
     return taken
 
 
-def _send_all(parent: Connection, page_bytes: int) -> None:
+def _send_all(parent: Connection, page_bytes: int, keys: str) -> None:
+    use_keys(Keys(keys))
     memory = _memory()
     with _Served(memory, page_bytes) as store, zmq.Context() as context, context.socket(zmq.PUSH) as bare:
         bare.setsockopt(zmq.SNDHWM, _QUEUE // page_bytes)
-        port = bare.bind_to_random_port("tcp://127.0.0.1")
-        parent.send((store.transport.endpoint, f"tcp://127.0.0.1:{port}"))
+        parent.send((store.transport.endpoint, bind(bare, "tcp://127.0.0.1:0")))
         while True:
             select.select([store.transport, parent], [], [])
             store.serve()
@@ -122,13 +125,14 @@ def _send_all(parent: Connection, page_bytes: int) -> None:
                     bare.send(memory[start : start + page_bytes], copy=False)
 
 
-def _receive_all(parent: Connection, page_bytes: int) -> None:
+def _receive_all(parent: Connection, page_bytes: int, keys: str) -> None:
+    use_keys(Keys(keys))
     memory = _memory()
     served, sent = parent.recv()
     with ExitStack() as cleanup:
         bare = cleanup.enter_context(cleanup.enter_context(zmq.Context()).socket(zmq.PULL))
         bare.setsockopt(zmq.RCVHWM, _QUEUE // page_bytes)
-        bare.connect(sent)
+        connect(bare, sent)
         transport = ZmqTransport(Peer("store", "receiver", "b", "receiver", 2))
         cleanup.callback(transport.close)
         transport.use(memory, page_bytes)

@@ -46,9 +46,9 @@ class Order(msgspec.Struct, frozen=True):
     role: Role
     node: str
     config: Config
+    keys: Keys  # handed over in memory: a node needs no copy of the file
     routers: tuple[str, ...] = ()  # where workers and stores connect; none for a router
     workers: int = 1  # that share the node's cores
-    keys: Keys | None = None  # handed over in memory: a node needs no copy of the file
 
 
 class Service:

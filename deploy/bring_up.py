@@ -39,11 +39,14 @@ def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float
         say("clearing away what a cluster that died left behind")
         tear_down(folder, stale, lambda _: None)
     preflight.check(config)
-    made_keys = preflight.needs_keys(config) and not config.cluster.key_file
-    config = _settle(config, folder / "cluster.key" if made_keys else None, say)
+    named = bool(config.cluster.key_file)
+    made_keys = not named and not config.cluster.key_path.exists()
+    config = _settle(config, say)
     try:
         state = _on_ray(config, folder, choice, dashboard, made_keys, say)
-        _start_supervisor(config, folder, _keys(config, made_keys, say), patience)
+        # The processes get the keys from memory: their nodes need no copy of the file.
+        keys = (Keys.read if named else Keys.read_or_make)(Path(config.cluster.key_file))
+        _start_supervisor(config, folder, keys, patience)
         say("starting the cluster's processes")
         overview = _wait_serving(state.name, patience, watch)
         state = _complete(state, overview)
@@ -60,9 +63,9 @@ def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float
     return state
 
 
-def _settle(config: Config, key_file: Path | None, say: Say) -> Config:
+def _settle(config: Config, say: Say) -> Config:
     """Paths made absolute, since Ray's processes have another working directory and may have another home; a model of
-    the hub's fetched. `key_file`: where the keys shall be that we make, if we make some."""
+    the hub's fetched."""
     path = Path(config.model.path).expanduser()
     if not path.is_dir():
         from engine.files import resolve
@@ -72,13 +75,11 @@ def _settle(config: Config, key_file: Path | None, say: Say) -> Config:
     model = msgspec.structs.replace(
         config.model, path=str(path.resolve()), name=config.model.name or Path(config.model.path).resolve().name
     )
-    if key_file is None and config.cluster.key_file:
-        key_file = Path(config.cluster.key_file).expanduser().resolve()
     cluster = msgspec.structs.replace(
         config.cluster,
         log_dir=str(config.cluster.logs.expanduser().resolve()),
         trace_dir=_absolute(config.cluster.trace_dir),
-        key_file=str(key_file or ""),
+        key_file=str(config.cluster.key_path.resolve()),
     )
     disk = msgspec.structs.replace(config.disk, path=_absolute(config.disk.path))
     return msgspec.structs.replace(config, model=model, cluster=cluster, disk=disk)
@@ -86,18 +87,6 @@ def _settle(config: Config, key_file: Path | None, say: Say) -> Config:
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().resolve()) if path else ""
-
-
-def _keys(config: Config, make: bool, say: Say) -> Keys | None:
-    """The cluster's keys, made if need be; the processes get them from memory. Raises KeysUnusable."""
-    if not config.cluster.key_file:
-        return None
-    path = Path(config.cluster.key_file)
-    if make:
-        path.unlink(missing_ok=True)  # of an `up` that was killed; nobody has it
-        Keys.generate().write(path)
-        say(f"made the cluster's keys, {path}")
-    return Keys.read(path)
 
 
 def _on_ray(config: Config, folder: Path, choice: RayChoice, dashboard: bool, made_keys: bool, say: Say) -> State:
@@ -149,7 +138,7 @@ def _check_namespace_free(name: str) -> None:
         )
 
 
-def _start_supervisor(config: Config, folder: Path, keys: Keys | None, patience: float) -> None:
+def _start_supervisor(config: Config, folder: Path, keys: Keys, patience: float) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

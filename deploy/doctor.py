@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 from baton.config import Config
 from baton.errors import BatonError
+from baton.hosts import is_loopback
 from deploy import preflight, ray_probe, state_file
 from kvstore.memory import available_memory
 
@@ -106,16 +107,16 @@ def _is_up(folder: Path) -> bool:
 
 
 def _keys(config: Config) -> Finding:
-    path = config.cluster.key_file
+    path = config.cluster.key_path
     try:
         preflight.check_keys(config)
     except BatonError as error:
         return Finding("bad", "keys", f"{path} can't be used", str(error))
-    if path:
-        return Finding("ok", "keys", f"{path}, for its owner alone; what leaves a machine is encrypted with them")
-    if not preflight.needs_keys(config):
-        return Finding("ok", "keys", f"none needed: the router listens on {config.router.host}, nothing leaves here")
-    return Finding("ok", "keys", "`baton up` makes some for the cluster; processes started by hand need the file")
+    if path.exists():
+        return Finding("ok", "keys", f"{path}, for its owner alone; every link of the cluster is encrypted with them")
+    if is_loopback(config.router.host):
+        return Finding("ok", "keys", f"the cluster's first process makes {path}")
+    return Finding("ok", "keys", f"`baton up` makes {path}; processes started by hand on other nodes need the file")
 
 
 def _torch() -> Finding:

@@ -42,6 +42,7 @@ from baton.config import Config, dump
 from baton.errors import BatonError, StartupError
 from baton.hosts import LOOPBACK
 from baton.v1 import cluster_pb2
+from baton.wire import Keys
 from deploy.addresses import Addresses
 from deploy.client import UP, Client
 from deploy.cores import share_cores
@@ -102,7 +103,10 @@ class LocalCluster:
             raise StartupError(f"there is no node {', '.join(sorted(strange))}; this cluster has {self.nodes}")
         name = f"{config.cluster.name[:24]}-{secrets.token_hex(3)}"
         own = msgspec.structs.replace(
-            config.cluster, name=name, log_dir=config.cluster.log_dir or str(directory / "logs")
+            config.cluster,
+            name=name,
+            log_dir=config.cluster.log_dir or str(directory / "logs"),
+            key_file=config.cluster.key_file or str(directory / "cluster.key"),
         )
         self.config = msgspec.structs.replace(config, cluster=own)
         self.patience = patience
@@ -120,6 +124,8 @@ class LocalCluster:
         process that failed said; then nothing is left running."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            if self.config.cluster.key_path == self.directory / "cluster.key":
+                Keys.read_or_make(self.config.cluster.key_path)
             for name in self._routers:
                 self.start(name)
             for spec in self._specs.values():

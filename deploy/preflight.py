@@ -42,15 +42,11 @@ def check_model(model: str) -> None:
         raise ModelNotFound(f"{model} is not a directory; give that of a checkpoint, or a Hugging Face id (owner/name)")
 
 
-def needs_keys(config: Config) -> bool:
-    """Whether anything of the cluster leaves its machine, or shall be read by those only who belong to it."""
-    return not is_loopback(config.router.host) or config.store.event_tokens
-
-
 def check_keys(config: Config) -> None:
-    """Whether the cluster's keys, if the configuration names a file, can be used. Without one `baton up` makes some."""
-    if config.cluster.key_file:
-        Keys.read(Path(config.cluster.key_file).expanduser())
+    """Whether the cluster's keys can be used. The default file may be missing: `baton up` makes it."""
+    path = config.cluster.key_path
+    if config.cluster.key_file or path.exists():
+        Keys.read(path)
 
 
 def check_ports(config: Config) -> None:

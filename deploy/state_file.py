@@ -46,7 +46,7 @@ class State(msgspec.Struct, frozen=True):
     model: str = ""
     supervisor: Identity | None = None
     created: str = ""
-    key_file: str = ""  # the cluster's keys; empty: it has none, and nothing of it leaves the machine
+    key_file: str = ""  # the cluster's keys
     made_keys: bool = False  # by `baton up`, for this cluster: they end with it
 
     @property

@@ -61,7 +61,7 @@ class Desired(msgspec.Struct, frozen=True):
 class Supervisor:
     """Owns the desired state. Its loop runs on a thread; its methods are called through Ray."""
 
-    def __init__(self, namespace: str, desired: Desired, cluster_keys: ClusterKeys | None = None) -> None:
+    def __init__(self, namespace: str, desired: Desired, cluster_keys: ClusterKeys) -> None:
         """`desired` counts only where none is kept: at the first start. The cluster's keys come with every start, as
         Ray repeats it: so they need not lie in Ray's key-value store, nor on this node."""
         logs.configure(SUPERVISOR, desired.config.cluster.logs)
@@ -146,7 +146,7 @@ class Supervisor:
             config = listening(config, spec.name)
         routers = () if spec.role == "router" else tuple(router.endpoint for router in known.values())
         workers = workers_on(spec.node, self._specs())
-        order = Order(self._namespace, spec.name, spec.role, spec.node, config, routers, workers, self._cluster_keys)
+        order = Order(self._namespace, spec.name, spec.role, spec.node, config, self._cluster_keys, routers, workers)
         if self._crew.start(order):
             log.info("started %s on %s", spec.name, spec.node)
             self._ledger.started(spec.name, spec.node, now)

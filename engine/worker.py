@@ -116,9 +116,7 @@ class Worker:
         self._verify = config.store.verify_pages
         self._model = config.model.served_name
         self.metrics = Metrics()
-        self._events = PageEvents(
-            self.peer.incarnation, self._model, self.clock, host, secure=config.store.event_tokens
-        )
+        self._events = PageEvents(self.peer.incarnation, self._model, self.clock, host)
         card = ModelCard(
             namespace,
             layout.page_bytes,

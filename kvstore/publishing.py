@@ -52,15 +52,13 @@ class _Answer:
 class PageEvents:
     """One publisher's sockets, its numbered batches, and the digest that its heartbeats tell."""
 
-    def __init__(
-        self, incarnation: str, model: str, clock: Clock, host: str = "127.0.0.1", *, secure: bool = False
-    ) -> None:
-        """`model`: its name; `secure`: encrypted on loopback too. Raises PortInUse or StartupError."""
+    def __init__(self, incarnation: str, model: str, clock: Clock, host: str = "127.0.0.1") -> None:
+        """`model`: its name. Raises PortInUse or StartupError."""
         self._clock = clock
         self._log = EventLog(incarnation, model, time.time())
-        self._publisher = Publisher(hosts.endpoint(host), secure=secure)
+        self._publisher = Publisher(hosts.endpoint(host))
         try:
-            self._replayer = Replayer(hosts.endpoint(host), secure=secure)
+            self._replayer = Replayer(hosts.endpoint(host))
         except BaseException:
             self._publisher.close()
             raise

@@ -125,9 +125,7 @@ class Store:
             if config.disk.path:
                 disk = self._disk = DiskTier(Path(config.disk.path) / node, self._arena.slot)
                 cleanup.callback(disk.close)
-            self._events = PageEvents(
-                self.me.incarnation, config.model.served_name, self._clock, host, secure=config.store.event_tokens
-            )
+            self._events = PageEvents(self.me.incarnation, config.model.served_name, self._clock, host)
             cleanup.callback(self._events.close)
             self._metrics = Metrics()
             cleanup.callback(self._metrics.close)

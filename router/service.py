@@ -69,7 +69,7 @@ async def serve(
         inner = host if hosts.is_wildcard(router.host) else router.host
         listener = Listener(hosts.endpoint(inner, router.internal_port), me)
         cleanup.callback(listener.close)
-        sockets = Sockets(listener, secure=config.store.event_tokens)
+        sockets = Sockets(listener)
         cleanup.push_async_callback(sockets.close)
         relay = Relay(me, config, model, sockets, clock, Metrics())
         http = Http(relay)
@@ -132,11 +132,9 @@ async def _follow(relay: Relay, sockets: Sockets) -> None:
 class Sockets:
     """The relay's wire: one listener for all messages, one subscription for each holder of pages."""
 
-    def __init__(self, listener: Listener, *, secure: bool) -> None:
-        """`secure`: KV events are encrypted wherever they come from."""
+    def __init__(self, listener: Listener) -> None:
         self.pages: asyncio.Queue[KvEvents | KvSnapshot] = asyncio.Queue(_BATCHES)
         self._listener = listener
-        self._secure = secure
         self._askers: dict[str, Asker] = {}
         self._ears: dict[str, list[asyncio.Task[None]]] = {}
 
@@ -149,9 +147,9 @@ class Sockets:
     def subscribe(self, incarnation: str, endpoint: str, replay: str) -> None:
         """Follow one holder. Without its events the map knows less, and nothing else suffers."""
         try:
-            subscriber = Subscriber(endpoint, secure=self._secure)
+            subscriber = Subscriber(endpoint)
             self._ears[incarnation] = [asyncio.create_task(self._hear(incarnation, subscriber))]
-            asker = self._askers[incarnation] = Asker(replay, secure=self._secure)
+            asker = self._askers[incarnation] = Asker(replay)
             self._ears[incarnation].append(asyncio.create_task(self._catch_up(incarnation, asker)))
         except Exception as error:  # noqa: BLE001 only baton.wire knows the errors of its sockets
             log.warning("can't follow the KV events of %s at %r and %r: %s", incarnation, endpoint, replay, error)

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from baton.wire import use_keys
+from tests.cluster_keys import KEYS
+
 # Machines are shared and noisy: how long an example takes says nothing about the code.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
@@ -21,6 +24,12 @@ def run_directory() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="baton-run-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", folder)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _keys() -> None:
+    """Sockets of this process speak with the tests' keys, whichever the last test used."""
+    use_keys(KEYS)
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@
 `keys`      the cluster's key pair: `Keys`
 `guard`     who may connect to an encrypted socket: `refused`
 
-Sockets bind to loopback unless told otherwise; what leaves the machine is encrypted. Nothing is unpickled: every frame
-goes through a typed decoder, and what does not decode is counted and dropped.
+Sockets bind to loopback unless told otherwise, and all of them are encrypted. Nothing is unpickled: every frame goes
+through a typed decoder, and what does not decode is counted and dropped.
 """
 
 from baton.wire.events import Asker, Publisher, Replayer, Subscriber

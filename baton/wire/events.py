@@ -3,7 +3,7 @@
     `Publisher`  ──PUB────▶ `Subscriber`   batches: [topic, sequence, payload], as vLLM's
     `Replayer`   ◀─ROUTER─▶ `Asker`        what was missed: older batches, as vLLM's replay, or a whole snapshot
 
-Of a replay socket anybody may ask two things, in a frame behind an empty one: eight bytes, the first sequence wanted
+Of a replay socket a follower may ask two things, in a frame behind an empty one: eight bytes, the first sequence wanted
 (big-endian), or a `SnapshotRequest`. Batches come back as [empty, sequence, payload], and [empty, -1, empty] ends them.
 A snapshot's parts come as [empty, topic, part]: the topic says whose pages they are, because an endpoint may have
 passed to somebody else.
@@ -32,13 +32,13 @@ _PING, _PONG = 5_000, 15_000  # milliseconds: a follower that is gone or stuck k
 class Publisher:
     """A PUB socket for KV events: frames [topic, sequence, payload]. Slow subscribers lose batches and see the gap."""
 
-    def __init__(self, endpoint: str = "tcp://127.0.0.1:0", *, secure: bool = False) -> None:
-        """Raises PortInUse or StartupError. `secure`: encrypted also where only this machine can listen."""
+    def __init__(self, endpoint: str = "tcp://127.0.0.1:0") -> None:
+        """Raises PortInUse or StartupError."""
         self._socket = configure(zmq.Context.instance().socket(zmq.PUB))
         self._socket.setsockopt(zmq.SNDHWM, _BATCHES)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _PING)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PONG)
-        self.endpoint = bind(self._socket, endpoint, secure=secure)
+        self.endpoint = bind(self._socket, endpoint)
 
     def send(self, topic: bytes, sequence: int, payload: bytes) -> None:
         self._socket.send_multipart([topic, sequence.to_bytes(_SEQUENCE_BYTES, "big"), payload], zmq.NOBLOCK)
@@ -50,10 +50,10 @@ class Publisher:
 class Subscriber:
     """The router's ear for the KV events of one source: asyncio."""
 
-    def __init__(self, endpoint: str, *, secure: bool = False) -> None:
+    def __init__(self, endpoint: str) -> None:
         self._socket = configure(zmq.asyncio.Context.instance().socket(zmq.SUB))
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        _connect(self._socket, endpoint, secure)
+        _connect(self._socket, endpoint)
         self.malformed = 0
 
     async def receive(self) -> tuple[bytes, int, bytes]:
@@ -71,7 +71,7 @@ class Subscriber:
 class Replayer:
     """The publisher's end of its replay socket. Never blocks; what a follower does not read, it keeps little of."""
 
-    def __init__(self, endpoint: str = "tcp://127.0.0.1:0", *, secure: bool = False) -> None:
+    def __init__(self, endpoint: str = "tcp://127.0.0.1:0") -> None:
         """Raises PortInUse or StartupError."""
         self.socket = configure(zmq.Context.instance().socket(zmq.ROUTER))
         for option, value in (
@@ -79,7 +79,7 @@ class Replayer:
             (zmq.HEARTBEAT_IVL, _PING), (zmq.HEARTBEAT_TIMEOUT, _PONG), (zmq.ROUTER_MANDATORY, 1),
         ):  # fmt: skip
             self.socket.setsockopt(option, value)
-        self.endpoint = bind(self.socket, endpoint, secure=secure)
+        self.endpoint = bind(self.socket, endpoint)
         self._decoder = msgspec.msgpack.Decoder(ToPublisher)
         self.malformed = 0
 
@@ -125,11 +125,11 @@ class Replayer:
 class Asker:
     """A follower's end of one publisher's replay socket: asyncio."""
 
-    def __init__(self, endpoint: str, *, secure: bool = False) -> None:
+    def __init__(self, endpoint: str) -> None:
         self._socket: Any = configure(zmq.asyncio.Context.instance().socket(zmq.DEALER))
         self._socket.setsockopt(zmq.SNDHWM, 1)  # a second question to somebody who is not there asks nothing new
         self._socket.setsockopt(zmq.RCVHWM, _ANSWERS)
-        _connect(self._socket, endpoint, secure)
+        _connect(self._socket, endpoint)
         self._decoder = msgspec.msgpack.Decoder(FromPublisher)
         self._question = [b"", msgspec.msgpack.encode(SnapshotRequest())]
         self.malformed = 0
@@ -155,10 +155,10 @@ class Asker:
         self._socket.close(0)
 
 
-def _connect(socket: Any, endpoint: str, secure: bool) -> None:
+def _connect(socket: Any, endpoint: str) -> None:
     """Connect, or leave nothing behind: an endpoint is what somebody said it is."""
     try:
-        connect(socket, endpoint, secure=secure)
+        connect(socket, endpoint)
     except BaseException:
         socket.close(0)
         raise

@@ -9,7 +9,9 @@ only its owner can read. A secret that others could read is refused: they may ha
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +78,29 @@ class Keys:
                 f"{path} holds no keys: one line of 40 characters, as `baton keys FILE` writes it"
             ) from None
 
+    @classmethod
+    def read_or_make(cls, path: Path) -> Keys:
+        """Read the pair in `path`, after making it if there is no such file.
+
+        Several processes may do this at once: all of them get the same pair. Raises KeysUnusable, also where another
+        user owns the folder or may write to it, because that user could exchange the file."""
+        _check_folder(path.parent)
+        if not os.path.lexists(path):
+            fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+            cls.generate().write(fresh)
+            try:
+                # A link appears at once and never replaces a file: the pair of the first process stays.
+                with contextlib.suppress(FileExistsError):
+                    path.hardlink_to(fresh)
+            except OSError as error:
+                raise KeysUnusable(
+                    f"can't make the cluster's keys in {path} ({error.strerror}): make them with `baton keys FILE` and "
+                    "set cluster.key_file to that file"
+                ) from None
+            finally:
+                fresh.unlink(missing_ok=True)
+        return cls.read(path)
+
     def write(self, path: Path) -> None:
         """Write a new file that only we can read. Raises KeysUnusable when there is one, or none can be made."""
         try:
@@ -87,3 +112,25 @@ class Keys:
             raise KeysUnusable(f"can't write the cluster's keys to {path}: {error.strerror}") from None
         with os.fdopen(descriptor, "w") as file:
             file.write(self.secret + "\n")
+
+
+def _check_folder(folder: Path) -> None:
+    """Make the folder if need be, and see that it is ours alone to write to. Raises KeysUnusable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+    except OSError as error:
+        raise KeysUnusable(
+            f"can't make the folder {folder} for the cluster's keys ({error.strerror}): make keys with `baton keys "
+            "FILE` and set cluster.key_file to that file"
+        ) from None
+    if status.st_uid != os.geteuid():
+        raise KeysUnusable(
+            f"the folder {folder} of the cluster's keys belongs to uid {status.st_uid}, and this process runs as uid "
+            f"{os.geteuid()}: start every process as one user, or set cluster.key_file"
+        )
+    if status.st_mode & 0o022:
+        raise KeysUnusable(
+            f"other users may write to the folder {folder} of the cluster's keys (mode {status.st_mode & 0o777:04o}): "
+            f"`chmod 700 {folder}`, and remove the keys in it if you don't trust them"
+        )

@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from baton.clock import Clock
 from baton.messages import UNREADABLE, Envelope, Heartbeat, Message, Peer, ToRouter
-from baton.wire.sockets import bind, configure, connect
+from baton.wire.sockets import Revival, bind, configure, connect
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +87,10 @@ class Link(Generic[M]):
         self._decoder: msgspec.msgpack.Decoder[Envelope[M]] = msgspec.msgpack.Decoder(Envelope[receives])
         self.endpoint = endpoint
         self.socket = _dealer(endpoint, me.incarnation.encode())
+        self._revival = Revival(self.socket, endpoint)
         self._sequence = 0
         self.malformed = 0
-        self.dropped = 0  # messages not sent because the router has not read for long
+        self.dropped = 0  # messages not sent because the router has not read for long, or is not the router
 
     def send(self, addressee: str, message: Message) -> None:
         """Queue `message` for the router of incarnation `addressee` ("" with a Hello)."""
@@ -99,6 +100,7 @@ class Link(Generic[M]):
             self.socket.send(_encoder.encode(envelope), zmq.NOBLOCK)
         except zmq.Again:
             self.dropped += 1
+            self._revival.try_again()
 
     def receive(self) -> Iterator[Envelope[M]]:
         """Everything that is here now and meant for this incarnation."""
@@ -130,6 +132,7 @@ class Heart:
         self._me = me
         self._clock = clock
         self._socket = _dealer(endpoint, me.incarnation.encode() + _HEART_SUFFIX)
+        self._revival = Revival(self._socket, endpoint)
         self._stop = threading.Event()
         self._latest: tuple[str, Heartbeat, float | None] | None = None
         self._interval = 0.25
@@ -166,6 +169,7 @@ class Heart:
                 )
             except zmq.Again:
                 log.warning("the router does not read our heartbeats")
+                self._revival.try_again()
 
 
 def _dealer(endpoint: str, identity: bytes) -> zmq.Socket[bytes]:

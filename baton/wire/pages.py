@@ -27,7 +27,7 @@ import zmq
 
 from baton.errors import StartupError
 from baton.messages import UNREADABLE, Envelope, Message, PageReply, PageRequest, Pages
-from baton.wire.sockets import bind, configure, connect
+from baton.wire.sockets import Revival, bind, configure, connect
 
 _IO_THREADS = 2  # so that one can send while the other receives, and encryption has two cores
 _REQUEST_BYTES = 2**20  # the largest request, and the largest first frame of a reply
@@ -179,6 +179,7 @@ class PageLink:
         except StartupError:
             self.socket.close(0)
             raise
+        self._revival = Revival(self.socket, endpoint)
         self._decoder: msgspec.msgpack.Decoder[Envelope[Any]] = msgspec.msgpack.Decoder(Envelope[common.replies])
         self._sequence = 0
 
@@ -189,6 +190,7 @@ class PageLink:
             self.socket.send(_encoder.encode(Envelope(self._me, self.store, self._sequence, request)), zmq.NOBLOCK)
         except zmq.Again:
             self._losses.dropped += 1
+            self._revival.try_again()
 
     def receive(self, limit: int) -> Iterator[tuple[Any, list[memoryview]]]:
         """At most `limit` of the replies that are here; with `Pages` as many frames, each the bytes of a page."""

@@ -1,11 +1,13 @@
 """What every ZMQ socket of ours has in common: bounded queues, bounded messages, no lingering, and who may speak.
 
-What stays on this machine is plain; everything else is encrypted and authenticated with the cluster's keys (CURVE),
-always. Both ends tell by the text of the endpoint alone, so a socket is never bound to "every interface".
+Every TCP socket is encrypted and authenticated with the cluster's keys (CURVE), on loopback too: every user of a
+machine reaches its loopback addresses. A socket is never bound to "every interface", which is no address to announce.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import Any
 
 import zmq
@@ -22,6 +24,9 @@ _QUEUE = 100_000  # messages kept for a peer that does not read; past it they ar
 _PING = 1_000  # milliseconds between two pings
 _SILENT = 5_000  # milliseconds without an answer until the connection is given up, and made anew
 _CONNECTING = 2_000  # milliseconds for one try to connect; TCP alone would pause for longer and longer between its own
+
+_REVIVAL = 0.25  # seconds between two times that a socket is connected anew
+_NO_NETWORK = ("inproc:", "ipc:")  # endpoints that need no keys
 
 _keys: Keys | None = None
 
@@ -41,17 +46,17 @@ def configure(socket: Any) -> Any:
     return socket
 
 
-def bind(socket: Any, endpoint: str, *, secure: bool = False) -> str:
-    """Listen; returns the endpoint with the port that it got. Encrypted when it can be reached from other machines,
-    or `secure`. Closes the socket and raises PortInUse or StartupError."""
+def bind(socket: Any, endpoint: str) -> str:
+    """Listen; returns the endpoint with the port that it got. Closes the socket and raises PortInUse or StartupError,
+    also without the keys that a TCP socket needs."""
     try:
         if hosts.is_wildcard(hosts.host_of(endpoint)) and endpoint.startswith("tcp:"):
             raise StartupError(
                 f"{endpoint} is every interface, which is no address to announce: name the one that the other nodes "
                 "reach (--host, or router.host)"
             )
-        if secure or _leaves_machine(endpoint):
-            keys = _needed(endpoint, secure)
+        if not endpoint.startswith(_NO_NETWORK):
+            keys = _needed(endpoint)
             # The guard first: from the moment that it listens the socket asks it about everybody.
             guard_of(socket.context, _accepted).watch(socket)
             socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
@@ -62,7 +67,7 @@ def bind(socket: Any, endpoint: str, *, secure: bool = False) -> str:
         socket.bind(endpoint)
         bound: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if _leaves_machine(bound) != _leaves_machine(endpoint):
-            raise StartupError(f"{endpoint} is really {bound}, which tells the other end something else: name that one")
+            raise StartupError(f"{endpoint} is really {bound}, which other nodes can't reach: name an address they can")
     except zmq.ZMQError as error:
         socket.close(0)
         if error.errno == zmq.EADDRINUSE:
@@ -74,14 +79,14 @@ def bind(socket: Any, endpoint: str, *, secure: bool = False) -> str:
     return bound
 
 
-def connect(socket: Any, endpoint: str, *, secure: bool = False) -> None:
-    """Connect; returns at once, and goes on trying for as long as the socket lives. Encrypted when the endpoint is on
-    another machine, or `secure`. Closes the socket and raises StartupError without the keys for that."""
+def connect(socket: Any, endpoint: str) -> None:
+    """Connect; returns at once, and goes on trying for as long as the socket lives. Closes the socket and raises
+    StartupError without the keys that a TCP socket needs."""
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-    if secure or _leaves_machine(endpoint):
+    if not endpoint.startswith(_NO_NETWORK):
         try:
-            keys = _needed(endpoint, secure)
+            keys = _needed(endpoint)
         except StartupError:
             socket.close(0)
             raise
@@ -92,6 +97,29 @@ def connect(socket: Any, endpoint: str, *, secure: bool = False) -> None:
     socket.connect(endpoint)
 
 
+class Revival:
+    """Connects a socket anew that ZMQ has given up, which is told by a send that finds no room.
+
+    ZMQ tries again after a connection has ended, but not after the other end has broken the protocol. A program that
+    listens on the port of a router that has died does that, and so does a flipped bit. What waits in the socket is
+    lost, as with a connection."""
+
+    def __init__(self, socket: Any, endpoint: str) -> None:
+        """The socket is connected to that endpoint."""
+        self._socket = socket
+        self._endpoint = endpoint
+        self._next = float("-inf")
+
+    def try_again(self) -> None:
+        """Connect anew; at most once in a while. Call it from the socket's own thread."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _REVIVAL
+            with contextlib.suppress(zmq.ZMQError):  # ENOENT: ZMQ has forgotten the endpoint as well
+                self._socket.disconnect(self._endpoint)
+            self._socket.connect(self._endpoint)
+
+
 def _notice_silence(socket: Any, endpoint: str) -> None:
     if _leaves_machine(endpoint):
         socket.setsockopt(zmq.HEARTBEAT_IVL, _PING)
@@ -100,15 +128,14 @@ def _notice_silence(socket: Any, endpoint: str) -> None:
 
 
 def _leaves_machine(endpoint: str) -> bool:
-    return not endpoint.startswith(("inproc:", "ipc:")) and not hosts.is_loopback(hosts.host_of(endpoint))
+    return not endpoint.startswith(_NO_NETWORK) and not hosts.is_loopback(hosts.host_of(endpoint))
 
 
-def _needed(endpoint: str, secure: bool) -> Keys:
+def _needed(endpoint: str) -> Keys:
     if _keys is None:
-        why = "carries what only the cluster may read" if secure else "is not on loopback"
         raise StartupError(
-            f"{endpoint} {why} and there are no keys: make some with `baton keys FILE`, and set cluster.key_file to "
-            "that file on every node"
+            f"{endpoint} needs the cluster's keys and this process has none: read them from cluster.key_file and hand "
+            "them to baton.wire.use_keys()"
         )
     return _keys
 

@@ -1,14 +1,16 @@
-"""Who may speak on an encrypted socket, and what others can read. Real sockets; those on loopback are `secure`."""
+"""Who may speak on our sockets, and what others can read. Real sockets, on loopback and off it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,16 @@ from baton.errors import KeysUnusable, StartupError
 from baton.messages import Cancel, Heartbeat, Hello, Load, ToDecode
 from baton.wire import Heart, Keys, Link, Listener, Publisher, Subscriber, guard, use_keys
 from baton.wire.sockets import bind, configure, connect
-from tests.baton.test_wire import ME, ROUTER, eventually, run
+from tests.baton.test_wire import DEADLINE, ME, ROUTER, eventually, run
 
 OURS, THEIRS = Keys.generate(), Keys.generate()
 SECRET = b"what the user asked"
 
 
 @pytest.fixture(autouse=True)
-def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "_NEWS", 10)
     use_keys(OURS)
-    yield
-    use_keys(None)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def own_address() -> str:
         return probe.getsockname()[0]
 
 
-needs_address = pytest.mark.skipif(not own_address(), reason="this machine has no address but loopback")
+HOSTS = ["127.0.0.1", "localhost", *filter(None, [own_address()])]
 
 
 # --- the file -------------------------------------------------------------------------------------------------------
@@ -96,6 +96,43 @@ def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
         Keys.read(tmp_path / "none")
 
 
+def test_processes_that_start_at_once_get_one_pair(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "cluster.key"
+    start = threading.Barrier(8)
+
+    def get() -> Keys:
+        start.wait()
+        return Keys.read_or_make(path)
+
+    with ThreadPoolExecutor(8) as pool:
+        (one,) = {future.result() for future in [pool.submit(get) for _ in range(8)]}
+    assert Keys.read_or_make(path) == Keys.read(path) == one
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert list(path.parent.iterdir()) == [path], "half-made files are removed"
+
+
+def test_a_folder_that_others_can_write_to_holds_no_keys(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    Keys.read_or_make(folder / "cluster.key")
+    folder.chmod(0o770)
+    with pytest.raises(KeysUnusable, match=r"0770.*chmod 700"):
+        Keys.read_or_make(folder / "cluster.key")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_holds_no_keys(tmp_path: Path) -> None:
+    os.chown(tmp_path, 65534, -1)
+    with pytest.raises(KeysUnusable, match="belongs to uid 65534"):
+        Keys.read_or_make(tmp_path / "cluster.key")
+
+
+def test_a_folder_that_can_not_be_made_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(KeysUnusable, match=r"cluster\.key_file"):
+        Keys.read_or_make(tmp_path / "file" / "cluster.key")
+
+
 def test_the_secret_is_in_no_text() -> None:
     assert OURS.secret not in f"{OURS} {OURS!r}"
 
@@ -103,21 +140,19 @@ def test_the_secret_is_in_no_text() -> None:
 # --- when sockets are encrypted -------------------------------------------------------------------------------------
 
 
-@needs_address
-def test_what_leaves_the_machine_needs_keys(sockets: Callable[[int], Any]) -> None:
+@pytest.mark.parametrize("host", HOSTS)
+def test_every_tcp_socket_needs_keys(sockets: Callable[[int], Any], host: str) -> None:
     use_keys(None)
     with pytest.raises(StartupError, match=r"cluster\.key_file"):
-        bind(sockets(zmq.PULL), f"tcp://{own_address()}:0")
+        bind(sockets(zmq.PULL), f"tcp://{host}:0")
     with pytest.raises(StartupError, match=r"cluster\.key_file"):
-        connect(sockets(zmq.PUSH), f"tcp://{own_address()}:9")
-    with pytest.raises(StartupError, match=r"cluster\.key_file"):
-        bind(sockets(zmq.PULL), "tcp://127.0.0.1:0", secure=True)
+        connect(sockets(zmq.PUSH), f"tcp://{host}:9")
 
 
-@needs_address
-def test_links_between_hosts_are_encrypted_unasked() -> None:
+@pytest.mark.parametrize("host", HOSTS)
+def test_links_are_encrypted_unasked(host: str) -> None:
     async def main() -> None:
-        listener = Listener(f"tcp://{own_address()}:0", ROUTER)
+        listener = Listener(f"tcp://{host}:0", ROUTER)
         link: Link[ToDecode] = Link(listener.endpoint, ME, ToDecode)
         clock = MonotonicClock()
         heart = Heart(listener.endpoint, ME, clock)
@@ -141,10 +176,10 @@ def test_links_between_hosts_are_encrypted_unasked() -> None:
     run(main)
 
 
-@needs_address
-def test_events_between_hosts_are_encrypted_unasked() -> None:
+@pytest.mark.parametrize("host", HOSTS)
+def test_events_are_encrypted_unasked(host: str) -> None:
     async def main() -> None:
-        publisher = Publisher(f"tcp://{own_address()}:0")
+        publisher = Publisher(f"tcp://{host}:0")
         subscriber = Subscriber(publisher.endpoint)
         try:
             receiving = asyncio.create_task(subscriber.receive())
@@ -152,18 +187,12 @@ def test_events_between_hosts_are_encrypted_unasked() -> None:
                 publisher.send(b"topic", 7, b"payload")
                 await asyncio.sleep(0.01)
             assert receiving.result() == (b"topic", 7, b"payload")
+            assert publisher._socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
         finally:
             subscriber.close()
             publisher.close()
 
     run(main)
-
-
-def test_loopback_stays_plain(sockets: Callable[[int], Any]) -> None:
-    server = sockets(zmq.PULL)
-    endpoint = bind(server, "tcp://localhost:0")
-    assert endpoint.startswith("tcp://127.0.0.1:")
-    assert server.getsockopt(zmq.MECHANISM) == zmq.NULL
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]"])
@@ -210,11 +239,11 @@ def test_strangers_get_nothing_through_and_disturb_nobody(
 
     async def main() -> None:
         ours = configure(context.socket(server))
-        endpoint = bind(ours, "tcp://127.0.0.1:0", secure=True)
+        endpoint = bind(ours, "tcp://127.0.0.1:0")
         friend = sockets(client)
         if client == zmq.SUB:
             friend.subscribe(b"")
-        connect(friend, endpoint, secure=True)
+        connect(friend, endpoint)
         strange, other = stranger(kind, server, client, endpoint)
         raw = zmq.Socket.shadow(ours.underlying)
         try:
@@ -251,7 +280,7 @@ def test_a_guard_ends_with_its_context() -> None:
     use_keys(OURS)
     context: Any = zmq.Context()
     server = configure(context.socket(zmq.PULL))
-    bind(server, "tcp://127.0.0.1:0", secure=True)
+    bind(server, "tcp://127.0.0.1:0")
     started = [thread for thread in threading.enumerate() if thread.name == "zap"]
     server.close(0)
     context.term()
@@ -264,15 +293,62 @@ def descriptors() -> int:
 
 def test_sockets_come_and_go(sockets: Callable[[int], Any]) -> None:
     """Nothing of a closed socket stays behind: neither a thread nor a descriptor."""
-    bind(sockets(zmq.PULL), "tcp://127.0.0.1:0", secure=True)
+    bind(sockets(zmq.PULL), "tcp://127.0.0.1:0")
     time.sleep(0.1)
     before = threading.active_count(), descriptors()
     for _ in range(100):
         made = configure(zmq.Context.instance().socket(zmq.PULL))
-        bind(made, "tcp://127.0.0.1:0", secure=True)
+        bind(made, "tcp://127.0.0.1:0")
         made.close(0)
     eventually(lambda: descriptors() <= before[1] + 2)
     assert threading.active_count() == before[0]
+
+
+def squat(endpoint: str, times: int) -> None:
+    """Listen there in the router's place, and answer so many connections with what is no ZMQ."""
+    port = int(endpoint.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        listener.settimeout(DEADLINE)
+        for _ in range(times):
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n" * 10)
+                connection.settimeout(DEADLINE)
+                with contextlib.suppress(ConnectionError):
+                    while connection.recv(1_000):
+                        pass
+
+
+def test_a_program_on_a_dead_routers_port_does_not_end_the_links() -> None:
+    """ZMQ gives up a connection whose other end breaks the protocol; link and heart connect again."""
+
+    async def main() -> None:
+        listener = Listener("tcp://127.0.0.1:0", ROUTER)
+        link: Link[ToDecode] = Link(listener.endpoint, ME, ToDecode)
+        heart = Heart(listener.endpoint, ME, MonotonicClock())
+        heart.publish("router-1", Heartbeat(3, Load()), 0.02, None)
+        try:
+            for squatted in (False, True):
+                if squatted:
+                    listener.close()
+                    await asyncio.to_thread(squat, listener.endpoint, 2)
+                    listener = Listener(listener.endpoint, ROUTER)
+                heard: set[type] = set()
+                receiving = asyncio.create_task(listener.receive())
+                while heard != {Hello, Heartbeat}:
+                    link.send("", Hello(ME))
+                    done, _ = await asyncio.wait([receiving], timeout=0.02)
+                    if done:
+                        heard.add(type(receiving.result().message))
+                        receiving = asyncio.create_task(listener.receive())
+                receiving.cancel()
+                await asyncio.gather(receiving, return_exceptions=True)
+        finally:
+            heart.close()
+            link.close()
+            listener.close()
+
+    run(main)
 
 
 # --- what others read -----------------------------------------------------------------------------------------------
@@ -309,12 +385,19 @@ class Tap:
             end.close()
 
 
+def plain_port(server: Any) -> int:
+    return server.bind_to_random_port("tcp://127.0.0.1")
+
+
 @pytest.mark.parametrize("secure", [True, False])
 def test_who_listens_on_the_wire_reads_nothing(sockets: Callable[[int], Any], secure: bool) -> None:
     server, client = sockets(zmq.PULL), sockets(zmq.PUSH)
-    tap = Tap(bind(server, "tcp://127.0.0.1:0", secure=secure))
+    tap = Tap(bind(server, "tcp://127.0.0.1:0") if secure else f"tcp://127.0.0.1:{plain_port(server)}")
     try:
-        connect(client, tap.endpoint, secure=secure)
+        if secure:
+            connect(client, tap.endpoint)
+        else:
+            client.connect(tap.endpoint)
         client.send(SECRET * 50)
         assert server.poll(10_000), "nothing came through"
         assert server.recv() == SECRET * 50

@@ -35,6 +35,7 @@ from baton.messages import (
 )
 from baton.unix import UnixListener, UnixSocket
 from baton.wire import Heart, Link, Listener, Poller, Publisher, Subscriber
+from tests import cluster_keys
 
 ROUTER = Peer("router", "router", "n0", "router-1", 1)
 ME = Peer("decode", "d0", "n0", "worker-1", 2)
@@ -62,7 +63,7 @@ def test_messages_travel_both_ways_and_garbage_is_dropped() -> None:
         link: Link[ToDecode] = Link(listener.endpoint, ME, ToDecode)
         junk = zmq.Context.instance().socket(zmq.DEALER)
         junk.setsockopt(zmq.LINGER, 0)
-        junk.connect(listener.endpoint)
+        cluster_keys.client(junk).connect(listener.endpoint)
         try:
             nested = msgspec.Raw(b"\x91" * 10_000 + b"\xc0")  # deeper than Python's stack
             deep = msgspec.msgpack.encode(["x", "", 1, Hello(ME), nested])

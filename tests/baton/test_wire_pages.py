@@ -12,6 +12,7 @@ import zmq
 from baton.errors import PortInUse, StartupError
 from baton.messages import Envelope, Gone, PageReply, PageRequest, Pages, SentPage, Serving, Wanting
 from baton.wire.pages import PageLink, PageSockets, Sending
+from tests import cluster_keys
 
 DEADLINE = 60.0
 
@@ -137,7 +138,7 @@ def test_frames_that_do_not_belong_to_their_message_are_malformed(both: tuple[Pa
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     liar = context.socket(zmq.ROUTER)
     liar.setsockopt(zmq.LINGER, 0)
-    port = liar.bind_to_random_port("tcp://127.0.0.1")
+    port = cluster_keys.server(liar).bind_to_random_port("tcp://127.0.0.1")
     link = a.link("b", f"tcp://127.0.0.1:{port}")
     link.send(Wanting(1))
     identity, _ = liar.recv_multipart()

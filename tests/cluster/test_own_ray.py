@@ -25,6 +25,8 @@ def test_a_day_with_a_cluster(machine: Machine):
     up = machine.up("--prefill", 1, "--decode", 1)
     assert up.status == 0, up
     assert up.json["grpc"] == "127.0.0.1:50051"
+    key_file = machine.status()["key_file"]
+    assert machine.run("stat", "--format=%a", key_file).out == "600\n", "loopback is encrypted, too"
 
     first = machine.generate("The router carries the prompt", *GREEDY)
     assert first["finish_reason"] == "length"
@@ -61,6 +63,7 @@ def test_a_day_with_a_cluster(machine: Machine):
 
     assert machine.baton("down").status == 0
     assert machine.left_behind() == []
+    assert machine.run("ls", key_file).status != 0
     assert machine.baton("down").status == 1
 
 

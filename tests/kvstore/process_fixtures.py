@@ -33,6 +33,7 @@ from baton.messages import (
 )
 from kvstore.checksum import page_checksum
 from kvstore.client import StoreClient, store_address
+from tests import cluster_keys
 from tests.kvstore.chains import keys, parent
 from tests.kvstore.store_fixtures import NAMESPACE
 
@@ -70,6 +71,7 @@ class StoreProcess:
         self.config = directory / f"{self.cluster}.yaml"
         self.errors = directory / f"{self.cluster}.err"
         text = dump(config_of(self.cluster, slots, hold_ms))
+        text = text.replace("key_file: ''", f"key_file: {cluster_keys.key_file(directory)}")
         self.config.write_text(text.replace("log_dir: ''", f"log_dir: {directory}"))
         self._router = router
         self.process = self.start()

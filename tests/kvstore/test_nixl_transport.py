@@ -109,6 +109,7 @@ def test_slots_are_given_back_when_the_reader_is_gone(stores: Callable[..., Stor
     b = stores("b", silence_s=1.0)
     program = (
         "import sys; from tests.kvstore.test_peers import Store, Source, Ask, Wanting;"
+        "from baton.wire import use_keys; from tests.cluster_keys import KEYS; use_keys(KEYS);"
         "from kvstore.nixl_transport import NixlTransport; a = Store('a', kind=NixlTransport);"
         "a.expect(1, {i: i for i in range(64)});"
         "a.do(Ask(Source('b', sys.argv[1], 0), Wanting(1))); a.until(lambda: False)"

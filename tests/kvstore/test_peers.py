@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import signal
@@ -50,6 +51,7 @@ from kvstore.tiers import (
     Serve,
     Served,
 )
+from tests import cluster_keys
 from tests.kvstore.relay import Relay
 
 DEADLINE = 60.0
@@ -262,7 +264,9 @@ def relays() -> Iterator[Callable[[Store], Relay]]:
         yield make
 
 
-def test_a_bit_flipped_on_the_wire_is_found(stores: Callable[..., Store], relays: Callable[[Store], Relay]) -> None:
+def test_a_bit_flipped_on_the_wire_ends_its_connection_and_a_new_one_follows(
+    stores: Callable[..., Store], relays: Callable[[Store], Relay]
+) -> None:
     a, b = stores("a"), stores("b")
     relay = relays(b)
     a.expect(1, {index: index for index in range(8)})
@@ -270,11 +274,20 @@ def test_a_bit_flipped_on_the_wire_is_found(stores: Callable[..., Store], relays
     for slot in range(8):
         b.fill(slot)
     relay.flip_after(3 * PAGE + PAGE // 2)
-    b.serve(1, "a", 1, {index: index for index in range(8)})
-    a.until(lambda: a.landed(1) == [0, 1, 2, 4, 5, 6, 7])
-    assert [event.damaged for event in a.events if isinstance(event, Landed)] == [(3,)]
-    b.serve(2, "a", 1, {3: 3})
-    a.until(lambda: 3 in a.landed(1))
+    for slot in range(8):
+        b.serve(slot, "a", 1, {slot: slot})
+    a.until(lambda: {0, 1, 2} <= set(a.landed(1)))
+    end = time.monotonic() + DEADLINE
+    for number in itertools.count(8):
+        if len(a.landed(1)) == 8:
+            break
+        assert time.monotonic() < end
+        a.want(b, number, at=relay.endpoint)  # heard again, maybe still through the old connection
+        b.serve(number, "a", 1, {slot: slot for slot in range(3, 8)})
+        patience = time.monotonic() + 2.0
+        while len(a.landed(1)) < 8 and time.monotonic() < patience:
+            a.hear(0.1)
+    assert not any(event.damaged for event in a.events if isinstance(event, Landed))
     assert a.memory[: 8 * PAGE] == b.memory[: 8 * PAGE]
 
 
@@ -381,7 +394,7 @@ class Deaf:
         for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, 1), (zmq.RCVBUF, 2**16)):
             self.socket.setsockopt(option, value)
         self.socket.setsockopt(zmq.IDENTITY, b"deaf")
-        self.socket.connect(store.transport.endpoint)
+        cluster_keys.client(self.socket).connect(store.transport.endpoint)
         want = Want(1, PAGE, b"", False, 1)
         self.socket.send(msgspec.msgpack.encode(Envelope("deaf", store.name, 1, want)))
         store.heard(PeerAsked("deaf", want))
@@ -416,6 +429,7 @@ def test_a_peer_that_stops_in_the_middle_is_cut_off_and_its_pages_given_back(
     b = stores("b", silence_s=1.0, page=page)
     program = (
         "import sys; from tests.kvstore.test_peers import Store, Source, Ask, Want;"
+        "from baton.wire import use_keys; from tests.cluster_keys import KEYS; use_keys(KEYS);"
         "a = Store('a', page=int(sys.argv[2]));"
         "a.do(Ask(Source('b', sys.argv[1], 0), Want(1, a.page, b'', True, 64))); a.until(lambda: False)"
     )
@@ -471,11 +485,10 @@ def test_an_endpoint_that_is_none_loses_a_request_and_nothing_else(stores: Calla
         "tcp://",
         "tcp://127.0.0.1",
         "tcp://127.0.0.1:x",
-        "tcp://b:99999999",
     ):
         a.do(Ask(Source("c", endpoint, 0), Wanting(1)), Ask(Source("c", endpoint, 0), Wanting(2)))
     a.want(b)
-    assert a.transport.stats().dropped == 14
+    assert a.transport.stats().dropped == 12
 
 
 def test_a_loop_that_does_not_listen_is_not_buried(
@@ -533,7 +546,7 @@ def test_a_lying_store_writes_nothing_but_what_is_expected(lies: list[list[bytes
     liar.setsockopt(zmq.LINGER, 0)
     liar.setsockopt(zmq.RCVTIMEO, int(DEADLINE * 1_000))
     try:
-        port = liar.bind_to_random_port("tcp://127.0.0.1")
+        port = cluster_keys.server(liar).bind_to_random_port("tcp://127.0.0.1")
         a.expect(1, {0: 0, 1: 1, 7: 2})
         a.do(Ask(Source("b", f"tcp://127.0.0.1:{port}", 0), Wanting(1, (1,))))
         assert liar.recv_multipart()[0] == b"a"
@@ -562,7 +575,7 @@ def test_a_lying_asker_is_dropped(lies: list[list[bytes]], name: bytes) -> None:
         for liar, identity in zip(liars, (b"honest", b"l" + name[:200]), strict=True):
             liar.setsockopt(zmq.LINGER, 0)
             liar.setsockopt(zmq.IDENTITY, identity)
-            liar.connect(b.transport.endpoint)
+            cluster_keys.client(liar).connect(b.transport.endpoint)
         for frames in lies:
             liars[1].send_multipart(frames)
         liars[1].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, Wanting(5))))  # in another's name

@@ -21,6 +21,7 @@ from kvstore.changes import Cleared, Removed, Stored, TierChanges, packed_digest
 from kvstore.events import BlockStored, decode, publisher_of
 from kvstore.publishing import PageEvents
 from router.prefixes import Prefixes
+from tests import cluster_keys
 from tests.kvstore.chains import key, keys
 
 PATIENCE = 20.0
@@ -66,7 +67,7 @@ def follower(owner: Owner) -> Iterator[zmq.Socket[bytes]]:
     """A plain DEALER of somebody else's."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(owner.events.replay)
+        cluster_keys.client(socket).connect(owner.events.replay)
         yield socket
 
 
@@ -132,7 +133,7 @@ class VllmCleared(msgspec.Struct, omit_defaults=True, tag="AllBlocksCleared"):
 def test_a_reader_of_vllms_events_reads_ours(owner: Owner, follower: zmq.Socket[bytes]) -> None:
     """Its subscription, its schema, its replay: as in its example of a subscriber."""
     with follower.context.socket(zmq.SUB) as subscription:
-        subscription.connect(owner.events.endpoint)
+        cluster_keys.client(subscription).connect(owner.events.endpoint)
         subscription.setsockopt(zmq.SUBSCRIBE, b"kv@")
         number = 0
         while not subscription.poll(20):  # until the subscription has arrived
@@ -286,22 +287,23 @@ def test_who_contradicts_himself_is_put_right_by_his_own_pages(
 # --- who may read -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_secret_is_encrypted_even_where_only_this_machine_listens() -> None:
-    """Token ids, when they are told: both sockets take nobody without the cluster's keys."""
-    with pytest.raises(StartupError, match="no keys"):
-        PageEvents("store-0-abc", "tiny", MonotonicClock(), secure=True)
-    use_keys(Keys.generate())
-    events = PageEvents("worker-0-abc", "tiny", MonotonicClock(), secure=True)
+def test_only_followers_with_the_keys_get_events_also_on_loopback() -> None:
+    use_keys(None)
+    with pytest.raises(StartupError, match="needs the cluster's keys"):
+        PageEvents("store-0-abc", "tiny", MonotonicClock())
+    use_keys(cluster_keys.KEYS)
+    events = PageEvents("worker-0-abc", "tiny", MonotonicClock())
     try:
         asyncio.run(asyncio.wait_for(_read_secrets(events), PATIENCE))
     finally:
         events.close()
-        use_keys(None)
 
 
 async def _read_secrets(events: PageEvents) -> None:
-    subscriber, asker = Subscriber(events.endpoint, secure=True), Asker(events.replay, secure=True)
+    subscriber, asker = Subscriber(events.endpoint), Asker(events.replay)
+    use_keys(Keys.generate())
     strangers = Subscriber(events.endpoint), Asker(events.replay)
+    use_keys(cluster_keys.KEYS)
     strangers[1].ask()
     asker.ask()
     heard = [asyncio.create_task(each.receive()) for each in (subscriber, asker, *strangers)]
@@ -362,7 +364,7 @@ def test_a_follower_that_does_not_read_costs_little_and_is_given_up() -> None:
             for socket in (deaf, reader):
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.setsockopt(zmq.RCVHWM, 1)
-                socket.connect(owner.events.replay)
+                cluster_keys.client(socket).connect(owner.events.replay)
             deaf.send_multipart([b"", SNAPSHOT])
             while not owner.events._answers:
                 owner.turn()
@@ -388,7 +390,7 @@ def test_followers_that_have_gone_are_forgotten(owner: Owner) -> None:
         for _ in range(3):
             with context.socket(zmq.DEALER) as socket:
                 socket.setsockopt(zmq.LINGER, 0)
-                socket.connect(owner.events.replay)
+                cluster_keys.client(socket).connect(owner.events.replay)
                 socket.send_multipart([b"", SNAPSHOT])
                 while not owner.events._answers:
                     owner.turn()
@@ -405,7 +407,7 @@ def test_too_many_followers_wait(owner: Owner, monkeypatch: pytest.MonkeyPatch) 
         sockets = [context.socket(zmq.DEALER) for _ in range(4)]
         for socket in sockets:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(owner.events.replay)
+            cluster_keys.client(socket).connect(owner.events.replay)
             socket.send_multipart([b"", SNAPSHOT])
         end = time.monotonic() + PATIENCE
         while owner.events.figures["kv_event_answers_dropped"] < 2:
@@ -430,7 +432,7 @@ def test_asking_again_and_again_makes_few_snapshots() -> None:
     try:
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(owner.events.replay)
+            cluster_keys.client(socket).connect(owner.events.replay)
             for _ in range(3):
                 ask(owner, socket, SNAPSHOT, is_last)
             assert owner.snapshots == 1

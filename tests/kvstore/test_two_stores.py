@@ -411,7 +411,7 @@ def test_a_cached_prefix_that_is_shorter_than_it_was_believed_ends_there(lab: La
 # --- flipped bits -----------------------------------------------------------------------------------------------------
 
 
-def test_a_bit_flipped_on_the_wire_is_found_and_its_page_sent_again(lab: Lab) -> None:
+def test_a_bit_flipped_on_the_wire_ends_its_connection_and_the_rest_is_sent_again(lab: Lab) -> None:
     here, there = lab.here, lab.there
     chain = Chain(13)
     relay = lab.relay(there)
@@ -422,9 +422,8 @@ def test_a_bit_flipped_on_the_wire_is_found_and_its_page_sent_again(lab: Lab) ->
     relay.flip_after(5 * PAGE + PAGE // 2)
     writer.seal(PAGES - 1)
     reader.until_read(PAGES)
-    here.counts(1, "checksum_failures_total", tier="remote")
+    here.counts(0, "checksum_failures_total")
     there.counts(0, "checksum_failures_total")
-    there.counts(PAGES + 1, "pages_sent_total")
     reader.close()
     all_at_rest(here, there)
 

@@ -21,10 +21,11 @@ from baton.errors import BatonError, ContextTooLong, InvalidRequest, ModelMismat
 from baton.messages import Reserve
 from baton.unix import UnixSocket
 from baton.v1 import generation_pb2
+from baton.wire import Keys
 from deploy.client import Client
 from deploy.local import LocalCluster
 from kvstore.client import store_address
-from tests import checkpoints
+from tests import checkpoints, cluster_keys
 from tests.processes import workload
 from tests.processes.test_failures import at_rest, eventually
 
@@ -124,7 +125,7 @@ def test_garbage_on_every_internal_socket(cluster: LocalCluster) -> None:
         before = {p.name: p.incarnation for p in client.status().processes}
     dealer = zmq.Context.instance().socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
-    dealer.connect(cluster.addresses.endpoint)
+    cluster_keys.client(dealer, Keys.read(cluster.config.cluster.key_path)).connect(cluster.addresses.endpoint)
     for junk in JUNK:
         dealer.send(junk)
         dealer.send_multipart([junk, junk, junk])

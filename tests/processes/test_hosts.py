@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.errors import StartupError
@@ -167,11 +168,14 @@ def test_a_process_with_other_keys_never_joins(two: Hosts, checkpoint: Callable[
             stranger.wait()
 
 
-def test_without_keys_nothing_listens_on_another_hosts_side(
+def test_without_a_key_file_no_process_listens_on_an_address_that_other_hosts_reach(
     two: Hosts, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(StartupError, match=r"cluster\.key_file"), spread(two, checkpoint("llama"), tmp_path):
-        pass
+    cluster = spread(two, checkpoint("llama"), tmp_path)
+    without = msgspec.structs.replace(cluster.config.cluster, key_file="")
+    cluster.config = msgspec.structs.replace(cluster.config, cluster=without)
+    with pytest.raises(StartupError, match=r"10\.77\.0\.1 is not on loopback.*cluster\.key_file"):
+        cluster.up()
 
 
 # --- pages between hosts ----------------------------------------------------------------------------------------------

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
-import pytest
 import zmq
 
+from baton.config import Config
 from baton.wire import Keys, Subscriber, use_keys
 from deploy.client import Client
 from deploy.local import LocalCluster
 from kvstore.events import Batch, BlockStored, decode
-from tests import checkpoints
+from tests import checkpoints, cluster_keys
 from tests.processes import workload
 from tests.processes.seen import metric
 from tests.processes.test_failures import eventually
@@ -31,18 +31,13 @@ def owners(cluster: LocalCluster) -> Mapping[str, tuple[str, str]]:
         return {each.name: (each.events_endpoint, each.replay_endpoint) for each in client.status().processes}
 
 
+def settings_with_keys(model: Path, folder: Path, **more: object) -> Config:
+    """Of a cluster whose keys this process has as well."""
+    return workload.settings(model, **{"cluster.key_file": str(cluster_keys.key_file(folder)), **more})
+
+
 def a_prompt(rng: random.Random) -> list[int]:
     return [rng.randrange(3, checkpoints.VOCAB) for _ in range(5 * PAGE + 1)]
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Iterator[Path]:
-    """The file of a key pair that this process has as well."""
-    pair = Keys.generate()
-    pair.write(tmp_path / "cluster.key")
-    use_keys(pair)
-    yield tmp_path / "cluster.key"
-    use_keys(None)
 
 
 def replayed(endpoint: str) -> list[list[object]]:
@@ -51,7 +46,7 @@ def replayed(endpoint: str) -> list[list[object]]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1_000))
-        socket.connect(endpoint)
+        cluster_keys.client(socket).connect(endpoint)
         socket.send_multipart([b"", bytes(8)])
         while True:
             _, sequence, payload = socket.recv_multipart()
@@ -72,10 +67,10 @@ def stored(endpoint: str) -> list[Mapping[str, object]]:
     ]
 
 
-def test_anybody_on_this_machine_finds_and_reads_them_and_learns_no_token(
+def test_readers_with_the_keys_find_and_read_them_and_learn_no_token(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    with LocalCluster(workload.settings(checkpoint("llama")), tmp_path) as cluster:
+    with LocalCluster(settings_with_keys(checkpoint("llama"), tmp_path), tmp_path) as cluster:
         found = owners(cluster)
         assert found["router"] == ("", "")
         workload.ask(cluster.address, a_prompt(random.Random(1)))
@@ -87,10 +82,8 @@ def test_anybody_on_this_machine_finds_and_reads_them_and_learns_no_token(
                 assert event["token_ids"] == []
 
 
-def test_token_ids_are_for_those_who_have_the_keys(
-    checkpoint: Callable[[str], Path], tmp_path: Path, keys: Path
-) -> None:
-    settings = workload.settings(checkpoint("llama"), **{"store.event_tokens": True, "cluster.key_file": str(keys)})
+def test_token_ids_are_for_those_who_have_the_keys(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    settings = settings_with_keys(checkpoint("llama"), tmp_path, **{"store.event_tokens": True})
     with LocalCluster(settings, tmp_path) as cluster:
         asyncio.run(asyncio.wait_for(_read_tokens(cluster), PATIENCE))
         for name in OWNERS:
@@ -100,7 +93,8 @@ def test_token_ids_are_for_those_who_have_the_keys(
 async def _read_tokens(cluster: LocalCluster) -> None:
     """Ask for one prompt after the other, until everybody has been heard to tell of one."""
     endpoints = [owners(cluster)[name][0] for name in OWNERS]
-    friends = [Subscriber(endpoint, secure=True) for endpoint in endpoints]
+    friends = [Subscriber(endpoint) for endpoint in endpoints]
+    use_keys(Keys.generate())
     strangers = [Subscriber(endpoint) for endpoint in endpoints]
     overheard = [asyncio.create_task(stranger.receive()) for stranger in strangers]
     heard = [asyncio.create_task(_first_stored(friend)) for friend in friends]

@@ -17,6 +17,7 @@ from baton import messages
 from baton.v1 import generation_pb2
 from baton.wire import Link
 from router.service import Addresses, serve
+from tests import cluster_keys
 from tests.router import tokenizers
 from tests.router.model import CONFIG, CONTEXT, EOS, VOCAB, Cluster, Process
 
@@ -30,11 +31,12 @@ def model_folder(folder: Path) -> Path:
 
 
 def settings_for(folder: Path, **router: Any) -> settings.Config:
+    keys = str(cluster_keys.key_file(folder))
     ports = {"grpc_port": 0, "internal_port": 0, "http_port": 0, "operator": "127.0.0.1:0"} | router
     return msgspec.structs.replace(
         CONFIG,
         model=settings.ModelConfig(path=str(model_folder(folder / "small"))),
-        cluster=msgspec.structs.replace(CONFIG.cluster, heartbeat_ms=50, silence_ms=1_000),
+        cluster=msgspec.structs.replace(CONFIG.cluster, heartbeat_ms=50, silence_ms=1_000, key_file=keys),
         router=msgspec.structs.replace(CONFIG.router, **ports),
     )
 
