@@ -6,6 +6,7 @@ Sizes are bytes, or text such as "512MiB"; times are in the unit that ends the s
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,7 +80,14 @@ class ClusterConfig(_Section, frozen=True):
 
     @property
     def state_dir(self) -> Path:
-        return Path.home() / ".local" / "state" / "baton" / self.name
+        """Raises ConfigError where this user has no home."""
+        try:
+            home = Path.home()
+        except RuntimeError:
+            raise ConfigError(
+                f"user {os.getuid()} has no home directory; set HOME, or cluster.log_dir and cluster.key_file"
+            ) from None
+        return home / ".local" / "state" / "baton" / self.name
 
     @property
     def key_path(self) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from baton import config, logs
 from baton.config import Config
-from baton.errors import BatonError, KeysUnusable
+from baton.errors import BatonError, ConfigError, KeysUnusable
 from baton.hosts import LOOPBACK, host_of, is_loopback, is_wildcard
 from baton.wire import Keys, use_keys
 
@@ -62,7 +62,7 @@ def cluster_keys(settings: Config, host: str = LOOPBACK, routers: Sequence[str] 
             )
     try:
         path = settings.cluster.key_path
-    except RuntimeError:  # Path.home() of a uid without a home
+    except ConfigError:
         raise KeysUnusable(
             "there is no home directory for the cluster's keys: make them with `baton keys FILE` and set "
             "cluster.key_file to that file"

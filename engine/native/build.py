@@ -1,8 +1,9 @@
 """From the C++ sources beside this file to a loaded library, compiled for the very CPU it runs on.
 
 The library is kept in the user's cache, named by all that went into it (sources, flags, compiler, CPU), so that a
-change of any of them makes another and an old one is never taken for a new one. Whoever could write to that cache could
-run code as us: it must be ours alone.
+change of any of them makes another and an old one is never taken for a new one. A user that can write to the library,
+or to a folder above it, could run code as this one: then, and where there is no home, the library is compiled into a
+private folder of this process, which is removed once it is loaded.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class NoLibrary(Exception):  # stays in this package: what it tells is logged, a
     """Why there can be none here."""
 
 
+class NotOurs(NoLibrary):
+    """Another user could have written what lies there."""
+
+
 def can_compile() -> bool:
     """Whether this machine is one that kernels are made for: its CPU and a compiler."""
     try:
@@ -55,20 +60,29 @@ def can_compile() -> bool:
 def library() -> Library | None:
     """The loaded library, compiled if it has not been; None where that can't be, which one log line explains."""
     try:
-        return load(SOURCES, cache_root())
+        try:
+            return load(SOURCES, cache_root())
+        except NotOurs as reason:
+            log.warning("native kernels are compiled for this process alone: %s", reason)
+            with tempfile.TemporaryDirectory(prefix="baton-native-") as folder:
+                return load(SOURCES, Path(folder))
     except NoLibrary as reason:
         log.info("no native kernels: %s; torch does their work", reason)
         return None
 
 
 def cache_root() -> Path:
-    """Where this user's libraries are kept, each in a directory of its own."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Where this user's libraries are kept, each in a directory of its own. Raises NotOurs where there is no home."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise NotOurs(f"user {os.geteuid()} has no home directory; set XDG_CACHE_HOME to keep the library") from None
     return Path(base) / "baton" / "native"
 
 
 def load(sources: Path, root: Path) -> Library:
-    """The library of the C++ files in `sources`, from `root` or compiled into it. Raises NoLibrary."""
+    """The library of the C++ files in `sources`, from `root` or compiled into it. Raises NoLibrary, and NotOurs
+    where another user may write to it or above it."""
     cpu = cpu_description()
     if missing := NEEDED - set(cpu.split()):
         raise NoLibrary(f"this CPU lacks {', '.join(sorted(missing))}")
@@ -77,7 +91,7 @@ def load(sources: Path, root: Path) -> Library:
     directory = root / _digest(files, compiler, cpu)
     target = directory / "library.so"
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(directory)
         _refuse_strangers(directory)
         if not target.exists():
             with _alone(directory):
@@ -191,7 +205,29 @@ def _run(command: Sequence[str]) -> None:
         raise NoLibrary(f"{command[0]} failed: {said or done.stderr[:500]}")
 
 
+def _make(directory: Path) -> None:
+    """Make it and what is missing above it, for this user alone whatever the umask."""
+    if not directory.exists():
+        _make(directory.parent)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+
+
 def _refuse_strangers(path: Path) -> None:
-    found = path.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise NoLibrary(f"{path} is not ours alone, so it is not loaded; remove it")
+    """Raises NotOurs where another user could write to `path`, or exchange it or a folder above it."""
+    _refuse_writers(path, frozenset({os.geteuid()}))
+    # The path as it was given, whose links could be exchanged, and the path that it comes to.
+    for above in {*path.absolute().parents, *path.resolve().parents}:
+        _refuse_writers(above, frozenset({os.geteuid(), 0}))
+
+
+def _refuse_writers(path: Path, owners: frozenset[int]) -> None:
+    found = path.lstat()
+    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if stat.S_ISLNK(found.st_mode) or (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX):
+        writers = 0  # a link has no mode; in a sticky directory (/tmp) others can't move what is ours
+    if found.st_uid not in owners or writers:
+        raise NotOurs(
+            f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, so another user could "
+            "exchange the library; make it yours alone, or remove it"
+        )

@@ -90,3 +90,14 @@ def test_every_setting_is_documented_with_its_default() -> None:
             value = getattr(settings, name)
             documented = config.Bytes.parse(default) if isinstance(value, config.Bytes) else yaml.safe_load(default)
             assert documented == value, name
+
+
+def test_without_a_home_the_folders_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    cluster = config.load(None, {"cluster.log_dir": "/logs", "cluster.key_file": "/keys"}).cluster
+    assert (cluster.logs, cluster.traces, cluster.key_path) == (Path("/logs"), Path("/logs/traces"), Path("/keys"))
+    with pytest.raises(ConfigError, match=r"no home directory; set HOME, or cluster\.log_dir and cluster\.key_file"):
+        _ = config.load(None, {}).cluster.logs

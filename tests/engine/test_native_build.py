@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -82,8 +85,70 @@ def test_what_others_can_write_to_is_not_loaded(tmp_path: Path):
     build.load(sources, root)
     (made,) = root.glob("*/library.so")
     made.chmod(0o722)
-    with pytest.raises(build.NoLibrary, match="not ours alone"):
+    with pytest.raises(build.NotOurs, match=r"library\.so belongs to user \d+ with mode 722"):
         build.load(sources, root)
+    made.chmod(0o700)
+    root.chmod(0o775)  # whoever can write here can exchange what lies below
+    with pytest.raises(build.NotOurs, match="cache belongs to user"):
+        build.load(sources, root)
+    root.chmod(0o700)
+    link = tmp_path / "open" / "link"
+    link.parent.mkdir()
+    link.parent.chmod(0o777)
+    link.symlink_to(root)
+    with pytest.raises(build.NotOurs, match="open belongs to user"):
+        build.load(sources, link)
+    link.parent.chmod(0o1777)  # as /tmp: others can't move what is ours
+    assert build.load(sources, link).answer() == 44
+
+
+@compiled
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_not_loaded_from(tmp_path: Path):
+    (tmp_path / "answer.cpp").write_text(SOURCE % 45)
+    root = tmp_path / "theirs" / "cache"
+    root.mkdir(parents=True, mode=0o700)
+    os.chown(root.parent, 65_534, 65_534)
+    with pytest.raises(build.NotOurs, match="theirs belongs to user 65534"):
+        build.load(tmp_path, root)
+
+
+@compiled
+def test_folders_are_made_for_this_user_alone(tmp_path: Path):
+    (tmp_path / "answer.cpp").write_text(SOURCE % 46)
+    before = os.umask(0o002)
+    try:
+        assert build.load(tmp_path, tmp_path / "a" / "b").answer() == 46
+    finally:
+        os.umask(before)
+    (made,) = tmp_path.glob("a/b/*/library.so")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in list(made.parents)[:3]} == {0o700}
+
+
+@compiled
+@pytest.mark.parametrize("lacks", ["a home", "a cache of its own"])
+def test_without_a_safe_place_a_process_compiles_for_itself(
+    lacks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    (tmp_path / "answer.cpp").write_text(SOURCE % 47)
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    if lacks == "a home":
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", no_home)
+    else:
+        (tmp_path / "shared").mkdir()
+        (tmp_path / "shared").chmod(0o777)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    library = build.library.__wrapped__()
+    assert library is not None
+    assert library.answer() == 47
+    assert "compiled for this process alone" in caplog.text
+    assert not list(tmp_path.glob("baton-native-*"))
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
 
 
 @compiled
