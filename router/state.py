@@ -408,6 +408,9 @@ class RouterState:
         A worker in a long step reads the order when the step ends, so its orders stay where no other worker could take
         them. A worker is tried once for each request, so an attempt moves no more often than there are workers. Neither
         counts against the request's attempts. `hangs`: no step runs there."""
+        if name.request.startswith(WARM):
+            self._warm_answers.unread(member, name, now)
+            return
         if found := self._current(member, name.request, name.attempt, "decode"):
             request, others = found[0], [each for each in self._members.open("decode") if takes_work(each)]
         elif (found := self._current(member, name.request, name.attempt, "prefill")) and found[1].needs_prefill:
