@@ -73,7 +73,8 @@ class ClusterConfig(_Section, frozen=True):
     log_dir: str = ""  # default: ~/.local/state/baton/<name>/logs
     heartbeat_ms: Positive = 250  # every link, both ways
     silence_ms: Positive = 3_000  # a peer silent for longer loses all it held
-    stuck_ms: Positive = 60_000  # a worker whose step takes longer counts as gone
+    stuck_ms: Positive = 60_000  # a process whose step, or turn of its main loop, takes longer counts as gone
+    restart_patience_ms: Natural = 30_000  # Ray's supervisor replaces a silent process that still exists after so long
     trace_steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)] = 0  # each worker and store traces so many from its start
     trace_dir: str = ""  # where traces are written; default: traces, below log_dir
     key_file: str = ""  # the cluster's CURVE keys; default: cluster.key in ~/.local/state/baton/<name>, made there

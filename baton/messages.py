@@ -25,7 +25,7 @@ from msgspec import Meta, MsgspecError, Struct
 
 from baton.trace import MAX_STEPS
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_KEYS_PER_CALL = 1_024
@@ -166,13 +166,14 @@ class AttemptName(Struct, frozen=True, order=True):
 
 class AttemptHeld(Struct, frozen=True):
     """One attempt as its worker has it: `position` is how many tokens (prompt included) it knows, of which `computed`
-    have their keys and values."""
+    have their keys and values. `short`: its fetch ended short, as Have says, and it waits for the router."""
 
     request: Name
     attempt: Annotated[int, Meta(ge=1)]
     position: Count
     ended: bool = False
     computed: Count = 0
+    short: bool = False
 
 
 class TierSpeed(Struct, frozen=True):
@@ -203,7 +204,8 @@ class Load(Struct, frozen=True):
 
 class Heartbeat(Message, frozen=True):
     """A worker's or store's full state. `heard` is the last router sequence that this state already reflects, so the
-    router never judges an attempt missing that the worker could not know of yet. `step_age_ms` grows when stuck.
+    router never judges an attempt missing that the worker could not know of yet. `step_age_ms` is the age of the step
+    that runs, `loop_age_ms` the time since the main loop last turned: both grow when the sender is stuck.
     A store lists its pins as attempts, each with the number of its pages that are still here as position.
 
     Attempts and pins are those that this router owns; `load` is of all work, and `others` what other routers' makes of
@@ -213,6 +215,7 @@ class Heartbeat(Message, frozen=True):
     load: Load
     step: Count = 0
     step_age_ms: Count = 0
+    loop_age_ms: Count = 0
     attempts: tuple[AttemptHeld, ...] = ()
     events: Count = 0  # the sequence of its last batch of KV events,
     digest: Checksum = 0  # and the digest of all that it held then: see `kvstore.changes`

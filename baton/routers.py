@@ -101,6 +101,11 @@ class Routers:
                 beat = heartbeat(membership.heard, membership.router)
                 router.heart.publish(membership.router, beat, membership.heartbeat, step_started)
 
+    def step_ended(self) -> None:
+        """The step that runs by the last `beat` has ended, and the loop goes on."""
+        for router in self._routers:
+            router.heart.step_ended()
+
     def close(self) -> None:
         for router in self._routers:
             router.heart.close()

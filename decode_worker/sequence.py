@@ -128,4 +128,5 @@ class Sequence:
 
     def held(self) -> AttemptHeld:
         ended = self.phase is Phase.ENDED
-        return AttemptHeld(self.name.request, self.name.attempt, len(self.tokens), ended, self.computed)
+        short = self.phase is Phase.SHORT
+        return AttemptHeld(self.name.request, self.name.attempt, len(self.tokens), ended, self.computed, short)

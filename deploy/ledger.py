@@ -9,7 +9,18 @@ from dataclasses import replace
 from deploy.desired import Spec, role_of
 from deploy.observe import Facts, observe, observe_router
 from deploy.processes import Identity
-from deploy.reconcile import JOIN_PATIENCE, Action, Bury, Condition, Crashes, End, Seen, crashed, reconcile
+from deploy.reconcile import (
+    JOIN_PATIENCE,
+    RESTART_PATIENCE,
+    Action,
+    Bury,
+    Condition,
+    Crashes,
+    End,
+    Seen,
+    crashed,
+    reconcile,
+)
 from deploy.reports import Failure, View
 
 log = logging.getLogger(__name__)
@@ -18,9 +29,11 @@ log = logging.getLogger(__name__)
 class Ledger:
     """Knows what there is; decides, through `reconcile`, what is to be done. Does nothing itself."""
 
-    def __init__(self, join_patience: float = JOIN_PATIENCE) -> None:
-        """`join_patience`: seconds that a process may take until a router lists it."""
+    def __init__(self, join_patience: float = JOIN_PATIENCE, restart_patience: float = RESTART_PATIENCE) -> None:
+        """`join_patience`: seconds that a process may take until a router lists it; `restart_patience`: seconds that
+        one which has fallen silent, but exists, may take to come back."""
         self._join_patience = join_patience
+        self._restart_patience = restart_patience
         self._seen: dict[str, Seen] = {}
         self._identities: dict[str, Identity | None] = {}
         self._live_since: dict[str, float] = {}
@@ -51,11 +64,11 @@ class Ledger:
         """Take this turn's facts and say what to do. `held_up`: seconds for which the supervisor itself stood still;
         nobody's patience runs out over those."""
         for name, before in self._seen.items():
-            before = replace(before, since=before.since + held_up)
+            before = replace(before, since=before.since + held_up, missed_since=before.missed_since + held_up)
             found = facts[name]
             seen = (observe_router if role_of(name) == "router" else observe)(before, found, now)
             self._note(before, seen, found, now)
-        actions = reconcile(desired, self._seen, self._crashes, now, self._join_patience)
+        actions = reconcile(desired, self._seen, self._crashes, now, self._join_patience, self._restart_patience)
         for action in actions:
             match action:
                 case End(name, why):

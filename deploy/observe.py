@@ -88,7 +88,9 @@ def observe(before: Seen, facts: Facts, now: float) -> Seen:
 
 
 def observe_router(before: Seen, facts: Facts, now: float) -> Seen:
-    """A router, whose witness is whether it answers. Probes are counted, not timed: had we been paused ourselves, a
-    long time without an answer would prove nothing."""
+    """A router, whose witness is whether it answers. Probes are counted as well as timed: had we been paused ourselves,
+    a long time without an answer would prove nothing."""
     seen = observe(before, replace(facts, listed="live" if facts.answers else "unknown"), now)
-    return replace(seen, misses=0 if facts.answers else before.misses + 1)
+    if facts.answers:
+        return replace(seen, misses=0)
+    return replace(seen, misses=before.misses + 1, missed_since=before.missed_since if before.misses else now)

@@ -7,6 +7,10 @@
         │ back-off        End: SIGKILL, and wait for the proof that the process is gone
         └──────────────── Bury: forget the actor, count the crash ◀── GONE
 
+A silent process that still exists may be stopped for a moment (swap, a live migration, a frozen cgroup), and comes
+back with its weights and its cache. So it is given `cluster.restart_patience_ms`, as is a router that does not answer.
+A process that is gone is replaced at once. A stuck one has had its patience: `cluster.stuck_ms`.
+
 Nothing is started under a name as long as a process of that name may still run: a stopped writer that wakes up writes.
 """
 
@@ -19,6 +23,7 @@ from typing import TypeAlias
 
 from deploy.desired import Spec
 
+RESTART_PATIENCE = 30.0  # seconds, unless configured (cluster.restart_patience_ms)
 JOIN_PATIENCE = 900.0  # seconds from start until the router lists it: large weights load slowly
 REJOIN_PATIENCE = 20.0  # seconds that a process may be unknown to the router after it had been live
 ROUTER_MISSES = 6  # probes in a row that a router which has been live may leave unanswered, of a second each
@@ -33,7 +38,7 @@ class Condition(Enum):
     JOINING = "joining"  # runs; the router has not listed it yet, or no longer does
     LIVE = "live"
     SILENT = "silent"  # the router has not heard from it for cluster.silence_ms
-    STUCK = "stuck"  # it speaks, but its step does not end
+    STUCK = "stuck"  # it speaks, but its step, or the turn of its main loop, does not end
     FAILED = "failed"  # its service gave up and said why
     ENDING = "ending"  # somebody is ending it now
     GONE = "gone"  # proven: it can't run another instruction
@@ -49,6 +54,7 @@ class Seen:
     since: float  # when it got into this condition
     was_live: bool = False  # at any time before
     misses: int = 0  # unanswered probes in a row, of a router only
+    missed_since: float = 0.0  # when the first of them went unanswered
     why: str = ""  # what it said when it failed, or how it ended
 
 
@@ -101,6 +107,7 @@ def reconcile(
     crashes: Mapping[str, Crashes],
     now: float,
     join_patience: float = JOIN_PATIENCE,
+    restart_patience: float = RESTART_PATIENCE,
 ) -> list[Action]:
     """The actions of this turn, at most one for each name. `desired` stands in start order."""
     actions: list[Action] = []
@@ -111,7 +118,7 @@ def reconcile(
         elif seen.condition is not Condition.ENDING:
             if seen.name not in wanted:
                 actions.append(Retire(seen.name))
-            elif why := verdict(seen, now, join_patience):
+            elif why := verdict(seen, now, join_patience, restart_patience):
                 actions.append(End(seen.name, why))
     # Workers and stores are told the routers' addresses when they start, so those come first. A worker finds its store
     # whenever that appears; started right after it, both load at the same time.
@@ -127,23 +134,25 @@ def reconcile(
     return actions
 
 
-def verdict(seen: Seen, now: float, join_patience: float = JOIN_PATIENCE) -> str:
+def verdict(
+    seen: Seen, now: float, join_patience: float = JOIN_PATIENCE, restart_patience: float = RESTART_PATIENCE
+) -> str:
     """Why this process must be replaced; empty when it need not."""
     elapsed = now - seen.since
     match seen.condition:
         case Condition.FAILED:
             return seen.why
-        case Condition.SILENT:
-            return "no router has heard from it for longer than cluster.silence_ms"
+        case Condition.SILENT if elapsed >= restart_patience:
+            return f"no router has heard from it for cluster.silence_ms, and {elapsed:.0f} s more"
         case Condition.STUCK:
-            return "its step has taken longer than cluster.stuck_ms"
+            return "its step, or a turn of its main loop, has taken longer than cluster.stuck_ms"
         case Condition.JOINING if seen.was_live and elapsed > REJOIN_PATIENCE:
             return f"no router lists it any more, for {elapsed:.0f} s"
         case Condition.JOINING if elapsed > join_patience:
             return f"it had joined no router after {elapsed:.0f} s"
         case Condition.JOINING if seen.misses >= ROUTER_MISSES and elapsed > ROUTER_PATIENCE:
             return f"it had answered nobody after {elapsed:.0f} s"
-        case Condition.LIVE if seen.misses >= ROUTER_MISSES:
+        case Condition.LIVE if seen.misses >= ROUTER_MISSES and now - seen.missed_since >= restart_patience:
             return f"it has not answered {seen.misses} times in a row"
         case _:
             return ""

@@ -73,7 +73,8 @@ class Supervisor:
         self._keep(self._desired)
         self._crew = Crew(namespace)
         self._identity = self._crew.sign(SUPERVISOR)
-        self._ledger = Ledger(self._desired.join_patience)
+        restart_patience = self._desired.config.cluster.restart_patience_ms / 1_000
+        self._ledger = Ledger(self._desired.join_patience, restart_patience)
         for name, node in self._crew.rediscover().items():
             log.info("found %s on %s", name, node)
             self._ledger.started(name, node, time.monotonic())

@@ -325,6 +325,7 @@ class Worker:
         finally:
             self.metrics.observe("step_seconds", self.clock.now() - self._step_started)
             self._step_started = None
+            self._routers.step_ended()  # what holds the loop up from now on is no step
 
     def publish(self, state: WorkerState, values: Callable[[], Mapping[str, Sample]]) -> None:
         """After a turn: the heartbeat's snapshot and KV events; `values`, for the metrics page, once a heartbeat."""

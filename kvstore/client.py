@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import select
 import time
 
 from baton.clock import PauseDetector
@@ -78,15 +77,16 @@ class StoreClient:
         """How many slots the arena has; 0 while not connected."""
         return self._arena.slots if self._arena else 0
 
-    def connect(self, wait_s: float = 0.05) -> None:
-        """Attach, waiting at most `wait_s` seconds for the store's answer; does nothing when attached already.
+    def connect(self) -> None:
+        """Attach, without waiting for the store's answer; do nothing when attached already.
 
-        Raises StoreGone when nobody listens or there is no answer yet: call again, and the attempt goes on where it
-        stands. Raises StoreError when the store refuses this worker, with its reason."""
+        The kernel takes connections for a store that stands still, so a wait here would hold up every step of the
+        worker. Raises StoreGone when nobody listens or there is no answer yet: call again, and the attempt goes on
+        where it stands. Raises StoreError when the store refuses this worker, with its reason."""
         if self.connected:
             return
         try:
-            self._try(wait_s)
+            self._try()
         except StoreError:
             if self._connecting is None or time.monotonic() - self._connecting_since > self._silence:
                 self._give_up()
@@ -183,27 +183,19 @@ class StoreClient:
 
     close = disconnect
 
-    def _try(self, wait_s: float) -> None:
-        deadline = time.monotonic() + wait_s
+    def _try(self) -> None:
         if self._connecting is None:
             self._connecting = self._open()
             self._connecting_since = time.monotonic()
         connection = self._connecting
-        ready = select.poll()
-        ready.register(connection.fileno(), select.POLLIN)
-        while True:
-            try:
-                received = connection.receive()
-            except (StoreGone, MalformedMessage) as error:
-                self._give_up()
-                raise StoreGone(str(error)) from None
-            if received is not None:
-                self._take(connection, *received)
-                return
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise StoreGone("the store has not answered yet")
-            ready.poll(left * 1_000)
+        try:
+            received = connection.receive()
+        except (StoreGone, MalformedMessage) as error:
+            self._give_up()
+            raise StoreGone(str(error)) from None
+        if received is None:
+            raise StoreGone("the store has not answered yet")
+        self._take(connection, *received)
 
     def _open(self) -> UnixSocket[StoreReply]:
         connection: UnixSocket[StoreReply] = UnixSocket.connect(self._address, StoreReply)

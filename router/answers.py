@@ -175,14 +175,19 @@ class Answers:
     def prefilled(self, request: Request, attempt: Attempt, event: messages.Prefilled, now: float) -> None:
         if attempt.prefilled:
             return
-        attempt.prefilled, attempt.predicted, attempt.progress = True, 0, now
-        request.timeline.prefilled = now
+        attempt.predicted = 0
         request.prefill_computed += event.computed
         self._life.recent.prefilled(request, event.computed)
         request.pages_hit += event.hit
         request.pages_shipped += event.shipped
         request.prefill_queue_ms, request.prefill_compute_ms = event.queue_ms, event.compute_ms
         self._loaded(request, event)
+        self.prefill_ended(request, attempt, now)
+
+    def prefill_ended(self, request: Request, attempt: Attempt, now: float) -> None:
+        """The prefill worker has made every page, whether or not we heard its account."""
+        attempt.prefilled, attempt.progress = True, now
+        request.timeline.prefilled = now
         if attempt.prefill is not None:  # it still holds the pages, but has a slot for another prompt
             member = self._members.live(attempt.prefill)
             member.computed(attempt.name)

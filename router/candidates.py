@@ -18,7 +18,7 @@ _UNANSWERED = 16  # Decodes on their way to one worker; were there no limit, a f
 
 def takes_work(member: Member) -> bool:
     """Whether a decode worker may have room."""
-    return member.busy_since is None and len(member.unanswered) < _UNANSWERED
+    return not member.unresponsive and member.busy_since is None and len(member.unanswered) < _UNANSWERED
 
 
 def another_maker(members: Members, node: str, most: int, avoid: Collection[str]) -> Member | None:
@@ -35,14 +35,15 @@ def another_maker(members: Members, node: str, most: int, avoid: Collection[str]
 def slots(member: Member, most: int) -> int:
     """Prompts that a prefill worker which takes `most` may still be given, other routers' counted. Where we have none
     it is worth asking all the same: who was refused is next (`baton.turns`), and who never asks never is."""
-    if member.busy_since is not None:
+    if member.unresponsive or member.busy_since is not None:
         return 0
     return max(most - len(member.slots) - member.strangers, 0 if member.slots else 1)
 
 
 def stores(members: Members, held: Mapping[str, Match], avoid: Collection[str]) -> list[Store]:
-    """The live store of each node. Those to `avoid` serve their own node and no other."""
-    return [store_of(member, held, serves=member.incarnation not in avoid) for member in members.of("store")]
+    """The live store of each node, unless its loop hangs. Those to `avoid` serve their own node and no other."""
+    able = [member for member in members.of("store") if not member.unresponsive]
+    return [store_of(member, held, serves=member.incarnation not in avoid) for member in able]
 
 
 def store_of(member: Member, held: Mapping[str, Match], *, serves: bool) -> Store:

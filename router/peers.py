@@ -73,6 +73,7 @@ class Member:
     positions: dict[AttemptName, int] = field(default_factory=dict[AttemptName, int])  # as last reported
     gone: GoneReason | None = None
     draining: bool = False  # it is given nothing new
+    unresponsive: bool = False  # by its last heartbeat its main loop reads nothing, in a long step or because it hangs
     changed: set[str] = field(default_factory=set[str], repr=False)  # incarnations, shared by all members
     since: float = 0.0  # its prompts are being computed as from then, seconds
     context: float = 0.0  # of all its work
@@ -163,11 +164,13 @@ class Member:
         self.busy_since = None
         self.touch()
 
-    def reports(self, load: Load, heard: int, others: Load, now: float) -> bool:
+    def reports(self, load: Load, heard: int, others: Load, now: float, *, unresponsive: bool = False) -> bool:
         """A heartbeat: what it says of itself holds for everything that was given up to the message `heard`. `others`
-        is what other routers' work makes of `load`. Returns whether that has changed: there may be room then."""
+        is what other routers' work makes of `load`. Returns whether that has changed, or whether its loop goes on
+        again: there may be room then."""
         before = (self.strangers, self.strange_context, self.strange_tokens)
-        self.load = load
+        goes_on = self.unresponsive and not unresponsive
+        self.load, self.unresponsive = load, unresponsive
         if self.peer.role == "prefill" or not self.slots:  # how far ours are, only prefill workers tell
             self.since = now
         self.strangers = others.running + others.waiting
@@ -175,7 +178,7 @@ class Member:
         if load.pages_total:
             self.room = load.pages_free - sum(work.taken for work in self.work.values() if work.sequence > heard)
         self.touch()
-        return before != (self.strangers, self.strange_context, self.strange_tokens)
+        return goes_on or before != (self.strangers, self.strange_context, self.strange_tokens)
 
 
 @dataclass

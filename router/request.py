@@ -49,6 +49,8 @@ class Attempt:
     prefilled: bool = False
     computed: int = 0  # tokens that its decode worker has computed, by the last heartbeat
     sightings: int = 0  # heartbeats that listed it before its Accepted came
+    shorts: int = 0  # heartbeats in a row that listed it as short
+    ends: int = 0  # heartbeats of its prefill worker that listed it as ended before its Prefilled came
     behind: int | None = None  # what we had when the last heartbeat showed that the worker has more
     asked_from: int | None = None  # position of the last Resend that a gap made us send
 

@@ -37,6 +37,7 @@ from baton.messages import (
 from router.admission import ModelLimits
 from router.answers import Answers
 from router.bottleneck import Advice, Utilisation
+from router.candidates import slots, takes_work
 from router.costs import Costs
 from router.events import (
     WARM,
@@ -309,13 +310,16 @@ class RouterState:
         self._life.member_gone(member, now)
 
     def _is_stuck(self, message: ToRouter) -> bool:
-        return isinstance(message, Heartbeat) and message.step_age_ms > self._config.cluster.stuck_ms
+        if not isinstance(message, Heartbeat):
+            return False
+        return max(message.step_age_ms, message.loop_age_ms) > self._config.cluster.stuck_ms
 
     # --- heartbeats --------------------------------------------------------------------------------------------------
 
     def _heartbeat(self, member: Member, beat: Heartbeat, now: float) -> None:
         """Compare what it has with what it should have, and repair the difference."""
-        if member.reports(beat.load, beat.heard, beat.others, now):
+        standing = max(beat.step_age_ms, beat.loop_age_ms) > self._config.cluster.silence_ms
+        if member.reports(beat.load, beat.heard, beat.others, now, unresponsive=standing):
             self._life.rounds.may_have_room()
         self._ask(self._prefixes.heartbeat(member.incarnation, beat.events, beat.digest, now))
         if self._is_stuck(beat):
@@ -342,6 +346,8 @@ class RouterState:
                     self._lost(member, name, now)
                 else:
                     work.missing = True
+            elif standing:
+                self._unread(member, name, now, hangs=not beat.step_age_ms)
         if member.busy_since is not None and member.busy_since <= beat.heard:
             member.may_have_room()
             self._life.rounds.may_have_room()
@@ -353,6 +359,13 @@ class RouterState:
             return
         if found := self._current(member, name.request, name.attempt, "decode"):
             request, attempt = found
+            attempt.shorts = attempt.shorts + 1 if held.short else 0
+            if held.short:
+                if attempt.shorts >= _SIGHTINGS:
+                    pages = held.computed // self._config.pages.page_size
+                    have = messages.Have(name.request, name.attempt, pages, "its heartbeats say that it waits")
+                    self._answers.short(request, attempt, have, now)
+                return
             if attempt.phase is Phase.PLACED:
                 attempt.sightings += 1
                 if attempt.sightings >= _SIGHTINGS:
@@ -365,10 +378,16 @@ class RouterState:
             if ahead and attempt.behind == request.known:
                 self._answers.resend(request, attempt)
             attempt.behind = request.known if ahead else None
-        elif held.position > member.positions.get(name, 0):
+            return
+        found = self._current(member, name.request, name.attempt, "prefill")
+        if held.position > member.positions.get(name, 0):
             member.positions[name] = held.position
-            if found := self._current(member, name.request, name.attempt, "prefill"):
+            if found:
                 found[1].progress = now
+        if found and held.ended and not found[1].prefilled:
+            found[1].ends += 1
+            if found[1].ends >= _SIGHTINGS:
+                self._answers.prefill_ended(*found, now)
 
     def _lost(self, member: Member, name: AttemptName, now: float) -> None:
         if name.request.startswith(WARM):
@@ -383,6 +402,28 @@ class RouterState:
                 member.drop(name)
             else:
                 self._life.retry(request, f"{member.peer.name} does not have it", now)
+
+    def _unread(self, member: Member, name: AttemptName, now: float, *, hangs: bool) -> None:
+        """Its loop has stood still for cluster.silence_ms and has not read this order: another worker gets it.
+
+        A worker in a long step reads the order when the step ends, so its orders stay where no other worker could take
+        them. A worker is tried once for each request, so an attempt moves no more often than there are workers. Neither
+        counts against the request's attempts. `hangs`: no step runs there."""
+        if name.request.startswith(WARM):
+            self._warm_answers.unread(member, name, now)
+            return
+        if found := self._current(member, name.request, name.attempt, "decode"):
+            request, others = found[0], [each for each in self._members.open("decode") if takes_work(each)]
+        elif (found := self._current(member, name.request, name.attempt, "prefill")) and found[1].needs_prefill:
+            request, most = found[0], self._config.prefill.max_prompts
+            others = [each for each in self._members.open("prefill") if slots(each, most) > 0]
+            if hangs:
+                others.append(self._members.live(found[1].decode))  # it computes the prompt itself if need be
+        else:
+            return
+        if any(other.incarnation not in request.failed_on for other in others):
+            request.failed_on.add(member.incarnation)
+            self._life.retry(request, f"{member.peer.name} does not read: its loop stands still", now, free=True)
 
     # --- draining ----------------------------------------------------------------------------------------------------
 

@@ -151,13 +151,15 @@ class Table:
         return np.array(near_makers, np.int64), np.array(near_takers, np.int64)
 
     def _moved(self, incarnation: str) -> bool:
-        """Whether it has joined, or left."""
+        """Whether it has joined, or left; a store whose loop hangs is not there."""
         known = incarnation in self.index or incarnation in self.stores
-        return known != (self._members.get(incarnation) is not None)
+        member = self._members.get(incarnation)
+        return known != (member is not None and not (member.peer.role == "store" and member.unresponsive))
 
     def _rebuild(self, now: float, output: float) -> None:
         used = {worker.incarnation: self.used[row] for row, worker in enumerate(self.workers)}
-        decoders, stores = self._members.of("decode"), self._members.of("store")
+        decoders = self._members.of("decode")
+        stores = [store for store in self._members.of("store") if not store.unresponsive]
         self.workers = (*decoders, *self._members.of("prefill"))
         self.decoders = len(decoders)
         self.index = {worker.incarnation: row for row, worker in enumerate(self.workers)}
@@ -184,7 +186,7 @@ class Table:
         member.since = min(member.since, now)
         if not decodes:
             full = slots(member, self._config.prefill.max_prompts) <= 0
-            open_ = NEVER if member.draining else FULL if full else OPEN
+            open_ = NEVER if member.draining or member.unresponsive else FULL if full else OPEN
             until = member.since + seconds
             return (open_, until, rate, cost.fixed, cost.token, cost.pair, chunk, 1.0, *_NO_DECODING)
         step = self._costs.step(member.incarnation)
@@ -196,7 +198,7 @@ class Table:
         pool = member.hello.model.pool_pages if member.hello.model else 0
         room = member.room - member.growth
         return (
-            NEVER if member.draining else OPEN if takes_work(member) else FULL,
+            NEVER if member.draining or member.unresponsive else OPEN if takes_work(member) else FULL,
             member.since + seconds * stretch,
             rate,
             cost.fixed,

@@ -152,9 +152,9 @@ class Warmer:
         return [
             (worker, store)
             for worker in self._members.open("prefill")
-            if worker.busy_since is None and len(worker.slots) + worker.strangers < most
+            if not worker.unresponsive and worker.busy_since is None and len(worker.slots) + worker.strangers < most
             if not any(name.request.startswith(WARM) for name in worker.slots)
-            if (store := self._members.store_of(worker.peer.node)) is not None
+            if (store := self._members.store_of(worker.peer.node)) is not None and not store.unresponsive
         ]
 
     def _begin(self, prefix: WarmPrefix, free: list[tuple[Member, Member]], now: float) -> None:

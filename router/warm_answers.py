@@ -69,6 +69,12 @@ class WarmAnswers:
         if prefix.sightings >= _SIGHTINGS:
             self._warmer.prefilled(prefix, None, now)
 
+    def unread(self, member: Member, name: AttemptName, now: float) -> None:
+        """Its worker's loop stands still and has not read it: the first worker that is free gets it."""
+        prefix = self._current(member, name)
+        if prefix is not None and prefix.phase is Phase.PREFILLING:
+            self._warmer.wait(prefix, now, now)
+
     def lost(self, member: Member, name: AttemptName, now: float) -> None:
         """Its worker does not have it."""
         if (prefix := self._current(member, name)) is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import zmq
@@ -26,6 +26,7 @@ from baton.wire.sockets import Revival, bind, configure, connect
 log = logging.getLogger(__name__)
 
 _HEART_SUFFIX = b"/heart"
+_HELD_UP = 1.0  # seconds; a heart that wakes so much too late was stopped together with its process
 
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
@@ -122,11 +123,21 @@ class Link(Generic[M]):
         self.socket.close(0)
 
 
+class _Published(NamedTuple):
+    """What a main loop has last told its heart."""
+
+    router: str
+    heartbeat: Heartbeat
+    turned: float  # when, seconds
+    step_started: float | None
+
+
 class Heart:
     """Sends the latest published `Heartbeat` at a fixed pace from a thread and socket of its own.
 
     So the router can tell a dead worker from one whose step is long: the heartbeat goes on while the step runs, and
-    says how old it is. The main loop publishes an immutable snapshot; nothing else is shared."""
+    says how old it is. It also says when the main loop last published, so that a loop which hangs outside a step is
+    found out as well. The main loop publishes an immutable snapshot; nothing else is shared."""
 
     def __init__(self, endpoint: str, me: Peer, clock: Clock) -> None:
         self._me = me
@@ -134,7 +145,7 @@ class Heart:
         self._socket = _dealer(endpoint, me.incarnation.encode() + _HEART_SUFFIX)
         self._revival = Revival(self._socket, endpoint)
         self._stop = threading.Event()
-        self._latest: tuple[str, Heartbeat, float | None] | None = None
+        self._latest: _Published | None = None
         self._interval = 0.25
         self._sequence = 0
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
@@ -144,7 +155,12 @@ class Heart:
         """From now on say `heartbeat` to that incarnation of the router every `interval` seconds. `step_started` is
         the clock's time at which the running step began (none: idle); the age that is sent counts from it."""
         self._interval = interval
-        self._latest = (router, heartbeat, step_started)
+        self._latest = _Published(router, heartbeat, self._clock.now(), step_started)
+
+    def step_ended(self) -> None:
+        """No step runs any more; the snapshot is as good as before."""
+        if (latest := self._latest) is not None:
+            self._latest = _Published(latest.router, latest.heartbeat, self._clock.now(), None)
 
     def quiet(self) -> None:
         """Say nothing until the next publish: no router knows us."""
@@ -156,20 +172,32 @@ class Heart:
         self._socket.close(0)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._interval):
-            if (latest := self._latest) is None:
+        woke, excused = self._clock.now(), 0.0
+        before: _Published | None = None
+        while not self._stop.wait(interval := self._interval):
+            now, latest = self._clock.now(), self._latest
+            late, woke = now - woke - interval, now
+            if latest is None:
                 continue
-            router, heartbeat, step_started = latest
-            age = 0 if step_started is None else int((self._clock.now() - step_started) * 1_000)
+            excused, before = excused if latest is before else 0.0, latest
+            if late > _HELD_UP:  # this thread stood still too, so the whole process did: its main loop is not to blame
+                excused = min(excused + late, now - latest.turned)
             self._sequence += 1
-            beat = msgspec.structs.replace(heartbeat, step_age_ms=age)
+            beat = msgspec.structs.replace(
+                latest.heartbeat,
+                step_age_ms=0 if latest.step_started is None else _ms(now - latest.step_started - excused),
+                loop_age_ms=_ms(now - latest.turned - excused),
+            )
+            envelope = Envelope(self._me.incarnation, latest.router, self._sequence, beat)
             try:
-                self._socket.send(
-                    _encoder.encode(Envelope(self._me.incarnation, router, self._sequence, beat)), zmq.NOBLOCK
-                )
+                self._socket.send(_encoder.encode(envelope), zmq.NOBLOCK)
             except zmq.Again:
                 log.warning("the router does not read our heartbeats")
                 self._revival.try_again()
+
+
+def _ms(seconds: float) -> int:
+    return max(0, int(seconds * 1_000))
 
 
 def _dealer(endpoint: str, identity: bytes) -> zmq.Socket[bytes]:

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import zmq
 
-from baton.clock import MonotonicClock
+from baton.clock import MonotonicClock, VirtualClock
 from baton.errors import MalformedMessage, PortInUse, StoreGone
 from baton.messages import (
     Cancel,
@@ -126,9 +126,48 @@ def test_the_heart_beats_while_the_loop_is_busy() -> None:
             assert [b.sequence for b in beats] == [1, 2, 3]
             ages = [b.message.step_age_ms for b in beats]  # type: ignore[union-attr]
             assert 1_000 <= ages[0] <= ages[1] <= ages[2]
+            heart.step_ended()
+            await until(listener, lambda beat: (beat.step, beat.step_age_ms) == (8, 0))
             heart.publish("router-1", Heartbeat(3, Load(), step=9), 0.02, None)
-            while (await listener.receive()).message != Heartbeat(3, Load(), step=9):
-                pass
+            await until(listener, lambda beat: (beat.step, beat.step_age_ms) == (9, 0))
+        finally:
+            heart.close()
+            listener.close()
+
+    run(main)
+
+
+async def until(listener: Listener, wanted: Callable[[Heartbeat], bool]) -> Heartbeat:
+    while True:
+        beat = (await listener.receive()).message
+        assert isinstance(beat, Heartbeat)
+        if wanted(beat):
+            return beat
+
+
+def test_the_heart_tells_since_when_the_loop_stands_still() -> None:
+    """Not counted is the time for which the heart stood still as well: the whole process was stopped then."""
+
+    async def main() -> None:
+        listener = Listener("tcp://127.0.0.1:0", ROUTER)
+        clock = VirtualClock()
+        heart = Heart(listener.endpoint, ME, clock)
+        try:
+            heart.publish("router-1", Heartbeat(3, Load()), 0.02, None)
+            await until(listener, lambda beat: beat.loop_age_ms == 0)
+            for age in (500, 1_000, 1_500):
+                clock.advance(0.5)
+                await until(listener, lambda beat, age=age: beat.loop_age_ms == age)
+            clock.advance(50.0)
+            beats = [await listener.receive() for _ in range(5)]
+            ages = [beat.message.loop_age_ms for beat in beats]  # type: ignore[union-attr]
+            assert all(1_500 <= age < 2_000 for age in ages), ages
+            heart.publish("router-1", Heartbeat(3, Load()), 0.02, clock.now())
+            await until(listener, lambda beat: beat.loop_age_ms == 0)
+            clock.advance(0.5)
+            await until(listener, lambda beat: (beat.loop_age_ms, beat.step_age_ms) == (500, 500))
+            heart.step_ended()
+            await until(listener, lambda beat: (beat.loop_age_ms, beat.step_age_ms) == (0, 0))
         finally:
             heart.close()
             listener.close()

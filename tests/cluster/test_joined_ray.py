@@ -29,13 +29,21 @@ def actors(machine: Machine) -> list[str]:
 def test_without_authentication_every_process_is_repaired(machine: Machine):
     assert machine.run(*START).status == 0
     ray = set(machine.processes())
-    up = machine.up("--prefill", 1, "--decode", 2)
+    up = machine.up("--prefill", 1, "--decode", 2, "--set", "cluster.restart_patience_ms=12000")
     assert up.status == 0, up
     assert "asks nobody for a token" in up.err
     assert "joining the Ray at 127.0.0.1:6379" in up.err
     expected = machine.generate("The store holds a prefix", *GREEDY)["token_ids"]
     names = set(pids(machine))
     assert names == {"router", "store-0", "prefill-0", "decode-0", "decode-1"}
+
+    # One that is stopped for a moment comes back with its weights: nothing is restarted.
+    before = pids(machine)
+    machine.kill(before["decode-0"], signal.SIGSTOP)
+    machine.wait("decode-0 is silent", lambda: "decode-0" not in pids(machine))
+    machine.kill(before["decode-0"], signal.SIGCONT)
+    machine.wait("decode-0 is back", lambda: "decode-0" in pids(machine))
+    assert pids(machine) == before
 
     for victim, number in (
         ("decode-0", signal.SIGKILL),

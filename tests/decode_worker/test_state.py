@@ -163,12 +163,15 @@ def test_an_awaited_fetch_that_ends_short_is_the_routers_to_decide() -> None:
     one.handle(order(PROMPT, 8, fetch=2, awaited=True))
     one.rig.settle()
     assert not [m for m in one.said if isinstance(m, Have)]
+    assert not one.state.heartbeat(0).attempts[0].short
     one.rig.now += 0.2
     one.handle(Tick())
+    assert one.state.heartbeat(0).attempts[0].short, "the Have may get lost"
     assert [m.pages for m in one.said if isinstance(m, Have)] == [0]
     assert one.state.heartbeat(0).attempts[0].position == len(PROMPT)
     one.handle(order(PROMPT, 8, attempt=2))
     one.rig.settle()
+    assert not one.state.heartbeat(0).attempts[0].short
     assert tokens_of(one.said, attempt=2) == reference(PROMPT, 8)
     assert one.rig.store.stats(0.0).waits == 0
 

@@ -16,6 +16,7 @@ from deploy.reconcile import (
     JOIN_PATIENCE,
     LONGEST_DELAY,
     REJOIN_PATIENCE,
+    RESTART_PATIENCE,
     ROUTER_MISSES,
     ROUTER_PATIENCE,
     STEADY,
@@ -58,13 +59,39 @@ def test_a_whole_cluster_needs_nothing():
     assert reconcile(ALL, LIVE, {}, 10_000.0) == []
 
 
-@pytest.mark.parametrize("condition", [Condition.SILENT, Condition.STUCK, Condition.FAILED])
+@pytest.mark.parametrize("condition", [Condition.STUCK, Condition.FAILED])
 def test_what_is_broken_is_ended_and_not_yet_replaced(condition: Condition):
     actual = LIVE | {"decode-0": seen("decode-0", condition, why="because")}
     (action,) = reconcile(ALL, actual, {}, 1.0)
     assert isinstance(action, End)
     assert action.name == "decode-0"
     assert action.why
+
+
+def test_a_silent_process_is_ended_only_after_some_patience():
+    """It may be stopped for a moment, and comes back with its weights."""
+    actual = LIVE | {"decode-0": seen("decode-0", Condition.SILENT, since=100.0)}
+    assert reconcile(ALL, actual, {}, 100.0 + RESTART_PATIENCE - 1) == []
+    assert reconcile(ALL, actual, {}, 105.0, restart_patience=6.0) == []
+    for patience in (6.0, RESTART_PATIENCE):
+        (action,) = reconcile(ALL, actual, {}, 100.0 + patience, restart_patience=patience)
+        assert isinstance(action, End)
+        assert f"{patience:.0f} s more" in action.why
+
+
+def test_a_process_that_comes_back_is_kept_and_one_that_is_gone_is_replaced_at_once():
+    ledger = Ledger(restart_patience=10.0)
+    ledger.started("router", "a", 0.0)
+    ledger.started("decode-0", "a", 0.0)
+    for now in range(1, 100):  # silent for 9 s in every 10
+        facts = {
+            "router": Facts(answers=True),
+            "decode-0": Facts(listed="live" if now % 10 == 0 else "silent"),
+        }
+        assert ledger.turn([ROUTER, DECODE], facts, float(now)) == []
+    gone = {"router": Facts(answers=True), "decode-0": Facts(gone=True, listed="silent", why_gone="killed")}
+    assert ledger.turn([ROUTER, DECODE], gone, 99.5) == [Bury("decode-0", "killed")]
+    assert ledger.turn([ROUTER, DECODE], {"router": Facts(answers=True)}, 99.75) == [Start(DECODE)]
 
 
 def test_nothing_starts_under_a_name_before_its_process_is_proven_gone():
@@ -95,12 +122,16 @@ def test_a_router_is_judged_by_unanswered_probes_and_nobody_else_meanwhile():
     router = seen("router", Condition.LIVE, was_live=True)
     worker = seen("decode-0", Condition.LIVE, was_live=True)
     for turn in range(ROUTER_MISSES):
-        assert reconcile([ROUTER, DECODE], {"router": router, "decode-0": worker}, {}, float(turn)) == []
-        router = observe_router(router, Facts(), float(turn))
-        worker = observe(worker, Facts(listed="unknown"), float(turn))
-    (action,) = reconcile([ROUTER, DECODE], {"router": router, "decode-0": worker}, {}, 100.0)
+        assert reconcile([ROUTER, DECODE], {"router": router, "decode-0": worker}, {}, 100.0 + turn) == []
+        router = observe_router(router, Facts(), 100.0 + turn)
+        worker = observe(worker, Facts(listed="unknown"), 100.0 + turn)
+    both, early = {"router": router, "decode-0": worker}, 100.0 + RESTART_PATIENCE - 1
+    assert reconcile([ROUTER, DECODE], both, {}, early) == [], "it may be stopped for a moment"
+    (action,) = reconcile([ROUTER, DECODE], both, {}, 100.0 + RESTART_PATIENCE)
     assert action == End("router", f"it has not answered {ROUTER_MISSES} times in a row")
-    assert observe_router(router, Facts(answers=True), 100.0).misses == 0
+    assert observe_router(router, Facts(answers=True), 200.0).misses == 0
+    few = observe_router(seen("router", Condition.LIVE, was_live=True), Facts(), 0.0)
+    assert reconcile([ROUTER], {"router": few}, {}, 1_000.0) == [], "we may have been held up ourselves"
 
 
 def test_a_router_that_has_yet_to_start_is_given_time():

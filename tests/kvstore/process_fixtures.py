@@ -56,6 +56,19 @@ def eventually(condition: Callable[[], T | None], what: str) -> T:
     return result
 
 
+def attach(client: StoreClient) -> None:
+    """Connect until the store has answered. Raises StoreError when it refuses."""
+
+    def attached() -> bool:
+        try:
+            client.connect()
+        except StoreGone:
+            return False
+        return True
+
+    eventually(attached, "attached to the store")
+
+
 def config_of(cluster: str, slots: int, hold_ms: int = 400) -> Config:
     return Config(
         cluster=ClusterConfig(name=cluster, heartbeat_ms=int(HEARTBEAT * 1_000), silence_ms=1_000),
@@ -115,14 +128,7 @@ class TestClient:
         self.store.close()
 
     def connect(self) -> None:
-        def attached() -> bool:
-            try:
-                self.store.connect()
-            except StoreGone:
-                return False
-            return True
-
-        eventually(attached, "attached to the store")
+        attach(self.store)
 
     def turn(self) -> list[StoreReply]:
         """What has come in, after a heartbeat if one is due. Raises StoreGone."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -81,20 +83,20 @@ def client(address: str) -> Iterator[StoreClient]:
 
 def attach(fake: FakeStore, client: StoreClient) -> UnixSocket[StoreCall]:
     with pytest.raises(StoreGone, match="not answered yet"):
-        client.connect(0)
+        client.connect()
     socket = fake.accept()
     socket.send(fake.attached(), [fake.arena.fd])
-    client.connect(0)
+    client.connect()
     return socket
 
 
 def test_connecting_goes_on_where_it_stood_and_never_waits_long(fake: FakeStore, client: StoreClient) -> None:
     for _ in range(3):
         with pytest.raises(StoreGone):
-            client.connect(0)
+            client.connect()
     fake.accept().send(fake.attached(), [fake.arena.fd])
-    client.connect(0)
-    client.connect(0)
+    client.connect()
+    client.connect()
     assert client.connected
     assert client.incarnation == STORE.incarnation
     assert client.slots == 4
@@ -102,10 +104,36 @@ def test_connecting_goes_on_where_it_stood_and_never_waits_long(fake: FakeStore,
     assert fake.listener.accept() is None, "one connection was enough"
 
 
+def test_a_store_that_stands_still_is_not_waited_for(
+    fake: FakeStore, client: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes the connection, and no answer comes. A worker tries this between its steps."""
+    waits: list[str] = []
+
+    def recorded(name: str) -> Callable[..., Any]:
+        original = getattr(select, name)
+
+        def waiting(*arguments: Any) -> Any:
+            waits.append(name)
+            return original(*arguments)
+
+        return waiting
+
+    for name in ("poll", "select", "epoll"):
+        monkeypatch.setattr(select, name, recorded(name))
+    monkeypatch.setattr(time, "sleep", lambda seconds: waits.append(f"sleep {seconds}"))
+    for _ in range(100):
+        with pytest.raises(StoreGone, match="not answered yet"):
+            client.connect()
+    assert waits == []
+    fake.accept()
+    assert fake.listener.accept() is None, "one connection was enough"
+
+
 def test_nobody_there_is_said_at_once(client: StoreClient) -> None:
     started = time.monotonic()
     with pytest.raises(StoreGone, match="no store answers"):
-        client.connect(10)
+        client.connect()
     assert time.monotonic() - started < 1
     for told in (client.fileno, client.receive, lambda: client.slot(0)):
         with pytest.raises(StoreGone):
@@ -117,31 +145,31 @@ def test_nobody_there_is_said_at_once(client: StoreClient) -> None:
 @pytest.mark.parametrize("slots", [0, 5])
 def test_an_arena_smaller_than_its_slots_is_not_used(fake: FakeStore, client: StoreClient, slots: int) -> None:
     with pytest.raises(StoreGone):
-        client.connect(0)
+        client.connect()
     fake.accept().send(fake.attached(slots), [fake.arena.fd])
     with pytest.raises(StoreError, match="arena can't be used"):
-        client.connect(0)
+        client.connect()
     assert not client.connected
 
 
 def test_pages_of_another_size_are_not_used(fake: FakeStore, client: StoreClient) -> None:
     with pytest.raises(StoreGone):
-        client.connect(0)
+        client.connect()
     fake.accept().send(fake.attached(2, 2 * PAGE), [fake.arena.fd])
     with pytest.raises(StoreError, match="8192 bytes, ours 4096"):
-        client.connect(0)
+        client.connect()
 
 
 @pytest.mark.parametrize("answer", [StoreHeartbeat(), Refusal("incompatible", "no"), Attached(STORE, 4, PAGE)])
 def test_what_is_no_attachment_is_a_typed_error(fake: FakeStore, client: StoreClient, answer: Message) -> None:
     """The last one comes without a descriptor."""
     with pytest.raises(StoreGone):
-        client.connect(0)
+        client.connect()
     fake.accept().send(answer)
     with pytest.raises(StoreError, match="does not attach us"):
-        client.connect(0)
+        client.connect()
     with pytest.raises(StoreGone, match="not answered"):
-        client.connect(0)  # a new try
+        client.connect()  # a new try
 
 
 def test_a_loss_is_told_once_by_receive_after_the_last_replies(fake: FakeStore, client: StoreClient) -> None:

@@ -49,6 +49,7 @@ from tests.kvstore.process_fixtures import (
     PATIENCE,
     StoreProcess,
     TestClient,
+    attach,
     config_of,
     eventually,
     worker_process,
@@ -294,7 +295,7 @@ def test_a_worker_with_other_pages_is_told_why_not(store: StoreProcess) -> None:
         peer = Peer("decode", "other", NODE, "other", os.getpid())
         other = StoreClient(store_address(store.cluster, NODE), peer, NAMESPACE, 2 * PAGE, PATIENCE)
         with pytest.raises(StoreError, match=r"incompatible.*one store and its workers per model"):
-            other.connect(wait_s=PATIENCE)
+            attach(other)
         other.close()
 
 

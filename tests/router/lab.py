@@ -91,11 +91,14 @@ class Lab:
     def say(self, sender: str, message: Any, addressee: str = ROUTER.incarnation) -> list[Command]:
         return self.tell(Heard(Envelope(sender, addressee, 1, message)))
 
-    def beat(self, sender: str, *held: AttemptHeld, heard: int | None = None, age: int = 0) -> list[Command]:
-        """A heartbeat that lists exactly this; by default its sender has heard everything."""
+    def beat(
+        self, sender: str, *held: AttemptHeld, heard: int | None = None, age: int = 0, loop: int = 0
+    ) -> list[Command]:
+        """A heartbeat that lists exactly this; by default its sender has heard everything. `age`, `loop`: milliseconds
+        since its step began, and since its loop turned."""
         heard = self.counts[sender] if heard is None else heard
         (load,) = [view.load for view in self.state.processes(self.now) if view.peer.incarnation == sender]
-        return self.say(sender, Heartbeat(heard, load, step_age_ms=age, attempts=held))
+        return self.say(sender, Heartbeat(heard, load, step_age_ms=age, loop_age_ms=loop, attempts=held))
 
     def holds(self, sender: str, order: Submit, pages: int, medium: Any = "CPU", sequence: int = 0) -> None:
         """Let the prefix map know that `sender` has the first pages of a request's prompt."""
@@ -164,8 +167,8 @@ class Lab:
         return [c.attempt for c in self.sent(Cancel, peer) if c.request == request]
 
 
-def held(request: str, attempt: int, position: int, *, ended: bool = False) -> AttemptHeld:
-    return AttemptHeld(request, attempt, position, ended)
+def held(request: str, attempt: int, position: int, *, ended: bool = False, short: bool = False) -> AttemptHeld:
+    return AttemptHeld(request, attempt, position, ended, short=short)
 
 
 def named(request: str, attempt: int) -> AttemptName:

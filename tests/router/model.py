@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from baton import config as settings
 from baton.clock import Tick
 from baton.membership import Membership
@@ -147,6 +149,8 @@ class Process:
     sent: int = 0
     beat_at: float = 0.0
     step_age_ms: int = 0
+    hung_since: float | None = None  # its main loop stands still, and its heart repeats
+    latest: Envelope[Heartbeat] | None = None  # what that would be
     becomes: WorkerRole | None = None
 
     def __post_init__(self) -> None:
@@ -261,6 +265,7 @@ class Cluster:
             process.say(message)
         if verdict.lost:
             process.forget_all()
+            process.latest = None
         if verdict.deliver:
             self._obey(process, envelope.message)
 
@@ -269,6 +274,7 @@ class Cluster:
         verdict = process.membership.tick(self.now)
         if verdict.lost:
             process.forget_all()
+            process.latest = None
         for message in verdict.send:
             process.say(message)
         if beats and process.membership.router and self.now >= process.beat_at:
@@ -277,11 +283,22 @@ class Cluster:
 
     def beat(self, process: Process) -> None:
         held = [
-            AttemptHeld(s.order.request, s.order.attempt, len(s.tokens), s.ended) for s in process.sequences.values()
+            AttemptHeld(s.order.request, s.order.attempt, len(s.tokens), s.ended, short=s.short)
+            for s in process.sequences.values()
         ] + [AttemptHeld(j.order.request, j.order.attempt, j.position, j.done) for j in process.jobs.values()]
         load = load_of(process.peer)
         beat = Heartbeat(process.membership.heard, load, step_age_ms=process.step_age_ms, attempts=tuple(held))
-        process.heart.append(Envelope(process.peer.incarnation, process.membership.router or "", 0, beat))
+        process.latest = Envelope(process.peer.incarnation, process.membership.router or "", 0, beat)
+        process.heart.append(process.latest)
+
+    def repeat(self, process: Process) -> None:
+        """The heart of a process whose main loop hangs."""
+        if process.latest is None or process.hung_since is None or self.now < process.beat_at:
+            return
+        process.beat_at = self.now + process.membership.heartbeat
+        age = int((self.now - process.hung_since) * 1_000)
+        beat = msgspec.structs.replace(process.latest.message, loop_age_ms=age)
+        process.heart.append(msgspec.structs.replace(process.latest, message=beat))
 
     # --- stores ----------------------------------------------------------------------------------------
 
@@ -452,6 +469,9 @@ class Cluster:
         for process in list(self.processes.values()):
             if process.stopped:
                 continue
+            if process.hung_since is not None:
+                self.repeat(process)
+                continue
             self.turn(process)
             self._drain(process.inbox, lambda p=process: self.receive(p), loss, lag)
             self.step(process)
@@ -491,7 +511,7 @@ class Cluster:
             self.round()
         for process in self.processes.values():
             process.stopped = process.full = False
-            process.step_age_ms = 0
+            process.step_age_ms, process.hung_since = 0, None
         for _ in range(100):
             self.round(0.05)
         for process in self.processes.values():

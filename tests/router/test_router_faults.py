@@ -22,6 +22,7 @@ FAULTS = (
     "stops",
     "is full",
     "is stuck",
+    "hangs",
     "fails",
     "says a deadline",
     "fetches short",
@@ -46,6 +47,8 @@ def break_process(cluster: Cluster, process: Process, fault: str) -> None:
             process.full = not process.full
         case "is stuck":
             process.step_age_ms = 0 if process.step_age_ms else 10_000
+        case "hangs":
+            process.hung_since = cluster.now if process.hung_since is None else None
         case "fails":
             cluster.fail(process)
         case "says a deadline":
@@ -198,8 +201,13 @@ class Faults(RuleBasedStateMachine):
         while len(cluster.ended) < len(cluster.submitted):
             assert cluster.now < limit, f"still alive: {set(cluster.submitted) - set(cluster.ended)}"
             for process in list(cluster.processes.values()) if beats else ():
-                if not process.stopped and process.membership.router:
+                if process.stopped or not process.membership.router:
+                    continue
+                if process.hung_since is None:
                     cluster.beat(process)
+                else:
+                    cluster.repeat(process)
+                if process.heart:
                     cluster.hear(process, process.heart)
             cluster.advance(0.2)
 

@@ -114,6 +114,21 @@ def test_from_wish_to_pin() -> None:
     assert not it.state.pins("somebody else", it.now)
 
 
+def test_a_prefix_that_a_hung_worker_does_not_read_goes_to_another_one() -> None:
+    it = lab()
+    other = it.join("prefill", "prefill-1")
+    it.warm()
+    holder = it.to(it.prefill)
+    it.beat(holder, heard=it.counts[holder] - 1, loop=1_001)
+    assert it.cancelled(holder, W) == [1]
+    assert it.prefill.attempt == 2
+    assert it.to(it.prefill) == ({PREFILL, other} - {holder}).pop()
+    it.say(holder, Prefilled(W, 1, computed=8, hit=1, shipped=2))
+    assert not it.sent(Pin)
+    it.until_pinned(attempt=2, prefill=it.to(it.prefill))
+    assert isinstance(it.outcome(), Kept)
+
+
 def test_it_ends_with_its_time() -> None:
     it = lab()
     it.warm(ttl=2.0)

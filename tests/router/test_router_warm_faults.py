@@ -19,7 +19,7 @@ from tests.router.model import CONFIG, Process, submit
 from tests.router.test_router_faults import break_process
 from tests.router.warm_model import PAGE_BYTES, WarmCluster
 
-FAULTS = ("dies", "restarts", "is replaced", "stops", "is full", "is stuck", "fails")
+FAULTS = ("dies", "restarts", "is replaced", "stops", "is full", "is stuck", "hangs", "fails")
 SMALL = msgspec.structs.replace(CONFIG, store=StoreConfig(pin_bytes=msgspec.convert(12 * PAGE_BYTES, int)))  # type: ignore[arg-type]
 
 

@@ -139,7 +139,8 @@ class WarmCluster(Cluster):
             here = sum(key in pages.sealed for key in split_keys(kept.order.keys))
             held.append(AttemptHeld(pin, 1, here))
         beat = Heartbeat(process.membership.heard, Load(), step_age_ms=process.step_age_ms, attempts=tuple(held))
-        process.heart.append(Envelope(process.peer.incarnation, process.membership.router or "", 0, beat))
+        process.latest = Envelope(process.peer.incarnation, process.membership.router or "", 0, beat)
+        process.heart.append(process.latest)
 
     # --- prefill workers ---
 
@@ -199,7 +200,7 @@ class WarmCluster(Cluster):
         """No more faults: every wish is answered, then heartbeats repair the rest; and nothing is left over."""
         for process in self.processes.values():
             process.stopped = process.full = False
-            process.step_age_ms = 0
+            process.step_age_ms, process.hung_since = 0, None
         deadline = self.now + limit
         while len(self.answers) < len(self.wishes):
             assert self.now < deadline, f"still alive: {set(self.wishes) - set(self.answers)}"

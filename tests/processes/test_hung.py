@@ -1,0 +1,92 @@
+"""Processes whose main loop hangs while their heart beats: requests end well without them, and they come back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baton.v1 import cluster_pb2
+from deploy.local import LocalCluster
+from tests import checkpoints
+from tests.hang import hung
+from tests.processes import workload
+from tests.processes.test_failures import (
+    DEADLINE,
+    LONG,
+    Streams,
+    at_rest,
+    eventually,
+    expected,
+    path,
+    process,
+    start,
+)
+
+__all__ = ["path", "start"]  # fixtures
+
+_RNG = random.Random(11)
+HUNG = {"cluster.stuck_ms": 5_000, "router.split": "always", "prefill.max_prompts": 8}
+
+
+def fresh() -> list[int]:
+    """A prompt that no cache has."""
+    return [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(100)]
+
+
+def listed(cluster: LocalCluster, name: str, state: cluster_pb2.ProcessState) -> Callable[[], bool]:
+    def is_so() -> bool:
+        found = process(cluster, name)
+        return found is not None and found.state == state
+
+    return is_so
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+def test_requests_go_past_a_worker_that_hangs_outside_a_step(
+    start: Callable[..., LocalCluster], path: Path, victim: str
+) -> None:
+    cluster = start(2, 2, **HUNG)
+    streams = Streams(cluster)
+    prompts = [LONG[100 * i : 100 * i + 90] for i in range(6)]
+    with hung(cluster.pids[victim]):
+        futures = [streams.start(prompt, 20) for prompt in prompts]
+        for prompt, future, seen in zip(prompts, futures, streams.seen, strict=True):
+            future.result(DEADLINE)
+            assert seen == expected(path, prompt, 20)
+        eventually(listed(cluster, victim, cluster_pb2.PROCESS_STATE_STUCK), what=f"{victim} is stuck")
+        assert workload.ask(cluster.address, prompts[0], 20).tokens == expected(path, prompts[0], 20)
+    eventually(listed(cluster, victim, cluster_pb2.PROCESS_STATE_LIVE), what=f"{victim} is live again")
+    for prompt, seen in zip(prompts, streams.seen, strict=True):
+        assert seen == expected(path, prompt, 20), "its late answers change nothing"
+    eventually(lambda: at_rest(cluster), what="everything freed")
+
+    def serves() -> bool:
+        work = workload.ask(cluster.address, fresh(), 2).finished.work
+        return victim in (*work.decode_workers, work.prefill_worker)
+
+    eventually(serves, what=f"{victim} serves again")
+
+
+def test_streams_go_on_beside_a_store_that_hangs(start: Callable[..., LocalCluster], path: Path) -> None:
+    cluster = start(1, 1, **HUNG)
+    streams = Streams(cluster)
+    before = streams.start(LONG[:300], 300)
+    eventually(lambda: len(streams.seen[0]) > 10, what="the stream under way")
+    with hung(cluster.pids["store-0"]):
+        new = streams.start(LONG[300:500], 20)
+        new.result(DEADLINE)
+        before.result(DEADLINE)
+        eventually(listed(cluster, "store-0", cluster_pb2.PROCESS_STATE_STUCK), what="the store is stuck")
+        assert workload.ask(cluster.address, LONG[500:700], 20).tokens == expected(path, LONG[500:700], 20)
+    assert streams.seen[0] == expected(path, LONG[:300], 300)
+    assert streams.seen[1] == expected(path, LONG[300:500], 20)
+    eventually(listed(cluster, "store-0", cluster_pb2.PROCESS_STATE_LIVE), what="the store is live again")
+
+    def fetched() -> bool:
+        return workload.ask(cluster.address, fresh(), 2).finished.work.pages_fetched > 0
+
+    eventually(fetched, what="hand-off through the store")
+    eventually(lambda: at_rest(cluster), what="everything freed")
