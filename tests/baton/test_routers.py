@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.clock import MonotonicClock
+from baton.clock import VirtualClock
 from baton.membership import OwnerLost
 from baton.messages import Cancel, Departed, Failed, Heartbeat, Hello, Load, Message, Peer, ToDecode, Welcome
 from baton.routers import Routers, Said
@@ -37,7 +37,7 @@ def test_two_routers_are_told_apart() -> None:
     async def main() -> None:
         (one, first), (two, second) = router("one"), router("two")
         endpoints = [first.endpoint, second.endpoint, first.endpoint]
-        routers = Routers(endpoints, Hello(ME), ToDecode, MonotonicClock())
+        routers = Routers(endpoints, Hello(ME), ToDecode, VirtualClock())
         try:
             assert len(routers.links) == 2
             assert not list(routers.receive(0.0, 0.0))
