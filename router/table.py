@@ -151,10 +151,13 @@ class Table:
         return np.array(near_makers, np.int64), np.array(near_takers, np.int64)
 
     def _moved(self, incarnation: str) -> bool:
-        """Whether it has joined, or left; a store whose loop hangs is not there."""
-        known = incarnation in self.index or incarnation in self.stores
+        """Whether it has joined, or left, or both since the last look; a store whose loop hangs is not there."""
         member = self._members.get(incarnation)
-        return known != (member is not None and not (member.peer.role == "store" and member.unresponsive))
+        if member is None or member.peer.role == "store":
+            known = incarnation in self.index or incarnation in self.stores
+            return known != (member is not None and not member.unresponsive)
+        row = self.index.get(incarnation)
+        return row is None or self.workers[row] is not member
 
     def _rebuild(self, now: float, output: float) -> None:
         used = {worker.incarnation: self.used[row] for row, worker in enumerate(self.workers)}

@@ -47,6 +47,20 @@ def test_a_process_whose_loop_stands_still_is_stuck_until_it_goes_on(role: Role)
     assert states(lab)[f"{role}-0"] is None
 
 
+def test_a_worker_that_was_stuck_and_joins_again_is_given_work() -> None:
+    """Nothing is placed meanwhile, so placement sees one incarnation that never left, and another member of the name."""
+    lab = Lab()
+    (one,) = lab.colocated(1)
+    lab.submit("before")
+    lab.tokens(one, "before", 1, 10, 50, 51, 52, 53, 54, 55, finish="length")
+    lab.beat(one, loop=STUCK)
+    lab.say(one, Heartbeat(0, Load()))
+    lab.join("decode", "decode-0")
+    lab.beat(one)
+    lab.submit("after")
+    assert [lab.to(order) for order in lab.sent(Decode)] == [one, one]
+
+
 def test_a_long_step_is_judged_by_its_own_age() -> None:
     """Its loop turned last when the step began, so both ages agree."""
     lab = Lab()
