@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -34,6 +35,7 @@ from router.intake import Intake, Wish, name_of, pin_of, role_of, steps_of, take
 from router.relay import Relay
 from router.roles import PATIENCE
 from router.stream import Stream
+from router.tokenizing import Tokenizing
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,6 @@ RETRY_AFTER = "retry-after-ms"
 REQUEST_ID = "x-request-id"
 _MAX_MESSAGE_BYTES = 16 * 2**20
 _LISTED = 10  # requests, unless the client says how many
-_LONG_TEXT = 4_000  # characters; longer prompts are tokenized on a thread, so that nobody's tokens wait for them
 _SERVICES = ("baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster")
 
 
@@ -57,9 +58,10 @@ def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str]
 class GenerationFront(generation_pb2_grpc.GenerationServicer):
     """Streams of tokens."""
 
-    def __init__(self, relay: Relay, clock: Clock) -> None:
+    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing) -> None:
         self._relay = relay
         self._clock = clock
+        self._tokenizing = tokenizing
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802 gRPC's name
         received = self._clock.now()
@@ -85,9 +87,8 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
                 self._relay.abandon(stream)
 
     async def _take_in(self, request: generation_pb2.GenerateRequest, request_id: str) -> Intake:
-        if len(request.text) < _LONG_TEXT:
-            return take_in(request, request_id, self._relay.model, self._relay.draw_seed)
-        return await asyncio.to_thread(take_in, request, request_id, self._relay.model, self._relay.draw_seed)
+        work = partial(take_in, request, request_id, self._relay.model, self._relay.draw_seed)
+        return await self._tokenizing.run(len(request.text), work)
 
     async def _pass_on(self, intake: Intake, stream: Stream, context: Any) -> None:
         """Write what comes, as fast as the client reads. Raises BatonError when the request ends in one."""
@@ -109,9 +110,10 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
 class CacheFront(cache_pb2_grpc.CacheServicer):
     """Prefixes that are to be warm."""
 
-    def __init__(self, relay: Relay, clock: Clock) -> None:
+    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing) -> None:
         self._relay = relay
         self._clock = clock
+        self._tokenizing = tokenizing
 
     async def Warm(self, request: cache_pb2.WarmRequest, context: Any) -> cache_pb2.WarmResponse:  # noqa: N802
         left = context.time_remaining()
@@ -132,9 +134,7 @@ class CacheFront(cache_pb2_grpc.CacheServicer):
         return cache_pb2.ListPinsResponse(pins=map(replies.pin, self._relay.pins()))
 
     async def _take_in(self, request: cache_pb2.WarmRequest, pin: str) -> Wish:
-        if len(request.text) < _LONG_TEXT:
-            return take_in_prefix(request, pin, self._relay.model)
-        return await asyncio.to_thread(take_in_prefix, request, pin, self._relay.model)
+        return await self._tokenizing.run(len(request.text), partial(take_in_prefix, request, pin, self._relay.model))
 
 
 class ClusterFront(cluster_pb2_grpc.ClusterServicer):
@@ -201,14 +201,16 @@ class Front:
     """The gRPC server with everything on it."""
 
     def __init__(self, relay: Relay, clock: Clock) -> None:
+        self._tokenizing = Tokenizing()
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),  # or two routers would share a port, and each get some of the requests
             ]
         )
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationFront(relay, clock), self._server)
-        cache_pb2_grpc.add_CacheServicer_to_server(CacheFront(relay, clock), self._server)
+        generation = GenerationFront(relay, clock, self._tokenizing)
+        generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server)
+        cache_pb2_grpc.add_CacheServicer_to_server(CacheFront(relay, clock, self._tokenizing), self._server)
         cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterFront(relay), self._server)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] - no stubs
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -240,6 +242,7 @@ class Front:
     async def stop(self, grace: float) -> None:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace)
+        self._tokenizing.close()
 
 
 @contextlib.asynccontextmanager

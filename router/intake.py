@@ -18,11 +18,13 @@ from baton.v1 import cache_pb2, cluster_pb2
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
 from router.model_files import ServedModel
+from router.text import Tokenizer
 
 MAX_STOPS = 16
 _MAX_STOP_LENGTH = 1_000
 _MAX_STOP_TOKENS = 1_000
 _MAX_LOGPROBS = 20
+_BYTES_PER_TOKEN = 8  # of text; where a prompt has more it may have far too many tokens, so those are counted first
 _MAX_SEED = 2**63 - 1
 _MAX_ID = 80
 _DEFAULT_STEPS = 100
@@ -107,14 +109,15 @@ def take_in(request: pb.GenerateRequest, request_id: str, model: ServedModel, dr
     stop_ids = tuple(dict.fromkeys(request.stop_token_ids))
     if bad := [token for token in stop_ids if token >= model.limits.vocab_size]:
         raise InvalidRequest(f"stop_token_ids has {bad[0]}, and the vocabulary ends at {model.limits.vocab_size - 1}")
-    prompt = _prompt(request, model)
+    sampling, stops = _sampling(request, model.defaults, draw_seed), _stops(request, model)
+    prompt = _prompt(request, model)  # the only check that may take long comes last
     eos = () if request.ignore_eos else model.eos
     return Intake(
         tokens=pack_tokens(prompt),
         prompt=prompt,
-        sampling=_sampling(request, model.defaults, draw_seed),
+        sampling=sampling,
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-        stops=_stops(request, model),
+        stops=stops,
         stop_token_ids=tuple(dict.fromkeys((*eos, *stop_ids))),
         request_id=request_id,
         priority=request.priority,
@@ -155,11 +158,25 @@ def _tokens(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedMo
         raise InvalidRequest("the request has no prompt; set text or token_ids")
     if kind == "token_ids":
         return request.token_ids.ids
-    if not request.text:
+    if not (text := request.text):
         raise InvalidRequest("the prompt's text is empty; send at least one character")
     if model.tokenizer is None:
         raise InvalidRequest(f"{model.name} has no tokenizer.json, so its prompt can't be text; send token_ids")
-    return model.tokenizer.encode(request.text)
+    return _tokenized(text, model.tokenizer, model.limits.max_context)
+
+
+def _tokenized(text: str, tokenizer: Tokenizer, most: int) -> Sequence[int]:
+    """Its tokens. Raises ContextTooLong before it tokenizes what can't fit."""
+    bound = tokenizer.max_bytes(most)
+    size = len(text.encode())
+    if size > bound:
+        raise ContextTooLong(
+            f"a prompt of {size} bytes exceeds the model's context of {most} tokens, "
+            f"which are at most {bound} bytes; shorten it"
+        )
+    if size > most * _BYTES_PER_TOKEN and tokenizer.exceeds(text, most):
+        raise ContextTooLong(f"a prompt of {size} bytes has more tokens than the model's context of {most}; shorten it")
+    return tokenizer.encode(text)
 
 
 def _objective(field: Literal["ttft_ms", "tpot_ms"], request: pb.GenerateRequest) -> float | None:
