@@ -143,8 +143,8 @@ def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
         spent.append(time.monotonic() - began)
 
     thread = threading.Thread(target=tokenize)
-    thread.start()
     longest, last = 0.0, time.monotonic()
+    thread.start()
     while thread.is_alive():
         time.sleep(0.001)
         now = time.monotonic()
