@@ -245,6 +245,12 @@ class StoreGone(StoreError):
     reason = "store_gone"
 
 
+def shown(text: str, most: int = 80) -> str:
+    """Cut a client's text to what an error may repeat of it. Errors travel in headers, of which gRPC's clients take 16
+    KiB: beyond that the client sees RESOURCE_EXHAUSTED instead of the error."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def all_errors() -> Iterator[type[BatonError]]:
     """Every class of the tree, parents first."""
     waiting: list[type[BatonError]] = [BatonError]

@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock
-from baton.errors import BatonError, Overloaded, PortInUse, RequestCancelled
+from baton.errors import BatonError, Overloaded, PortInUse, RequestCancelled, shown
 from baton.logs import RequestLog
 from baton.v1 import (
     cache_pb2,
@@ -31,6 +31,7 @@ from baton.v1 import (
 )
 from router import replies
 from router.events import Cancelled, End, Failed, Finished
+from router.guard import Guard
 from router.intake import Intake, Wish, name_of, pin_of, role_of, steps_of, take_in, take_in_prefix
 from router.relay import Relay
 from router.roles import PATIENCE
@@ -42,7 +43,13 @@ log = logging.getLogger(__name__)
 REASON = "baton-reason"
 RETRY_AFTER = "retry-after-ms"
 REQUEST_ID = "x-request-id"
-_MAX_MESSAGE_BYTES = 16 * 2**20
+_ID_BYTES = 6  # of one token id in a message: at most 5, and a tag where a client does not pack them
+_OTHER_BYTES = 128 * 2**10  # of all other fields of a message together: stop strings have up to 64,000
+_SPARE_RPCS = 1_024  # beyond router.max_concurrent_rpcs: health checks, refusals, and ends that clients do not read
+_MAX_STREAMS = 1_024  # of one connection; gRPC's clients wait with more
+_KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 60_000, 20_000  # a client whose machine or process stands still is let go
+_MAX_DETAILS = 1_000  # characters of an error: gRPC's clients take 16 KiB of headers, and one may become 12 bytes
+_TEXTS = {"/baton.v1.Generation/Generate": 2, "/baton.v1.Cache/Warm": 2}  # the fields that hold a prompt's text
 _LISTED = 10  # requests, unless the client says how many
 _SERVICES = ("baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster")
 
@@ -202,11 +209,21 @@ class Front:
 
     def __init__(self, relay: Relay, clock: Clock) -> None:
         self._tokenizing = Tokenizing()
+        limits, tokenizer = relay.model.limits, relay.model.tokenizer
+        max_rpcs = relay.config.router.max_concurrent_rpcs
+        max_bytes = _OTHER_BYTES + _ID_BYTES * limits.max_context
+        max_text = tokenizer.max_bytes(limits.max_context) if tokenizer else 0
+        self._guard = Guard(_abort, max_rpcs, max_bytes, _TEXTS)
         self._server = grpc.aio.server(
+            interceptors=(self._guard,),
+            maximum_concurrent_rpcs=max_rpcs + _SPARE_RPCS,
             options=[
-                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", max_bytes + max_text),
+                ("grpc.max_concurrent_streams", _MAX_STREAMS),
+                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
                 ("grpc.so_reuseport", 0),  # or two routers would share a port, and each get some of the requests
-            ]
+            ],
         )
         generation = GenerationFront(relay, clock, self._tokenizing)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server)
@@ -239,6 +256,11 @@ class Front:
             await self._health.set(service, kinds.SERVING if serving else kinds.NOT_SERVING)
         await self._health.set("baton.v1.Cluster", kinds.SERVING)
 
+    @property
+    def undecodable(self) -> int:
+        """Messages so far that were none."""
+        return self._guard.undecodable
+
     async def stop(self, grace: float) -> None:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace)
@@ -259,9 +281,10 @@ async def _typed(context: Any) -> AsyncIterator[None]:
         await _abort(context, BatonError("internal error; the router's log says more"), "")
 
 
-async def _abort(context: Any, error: BatonError, request_id: str) -> NoReturn:
+async def _abort(context: Any, error: BatonError, request_id: str = "") -> NoReturn:
     code, metadata = status_of(error)
-    named = f"{error} (request {request_id})" if request_id else str(error)
+    details = shown(str(error), _MAX_DETAILS)
+    named = f"{details} (request {request_id})" if request_id else details
     await context.abort(code, named, metadata)
     raise AssertionError("abort returned")
 

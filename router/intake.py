@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from baton.errors import ContextTooLong, InvalidRequest, ModelMismatch
+from baton.errors import ContextTooLong, InvalidRequest, ModelMismatch, shown
 from baton.messages import Sampling, WorkerRole
 from baton.trace import MAX_STEPS
 from baton.v1 import cache_pb2, cluster_pb2
@@ -94,7 +94,7 @@ def _checked(field: str, given: str) -> str:
     # It may become a header of the answer, where gRPC takes nothing else.
     if len(given) > _MAX_ID or not given.isascii() or not given.isprintable() or " " in given:
         raise InvalidRequest(
-            f"{field} is {given[:_MAX_ID]!r}; it must have at most {_MAX_ID} printable ASCII characters without spaces"
+            f"{field} is {shown(given)!r}; it must have at most {_MAX_ID} printable ASCII characters without spaces"
         )
     return given
 
@@ -138,7 +138,7 @@ def take_in_prefix(request: cache_pb2.WarmRequest, pin: str, model: ServedModel)
 
 def _check_model(asked: str, model: ServedModel) -> None:
     if asked not in ("", model.name):
-        raise ModelMismatch(f"model {asked!r} is not served here; this cluster serves {model.name!r}")
+        raise ModelMismatch(f"model {shown(asked)!r} is not served here; this cluster serves {model.name!r}")
 
 
 def _prompt(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedModel) -> Sequence[int]:

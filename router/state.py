@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from baton import messages
 from baton.clock import Tick
 from baton.config import Config
-from baton.errors import BatonError, InvalidRequest, ProcessNotFound, RequestNotFound
+from baton.errors import BatonError, InvalidRequest, ProcessNotFound, RequestNotFound, shown
 from baton.messages import (
     AttemptHeld,
     AttemptName,
@@ -401,7 +401,7 @@ class RouterState:
         """The live worker of that name."""
         member = self._members.named(name)
         if member is None or member.peer.role == "store":
-            raise ProcessNotFound(f"no worker of the name {name!r} is live; `baton status` lists those that are")
+            raise ProcessNotFound(f"no worker of the name {shown(name)!r} is live; `baton status` lists those that are")
         return member
 
     # --- profiles ----------------------------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ class RouterState:
         member = self._members.named(wish.process)
         if member is None:
             raise ProcessNotFound(
-                f"no worker or store of the name {wish.process!r} is live; `baton status` lists those that are"
+                f"no worker or store of the name {shown(wish.process)!r} is live; `baton status` lists those that are"
             )
         self._out.send(member.incarnation, Trace(wish.mark, wish.steps))
 
@@ -480,7 +480,7 @@ class RouterState:
         """What is remembered of a tenant's request. Raises RequestNotFound."""
         if (record := self._life.recent.find(name, tenant)) is None:
             most = self._config.router.explain_requests
-            raise RequestNotFound(f"no request {name!r} is among the last {most} (router.explain_requests)")
+            raise RequestNotFound(f"no request {shown(name)!r} is among the last {most} (router.explain_requests)")
         return record
 
     def recent(self, count: int, tenant: str) -> list[Record]:
