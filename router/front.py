@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
@@ -31,7 +31,7 @@ from baton.v1 import (
 )
 from router import replies
 from router.events import Cancelled, End, Failed, Finished
-from router.guard import Guard
+from router.guard import Guard, looked_at
 from router.intake import Intake, Wish, name_of, pin_of, role_of, steps_of, take_in, take_in_prefix
 from router.relay import Relay
 from router.roles import PATIENCE
@@ -49,6 +49,8 @@ _SPARE_RPCS = 1_024  # beyond router.max_concurrent_rpcs: health checks, refusal
 _MAX_STREAMS = 1_024  # of one connection; gRPC's clients wait with more
 _KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 60_000, 20_000  # a client whose machine or process stands still is let go
 _MAX_DETAILS = 1_000  # characters of an error: gRPC's clients take 16 KiB of headers, and one may become 12 bytes
+_LINGER = 15.0  # seconds after a request's end in which its client must read something, or its RPC is ended
+_LAST_WORDS = 1.0  # seconds that gRPC gets to pass on why
 _TEXTS = {"/baton.v1.Generation/Generate": 2, "/baton.v1.Cache/Warm": 2}  # the fields that hold a prompt's text
 _LISTED = 10  # requests, unless the client says how many
 _SERVICES = ("baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster")
@@ -65,10 +67,11 @@ def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str]
 class GenerationFront(generation_pb2_grpc.GenerationServicer):
     """Streams of tokens."""
 
-    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing) -> None:
+    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing, linger: float = _LINGER) -> None:
         self._relay = relay
         self._clock = clock
         self._tokenizing = tokenizing
+        self._linger = linger
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802 gRPC's name
         received = self._clock.now()
@@ -78,10 +81,12 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
         request_id = ""
         try:
             request_id = name_of(request)
-            await context.send_initial_metadata(((REQUEST_ID, request_id),))
+            with _connected():
+                await context.send_initial_metadata(((REQUEST_ID, request_id),))
             intake = await self._take_in(request, request_id)
             stream = self._relay.submit(intake, received, deadline)
-            await self._pass_on(intake, stream, context)
+            if not await self._pass_on(intake, stream, context):
+                await self._give_up(stream, request_id, context)
         except BatonError as error:
             await _abort(context, error, request_id)
         except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -97,8 +102,38 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
         work = partial(take_in, request, request_id, self._relay.model, self._relay.draw_seed)
         return await self._tokenizing.run(len(request.text), work)
 
-    async def _pass_on(self, intake: Intake, stream: Stream, context: Any) -> None:
-        """Write what comes, as fast as the client reads. Raises BatonError when the request ends in one."""
+    async def _pass_on(self, intake: Intake, stream: Stream, context: Any) -> bool:
+        """Write what comes, as fast as the client reads, until all is written (true), or until the request has ended
+        and the client reads nothing more of it. Raises BatonError when the request ends in one."""
+        writing = asyncio.create_task(_write_out(stream, intake.request_id, intake.sampling.seed, context))
+        writing.add_done_callback(looked_at)
+        before: tuple[bool, int] | None = None
+        try:
+            while not writing.done():
+                await asyncio.wait({writing}, timeout=self._linger)
+                now = (stream.ended, stream.reads)
+                if not writing.done() and now == before and stream.ended:
+                    return False
+                before = now
+        except asyncio.CancelledError:
+            writing.cancel()
+            raise
+        writing.result()
+        return True
+
+    async def _give_up(self, stream: Stream, request_id: str, context: Any) -> None:
+        """End an RPC whose client does not read. Neither the write nor the status that waits behind it is cancelled:
+        gRPC still holds them. They end when the client reads, or has gone, and cost no more than a piece until then."""
+        stream.drop()
+        error = RequestCancelled(f"the client has read nothing for {self._linger:g} s after its request's end")
+        aborting = asyncio.create_task(_abort(context, error, request_id))
+        aborting.add_done_callback(looked_at)
+        await asyncio.wait({aborting}, timeout=_LAST_WORDS)
+
+
+async def _write_out(stream: Stream, request_id: str, seed: int, context: Any) -> None:
+    """Write what comes of a request. Raises BatonError when it ends in one."""
+    with _connected():
         while True:
             news = await stream.read()
             if not isinstance(news, End):
@@ -106,7 +141,7 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
                 continue
             match news.outcome:
                 case Finished(reason=reason):
-                    await context.write(replies.finished(reason, news.summary, intake.request_id, intake.sampling.seed))
+                    await context.write(replies.finished(reason, news.summary, request_id, seed))
                     return
                 case Failed(error=error):
                     raise error
@@ -285,8 +320,20 @@ async def _abort(context: Any, error: BatonError, request_id: str = "") -> NoRet
     code, metadata = status_of(error)
     details = shown(str(error), _MAX_DETAILS)
     named = f"{details} (request {request_id})" if request_id else details
-    await context.abort(code, named, metadata)
+    with _connected():
+        await context.abort(code, named, metadata)
     raise AssertionError("abort returned")
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
+    """Take what gRPC can't write any more for what it is: the client has gone, which is no failure of the router."""
+    try:
+        yield
+    except (grpc.aio.AbortError, grpc.aio.UsageError):
+        raise
+    except grpc.aio.BaseError:
+        raise asyncio.CancelledError from None
 
 
 def _bracketed(host: str) -> str:

@@ -117,7 +117,7 @@ class Guard(grpc.aio.ServerInterceptor):
     async def _received(self, context: Any) -> bytes:
         # Not cancelled when time is up: gRPC's core still holds what it is to be read into.
         reading = asyncio.ensure_future(context.read())
-        reading.add_done_callback(_looked_at)
+        reading.add_done_callback(looked_at)
         done, _ = await asyncio.wait({reading}, timeout=self._message_s)
         if not done:
             raise DeadlineExpired(f"no message came within {self._message_s:g} s of the RPC's beginning")
@@ -195,7 +195,7 @@ async def _write(answers: Any, context: Any) -> None:
         await context.write(message)
 
 
-def _looked_at(future: asyncio.Future[Any]) -> None:
+def looked_at(future: asyncio.Future[Any]) -> None:
     """Keep asyncio from logging an error that no task waits for any more."""
     if not future.cancelled():
         future.exception()
