@@ -20,6 +20,7 @@ from tokenizers import models
 from baton.errors import ModelError
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTES_OF_CHARACTER = 4  # at most
 _CONTEXT = 6  # prompt tokens that a detokenizer looks back on, so that the output continues the prompt's last word
 _SHRINKING = 4  # bytes of a prompt for a byte that is tokenized, where normalizing may shorten text: NFKC makes 1 of 4
 _USUAL_BYTES = 16 * 2**20  # of a prompt whose tokens are all of the longest kind, such as runs of spaces, ...
@@ -118,33 +119,71 @@ class Detokenizer:
     """Text of a growing sequence, in whole characters.
 
     Decoders are not prefix-stable (leading spaces, bytes of one character in several tokens), so text is the difference
-    of two decodings of a short window. The window's ends move only where a character ends."""
+    of two decodings of a short window. The window's ends move only where a character ends.
+
+    A prompt may end inside a character; U+FFFD stands for it in the prompt's own decoding. A character that the output
+    completes belongs to the output. So the prompt's text without those U+FFFD, followed by the output's text, is the
+    text of the whole."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = list(prompt[-_CONTEXT:])
+        self._window, self._known = _end_of(prompt, tokenizer)
         self._given = len(self._window)  # tokens of the window whose text has been given out
-        self._known = tokenizer.decode(self._window)
+        # Whether the known part may end inside a character.
+        self._inside = tokenizer.decode(self._window).endswith(_REPLACEMENT)
 
     def feed(self, token: int) -> str:
         """The text that this token completes; often its own, sometimes none yet."""
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
-        unfinished = text.endswith(_REPLACEMENT) or len(text) <= len(self._known)
-        if unfinished and len(self._window) - self._given < _PATIENCE:
+        unfinished = text.endswith(_REPLACEMENT) or not self._new(text)
+        if not unfinished:
+            return self._give(text)
+        if len(self._window) - self._given < _PATIENCE:
             return ""
-        return self._give(text)
+        return self._give(text, keep=_BYTES_OF_CHARACTER - 1)
 
     def flush(self) -> str:
         """What was held back. Bytes that never became a character stand as U+FFFD, as in the whole's decoding."""
         return self._give(self._tokenizer.decode(self._window))
 
-    def _give(self, text: str) -> str:
-        new = text[len(self._known) :]
-        self._window = self._window[self._given :]
+    def _new(self, text: str) -> str:
+        """What of the window's text has not been given out."""
+        known = self._known
+        while known.endswith(_REPLACEMENT) and not text.startswith(known):
+            known = known[:-1]  # it stood for the beginning of a character that has been completed
+        return text[len(known) :]
+
+    def _give(self, text: str, keep: int = 0) -> str:
+        """Give out what is new, but for up to `keep` U+FFFD at its end, which may be the beginning of a character."""
+        new, kept = self._new(text), 0
+        while kept < keep and new.endswith(_REPLACEMENT):
+            new, kept = new[:-1], kept + 1
+        # The window may begin inside no character: where its known part ended in one that is now complete, it stays.
+        if not self._inside or text.endswith(_REPLACEMENT):
+            self._window = self._window[self._given :]
+        self._inside = kept > 0
         self._given = len(self._window)
-        self._known = self._tokenizer.decode(self._window)
+        known = self._tokenizer.decode(self._window)
+        self._known = known[: len(known) - kept]
         return new
+
+
+def _end_of(prompt: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], str]:
+    """The prompt's last tokens, from where a character begins, and their text.
+
+    A character with missing bytes, at either end, spoils its neighbours with some decoders (byte fallback): each of
+    their bytes becomes U+FFFD. So the window begins where its text is clean. A character that the prompt ends inside is
+    left out of the text if it spoils that."""
+    for length in range(_CONTEXT, _CONTEXT + _BYTES_OF_CHARACTER):
+        window = list(prompt[-length:])
+        known = tokenizer.decode(window)
+        for cut in range(_BYTES_OF_CHARACTER):
+            whole = tokenizer.decode(window[: len(window) - cut]) if cut else known
+            if not whole.startswith(_REPLACEMENT) and not whole.endswith(_REPLACEMENT):
+                return window, known if known.startswith(whole) else whole
+    window = list(prompt[-_CONTEXT:])
+    return window, tokenizer.decode(window)
 
 
 class StopMatcher:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from baton.errors import ModelError
 from router.text import Detokenizer, StopMatcher, TextStream, Tokenizer
@@ -51,6 +51,39 @@ def test_output_continues_the_prompt() -> None:
     hello, world = WORDS.encode("hello")[-1:], WORDS.encode("hello world")[-6:]
     assert "".join(pieces(WORDS, world)) == "world"  # where a text begins, its first space is no space
     assert "".join(pieces(WORDS, world, prompt=hello)) == " world"
+
+
+@settings(max_examples=500)
+@given(prompt=st.lists(st.integers(0, 399), max_size=12), tokens=st.lists(st.integers(0, 399), max_size=40))
+def test_the_texts_of_prompt_and_output_are_the_text_of_the_whole(prompt: list[int], tokens: list[int]) -> None:
+    # But for the U+FFFD at the end of the prompt's text that stand for a character which the output completes.
+    before, whole = BYTES.decode(prompt), BYTES.decode(prompt + tokens)
+    while before.endswith(LOST) and not whole.startswith(before):
+        before = before[:-1]
+    assert before + "".join(pieces(BYTES, tokens, prompt)) == whole
+
+
+@KINDS
+@given(data=st.data())
+def test_so_they_are_wherever_a_text_is_cut(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    text = data.draw(st.text(st.sampled_from("ab é東京🙂🚀\U0010ffff"), max_size=20))
+    tokens = tokenizer.encode(text)
+    cut = data.draw(st.integers(0, len(tokens)))
+    prompt, output = tokens[:cut], tokens[cut:]
+    # One decoder tells the prompt's whole characters at once, the other only without the bytes of the last.
+    ends = [prompt[: max(0, len(prompt) - end)] for end in (range(4) if tokenizer is WORDS else [0])]
+    before = next(
+        text for end in ends if LOST not in (text := tokenizer.decode(end).rstrip(LOST * (tokenizer is BYTES)))
+    )
+    if output:
+        assert before + "".join(pieces(tokenizer, output, prompt)) == tokenizer.decode(tokens)
+
+
+def test_a_character_that_the_output_completes_is_in_its_text() -> None:
+    tokens = BYTES.encode("a🚀b")
+    for cut in range(2, len(tokens)):
+        assert "".join(pieces(BYTES, tokens[cut:], tokens[:cut])) in ("🚀b", "b")
+    assert "".join(pieces(BYTES, tokens[3:], tokens[:3])) == "🚀b"
 
 
 def test_half_a_character_at_the_end_is_told_by_flush() -> None:
