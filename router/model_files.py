@@ -17,6 +17,8 @@ from baton.messages import Sampling
 from router.admission import ModelLimits
 from router.text import Tokenizer
 
+_MAX_TEMPERATURE = 3e38  # what a request can ask for, as a 32-bit float
+_MAX_TOP_K = 2**32 - 1
 _READ = ["config.json", "generation_config.json", "tokenizer*"]
 
 
@@ -95,12 +97,14 @@ def _defaults(generation: Mapping[str, Any]) -> Sampling:
         return Sampling()
     given = {name: generation[name] for name in ("temperature", "top_p", "top_k", "min_p") if generation.get(name)}
     values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | given
-    valid = all(isinstance(value, int | float) for value in values.values())
-    if not valid or values["temperature"] < 0 or not 0 < values["top_p"] <= 1 or not 0 <= values["min_p"] <= 1:
+    # Python's JSON knows NaN and Infinity, and whole numbers of any size. NaN compares false with everything.
+    valid = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values())
+    valid = valid and 0 <= values["temperature"] <= _MAX_TEMPERATURE and values["top_k"] <= _MAX_TOP_K
+    if not valid or not 0 < values["top_p"] <= 1 or not 0 <= values["min_p"] <= 1:
         raise ModelError(f"generation_config.json recommends {given}, which is no sampling; correct it or remove it")
     return Sampling(
         temperature=float(values["temperature"]),
         top_p=float(values["top_p"]),
-        top_k=max(0, int(values["top_k"])),
+        top_k=int(max(0, values["top_k"])),
         min_p=float(values["min_p"]),
     )

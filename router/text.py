@@ -187,23 +187,32 @@ def _end_of(prompt: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], str
 
 
 class StopMatcher:
-    """Finds the first stop string in text that comes in pieces, without ever giving out a part of one."""
+    """Finds the first stop string in text that comes in pieces, without ever giving out a part of one.
+
+    Each stop string is followed by itself (Knuth, Morris and Pratt), so the work is proportional to the text, however
+    much of it is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._longest = max(map(len, self._stops), default=0)
+        self._stops = [_Stop(stop) for stop in stops]
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Text that is safe to give out, and whether a stop string was met; then the text ends before it.
 
         The first is the one that is complete first, so that it does not depend on how the text was cut into pieces."""
+        if not self._stops:
+            return text, False
+        before = len(self._held)
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self._held = ""
-            return text[: min(found)[1]], True
-        safe = len(text) - self._overhang(text)
+        for at in range(before, len(text)):
+            found = 0
+            for stop in self._stops:
+                if stop.follow(text[at]):
+                    found = max(found, len(stop.text))
+            if found:
+                self._held = ""
+                return text[: at + 1 - found], True
+        safe = len(text) - max(stop.matched for stop in self._stops)
         self._held = text[safe:]
         return text[:safe], False
 
@@ -212,12 +221,34 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _overhang(self, text: str) -> int:
-        """Length of the longest end of `text` with which some stop string begins."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops if len(stop) > length):
-                return length
-        return 0
+
+class _Stop:
+    """One stop string, and how much of it the text so far ends with."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0  # characters
+        # For each beginning of the string, by its length: how much of the string it ends with itself. Found as the text
+        # matches so far, since most strings never do.
+        self._falls = [0, 0]
+
+    def follow(self, character: str) -> bool:
+        """Take one more character. Whether the string is complete with it."""
+        text, falls, matched = self.text, self._falls, self.matched
+        while matched and text[matched] != character:
+            matched = falls[matched]
+        if text[matched] == character:
+            matched += 1
+        if matched == len(text):
+            self.matched = 0
+            return True
+        while len(falls) <= matched:
+            fall, last = falls[-1], text[len(falls) - 1]
+            while fall and text[fall] != last:
+                fall = falls[fall]
+            falls.append(fall + (text[fall] == last))
+        self.matched = matched
+        return False
 
 
 @dataclass(frozen=True)

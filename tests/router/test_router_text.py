@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -150,6 +152,22 @@ def test_stop_strings_by_their_definition_however_text_is_cut(parts: list[str], 
         assert expected is None or len(shown) <= len(expected)
     assert expected is None
     assert shown + matcher.flush() == whole
+
+
+def test_text_that_is_held_back_is_let_go_in_proportion_to_its_length() -> None:
+    """Compared within one run: sixteen times the text takes about sixteen times as long, where it once took 256."""
+
+    def seconds(length: int) -> float:
+        best = math.inf
+        for _ in range(5):
+            matcher = StopMatcher(["a" * length + "b"])
+            assert matcher.feed("a" * length) == ("", False)
+            began = time.perf_counter()
+            assert matcher.feed("c") == ("a" * length + "c", False)
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    assert seconds(32_000) < 60 * seconds(2_000)
 
 
 def test_without_a_possible_stop_nothing_is_held_back() -> None:
