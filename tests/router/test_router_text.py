@@ -155,7 +155,7 @@ def test_stop_strings_by_their_definition_however_text_is_cut(parts: list[str], 
 
 
 def test_text_that_is_held_back_is_let_go_in_proportion_to_its_length() -> None:
-    """Compared within one run: sixteen times the text takes about sixteen times as long, where it once took 256."""
+    """Compared within one run: 64 times the text takes about 64 times as long. It once took 350 times as long."""
 
     def seconds(length: int) -> float:
         best = math.inf
@@ -167,7 +167,7 @@ def test_text_that_is_held_back_is_let_go_in_proportion_to_its_length() -> None:
             best = min(best, time.perf_counter() - began)
         return best
 
-    assert seconds(32_000) < 60 * seconds(2_000)
+    assert seconds(64_000) < 180 * seconds(1_000)
 
 
 def test_without_a_possible_stop_nothing_is_held_back() -> None:
