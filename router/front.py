@@ -100,7 +100,7 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
 
     async def _take_in(self, request: generation_pb2.GenerateRequest, request_id: str) -> Intake:
         work = partial(take_in, request, request_id, self._relay.model, self._relay.draw_seed)
-        return await self._tokenizing.run(len(request.text), work)
+        return await self._tokenizing.run(_text_bytes(request), work)
 
     async def _pass_on(self, intake: Intake, stream: Stream, context: Any) -> bool:
         """Write what comes, as fast as the client reads, until all is written (true), or until the request has ended
@@ -129,6 +129,11 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
         aborting = asyncio.create_task(_abort(context, error, request_id))
         aborting.add_done_callback(looked_at)
         await asyncio.wait({aborting}, timeout=_LAST_WORDS)
+
+
+def _text_bytes(request: generation_pb2.GenerateRequest | cache_pb2.WarmRequest) -> int:
+    """About how many bytes of text there are to tokenize, without a copy of that text."""
+    return request.ByteSize() if request.WhichOneof("prompt") == "text" else 0
 
 
 async def _write_out(stream: Stream, request_id: str, seed: int, context: Any) -> None:
@@ -176,7 +181,9 @@ class CacheFront(cache_pb2_grpc.CacheServicer):
         return cache_pb2.ListPinsResponse(pins=map(replies.pin, self._relay.pins()))
 
     async def _take_in(self, request: cache_pb2.WarmRequest, pin: str) -> Wish:
-        return await self._tokenizing.run(len(request.text), partial(take_in_prefix, request, pin, self._relay.model))
+        return await self._tokenizing.run(
+            _text_bytes(request), partial(take_in_prefix, request, pin, self._relay.model)
+        )
 
 
 class ClusterFront(cluster_pb2_grpc.ClusterServicer):

@@ -19,6 +19,7 @@ from baton.errors import BatonError, DeadlineExpired, InvalidRequest, Overloaded
 
 _HEALTH = "/grpc.health.v1.Health/"
 _MESSAGE_S = 30.0  # seconds that a client has to send the message of an RPC that it has begun
+_LARGE = 2**20  # bytes; the event loop goes on before, between and after the copies that a larger message takes
 _MAX_FIELDS = 4_096  # at the top of a message that is large
 _LENGTH_DELIMITED = 2  # a wire type of protobuf
 _FIXED_BYTES = {1: 8, 5: 4}  # of wire types
@@ -85,7 +86,10 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def one(context: Any) -> Any:
             try:
-                return self._parsed(method, parse, await self._received(context))
+                data = await self._received(context)
+                if len(data) <= _LARGE:
+                    return self._parsed(method, parse, data)
+                return await asyncio.to_thread(self._parsed, method, parse, data)
             except BatonError as error:
                 await self._refuse(context, error)
 

@@ -163,11 +163,11 @@ def run(test: Callable[[], object]) -> None:
 def test_what_waits_for_a_thread_is_bounded() -> None:
     async def test() -> None:
         go = threading.Event()
-        lane = Lane("test", threads=1, max_prompts=3, max_characters=100)
+        lane = Lane("test", threads=1, max_prompts=3, max_bytes=100)
         with contextlib.closing(lane):
             first = asyncio.create_task(lane.run(1_000, go.wait))  # nothing else is here, so it may be of any length
             await asyncio.sleep(0)
-            with pytest.raises(Overloaded, match="1 prompts with 1000 characters"):
+            with pytest.raises(Overloaded, match="1 prompts with 1000 bytes"):
                 await lane.run(10, go.wait)
             go.set()
             assert await first
