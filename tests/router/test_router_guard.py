@@ -19,7 +19,7 @@ from router import front
 from router.guard import Guard
 from tests.router.model import CONTEXT
 from tests.router.served import served, settings_for
-from tests.router.test_router_front import Client, request, until
+from tests.router.test_router_front import Client, cluster, request, until
 
 GENERATE, WARM = "/baton.v1.Generation/Generate", "/baton.v1.Cache/Warm"
 GARBAGE = b"\xff" * 50
@@ -267,3 +267,20 @@ def test_an_rpc_without_a_message_is_ended() -> None:
 
 async def _served(channel: grpc.aio.Channel, message: bytes) -> bool:
     return (await raw(channel, GENERATE, message))[0] == grpc.StatusCode.OK
+
+
+def test_the_setting_bounds_the_routers_rpcs(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(settings_for(tmp_path, max_concurrent_rpcs=2), "decode-0") as client:
+            running = [client.generation.Generate(request(max_tokens=900, ignore_eos=True)) for _ in range(2)]
+            for call in running:
+                await call.read()
+            code, details, metadata = await client.refused(request())
+            assert (code, metadata[front.REASON]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
+            assert "router.max_concurrent_rpcs" in details
+            assert int(metadata[front.RETRY_AFTER]) > 0
+            assert await client.serving()
+            for call in running:
+                call.cancel()
+
+    run(test)
