@@ -252,13 +252,10 @@ class StoreGone(StoreError):
     reason = "store_gone"
 
 
-_SHOWN = 80  # characters
-
-
-def shown(text: str) -> str:
-    """A client's string as an error message shows it: quoted, and cut where it is long. Statuses travel in headers, and
-    gRPC clients bound those."""
-    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}… ({len(text)} characters)"
+def shown(text: str, most: int = 80) -> str:
+    """Cut a client's text to what an error may repeat of it. Errors travel in headers, of which gRPC's clients take 16
+    KiB: beyond that the client sees RESOURCE_EXHAUSTED instead of the error."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def all_errors() -> Iterator[type[BatonError]]:

@@ -10,17 +10,16 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock
-from baton.errors import BatonError, Overloaded, PortInUse, RequestCancelled
+from baton.errors import BatonError, Overloaded, PortInUse, RequestCancelled, shown
 from baton.logs import RequestLog
 from baton.v1 import (
     cache_pb2,
@@ -33,25 +32,29 @@ from baton.v1 import (
 )
 from router import operator_socket, replies
 from router.events import Cancelled, End, Failed, Finished
+from router.guard import Guard, looked_at
 from router.intake import Intake, Wish, name_of, pin_of, role_of, steps_of, take_in, take_in_prefix
 from router.relay import Relay
-from router.request_bytes import Limits, RequestParser
 from router.roles import PATIENCE
 from router.stream import Stream
+from router.tokenizing import Tokenizing
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 REASON = "baton-reason"
 RETRY_AFTER = "retry-after-ms"
 REQUEST_ID = "x-request-id"
+_ID_BYTES = 6  # of one token id in a message: at most 5, and a tag where a client does not pack them
+_OTHER_BYTES = 128 * 2**10  # of all other fields of a message together: stop strings have up to 64,000
+_SPARE_RPCS = 1_024  # beyond router.max_concurrent_rpcs: health checks, refusals, and ends that clients do not read
+_MAX_STREAMS = 1_024  # of one connection; gRPC's clients wait with more
+_KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 60_000, 20_000  # a client whose machine or process stands still is let go
+_MAX_DETAILS = 1_000  # characters of an error: gRPC's clients take 16 KiB of headers, and one may become 12 bytes
+_LINGER = 15.0  # seconds after a request's end in which its client must read something, or its RPC is ended
+_LAST_WORDS = 1.0  # seconds that gRPC gets to pass on why
+_TEXTS = {"/baton.v1.Generation/Generate": 2, "/baton.v1.Cache/Warm": 2}  # the fields that hold a prompt's text
 _LISTED = 10  # requests, unless the client says how many
-_LONG_PROMPT = 4_000  # bytes of a request; a longer one is tokenized on a thread, so that no stream waits for it
-_TOKENIZING_THREADS = 2
-_TOKENIZING = 64  # long prompts that may wait for those threads
-UNREAD_GRACE = 20.0  # seconds without a finished write, after a request's end, until its unread output is dropped
-_KEEPALIVE_MS = 30_000
-_SPARE_RPCS = 256  # besides router.max_concurrent_rpcs: those without a message yet, health checks and reflection
+_OPERATOR_RPCS = 256
 
 
 def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:
@@ -62,35 +65,14 @@ def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str]
     return grpc.StatusCode[error.status], tuple(metadata)
 
 
-class Tokenizing:
-    """Threads on which long prompts are tokenized. So many may wait for them, and no more."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
-        self._waiting = 0
-
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """Raises Overloaded when too many wait, and what `work` raises."""
-        if self._waiting >= _TOKENIZING:
-            raise Overloaded(f"{self._waiting} long prompts wait to be tokenized; try again")
-        self._waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            self._waiting -= 1
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
 class GenerationFront(generation_pb2_grpc.GenerationServicer):
     """Streams of tokens."""
 
-    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing) -> None:
+    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing, linger: float = _LINGER) -> None:
         self._relay = relay
         self._clock = clock
         self._tokenizing = tokenizing
-        self._rpcs = 0
+        self._linger = linger
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802 gRPC's name
         received = self._clock.now()
@@ -98,60 +80,66 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
         deadline = None if left is None else received + left
         stream: Stream | None = None
         request_id = ""
-        self._rpcs += 1
         try:
             request_id = name_of(request)
-            if self._rpcs > (most := self._relay.config.router.max_concurrent_rpcs):
-                raise Overloaded(
-                    f"this router serves {most} requests at a time (router.max_concurrent_rpcs); try again"
-                )
-            await context.send_initial_metadata(((REQUEST_ID, request_id),))
+            with _connected():
+                await context.send_initial_metadata(((REQUEST_ID, request_id),))
             intake = await self._take_in(request, request_id)
-            del request  # its text may be large, and the stream long
             stream = self._relay.submit(intake, received, deadline)
-            await self._pass_on(intake, stream, context)
+            if not await self._pass_on(intake, stream, context):
+                await self._give_up(stream, request_id, context)
         except BatonError as error:
             await _abort(context, error, request_id)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
-        except grpc.aio.InternalError:  # the client has gone while something was written to it
-            raise asyncio.CancelledError from None
         except Exception:  # noqa: BLE001 whatever it is, the client gets a status and never a traceback
             RequestLog(log, request_id).exception("failed in the router")
             await _abort(context, BatonError("internal error; the router's log says more"), request_id)
         finally:
-            self._rpcs -= 1
             if stream is not None and not stream.ended:
                 self._relay.abandon(stream)
 
     async def _take_in(self, request: generation_pb2.GenerateRequest, request_id: str) -> Intake:
         work = partial(take_in, request, request_id, self._relay.model, self._relay.draw_seed)
-        return work() if request.ByteSize() < _LONG_PROMPT else await self._tokenizing.run(work)
+        return await self._tokenizing.run(_text_bytes(request), work)
 
-    async def _pass_on(self, intake: Intake, stream: Stream, context: Any) -> None:
-        """Write what comes, as fast as the client reads. Raises BatonError when the request ends in one.
-
-        A client that reads nothing keeps a write waiting until it reads, its deadline passes, or its connection is
-        gone: gRPC for Python has no way to end an RPC meanwhile. So after the request's end what waits here is dropped
-        where nothing is read, and CANCELLED is the next thing that the client gets."""
-        watch: asyncio.TimerHandle | None = None
-
-        def look(reads: int) -> None:
-            nonlocal watch
-            if stream.reads == reads:
-                stream.give_up("the client did not read the end of its output")
-            else:
-                watch = asyncio.get_running_loop().call_later(UNREAD_GRACE, look, stream.reads)
-
-        stream.when_ended(lambda: look(-1))
+    async def _pass_on(self, intake: Intake, stream: Stream, context: Any) -> bool:
+        """Write what comes, as fast as the client reads, until all is written (true), or until the request has ended
+        and the client reads nothing more of it. Raises BatonError when the request ends in one."""
+        writing = asyncio.create_task(_write_out(stream, intake.request_id, intake.sampling.seed, context))
+        writing.add_done_callback(looked_at)
+        before: tuple[bool, int] | None = None
         try:
-            await self._write_all(intake, stream, context)
-        finally:
-            stream.when_ended(None)
-            if watch is not None:
-                watch.cancel()
+            while not writing.done():
+                await asyncio.wait({writing}, timeout=self._linger)
+                now = (stream.ended, stream.reads)
+                if not writing.done() and now == before and stream.ended:
+                    return False
+                before = now
+        except asyncio.CancelledError:
+            writing.cancel()
+            raise
+        writing.result()
+        return True
 
-    async def _write_all(self, intake: Intake, stream: Stream, context: Any) -> None:
+    async def _give_up(self, stream: Stream, request_id: str, context: Any) -> None:
+        """End an RPC whose client does not read. Neither the write nor the status that waits behind it is cancelled:
+        gRPC still holds them. They end when the client reads, or has gone, and cost no more than a piece until then."""
+        stream.drop()
+        error = RequestCancelled(f"the client has read nothing for {self._linger:g} s after its request's end")
+        aborting = asyncio.create_task(_abort(context, error, request_id))
+        aborting.add_done_callback(looked_at)
+        await asyncio.wait({aborting}, timeout=_LAST_WORDS)
+
+
+def _text_bytes(request: generation_pb2.GenerateRequest | cache_pb2.WarmRequest) -> int:
+    """About how many bytes of text there are to tokenize, without a copy of that text."""
+    return request.ByteSize() if request.WhichOneof("prompt") == "text" else 0
+
+
+async def _write_out(stream: Stream, request_id: str, seed: int, context: Any) -> None:
+    """Write what comes of a request. Raises BatonError when it ends in one."""
+    with _connected():
         while True:
             news = await stream.read()
             if not isinstance(news, End):
@@ -159,7 +147,7 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
                 continue
             match news.outcome:
                 case Finished(reason=reason):
-                    await context.write(replies.finished(reason, news.summary, intake.request_id, intake.sampling.seed))
+                    await context.write(replies.finished(reason, news.summary, request_id, seed))
                     return
                 case Failed(error=error):
                     raise error
@@ -194,8 +182,9 @@ class CacheFront(cache_pb2_grpc.CacheServicer):
         return cache_pb2.ListPinsResponse(pins=map(replies.pin, self._relay.pins()))
 
     async def _take_in(self, request: cache_pb2.WarmRequest, pin: str) -> Wish:
-        work = partial(take_in_prefix, request, pin, self._relay.model)
-        return work() if request.ByteSize() < _LONG_PROMPT else await self._tokenizing.run(work)
+        return await self._tokenizing.run(
+            _text_bytes(request), partial(take_in_prefix, request, pin, self._relay.model)
+        )
 
 
 class ClusterFront(cluster_pb2_grpc.ClusterServicer):
@@ -264,9 +253,9 @@ class Front:
     def __init__(self, relay: Relay, clock: Clock) -> None:
         self._tokenizing = Tokenizing()
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] - no stubs
-        limits = Limits.of(relay.model)
-        self._public = self._server(limits, relay.config.router.max_concurrent_rpcs + _SPARE_RPCS, "Generation")
-        self._operator = self._server(limits, _SPARE_RPCS, "Cluster", "Cache")
+        self._guards: list[Guard] = []
+        self._public = self._server(relay, relay.config.router.max_concurrent_rpcs, "Generation")
+        self._operator = self._server(relay, _OPERATOR_RPCS, "Cluster", "Cache")
         generation = GenerationFront(relay, clock, self._tokenizing)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._public)
         cache_pb2_grpc.add_CacheServicer_to_server(CacheFront(relay, clock, self._tokenizing), self._operator)
@@ -274,20 +263,22 @@ class Front:
         self._operator_address = ""
         self._serving: bool | None = None
 
-    def _server(self, limits: Limits, rpcs: int, *services: str) -> grpc.aio.Server:
+    def _server(self, relay: Relay, max_rpcs: int, *services: str) -> grpc.aio.Server:
         """A server with health and reflection, which tells of these services."""
+        limits, tokenizer = relay.model.limits, relay.model.tokenizer
+        max_bytes = _OTHER_BYTES + _ID_BYTES * limits.max_context
+        max_text = tokenizer.max_bytes(limits.max_context) if tokenizer else 0
+        self._guards.append(Guard(_abort, max_rpcs, max_bytes, _TEXTS))
         server = grpc.aio.server(
-            interceptors=[RequestParser(limits, _abort)],
+            interceptors=(self._guards[-1],),
+            maximum_concurrent_rpcs=max_rpcs + _SPARE_RPCS,
             options=[
-                ("grpc.max_receive_message_length", limits.message),  # after decompression
-                (
-                    "grpc.keepalive_time_ms",
-                    _KEEPALIVE_MS,
-                ),  # a connection whose client is gone ends, and its RPCs with it
-                ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
+                ("grpc.max_receive_message_length", max_bytes + max_text),
+                ("grpc.max_concurrent_streams", _MAX_STREAMS),
+                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
                 ("grpc.so_reuseport", 0),  # or two routers would share a port, and each get some of the requests
             ],
-            maximum_concurrent_rpcs=rpcs,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         named = [f"baton.v1.{service}" for service in services]
@@ -322,6 +313,11 @@ class Front:
             await self._health.set(service, kinds.SERVING if serving else kinds.NOT_SERVING)
         await self._health.set("baton.v1.Cluster", kinds.SERVING)
 
+    @property
+    def undecodable(self) -> int:
+        """Messages so far that were none."""
+        return sum(guard.undecodable for guard in self._guards)
+
     async def stop(self, grace: float) -> None:
         await self._health.enter_graceful_shutdown()
         await asyncio.gather(self._public.stop(grace), self._operator.stop(grace))
@@ -346,22 +342,32 @@ async def _typed(context: Any) -> AsyncIterator[None]:
     try:
         yield
     except BatonError as error:
-        await _abort(context, error)
+        await _abort(context, error, "")
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
     except Exception:  # whatever it is, the client gets a status and never a traceback
         log.exception("failed in the router")
-        await _abort(context, BatonError("internal error; the router's log says more"))
+        await _abort(context, BatonError("internal error; the router's log says more"), "")
 
 
 async def _abort(context: Any, error: BatonError, request_id: str = "") -> NoReturn:
     code, metadata = status_of(error)
-    named = f"{error} (request {request_id})" if request_id else str(error)
-    try:
+    details = shown(str(error), _MAX_DETAILS)
+    named = f"{details} (request {request_id})" if request_id else details
+    with _connected():
         await context.abort(code, named, metadata)
-    except grpc.aio.InternalError:  # the client has gone meanwhile
-        raise asyncio.CancelledError from None
     raise AssertionError("abort returned")
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
+    """Take what gRPC can't write any more for what it is: the client has gone, which is no failure of the router."""
+    try:
+        yield
+    except (grpc.aio.AbortError, grpc.aio.UsageError):
+        raise
+    except grpc.aio.BaseError:
+        raise asyncio.CancelledError from None
 
 
 def _bracketed(host: str) -> str:

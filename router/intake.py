@@ -18,11 +18,13 @@ from baton.v1 import cache_pb2, cluster_pb2
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
 from router.model_files import ServedModel
+from router.text import Tokenizer
 
 MAX_STOPS = 16
 _MAX_STOP_LENGTH = 1_000
 _MAX_STOP_TOKENS = 1_000
 _MAX_LOGPROBS = 20
+_BYTES_PER_TOKEN = 8  # of text; where a prompt has more it may have far too many tokens, so those are counted first
 _MAX_SEED = 2**63 - 1
 _MAX_ID = 80
 _DEFAULT_STEPS = 100
@@ -92,7 +94,7 @@ def _checked(field: str, given: str) -> str:
     # It may become a header of the answer, where gRPC takes nothing else.
     if len(given) > _MAX_ID or not given.isascii() or not given.isprintable() or " " in given:
         raise InvalidRequest(
-            f"{field} is {shown(given)}; it must have at most {_MAX_ID} printable ASCII characters without spaces"
+            f"{field} is {shown(given)!r}; it must have at most {_MAX_ID} printable ASCII characters without spaces"
         )
     return given
 
@@ -107,14 +109,15 @@ def take_in(request: pb.GenerateRequest, request_id: str, model: ServedModel, dr
     stop_ids = tuple(dict.fromkeys(request.stop_token_ids))
     if bad := [token for token in stop_ids if token >= model.limits.vocab_size]:
         raise InvalidRequest(f"stop_token_ids has {bad[0]}, and the vocabulary ends at {model.limits.vocab_size - 1}")
-    prompt = _prompt(request, model)
+    sampling, stops = _sampling(request, model.defaults, draw_seed), _stops(request, model)
+    prompt = _prompt(request, model)  # the only check that may take long comes last
     eos = () if request.ignore_eos else model.eos
     return Intake(
         tokens=pack_tokens(prompt),
         prompt=prompt,
-        sampling=_sampling(request, model.defaults, draw_seed),
+        sampling=sampling,
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-        stops=_stops(request, model),
+        stops=stops,
         stop_token_ids=tuple(dict.fromkeys((*eos, *stop_ids))),
         request_id=request_id,
         priority=request.priority,
@@ -135,27 +138,45 @@ def take_in_prefix(request: cache_pb2.WarmRequest, pin: str, model: ServedModel)
 
 def _check_model(asked: str, model: ServedModel) -> None:
     if asked not in ("", model.name):
-        raise ModelMismatch(f"model {shown(asked)} is not served here; this cluster serves {model.name!r}")
+        raise ModelMismatch(f"model {shown(asked)!r} is not served here; this cluster serves {model.name!r}")
 
 
 def _prompt(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedModel) -> Sequence[int]:
     """Its tokens. Raises InvalidRequest, and ContextTooLong before anything is done with each token of a prompt that
     would keep the router from everybody else for seconds."""
+    tokens = _tokens(request, model)
+    if len(tokens) > model.limits.max_context:
+        raise ContextTooLong(
+            f"a prompt of {len(tokens)} tokens exceeds the model's context of {model.limits.max_context}"
+        )
+    return tokens
+
+
+def _tokens(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedModel) -> Sequence[int]:
     kind = request.WhichOneof("prompt")
-    most = model.limits.max_context
     if kind is None:
         raise InvalidRequest("the request has no prompt; set text or token_ids")
     if kind == "token_ids":
-        if len(request.token_ids.ids) > most:
-            raise ContextTooLong(
-                f"a prompt of {len(request.token_ids.ids)} tokens exceeds the model's context of {most}"
-            )
         return request.token_ids.ids
-    if model.tokenizer is None:
-        raise InvalidRequest(f"{model.name} has no tokenizer.json, so its prompt can't be text; send token_ids")
     if not (text := request.text):
         raise InvalidRequest("the prompt's text is empty; send at least one character")
-    return model.tokenizer.encode(text, most)
+    if model.tokenizer is None:
+        raise InvalidRequest(f"{model.name} has no tokenizer.json, so its prompt can't be text; send token_ids")
+    return _tokenized(text, model.tokenizer, model.limits.max_context)
+
+
+def _tokenized(text: str, tokenizer: Tokenizer, most: int) -> Sequence[int]:
+    """Its tokens. Raises ContextTooLong before it tokenizes what can't fit."""
+    bound = tokenizer.max_bytes(most)
+    size = len(text.encode())
+    if size > bound:
+        raise ContextTooLong(
+            f"a prompt of {size} bytes exceeds the model's context of {most} tokens, "
+            f"which are at most {bound} bytes; shorten it"
+        )
+    if size > most * _BYTES_PER_TOKEN and tokenizer.exceeds(text, most):
+        raise ContextTooLong(f"a prompt of {size} bytes has more tokens than the model's context of {most}; shorten it")
+    return tokenizer.encode(text)
 
 
 def _objective(field: Literal["ttft_ms", "tpot_ms"], request: pb.GenerateRequest) -> float | None:

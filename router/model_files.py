@@ -6,7 +6,6 @@ Never the weights: those are the workers' business, and so is whether the engine
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,8 @@ from baton.messages import Sampling
 from router.admission import ModelLimits
 from router.text import Tokenizer
 
-_MAX_TEXT_BYTES = 8 * 2**20  # of a prompt: reading them holds up the router's other streams for up to 30 ms
-_TEXT_BYTES = 8  # per token, which is more than any language's prompts have; so many are read whatever the context
+_MAX_TEMPERATURE = 3e38  # what a request can ask for, as a 32-bit float
+_MAX_TOP_K = 2**32 - 1
 _READ = ["config.json", "generation_config.json", "tokenizer*"]
 
 
@@ -32,14 +31,6 @@ class ServedModel:
     limits: ModelLimits
     eos: tuple[int, ...]
     defaults: Sampling  # for what a request leaves open
-
-    @property
-    def max_text_bytes(self) -> int:
-        """UTF-8 bytes of the longest text that may fit the context. Without a tokenizer no text does."""
-        if self.tokenizer is None:
-            return _MAX_TEXT_BYTES
-        tokens = self.limits.max_context
-        return min(self.tokenizer.longest * tokens, max(_MAX_TEXT_BYTES, _TEXT_BYTES * tokens))
 
 
 def load(config: ModelConfig) -> ServedModel:
@@ -106,12 +97,14 @@ def _defaults(generation: Mapping[str, Any]) -> Sampling:
         return Sampling()
     given = {name: generation[name] for name in ("temperature", "top_p", "top_k", "min_p") if generation.get(name)}
     values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | given
-    valid = all(isinstance(value, int | float) and math.isfinite(value) for value in values.values())
-    if not valid or values["temperature"] < 0 or not 0 < values["top_p"] <= 1 or not 0 <= values["min_p"] <= 1:
+    # Python's JSON knows NaN and Infinity, and whole numbers of any size. NaN compares false with everything.
+    valid = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values())
+    valid = valid and 0 <= values["temperature"] <= _MAX_TEMPERATURE and values["top_k"] <= _MAX_TOP_K
+    if not valid or not 0 < values["top_p"] <= 1 or not 0 <= values["min_p"] <= 1:
         raise ModelError(f"generation_config.json recommends {given}, which is no sampling; correct it or remove it")
     return Sampling(
         temperature=float(values["temperature"]),
         top_p=float(values["top_p"]),
-        top_k=max(0, int(values["top_k"])),
+        top_k=int(max(0, values["top_k"])),
         min_p=float(values["min_p"]),
     )

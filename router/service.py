@@ -116,7 +116,7 @@ async def _watch(relay: Relay, front: Front, listener: Listener, clock: Clock) -
     pauses = PauseDetector(tolerance=beat)
     while True:
         relay.handle(Tick(pauses.tick(clock.now())))
-        relay.publish(listener.malformed, refused())
+        relay.publish(listener.malformed + front.undecodable, refused())
         await front.set_serving(relay.state.serving)
         await asyncio.sleep(beat / 5)
 

@@ -443,7 +443,7 @@ class RouterState:
         """The live worker of that name."""
         member = self._members.named(name)
         if member is None or member.peer.role == "store":
-            raise ProcessNotFound(f"no worker of the name {shown(name)} is live; `baton status` lists those that are")
+            raise ProcessNotFound(f"no worker of the name {shown(name)!r} is live; `baton status` lists those that are")
         return member
 
     # --- profiles ----------------------------------------------------------------------------------------------------
@@ -452,7 +452,7 @@ class RouterState:
         member = self._members.named(wish.process)
         if member is None:
             raise ProcessNotFound(
-                f"no worker or store of the name {shown(wish.process)} is live; `baton status` lists those that are"
+                f"no worker or store of the name {shown(wish.process)!r} is live; `baton status` lists those that are"
             )
         if self._traced not in ("", member.incarnation):  # one trace at a time
             self._out.send(self._traced, Trace(wish.mark, 0))
@@ -525,7 +525,7 @@ class RouterState:
         """What is remembered of a tenant's request. Raises RequestNotFound."""
         if (record := self._life.recent.find(name, tenant)) is None:
             most = self._config.router.explain_requests
-            raise RequestNotFound(f"no request {shown(name)} is among the last {most} (router.explain_requests)")
+            raise RequestNotFound(f"no request {shown(name)!r} is among the last {most} (router.explain_requests)")
         return record
 
     def recent(self, count: int, tenant: str) -> list[Record]:

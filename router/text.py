@@ -8,19 +8,25 @@ are still to come, and a tail that may turn out to be the start of a stop string
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as _Tokenizer
+from tokenizers import models
 
-from baton.errors import ContextTooLong, ModelError
+from baton.errors import ModelError
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTES_OF_CHARACTER = 4  # at most
 _CONTEXT = 6  # prompt tokens that a detokenizer looks back on, so that the output continues the prompt's last word
-_PIECE = 2  # characters per token of the context: so much of a long text is tokenized at a time
-_LEAST_PIECE = 4_096  # characters, of any context
-_BORDER = 64  # tokens that cutting a text in two may add
+_SHRINKING = 4  # bytes of a prompt for a byte that is tokenized, where normalizing may shorten text: NFKC makes 1 of 4
+_USUAL_BYTES = 16 * 2**20  # of a prompt whose tokens are all of the longest kind, such as runs of spaces, ...
+_USUAL_BYTES_PER_TOKEN = 32  # ... or so many for each token of the context, where that is more
+_WINDOW = 64 * 2**10  # characters
+_KEEPS_LENGTH = frozenset({"Prepend", "ByteLevel"})  # normalizers
 _PATIENCE = 16  # tokens to wait for the end of a character; after that they are not going to be one
 
 
@@ -32,9 +38,11 @@ class Tokenizer:
         # A tokenizer.json may carry training-time truncation and padding; a prompt is served as it was sent.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # A token's own text has at least as many bytes as the text it stands for: byte-level alphabets and the marks of
-        # others (`▁`, `<0x0A>`) only make it longer.
-        self.longest = max((len(text.encode()) for text in tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self._byte_level = any(
+            part["type"] == "ByteLevel" for part in (*_parts(tokenizer.pre_tokenizer), *_parts(tokenizer.normalizer))
+        )
+        self.longest = self._longest()  # bytes of text that the longest token stands for
+        self._stretch = 1 if self._keeps_length() else _SHRINKING
 
     @classmethod
     def load(cls, file: Path) -> Tokenizer:
@@ -44,94 +52,167 @@ class Tokenizer:
         except Exception as error:  # noqa: BLE001 the library raises plain Exception
             raise ModelError(f"{file} is no tokenizer that can be read: {error}") from None
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Token ids, with the special tokens that the model's own post-processor adds. Other threads run meanwhile.
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens that the model's own post-processor adds. Other threads run meanwhile."""
+        # Unlike `encode`, this one releases the GIL; and it makes no offsets, which takes half the time.
+        return self._tokenizer.encode_batch_fast([text])[0].ids
 
-        Raises ContextTooLong where there are more than `most`, for a long text mostly before all of it is tokenized."""
-        if most is not None and len(text) > max(2 * _PIECE * most, _LEAST_PIECE):
-            self._refuse_early(text, most)
-        # A batch of one: unlike `encode` it lets go of the interpreter lock. "Fast": no token's place in the text.
-        encoding = self._tokenizer.encode_batch_fast([text])[0]
-        if most is not None and (count := len(encoding)) > most:
-            raise ContextTooLong(f"a prompt of {count} tokens exceeds the model's context of {most}")
-        return encoding.ids
+    def max_bytes(self, tokens: int) -> int:
+        """UTF-8 bytes of text that may come to so many tokens. A longer text certainly comes to more, except for runs
+        of very long tokens beyond 16 MiB, and 32 bytes for each token."""
+        return min(tokens * self.longest * self._stretch, max(_USUAL_BYTES, _USUAL_BYTES_PER_TOKEN * tokens))
 
-    def _refuse_early(self, text: str, most: int) -> None:
-        """Tokenize the text piece by piece, as long as it may fit. Each border between two pieces may add tokens, which
-        is why more than `most` are let pass here. Raises ContextTooLong."""
-        found, size = 0, max(_PIECE * most, _LEAST_PIECE)
-        for at in range(0, len(text), size):
-            piece = text[at : at + size]
-            found += len(self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0]) - _BORDER
-            if found > most + most // 8:
-                raise ContextTooLong(
-                    f"a prompt whose first {at + len(piece)} characters are about {found} tokens exceeds the model's "
-                    f"context of {most}"
-                )
+    def exceeds(self, text: str, tokens: int) -> bool:
+        """Whether a long text certainly comes to more than so many tokens. Reads no more of it than that takes.
+
+        The text is tokenized in windows. Cutting a text changes its tokens only around the cut: there it splits a token
+        into at most as many as that has bytes. So many are forgiven for each window."""
+        width = max(_WINDOW, self.longest**2)
+        found = 0
+        for start in range(0, len(text), width):
+            window = text[start : start + width]
+            found += len(self._tokenizer.encode_batch_fast([window], add_special_tokens=False)[0])
+            found -= max(self.longest, 64)
+            if found > tokens:
+                return True
+        return False
+
+    def _longest(self) -> int:
+        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        # The vocabulary of a byte-level tokenizer spells each byte as one character.
+        of_vocabulary = max(map(len if self._byte_level else _utf8, vocabulary), default=1)
+        return max(of_vocabulary, *map(_utf8, added), 4)  # 4: a token that stands for one unknown character
+
+    def _keeps_length(self) -> bool:
+        """Whether every byte of a text is in a token: no normalizer, unknown word or added token swallows any."""
+        model = self._tokenizer.model
+        if not isinstance(model, models.BPE) or not (self._byte_level or model.byte_fallback):
+            return False
+        if any(token.lstrip or token.rstrip for token in self._tokenizer.get_added_tokens_decoder().values()):
+            return False
+        return all(
+            part["type"] in _KEEPS_LENGTH
+            or (part["type"] == "Replace" and _utf8(part["content"]) >= _utf8(part["pattern"].get("String", "?" * 99)))
+            for part in _parts(self._tokenizer.normalizer)
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
+def _utf8(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
+
+
+def _parts(component: Any) -> Iterator[dict[str, Any]]:
+    """The settings of a tokenizer's normalizer or pre-tokenizer, one by one where it is a sequence of several."""
+    waiting = [json.loads(component.__getstate__())] if component is not None else []
+    while waiting:
+        part = waiting.pop()
+        yield part
+        waiting += part.get("normalizers", ()) or part.get("pretokenizers", ())
+
+
 class Detokenizer:
     """Text of a growing sequence, in whole characters.
 
     Decoders are not prefix-stable (leading spaces, bytes of one character in several tokens), so text is the difference
-    of two decodings of a short window. The window's ends move only where a character ends."""
+    of two decodings of a short window. The window's ends move only where a character ends.
+
+    A prompt may end inside a character; U+FFFD stands for it in the prompt's own decoding. A character that the output
+    completes belongs to the output. So the prompt's text without those U+FFFD, followed by the output's text, is the
+    text of the whole."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = list(prompt[-_CONTEXT:])
+        self._window, self._known = _end_of(prompt, tokenizer)
         self._given = len(self._window)  # tokens of the window whose text has been given out
-        text = tokenizer.decode(self._window)
-        # A prompt may end inside a character. The output's first tokens complete it, so it belongs to the output.
-        self._known = text.rstrip(_REPLACEMENT)
-        self._broken = len(text) - len(self._known)
+        # Whether the known part may end inside a character.
+        self._inside = tokenizer.decode(self._window).endswith(_REPLACEMENT)
 
     def feed(self, token: int) -> str:
         """The text that this token completes; often its own, sometimes none yet."""
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
-        unfinished = text.endswith(_REPLACEMENT) or len(text) <= len(self._known)
-        if unfinished and len(self._window) - self._given < _PATIENCE:
+        unfinished = text.endswith(_REPLACEMENT) or not self._new(text)
+        if not unfinished:
+            return self._give(text)
+        if len(self._window) - self._given < _PATIENCE:
             return ""
-        return self._give(text)
+        return self._give(text, keep=_BYTES_OF_CHARACTER - 1)
 
     def flush(self) -> str:
         """What was held back. Bytes that never became a character stand as U+FFFD, as in the whole's decoding."""
         return self._give(self._tokenizer.decode(self._window))
 
-    def _give(self, text: str) -> str:
-        new = text[len(self._known) :]
-        # What still is no character was already none at the end of the prompt, whose text shows it.
-        for _ in range(self._broken):
-            new = new.removeprefix(_REPLACEMENT)
-        self._broken = 0
-        self._window = self._window[self._given :]
+    def _new(self, text: str) -> str:
+        """What of the window's text has not been given out."""
+        known = self._known
+        while known.endswith(_REPLACEMENT) and not text.startswith(known):
+            known = known[:-1]  # it stood for the beginning of a character that has been completed
+        return text[len(known) :]
+
+    def _give(self, text: str, keep: int = 0) -> str:
+        """Give out what is new, but for up to `keep` U+FFFD at its end, which may be the beginning of a character."""
+        new, kept = self._new(text), 0
+        while kept < keep and new.endswith(_REPLACEMENT):
+            new, kept = new[:-1], kept + 1
+        # The window may begin inside no character: where its known part ended in one that is now complete, it stays.
+        if not self._inside or text.endswith(_REPLACEMENT):
+            self._window = self._window[self._given :]
+        self._inside = kept > 0
         self._given = len(self._window)
-        self._known = self._tokenizer.decode(self._window)
+        known = self._tokenizer.decode(self._window)
+        self._known = known[: len(known) - kept]
         return new
 
 
+def _end_of(prompt: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], str]:
+    """The prompt's last tokens, from where a character begins, and their text.
+
+    A character with missing bytes, at either end, spoils its neighbours with some decoders (byte fallback): each of
+    their bytes becomes U+FFFD. So the window begins where its text is clean. A character that the prompt ends inside is
+    left out of the text if it spoils that."""
+    for length in range(_CONTEXT, _CONTEXT + _BYTES_OF_CHARACTER):
+        window = list(prompt[-length:])
+        known = tokenizer.decode(window)
+        for cut in range(_BYTES_OF_CHARACTER):
+            whole = tokenizer.decode(window[: len(window) - cut]) if cut else known
+            if not whole.startswith(_REPLACEMENT) and not whole.endswith(_REPLACEMENT):
+                return window, known if known.startswith(whole) else whole
+    window = list(prompt[-_CONTEXT:])
+    return window, tokenizer.decode(window)
+
+
 class StopMatcher:
-    """Finds the first stop string in text that comes in pieces, without ever giving out a part of one."""
+    """Finds the first stop string in text that comes in pieces, without ever giving out a part of one.
+
+    Each stop string is followed by itself (Knuth, Morris and Pratt), so the work is proportional to the text, however
+    much of it is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._longest = max(map(len, self._stops), default=0)
+        self._stops = [_Stop(stop) for stop in stops]
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Text that is safe to give out, and whether a stop string was met; then the text ends before it.
 
         The first is the one that is complete first, so that it does not depend on how the text was cut into pieces."""
+        if not self._stops:
+            return text, False
+        before = len(self._held)
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self._held = ""
-            return text[: min(found)[1]], True
-        safe = len(text) - self._overhang(text)
+        for at in range(before, len(text)):
+            found = 0
+            for stop in self._stops:
+                if stop.follow(text[at]):
+                    found = max(found, len(stop.text))
+            if found:
+                self._held = ""
+                return text[: at + 1 - found], True
+        safe = len(text) - max(stop.matched for stop in self._stops)
         self._held = text[safe:]
         return text[:safe], False
 
@@ -140,12 +221,34 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _overhang(self, text: str) -> int:
-        """Length of the longest end of `text` with which some stop string begins."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops if len(stop) > length):
-                return length
-        return 0
+
+class _Stop:
+    """One stop string, and how much of it the text so far ends with."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0  # characters
+        # For each beginning of the string, by its length: how much of the string it ends with itself. Found as the text
+        # matches so far, since most strings never do.
+        self._falls = [0, 0]
+
+    def follow(self, character: str) -> bool:
+        """Take one more character. Whether the string is complete with it."""
+        text, falls, matched = self.text, self._falls, self.matched
+        while matched and text[matched] != character:
+            matched = falls[matched]
+        if text[matched] == character:
+            matched += 1
+        if matched == len(text):
+            self.matched = 0
+            return True
+        while len(falls) <= matched:
+            fall, last = falls[-1], text[len(falls) - 1]
+            while fall and text[fall] != last:
+                fall = falls[fall]
+            falls.append(fall + (text[fall] == last))
+        self.matched = matched
+        return False
 
 
 @dataclass(frozen=True)

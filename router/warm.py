@@ -98,7 +98,9 @@ class Warmer:
         """Raises PinNotFound."""
         found = [prefix for prefix in self.prefixes.values() if prefix.owner == (order.tenant, order.pin)]
         if not found:
-            raise PinNotFound(f"there is no pin {shown(order.pin)}; it may have ended, or belong to an earlier router")
+            raise PinNotFound(
+                f"there is no pin {shown(order.pin)!r}; it may have ended, or belong to an earlier router"
+            )
         for prefix in found:
             self.end(prefix, Cancelled("the pin was removed"))
 

@@ -47,7 +47,8 @@ class GenerationServicer:
     def Generate(self, request, context):
         """Generates from one prompt. The stream holds deltas, each with new text and tokens, and ends with one `finished`.
         A call that is cancelled, or whose deadline passes, is cancelled everywhere in the cluster. So is one whose client
-        leaves more than 8,192 tokens unread (CANCELLED): output waits for slow readers, but not without bound.
+        leaves more than 8,192 tokens or about 4 MiB unread (CANCELLED): output waits for slow readers, but not without
+        bound. After the end of a request, its client must read something every 15 s until it has read everything.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

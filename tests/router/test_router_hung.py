@@ -48,7 +48,7 @@ def test_a_process_whose_loop_stands_still_is_stuck_until_it_goes_on(role: Role)
 
 
 def test_a_worker_that_was_stuck_and_joins_again_is_given_work() -> None:
-    """Nothing is placed meanwhile, so placement sees one incarnation that never left, and another member of the name."""
+    """Nothing is placed meanwhile: placement sees an incarnation that never left, and another member of its name."""
     lab = Lab()
     (one,) = lab.colocated(1)
     lab.submit("before")

@@ -157,8 +157,15 @@ def test_generation_settings_win_and_count_only_where_sampling_is_recommended(tm
         ({}, None, ModelError, "vocab_size is None"),
         (CONFIG | {"eos_token_id": "x"}, None, ModelError, "eos_token_id is 'x'"),
         (CONFIG, {"do_sample": True, "top_p": 7}, ModelError, "top_p"),
-        (CONFIG, {"do_sample": True, "temperature": math.nan}, ModelError, "nan"),
-        (CONFIG, {"do_sample": True, "min_p": math.nan}, ModelError, "nan"),
+        (CONFIG, {"do_sample": True, "temperature": math.nan}, ModelError, "temperature"),
+        (CONFIG, {"do_sample": True, "temperature": math.inf}, ModelError, "temperature"),
+        (CONFIG, {"do_sample": True, "temperature": 10**400}, ModelError, "temperature"),
+        (CONFIG, {"do_sample": True, "top_p": math.nan}, ModelError, "top_p"),
+        (CONFIG, {"do_sample": True, "min_p": math.nan}, ModelError, "min_p"),
+        (CONFIG, {"do_sample": True, "top_k": math.nan}, ModelError, "top_k"),
+        (CONFIG, {"do_sample": True, "top_k": math.inf}, ModelError, "top_k"),
+        (CONFIG, {"do_sample": True, "top_k": 2**32}, ModelError, "top_k"),
+        (CONFIG, {"do_sample": True, "temperature": True}, ModelError, "temperature"),
     ],
 )
 def test_a_checkpoint_that_makes_no_sense(

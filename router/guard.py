@@ -1,0 +1,205 @@
+"""What every RPC passes before its handler: how many run at a time, and whether its message is one.
+
+gRPC's own handling reads and parses a message before any code of ours runs, and answers bytes that are no message with
+UNKNOWN and a traceback. The guard takes every RPC as a stream of raw messages instead. It reads the message itself,
+bounds it for its method, parses it, and only then calls the handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from baton.errors import BatonError, DeadlineExpired, InvalidRequest, Overloaded
+
+_HEALTH = "/grpc.health.v1.Health/"
+_MESSAGE_S = 30.0  # seconds that a client has to send the message of an RPC that it has begun
+_LARGE = 2**20  # bytes; the event loop goes on before, between and after the copies that a larger message takes
+_MAX_FIELDS = 4_096  # at the top of a message that is large
+_LENGTH_DELIMITED = 2  # a wire type of protobuf
+_FIXED_BYTES = {1: 8, 5: 4}  # of wire types
+
+Refuse = Callable[[Any, BatonError], Awaitable[NoReturn]]
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Stands before every handler of a server."""
+
+    def __init__(
+        self,
+        refuse: Refuse,
+        max_rpcs: int,
+        max_bytes: int,
+        texts: Mapping[str, int],
+        message_s: float = _MESSAGE_S,
+    ) -> None:
+        """`max_bytes`: of a message; of those in `texts`, by method, without the field that is named there."""
+        self.undecodable = 0  # messages so far
+        self.rpcs = 0  # that are served, health checks aside
+        self._refuse = refuse
+        self._max_rpcs = max_rpcs
+        self._max_bytes = max_bytes
+        self._texts = texts
+        self._message_s = message_s
+        self._guarded: dict[str, Any] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        method: str = handler_call_details.method
+        if (guarded := self._guarded.get(method)) is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return handler
+            guarded = self._guarded[method] = self._guard(method, handler)
+        if method.startswith(_HEALTH):
+            return guarded
+        if self.rpcs >= self._max_rpcs:
+            return grpc.stream_stream_rpc_method_handler(self._full)
+        # This task runs the whole RPC, also while its message has not come.
+        self.rpcs += 1
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(self._ended)
+        return guarded
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self.rpcs -= 1
+
+    async def _full(self, messages: Any, context: Any) -> None:
+        """Answer without reading the message."""
+        await self._refuse(
+            context,
+            Overloaded(f"{self.rpcs} RPCs are served at this time, as many as router.max_concurrent_rpcs allows"),
+        )
+
+    def _guard(self, method: str, handler: Any) -> Any:
+        """The handler, behind our own reading of its messages."""
+        parse: Callable[[bytes], Any] = handler.request_deserializer
+
+        async def one(context: Any) -> Any:
+            try:
+                data = await self._received(context)
+                if len(data) <= _LARGE:
+                    return self._parsed(method, parse, data)
+                return await asyncio.to_thread(self._parsed, method, parse, data)
+            except BatonError as error:
+                await self._refuse(context, error)
+
+        async def answer_once(messages: Any, context: Any) -> Any:
+            return await handler.unary_unary(await one(context), context)
+
+        async def answer(messages: Any, context: Any) -> None:
+            await _write(handler.unary_stream(await one(context), context), context)
+
+        async def parsed(messages: Any, context: Any) -> AsyncIterator[Any]:
+            async for data in messages:
+                try:
+                    yield self._parsed(method, parse, data)
+                except BatonError as error:
+                    await self._refuse(context, error)
+
+        async def converse(messages: Any, context: Any) -> None:
+            await _write(handler.stream_stream(parsed(messages, context), context), context)
+
+        if handler.request_streaming:
+            assert handler.response_streaming, (
+                f"{method} takes a stream and gives one answer, which no service here does"
+            )
+            return grpc.stream_stream_rpc_method_handler(converse, None, handler.response_serializer)
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(answer_once, None, handler.response_serializer)
+
+    async def _received(self, context: Any) -> bytes:
+        # Not cancelled when time is up: gRPC's core still holds what it is to be read into.
+        reading = asyncio.ensure_future(context.read())
+        reading.add_done_callback(looked_at)
+        done, _ = await asyncio.wait({reading}, timeout=self._message_s)
+        if not done:
+            raise DeadlineExpired(f"no message came within {self._message_s:g} s of the RPC's beginning")
+        data = reading.result()
+        if data is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
+            raise InvalidRequest("the RPC has no message")
+        return data
+
+    def _parsed(self, method: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
+        """The message. Raises InvalidRequest."""
+        try:
+            if len(data) > self._max_bytes:
+                field = self._texts.get(method)
+                rest = len(data) if field is None else _without(data, field)
+                if rest > self._max_bytes:
+                    beside = "" if field is None else " beside its text"
+                    raise InvalidRequest(
+                        f"the message has {rest} bytes{beside}; at most {self._max_bytes} are taken for this model"
+                    )
+            return parse(data)
+        except (DecodeError, _NoMessage):
+            self.undecodable += 1
+            raise InvalidRequest(f"{len(data)} bytes that are no message of {method}") from None
+
+
+class _NoMessage(Exception):
+    """Bytes that are no protobuf message."""
+
+
+def _without(data: bytes, field: int) -> int:
+    """How many bytes a message has without the last value of a length-delimited field. Parses nothing else, since that
+    would hold the event loop up. Raises _NoMessage."""
+    at, value = 0, 0
+    for _ in range(_MAX_FIELDS):
+        if at == len(data):
+            return len(data) - value
+        tag, at = _varint(data, at)
+        kind = tag & 7
+        if kind == 0:
+            _, at = _varint(data, at)
+        elif kind == _LENGTH_DELIMITED:
+            length, at = _varint(data, at)
+            at += length
+            if tag >> 3 == field:
+                value = length
+        elif kind in _FIXED_BYTES:
+            at += _FIXED_BYTES[kind]
+        else:
+            raise _NoMessage
+        if at > len(data):
+            raise _NoMessage
+    raise _NoMessage
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number, and where it ends."""
+    number = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            raise _NoMessage
+        byte = data[at]
+        at += 1
+        number |= (byte & 127) << shift
+        if not byte & 128:
+            return number, at
+    raise _NoMessage
+
+
+async def _write(answers: Any, context: Any) -> None:
+    """Have a handler answer: it writes itself, or yields what is to be written."""
+    if not inspect.isasyncgen(answers):
+        await answers
+        return
+    async for message in answers:
+        await context.write(message)
+
+
+def looked_at(future: asyncio.Future[Any]) -> None:
+    """Keep asyncio from logging an error that no task waits for any more."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,290 @@
+"""What every RPC passes before its handler, over real gRPC connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.errors import BatonError
+from baton.v1 import cache_pb2, cluster_pb2, explain_pb2, generation_pb2
+from router import front
+from router.guard import Guard
+from tests.router.model import CONTEXT
+from tests.router.served import Served, served, settings_for
+from tests.router.test_router_front import Client, cluster, request, until
+
+GENERATE, WARM = "/baton.v1.Generation/Generate", "/baton.v1.Cache/Warm"
+GARBAGE = b"\xff" * 50
+METHODS = (
+    GENERATE,
+    WARM,
+    *(f"/baton.v1.Cache/{name}" for name in ("Unpin", "ListPins")),
+    *(f"/baton.v1.Cluster/{n}" for n in ("GetStatus", "Profile", "Drain", "SetRole", "Explain", "ListRequests")),
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+)
+
+
+def run(test: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def door(router: Served, method: str) -> str:
+    """Where a method is served."""
+    operators = method.startswith(("/baton.v1.Cluster/", "/baton.v1.Cache/"))
+    return router.addresses.operator if operators else router.addresses.grpc
+
+
+async def raw(channel: grpc.aio.Channel, method: str, message: bytes) -> tuple[grpc.StatusCode, str, dict[str, Any]]:
+    """Send bytes; how that ended."""
+    call: Any = channel.stream_stream(method)(timeout=30)
+    # The router may answer before it has read everything.
+    with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+        await call.write(message)
+        await call.done_writing()
+    return await call.code(), await call.details(), dict(await call.trailing_metadata() or ())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_that_are_no_message(tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str) -> None:
+    async def test() -> None:
+        async with (
+            served(settings_for(tmp_path)) as router,
+            grpc.aio.insecure_channel(door(router, method)) as channel,
+        ):
+            with caplog.at_level(logging.INFO):
+                caplog.clear()
+                for _ in range(3):
+                    code, details, metadata = await raw(channel, method, GARBAGE)
+                    assert code == grpc.StatusCode.INVALID_ARGUMENT
+                    assert details == f"50 bytes that are no message of {method}"
+                    assert metadata[front.REASON] == "invalid_request"
+            assert not caplog.records
+
+    run(test)
+
+
+def test_bytes_that_are_no_message_are_counted() -> None:
+    async def test() -> None:
+        async with _small() as (guard, _, channel):
+            for _ in range(3):
+                await raw(channel, GENERATE, GARBAGE)
+            assert guard.undecodable == 3
+
+    run(test)
+
+
+LONG = "x" * 20_000
+ECHOED: list[tuple[str, Any, grpc.StatusCode, str]] = [
+    (GENERATE, request(model=LONG), grpc.StatusCode.NOT_FOUND, "model_mismatch"),
+    (GENERATE, request(request_id=LONG), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
+    (GENERATE, request(affinity="é" * 20_000), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
+    (WARM, cache_pb2.WarmRequest(model="🚀" * 9_000, text="x"), grpc.StatusCode.NOT_FOUND, "model_mismatch"),
+    (WARM, cache_pb2.WarmRequest(id=LONG, text="x"), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
+    ("/baton.v1.Cache/Unpin", cache_pb2.UnpinRequest(id=LONG), grpc.StatusCode.NOT_FOUND, "pin_not_found"),
+    (
+        "/baton.v1.Cluster/Explain",
+        explain_pb2.ExplainRequest(request_id="\n" * 20_000),
+        grpc.StatusCode.NOT_FOUND,
+        "request_not_found",
+    ),
+    (
+        "/baton.v1.Cluster/Drain",
+        cluster_pb2.DrainRequest(worker=LONG),
+        grpc.StatusCode.NOT_FOUND,
+        "process_not_found",
+    ),
+    (
+        "/baton.v1.Cluster/Profile",
+        cluster_pb2.ProfileRequest(process="🚀" * 9_000),
+        grpc.StatusCode.NOT_FOUND,
+        "process_not_found",
+    ),
+    (
+        "/baton.v1.Cluster/SetRole",
+        cluster_pb2.SetRoleRequest(worker=LONG, role=cluster_pb2.ROLE_DECODE),
+        grpc.StatusCode.NOT_FOUND,
+        "process_not_found",
+    ),
+]
+
+
+def test_long_strings_are_cut_where_an_error_repeats_them(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with served(settings_for(tmp_path)) as router:
+            for method, message, code, reason in ECHOED:
+                async with grpc.aio.insecure_channel(door(router, method)) as channel:
+                    seen, details, metadata = await raw(channel, method, message.SerializeToString())
+                assert (seen, metadata[front.REASON]) == (code, reason), method
+                assert len(details) < 1_100
+                assert "..." in details
+
+    run(test)
+
+
+# --- sizes ---
+
+
+@pytest.mark.parametrize("compression", list(grpc.Compression))
+def test_messages_are_bounded_by_the_context(tmp_path: Path, compression: grpc.Compression) -> None:
+    async def test() -> None:
+        async with (
+            served(settings_for(tmp_path)) as router,
+            grpc.aio.insecure_channel(router.addresses.grpc, compression=compression) as channel,
+        ):
+            client = Client(router, channel, channel)
+            huge = {"text": "x" * 2**20}, {"tokens": [5] * 2**20}, {"stop": ["x" * 2**20]}
+            for fields in huge:
+                code, details, _ = await client.refused(request(**fields))
+                assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert "larger than max" in details
+            # As many tokens as the context has are taken, each with as many bytes as an id may have.
+            code, details, _ = await client.refused(request(tokens=[2**32 - 1] * CONTEXT))
+            assert code == grpc.StatusCode.INVALID_ARGUMENT
+            assert "larger" not in details
+
+    run(test)
+
+
+class Generation:
+    """Answers with nothing, and knows what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+
+    async def generate(self, asked: Any, context: Any) -> None:
+        self.asked.append(asked)
+        await self.go_on.wait()
+
+
+class _Health(health_pb2_grpc.HealthServicer):
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 gRPC's name
+        return health_pb2.HealthCheckResponse()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.asynccontextmanager
+async def _small(
+    max_rpcs: int = 100, max_bytes: int = 1_000, message_s: float = 30.0
+) -> AsyncIterator[tuple[Guard, Generation, grpc.aio.Channel]]:
+    """A server with a guard and nothing behind it that could refuse."""
+
+    async def refuse(context: Any, error: BatonError) -> Any:
+        await context.abort(*front.status_of(error)[:1], str(error))
+
+    generation = Generation()
+    guard = Guard(refuse, max_rpcs, max_bytes, {GENERATE: 2}, message_s)
+    server = grpc.aio.server(interceptors=(guard,))
+    handler = grpc.unary_stream_rpc_method_handler(
+        generation.generate,
+        generation_pb2.GenerateRequest.FromString,
+        generation_pb2.GenerateResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("baton.v1.Generation", {"Generate": handler}),)
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(_Health(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield guard, generation, channel
+    finally:
+        generation.go_on.set()
+        await server.stop(None)
+
+
+def test_only_its_text_may_make_a_message_larger() -> None:
+    async def test() -> None:
+        async with _small() as (_, generation, channel):
+            small = generation_pb2.GenerateRequest(stop=["x"], seed=2**60, temperature=0.5).SerializeToString()
+            text = generation_pb2.GenerateRequest(text="é" * 50_000).SerializeToString()
+            for message in (small + text, text + small):
+                assert (await raw(channel, GENERATE, message))[0] == grpc.StatusCode.OK
+            assert [len(asked.text) for asked in generation.asked] == [50_000, 50_000]
+            ids = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1] * 2_000))
+            for message, says in (
+                (ids.SerializeToString(), "2006 bytes beside its text"),
+                (ids.SerializeToString() + text, "bytes beside its text"),
+                (text + text, "bytes beside its text"),  # the first one counts for nothing
+                (text[:-1], "no message"),
+                (b"\x08\x01" * 50_000, "no message"),  # as many fields as no client sends
+                (b"\x83\x01" * 50_000, "no message"),  # a group
+                (b"\xff" * 50_000, "no message"),
+            ):
+                code, details, _ = await raw(channel, GENERATE, message)
+                assert (code, says in details) == (grpc.StatusCode.INVALID_ARGUMENT, True), details
+            assert len(generation.asked) == 2
+
+    run(test)
+
+
+def test_more_rpcs_than_allowed_are_refused_but_health_checks_are_not() -> None:
+    async def test() -> None:
+        async with _small(max_rpcs=3) as (guard, generation, channel):
+            generation.go_on.clear()
+            message = generation_pb2.GenerateRequest(text="x").SerializeToString()
+            # An RPC counts from its beginning, also without a message.
+            silent: Any = channel.stream_stream(GENERATE)(timeout=30)
+            serving = [asyncio.create_task(raw(channel, GENERATE, message)) for _ in range(2)]
+            await until(lambda: guard.rpcs == 3)
+            code, details, _ = await raw(channel, GENERATE, message)
+            assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "router.max_concurrent_rpcs" in details
+            unread: Any = channel.stream_stream(GENERATE)(timeout=30)  # refused though it sends no message
+            assert await unread.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            silent.cancel()
+            generation.go_on.set()
+            assert {code for code, _, _ in await asyncio.gather(*serving)} == {grpc.StatusCode.OK}
+            await until(lambda: guard.rpcs == 0)
+            assert (await raw(channel, GENERATE, message))[0] == grpc.StatusCode.OK
+
+    run(test)
+
+
+def test_an_rpc_without_a_message_is_ended() -> None:
+    async def test() -> None:
+        async with _small(max_rpcs=1, message_s=0.05) as (_, generation, channel):
+            call: Any = channel.stream_stream(GENERATE)(timeout=30)
+            assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "no message came" in await call.details()
+            call = channel.stream_stream(GENERATE)(timeout=30)
+            await call.done_writing()
+            assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+            message = generation_pb2.GenerateRequest(text="x").SerializeToString()
+            await until(lambda: _served(channel, message))  # and it no longer counts
+            assert generation.asked
+
+    run(test)
+
+
+async def _served(channel: grpc.aio.Channel, message: bytes) -> bool:
+    return (await raw(channel, GENERATE, message))[0] == grpc.StatusCode.OK
+
+
+def test_the_setting_bounds_the_routers_rpcs(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(settings_for(tmp_path, max_concurrent_rpcs=2), "decode-0") as client:
+            running = [client.generation.Generate(request(max_tokens=900, ignore_eos=True)) for _ in range(2)]
+            for call in running:
+                await call.read()
+            code, details, metadata = await client.refused(request())
+            assert (code, metadata[front.REASON]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
+            assert "router.max_concurrent_rpcs" in details
+            assert int(metadata[front.RETRY_AFTER]) > 0
+            assert await client.serving()
+            for call in running:
+                call.cancel()
+
+    run(test)

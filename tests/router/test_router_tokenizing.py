@@ -1,0 +1,208 @@
+"""Long prompts: what can't fit is refused before it is tokenized, and the rest does not hold up other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from tokenizers import AddedToken, normalizers
+from tokenizers import Tokenizer as RawTokenizer
+
+from baton.errors import ContextTooLong, Overloaded
+from baton.messages import Sampling
+from baton.v1 import cache_pb2
+from baton.v1 import generation_pb2 as pb
+from router import intake, text
+from router.admission import ModelLimits
+from router.model_files import ServedModel
+from router.text import Tokenizer
+from router.tokenizing import Lane, Tokenizing
+from tests.router import tokenizers
+
+SPACES = " " * 100
+PROSE = "The quick brown fox jumps over the lazy dog, and naïve 東京タワー 🚀. "
+
+
+def copy(raw: RawTokenizer) -> RawTokenizer:
+    return RawTokenizer.from_str(raw.to_str())
+
+
+def spacious() -> RawTokenizer:
+    """One with a token of 100 spaces, as GPT-4's have them."""
+    raw = copy(tokenizers.byte_level())
+    raw.add_tokens([AddedToken(SPACES, normalized=False)])
+    return raw
+
+
+def normalizing() -> RawTokenizer:
+    raw = copy(tokenizers.byte_level())
+    raw.normalizer = normalizers.NFKC()
+    return raw
+
+
+KINDS = {
+    "byte level": Tokenizer(tokenizers.byte_level()),
+    "byte fallback": Tokenizer(tokenizers.byte_fallback()),
+    "long token": Tokenizer(spacious()),
+    "normalizing": Tokenizer(normalizing()),
+}
+KIND = pytest.mark.parametrize("tokenizer", KINDS.values(), ids=KINDS.keys())
+
+
+class Counting(Tokenizer):
+    """Knows how much it has tokenized."""
+
+    def __init__(self, raw: RawTokenizer) -> None:
+        super().__init__(raw)
+        self.characters = 0
+        outer = self
+
+        class Counted:
+            def encode_batch_fast(self, texts: list[str], **options: bool) -> object:
+                outer.characters += sum(map(len, texts))
+                return raw.encode_batch_fast(texts, **options)
+
+        self._tokenizer = Counted()
+
+
+def model(tokenizer: Tokenizer, context: int) -> ServedModel:
+    return ServedModel("small", tokenizer, ModelLimits(1_000, context), (), Sampling())
+
+
+def tokens_of(prompt: str, served: ServedModel) -> list[int]:
+    return list(intake.take_in(pb.GenerateRequest(text=prompt), "r", served, lambda: 1).prompt)
+
+
+@pytest.mark.parametrize("raw", [tokenizers.byte_level(), tokenizers.byte_fallback()], ids=["bytes", "fallback"])
+def test_a_text_that_can_not_fit_is_not_tokenized(raw: RawTokenizer) -> None:
+    tokenizer = Counting(raw)
+    with pytest.raises(ContextTooLong, match=r"at most \d+ bytes"):
+        tokens_of(PROSE * 100_000, model(tokenizer, 1_000))
+    with pytest.raises(ContextTooLong, match=r"at most \d+ bytes"):
+        intake.take_in_prefix(cache_pb2.WarmRequest(text=PROSE * 100_000), "pin", model(tokenizer, 1_000))
+    assert tokenizer.characters == 0
+
+
+def test_a_long_token_does_not_have_much_more_tokenized_than_fits() -> None:
+    """The bound is 100 bytes a token here, so 6 MB of prose are below it."""
+    tokenizer = Counting(spacious())
+    context = 70_000
+    prompt = PROSE * (6_000_000 // len(PROSE.encode()))
+    assert len(prompt.encode()) < tokenizer.max_bytes(context)
+    with pytest.raises(ContextTooLong, match="more tokens than the model's context of 70000"):
+        tokens_of(prompt, model(tokenizer, context))
+    assert tokenizer.characters < 600_000
+
+
+@KIND
+@given(data=st.data())
+def test_no_prompt_that_fits_is_refused(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    pieces = st.sampled_from([PROSE, SPACES, " ", "\n", "the", "x", "123", "é", "e\u0301", "\ufb03", "🚀", "stop"])
+    prompt = "".join(data.draw(st.lists(pieces, min_size=1, max_size=40)))
+    fits = len(tokenizer.encode(prompt))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "_WINDOW", 16)  # with windows as small as they may be, and for every prompt
+        patch.setattr(intake, "_BYTES_PER_TOKEN", 0)
+        assert tokens_of(prompt, model(tokenizer, fits)) == tokenizer.encode(prompt)
+        with pytest.raises(ContextTooLong):
+            tokens_of(prompt, model(tokenizer, fits - 1))
+
+
+def test_a_prompt_of_the_longest_tokens_fits() -> None:
+    served = model(KINDS["long token"], 3_001)
+    assert len(tokens_of(SPACES * 3_000, served)) == 3_001  # with <s>
+    with pytest.raises(ContextTooLong):
+        tokens_of(SPACES * 3_001, served)
+
+
+def test_the_longest_token_by_kind_of_tokenizer() -> None:
+    spelt = [KINDS["byte level"].decode([token]) for token in range(tokenizers.byte_level().get_vocab_size())]
+    assert KINDS["byte level"].longest == max(len(one.encode()) for one in spelt if "\ufffd" not in one)
+    assert KINDS["long token"].longest == 100
+    assert KINDS["byte fallback"].longest == len("▁hello".encode())
+    # NFKC makes fewer bytes of a text, so more bytes may fit.
+    assert KINDS["normalizing"].max_bytes(10) > KINDS["byte level"].max_bytes(10)
+    # Nothing but runs of spaces would come to 100 bytes a token.
+    assert KINDS["long token"].max_bytes(1_000_000) == 32_000_000
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    """Compared within one run: with the GIL held, the longest stall is as long as the tokenizing."""
+    prompt = PROSE * 20_000
+    spent = list[float]()
+
+    def tokenize() -> None:
+        began = time.monotonic()
+        KINDS["byte level"].encode(prompt)
+        spent.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=tokenize)
+    longest, last = 0.0, time.monotonic()
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    thread.join()
+    assert longest < spent[0] / 2
+
+
+# --- the threads ---
+
+
+def run(test: Callable[[], object]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+
+
+def test_what_waits_for_a_thread_is_bounded() -> None:
+    async def test() -> None:
+        go = threading.Event()
+        lane = Lane("test", threads=1, max_prompts=3, max_bytes=100)
+        with contextlib.closing(lane):
+            first = asyncio.create_task(lane.run(1_000, go.wait))  # nothing else is here, so it may be of any length
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded, match="1 prompts with 1000 bytes"):
+                await lane.run(10, go.wait)
+            go.set()
+            assert await first
+            go.clear()
+            waiting = [asyncio.create_task(lane.run(10, go.wait)) for _ in range(3)]
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded, match="3 prompts"):
+                await lane.run(10, go.wait)
+            waiting[2].cancel()  # its client has gone before a thread began
+            with pytest.raises(asyncio.CancelledError):
+                await waiting[2]
+            another = asyncio.create_task(lane.run(10, go.wait))
+            await asyncio.sleep(0)
+            waiting[0].cancel()  # a thread is at it, so it counts until that is done
+            with pytest.raises(asyncio.CancelledError):
+                await waiting[0]
+            with pytest.raises(Overloaded, match="3 prompts"):
+                await lane.run(10, go.wait)
+            go.set()
+            assert await waiting[1]
+            assert await another
+            assert await lane.run(10, lambda: "free again") == "free again"
+
+    run(test)
+
+
+def test_very_long_prompts_do_not_keep_the_others_from_a_thread() -> None:
+    async def test() -> None:
+        go = threading.Event()
+        with contextlib.closing(Tokenizing()) as tokenizing:
+            long = [asyncio.create_task(tokenizing.run(10_000_000, go.wait)) for _ in range(4)]
+            await asyncio.sleep(0)
+            assert await tokenizing.run(100_000, threading.current_thread) is not threading.main_thread()
+            assert await tokenizing.run(100, threading.current_thread) is threading.main_thread()
+            go.set()
+            assert all(await asyncio.gather(*long))
+
+    run(test)
