@@ -42,7 +42,7 @@ def parse(program: str, argv: Sequence[str] | None, needs_router: bool) -> Argum
         parser.add_argument("--router", action="append", required=True, help=text)
     given = parser.parse_args(argv)
     settings = config.load(given.config)
-    logs.configure(given.name, settings.cluster.logs)
+    logs.configure(given.name, settings.cluster)
     if settings.cluster.key_file:
         use_keys(Keys.read(Path(settings.cluster.key_file).expanduser()))
     return Arguments(settings, given.name, given.node, tuple(given.router) if needs_router else (), given.host)

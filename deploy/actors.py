@@ -60,7 +60,7 @@ class Service:
         self._order = order
         self._host = host
         use_keys(order.keys)
-        self._log = logs.configure(order.name, order.config.cluster.logs)
+        self._log = logs.configure(order.name, order.config.cluster)
         self._stop = threading.Event()
         self._stop_router: Callable[[], object] | None = None
         self._thread = threading.Thread(target=self._run, name=order.name, daemon=True)
