@@ -64,7 +64,7 @@ TABLE: Mapping[str, Entry] = {
     "num_requests_running": Entry("gauge", "Requests in the running batch."),
     "num_requests_waiting": Entry("gauge", "Requests that wait."),
     "malformed_messages": Entry("counter", "Frames dropped because they are no message of their link."),
-    "connections_refused": Entry("counter", "Connections refused because they lacked the cluster's keys."),
+    "connections_refused": Entry("counter", "Connections refused: without the cluster's keys, or of another user."),
     # workers and stores
     "kv_cache_usage_perc": Entry("gauge", "Share of the pages in use, 0 to 1.", ("tier",)),
     "kv_pages": Entry("gauge", "Pages by what they are.", ("tier", "state")),

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import select
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -44,6 +43,7 @@ from baton.messages import (
 from baton.metrics import Metrics, Sample
 from baton.routers import Routers, Said
 from baton.trace import new_mark, trace_path
+from baton.unix import readable
 from baton.wire import Poller, refused
 from engine import files
 from engine.calibrate import calibrate
@@ -211,7 +211,7 @@ class Worker:
         until = self.clock.now() + state.patience
         while self._store.connected and state.patience and (left := until - self.clock.now()) > 0:
             with self.tracer.span("wait for the store", "sockets"):
-                select.select([self._store.fileno()], [], [], left)
+                readable(self._store.fileno(), left)
             for event in self._from_store(self.clock.now()):
                 self.handle(state, event)
             if copying:

@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from baton.messages import UNREADABLE, FromPublisher, Snapshot, SnapshotRequest, ToPublisher
+from baton.wire.cooperation import Cooperation
 from baton.wire.sockets import bind, configure, connect
 
 _SEQUENCE_BYTES = 8
@@ -54,11 +55,13 @@ class Subscriber:
         self._socket = configure(zmq.asyncio.Context.instance().socket(zmq.SUB))
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         _connect(self._socket, endpoint, secure)
+        self._cooperation = Cooperation()
         self.malformed = 0
 
     async def receive(self) -> tuple[bytes, int, bytes]:
-        """Topic, sequence and payload of the next batch."""
+        """Topic, sequence and payload of the next batch. Yields to other tasks now and then."""
         while True:
+            await self._cooperation.before_message()
             frames = await self._socket.recv_multipart()
             if len(frames) == 3 and len(frames[1]) == _SEQUENCE_BYTES:
                 return frames[0], int.from_bytes(frames[1], "big"), frames[2]
@@ -132,6 +135,7 @@ class Asker:
         _connect(self._socket, endpoint, secure)
         self._decoder = msgspec.msgpack.Decoder(FromPublisher)
         self._question = [b"", msgspec.msgpack.encode(SnapshotRequest())]
+        self._cooperation = Cooperation()
         self.malformed = 0
 
     def ask(self) -> None:
@@ -140,8 +144,9 @@ class Asker:
         sent.add_done_callback(lambda future: future.cancelled() or future.exception())  # lost: it is asked again
 
     async def receive(self) -> tuple[bytes, Snapshot]:
-        """The next part of a snapshot, with its topic."""
+        """The next part of a snapshot, with its topic. Yields to other tasks now and then."""
         while True:
+            await self._cooperation.before_message()
             frames = await self._socket.recv_multipart()
             try:
                 empty, topic, part = frames
