@@ -74,7 +74,8 @@ from kvstore.state import StoreState
 from kvstore.tiers import DiskOrder
 
 log = logging.getLogger(__name__)
-of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a connection can trigger
+of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a worker can trigger
+of_strangers = RateLimitedLog(log)  # lines that any process of the machine can trigger
 
 _TURN = 0.1  # seconds between two turns of a loop that has nothing to do
 _CONGESTED = 0.002  # the same while a worker is slow to read
@@ -232,7 +233,7 @@ class Store:
             try:
                 socket = self._listener.accept()
             except OutOfDescriptors as error:
-                of_peers.warning("no connection is accepted for %.1f s: %s", _ACCEPT_AGAIN, error)
+                of_strangers.warning("no connection is accepted for %.1f s: %s", _ACCEPT_AGAIN, error)
                 # A listener with a connection that can't be taken stays readable: to poll it would be a busy loop.
                 self._poller.remove(self._listener.fileno())
                 self._accept_at = now + _ACCEPT_AGAIN
@@ -241,7 +242,7 @@ class Store:
                 return
             if socket.uid != os.getuid():
                 self._strangers += 1
-                of_peers.warning("user %d (process %d) may not attach to this store", socket.uid, socket.pid)
+                of_strangers.warning("user %d (process %d) may not attach to this store", socket.uid, socket.pid)
                 socket.close()
                 continue
             if not self._watch(socket):
