@@ -62,6 +62,7 @@ from kvstore.transfer import Call, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, S
 log = logging.getLogger(__name__)
 
 _IDLE = 0.05  # seconds between two turns of a loop that has nothing to do
+_ANSWERING = 0.002  # the same while followers of its KV events read what they asked for
 _CONNECT_AGAIN = 0.05  # seconds between two tries to reach the store
 _COPIES_PER_WORD = 64  # pages that one message to the store tells of; more would keep their readers waiting
 _HEARS: Mapping[WorkerRole, Any] = {"prefill": ToPrefill, "decode": ToDecode}  # what routers say to it
@@ -180,7 +181,7 @@ class Worker:
         """Wait until there is something to do, then everything that has come in (what routers say as `Said`), then a
         Tick."""
         with self.tracer.span("wait", "sockets"):
-            self._poller.wait(0.0 if state.busy else _IDLE)
+            self._poller.wait(0.0 if state.busy else _ANSWERING if self._events.under_way else _IDLE)
         now = self.clock.now()
         paused = self._pauses.tick(now)
         yield from self._from_store(now)

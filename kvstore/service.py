@@ -78,7 +78,7 @@ of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a worker can t
 of_strangers = RateLimitedLog(log)  # lines that any process of the machine can trigger
 
 _TURN = 0.1  # seconds between two turns of a loop that has nothing to do
-_CONGESTED = 0.002  # the same while a worker is slow to read
+_CONGESTED = 0.002  # the same while a worker is slow to read, or a follower reads
 _PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nobody for it
 _MAX_REFUSAL = 1_000  # characters: what was refused may be quoted in it
 _CALLS_PER_TURN = 64  # of one connection, so that no worker keeps the others waiting
@@ -199,7 +199,7 @@ class Store:
     def _turn(self) -> None:
         span = self._tracer.span
         with span("wait", "sockets"):
-            ready = self._poller.wait(_CONGESTED if self._congested else _TURN)
+            ready = self._poller.wait(_CONGESTED if self._congested or self._events.under_way else _TURN)
         if ready:
             self._tracer.count()
         now = self._clock.now()

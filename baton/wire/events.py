@@ -25,7 +25,7 @@ from baton.wire.sockets import bind, configure, connect
 _SEQUENCE_BYTES = 8
 _BATCHES = 1_000  # kept for a subscriber that does not read; past it they are dropped, and it asks
 _ANSWERS = 128  # messages kept for a follower that does not read: the rest waits with its owner
-_QUESTIONS = 64  # kept and read at a time
+_QUESTIONS = 64  # kept of one follower
 _QUESTION_BYTES = 1_024
 _PING, _PONG = 5_000, 15_000  # milliseconds: a follower that is gone or stuck keeps nothing for longer
 
@@ -86,9 +86,10 @@ class Replayer:
         self._decoder = msgspec.msgpack.Decoder(ToPublisher)
         self.malformed = 0
 
-    def receive(self) -> Iterator[tuple[bytes, int | SnapshotRequest]]:
-        """Some of the questions that are here: who asks, and the first sequence wanted or a request for everything."""
-        for _ in range(_QUESTIONS):
+    def receive(self, limit: int) -> Iterator[tuple[bytes, int | SnapshotRequest]]:
+        """At most `limit` of the questions that are here, malformed ones included: the follower that asks, and the
+        first sequence wanted or a request for everything."""
+        for _ in range(limit):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
