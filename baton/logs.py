@@ -80,15 +80,16 @@ class RateLimitedLog:
         self._limit = limit or RateLimit()
 
     def warning(self, message: str, *args: object) -> None:
-        self._log(logging.WARNING, message, args)
+        self.log(logging.WARNING, message, message, *args)
 
     def info(self, message: str, *args: object) -> None:
-        self._log(logging.INFO, message, args)
+        self.log(logging.INFO, message, message, *args)
 
-    def _log(self, level: int, message: str, args: tuple[object, ...]) -> None:
-        if not self._logger.isEnabledFor(level) or (left_out := self._limit.admit(message)) is None:
+    def log(self, level: int, kind: object, message: str, *args: object) -> None:
+        """A line of another kind than its message: where that is formatted already."""
+        if not self._logger.isEnabledFor(level) or (left_out := self._limit.admit(kind)) is None:
             return
-        text = _printable((message % args)[:_MAX_TEXT])[:_MAX_TEXT]
+        text = _printable((message % args if args else message)[:_MAX_TEXT])[:_MAX_TEXT]
         self._logger.log(level, "%s%s", text, f" ({left_out} lines like this were left out)" if left_out else "")
 
 
