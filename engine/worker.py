@@ -26,6 +26,7 @@ import torch
 from baton.clock import MonotonicClock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import NotEnoughMemory, StoreError
+from baton.logs import RateLimit, RateLimitedLog
 from baton.membership import Say
 from baton.messages import (
     Become,
@@ -60,6 +61,7 @@ from kvstore.publishing import PageEvents
 from kvstore.transfer import Call, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, StoreLost, StoreUp, batches
 
 log = logging.getLogger(__name__)
+of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a router or store can trigger
 
 _IDLE = 0.05  # seconds between two turns of a loop that has nothing to do
 _ANSWERING = 0.002  # the same while followers of its KV events read what they asked for
@@ -201,9 +203,9 @@ class Worker:
 
     def _become(self, role: WorkerRole) -> None:
         if role == "decode" and not self.engine.has_head:
-            log.error("can't become a decode worker without an output head (prefill.head)")
+            of_peers.warning("can't become a decode worker without an output head (prefill.head)")
         elif role != self.peer.role:
-            log.info("becomes a %s worker; all work here is forgotten", role)
+            of_peers.info("becomes a %s worker; all work here is forgotten", role)
             self.becomes = role
 
     def hear_store(self, state: WorkerState, *, copying: bool) -> None:
@@ -228,7 +230,7 @@ class Worker:
                     log.debug("no store yet: %s", error)
                 else:
                     self._poller.add(self._store.fileno())
-                    log.info("attached to the store, incarnation %s", self._store.incarnation)
+                    of_peers.info("attached to the store, incarnation %s", self._store.incarnation)
                     yield StoreUp(self._store.slots, self.engine.layout.page_bytes)
             return
         try:
@@ -237,7 +239,7 @@ class Worker:
             yield from replies
             self._store.tick(now)
         except StoreError as error:
-            log.warning("lost the store: %s", error)
+            of_peers.warning("lost the store: %s", error)
             self._poller.remove(self._store.fileno())
             self._store.disconnect()
             yield StoreLost()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,11 +19,18 @@ from baton.errors import PortInUse, StartupError
 from baton.metrics import PAGE_TYPE
 from router.relay import Relay
 
+log = logging.getLogger(__name__)
+
 _ACCESS_LOG = None  # a line per scrape helps nobody
 MAX_CONNECTIONS = 64  # at a time
 DEADLINE = 5.0  # seconds from the start of a connection to its end, however it is used
 _BACKLOG = 16  # connections that the kernel keeps, and that asyncio accepts in one turn of the loop
 _MAX_LINE = 2_048  # bytes of the request line, and of a header
+
+
+# aiohttp writes a traceback with what was sent for every request that is none. Errors of our own are logged here.
+_OF_STRANGERS = logging.getLogger(f"{__name__}.strangers")
+_OF_STRANGERS.disabled = True
 
 
 class Http:
@@ -42,6 +50,7 @@ class Http:
         """Listen; returns "host:port". Raises PortInUse or StartupError."""
         server = _Server(
             self._answer,
+            logger=_OF_STRANGERS,
             access_log=_ACCESS_LOG,
             keepalive_timeout=0.0,
             lingering_time=0.0,
@@ -74,7 +83,11 @@ class Http:
         elif request.method not in ("GET", "HEAD"):
             response = web.Response(status=405, headers={"Allow": "GET, HEAD"})
         else:
-            response = await route()
+            try:
+                response = await route()
+            except Exception:
+                log.exception("failed to answer %s", request.path)
+                response = web.Response(status=500, text="failed in the router\n")
         response.force_close()  # one request for each connection: the limits then bound requests, too
         return response
 

@@ -99,7 +99,7 @@ def test_idle_and_slow_connections_end_by_themselves(tmp_path: Path, monkeypatch
     run(test)
 
 
-def test_a_connection_carries_one_request_and_rubbish_none(tmp_path: Path) -> None:
+def test_a_connection_carries_one_request_and_rubbish_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with served(settings_for(tmp_path)) as router:
             for sent, expected in (
@@ -117,6 +117,27 @@ def test_a_connection_carries_one_request_and_rubbish_none(tmp_path: Path) -> No
                 writer.close()
 
     run(test)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_an_error_of_ours_is_logged_and_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: Metrics) -> bytes:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(Metrics, "text", fail)
+
+    async def test() -> None:
+        async with (
+            served(settings_for(tmp_path)) as router,
+            aiohttp.ClientSession(f"http://{router.addresses.http}") as session,
+            session.get("/metrics") as answer,
+        ):
+            assert answer.status == 500
+
+    run(test)
+    assert "a mistake of ours" in caplog.text
 
 
 def test_a_flood_of_scrapes_renders_twice_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
