@@ -8,17 +8,18 @@ the last published values. Only latencies are observed one by one.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.errors import PortInUse
 from baton.hosts import bracketed
+from baton.metrics_server import MetricsServer
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ TABLE: Mapping[str, Entry] = {
     "num_requests_running": Entry("gauge", "Requests in the running batch."),
     "num_requests_waiting": Entry("gauge", "Requests that wait."),
     "malformed_messages": Entry("counter", "Frames and requests dropped because they are no message of their link."),
-    "connections_refused": Entry("counter", "Connections refused because they lacked the cluster's keys."),
+    "connections_refused": Entry("counter", "Connections refused: without the cluster's keys, or of another user."),
     # workers and stores
     "kv_cache_usage_perc": Entry("gauge", "Share of the pages in use, 0 to 1.", ("tier",)),
     "kv_pages": Entry("gauge", "Pages by what they are.", ("tier", "state")),
@@ -101,6 +102,8 @@ TABLE: Mapping[str, Entry] = {
     "pinned_bytes": Entry("gauge", "Bytes kept because somebody pinned them."),
 }
 
+PAGE_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PAGE_SECONDS = 0.5  # a rendered page is served for so long: rendering takes milliseconds of the process's one core
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 Labels = tuple[str, ...]
@@ -116,7 +119,10 @@ class Metrics(Collector):
         self._published: Mapping[str, Sample] = {}
         self._histograms: dict[str, Histogram] = {}
         self._lock = threading.Lock()
-        self._server: tuple[WSGIServer, threading.Thread] | None = None
+        self._server: MetricsServer | None = None
+        self._page = b""
+        self._page_until = float("-inf")
+        self._rendering = threading.Lock()
 
     def publish(self, values: Mapping[str, Sample]) -> None:
         """Replace what gauges and counters say: a number, or numbers by label values. Raises KeyError for a name
@@ -147,20 +153,24 @@ class Metrics(Collector):
     def serve(self, host: str, port: int = 0) -> str:
         """Serve /metrics on `host`:`port` (0: any free port) from a thread; returns "host:port". Raises PortInUse."""
         try:
-            server, thread = start_http_server(port, addr=host, registry=self._registry)
+            self._server = MetricsServer(host, port, self.page, PAGE_TYPE)
         except OSError as error:
             raise PortInUse(f"can't serve metrics on {host}:{port}: {error.strerror}") from None
-        self._server = (server, thread)
-        return f"{bracketed(host)}:{server.server_port}"
+        return f"{bracketed(host)}:{self._server.port}"
 
     def text(self) -> bytes:
-        """The page itself, for a process that has an HTTP server already."""
+        """The page as it is now."""
         return generate_latest(self._registry)
+
+    def page(self) -> bytes:
+        """The page as it was at most half a second ago. However many ask, it is rendered twice a second at most."""
+        with self._rendering:
+            if time.monotonic() >= self._page_until:
+                self._page = self.text()
+                self._page_until = time.monotonic() + _PAGE_SECONDS
+            return self._page
 
     def close(self) -> None:
         if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join(timeout=5)
+            self._server.close()
             self._server = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import resource
 import signal
 import sys
 import threading
@@ -16,6 +18,8 @@ from baton.config import Config
 from baton.errors import BatonError, ConfigError, KeysUnusable
 from baton.hosts import LOOPBACK, host_of, is_loopback, is_wildcard
 from baton.wire import Keys, use_keys
+
+_DESCRIPTORS = 65_536
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ def parse(program: str, argv: Sequence[str] | None, needs_router: bool) -> Argum
         parser.add_argument("--router", action="append", required=True, help=text)
     given = parser.parse_args(argv)
     settings = config.load(given.config)
-    logs.configure(given.name, settings.cluster.logs)
+    raise_descriptor_limit()
+    logs.configure(given.name, settings.cluster)
     routers = tuple(given.router) if needs_router else ()
     use_keys(cluster_keys(settings, given.host, routers))
     return Arguments(settings, given.name, given.node, routers, given.host)
@@ -85,6 +90,17 @@ def main(program: str, run: Run, argv: Sequence[str] | None = None) -> int:
         print(f"{program}: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process open as many descriptors as its hard limit allows, 65,536 at most; returns the limit. The usual
+    soft limit of 1,024 is for programs that use select, and few idle connections reach it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it: then as many as before
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def settle() -> None:

@@ -20,11 +20,12 @@ from typing import Any
 from msgspec import Struct
 
 from baton.clock import Clock
+from baton.logs import RateLimit, RateLimitedLog
 from baton.membership import Membership, OwnerLost, Verdict
 from baton.messages import Heartbeat, Hello, Message
 from baton.wire import Heart, Link
 
-log = logging.getLogger(__name__)
+log = RateLimitedLog(logging.getLogger(__name__), RateLimit(burst=10))
 
 _UNTOLD = 0.25  # seconds between heartbeats, while no router has said how many
 

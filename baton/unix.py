@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import errno
 import os
+import select
 import socket
 import struct
 from collections import deque
@@ -23,11 +24,27 @@ from baton.messages import UNREADABLE, Message
 
 MAX_PACKET_BYTES = 160 * 1_024  # below Linux's default socket buffer
 _QUEUE = 4_096  # packets kept for a peer that does not read
+_FD_SETSIZE = 1_024  # descriptors from here on are too large for select
 _SO_PEERPIDFD = 77  # Linux 6.5 and later; Python has no name for it
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
+NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # of accept: not now
+
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
+
+
+class OutOfDescriptors(Exception):
+    """The process or the machine has no descriptor left for a connection. It may have one later."""
+
+
+def readable(descriptor: int, seconds: float) -> bool:
+    """Wait for at most `seconds` until `descriptor` can be read. It takes any descriptor, also one above 1,023."""
+    if descriptor < _FD_SETSIZE:  # select waits to the microsecond, poll to the millisecond: more than some steps take
+        return bool(select.select([descriptor], [], [], max(0.0, seconds))[0])
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(0.0, seconds) * 1_000))
 
 
 class UnixSocket(Generic[M]):
@@ -44,7 +61,10 @@ class UnixSocket(Generic[M]):
     @classmethod
     def connect(cls, address: str, receives: Any) -> UnixSocket[M]:
         """Connect to the abstract `address`. Raises StoreGone when nobody listens there."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            raise StoreGone(f"no socket to reach a store with: {error.strerror}") from None
         connection.setblocking(False)  # with a full backlog connect fails at once instead of waiting
         try:
             connection.connect(_abstract(address))
@@ -58,10 +78,12 @@ class UnixSocket(Generic[M]):
 
     def pidfd(self) -> int:
         """A descriptor that turns readable when the peer's process is gone. The caller closes it.
-        Raises ProcessLookupError when it is gone already."""
+        Raises ProcessLookupError when it is gone already, another OSError when no descriptor is left."""
         try:
             return self._socket.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
         except OSError as error:
+            if error.errno in NO_DESCRIPTORS:
+                raise
             if error.errno == errno.ENOPROTOOPT:
                 # An older kernel: by number, which could in principle have been given to another process since.
                 return os.pidfd_open(self.pid)
@@ -138,11 +160,15 @@ class UnixListener(Generic[M]):
         return self._socket.fileno()
 
     def accept(self) -> UnixSocket[M] | None:
-        """The next connection, or None when none waits."""
+        """The next connection, or None when none waits. Raises OutOfDescriptors when one waits and can't be taken."""
         try:
             connection, _ = self._socket.accept()
         except (BlockingIOError, ConnectionError):
             return None
+        except OSError as error:
+            if error.errno in NO_DESCRIPTORS:
+                raise OutOfDescriptors(str(error.strerror)) from None
+            raise
         return UnixSocket(connection, self._receives)
 
     def close(self) -> None:

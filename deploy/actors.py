@@ -25,6 +25,7 @@ from baton.config import Config
 from baton.errors import BatonError
 from baton.hosts import LOOPBACK, is_loopback
 from baton.messages import Role
+from baton.process import raise_descriptor_limit
 from baton.wire import Keys, use_keys
 from deploy.addresses import Addresses
 from deploy.cores import share_cores
@@ -61,7 +62,8 @@ class Service:
         self._order = order
         self._host = host
         use_keys(order.keys)
-        self._log = logs.configure(order.name, order.config.cluster.logs)
+        self._log = logs.configure(order.name, order.config.cluster)
+        raise_descriptor_limit()
         self._stop = threading.Event()
         self._stop_router: Callable[[], object] | None = None
         self._thread = threading.Thread(target=self._run, name=order.name, daemon=True)

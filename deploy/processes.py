@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from baton.unix import readable
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Identity:
     def wait(self, seconds: float) -> bool:
         """Wait until it is gone; False when it still runs after `seconds`."""
         with self._open() as descriptor:
-            return descriptor is None or bool(select.select([descriptor], [], [], max(0.0, seconds))[0])
+            return descriptor is None or readable(descriptor, seconds)
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[int | None]:

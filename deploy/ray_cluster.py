@@ -59,6 +59,8 @@ def launch(log: Path, dashboard: bool = False) -> OwnRay:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     environment |= _ON_LOOPBACK
+    # Ray keeps what its workers write to stdout and stderr in files, which it rotates only if it is told to.
+    environment |= {"RAY_ROTATION_MAX_BYTES": str(64 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "2"}
     environment |= {"RAY_worker_niceness": "0"}  # by default Ray runs actors at 15, behind everything else
     with log.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - a list, no shell

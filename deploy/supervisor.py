@@ -64,7 +64,7 @@ class Supervisor:
     def __init__(self, namespace: str, desired: Desired, cluster_keys: ClusterKeys) -> None:
         """`desired` counts only where none is kept: at the first start. The cluster's keys come with every start, as
         Ray repeats it: so they need not lie in Ray's key-value store, nor on this node."""
-        logs.configure(SUPERVISOR, desired.config.cluster.logs)
+        logs.configure(SUPERVISOR, desired.config.cluster)
         self._namespace = namespace
         self._cluster_keys = cluster_keys
         self._keys = Keys(namespace)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import select
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -27,6 +26,7 @@ import torch
 from baton.clock import MonotonicClock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import NotEnoughMemory, StoreError
+from baton.logs import RateLimit, RateLimitedLog
 from baton.membership import Say
 from baton.messages import (
     Become,
@@ -44,6 +44,7 @@ from baton.messages import (
 from baton.metrics import Metrics, Sample
 from baton.routers import Routers, Said
 from baton.trace import new_mark, trace_path
+from baton.unix import readable
 from baton.wire import Poller, refused
 from engine import files
 from engine.calibrate import calibrate
@@ -60,8 +61,10 @@ from kvstore.publishing import PageEvents
 from kvstore.transfer import Call, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, StoreLost, StoreUp, batches
 
 log = logging.getLogger(__name__)
+of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a router or store can trigger
 
 _IDLE = 0.05  # seconds between two turns of a loop that has nothing to do
+_ANSWERING = 0.002  # the same while followers of its KV events read what they asked for
 _CONNECT_AGAIN = 0.05  # seconds between two tries to reach the store
 _COPIES_PER_WORD = 64  # pages that one message to the store tells of; more would keep their readers waiting
 _HEARS: Mapping[WorkerRole, Any] = {"prefill": ToPrefill, "decode": ToDecode}  # what routers say to it
@@ -179,7 +182,7 @@ class Worker:
         """Wait until there is something to do, then everything that has come in (what routers say as `Said`), then a
         Tick."""
         with self.tracer.span("wait", "sockets"):
-            self._poller.wait(0.0 if state.busy else _IDLE)
+            self._poller.wait(0.0 if state.busy else _ANSWERING if self._events.under_way else _IDLE)
         now = self.clock.now()
         paused = self._pauses.tick(now)
         yield from self._from_store(now)
@@ -201,9 +204,9 @@ class Worker:
 
     def _become(self, role: WorkerRole) -> None:
         if role == "decode" and not self.engine.has_head:
-            log.error("can't become a decode worker without an output head (prefill.head)")
+            of_peers.warning("can't become a decode worker without an output head (prefill.head)")
         elif role != self.peer.role:
-            log.info("becomes a %s worker; all work here is forgotten", role)
+            of_peers.info("becomes a %s worker; all work here is forgotten", role)
             self.becomes = role
 
     def hear_store(self, state: WorkerState, *, copying: bool) -> None:
@@ -212,7 +215,7 @@ class Worker:
         until = self.clock.now() + state.patience
         while self._store.connected and state.patience and (left := until - self.clock.now()) > 0:
             with self.tracer.span("wait for the store", "sockets"):
-                select.select([self._store.fileno()], [], [], left)
+                readable(self._store.fileno(), left)
             for event in self._from_store(self.clock.now()):
                 self.handle(state, event)
             if copying:
@@ -228,7 +231,7 @@ class Worker:
                     log.debug("no store yet: %s", error)
                 else:
                     self._poller.add(self._store.fileno())
-                    log.info("attached to the store, incarnation %s", self._store.incarnation)
+                    of_peers.info("attached to the store, incarnation %s", self._store.incarnation)
                     yield StoreUp(self._store.slots, self.engine.layout.page_bytes)
             return
         try:
@@ -237,7 +240,7 @@ class Worker:
             yield from replies
             self._store.tick(now)
         except StoreError as error:
-            log.warning("lost the store: %s", error)
+            of_peers.warning("lost the store: %s", error)
             self._poller.remove(self._store.fileno())
             self._store.disconnect()
             yield StoreLost()

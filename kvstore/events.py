@@ -13,9 +13,7 @@ and then everything here is encrypted. Stores never learn them, and leave them e
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any, TypeAlias
 
 import msgspec
@@ -96,10 +94,10 @@ class EventLog:
     def __init__(
         self, incarnation: str, model: str, timestamp: float, keep: int = 10_000, keep_bytes: int = 16 * 2**20
     ) -> None:
-        """`timestamp`: seconds since 1970; `keep`, `keep_bytes`: how many batches `replay` reaches back at most, and
+        """`timestamp`: seconds since 1970; `keep`, `keep_bytes`: how many batches are kept at most, and
         how many bytes of them."""
         self.topic = f"kv@{incarnation}@{model}".encode()
-        self._kept: deque[EncodedBatch] = deque()
+        self._kept: dict[int, EncodedBatch] = {}  # by sequence, without a gap
         self._keep, self._keep_bytes = keep, keep_bytes
         self._kept_bytes = 0
         self.last = -1  # the sequence of the latest batch
@@ -118,18 +116,22 @@ class EventLog:
                 self.digest = 0 if isinstance(change, Cleared) else self.digest ^ digest(change.keys, medium)
         return self._append(tuple(events), timestamp)
 
-    def replay(self, first: int = 0) -> list[EncodedBatch]:
-        """The batches still here, from sequence `first` on."""
-        kept = len(self._kept)
-        return list(islice(self._kept, min(kept, max(0, first - (self.last - kept + 1))), None))
+    @property
+    def first(self) -> int:
+        """The sequence of the oldest batch that is still here."""
+        return self.last - len(self._kept) + 1
+
+    def batch(self, sequence: int) -> EncodedBatch:
+        """That batch. Raises KeyError if it is not here, or not here any more."""
+        return self._kept[sequence]
 
     def _append(self, events: tuple[Event, ...], timestamp: float) -> EncodedBatch:
         self.last += 1
         batch = EncodedBatch(self.topic, self.last, _encoder.encode(_Payload(timestamp, events, 0)))
-        self._kept.append(batch)
+        self._kept[batch.sequence] = batch
         self._kept_bytes += len(batch.payload)
         while len(self._kept) > self._keep or self._kept_bytes > self._keep_bytes:
-            self._kept_bytes -= len(self._kept.popleft().payload)
+            self._kept_bytes -= len(self._kept.pop(self.first).payload)
         return batch
 
 

@@ -30,12 +30,13 @@ from typing import Any
 
 from baton import hosts
 from baton.errors import StartupError
+from baton.logs import RateLimit, RateLimitedLog
 from baton.messages import NixlReply, NixlRequest, Offer, PageReply, Pages, SentPage, Taken
 from baton.wire.pages import PageSockets
 from kvstore.peers import Carrier, Mailbox, ZmqTransport
 from kvstore.tiers import PeerAnswered, Serve, Served
 
-log = logging.getLogger(__name__)
+log = RateLimitedLog(logging.getLogger(__name__), RateLimit(burst=10))
 
 _LANDING = 2**25  # bytes that are being read at a time
 _PAGES_A_READ = 64

@@ -5,18 +5,15 @@
     snapshot ◀──answer──── replay socket ◀───────────────┘
 
 Any number of followers may ask, for batches that were published or for a snapshot: nothing here knows who they are.
-Answers go out as fast as each follower reads and no faster, some of them each turn, and are given up for one that does
-not read: it costs its publisher neither time nor memory. A snapshot is made once for all who wait for it, and making
-them takes a small share of the owner's time, however often somebody asks.
+Each turn hears a few questions and sends a few messages, however many there are (`kvstore.answers`). A snapshot is made
+once for all who wait for it, and making them takes a small share of the owner's time, however often somebody asks.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -26,27 +23,16 @@ from baton.clock import Clock
 from baton.messages import PageRun
 from baton.metrics import Sample
 from baton.wire import Publisher, Replayer
+from kvstore.answers import Answers, End, Item, Part
 from kvstore.changes import TierChanges, in_parts, packed_digest, snapshot_parts
 from kvstore.events import EncodedBatch, EventLog
 
 log = logging.getLogger(__name__)
 
-_FOLLOWERS = 32  # answered at a time; who asks beyond that asks again
-_PER_TURN = 128  # messages to one follower
-_PATIENCE = 10.0  # seconds without room for a message after which an answer is given up
+_QUESTIONS = 16  # heard in one turn, of all followers together
 _SHARE = 10  # a snapshot that took a second is not followed by another within ten
 
 _encode = msgspec.msgpack.Encoder().encode
-
-
-@dataclass(slots=True)
-class _Answer:
-    """What one follower is still to get. `whole`: it waits for a snapshot."""
-
-    since: float  # when it last took something, seconds
-    whole: bool = False
-    batches: deque[EncodedBatch | None] = field(default_factory=deque[EncodedBatch | None])  # None is their end
-    parts: deque[bytes] = field(default_factory=deque[bytes])
 
 
 class PageEvents:
@@ -62,10 +48,9 @@ class PageEvents:
         except BaseException:
             self._publisher.close()
             raise
-        self._answers: dict[bytes, _Answer] = {}
+        self._answers = Answers(self._log)
         self._made: tuple[bytes, ...] = ()  # the parts of a snapshot that is still true
         self._next_snapshot = float("-inf")
-        self._given_up = 0  # answers that somebody did not read, or that too many asked for
         self._corrected = 0  # times that our digest was not that of what we hold: a mistake of ours
 
     @property
@@ -94,6 +79,11 @@ class PageEvents:
         return self._log.digest
 
     @property
+    def under_way(self) -> bool:
+        """Followers take what they asked for, and there is more: the next turn should come soon."""
+        return self._answers.under_way
+
+    @property
     def malformed(self) -> int:
         """Questions that were none."""
         return self._replayer.malformed
@@ -101,7 +91,7 @@ class PageEvents:
     @property
     def figures(self) -> Mapping[str, Sample]:
         """For the metrics page."""
-        return {"kv_event_answers_dropped": self._given_up, "kv_event_digests_corrected": self._corrected}
+        return {"kv_event_answers_dropped": self._answers.given_up, "kv_event_digests_corrected": self._corrected}
 
     def publish(self, changes: Sequence[TierChanges], page_size: int) -> None:
         """What has changed since the last call, by tier, in as many batches as that takes."""
@@ -114,50 +104,27 @@ class PageEvents:
         """Hear what followers ask and go on answering. Call every turn, after `publish` and before anything changes:
         `snapshot` must tell of exactly what has been published."""
         now = self._clock.now()
-        for follower, question in self._replayer.receive():
-            answer = self._answers.get(follower)
-            if answer is None:
-                if len(self._answers) >= _FOLLOWERS:
-                    self._given_up += 1
-                    continue
-                answer = self._answers[follower] = _Answer(now)
+        for follower, question in self._replayer.receive(_QUESTIONS):
             if isinstance(question, int):
-                answer.batches = deque([*self._log.replay(question), None])
+                self._answers.replay(follower, question, now)
             else:
-                answer.whole = True
-        if any(answer.whole for answer in self._answers.values()) and (made := self._snapshot(snapshot, now)):
-            for answer in self._answers.values():
-                if answer.whole:
-                    answer.whole, answer.since, answer.parts = False, now, deque(made)
-        for follower, answer in list(self._answers.items()):
-            self._go_on(follower, answer, now)
+                self._answers.snapshot(follower, now)
+        if self._answers.snapshot_wanted and (parts := self._snapshot(snapshot, now)):
+            self._answers.made(parts, now)
+        self._answers.turn(self._send, now)
 
     def close(self) -> None:
         self._publisher.close()
         self._replayer.close()
 
-    def _go_on(self, follower: bytes, answer: _Answer, now: float) -> None:
-        """Send as much as fits."""
-        for _ in range(_PER_TURN):
-            if answer.batches:
-                batch = answer.batches[0]
-                sequence, payload = (-1, b"") if batch is None else (batch.sequence, batch.payload)
-                sent = self._replayer.send_batch(follower, sequence, payload)
-            elif answer.parts:
-                sent = self._replayer.send_part(follower, self._log.topic, answer.parts[0])
-            elif answer.whole:
-                return
-            else:
-                del self._answers[follower]
-                return
-            if sent:
-                answer.since = now
-                (answer.batches or answer.parts).popleft()
-            else:
-                if sent is None or now - answer.since > _PATIENCE:
-                    self._given_up += 1
-                    del self._answers[follower]
-                return
+    def _send(self, follower: bytes, item: Item) -> bool | None:
+        match item:
+            case EncodedBatch(sequence=sequence, payload=payload):
+                return self._replayer.send_batch(follower, sequence, payload)
+            case End():
+                return self._replayer.send_batch(follower, -1, b"")
+            case Part(payload=payload):
+                return self._replayer.send_part(follower, self._log.topic, payload)
 
     def _snapshot(self, snapshot: Callable[[], Iterable[PageRun]], now: float) -> tuple[bytes, ...]:
         """One of the present; nothing if it is too early for another."""

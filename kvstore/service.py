@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import secrets
-import select
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from baton import hosts
 from baton.clock import MonotonicClock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import MalformedMessage, StoreGone
+from baton.logs import RateLimit, RateLimitedLog
 from baton.messages import (
     Attach,
     Attached,
@@ -47,7 +47,7 @@ from baton.metrics import Metrics
 from baton.process import settle
 from baton.routers import Routers, Said
 from baton.trace import Tracer, new_mark, trace_path
-from baton.unix import UnixListener, UnixSocket
+from baton.unix import OutOfDescriptors, UnixListener, UnixSocket, readable
 from baton.wire import Poller, refused
 from kvstore.arena import Arena
 from kvstore.client import store_address
@@ -74,12 +74,16 @@ from kvstore.state import StoreState
 from kvstore.tiers import DiskOrder
 
 log = logging.getLogger(__name__)
+of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a worker can trigger
+of_strangers = RateLimitedLog(log)  # lines that any process of the machine can trigger
 
 _TURN = 0.1  # seconds between two turns of a loop that has nothing to do
-_CONGESTED = 0.002  # the same while a worker is slow to read
+_CONGESTED = 0.002  # the same while a worker is slow to read, or a follower reads
 _PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nobody for it
 _MAX_REFUSAL = 1_000  # characters: what was refused may be quoted in it
 _CALLS_PER_TURN = 64  # of one connection, so that no worker keeps the others waiting
+_ACCEPTED_PER_TURN = 16  # connections, refused ones included
+_ACCEPT_AGAIN = 0.5  # seconds without accepting, after the process had no descriptor left for a connection
 
 
 def run(
@@ -162,6 +166,8 @@ class Store:
         self._next_number = 0
         self._next_metrics = 0.0
         self._congested = False
+        self._accept_at: float | None = None  # when to accept again; none: connections are accepted
+        self._strangers = 0  # connections of other users, closed at once
         self._calls: Counter[str] = Counter()
         self._malformed = 0
         self._traces = config.cluster.traces
@@ -192,7 +198,7 @@ class Store:
     def _turn(self) -> None:
         span = self._tracer.span
         with span("wait", "sockets"):
-            ready = self._poller.wait(_CONGESTED if self._congested else _TURN)
+            ready = self._poller.wait(_CONGESTED if self._congested or self._events.under_way else _TURN)
         if ready:
             self._tracer.count()
         now = self._clock.now()
@@ -202,8 +208,11 @@ class Store:
                 self._hear(connection, _CALLS_PER_TURN)
         for pid in [pid for pid, pidfd in self._pidfds.items() if pidfd in ready]:
             self._bury(pid)
+        if self._accept_at is not None and now >= self._accept_at:
+            self._accept_at = None
+            self._poller.add(self._listener.fileno())
         if self._listener.fileno() in ready:
-            self._accept()
+            self._accept(now)
         with span("routers", "sockets"):
             self._attend_routers(now, paused)
         for threads in (self._transport, self._disk):
@@ -217,10 +226,22 @@ class Store:
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while (socket := self._listener.accept()) is not None:
+    def _accept(self, now: float) -> None:
+        """Take some of the connections that wait; the poller reports the rest in the next turn."""
+        for _ in range(_ACCEPTED_PER_TURN):
+            try:
+                socket = self._listener.accept()
+            except OutOfDescriptors as error:
+                of_strangers.warning("no connection is accepted for %.1f s: %s", _ACCEPT_AGAIN, error)
+                # A listener with a connection that can't be taken stays readable: to poll it would be a busy loop.
+                self._poller.remove(self._listener.fileno())
+                self._accept_at = now + _ACCEPT_AGAIN
+                return
+            if socket is None:
+                return
             if socket.uid != os.getuid():
-                log.warning("user %d (process %d) may not attach to this store", socket.uid, socket.pid)
+                self._strangers += 1
+                of_strangers.warning("user %d (process %d) may not attach to this store", socket.uid, socket.pid)
                 socket.close()
                 continue
             if not self._watch(socket):
@@ -236,12 +257,12 @@ class Store:
         """Make sure that the kernel tells us of the end of the peer's process. False when it has ended already."""
         known = self._pidfds.get(socket.pid)
         if known is not None:
-            if not select.select([known], [], [], 0)[0]:
+            if not readable(known, 0):
                 return True
             self._bury(socket.pid)  # another process has its number now
         try:
             self._pidfds[socket.pid] = socket.pidfd()
-        except ProcessLookupError:
+        except OSError:  # it has ended, or there is no descriptor left: the worker connects again
             return False
         self._poller.add(self._pidfds[socket.pid])
         return True
@@ -258,7 +279,7 @@ class Store:
                 return
             except MalformedMessage as error:
                 self._malformed += 1
-                log.warning("closing the connection of process %d: %s", connection.socket.pid, error)
+                of_peers.warning("closing the connection of process %d: %s", connection.socket.pid, error)
                 with contextlib.suppress(StoreGone):
                     connection.socket.send(Refusal(error.reason, str(error)[:_MAX_REFUSAL]))
                 self._lose(connection)
@@ -280,7 +301,7 @@ class Store:
         self._handle(WriterGone(pid))
         self._unwatch(pid)
         for incarnation in self._workers.pop(pid, ()):
-            log.info("process %d, %s, is gone", pid, incarnation)
+            of_peers.info("process %d, %s, is gone", pid, incarnation)
             self._routers.tell_all(Departed(incarnation, pid))
 
     def _lose(self, connection: _Connection) -> None:
@@ -315,7 +336,7 @@ class Store:
                         with self._tracer.span("reply", "sockets"):
                             connection.socket.send(reply, [self._arena.fd] if isinstance(reply, Attached) else ())
                     except (StoreGone, MalformedMessage) as error:
-                        log.warning("closing a connection: %s", error)
+                        of_peers.warning("closing a connection: %s", error)
                         self._close(connection)
                         waiting += self._state.handle(Disconnected(number), self._clock.now())
                         self._unwatch_if_done(connection.socket.pid)
@@ -386,7 +407,7 @@ class Store:
                     **self._events.figures,
                     "store_calls": {(call,): count for call, count in self._calls.items()},
                     "malformed_messages": malformed + stats.refusals,
-                    "connections_refused": refused(),
+                    "connections_refused": refused() + self._strangers,
                     "pages_unexpected": peers.unexpected,
                     "peer_links": peers.links,
                     "peer_messages_dropped": peers.dropped,

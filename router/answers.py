@@ -69,7 +69,7 @@ class Answers:
             return
         member.refuses(attempt.name)
         member.drop(attempt.name)
-        self._out.note(f"attempt {attempt.name.attempt}: {member.peer.name} is busy", request.name)
+        self._out.note(f"attempt {attempt.name.attempt}: {member.peer.name} is busy", request.name, detail=True)
         self._life.recent.over(request, f"{member.peer.name} is busy", now)
         self._life.withdraw(request)
         self._life.enqueue(request, now)
@@ -109,7 +109,7 @@ class Answers:
         took = now - (request.timeline.placed or now)
         loads = f"; loads took {request.load_ms} ms, predicted {request.predicted_ms} ms" if request.load_ms else ""
         text = f"started in {took:.3f} s, predicted {attempt.plan.predicted.total:.3f} s{loads}"
-        self._out.note(f"attempt {attempt.name.attempt} {text}", request.name)
+        self._out.note(f"attempt {attempt.name.attempt} {text}", request.name, detail=True)
 
     def _loaded(self, request: Request, event: messages.Started | messages.Prefilled) -> None:
         request.loaded(event.predicted_ms, event.load_ms)

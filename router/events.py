@@ -281,11 +281,13 @@ class Unsubscribe(Struct, frozen=True):
 
 
 class Note(Struct, frozen=True):
-    """A line for the log."""
+    """A line for the log. Lines of one kind are rate-limited; those without a kind are all written."""
 
     text: str
     request: str = ""
     warning: bool = False
+    kind: str = ""
+    detail: bool = False  # of interest only at level DEBUG: `Explain` tells it, too
 
 
 Command: TypeAlias = Send | Forget | Emit | End | Warmed | Subscribe | AskSnapshot | Unsubscribe | Note

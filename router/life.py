@@ -280,6 +280,7 @@ class Life:
             f"attempt {name.attempt} on {decoder.peer.name}{split}: {len(request.keys)} pages, {plan.cached} cached"
             f"{loads}, {plan.fetch} to fetch; predicted {plan.predicted}",
             request.name,
+            detail=True,
         )
 
     def _weighed(self) -> Weighed | None:
@@ -331,7 +332,7 @@ class Life:
         fail what it is given next."""
         attempt = request.attempt
         assert attempt is not None, request.name
-        self._out.note(f"attempt {attempt.name.attempt} is over: {why}", request.name, warning=not free)
+        self._out.note(f"attempt {attempt.name.attempt} is over: {why}", request.name, warning=not free, kind="attempt")
         if blame:
             request.failed_on.add(attempt.decode)
         failed = attempt.phase is not Phase.PLACED and not free
@@ -391,15 +392,20 @@ class Life:
                 self._view.finished(request.generated)
                 self.counts.prompt_tokens += summary.usage.prompt
                 self.counts.cached_tokens += summary.usage.cached
-                self._out.note(f"finished: {reason}, {summary.usage}", request.name)
+                usage = summary.usage
+                tokens = f"{usage.prompt} prompt tokens, {usage.cached} cached, {usage.completion} generated"
+                self._out.note(f"finished: {reason}, {tokens}", request.name)
             case Failed(error=error):
                 self.failed[error.reason] += 1
                 self._out.note(
-                    f"failed: {error.reason}: {error}", request.name, warning=not isinstance(error, InvalidRequest)
+                    f"failed: {error.reason}: {error}",
+                    request.name,
+                    warning=not isinstance(error, InvalidRequest),
+                    kind=f"failed: {error.reason}",
                 )
             case Cancelled(why=why):
                 self.cancelled += 1
-                self._out.note(f"cancelled: {why}", request.name)
+                self._out.note(f"cancelled: {why}", request.name, kind="cancelled")
         self._out.put(End(request.name, outcome, summary))
 
     def expire(self, now: float) -> None:

@@ -28,8 +28,11 @@ class Outbox:
             return 0
         return sequence
 
-    def note(self, text: str, request: str = "", *, warning: bool = False) -> None:
-        self._commands.append(Note(text, request, warning))
+    def note(
+        self, text: str, request: str = "", *, warning: bool = False, kind: str = "", detail: bool = False
+    ) -> None:
+        """A line for the log. `kind`: a peer or client can cause it, so lines of this kind are rate-limited."""
+        self._commands.append(Note(text, request, warning, kind, detail))
 
     def take(self) -> list[Command]:
         """Everything since the last call."""

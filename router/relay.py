@@ -18,7 +18,7 @@ from typing import Protocol
 from baton.clock import Clock
 from baton.config import Config
 from baton.errors import RequestCancelled
-from baton.logs import RequestLog
+from baton.logs import RateLimit, RateLimitedLog, RequestLog
 from baton.messages import Load, Message, Peer, WorkerRole
 from baton.metrics import Metrics
 from baton.trace import new_mark, trace_path
@@ -58,6 +58,7 @@ from router.stream import Stream, Verdict
 from router.text import TextStream
 
 log = logging.getLogger(__name__)
+limited = RateLimitedLog(log, RateLimit(burst=20))
 
 _OWN = 8  # digits of our incarnation that tell names of ours from those of any other router
 
@@ -217,9 +218,8 @@ class Relay:
             case Warmed(name=name, outcome=outcome):
                 if (answer := self._warming.pop(name, None)) is not None and not answer.done():
                     answer.set_result(outcome)
-            case Note(text=text, request=request, warning=warning):
-                logger = RequestLog(log, request) if request else log
-                logger.log(logging.WARNING if warning else logging.INFO, text)
+            case Note() as note:
+                _write(note)
             case Forget(incarnation=incarnation):
                 self._wire.forget(incarnation)
             case Subscribe(incarnation=incarnation, endpoint=endpoint, replay=replay):
@@ -317,3 +317,12 @@ class Relay:
         for name, seconds in spans.items():
             if seconds is not None:
                 self.metrics.observe(name, seconds)
+
+
+def _write(note: Note) -> None:
+    level = logging.DEBUG if note.detail else logging.WARNING if note.warning else logging.INFO
+    if note.kind:
+        limited.log(level, note.kind, f"request={note.request} {note.text}" if note.request else note.text)
+    else:
+        logger = RequestLog(log, note.request) if note.request else log
+        logger.log(level, "%s", note.text)

@@ -68,7 +68,7 @@ class Roles:
             raise InvalidRequest(f"no decode worker but {name} takes work: nobody would be left to generate tokens")
         member.drain(draining=True)
         self._changes[member.incarnation] = _Change(wish.role, now + wish.patience)
-        self._out.note(f"{name} drains, and is a {wish.role} worker then")
+        self._out.note(f"{name} drains, and is a {wish.role} worker then", kind="role")
 
     def becoming(self, incarnation: str) -> WorkerRole | None:
         """What this incarnation is to become, if anything."""
@@ -88,7 +88,9 @@ class Roles:
                 del self._changes[incarnation]
                 member.drain(draining=False)
                 self._life.rounds.may_have_room()
-                self._out.note(f"{member.peer.name} stays a decode worker: there is no other now", warning=True)
+                self._out.note(
+                    f"{member.peer.name} stays a decode worker: there is no other now", warning=True, kind="role kept"
+                )
             elif now >= change.told + self._again and (now >= change.until or _is_empty(member)):
                 self._life.clear(member, now)
                 self._out.send(incarnation, Become(change.role))

@@ -21,6 +21,7 @@ from baton import hosts
 from baton.clock import Clock, MonotonicClock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import MalformedMessage
+from baton.logs import RateLimitedLog
 from baton.messages import Message, Peer
 from baton.metrics import Metrics
 from baton.process import settle
@@ -34,8 +35,9 @@ from router.operator_socket import bind_address
 from router.relay import Relay
 
 log = logging.getLogger(__name__)
+of_peers = RateLimitedLog(log)  # lines that a peer can trigger
 
-_TURN = 64  # messages read before others get a turn of the loop: a socket that is never empty never yields
+_TURN = 64  # batches of KV events handled before others get a turn of the loop
 _GRACE = 1.0  # seconds that clients get to read how their streams ended
 _BATCHES = 1_000  # batches of KV events waiting to be read; more wait in their sockets
 
@@ -103,11 +105,9 @@ async def _until_stopped(stop: asyncio.Event, *loops: Coroutine[Any, Any, None])
 
 
 async def _listen(relay: Relay, listener: Listener) -> None:
-    """Hand every message from workers and stores to the state."""
+    """Hand every message from workers and stores to the state. The listener itself yields to other tasks."""
     while True:
-        for _ in range(_TURN):
-            relay.handle(Heard(await listener.receive()))
-        await asyncio.sleep(0)
+        relay.handle(Heard(await listener.receive()))
 
 
 async def _watch(relay: Relay, front: Front, listener: Listener, clock: Clock) -> None:
@@ -152,7 +152,7 @@ class Sockets:
             asker = self._askers[incarnation] = Asker(replay)
             self._ears[incarnation].append(asyncio.create_task(self._catch_up(incarnation, asker)))
         except Exception as error:  # noqa: BLE001 only baton.wire knows the errors of its sockets
-            log.warning("can't follow the KV events of %s at %r and %r: %s", incarnation, endpoint, replay, error)
+            of_peers.warning("can't follow the KV events of %s at %r and %r: %s", incarnation, endpoint, replay, error)
 
     def ask(self, incarnation: str) -> None:
         if (asker := self._askers.get(incarnation)) is not None:
@@ -179,7 +179,7 @@ class Sockets:
                 try:
                     batch = decode(*frames)
                 except MalformedMessage as error:
-                    log.warning("dropped KV events of %s: %s", incarnation, error)
+                    of_peers.warning("dropped KV events of %s: %s", incarnation, error)
                     continue
                 if batch.holder == incarnation:  # an endpoint may have passed to somebody else
                     await self.pages.put(KvEvents(batch))

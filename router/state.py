@@ -272,13 +272,13 @@ class RouterState:
     def _hello(self, hello: Hello, sender: str, now: float) -> None:
         peer = hello.peer
         if peer.incarnation != sender:
-            self._out.note(f"{sender} says Hello as {peer.incarnation}: dropped", warning=True)
+            self._out.note(f"{sender} says Hello as {peer.incarnation}: dropped", warning=True, kind="hello")
             return
         member = self._members.get(sender)
         try:
             self._members.check(hello)
         except BatonError as error:
-            self._out.note(f"rejected {peer.name}: {error}", warning=True)
+            self._out.note(f"rejected {peer.name}: {error}", warning=True, kind="rejected")
             if member is not None:
                 self._gone(member, "rejected", now)
             self._out.send(sender, Rejected(error.reason, str(error)))
@@ -292,7 +292,9 @@ class RouterState:
         if new:
             if hello.model is not None:
                 self._costs.join(sender, peer.role, hello.model.steps)
-            self._out.note(f"{peer.role} {peer.name} of node {peer.node} joins as {sender}, pid {peer.pid}")
+            self._out.note(
+                f"{peer.role} {peer.name} of node {peer.node} joins as {sender}, pid {peer.pid}", kind="joins"
+            )
             if hello.events:
                 self._out.put(Subscribe(sender, hello.events, hello.replay))
                 self._ask(self._prefixes.follow(sender, now))
@@ -300,7 +302,9 @@ class RouterState:
 
     def _gone(self, member: Member, why: GoneReason, now: float) -> None:
         """In one step it is no candidate any more, nothing of it is in the map, and its work goes elsewhere."""
-        self._out.note(f"{member.peer.role} {member.peer.name} ({member.incarnation}) is gone: {why}", warning=True)
+        self._out.note(
+            f"{member.peer.role} {member.peer.name} ({member.incarnation}) is gone: {why}", warning=True, kind="gone"
+        )
         self._members.leave(member, why)
         self._prefixes.forget(member.incarnation)
         self._costs.forget(member.incarnation)
@@ -433,7 +437,7 @@ class RouterState:
         if wish.at_once and not wish.undo and member.peer.role == "decode" and not others:
             raise InvalidRequest(f"no decode worker but {wish.worker} takes work: what it runs has nowhere to go")
         member.drain(draining=not wish.undo)
-        self._out.note(f"{wish.worker} {'is given work again' if wish.undo else 'drains'}")
+        self._out.note(f"{wish.worker} {'is given work again' if wish.undo else 'drains'}", kind="drains")
         if wish.undo:
             self._life.rounds.may_have_room()
         elif wish.at_once:
@@ -466,7 +470,7 @@ class RouterState:
             self._members.extend(paused)
             self._life.extend(paused)
             self._warmer.extend(paused)
-            self._out.note(f"this router stood still for {paused:.3f} s", warning=True)
+            self._out.note(f"this router stood still for {paused:.3f} s", warning=True, kind="stood still")
         silence = self._config.cluster.silence_ms / 1_000
         for member in self._members:
             if now - member.heard_at > silence:

@@ -363,7 +363,7 @@ class Warmer:
         return f"{prefix.name}.{prefix.attempts}"
 
     def note(self, prefix: WarmPrefix, text: str, *, warning: bool = False) -> None:
-        self._out.note(f"pin {prefix.pin}: {text}", warning=warning)
+        self._out.note(f"pin {prefix.pin}: {text}", warning=warning, kind=f"pin, {warning}")
 
     def validate(self) -> None:
         """Check every invariant; for tests."""

@@ -19,12 +19,13 @@ import zmq
 import zmq.asyncio
 
 from baton.messages import UNREADABLE, FromPublisher, Snapshot, SnapshotRequest, ToPublisher
+from baton.wire.cooperation import Cooperation
 from baton.wire.sockets import bind, configure, connect
 
 _SEQUENCE_BYTES = 8
 _BATCHES = 1_000  # kept for a subscriber that does not read; past it they are dropped, and it asks
 _ANSWERS = 128  # messages kept for a follower that does not read: the rest waits with its owner
-_QUESTIONS = 64  # kept and read at a time
+_QUESTIONS = 64  # kept of one follower
 _QUESTION_BYTES = 1_024
 _PING, _PONG = 5_000, 15_000  # milliseconds: a follower that is gone or stuck keeps nothing for longer
 
@@ -54,11 +55,13 @@ class Subscriber:
         self._socket = configure(zmq.asyncio.Context.instance().socket(zmq.SUB))
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         _connect(self._socket, endpoint)
+        self._cooperation = Cooperation()
         self.malformed = 0
 
     async def receive(self) -> tuple[bytes, int, bytes]:
-        """Topic, sequence and payload of the next batch."""
+        """Topic, sequence and payload of the next batch. Yields to other tasks now and then."""
         while True:
+            await self._cooperation.before_message()
             frames = await self._socket.recv_multipart()
             if len(frames) == 3 and len(frames[1]) == _SEQUENCE_BYTES:
                 return frames[0], int.from_bytes(frames[1], "big"), frames[2]
@@ -83,9 +86,10 @@ class Replayer:
         self._decoder = msgspec.msgpack.Decoder(ToPublisher)
         self.malformed = 0
 
-    def receive(self) -> Iterator[tuple[bytes, int | SnapshotRequest]]:
-        """Some of the questions that are here: who asks, and the first sequence wanted or a request for everything."""
-        for _ in range(_QUESTIONS):
+    def receive(self, limit: int) -> Iterator[tuple[bytes, int | SnapshotRequest]]:
+        """At most `limit` of the questions that are here, malformed ones included: the follower that asks, and the
+        first sequence wanted or a request for everything."""
+        for _ in range(limit):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -132,6 +136,7 @@ class Asker:
         _connect(self._socket, endpoint)
         self._decoder = msgspec.msgpack.Decoder(FromPublisher)
         self._question = [b"", msgspec.msgpack.encode(SnapshotRequest())]
+        self._cooperation = Cooperation()
         self.malformed = 0
 
     def ask(self) -> None:
@@ -140,8 +145,9 @@ class Asker:
         sent.add_done_callback(lambda future: future.cancelled() or future.exception())  # lost: it is asked again
 
     async def receive(self) -> tuple[bytes, Snapshot]:
-        """The next part of a snapshot, with its topic."""
+        """The next part of a snapshot, with its topic. Yields to other tasks now and then."""
         while True:
+            await self._cooperation.before_message()
             frames = await self._socket.recv_multipart()
             try:
                 empty, topic, part = frames

@@ -20,13 +20,16 @@ import zmq
 import zmq.asyncio
 
 from baton.clock import Clock
+from baton.logs import RateLimitedLog
 from baton.messages import UNREADABLE, Envelope, Heartbeat, Message, Peer, ToRouter
+from baton.wire.cooperation import Cooperation
 from baton.wire.sockets import Revival, bind, configure, connect
 
-log = logging.getLogger(__name__)
+log = RateLimitedLog(logging.getLogger(__name__))
 
 _HEART_SUFFIX = b"/heart"
 _HELD_UP = 1.0  # seconds; a heart that wakes so much too late was stopped together with its process
+_PER_TURN = 1_000  # frames that a worker or store reads from one router in one turn of its loop
 
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
@@ -44,11 +47,14 @@ class Listener:
         self.endpoint = bind(self._socket, endpoint)
         self._decoder = msgspec.msgpack.Decoder(Envelope[ToRouter])
         self._sequences: dict[str, int] = {}
+        self._cooperation = Cooperation()
         self.malformed = 0  # frames dropped because they are no message of this link
 
     async def receive(self) -> Envelope[ToRouter]:
-        """The next message. What is malformed, or says to come from somebody else than its socket, is dropped."""
+        """The next message. What is malformed, or says to come from somebody else than its socket, is dropped.
+        Yields to other tasks now and then, also while messages are there."""
         while True:
+            await self._cooperation.before_message()
             frames = await self._socket.recv_multipart()
             try:
                 identity, body = frames
@@ -104,8 +110,9 @@ class Link(Generic[M]):
             self._revival.try_again()
 
     def receive(self) -> Iterator[Envelope[M]]:
-        """Everything that is here now and meant for this incarnation."""
-        while True:
+        """What is here now and meant for this incarnation: of at most 1,000 frames, malformed ones included. The rest
+        stays in the socket, which a poller reports again."""
+        for _ in range(_PER_TURN):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

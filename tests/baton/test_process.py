@@ -1,4 +1,6 @@
 import gc
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -96,3 +98,20 @@ def test_without_a_home_the_key_file_must_be_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(KeysUnusable, match=r"no home directory.*cluster\.key_file"):
         started(tmp_path)
+
+
+LIMITS = """
+import resource
+from baton.process import raise_descriptor_limit
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+wanted = 65_536 if hard == resource.RLIM_INFINITY else min(65_536, hard)
+assert raise_descriptor_limit() == wanted
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted, hard)
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+assert raise_descriptor_limit() == 300
+"""
+
+
+def test_a_process_may_open_as_many_descriptors_as_its_hard_limit_allows() -> None:
+    subprocess.run([sys.executable, "-c", LIMITS], check=True, timeout=60)

@@ -48,7 +48,7 @@ def test_a_plain_messagepack_reader_sees_vllms_fields() -> None:
 
 
 def test_a_new_log_begins_by_saying_that_nothing_is_held() -> None:
-    first = log().replay()
+    first = [log().batch(0)]
     assert [(batch.sequence, msgpack.unpackb(batch.payload)) for batch in first] == [
         (0, [1.5, [{"type": "AllBlocksCleared"}], 0])
     ]
@@ -70,8 +70,10 @@ def test_the_log_keeps_the_last_batches() -> None:
     events = EventLog("i", "m", 0.0, keep=3)
     for _ in range(5):
         events.append([("CPU", [Cleared()])], 16, 0.0)
-    assert [batch.sequence for batch in events.replay()] == [3, 4, 5]
-    assert [batch.sequence for batch in events.replay(5)] == [5]
+    assert events.first == 3
+    assert [events.batch(sequence).sequence for sequence in (3, 4, 5)] == [3, 4, 5]
+    with pytest.raises(KeyError):
+        events.batch(2)
     assert events.last == 5
 
 

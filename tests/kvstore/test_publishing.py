@@ -16,7 +16,7 @@ from baton.clock import MonotonicClock, VirtualClock
 from baton.errors import StartupError
 from baton.messages import Medium, PageRun, Snapshot
 from baton.wire import Asker, Keys, Poller, Subscriber, use_keys
-from kvstore import publishing
+from kvstore import answers
 from kvstore.changes import Cleared, Removed, Stored, TierChanges, packed_digest, page_runs
 from kvstore.events import BlockStored, decode, publisher_of
 from kvstore.publishing import PageEvents
@@ -256,7 +256,8 @@ def test_a_large_change_is_told_in_many_batches_and_one_digest(owner: Owner) -> 
     prefixes = Prefixes()
     prefixes.follow("store-0-abc", 0.0)
     prefixes.snapshot("store-0-abc", Snapshot(0, ()), 0.0)
-    for batch in owner.events._log.replay(1):
+    log = owner.events._log
+    for batch in map(log.batch, range(1, log.last + 1)):
         assert len(batch.payload) < 200_000
         assert prefixes.batch(decode(batch.topic, batch.sequence, batch.payload), 0.0) == []
     assert prefixes.match(chain)["store-0-abc"].pages == 100
@@ -401,7 +402,7 @@ def test_followers_that_have_gone_are_forgotten(owner: Owner) -> None:
 
 
 def test_too_many_followers_wait(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "_FOLLOWERS", 2)
+    monkeypatch.setattr(answers, "FOLLOWERS", 2)
     owner.events._next_snapshot = float("inf")  # so that nobody is served for a while
     with zmq.Context() as context:
         sockets = [context.socket(zmq.DEALER) for _ in range(4)]

@@ -31,7 +31,7 @@ class Source:
         self.holder = holder
         self.caches: dict[Medium, DeviceCache] = {"CPU": DeviceCache(6), "DISK": DeviceCache(8)}
         self.log = EventLog(holder, "model", 0.0)
-        self.sent: list[EncodedBatch] = self.log.replay()
+        self.sent: list[EncodedBatch] = [self.log.batch(0)]
 
     def use(self, chain: str, medium: Medium) -> None:
         cache = self.caches[medium]

@@ -1,0 +1,168 @@
+"""The metrics port against strangers: idle, slow and many connections, and no descriptors left."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from baton import metrics_server
+from baton.metrics import Metrics
+from baton.metrics_server import MAX_CONNECTIONS, MetricsServer
+
+PATIENCE = 60.0
+
+
+def eventually(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"not in time: {what}"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    server = MetricsServer("127.0.0.1", 0, lambda: b"page\n", "text/plain")
+    yield server
+    server.close()
+
+
+def connect(server: MetricsServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
+
+
+def scrape(server: MetricsServer) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=PATIENCE) as answer:
+        body: bytes = answer.read()
+        return body
+
+
+def ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def threads() -> int:
+    return sum("process_request" in thread.name for thread in threading.enumerate())
+
+
+def test_connections_over_the_limit_are_closed_at_once(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "DEADLINE", PATIENCE)  # so that the first ones stay for as long as they like
+    with ExitStack() as stack:
+        idle = [stack.enter_context(connect(server)) for _ in range(MAX_CONNECTIONS)]
+        eventually(lambda: server.connections == MAX_CONNECTIONS, "the limit is reached")
+        for _ in range(50):
+            assert ended(stack.enter_context(connect(server)))
+        assert server.connections == MAX_CONNECTIONS
+        assert threads() <= MAX_CONNECTIONS
+        idle[0].close()
+        eventually(lambda: server.connections < MAX_CONNECTIONS, "one place is free")
+        assert scrape(server) == b"page\n"
+
+
+def test_idle_and_slow_connections_end_by_themselves(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "DEADLINE", 0.5)
+    with connect(server) as idle, connect(server) as slow:
+        stopped = threading.Event()
+
+        def trickle() -> None:
+            """One byte now and then: no read of the server waits for long."""
+            for byte in b"GET /metrics HTTP/1.1\r\nX: " + b"y" * 100_000:
+                if stopped.wait(0.01):
+                    return
+                try:
+                    slow.send(bytes([byte]))
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        assert ended(idle)
+        assert ended(slow)
+        stopped.set()
+        thread.join()
+    eventually(lambda: not server.connections, "both have ended")
+    eventually(lambda: not threads(), "their threads have ended")
+    assert scrape(server) == b"page\n"
+
+
+def test_rubbish_writes_nothing(server: MetricsServer, capfd: pytest.CaptureFixture[str]) -> None:
+    for rubbish in (
+        b"\xff" * 100_000,
+        b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"PUT / HTTP/1.1\r\n\r\n",
+    ):
+        with connect(server) as connection:
+            try:
+                connection.sendall(rubbish)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65_536):
+                    pass
+            except ConnectionError:
+                pass
+    eventually(lambda: not server.connections, "all have ended")
+    assert scrape(server) == b"page\n"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_page_is_rendered_twice_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, now, rendered = Metrics(), [10.0], 0
+    text = metrics.text
+
+    def render() -> bytes:
+        nonlocal rendered
+        rendered += 1
+        return text()
+
+    monkeypatch.setattr(metrics, "text", render)
+    monkeypatch.setattr("baton.metrics.time.monotonic", lambda: now[0])
+    for _ in range(100):
+        metrics.page()
+    assert rendered == 1
+    metrics.publish({"num_requests_running": 3})
+    now[0] += 1.0
+    assert b"baton_num_requests_running 3.0" in metrics.page()
+    assert rendered == 2
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource, socket, time, urllib.request
+from baton.metrics_server import MetricsServer
+server = MetricsServer("127.0.0.1", 0, lambda: b"page", "text/plain")
+address = ("127.0.0.1", server.port)
+clients = [socket.socket() for _ in range(3)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+held = []
+try:
+    while True:
+        held.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+for client in clients:
+    client.connect(address)  # taken by the kernel; the server has no descriptor for it
+before = time.process_time()
+time.sleep(1.5)
+assert time.process_time() - before < 1.0, "a busy loop"
+for descriptor in held:
+    os.close(descriptor)
+assert urllib.request.urlopen("http://127.0.0.1:%d/" % server.port, timeout=60).read() == b"page"
+server.close()
+"""
+
+
+def test_no_descriptor_left_means_not_now() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS], check=True, timeout=2 * PATIENCE, capture_output=True, text=True
+    )
+    assert done.stderr.count("\n") <= 1  # one line, on the standard handler

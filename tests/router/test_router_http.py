@@ -1,0 +1,170 @@
+"""The router's HTTP port against strangers: idle, slow and many connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from baton.metrics import Metrics
+from router import http
+from tests.router.served import Served, served, settings_for
+
+PATIENCE = 60.0
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(PATIENCE):
+            await test()
+
+    asyncio.run(bounded())
+
+
+async def connect(router: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = router.addresses.http.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def ended(reader: asyncio.StreamReader) -> bool:
+    try:
+        return await reader.read(1) == b""
+    except ConnectionError:
+        return True
+
+
+async def scrape(router: Served) -> str:
+    url = f"http://{router.addresses.http}/metrics"
+    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+        assert answer.status == 200
+        return await answer.text()
+
+
+async def has_room(router: Served) -> None:
+    """Wait until a scraper is served."""
+    while True:
+        try:
+            await scrape(router)
+            return
+        except aiohttp.ClientError:
+            await asyncio.sleep(0.01)
+
+
+def test_connections_over_the_limit_are_closed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http, "DEADLINE", PATIENCE)
+
+    async def test() -> None:
+        async with served(settings_for(tmp_path)) as router:
+            idle = [await connect(router) for _ in range(http.MAX_CONNECTIONS)]
+            for _ in range(20):  # connections are taken in their order
+                reader, writer = await connect(router)
+                assert await ended(reader)
+                writer.close()
+            idle[0][1].close()
+            await has_room(router)
+            for _, writer in idle:
+                writer.close()
+
+    run(test)
+    assert not [record for record in caplog.records if record.name in ("asyncio", "aiohttp.server")]
+
+
+def test_idle_and_slow_connections_end_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "DEADLINE", 0.5)
+
+    async def test() -> None:
+        async with served(settings_for(tmp_path)) as router:
+            idle, idle_writer = await connect(router)
+            slow, slow_writer = await connect(router)
+
+            async def trickle() -> None:
+                slow_writer.write(b"GET /metrics HTTP/1.1\r\nX: ")
+                while True:
+                    slow_writer.write(b"y")
+                    await asyncio.sleep(0.01)
+
+            trickling = asyncio.create_task(trickle())
+            assert await ended(idle)
+            assert await ended(slow)
+            trickling.cancel()
+            idle_writer.close()
+            slow_writer.close()
+            await scrape(router)
+
+    run(test)
+
+
+def test_a_connection_carries_one_request_and_rubbish_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with served(settings_for(tmp_path)) as router:
+            for sent, expected in (
+                (b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 50, b" 503 "),
+                (b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n", b" 405 "),
+                (b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n", b" 404 "),
+                (b"GET /" + b"x" * 10_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", b" 400 "),
+                (b"\xff\xfe\r\n\r\n", b" 400 "),
+            ):
+                reader, writer = await connect(router)
+                writer.write(sent)
+                answer = await reader.read()
+                assert answer.count(b"HTTP/1.") == 1
+                assert expected in answer.split(b"\r\n")[0]
+                writer.close()
+
+    run(test)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_an_error_of_ours_is_logged_and_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: Metrics) -> bytes:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(Metrics, "text", fail)
+
+    async def test() -> None:
+        async with (
+            served(settings_for(tmp_path)) as router,
+            aiohttp.ClientSession(f"http://{router.addresses.http}") as session,
+            session.get("/metrics") as answer,
+        ):
+            assert answer.status == 500
+
+    run(test)
+    assert "a mistake of ours" in caplog.text
+
+
+def test_a_flood_of_scrapes_renders_twice_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[float] = []
+    text = Metrics.text
+
+    def render(metrics: Metrics) -> bytes:
+        times.append(asyncio.get_running_loop().time() if in_loop() else 0.0)
+        return text(metrics)
+
+    def in_loop() -> bool:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        return True
+
+    monkeypatch.setattr(Metrics, "text", render)
+
+    async def test() -> None:
+        async with served(settings_for(tmp_path)) as router:
+            started = asyncio.get_running_loop().time()
+            for _ in range(10):
+                pages = await asyncio.gather(*(scrape(router) for _ in range(8)))
+                assert all("baton_peers" in page for page in pages)
+            seconds = asyncio.get_running_loop().time() - started
+            assert len(times) <= 2 + 2 * seconds
+            assert not any(times)  # never on the loop
+
+    run(test)
