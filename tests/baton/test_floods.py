@@ -20,6 +20,7 @@ import zmq
 from baton.messages import Cancel, Envelope, Hello, Peer, StoreCall, ToDecode
 from baton.unix import OutOfDescriptors, UnixListener, readable
 from baton.wire import Link, Listener, Subscriber
+from tests import cluster_keys
 
 ROUTER = Peer("router", "router", "n0", "router-1", 1)
 ME = Peer("decode", "d0", "n0", "worker-1", 2)
@@ -41,7 +42,7 @@ def dealer() -> Iterator[zmq.Socket[bytes]]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
-        yield socket
+        yield cluster_keys.client(socket)
 
 
 async def most_per_turn(count: Callable[[], int], until: int) -> int:
@@ -108,7 +109,7 @@ def test_malformed_batches_do_not_keep_the_event_loop() -> None:
         publisher = zmq.Context.instance().socket(zmq.PUB)
         for option in (zmq.LINGER, zmq.SNDHWM):
             publisher.setsockopt(option, 0)
-        publisher.bind("tcp://127.0.0.1:0")
+        cluster_keys.server(publisher).bind("tcp://127.0.0.1:0")
         subscriber = Subscriber(publisher.getsockopt_string(zmq.LAST_ENDPOINT))
         receiving = asyncio.create_task(subscriber.receive())
         try:
@@ -132,7 +133,7 @@ def test_a_worker_reads_a_bounded_number_of_frames_per_turn() -> None:
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.SNDHWM, 0)
-    router.bind("tcp://127.0.0.1:0")
+    cluster_keys.server(router).bind("tcp://127.0.0.1:0")
     link: Link[ToDecode] = Link(router.getsockopt_string(zmq.LAST_ENDPOINT), ME, ToDecode)
     try:
         link.send("", Hello(ME))

@@ -94,7 +94,10 @@ def cpu_seconds(pid: int) -> float:
 ABOVE_SELECT = f"""
 import os, resource, socket
 from kvstore.service import Store
+from baton.wire import use_keys
+from tests.cluster_keys import KEYS
 from tests.kvstore.process_fixtures import NODE, config_of
+use_keys(KEYS)
 resource.setrlimit(resource.RLIMIT_NOFILE, (4_096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 with Store(config_of("test-above-select-%d" % os.getpid(), 8), "store-0", NODE, ()) as store:
     filler = [os.open("/dev/null", os.O_RDONLY) for _ in range(1_100)]
