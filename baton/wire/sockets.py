@@ -25,6 +25,7 @@ _PING = 1_000  # milliseconds between two pings
 _SILENT = 5_000  # milliseconds without an answer until the connection is given up, and made anew
 _CONNECTING = 2_000  # milliseconds for one try to connect; TCP alone would pause for longer and longer between its own
 
+_HANDSHAKE = 5_000  # milliseconds for a connection's handshake; one that never ends would keep a descriptor for 30 s
 _REVIVAL = 0.25  # seconds between two times that a socket is connected anew
 _NO_NETWORK = ("inproc:", "ipc:")  # endpoints that need no keys
 
@@ -43,6 +44,7 @@ def configure(socket: Any) -> Any:
     socket.setsockopt(zmq.SNDHWM, _QUEUE)
     socket.setsockopt(zmq.RCVHWM, _QUEUE)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE)
     return socket
 
 

@@ -19,7 +19,7 @@ import zmq
 
 from baton.messages import Cancel, Envelope, Hello, Peer, StoreCall, ToDecode
 from baton.unix import OutOfDescriptors, UnixListener, readable
-from baton.wire import Link, Listener, Subscriber
+from baton.wire import Link, Listener, Subscriber, sockets
 from tests import cluster_keys
 
 ROUTER = Peer("router", "router", "n0", "router-1", 1)
@@ -124,6 +124,25 @@ def test_malformed_batches_do_not_keep_the_event_loop() -> None:
             receiving.cancel()
             subscriber.close()
             publisher.close()
+
+    run(main)
+
+
+def test_connections_without_a_handshake_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "_HANDSHAKE", 200)
+
+    async def main() -> None:
+        listener = Listener("tcp://127.0.0.1:0", ROUTER)
+        port = int(listener.endpoint.rpartition(":")[2])
+        try:
+            connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+            async with asyncio.timeout(20):  # ZMQ's own limit is 30 s
+                for reader, _ in connections:
+                    await reader.read()  # the greeting, and then the end
+            for _, writer in connections:
+                writer.close()
+        finally:
+            listener.close()
 
     run(main)
 
