@@ -50,7 +50,8 @@ def links(keys: Sequence[bytes], parent: bytes) -> list[Link]:
 class Outcome:
     """What a call led to: orders for the threads, pages that have landed (each held once, for the caller to unhold),
     keys that were to be brought from a cache and are not (`failed`), that the sources of a hand-off do not have
-    (`gone`), each with the stores that were asked (`tried`), and that nobody makes here any more (`unmade`)."""
+    (`gone`), each with the stores that were asked (`tried`), and that nobody makes here any more (`unmade`).
+    `contested`: other stores wait here for pages that this store itself only awaits from a hand-off."""
 
     orders: list[PeerOrder | DiskOrder] = field(default_factory=list[PeerOrder | DiskOrder])
     landed: list[Page] = field(default_factory=list[Page])
@@ -58,6 +59,7 @@ class Outcome:
     gone: list[bytes] = field(default_factory=list[bytes])
     tried: dict[bytes, frozenset[str]] = field(default_factory=dict[bytes, frozenset[str]])
     unmade: list[bytes] = field(default_factory=list[bytes])
+    contested: list[bytes] = field(default_factory=list[bytes])
 
     def add(self, other: Outcome) -> None:
         self.orders += other.orders
@@ -66,6 +68,7 @@ class Outcome:
         self.gone += other.gone
         self.tried |= other.tried
         self.unmade += other.unmade
+        self.contested += other.contested
 
 
 @dataclass(eq=False, slots=True)
@@ -154,6 +157,14 @@ class Loads:
 
     def coming(self, key: bytes) -> bool:
         return key in self._coming
+
+    def fetching(self, key: bytes) -> bool:
+        """Whether the page comes from another store."""
+        return isinstance(self._coming.get(key), Fetch)
+
+    def handing_off(self, key: bytes) -> bool:
+        """Whether the page comes from another store, where it may still have to be made."""
+        return isinstance(fetch := self._coming.get(key), Fetch) and fetch.wait
 
     # --- begin --------------------------------------------------------------------------------------------------
 

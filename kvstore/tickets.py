@@ -77,6 +77,10 @@ class WaitingRoom:
         waiting = self._waiting.get(key, {}).items()
         return any(isinstance(t, Ticket) and any(s.store == store for s in t.sources_of(i)) for t, i in waiting)
 
+    def promised(self, key: bytes) -> bool:
+        """Return whether another store waits here for `key`."""
+        return any(not isinstance(waiter, Ticket) for waiter in self._waiting.get(key, ()))
+
     def of(self, key: bytes) -> Mapping[Waiter, int]:
         """Who waits for `key`, each with its index there."""
         return self._waiting.get(key, {})
