@@ -25,7 +25,7 @@ from msgspec import Meta, MsgspecError, Struct
 
 from baton.trace import MAX_STEPS
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_KEYS_PER_CALL = 1_024
@@ -490,6 +490,7 @@ class Reserve(Message, frozen=True):
     parent: bytes
     keys: PackedKeys
     partial: bool = False  # the last one is of a partial page: nobody is told of it, and it goes with its last hold
+    prompt: Count = 0  # which prompt of this writer asks; it waits for slots. 0: a write-through, which does not
 
 
 class Reserved(Message, frozen=True):
@@ -500,10 +501,11 @@ class Reserved(Message, frozen=True):
 
 
 class NotReserved(Message, frozen=True):
-    """`full`: no slots free now; `orphan`: the parent isn't here; `quota`: too much reserved by this writer."""
+    """`full`: no slots free now; `orphan`: the parent isn't here; `quota`: too much reserved by this writer; `behind`:
+    another prompt waits for slots, and this one must hold nothing while it does (`kvstore.head_of_line`)."""
 
     ticket: Count
-    reason: Literal["full", "orphan", "quota"]
+    reason: Literal["full", "orphan", "quota", "behind"]
 
 
 class Seal(Message, frozen=True):

@@ -84,6 +84,7 @@ from kvstore.commands import (
     TellRouter,
     WriterGone,
 )
+from kvstore.head_of_line import HeadOfLine
 from kvstore.keys import namespace_root, split_keys
 from kvstore.pages import Page, PageTable
 from kvstore.tickets import Process, Ticket
@@ -126,6 +127,7 @@ class StoreState:
         self._strangers: dict[int, int] = {}  # connection that has not attached yet → pid
         self._attached: dict[int, Process] = {}  # by connection
         self._processes: dict[tuple[int, str], Process] = {}
+        self._line = HeadOfLine(silence)
         self._ended = False  # a ticket has ended since what nobody wants was last given up
         self._count = _Counters()
 
@@ -203,6 +205,7 @@ class StoreState:
             case Release():
                 return self._reply(process, self._release(process, call))
             case Forget():
+                self._line.leave(process, call.ticket)
                 ticket = process.tickets.get(call.ticket)
                 return self._end([ticket]) if ticket else []
             case Corrupt():
@@ -259,6 +262,7 @@ class StoreState:
         if process is None:
             return []
         process.connection = None
+        self._line.keep(process, ())
         for ticket in list(process.tickets.values()):
             self._let_go(ticket)
             if not ticket.reservations:
@@ -279,6 +283,7 @@ class StoreState:
 
     def _reconcile(self, process: Process, call: Holding, now: float) -> list[Command]:
         listed = set(call.tickets)
+        self._line.keep(process, listed)
         for ticket in process.tickets.values():
             ticket.expires = now + self._hold_seconds
         return self._end([ticket for number, ticket in process.tickets.items() if number not in listed])
@@ -291,11 +296,16 @@ class StoreState:
             raise MalformedMessage(f"a parent key of {len(call.parent)} bytes")
         ticket = self._new_ticket(process, call.ticket, call.keys, now, reserving=True)
         allowed = max(1, int(self._pages.slots * self._settings.writer_share))
-        if process.reserved + self._pages.missing(ticket.keys) > allowed:
+        missing = self._pages.missing(ticket.keys)
+        if process.reserved + missing > allowed:
             return self._reply(process, NotReserved(call.ticket, "quota"))
+        if missing and call.prompt and self._line.bars(process, call.prompt, now):
+            return self._reply(process, NotReserved(call.ticket, "behind"))
         result = self._pages.reserve(process, call.parent, ticket.keys, partial=call.partial)
         if isinstance(result, str):
-            return self._reply(process, NotReserved(call.ticket, result))
+            behind = result == "full" and call.prompt and not self._line.refused(process, call.prompt, now)
+            return self._reply(process, NotReserved(call.ticket, "behind" if behind else result))
+        self._line.granted(process, call.prompt)
         for index, each in enumerate(result):
             if isinstance(each, Page):
                 ticket.holds[index] = each
@@ -447,6 +457,7 @@ class StoreState:
 
     def _tick(self, now: float, paused: float) -> list[Command]:
         if paused:
+            self._line.pause(paused)
             for ticket in self._tickets():
                 ticket.expires += paused  # nobody could be heard meanwhile
         commands = self._tell(self._tiers.tick(now, paused))

@@ -129,8 +129,8 @@ class TieredPages:
         return runs
 
     def promote(self, ticket: Ticket, until: int, now: float) -> Turn:
-        """Bring the ticket's pages before index `until` that are not here from lower tiers. A page that a hand-off brings
-        and that another store awaits here is not waited for: its maker may be the worker that asks.
+        """Bring the ticket's pages before index `until` that are not here from lower tiers. The ticket does not wait
+        for a page that a hand-off brings and that another store awaits here: its maker may be the worker that asks.
 
         A page that the ticket was granted before is not granted again, even if that hold has expired: what its reader
         has copied meanwhile would count, under the new hold, whatever it was."""

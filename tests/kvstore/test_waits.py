@@ -19,7 +19,8 @@ def two_nodes(admit_after: int = 1) -> tuple[World, Node, Node]:
     for node in world.nodes:
         for worker in node.workers:
             world.attach(worker)
-    return world, *world.nodes
+    a, b = world.nodes
+    return world, a, b
 
 
 def put_on_disk_only(world: World, node: Node, word: str = CHAIN) -> None:

@@ -1,0 +1,144 @@
+"""Prompts that together take more slots than the arena has: each of them is prefilled, one after the other."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+
+from baton.clock import Tick
+from baton.config import PrefillConfig
+from baton.messages import Cancel, Failed, Message, Prefilled
+from prefill_worker import state
+from prefill_worker.job import Job
+from tests.prefill_worker.test_state import order
+from tests.rig import PAGE, Rig, RigWorker
+
+WINDOW = 4  # pages of one Reserve
+STORE_MS = 10_000
+
+
+@pytest.fixture(autouse=True)
+def _short_shipments(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_shipments(monkeypatch)
+
+
+def short_shipments(patch: pytest.MonkeyPatch, pages: int = WINDOW) -> None:
+    """Let prompts of a few pages need several shipments, as one of more than 1,024 pages does."""
+    patch.setattr(state, "MAX_KEYS_PER_CALL", pages)
+    patch.setattr(state, "Job", partial(Job, window=pages))
+
+
+def prefill(rig: Rig, max_prompts: int = 8) -> RigWorker:
+    config = PrefillConfig(chunk_tokens=16 * PAGE, store_ms=STORE_MS, max_prompts=max_prompts)
+    return rig.worker("prefill", 64, config)
+
+
+def prompt(number: int, pages: int) -> list[int]:
+    return [number] * (pages * PAGE + 1)
+
+
+def ended(worker: RigWorker) -> list[Message]:
+    return [message for message in worker.said if isinstance(message, Prefilled | Failed)]
+
+
+def run(rig: Rig, workers: list[RigWorker], prompts: int, rng: random.Random | None = None) -> list[Message]:
+    """Let the workers take turns, one after the other or at random. As the router does, cancel a prompt once it is
+    done. Return how each ended, in order."""
+    result: list[Message] = []
+    began = rig.now
+    while len(result) < prompts:
+        assert rig.now - began < 2 * STORE_MS / 1_000, "the prompts never end"
+        for worker in workers if rng is None else rng.choices(workers, k=len(workers)):
+            worker.handle(Tick())
+            worker.turn()
+            for message in ended(worker):
+                assert isinstance(message, Prefilled | Failed)
+                result.append(message)
+                worker.said.remove(message)
+                worker.handle(Cancel(message.request, message.attempt))
+        rig.tick(0.02)
+    return result
+
+
+def assert_all_prefilled(rig: Rig, began: float, result: list[Message]) -> None:
+    assert all(isinstance(message, Prefilled) for message in result), result
+    assert rig.now - began < STORE_MS / 1_000, "a prompt waited for its deadline"
+    stats = rig.store.stats(rig.now)
+    assert (stats.reserved, stats.held, stats.tickets) == (0, 0, 0)
+    assert rig.store._line.waiting is None
+
+
+def test_two_prompts_on_two_workers_that_together_exceed_the_arena() -> None:
+    rig = Rig(10)
+    workers = [prefill(rig), prefill(rig)]
+    for number, worker in enumerate(workers):
+        worker.handle(order(prompt(number, 8), f"r{number}"))
+    assert_all_prefilled(rig, 0.0, run(rig, workers, 2))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prompts_of_many_shipments_in_any_order(seed: int) -> None:
+    """None of three fits beside another. Turns come at random, so they meet in the store in many orders."""
+    rng = random.Random(seed)
+    rig = Rig(20)
+    workers = [prefill(rig, max_prompts=2) for _ in range(3)]
+    for number in range(6):
+        workers[number % 3].handle(order(prompt(number, rng.randint(14, 19)), f"r{number}"))
+    assert_all_prefilled(rig, 0.0, run(rig, workers, 6, rng))
+
+
+def test_two_prompts_on_one_worker_that_together_exceed_the_arena() -> None:
+    rig = Rig(10)
+    worker = prefill(rig, max_prompts=2)
+    for number in range(2):
+        worker.handle(order(prompt(number, 8), f"r{number}"))
+    assert_all_prefilled(rig, 0.0, run(rig, [worker], 2))
+
+
+def test_prompts_beyond_the_share_of_a_writer_pass_through_smaller_shipments(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_shipments(monkeypatch, 1_024)
+    rig = Rig(24)  # a writer may reserve 12 slots
+    workers = [prefill(rig, max_prompts=2) for _ in range(2)]
+    for number in range(4):
+        workers[number % 2].handle(order(prompt(number, 20), f"r{number}"))
+    assert_all_prefilled(rig, 0.0, run(rig, workers, 4))
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "killed", "stopped"])
+def test_a_prompt_at_the_head_of_the_line_that_goes_lets_the_next_one_pass(ending: str) -> None:
+    rig = Rig(12)
+    holder, first, second = prefill(rig), prefill(rig), prefill(rig)
+    holder.handle(order(prompt(0, 6), "held"))
+    rig.settle()  # holds six slots until it is cancelled
+    for number, worker in enumerate((first, second), 1):
+        worker.handle(order(prompt(number, 8), f"r{number}"))
+        rig.settle()
+    assert rig.store._line.waiting is not None
+    match ending:
+        case "cancelled":
+            first.handle(Cancel("r1", 1))
+        case "killed":
+            rig.kill(first)
+        case _:
+            pass  # its worker no longer asks: after `cluster.silence_ms` its place is free
+    if ending != "stopped":
+        assert rig.store._line.waiting is None
+    holder.handle(Cancel("held", 1))
+    assert [type(message) for message in run(rig, [second], 1)] == [Prefilled]
+
+
+def test_a_prompt_that_is_behind_holds_nothing() -> None:
+    rig = Rig(10)
+    first, second = prefill(rig), prefill(rig)
+    for number, worker in enumerate((first, second)):
+        worker.handle(order(prompt(number, 8), f"r{number}"))
+        rig.settle()
+    assert rig.store.stats(0.0).held == 8, "the first is done"
+    for _ in range(5):
+        rig.tick(0.02)
+        second.handle(Tick())
+        rig.settle()
+    assert rig.store.stats(0.0).held == 8
+    assert rig.store._line.waiting is not None, "it waits with nothing in its hands"
