@@ -162,6 +162,10 @@ class Loads:
         """Whether the page comes from another store."""
         return isinstance(self._coming.get(key), Fetch)
 
+    def fetch_of(self, key: bytes) -> int | None:
+        """The number of the fetch that brings the page from another store."""
+        return fetch.number if isinstance(fetch := self._coming.get(key), Fetch) else None
+
     def handing_off(self, key: bytes) -> bool:
         """Whether the page comes from another store, where it may still have to be made."""
         return isinstance(fetch := self._coming.get(key), Fetch) and fetch.wait

@@ -27,7 +27,7 @@ Pure: events and the time in, commands out. Pages, their slots and tiers are `kv
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from baton.clock import Tick
@@ -68,6 +68,7 @@ from baton.messages import (
     Unpin,
 )
 from baton.messages import Page as PageAt
+from baton.waits import Wait
 from kvstore.admission import AdmissionFilter
 from kvstore.changes import Change
 from kvstore.commands import (
@@ -301,6 +302,7 @@ class StoreState:
             return self._reply(process, NotReserved(call.ticket, "quota"))
         if missing and call.prompt and self._line.bars(process, call.prompt, now):
             return self._reply(process, NotReserved(call.ticket, "behind"))
+        ticket.prompt = call.prompt
         result = self._pages.reserve(process, call.parent, ticket.keys, partial=call.partial)
         if isinstance(result, str):
             behind = result == "full" and call.prompt and not self._line.refused(process, call.prompt, now)
@@ -522,6 +524,19 @@ class StoreState:
             ("DISK", self._disk.drain_events()),
         ]
         return [each for each in changes if each[1]]
+
+    def waits(self) -> Iterator[Wait]:
+        """Yield the edges of the wait-for graph that this store knows; for tests."""
+        store = self._me.incarnation
+        tickets = list(self._tickets())
+        yield from self._tiers.waits(store, tickets)
+        having = {(t.owner.incarnation, t.prompt) for t in tickets if t.prompt and (t.holds or t.reservations)}
+        waiting = set(having)
+        if (head := self._line.waiting) is not None:
+            place = (head[0].incarnation, head[1])
+            yield ("line", store), ("slots", *place)
+            waiting.add(place)
+        yield from ((("slots", *one), ("place", *other)) for one in waiting for other in having if other != one)
 
     def snapshot(self) -> list[PageRun]:
         """Every page that can be found, parents first, on each tier."""

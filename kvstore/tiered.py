@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from baton.config import StoreConfig
 from baton.messages import PageRun, Pin, Pinned, Source, TierRun, TierSpeed
+from baton.waits import Wait, WaitNode
 from kvstore.admission import AdmissionFilter
 from kvstore.changes import page_runs
 from kvstore.loads import STORE, Link, Loads, Outcome, links
@@ -360,6 +361,34 @@ class TieredPages:
         """How fast each lower tier that there is brings pages."""
         disk = (self.disk.speed,) if self.disk.working else ()
         return (*disk, self.loads.remote_speed.speed)
+
+    def waits(self, store: str, tickets: Sequence[Ticket]) -> Iterator[Wait]:
+        """Yield the waits for pages: of tickets, of other stores' fetches, and of the pages for what brings them."""
+        writers: dict[bytes, list[WaitNode]] = {}
+        cached: dict[bytes, list[WaitNode]] = {}
+        for ticket in tickets:
+            incarnation = ticket.owner.incarnation
+            node = ("ticket", incarnation, ticket.number)
+            for index in ticket.waits:
+                yield node, ("page", store, ticket.keys[index])
+                if not ticket.wait:
+                    cached.setdefault(ticket.keys[index], []).append(node)
+            for index, reservation in ticket.reservations.items():
+                if reservation.node is not None:
+                    writers.setdefault(ticket.keys[index], []).append(("place", incarnation, ticket.prompt))
+        for fetch in self.server.fetches:
+            for index in fetch.waits:
+                awaited = ("promise" if fetch.wait else "page", store, fetch.keys[index])
+                yield ("fetch", fetch.peer, fetch.number), awaited
+        for key in self.waiting.awaited_keys:
+            number = self.loads.fetch_of(key)
+            fetches: list[WaitNode] = [] if number is None else [("fetch", store, number)]
+            # A hand-off from elsewhere keeps no promise. It is kept by a worker here, which may be one that waits.
+            makers = cached.get(key, []) if self.loads.handing_off(key) else fetches
+            for node in writers.get(key) or fetches:
+                yield ("page", store, key), node
+            for node in writers.get(key) or makers:
+                yield ("promise", store, key), node
 
     def snapshot(self) -> list[PageRun]:
         """Every page that can be found here, parents first, on each tier."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -37,6 +37,7 @@ from baton.messages import (
     StoreReply,
 )
 from baton.turns import Turns
+from baton.waits import Wait
 from engine.pace import WorkerPace
 from engine.steps import Plan, StepDone, StepFailed
 from kvstore.cost import Loading, choose
@@ -112,6 +113,7 @@ class PrefillState:
         self._turns = Turns()
         self._copies = CopyQueue()
         self._tickets = itertools.count(1)
+        self._window = MAX_KEYS_PER_CALL  # pages of a shipment, at most
         self._slots = 0  # of the arena; 0 without a store
         self._page_bytes = 0
         self._pace = WorkerPace(calibration)
@@ -210,6 +212,7 @@ class PrefillState:
             pages=pages,
             sources=order.sources,
             progress=now,
+            window=self._window,
         )
         job.has(complete)
         self._jobs[order.request] = job
@@ -324,7 +327,7 @@ class PrefillState:
         job.offered = max(job.offered, job.settled)  # pages that others had sealed were never offered
         commands: list[Command] = []
         job.holding.append(ship.ticket)
-        job.window = min(2 * job.window, MAX_KEYS_PER_CALL)  # another prompt may have needed the share
+        job.window = min(2 * job.window, self._window)  # another prompt may have needed the share
         job.ship = None
         if job.settled == job.total:
             return commands + self._finish(job, now)
@@ -346,7 +349,7 @@ class PrefillState:
         if ship.refused == "behind":
             # Another prompt may wait for what this one holds. It goes first: see `kvstore.head_of_line`.
             commands += self._give_back(job)
-        job.retry_at = now + _SLOTS_AGAIN
+        job.refused, job.retry_at = ship.refused, now + _SLOTS_AGAIN
         return commands
 
     def _give_back(self, job: Job) -> list[Command]:
@@ -547,6 +550,20 @@ class PrefillState:
         if job.waits_for is None:
             return 0
         return min((job.waits_for.in_common(job.keys) - job.ready) * self._page_size, job.pending)
+
+    def waits(self, me: str, store: str) -> Iterator[Wait]:
+        """Yield the edges of the wait-for graph that this worker knows; for tests. `me` and `store`: incarnations."""
+        for job in self._active:
+            prompt = ("prompt", me, job.name.request)
+            transfer = job.lookup if job.phase is Phase.LOOKING else job.fetch
+            yield from ((prompt, ("ticket", me, ticket)) for ticket in (transfer.tickets if transfer else ()))
+            yield from ((("promise", store, key), prompt) for key in job.keys[job.settled :])
+            if job.waits_for is not None:
+                yield prompt, ("prompt", me, job.waits_for.name.request)
+            if job.place is not None:
+                yield ("place", me, job.place), prompt
+                if job.waits_in_line is not None:
+                    yield prompt, ("line", store) if job.waits_in_line == "behind" else ("slots", me, job.place)
 
     def stats(self) -> PrefillStats:
         done = sum(job.phase is Phase.DONE for job in self._jobs.values())

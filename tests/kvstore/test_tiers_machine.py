@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from baton.messages import Source
 from tests.kvstore.world import HEARTBEAT, HOLD, SILENCE, WORDS, Node, Worker, World
+from tests.wait_for import assert_no_cycle, waits_of_world
 
 WHO = st.integers(0, 5)
 PICK = st.integers(0, 12)
@@ -309,6 +310,7 @@ class TiersMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             for node in self.world.nodes:
                 node.check()
+            assert_no_cycle(waits_of_world(self.world))
 
     def teardown(self) -> None:
         if hasattr(self, "world"):

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import pytest
 
 from baton.clock import Tick
 from baton.config import PrefillConfig
 from baton.messages import Cancel, Failed, Message, Prefilled
-from prefill_worker import state
-from prefill_worker.job import Job
+from kvstore.head_of_line import HeadOfLine
+from prefill_worker.state import PrefillState
 from tests.prefill_worker.test_state import order
 from tests.rig import PAGE, Rig, RigWorker
+from tests.wait_for import WaitCycle, assert_no_cycle, waits_of_rig
 
 WINDOW = 4  # pages of one Reserve
 STORE_MS = 10_000
 
 
-@pytest.fixture(autouse=True)
-def _short_shipments(monkeypatch: pytest.MonkeyPatch) -> None:
-    short_shipments(monkeypatch)
-
-
-def short_shipments(patch: pytest.MonkeyPatch, pages: int = WINDOW) -> None:
-    """Let prompts of a few pages need several shipments, as one of more than 1,024 pages does."""
-    patch.setattr(state, "MAX_KEYS_PER_CALL", pages)
-    patch.setattr(state, "Job", partial(Job, window=pages))
-
-
-def prefill(rig: Rig, max_prompts: int = 8) -> RigWorker:
+def prefill(rig: Rig, max_prompts: int = 8, window: int = WINDOW) -> RigWorker:
+    """A worker whose prompts of a few pages need several shipments, as those of more than 1,024 pages do."""
     config = PrefillConfig(chunk_tokens=16 * PAGE, store_ms=STORE_MS, max_prompts=max_prompts)
-    return rig.worker("prefill", 64, config)
+    worker = rig.worker("prefill", 64, config)
+    worker.state._window = window
+    return worker
 
 
 def prompt(number: int, pages: int) -> list[int]:
@@ -58,6 +50,7 @@ def run(rig: Rig, workers: list[RigWorker], prompts: int, rng: random.Random | N
                 result.append(message)
                 worker.said.remove(message)
                 worker.handle(Cancel(message.request, message.attempt))
+        assert_no_cycle(waits_of_rig(rig))
         rig.tick(0.02)
     return result
 
@@ -76,6 +69,19 @@ def test_two_prompts_on_two_workers_that_together_exceed_the_arena() -> None:
     for number, worker in enumerate(workers):
         worker.handle(order(prompt(number, 8), f"r{number}"))
     assert_all_prefilled(rig, 0.0, run(rig, workers, 2))
+
+
+def test_a_prompt_that_is_behind_and_keeps_its_leases_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefillState, "_give_back", lambda self, job: [])
+    with pytest.raises(WaitCycle):
+        test_two_prompts_on_two_workers_that_together_exceed_the_arena()
+
+
+def test_a_store_that_lets_every_prompt_hold_while_it_waits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeadOfLine, "refused", lambda self, process, prompt, now: True)
+    monkeypatch.setattr(HeadOfLine, "bars", lambda self, process, prompt, now: False)
+    with pytest.raises(WaitCycle):
+        test_two_prompts_on_two_workers_that_together_exceed_the_arena()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -97,10 +103,9 @@ def test_two_prompts_on_one_worker_that_together_exceed_the_arena() -> None:
     assert_all_prefilled(rig, 0.0, run(rig, [worker], 2))
 
 
-def test_prompts_beyond_the_share_of_a_writer_pass_through_smaller_shipments(monkeypatch: pytest.MonkeyPatch) -> None:
-    short_shipments(monkeypatch, 1_024)
+def test_prompts_beyond_the_share_of_a_writer_pass_through_smaller_shipments() -> None:
     rig = Rig(24)  # a writer may reserve 12 slots
-    workers = [prefill(rig, max_prompts=2) for _ in range(2)]
+    workers = [prefill(rig, 2, window=1_024) for _ in range(2)]
     for number in range(4):
         workers[number % 2].handle(order(prompt(number, 20), f"r{number}"))
     assert_all_prefilled(rig, 0.0, run(rig, workers, 4))
