@@ -7,12 +7,13 @@ import random
 import pytest
 
 from baton.clock import Tick
-from baton.config import PrefillConfig
-from baton.messages import Cancel, Failed, Message, Prefilled
+from baton.config import DecodeConfig, PrefillConfig
+from baton.messages import Cancel, Failed, Have, Message, Prefilled, Started
 from kvstore.head_of_line import HeadOfLine
 from prefill_worker.state import PrefillState
-from tests.prefill_worker.test_state import order
-from tests.rig import PAGE, Rig, RigWorker
+from tests.decode_worker.test_state import tokens_of
+from tests.prefill_worker.test_state import awaits, order
+from tests.rig import PAGE, Rig, RigWorker, reference
 from tests.wait_for import WaitCycle, assert_no_cycle, waits_of_rig
 
 WINDOW = 4  # pages of one Reserve
@@ -82,6 +83,37 @@ def test_a_store_that_lets_every_prompt_hold_while_it_waits_is_noticed(monkeypat
     monkeypatch.setattr(HeadOfLine, "bars", lambda self, process, prompt, now: False)
     with pytest.raises(WaitCycle):
         test_two_prompts_on_two_workers_that_together_exceed_the_arena()
+
+
+@pytest.mark.parametrize("decode_first", [True, False])
+def test_two_nodes_that_hand_off_to_each_other_and_have_room_for_little_more_than_a_prompt(decode_first: bool) -> None:
+    """Each arena has a finished prompt in it until the other node has got it, and that one's does not fit beside it."""
+    rig = Rig(12, nodes=("a", "b"))
+    there = {"a": "b", "b": "a"}
+    prefills = {node: rig.worker("prefill", 64, PrefillConfig(store_ms=STORE_MS), node) for node in there}
+    decodes = {node: rig.worker("decode", 64, DecodeConfig(fetch_ms=STORE_MS), node) for node in there}
+    prompts = {"a": prompt(1, 8), "b": prompt(2, 8)}
+    for order_decode in (decode_first, not decode_first):
+        for node, other in there.items():
+            if order_decode:
+                sources = (rig.stores[other].source(8),)
+                decodes[node].handle(awaits(prompts[node], 3, node, sources=sources))
+            else:
+                prefills[other].handle(order(prompts[node], node))
+                rig.settle()
+    while not all(Started(node, 1, fetched_pages=8) in decodes[node].said for node in there):
+        assert not [message for worker in decodes.values() for message in worker.said if isinstance(message, Have)]
+        assert rig.now < STORE_MS / 1_000, "the nodes wait for each other"
+        for worker in (*prefills.values(), *decodes.values()):
+            worker.handle(Tick())
+        rig.settle()
+        for node, other in there.items():
+            if any(isinstance(message, Started) for message in decodes[node].said):
+                prefills[other].handle(Cancel(node, 1))
+        rig.tick(0.25)
+    for node in there:
+        rig.settle()
+        assert tokens_of(decodes[node].said, node) == reference(prompts[node], 3)
 
 
 @pytest.mark.parametrize("seed", range(20))
