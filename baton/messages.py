@@ -494,6 +494,7 @@ class Reserve(Message, frozen=True):
     parent: bytes
     keys: PackedKeys
     partial: bool = False  # the last one is of a partial page: nobody is told of it, and it goes with its last hold
+    prompt: Count = 0  # which prompt of this writer asks; it waits for slots. 0: a write-through, which does not
 
 
 class Reserved(Message, frozen=True):
@@ -504,10 +505,11 @@ class Reserved(Message, frozen=True):
 
 
 class NotReserved(Message, frozen=True):
-    """`full`: no slots free now; `orphan`: the parent isn't here; `quota`: too much reserved by this writer."""
+    """`full`: no slots free now; `orphan`: the parent isn't here; `quota`: too much reserved by this writer; `behind`:
+    another prompt waits for slots, and this one must hold nothing while it does (`kvstore.head_of_line`)."""
 
     ticket: Count
-    reason: Literal["full", "orphan", "quota"]
+    reason: Literal["full", "orphan", "quota", "behind"]
 
 
 class Seal(Message, frozen=True):

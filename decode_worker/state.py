@@ -42,6 +42,7 @@ from baton.messages import (
     Tokens,
 )
 from baton.turns import Turns
+from baton.waits import Wait
 from decode_worker.admission import Admission
 from decode_worker.headroom import Headroom, LearnedHeadroom
 from decode_worker.schedule import Budget, grain, plan_step
@@ -611,6 +612,16 @@ class DecodeState:
         attempts = tuple(sequence.held() for sequence in self._owned_by(router))
         others = _load([sequence for sequence in sequences if sequence.owner != router])
         return Heartbeat(heard, load, self._step, attempts=attempts, others=others)
+
+    def waits(self, me: str) -> Iterator[Wait]:
+        """Yield the edges of the wait-for graph that this worker knows; for tests. `me`: its incarnation."""
+        holders = [sequence.name.request for sequence in self._holders()]
+        for sequence in self._sequences.values():
+            node = ("sequence", me, sequence.name.request)
+            if sequence.fetch is not None:
+                yield from ((node, ("ticket", me, ticket)) for ticket in sequence.fetch.tickets)
+            elif sequence.phase is Phase.PREEMPTED:
+                yield from ((node, ("sequence", me, other)) for other in holders)
 
     def stats(self) -> DecodeStats:
         phases = [s.phase for s in self._sequences.values()]

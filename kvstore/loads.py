@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from baton.messages import Credit, Doubt, Gone, PageReply, Serving, Source, Unwant, Want, Wanting
 from kvstore.cost import SpeedMeter
-from kvstore.pages import Page, PageTable, Reservation
+from kvstore.pages import NOWHERE, Page, PageTable, Reservation
 from kvstore.tiers import Ask, DiskOrder, DiskTable, Expect, Landed, PeerOrder, ReadEnded, Retract
 
 STORE = "store"
@@ -50,7 +50,8 @@ def links(keys: Sequence[bytes], parent: bytes) -> list[Link]:
 class Outcome:
     """What a call led to: orders for the threads, pages that have landed (each held once, for the caller to unhold),
     keys that were to be brought from a cache and are not (`failed`), that the sources of a hand-off do not have
-    (`gone`), each with the stores that were asked (`tried`), and that nobody makes here any more (`unmade`)."""
+    (`gone`), each with the stores that were asked (`tried`), and that nobody makes here any more (`unmade`).
+    `contested`: other stores wait here for pages that this store itself only awaits from a hand-off."""
 
     orders: list[PeerOrder | DiskOrder] = field(default_factory=list[PeerOrder | DiskOrder])
     landed: list[Page] = field(default_factory=list[Page])
@@ -58,6 +59,7 @@ class Outcome:
     gone: list[bytes] = field(default_factory=list[bytes])
     tried: dict[bytes, frozenset[str]] = field(default_factory=dict[bytes, frozenset[str]])
     unmade: list[bytes] = field(default_factory=list[bytes])
+    contested: list[bytes] = field(default_factory=list[bytes])
 
     def add(self, other: Outcome) -> None:
         self.orders += other.orders
@@ -66,6 +68,7 @@ class Outcome:
         self.gone += other.gone
         self.tried |= other.tried
         self.unmade += other.unmade
+        self.contested += other.contested
 
 
 @dataclass(eq=False, slots=True)
@@ -90,6 +93,7 @@ class Fetch:
     beat: int | None = None  # the first Wanting that listed it
     first_after: float | None = None  # seconds until the first page
     watched: tuple[float, int] | None = None  # since when, and how many pages had come by then
+    stalled: bool = False  # at the last heartbeat it had no slot, and pages to come
 
     @property
     def source(self) -> Source:
@@ -154,6 +158,18 @@ class Loads:
 
     def coming(self, key: bytes) -> bool:
         return key in self._coming
+
+    def fetching(self, key: bytes) -> bool:
+        """Whether the page comes from another store."""
+        return isinstance(self._coming.get(key), Fetch)
+
+    def fetch_of(self, key: bytes) -> int | None:
+        """The number of the fetch that brings the page from another store."""
+        return fetch.number if isinstance(fetch := self._coming.get(key), Fetch) else None
+
+    def handing_off(self, key: bytes) -> bool:
+        """Whether the page comes from another store, where it may still have to be made."""
+        return isinstance(fetch := self._coming.get(key), Fetch) and fetch.wait
 
     # --- begin --------------------------------------------------------------------------------------------------
 
@@ -342,6 +358,7 @@ class Loads:
                 self._lost += 1
                 self._anew(fetch, fetch.sources, outcome, now)
         outcome.add(self._go_on_all(now))
+        self._unstall(outcome)
         by_store: dict[str, list[Fetch]] = {}
         for fetch in self._fetches.values():
             by_store.setdefault(fetch.source.store, []).append(fetch)
@@ -372,15 +389,17 @@ class Loads:
         self._reserved -= 1
         return self._pages.land(reservation, checksum)
 
-    def _grant(self, fetch: Fetch) -> Outcome:
-        """Give slots to the pages that come next, as far as there are."""
+    def _grant(self, fetch: Fetch, loose: bool = False) -> Outcome:
+        """Give slots to the pages that come next, as far as there are. `loose`: the next page is claimed without its
+        parent, and so are those after it; then the pages before it may make room."""
         granted: list[tuple[int, int]] = []
         while fetch.credit < len(fetch.keys) and len(fetch.slots) < self._window:
             key = fetch.keys[fetch.credit]
             if self._pages.find(key) is not None:  # somebody has sealed it here meanwhile
                 fetch.vain += 1
                 del self._coming[key]
-            elif (reservation := self._claim(key, fetch.parents[fetch.credit])) is not None:
+            elif (reservation := self._claim(key, NOWHERE if loose else fetch.parents[fetch.credit])) is not None:
+                loose = False  # the next page has no parent here anyway
                 fetch.slots[fetch.credit] = reservation
                 granted.append((fetch.credit, reservation.slot))
             else:
@@ -396,9 +415,20 @@ class Loads:
             self._end_if_over(fetch, outcome, now)
         return outcome
 
-    def _extend(self, fetch: Fetch, outcome: Outcome) -> None:
+    def _unstall(self, outcome: Outcome) -> None:
+        """Give slots to hand-offs that have had none since the last heartbeat, at the cost of their own earlier pages.
+
+        A chain that stays whole needs a slot for each page. On two nodes that hand off to each other these slots may be
+        held by finished prompts, each of which waits until the other node has got its pages."""
+        for fetch in self._fetches.values():
+            stalled = fetch.wait and not fetch.slots and fetch.credit < len(fetch.keys)
+            if stalled and fetch.stalled:
+                self._extend(fetch, outcome, loose=True)
+            fetch.stalled = stalled
+
+    def _extend(self, fetch: Fetch, outcome: Outcome, loose: bool = False) -> None:
         before = fetch.credit
-        outcome.add(self._grant(fetch))
+        outcome.add(self._grant(fetch, loose))
         if fetch.credit > before:
             outcome.orders.append(Ask(fetch.source, Credit(fetch.number, fetch.credit)))
 

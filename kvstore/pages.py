@@ -227,6 +227,11 @@ class PageTable:
         node = self._tree.find(key)
         return node is not None and node.value.page is None
 
+    def writers(self, key: bytes) -> list[Hashable]:
+        """Return the writers of the slots that are reserved for this key."""
+        node = self._tree.find(key)
+        return [] if node is None else [reservation.writer for reservation in node.value.reservations]
+
     def chain(self, page: Page) -> list[Page]:
         """This page and those before it, first one first, as far as they are sealed; empty if one is not."""
         chain: list[Page] = []

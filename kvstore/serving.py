@@ -2,7 +2,11 @@
 
     Want ──▶ for each page before the credit, in order:  here ──▶ held, Serve ──Served──▶ no longer held
                                                          not here, wanted with `wait` or on the disk ──▶ waited for
-                                                         neither ──▶ Gone
+                                                         neither, or only on its way from a third store ──▶ Gone
+
+A promise to another store rests on a producer here: a worker that writes the page, or a read from this disk. If it
+rested on yet another store, two stores could wait for each other. With `wait` the page may still have to be made here;
+the router has ordered it, and the promise ends when the worker that makes it gives up.
 
 A page stays held until the transport is done with its bytes, however long that takes: its hold is ours, not the peer's,
 so it never expires while somebody reads the slot.
@@ -67,9 +71,12 @@ class Server:
         bring: Callable[[Sequence[Link], float], Outcome],
         parent_on_disk: Callable[[bytes], bytes | None],
         corrupt: Callable[[Page], Outcome],
+        fetching: Callable[[bytes], bool],
+        handing_off: Callable[[bytes], bool],
     ) -> None:
         """`bring` starts reading pages from the disk; `parent_on_disk` is what a page there follows (none: it is not
-        there); `corrupt` drops a page that turned out bad."""
+        there); `corrupt` drops a page that turned out bad; `fetching` tells which pages come from other stores, and
+        `handing_off` which of these may still have to be made there."""
         self._pages = pages
         self._waiting = waiting
         self._page_bytes = page_bytes
@@ -77,6 +84,8 @@ class Server:
         self._bring = bring
         self._parent_on_disk = parent_on_disk
         self._corrupt = corrupt
+        self._fetching = fetching
+        self._handing_off = handing_off
         self._peers: dict[str, dict[int, PeerFetch]] = {}  # by incarnation and number
         self._heard: dict[str, float] = {}
         self._sending: dict[int, list[Page]] = {}  # by number of the Serve
@@ -179,7 +188,7 @@ class Server:
             index, key = fetch.next, fetch.keys[fetch.next]
             if (page := self._pages.find(key)) is not None:
                 here.append((index, page))
-            elif (parent := self._parent_on_disk(key)) is not None:
+            elif (parent := self._parent_on_disk(key)) is not None and (fetch.wait or not self._fetching(key)):
                 below.append((key, parent))
                 self._waiting.enter(fetch, index)
             elif fetch.wait:
@@ -187,6 +196,8 @@ class Server:
             else:
                 outcome.add(self.not_coming(fetch, index))
                 break
+            if page is None and self._handing_off(key):
+                outcome.contested.append(key)
             fetch.next += 1
         sent = self._send(fetch, here)
         outcome.orders[:0] = sent.orders

@@ -27,7 +27,7 @@ Pure: events and the time in, commands out. Pages, their slots and tiers are `kv
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from baton.clock import Tick
@@ -68,6 +68,7 @@ from baton.messages import (
     Unpin,
 )
 from baton.messages import Page as PageAt
+from baton.waits import Wait
 from kvstore.admission import AdmissionFilter
 from kvstore.changes import Change
 from kvstore.commands import (
@@ -84,6 +85,7 @@ from kvstore.commands import (
     TellRouter,
     WriterGone,
 )
+from kvstore.head_of_line import HeadOfLine
 from kvstore.keys import namespace_root, split_keys
 from kvstore.pages import Page, PageTable
 from kvstore.tickets import Process, Ticket
@@ -126,6 +128,7 @@ class StoreState:
         self._strangers: dict[int, int] = {}  # connection that has not attached yet → pid
         self._attached: dict[int, Process] = {}  # by connection
         self._processes: dict[tuple[int, str], Process] = {}
+        self._line = HeadOfLine(silence)
         self._ended = False  # a ticket has ended since what nobody wants was last given up
         self._count = _Counters()
 
@@ -203,6 +206,7 @@ class StoreState:
             case Release():
                 return self._reply(process, self._release(process, call))
             case Forget():
+                self._line.leave(process, call.ticket)
                 ticket = process.tickets.get(call.ticket)
                 return self._end([ticket]) if ticket else []
             case Corrupt():
@@ -259,6 +263,7 @@ class StoreState:
         if process is None:
             return []
         process.connection = None
+        self._line.keep(process, ())
         for ticket in list(process.tickets.values()):
             self._let_go(ticket)
             if not ticket.reservations:
@@ -279,6 +284,7 @@ class StoreState:
 
     def _reconcile(self, process: Process, call: Holding, now: float) -> list[Command]:
         listed = set(call.tickets)
+        self._line.keep(process, listed)
         for ticket in process.tickets.values():
             ticket.expires = now + self._hold_seconds
         return self._end([ticket for number, ticket in process.tickets.items() if number not in listed])
@@ -291,11 +297,17 @@ class StoreState:
             raise MalformedMessage(f"a parent key of {len(call.parent)} bytes")
         ticket = self._new_ticket(process, call.ticket, call.keys, now, reserving=True)
         allowed = max(1, int(self._pages.slots * self._settings.writer_share))
-        if process.reserved + self._pages.missing(ticket.keys) > allowed:
+        missing = self._pages.missing(ticket.keys)
+        if process.reserved + missing > allowed:
             return self._reply(process, NotReserved(call.ticket, "quota"))
+        if missing and call.prompt and self._line.bars(process, call.prompt, now):
+            return self._reply(process, NotReserved(call.ticket, "behind"))
+        ticket.prompt = call.prompt
         result = self._pages.reserve(process, call.parent, ticket.keys, partial=call.partial)
         if isinstance(result, str):
-            return self._reply(process, NotReserved(call.ticket, result))
+            behind = result == "full" and call.prompt and not self._line.refused(process, call.prompt, now)
+            return self._reply(process, NotReserved(call.ticket, "behind" if behind else result))
+        self._line.granted(process, call.prompt)
         for index, each in enumerate(result):
             if isinstance(each, Page):
                 ticket.holds[index] = each
@@ -447,6 +459,7 @@ class StoreState:
 
     def _tick(self, now: float, paused: float) -> list[Command]:
         if paused:
+            self._line.pause(paused)
             for ticket in self._tickets():
                 ticket.expires += paused  # nobody could be heard meanwhile
         commands = self._tell(self._tiers.tick(now, paused))
@@ -511,6 +524,19 @@ class StoreState:
             ("DISK", self._disk.drain_events()),
         ]
         return [each for each in changes if each[1]]
+
+    def waits(self) -> Iterator[Wait]:
+        """Yield the edges of the wait-for graph that this store knows; for tests."""
+        store = self._me.incarnation
+        tickets = list(self._tickets())
+        yield from self._tiers.waits(store, tickets)
+        having = {(t.owner.incarnation, t.prompt) for t in tickets if t.prompt and (t.holds or t.reservations)}
+        waiting = set(having)
+        if (head := self._line.waiting) is not None:
+            place = (head[0].incarnation, head[1])
+            yield ("line", store), ("slots", *place)
+            waiting.add(place)
+        yield from ((("slots", *one), ("place", *other)) for one in waiting for other in having if other != one)
 
     def snapshot(self) -> list[PageRun]:
         """Every page that can be found, parents first, on each tier."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from baton.messages import Source
@@ -27,6 +27,7 @@ class Ticket(Waiter):
     expires: float  # when its holds and waits end unless its owner renews them
     since: float  # when it was made
     reserving: bool  # made by Reserve, so that it may seal
+    prompt: int = 0  # which prompt of its owner's it is for, where that waits for slots
     parent: bytes = b""  # the key before the first
     partial: bool = False  # the last key is of a partial page
     sources: tuple[Source, ...] = ()  # other stores that may have its pages
@@ -64,6 +65,11 @@ class WaitingRoom:
     def __len__(self) -> int:
         return sum(len(waiting) for waiting in self._waiting.values())
 
+    @property
+    def awaited_keys(self) -> Iterator[bytes]:
+        """Every key that is waited for."""
+        return iter(self._waiting)
+
     def awaited(self, key: bytes) -> bool:
         """Whether anybody waits for `key`."""
         return key in self._waiting
@@ -76,6 +82,10 @@ class WaitingRoom:
         """Whether a worker waits for `key` that names this store as one to get it from."""
         waiting = self._waiting.get(key, {}).items()
         return any(isinstance(t, Ticket) and any(s.store == store for s in t.sources_of(i)) for t, i in waiting)
+
+    def promised(self, key: bytes) -> bool:
+        """Return whether another store waits here for `key`."""
+        return any(not isinstance(waiter, Ticket) for waiter in self._waiting.get(key, ()))
 
     def of(self, key: bytes) -> Mapping[Waiter, int]:
         """Who waits for `key`, each with its index there."""

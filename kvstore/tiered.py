@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 
 from baton.config import StoreConfig
 from baton.messages import PageRun, Pin, Pinned, Source, TierRun, TierSpeed
+from baton.waits import Wait, WaitNode
 from kvstore.admission import AdmissionFilter
 from kvstore.changes import page_runs
-from kvstore.loads import Link, Loads, Outcome, links
+from kvstore.loads import STORE, Link, Loads, Outcome, links
 from kvstore.pages import NOWHERE, Page, PageTable
 from kvstore.pins import Pins
 from kvstore.serving import PeerFetch, Server
@@ -77,7 +78,7 @@ class TieredPages:
         self.pins = Pins(self.pages, page_bytes, settings.pin_bytes)
         self.server = Server(
             self.pages, self.waiting, page_bytes, silence, self.loads.read, disk.parent,
-            lambda page: Outcome(unmade=self._bad(page)),
+            lambda page: Outcome(unmade=self._bad(page)), self.loads.fetching, self.loads.handing_off,
         )  # fmt: skip
         self.corrupt = 0  # pages found in the arena with bytes that do not match
         self._admission = admission
@@ -129,7 +130,8 @@ class TieredPages:
         return runs
 
     def promote(self, ticket: Ticket, until: int, now: float) -> Turn:
-        """Bring the ticket's pages before index `until` that are not here from lower tiers.
+        """Bring the ticket's pages before index `until` that are not here from lower tiers. The ticket does not wait
+        for a page that a hand-off brings and that another store awaits here: its maker may be the worker that asks.
 
         A page that the ticket was granted before is not granted again, even if that hold has expired: what its reader
         has copied meanwhile would count, under the new hold, whatever it was."""
@@ -150,9 +152,20 @@ class TieredPages:
             turn.add(self._settle(self.loads.fetch(sources, chain[on_disk : min(until, most)], False, now), now))
             if most < until:
                 self._refuse(ticket.keys[max(most, on_disk) : until], turn, lambda waiter, index: waiter is ticket)
+        contested = [key for key in ticket.keys[first:until] if self._contested(key)]
+        self._send_away(contested, turn, lambda waiter, index: waiter is ticket)
         return turn
 
     def hand_off(self, ticket: Ticket, now: float) -> Turn:
+        """Bring the pages that the ticket waits for: those on the own disk from there, the others from its sources.
+
+        A page on the own disk is never asked of another store: that store may await it from this one."""
+        chain, has = _chain(ticket), self.disk.has
+        turn = self._settle(self.loads.read([chain[i] for i in sorted(ticket.waits) if has(chain[i][0])], now), now)
+        turn.add(self._from_others(ticket, now))
+        return turn
+
+    def _from_others(self, ticket: Ticket, now: float) -> Turn:
         """Pages of the ticket that are not here, and that it waits for, come from its sources as they are sealed; those
         that no source is believed to have or make are waited for here. A partial page is loose where it is brought:
         it is nobody else's."""
@@ -219,16 +232,18 @@ class TieredPages:
         for page in outcome.landed:
             self._arrive(page, turn)
             self.pages.unhold(page)
+        contested = [key for key in outcome.contested if self._contested(key)]
+        self._send_away(contested, turn, lambda waiter, index: isinstance(waiter, Ticket) and not waiter.wait)
         if not (outcome.unmade or outcome.failed or outcome.gone):
             return turn
         turn.add(self._ask_others(outcome, now))
         self._refuse_all(outcome.unmade, turn)
-        self._refuse_all(self._forsaken.intersection(outcome.failed + outcome.gone), turn)
         self._refuse(outcome.failed, turn, lambda waiter, index: not waiter.wait)
-        self._refuse(outcome.gone, turn, lambda waiter, index: not waiter.wait or _has_sources(waiter, index))
         for waiter in self.waiting.waiters(outcome.failed):
             if isinstance(waiter, Ticket):
-                turn.add(self.hand_off(waiter, now))
+                turn.add(self._from_others(waiter, now))  # the disk has failed, or there was no slot for what it has
+        self._refuse_all(self._forsaken.intersection(outcome.failed + outcome.gone), turn)
+        self._refuse(outcome.gone, turn, lambda waiter, index: not waiter.wait or _has_sources(waiter, index))
         return turn
 
     def _ask_others(self, outcome: Outcome, now: float) -> Turn:
@@ -263,14 +278,32 @@ class TieredPages:
         turn.granted.setdefault(ticket, []).append((index, page))
 
     def _refuse_all(self, keys: Iterable[bytes], turn: Turn) -> None:
-        """Nobody makes these any more. Those that are being brought may still come; if they don't, nobody is left."""
+        """Nobody makes these any more. Those that are being brought may still come; if they don't, nobody is left.
+
+        Other stores do not wait for what a hand-off brings here. That hand-off may wait for theirs."""
         keys = list(keys)
         self._forsaken.update(key for key in keys if self.loads.coming(key))
         self._refuse(keys, turn, lambda waiter, index: True)
+        lost = [key for key in keys if self.loads.handing_off(key) and not self._made_here(key)]
+        self._send_away(lost, turn, lambda waiter, index: not isinstance(waiter, Ticket))
+
+    def _made_here(self, key: bytes) -> bool:
+        """Return whether a worker of this node has reserved a slot for this page."""
+        return any(writer != STORE for writer in self.pages.writers(key))
+
+    def _contested(self, key: bytes) -> bool:
+        """Return whether another store awaits here a page that only a hand-off from elsewhere brings.
+
+        A cached page is not worth waiting for then. The worker that asks for it may be the one that has to make it, and
+        the stores along the hand-off may wait for each other in a circle."""
+        return self.loads.handing_off(key) and self.waiting.promised(key) and not self._made_here(key)
 
     def _refuse(self, keys: Iterable[bytes], turn: Turn, who: Callable[[Waiter, int], bool]) -> None:
         """These are not coming for those `who` it concerns, unless somebody else makes or brings them."""
         gone = [key for key in keys if not self.loads.coming(key) and not self.pages.making(key)]
+        self._send_away(gone, turn, who)
+
+    def _send_away(self, gone: Iterable[bytes], turn: Turn, who: Callable[[Waiter, int], bool]) -> None:
         for waiter, index in self.waiting.send_away(gone, who):
             if isinstance(waiter, Ticket):
                 turn.refused.append((waiter, index))
@@ -328,6 +361,34 @@ class TieredPages:
         """How fast each lower tier that there is brings pages."""
         disk = (self.disk.speed,) if self.disk.working else ()
         return (*disk, self.loads.remote_speed.speed)
+
+    def waits(self, store: str, tickets: Sequence[Ticket]) -> Iterator[Wait]:
+        """Yield the waits for pages: of tickets, of other stores' fetches, and of the pages for what brings them."""
+        writers: dict[bytes, list[WaitNode]] = {}
+        cached: dict[bytes, list[WaitNode]] = {}
+        for ticket in tickets:
+            incarnation = ticket.owner.incarnation
+            node = ("ticket", incarnation, ticket.number)
+            for index in ticket.waits:
+                yield node, ("page", store, ticket.keys[index])
+                if not ticket.wait:
+                    cached.setdefault(ticket.keys[index], []).append(node)
+            for index, reservation in ticket.reservations.items():
+                if reservation.node is not None:
+                    writers.setdefault(ticket.keys[index], []).append(("place", incarnation, ticket.prompt))
+        for fetch in self.server.fetches:
+            for index in fetch.waits:
+                awaited = ("promise" if fetch.wait else "page", store, fetch.keys[index])
+                yield ("fetch", fetch.peer, fetch.number), awaited
+        for key in self.waiting.awaited_keys:
+            number = self.loads.fetch_of(key)
+            fetches: list[WaitNode] = [] if number is None else [("fetch", store, number)]
+            # A hand-off from elsewhere keeps no promise. It is kept by a worker here, which may be one that waits.
+            makers = cached.get(key, []) if self.loads.handing_off(key) else fetches
+            for node in writers.get(key) or fetches:
+                yield ("page", store, key), node
+            for node in writers.get(key) or makers:
+                yield ("promise", store, key), node
 
     def snapshot(self) -> list[PageRun]:
         """Every page that can be found here, parents first, on each tier."""

@@ -308,11 +308,15 @@ class Ship:
 
     Pages are handed over with `ready` as their contents become complete, in any order."""
 
-    def __init__(self, ticket: int, parent: bytes, keys: Sequence[bytes], hold: bool, *, partial: bool = False) -> None:
+    def __init__(
+        self, ticket: int, parent: bytes, keys: Sequence[bytes], hold: bool, *, partial: bool = False, prompt: int = 0
+    ) -> None:
+        """`prompt`: which prompt waits for slots; 0 if none does."""
         if not 0 < len(keys) <= MAX_KEYS_PER_CALL:
             raise ValueError(f"a shipment takes 1 to {MAX_KEYS_PER_CALL} pages, not {len(keys)}")
         self.ticket = ticket
         self._parent, self._keys, self._hold, self._partial = parent, keys, hold, partial
+        self._prompt = prompt
         self._slots: tuple[int | None, ...] | None = None
         self._waiting: dict[int, int] = {}  # complete pages handed over before the slots were known: index → page
         self._missing = set(range(len(keys)))  # not known to be in the store yet
@@ -331,7 +335,7 @@ class Ship:
 
     def start(self) -> list[StoreCall]:
         """Ask for slots."""
-        return [Reserve(self.ticket, self._parent, b"".join(self._keys), self._partial)]
+        return [Reserve(self.ticket, self._parent, b"".join(self._keys), self._partial, self._prompt)]
 
     def ready(self, index: int, page: int) -> list[StoreCall | Copy]:
         """The contents of page `index` lie complete in the device page `page`."""

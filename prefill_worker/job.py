@@ -63,9 +63,10 @@ class Job:
     lost_at: int = 0  # the most it had there when the store gave them to others; as far it has to come to go on
     offered: int = 0  # pages from the start that were handed to a shipment
     window: int = MAX_KEYS_PER_CALL  # pages per shipment
-    holds: bool = True  # what is sealed stays held; false for a prompt beyond our share of the arena
+    place: int | None = None  # the number under which it waits in the store's line for slots, once it has asked for any
     holding: list[int] = field(default_factory=list[int])  # tickets of shipments that are in the store
     retry_at: float | None = None  # when to ask again for slots, seconds
+    refused: str | None = None  # why it was refused slots the last time
     progress: float = 0.0  # when it last went on, seconds
     computed_here: int = 0  # tokens
     shipped: int = 0  # pages written to the store
@@ -108,6 +109,11 @@ class Job:
     def awaits_store(self) -> bool:
         """It can go on only when the store says something."""
         return self.phase in (Phase.LOOKING, Phase.READING, Phase.SETTLING)
+
+    @property
+    def waits_in_line(self) -> str | None:
+        """Why it waits for slots of others; none while it does not."""
+        return self.refused if self.retry_at is not None and self.refused != "quota" else None
 
     @property
     def loading_now(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -37,6 +37,7 @@ from baton.messages import (
     StoreReply,
 )
 from baton.turns import Turns
+from baton.waits import Wait
 from engine.pace import WorkerPace
 from engine.steps import Plan, StepDone, StepFailed
 from kvstore.cost import Loading, choose
@@ -112,6 +113,7 @@ class PrefillState:
         self._turns = Turns()
         self._copies = CopyQueue()
         self._tickets = itertools.count(1)
+        self._window = MAX_KEYS_PER_CALL  # pages of a shipment, at most
         self._slots = 0  # of the arena; 0 without a store
         self._page_bytes = 0
         self._pace = WorkerPace(calibration)
@@ -210,6 +212,7 @@ class PrefillState:
             pages=pages,
             sources=order.sources,
             progress=now,
+            window=self._window,
         )
         job.has(complete)
         self._jobs[order.request] = job
@@ -299,7 +302,10 @@ class PrefillState:
         """Ask for slots for the next pages that the store lacks."""
         first, last = job.settled, min(job.settled + job.window, job.total)
         parent, keys = job.keys[first - 1] if first else b"", job.keys[first:last]
-        job.ship = Ship(next(self._tickets), parent, keys, job.holds, partial=last > job.full)
+        if job.place is None:
+            job.place = next(self._tickets)
+            self._owners[job.place] = job
+        job.ship = Ship(next(self._tickets), parent, keys, True, partial=last > job.full, prompt=job.place)
         job.retry_at = None
         return self._ask(job, (job.ship.ticket,), job.ship.start())
 
@@ -320,12 +326,8 @@ class PrefillState:
         job.settled += ship.count
         job.offered = max(job.offered, job.settled)  # pages that others had sealed were never offered
         commands: list[Command] = []
-        if job.holds:
-            job.holding.append(ship.ticket)
-        else:
-            del self._owners[ship.ticket]
-            commands += [Call(call) for call in ship.forget()]
-            job.window = min(2 * job.window, MAX_KEYS_PER_CALL)  # another prompt may have needed the share
+        job.holding.append(ship.ticket)
+        job.window = min(2 * job.window, self._window)  # another prompt may have needed the share
         job.ship = None
         if job.settled == job.total:
             return commands + self._finish(job, now)
@@ -335,24 +337,30 @@ class PrefillState:
         commands = self._drop(ship.ticket)
         job.ship, job.offered = None, job.settled
         if ship.refused == "quota" and job.window > 1:
-            # A prompt beyond our share passes through a window. It must hold nothing, or it would wait for itself.
-            job.window, job.holds = max(1, ship.count // 2), False
-            held = [*job.holding, *(job.lookup.tickets if job.lookup else ())]
-            job.holding, job.lookup = [], None
-            commands += [c for ticket in held for c in self._drop(ticket)]
+            # What our own prompts have reserved is our share. They write it without waiting for other slots, so this
+            # prompt may keep what it holds.
+            job.window = max(1, ship.count // 2)
             return commands + self._reserve(job) + self._offer(job)
         if ship.refused == "orphan":
             # What we found when we looked has gone since: look again. Two that pass through the same few slots, each of
             # them taking what the other one has written, would do so for ever, and call that progress.
             job.lost_at = max(job.lost_at, job.settled + 1)
-            tickets = [*job.holding, *(job.lookup.tickets if job.lookup else ())]
-            job.holding, job.lookup = [], None
-            return commands + [c for ticket in tickets for c in self._drop(ticket)] + self._look(job)
-        job.retry_at = now + _SLOTS_AGAIN
+            return commands + self._give_back(job) + self._look(job)
+        if ship.refused == "behind":
+            # Another prompt may wait for what this one holds. It goes first: see `kvstore.head_of_line`.
+            commands += self._give_back(job)
+        job.refused, job.retry_at = ship.refused, now + _SLOTS_AGAIN
         return commands
+
+    def _give_back(self, job: Job) -> list[Command]:
+        """End the holds of this prompt on pages of the store. They stay there as long as there is room."""
+        tickets = [*job.holding, *(job.lookup.tickets if job.lookup else ())]
+        job.holding, job.lookup = [], None
+        return [c for ticket in tickets for c in self._drop(ticket)]
 
     def _finish(self, job: Job, now: float) -> list[Command]:
         job.phase = Phase.DONE
+        left, job.place = self._drop(job.place) if job.place is not None else [], None
         self._cache.free(job.pages)
         job.pages = []
         hit = job.total - -(-job.computed_here // self._page_size)
@@ -362,6 +370,7 @@ class PrefillState:
         self._shipped += job.shipped
         begun = job.first_step if job.first_step is not None else now
         return [
+            *left,
             Say(
                 Prefilled(
                     *_named(job.name),
@@ -374,7 +383,7 @@ class PrefillState:
                     load_ms=int(job.loading.seconds * 1_000) if job.loading else 0,
                 ),
                 job.owner,
-            )
+            ),
         ]
 
     # --- transfers ----------------------------------------------------------------------------------------------
@@ -541,6 +550,20 @@ class PrefillState:
         if job.waits_for is None:
             return 0
         return min((job.waits_for.in_common(job.keys) - job.ready) * self._page_size, job.pending)
+
+    def waits(self, me: str, store: str) -> Iterator[Wait]:
+        """Yield the edges of the wait-for graph that this worker knows; for tests. `me` and `store`: incarnations."""
+        for job in self._active:
+            prompt = ("prompt", me, job.name.request)
+            transfer = job.lookup if job.phase is Phase.LOOKING else job.fetch
+            yield from ((prompt, ("ticket", me, ticket)) for ticket in (transfer.tickets if transfer else ()))
+            yield from ((("promise", store, key), prompt) for key in job.keys[job.settled :])
+            if job.waits_for is not None:
+                yield prompt, ("prompt", me, job.waits_for.name.request)
+            if job.place is not None:
+                yield ("place", me, job.place), prompt
+                if job.waits_in_line is not None:
+                    yield prompt, ("line", store) if job.waits_in_line == "behind" else ("slots", me, job.place)
 
     def stats(self) -> PrefillStats:
         done = sum(job.phase is Phase.DONE for job in self._jobs.values())

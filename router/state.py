@@ -8,7 +8,7 @@ incarnation and its attempt here, and every heartbeat is compared with what its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from baton import messages
@@ -34,6 +34,7 @@ from baton.messages import (
     Welcome,
     WorkerRole,
 )
+from baton.waits import Wait
 from router.admission import ModelLimits
 from router.answers import Answers
 from router.bottleneck import Advice, Utilisation
@@ -562,6 +563,16 @@ class RouterState:
             utilisation=self._roles.utilisation,
             advice=self._roles.advice,
         )
+
+    def waits(self) -> Iterator[Wait]:
+        """Yield the edges of the wait-for graph that this router knows; for tests."""
+        for request in self._life.requests.values():
+            node, attempt = ("request", self._me.incarnation, request.name), request.attempt
+            if attempt is None:
+                continue  # in the queue, until a place or its deadline
+            yield node, ("sequence", attempt.decode, request.name)
+            if attempt.prefill is not None and attempt.needs_prefill:
+                yield node, ("prompt", attempt.prefill, request.name)
 
     def validate(self) -> None:
         """Raise AssertionError unless every invariant holds. For tests."""

@@ -19,6 +19,7 @@ from kvstore.keys import cacheable_pages, pack_tokens
 from kvstore.transfer import StoreUp
 from tests.decode_worker.load import OnePageEach
 from tests.rig import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
+from tests.wait_for import assert_no_cycle, waits_of_rig
 
 AGEING = 1.0  # seconds
 SHARED = list(range(1, 25))
@@ -164,6 +165,11 @@ class DecodeMachine(RuleBasedStateMachine):
                 case _:
                     pass
         self.worker.said.clear()
+
+    @invariant()
+    def no_wait_rests_on_itself(self) -> None:
+        if hasattr(self, "rig"):
+            assert_no_cycle(waits_of_rig(self.rig))
 
     def teardown(self) -> None:
         """All that was admitted ends, in a number of steps that what is left to compute bounds."""

@@ -26,6 +26,7 @@ from kvstore.tiered import TieredPages, Turn
 from kvstore.tiers import Ask, Landed, Serve, WriteEnded
 from tests.kvstore.fake_disk import FakeDisk, Finished, Write
 from tests.kvstore.test_tiers_machine import TiersMachine
+from tests.wait_for import WaitCycle
 
 Patch: TypeAlias = pytest.MonkeyPatch
 Mutation: TypeAlias = Callable[[Patch], None]
@@ -408,6 +409,32 @@ def a_silent_store_is_waited_for(patch: Patch) -> None:
     patch.setattr(Loads, "_try_next", lambda self, fetch, outcome, now: outcome)
 
 
+# --- no wait rests on itself ------------------------------------------------------------------------------------------
+
+CIRCLES: list[tuple[Mutation, tuple[str, ...]]] = []
+
+
+def circle(*rules: str) -> Callable[[Mutation], Mutation]:
+    """Like `mutation`. The machine must see the cycle of the wait-for graph itself, not what comes of it."""
+
+    def add(function: Mutation) -> Mutation:
+        CIRCLES.append((function, rules))
+        return function
+
+    return add
+
+
+@circle("crossing")
+def a_hand_off_asks_others_first_and_they_are_promised_what_it_awaits(patch: Patch) -> None:
+    patch.setattr(TieredPages, "hand_off", TieredPages._from_others)
+    patch.setattr(Loads, "fetching", lambda self, key: False)
+
+
+@circle("crossing")
+def a_cached_page_may_rest_on_a_hand_off_that_rests_on_it(patch: Patch) -> None:
+    patch.setattr(TieredPages, "_contested", lambda self, key: False)
+
+
 # --- the test ---------------------------------------------------------------------------------------------------------
 
 
@@ -424,9 +451,22 @@ def test_the_machine_notices(mutate: Mutation, rules: tuple[str, ...], monkeypat
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(("mutate", "rules"), CIRCLES, ids=[mutate.__name__ for mutate, _ in CIRCLES])
+def test_the_machine_notices_a_circle_of_waits(mutate: Mutation, rules: tuple[str, ...], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(WaitCycle):
+        run_state_machine_as_test(
+            machine(rules),
+            settings=settings(
+                max_examples=400, stateful_step_count=60, deadline=None, derandomize=True, database=None,
+                phases=[Phase.generate], report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+            ),
+        )  # fmt: skip
+
+
 def test_a_machine_with_fewer_rules_finds_nothing_wrong_by_itself() -> None:
     """So whatever it notices above is the mutation."""
-    for rules in dict.fromkeys(rules for _, rules in MUTATIONS):
+    for rules in dict.fromkeys(rules for _, rules in (*MUTATIONS, *CIRCLES)):
         run_state_machine_as_test(
             machine(rules),
             settings=settings(

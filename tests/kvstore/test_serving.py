@@ -19,9 +19,10 @@ class Bench:
         self.waiting = WaitingRoom()
         self.on_disk: dict[bytes, bytes] = {}
         self.brought: list[bytes] = []
+        self.fetching: set[bytes] = set()  # keys that come from other stores
         self.server = Server(
             self.pages, self.waiting, 100, 3.0, self._bring, self.on_disk.get,
-            lambda page: Outcome(unmade=self.pages.drop(page)),
+            lambda page: Outcome(unmade=self.pages.drop(page)), self.fetching.__contains__, lambda key: False,
         )  # fmt: skip
 
     def _bring(self, links: object, now: float) -> Outcome:

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from baton.messages import Source
 from tests.kvstore.world import HEARTBEAT, HOLD, SILENCE, WORDS, Node, Worker, World
+from tests.wait_for import assert_no_cycle, waits_of_world
 
 WHO = st.integers(0, 5)
 PICK = st.integers(0, 12)
@@ -254,6 +255,36 @@ class TiersMachine(RuleBasedStateMachine):
         if prompt:
             self.world.flow()
 
+    @rule(who=WHO, word=LONG, on_disk=st.booleans(), handed=st.integers(1, 2), first=st.booleans(), prompt=OFTEN)
+    def crossing(self, who: int, word: str, on_disk: bool, handed: int, first: bool, prompt: bool) -> None:
+        """Two stores want the same pages of each other, one of them or both (`handed`) for a hand-off. A prefill worker
+        wants them as well, and was told, perhaps wrongly, that another store has them cached."""
+        nodes = (self.where(who), self.where(who + 1))
+        if on_disk:
+            for other in (word, word, "g", "ab" if word == "cde" else "cd"):
+                self.world.write(nodes[0].workers[1], other, hold=False)
+            self.world.flow()
+
+        def hand_offs() -> None:
+            for node, other in list(zip(nodes, reversed(nodes), strict=True))[:handed]:
+                sources = (Source(other.incarnation, "inproc", 5),)
+                self.world.acquire(node.workers[0], word, 0, True, sources)
+                self.world.travel(node.workers[0])
+            if prompt:
+                self.world.flow()
+
+        if first:
+            hand_offs()
+        for node, other in list(zip(nodes, reversed(nodes), strict=True))[2 - handed :]:
+            sources = (Source(other.incarnation if handed == 1 else "gone", "inproc", 5),)
+            number = self.world.acquire(node.workers[1], word, 0, False, sources)
+            self.world.travel(node.workers[1])
+            self.world.promote(node.workers[1], number, 5)
+            self.world.travel(node.workers[1])
+        if not first:
+            hand_offs()
+        self.world.flow()
+
     def restart(self, node: Node) -> None:
         node.restart()
         for worker in node.workers:
@@ -309,6 +340,7 @@ class TiersMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             for node in self.world.nodes:
                 node.check()
+            assert_no_cycle(waits_of_world(self.world))
 
     def teardown(self) -> None:
         if hasattr(self, "world"):

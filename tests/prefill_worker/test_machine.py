@@ -12,7 +12,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Generation
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from baton.clock import Tick
 from baton.config import PrefillConfig
@@ -24,6 +31,7 @@ from prefill_worker import alike
 from prefill_worker.job import Job, Phase
 from prefill_worker.state import PrefillState
 from tests.rig import PAGE, ROOT, Rig
+from tests.wait_for import WaitCycle, assert_no_cycle, waits_of_rig
 
 SHARED = list(range(1, 41))
 PROMPTS = st.builds(
@@ -38,13 +46,14 @@ PROMPTS = st.builds(
 class PrefillMachine(RuleBasedStateMachine):
     @initialize(
         slots=st.integers(16, 60), pages=st.integers(14, 40), chunk=st.integers(PAGE, 6 * PAGE),
-        copies=st.integers(1, 8), attentive=st.booleans(),
+        copies=st.integers(1, 8), attentive=st.booleans(), window=st.sampled_from([1_024, 4, 2]),
     )  # fmt: skip
-    def start(self, slots: int, pages: int, chunk: int, copies: int, attentive: bool) -> None:
+    def start(self, slots: int, pages: int, chunk: int, copies: int, attentive: bool, window: int) -> None:
         self.rig = Rig(slots, hold=5.0, admit_after=1, load_share=0.5)
         config = PrefillConfig(chunk_tokens=chunk, copies_per_step=copies, max_prompts=6, store_ms=2_000)
         self.worker = self.rig.worker("prefill", pages, config)
         self.state = self.worker.state
+        self.state._window = window
         self.count = 0
         self.quiet = attentive  # nothing but orders and turns: then no page is computed twice
         self.ordered: set[bytes] = set()  # prompts' full pages
@@ -125,6 +134,11 @@ class PrefillMachine(RuleBasedStateMachine):
         for _ in range(hear):
             self.hear_one()
 
+    @invariant()
+    def no_wait_rests_on_itself(self) -> None:
+        if hasattr(self, "rig"):
+            assert_no_cycle(waits_of_rig(self.rig))
+
     def teardown(self) -> None:
         if not hasattr(self, "worker"):
             return
@@ -182,6 +196,24 @@ def _a_shared_page_counts_as_complete(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(alike, "take", hasty)
 
 
+def _who_is_behind_keeps_its_leases(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefillState, "_give_back", lambda self, job: [])
+
+
+def _run(machine: type[RuleBasedStateMachine], examples: int) -> None:
+    once = settings(
+        max_examples=examples, stateful_step_count=50, deadline=None, phases=[Generation.generate], database=None,
+        suppress_health_check=list(HealthCheck), derandomize=True, report_multiple_bugs=False,
+    )  # fmt: skip
+    run_state_machine_as_test(machine, settings=once)
+
+
+def test_it_notices_a_circle_of_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    _who_is_behind_keeps_its_leases(monkeypatch)
+    with pytest.raises(WaitCycle):
+        _run(PrefillMachine, 400)
+
+
 @pytest.mark.parametrize(
     "mutation",
     [
@@ -194,9 +226,5 @@ def _a_shared_page_counts_as_complete(patch: pytest.MonkeyPatch) -> None:
 )
 def test_it_notices(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
-    once = settings(
-        max_examples=200, stateful_step_count=50, deadline=None, phases=[Generation.generate], database=None,
-        suppress_health_check=list(HealthCheck), derandomize=True, report_multiple_bugs=False,
-    )  # fmt: skip
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(PrefillMachine, settings=once)
+        _run(PrefillMachine, 200)

@@ -56,6 +56,7 @@ from router.admission import ModelLimits
 from router.events import AskSnapshot, Command, Emit, End, Event, Forget, Heard, KvEvents, KvSnapshot, Send, Submit
 from router.state import RouterState
 from tests.router.stores import PAGE, Stores, chain_of
+from tests.wait_for import assert_no_cycle
 
 VOCAB = 1_000
 EOS = 7
@@ -215,6 +216,7 @@ class Cluster:
         for command in commands:
             self._carry_out(command)
         self.state.validate()
+        assert_no_cycle(self.state.waits())
         return commands
 
     def submit(self, event: Submit) -> None:

@@ -17,6 +17,7 @@ from decode_worker.sequence import Phase
 from kvstore.keys import cacheable_pages, pack_tokens
 from prefill_worker.state import PrefillState
 from tests.rig import PAGE, ROOT, Rig, RigStore, RigWorker, reference
+from tests.wait_for import assert_no_cycle, waits_of_rig
 
 NODES = ("a", "b")
 SELDOM = st.sampled_from([False, False, False, True])
@@ -185,6 +186,11 @@ class HandOff(RuleBasedStateMachine):
                     assert list(delta.tokens) == expected[first : first + len(delta.tokens)]
                     assert (delta.finish is not None) == (first + len(delta.tokens) == count)
             worker.said = [m for m in worker.said if isinstance(m, Refused)]
+
+    @invariant()
+    def no_wait_rests_on_itself(self) -> None:
+        if hasattr(self, "rig"):
+            assert_no_cycle(waits_of_rig(self.rig))
 
     def teardown(self) -> None:
         if not hasattr(self, "workers"):

@@ -1,0 +1,45 @@
+"""The wait-for graph across the states that a test drives: it never has a cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
+
+from baton.waits import Wait, WaitNode
+from decode_worker.state import DecodeState
+from tests.kvstore.world import World
+from tests.rig import Rig
+
+
+class WaitCycle(AssertionError):
+    """Processes wait for each other in a circle, which only a deadline ends."""
+
+
+def assert_no_cycle(waits: Iterable[Wait]) -> None:
+    """Raise WaitCycle if a waiter waits, through others, for itself."""
+    graph: TopologicalSorter[WaitNode] = TopologicalSorter()
+    for waiter, awaited in waits:
+        graph.add(waiter, awaited)
+    try:
+        graph.prepare()
+    except CycleError as error:
+        # The sorter names predecessors first; read backwards, each node waits for the next.
+        raise WaitCycle("\n  waits for ".join(map(repr, reversed(error.args[1])))) from None
+
+
+def waits_of_world(world: World) -> Iterator[Wait]:
+    """Stores only: their workers do what they like."""
+    for node in world.nodes:
+        yield from node.state.waits()
+
+
+def waits_of_rig(rig: Rig) -> Iterator[Wait]:
+    """Stores and workers."""
+    for store in rig.stores.values():
+        yield from store.state.waits()
+    for worker in rig.workers.values():
+        me = worker.peer.incarnation
+        if isinstance(worker.state, DecodeState):
+            yield from worker.state.waits(me)
+        else:
+            yield from worker.state.waits(me, worker.node.incarnation)
