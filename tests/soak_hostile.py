@@ -1,0 +1,276 @@
+"""Hostile clients, strangers and hung processes while honest streams run: a part of `make soak`.
+
+    .venv/bin/python -m tests.soak --hostile 10 --minutes 0 --kills 0 --requests 0
+
+24 honest streams run all the time, each request checked token by token against transformers. Beside them run the
+attacks of `tests/hostile.py`, and every few seconds ptrace stops the main thread of one process while its other threads
+go on. No honest request may fail. No gap between two tokens of a stream may be longer than one second, except by the
+time for which the machine itself stood still: the bare engine of `tests/standstill.py` tells that. After the attacks
+nothing may be left running or held, and no process may have grown: descriptors, threads and memory are compared with
+those before the attacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+
+from baton.v1 import generation_pb2, generation_pb2_grpc
+from bench.memory import Memory
+from deploy.local import LocalCluster
+from kvstore.client import store_address
+from tests import checkpoints
+from tests.hang import hung
+from tests.processes import workload
+from tests.processes.seen import nothing_held
+from tests.processes.test_failures import at_rest, eventually, process
+from tests.standstill import NOTED, Gap, Machine
+from tests.store_deaths import SURE
+
+STREAMS = 24
+COUNT = 96  # tokens of a request
+LONGEST = 1.0  # seconds between two tokens of a stream, besides what the machine itself does
+CALM = 8.0  # seconds of honest streams before the attacks
+BETWEEN_HANGS, HANG = (2.0, 5.0), (0.3, 6.0)  # seconds
+LIMITS = {"heartbeat": 100, "silence": 400, "stuck": 400}  # milliseconds: a hung worker's streams go on in time
+IDLE = 150  # connections to each port
+MEMORY = 96 * 2**20  # bytes that a process may have more than before, for its allocator
+DESCRIPTORS = 24  # that it may have more: connections that are just being closed
+
+
+@dataclass
+class Streams:
+    """Honest clients. Each sends its next request when the last has ended, until `stop` is set."""
+
+    address: str
+    expected: Mapping[tuple[int, ...], list[int]]
+    rng: random.Random
+    gaps: list[Gap] = field(default_factory=list[Gap])  # longer than `NOTED`
+    first_tokens: list[float] = field(default_factory=list[float])  # seconds
+    requests: int = 0
+    attempts: int = 0
+    stop: bool = False
+
+    async def run(self) -> None:
+        """Raises AssertionError at the first wrong token, and AioRpcError when a request fails."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(STREAMS):
+                group.create_task(self._client())
+
+    async def _client(self) -> None:
+        async with grpc.aio.insecure_channel(
+            self.address, options=[("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+        ) as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            while not self.stop:
+                await self._request(stub, self.rng.choice(list(self.expected)))
+
+    async def _request(self, stub: generation_pb2_grpc.GenerationStub, prompt: tuple[int, ...]) -> None:
+        tokens: list[int] = []
+        asked = generation_pb2.GenerateRequest(
+            token_ids=generation_pb2.TokenIds(ids=prompt), max_tokens=COUNT, temperature=0, ignore_eos=True
+        )
+        last = sent = time.monotonic()
+        async for response in stub.Generate(asked, timeout=120):
+            now = time.monotonic()
+            if not tokens and response.delta.token_ids:
+                self.first_tokens.append(now - sent)
+            elif now - last > NOTED:
+                self.gaps.append(Gap(last, now))
+            last = now
+            tokens += response.delta.token_ids
+            if response.HasField("finished"):
+                self.attempts += response.finished.work.attempts
+        assert tokens == self.expected[prompt], f"wrong tokens for a prompt of {len(prompt)}"
+        self.requests += 1
+
+
+@contextmanager
+def attack(name: str, **arguments: object) -> Iterator[Counter[str]]:
+    """Run an attack meanwhile; its counts are there at the end. Raises AssertionError when it got what it must not."""
+    command = [sys.executable, "-m", "tests.hostile", name, json.dumps(arguments)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    counts: Counter[str] = Counter()
+    try:
+        yield counts
+        out, err = process.communicate("", timeout=120)
+        assert process.returncode == 0, f"{name}: {err[-2_000:]}"
+        counts.update(json.loads(out))
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def hang_processes(cluster: LocalCluster, rng: random.Random, stop: threading.Event, counts: Counter[str]) -> None:
+    """Stop the main thread of one process after another. One decode worker always runs."""
+    while not stop.wait(rng.uniform(*BETWEEN_HANGS)):
+        name = rng.choice(["decode-0", "decode-1", "prefill-0", "store-0"])
+        with hung(cluster.pids[name]):
+            stop.wait(rng.uniform(*HANG))
+        counts[name] += 1
+        cluster.wait_live([name])
+
+
+@dataclass(frozen=True)
+class Size:
+    """What one process takes."""
+
+    descriptors: int
+    threads: int
+    anonymous: int  # bytes of memory of its own
+
+    @classmethod
+    def of(cls, pid: int) -> Size:
+        here = Path(f"/proc/{pid}")
+        return cls(len(list((here / "fd").iterdir())), len(list((here / "task").iterdir())), Memory.of(pid).anonymous)
+
+
+def sizes(cluster: LocalCluster) -> dict[str, Size]:
+    return {name: Size.of(pid) for name, pid in sorted(cluster.pids.items())}
+
+
+def grown(before: Mapping[str, Size], after: Mapping[str, Size]) -> list[str]:
+    """Processes that take more than before."""
+    return [
+        f"{name}: {size} before, {after[name]} after"
+        for name, size in before.items()
+        if after[name].descriptors > size.descriptors + DESCRIPTORS
+        or after[name].threads > size.threads + 4
+        or after[name].anonymous > size.anonymous + MEMORY
+    ]
+
+
+def judged(gaps: Sequence[Gap], machine: Sequence[Gap]) -> list[tuple[float, Gap]]:
+    """Each gap with its length besides what the machine stood still in it, the longest first."""
+    found = [(gap.seconds - sum(gap.overlap(other) for other in machine), gap) for gap in gaps]
+    return sorted(found, key=lambda one: -one[0])
+
+
+def references(path: Path, seed: int) -> dict[tuple[int, ...], list[int]]:
+    """A dozen prompts, and the tokens of which transformers is sure."""
+    model = checkpoints.reference(path)
+    expected: dict[tuple[int, ...], list[int]] = {}
+    for prompt in workload.prompts(seed=seed):
+        if 16 < len(prompt) < 600 and tuple(prompt) not in expected and len(expected) < 8:
+            tokens, gaps = model.generate(prompt, COUNT)
+            if min(gaps) > SURE:
+                expected[tuple(prompt)] = tokens
+    return expected
+
+
+def hostile(seconds: float, seed: int, folder: Path, path: Path) -> dict[str, object]:
+    """Run all attacks for so long; raises AssertionError for a failed request, a long gap or anything that grew."""
+    rng = random.Random(seed)
+    expected = references(path, seed)
+    assert expected
+    settings = workload.settings(
+        path, 1, 2, **{f"cluster.{name}_ms": limit for name, limit in LIMITS.items()}, **{"decode.fetch_ms": 3_000}
+    )
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster(settings, folder))
+        machine = Machine(path)
+        stack.callback(machine.close)
+        streams = Streams(cluster.address, expected, rng)
+        running = threading.Thread(target=lambda: _finish(streams, failures), name="streams")
+        failures: list[BaseException] = []
+        running.start()
+        stack.callback(running.join)
+        stack.callback(lambda: setattr(streams, "stop", True))
+        time.sleep(CALM)
+        before = sizes(cluster)
+        stop, hangs = threading.Event(), Counter[str]()
+        with ExitStack() as attacks:
+            counts = {name: attacks.enter_context(attack(name, **told)) for name, told in plan(cluster).items()}
+            hanging = threading.Thread(target=lambda: _finish_hangs(cluster, rng, stop, hangs, failures), name="hangs")
+            hanging.start()
+            attacks.callback(hanging.join)
+            attacks.callback(stop.set)
+            until = time.monotonic() + seconds
+            while time.monotonic() < until and not failures:
+                time.sleep(0.2)
+        streams.stop = True
+        running.join()
+        if failures:
+            raise failures[0]
+        eventually(lambda: at_rest(cluster), what="everything freed")
+        eventually(lambda: nothing_held(cluster, "store-0"), what="nothing held in the store")
+        stood_still = machine.gaps()
+        long = judged(streams.gaps, stood_still)
+        assert not long or long[0][0] <= LONGEST, (
+            f"a stream waited {long[0][0]:.2f} s more than the machine: {long[:5]}"
+        )
+        eventually(lambda: not grown(before, sizes(cluster)), what=f"{grown(before, sizes(cluster))}: sizes as before")
+        logs = {file.name: file.stat().st_size for file in cluster.config.cluster.logs.iterdir() if file.is_file()}
+        for file in cluster.config.cluster.logs.iterdir():
+            assert not file.is_file() or "Traceback" not in file.read_text(errors="replace"), f"a traceback in {file}"
+        return {
+            "seed": seed,
+            "seconds": round(seconds),
+            "streams": STREAMS,
+            "requests": streams.requests,
+            "tokens": streams.requests * COUNT,
+            "attempts": streams.attempts,
+            "longest_first_token_s": round(max(streams.first_tokens), 3),
+            "longest_gap_s": round(max((gap.seconds for gap in streams.gaps), default=0.0), 3),
+            "longest_gap_besides_machine_s": round(long[0][0], 3) if long else 0.0,
+            "longest_gap_of_machine_s": round(max((gap.seconds for gap in stood_still), default=0.0), 3),
+            "hangs": dict(sorted(hangs.items())),
+            "attacks": {name: dict(sorted(found.items())) for name, found in counts.items()},
+            "grown_mib": {
+                name: round((size.anonymous - before[name].anonymous) / 2**20, 1)
+                for name, size in sizes(cluster).items()
+            },
+            "log_kib": {name: round(size / 1_024) for name, size in sorted(logs.items())},
+        }
+
+
+def _finish(streams: Streams, failures: list[BaseException]) -> None:
+    try:
+        asyncio.run(streams.run())
+    except BaseException as error:  # noqa: BLE001 the soak's own thread raises it
+        failures.append(error)
+
+
+def _finish_hangs(
+    cluster: LocalCluster,
+    rng: random.Random,
+    stop: threading.Event,
+    counts: Counter[str],
+    failures: list[BaseException],
+) -> None:
+    try:
+        hang_processes(cluster, rng, stop, counts)
+    except BaseException as error:  # noqa: BLE001 the soak's own thread raises it
+        failures.append(error)
+
+
+def plan(cluster: LocalCluster) -> dict[str, dict[str, object]]:
+    """Every attack with its arguments."""
+    assert cluster.addresses is not None
+    metrics = [found.metrics_address for name in cluster.pids if (found := process(cluster, name))]
+    stores = [found for name in cluster.pids if name.startswith("store") and (found := process(cluster, name))]
+    endpoints = [cluster.addresses.endpoint, *(store.events_endpoint for store in stores)]
+    return {
+        "long_inputs": {"grpc_address": cluster.address},
+        "operator_calls": {"grpc_address": cluster.address, "operator_path": cluster.operator.removeprefix("unix:")},
+        "slow_readers": {"grpc_address": cluster.address, "count": 4},
+        "idle_connections": {"addresses": [*dict.fromkeys(metrics), cluster.addresses.http], "each": IDLE},
+        "store_connects": {"store_address": store_address(cluster.config.cluster.name, cluster.node)},
+        "zmq_strangers": {"endpoints": endpoints},
+        "scrapes": {"http_addresses": [*dict.fromkeys(metrics)]},
+    }
