@@ -135,7 +135,6 @@ class RouterConfig(_Section, frozen=True):
     grpc_port: Port = 50_051  # 0: any free port
     internal_port: Port = 50_052  # where workers and stores connect
     http_port: Port = 50_053  # /metrics and /discovery
-    operator: str = ""  # where Cluster and Cache are served: host:port on loopback; "": a Unix socket of this user
     max_concurrent_rpcs: Positive = 4_096  # of more RPCs at a time, all but health checks are refused
     max_attempts: Positive = 4  # per request; the last is always decode-local
     max_queued: Natural = 1_024  # requests waiting for a worker; of more, the least urgent are refused

@@ -147,11 +147,10 @@ class Introduce(Message, frozen=True):
 
 
 class Trace(Message, frozen=True):
-    """Write down where the time of the next `steps` goes; `mark` tells the file from others. 0 steps: end the trace
-    that is under way. See `baton.trace`."""
+    """Write down where the time of the next `steps` goes; `mark` tells the file from others. See `baton.trace`."""
 
     mark: Annotated[str, Meta(pattern=r"^[0-9a-f]{1,16}$")]
-    steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)]
+    steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)]
 
 
 # --- heartbeats: state is truth ------------------------------------------------------------------------------------

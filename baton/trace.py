@@ -9,7 +9,7 @@ open.
                 tracer.count()              a step has begun
 
 A tracer is off until `start`; from the next turn on it records every span of its loop's thread until the turn in which
-the last step was counted; a thread writes them. Off, a span costs about 0.15 µs and allocates nothing, so spans stay
+the last step was counted, and writes them at once. Off, a span costs about 0.15 µs and allocates nothing, so spans stay
 where they are for good; on, 0.5 µs. Times are those of the machine's monotonic clock: traces of several processes of
 one machine may be laid over each other.
 
@@ -24,9 +24,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
@@ -36,8 +34,6 @@ log = logging.getLogger(__name__)
 
 MAX_STEPS = 10_000
 MAX_SPANS = 200_000  # about 25 MB of file; a trace that comes to so many ends there
-MAX_FILES, MAX_BYTES = 64, 512 * 2**20  # of traces in one folder
-_PART = 500  # spans
 
 Argument = int | float | str
 
@@ -81,29 +77,20 @@ class Recording:
         if len(self._spans) < self._most:
             self._spans.append((name, category, start, end - start, args))
 
-    def parts(self, process: str, pid: int, thread: int) -> Iterator[bytes]:
-        """The file, in parts of so few spans that no thread waits long for the interpreter lock. Times become
-        microseconds there."""
+    def document(self, process: str, pid: int, thread: int) -> dict[str, object]:
+        """What the file holds. Times become microseconds there."""
         names = {"process_name": process, "thread_name": "loop"}
         events: list[dict[str, object]] = [
             {"ph": "M", "name": name, "pid": pid, "tid": thread, "args": {"name": value}}
             for name, value in names.items()
         ]
-        yield b'{"traceEvents":[' + _joined(events)
-        for at in range(0, len(self._spans), _PART):
-            events = []
-            for name, category, start, duration, args in self._spans[at : at + _PART]:
-                event: dict[str, object] = {
-                    "ph": "X", "name": name, "cat": category, "pid": pid, "tid": thread,
-                    "ts": start / 1_000, "dur": duration / 1_000,
-                }  # fmt: skip
-                events.append(event | {"args": args} if args else event)
-            yield b"," + _joined(events)
-        yield b'],"displayTimeUnit":"ms","otherData":' + msgspec.json.encode({"steps": self.counted}) + b"}"
-
-
-def _joined(events: Sequence[object]) -> bytes:
-    return msgspec.json.encode(events)[1:-1]
+        for name, category, start, duration, args in self._spans:
+            event: dict[str, object] = {
+                "ph": "X", "name": name, "cat": category, "pid": pid, "tid": thread,
+                "ts": start / 1_000, "dur": duration / 1_000,
+            }  # fmt: skip
+            events.append(event | {"args": args} if args else event)
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"steps": self.counted}}
 
 
 class _Span:
@@ -152,7 +139,6 @@ class Tracer:
         self._waiting: Recording | None = None  # for the next turn
         self._path = Path()
         self._turn = _Turn(self)
-        self._writer = ThreadPoolExecutor(1, "trace")  # a loop must not wait for its disk
 
     @property
     def on(self) -> bool:
@@ -196,13 +182,13 @@ class Tracer:
         recording, self._recording, self._waiting = self._recording or self._waiting, None, None
         if recording is None:
             return
-        parts = recording.parts(self.process, os.getpid(), threading.get_native_id())
-        done = f"wrote {len(recording)} spans of {recording.counted} steps to {self._path}"
-        self._writer.submit(_write, self._path, parts, done)
-
-    def wait(self) -> None:
-        """Wait until all traces are written."""
-        self._writer.submit(int).result()
+        document = recording.document(self.process, os.getpid(), threading.get_native_id())
+        try:
+            _write(self._path, msgspec.json.encode(document))
+        except OSError as error:
+            log.warning("can't write the trace %s: %s", self._path, error.strerror)
+        else:
+            log.info("wrote %d spans of %d steps to %s", len(recording), recording.counted, self._path)
 
 
 def trace_path(folder: Path, process: str, mark: str) -> Path:
@@ -215,34 +201,13 @@ def new_mark() -> str:
     return secrets.token_hex(4)
 
 
-def _write(path: Path, parts: Iterable[bytes], done: str) -> None:
-    """All of it or nothing, for its owner alone: names and times tell what is served to whom. The oldest go when there
-    are too many files in the folder, or too large ones."""
+def _write(path: Path, content: bytes) -> None:
+    """All of it or nothing, for its owner alone: names and times tell what is served to whom. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.writelines(parts)
+            file.write(content)
         fresh.replace(path)
-        _remove_oldest(path.parent)
-    except OSError as error:
-        log.warning("can't write the trace %s: %s", path, error.strerror)
-    else:
-        log.info("%s", done)
     finally:
-        with suppress(OSError):
-            fresh.unlink(missing_ok=True)
-
-
-def _remove_oldest(folder: Path) -> None:
-    """Processes of a node share the folder, so that a file may be gone before it is looked at."""
-    found: list[tuple[float, int, Path]] = []
-    for path in folder.glob("*.json"):
-        with suppress(FileNotFoundError):
-            about = path.stat()
-            found.append((about.st_mtime, about.st_size, path))
-    size = 0
-    for number, (_, taken, path) in enumerate(sorted(found, reverse=True), start=1):
-        size += taken
-        if number > MAX_FILES or (size > MAX_BYTES and number > 1):
-            path.unlink(missing_ok=True)
+        fresh.unlink(missing_ok=True)

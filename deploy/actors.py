@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -111,7 +110,7 @@ class Service:
         self._stop_router = lambda: loop.call_soon_threadsafe(stop.set)
 
         def ready(addresses: Any) -> None:
-            self.addresses = Addresses(**asdict(addresses))
+            self.addresses = Addresses(grpc=addresses.grpc, internal=addresses.internal, http=addresses.http)
 
         await serve(self._order.config, self._order.name, self._order.node, stop, ready, self._host)
 

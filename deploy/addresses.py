@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -12,20 +12,15 @@ from baton.errors import Unavailable
 
 
 class Addresses(msgspec.Struct, frozen=True):
-    """What a router says once it serves: host:port, a ZMQ endpoint (`internal`) or a gRPC target (`operator`)."""
+    """What a router says once it serves, each as host:port or a ZMQ endpoint."""
 
     grpc: str
     internal: str
     http: str
-    operator: str
 
     def pin(self, config: Config) -> Config:
         """The configuration with which a later router comes back at the same addresses."""
-        ports: dict[str, int | str] = {
-            f"{kind}_port": int(getattr(self, kind).rpartition(":")[2]) for kind in ("grpc", "internal", "http")
-        }
-        if config.router.operator:
-            ports["operator"] = self.operator
+        ports = {f"{kind}_port": int(getattr(self, kind).rpartition(":")[2]) for kind in ("grpc", "internal", "http")}
         return msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, **ports))
 
     def reached_at(self, ip: str) -> Addresses:
@@ -34,7 +29,7 @@ class Addresses(msgspec.Struct, frozen=True):
         fixed = {kind: getattr(self, kind) for kind in ("grpc", "internal", "http")}
         for wildcard in wildcards:
             fixed = {kind: address.replace(f"{wildcard}:", f"{ip}:") for kind, address in fixed.items()}
-        return Addresses(**fixed, operator=self.operator)
+        return Addresses(**fixed)
 
     @property
     def endpoint(self) -> str:
@@ -45,20 +40,9 @@ class Addresses(msgspec.Struct, frozen=True):
 def target(routers: Iterable[Addresses]) -> str:
     """What gRPC calls a target: a channel to it goes to the first of these routers, and on to the next one where that
     can't be reached. They listen on one host. Raises Unavailable where that has a name which nobody knows."""
-    return _any_of([router.grpc for router in routers])
-
-
-def operator_target(routers: Iterable[Addresses]) -> str:
-    """The same for the operator's calls."""
-    return _any_of([router.operator for router in routers])
-
-
-def _any_of(addresses: Sequence[str]) -> str:
-    first, *others = addresses
+    first, *others = [router.grpc for router in routers]
     if not others:
         return first
-    if first.startswith("unix:"):
-        return "unix:" + ",".join(address.removeprefix("unix:") for address in addresses)
     literal = [_literal(address) for address in (first, *others)]
     return f"{'ipv6' if literal[0].startswith('[') else 'ipv4'}:{','.join(literal)}"
 

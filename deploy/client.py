@@ -10,7 +10,7 @@ from typing import Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.errors import BatonError, InvalidRequest, Unavailable, all_errors, from_reason
+from baton.errors import BatonError, Unavailable, all_errors, from_reason
 from baton.messages import WorkerRole
 from baton.v1 import (
     cache_pb2,
@@ -27,21 +27,18 @@ _REASON = "baton-reason"
 
 
 class Client:
-    """A client of a router. Errors come back as the types they were raised as there."""
+    """One channel to a router. Errors come back as the types they were raised as there."""
 
-    def __init__(self, address: str, operator: str = "") -> None:
-        """gRPC targets: where the router serves clients, and where it serves the operator (none: at the same)."""
+    def __init__(self, address: str) -> None:
         self.address = address
         # A router that is restarted on the same port is found again at once, not after gRPC's long back-off.
         options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
         options += [("grpc.enable_http_proxy", 0)]
-        public = grpc.insecure_channel(address, options=options)
-        private = grpc.insecure_channel(operator, options=options) if operator else public
-        self._channels = (public, private)
-        self._cluster = cluster_pb2_grpc.ClusterStub(private)
-        self._generation = generation_pb2_grpc.GenerationStub(public)
-        self._cache = cache_pb2_grpc.CacheStub(private)
-        self._health = health_pb2_grpc.HealthStub(public)
+        self._channel = grpc.insecure_channel(address, options=options)
+        self._cluster = cluster_pb2_grpc.ClusterStub(self._channel)
+        self._generation = generation_pb2_grpc.GenerationStub(self._channel)
+        self._cache = cache_pb2_grpc.CacheStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def status(self, timeout: float = 2.0) -> cluster_pb2.GetStatusResponse:
         """Raises BatonError: Unavailable when no router answers."""
@@ -130,8 +127,7 @@ class Client:
             raise typed(error, self.address) from None
 
     def close(self) -> None:
-        for channel in self._channels:
-            channel.close()
+        self._channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -153,10 +149,5 @@ def typed(error: grpc.RpcError, address: str) -> BatonError:
         return Unavailable(f"no router answers at {address} ({details}); `baton status` tells whether it runs")
     if name == "DEADLINE_EXCEEDED":
         return Unavailable(f"the router at {address} did not answer in time")
-    if name == "UNIMPLEMENTED" and not details.startswith("model"):
-        return InvalidRequest(
-            f"the router does not serve this call at {address}; the operator's calls are served at the address that "
-            "`baton status --json` calls operator"
-        )
     kind = next((kind for kind in all_errors() if kind.status == name), BatonError)
     return kind(f"{name}: {details}")

@@ -89,8 +89,7 @@ def listening(config: Config, router: str) -> Config:
     """As that router takes it which has never served: the ports of the configuration are the first one's."""
     if router == _FIRST:
         return config
-    operator = f"{config.router.operator.rpartition(':')[0]}:0" if config.router.operator else ""
-    anywhere = msgspec.structs.replace(config.router, grpc_port=0, internal_port=0, http_port=0, operator=operator)
+    anywhere = msgspec.structs.replace(config.router, grpc_port=0, internal_port=0, http_port=0)
     return msgspec.structs.replace(config, router=anywhere)
 
 

@@ -1,7 +1,7 @@
 """A whole cluster as plain subprocesses of this one, without Ray: for tests, benchmarks and debugging.
 
     with LocalCluster(config, directory) as cluster:
-        Client(cluster.address, cluster.operator).generate(…)
+        Client(cluster.address).generate(…)
         cluster.kill("decode-0")
         cluster.start("decode-0")
 
@@ -48,7 +48,6 @@ from deploy.client import UP, Client
 from deploy.cores import share_cores
 from deploy.desired import Scale, Spec, listening, plan, scale_of, workers_on
 from deploy.processes import Identity, end
-from router import operator_socket
 
 _POLL = 0.05
 _MODULES: Mapping[str, Sequence[str]] = {
@@ -144,8 +143,6 @@ class LocalCluster:
             running.process.wait()
         self._running.clear()
         self._spawner.shutdown()
-        for addresses in self._addresses.values():
-            operator_socket.remove(addresses.operator)  # of a router that was killed
         self._cleanup.close()
 
     def __enter__(self) -> Self:
@@ -171,16 +168,6 @@ class LocalCluster:
         if router not in self._addresses:
             raise StartupError(f"{router} is not up; call up() first")
         return self.reach(self._addresses[router].grpc)
-
-    @property
-    def operator(self) -> str:
-        """The gRPC target at which the first router serves the operator."""
-        return self.operator_of("router")
-
-    def operator_of(self, router: str) -> str:
-        """The gRPC target at which a router serves the operator."""
-        self.address_of(router)
-        return self._addresses[router].operator
 
     @property
     def addresses(self) -> Addresses | None:
@@ -244,7 +231,7 @@ class LocalCluster:
 
     def _wait_listed(self, router: str, names: Sequence[str], deadline: float) -> cluster_pb2.GetStatusResponse:
         problem = "it has not answered"
-        with Client(self.address_of(router), self.operator_of(router)) as client:
+        with Client(self.address_of(router)) as client:
             while time.monotonic() < deadline:
                 for name in names:
                     self._check_running(name)

@@ -33,7 +33,7 @@ def collect(folder: Path) -> dict[str, Any]:
     state = find(folder)
     overview = read_overview(folder)
     status, problem, serving = None, "", False
-    with Client(state.target, state.operator) as client:
+    with Client(state.target) as client:
         try:
             status = client.status()
             serving = client.serving()

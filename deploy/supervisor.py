@@ -162,7 +162,7 @@ class Supervisor:
 
     def _ask_router(self, name: str) -> cluster_pb2.GetStatusResponse | None:
         if name not in self._clients:
-            self._clients[name] = Client(self._desired.routers[name].operator)
+            self._clients[name] = Client(self._desired.routers[name].grpc)
         try:
             return self._clients[name].status(timeout=1.0)
         except BatonError as error:

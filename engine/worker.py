@@ -166,7 +166,6 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.tracer.close()
-        self.tracer.wait()
         self._routers.close()
         self._events.close()
         self._store.leave()
@@ -192,8 +191,6 @@ class Worker:
             heard = list(self._routers.receive(now, paused)) if self._joined else []
         for event in heard:
             match event:
-                case Said(message=Trace(steps=0)):
-                    self.tracer.close()
                 case Said(message=Trace(mark=mark, steps=steps)):
                     self.tracer.start(trace_path(self._traces, self.peer.name, mark), steps)
                 case Said(message=Become(role=role)):

@@ -182,7 +182,6 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._tracer.close()
-        self._tracer.wait()
         for connection in self._connections.values():
             connection.socket.close()
         for pidfd in self._pidfds.values():
@@ -373,8 +372,6 @@ class Store:
         """A router that is lost leaves nothing to forget here: pages are everybody's, and pins end with their time."""
         for event in self._routers.receive(now, paused):
             match event:
-                case Said(message=Trace(steps=0)):
-                    self._tracer.close()
                 case Said(message=Trace(mark=mark, steps=steps)):
                     self._tracer.start(trace_path(self._traces, self.me.name, mark), steps)
                 case Said(router=router, message=Pin() | Unpin() as message):

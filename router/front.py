@@ -1,4 +1,4 @@
-"""The gRPC servers: `Generation` for clients, `Cluster` and `Cache` for the operator; health and reflection on both.
+"""The gRPC front door: `Generation`, `Cache` and `Cluster` of `proto/baton/v1`, health and reflection.
 
 Owns nothing but the conversation. Errors leave through one seam, `status_of` and `_abort`: a `BatonError` becomes the
 status it names; anything else is our own mistake, is logged, and shows the client no more than that.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any, NoReturn
@@ -30,7 +29,7 @@ from baton.v1 import (
     generation_pb2,
     generation_pb2_grpc,
 )
-from router import operator_socket, replies
+from router import replies
 from router.events import Cancelled, End, Failed, Finished
 from router.guard import Guard, looked_at
 from router.intake import Intake, Wish, name_of, pin_of, role_of, steps_of, take_in, take_in_prefix
@@ -54,7 +53,7 @@ _LINGER = 15.0  # seconds after a request's end in which its client must read so
 _LAST_WORDS = 1.0  # seconds that gRPC gets to pass on why
 _TEXTS = {"/baton.v1.Generation/Generate": 2, "/baton.v1.Cache/Warm": 2}  # the fields that hold a prompt's text
 _LISTED = 10  # requests, unless the client says how many
-_OPERATOR_RPCS = 256
+_SERVICES = ("baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster")
 
 
 def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:
@@ -248,29 +247,17 @@ class ClusterFront(cluster_pb2_grpc.ClusterServicer):
 
 
 class Front:
-    """The gRPC servers: one for clients, and one for the operator."""
+    """The gRPC server with everything on it."""
 
     def __init__(self, relay: Relay, clock: Clock) -> None:
         self._tokenizing = Tokenizing()
-        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] - no stubs
-        self._guards: list[Guard] = []
-        self._public = self._server(relay, relay.config.router.max_concurrent_rpcs, "Generation")
-        self._operator = self._server(relay, _OPERATOR_RPCS, "Cluster", "Cache")
-        generation = GenerationFront(relay, clock, self._tokenizing)
-        generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._public)
-        cache_pb2_grpc.add_CacheServicer_to_server(CacheFront(relay, clock, self._tokenizing), self._operator)
-        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterFront(relay), self._operator)
-        self._operator_address = ""
-        self._serving: bool | None = None
-
-    def _server(self, relay: Relay, max_rpcs: int, *services: str) -> grpc.aio.Server:
-        """A server with health and reflection, which tells of these services."""
         limits, tokenizer = relay.model.limits, relay.model.tokenizer
+        max_rpcs = relay.config.router.max_concurrent_rpcs
         max_bytes = _OTHER_BYTES + _ID_BYTES * limits.max_context
         max_text = tokenizer.max_bytes(limits.max_context) if tokenizer else 0
-        self._guards.append(Guard(_abort, max_rpcs, max_bytes, _TEXTS))
-        server = grpc.aio.server(
-            interceptors=(self._guards[-1],),
+        self._guard = Guard(_abort, max_rpcs, max_bytes, _TEXTS)
+        self._server = grpc.aio.server(
+            interceptors=(self._guard,),
             maximum_concurrent_rpcs=max_rpcs + _SPARE_RPCS,
             options=[
                 ("grpc.max_receive_message_length", max_bytes + max_text),
@@ -280,28 +267,26 @@ class Front:
                 ("grpc.so_reuseport", 0),  # or two routers would share a port, and each get some of the requests
             ],
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        named = [f"baton.v1.{service}" for service in services]
-        reflection.enable_server_reflection((*named, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        return server
+        generation = GenerationFront(relay, clock, self._tokenizing)
+        generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server)
+        cache_pb2_grpc.add_CacheServicer_to_server(CacheFront(relay, clock, self._tokenizing), self._server)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterFront(relay), self._server)
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] - no stubs
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self._serving: bool | None = None
 
     async def start(self, host: str, port: int) -> str:
-        """Listen for clients; returns "host:port". Raises PortInUse."""
-        bound = _bind(self._public, f"{_bracketed(host)}:{port}", "router.grpc_port")
+        """Listen; returns "host:port". Raises PortInUse."""
+        try:
+            bound = self._server.add_insecure_port(f"{_bracketed(host)}:{port}")
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise PortInUse(f"can't listen on {host}:{port}; stop what listens there or change router.grpc_port")
         await self.set_serving(False)
-        await self._public.start()
+        await self._server.start()
         return f"{_bracketed(host)}:{bound}"
-
-    async def start_operator(self, address: str) -> str:
-        """Listen for the operator at an address of `bind_address`; returns a gRPC target. Raises PortInUse."""
-        bound = _bind(self._operator, address, "router.operator")
-        if address.startswith("unix:"):
-            os.chmod(address.removeprefix("unix:"), 0o600)  # noqa: PTH101 - a Path would look like work for a thread
-        else:
-            address = f"{address.rpartition(':')[0]}:{bound}"
-        self._operator_address = address
-        await self._operator.start()
-        return address
 
     async def set_serving(self, serving: bool) -> None:
         """What health checks are told. The router itself answers, so `Cluster` always serves."""
@@ -316,24 +301,12 @@ class Front:
     @property
     def undecodable(self) -> int:
         """Messages so far that were none."""
-        return sum(guard.undecodable for guard in self._guards)
+        return self._guard.undecodable
 
     async def stop(self, grace: float) -> None:
         await self._health.enter_graceful_shutdown()
-        await asyncio.gather(self._public.stop(grace), self._operator.stop(grace))
-        operator_socket.remove(self._operator_address)
+        await self._server.stop(grace)
         self._tokenizing.close()
-
-
-def _bind(server: grpc.aio.Server, address: str, setting: str) -> int:
-    """The port. Raises PortInUse."""
-    try:
-        bound = server.add_insecure_port(address)
-    except RuntimeError:
-        bound = 0
-    if not bound:
-        raise PortInUse(f"can't listen on {address}; stop what listens there or change {setting}")
-    return bound
 
 
 @contextlib.asynccontextmanager

@@ -31,7 +31,6 @@ from router.events import Heard, KvEvents, KvSnapshot
 from router.front import Front
 from router.http import Http
 from router.model_files import load
-from router.operator_socket import bind_address
 from router.relay import Relay
 
 log = logging.getLogger(__name__)
@@ -44,13 +43,11 @@ _BATCHES = 1_000  # batches of KV events waiting to be read; more wait in their 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the router listens, once it does. `grpc` and `http` are host:port, `internal` is a ZMQ endpoint, `operator`
-    a gRPC target."""
+    """Where the router listens, once it does. `grpc` and `http` are host:port, `internal` is a ZMQ endpoint."""
 
     grpc: str
     internal: str
     http: str
-    operator: str
 
 
 async def serve(
@@ -80,13 +77,11 @@ async def serve(
         front = Front(relay, clock)
         cleanup.push_async_callback(front.stop, _GRACE)
         grpc_address = await front.start(router.host, router.grpc_port)
-        operator = await front.start_operator(bind_address(router.operator, config.cluster.name, name))
         cleanup.callback(relay.stop)  # before the front stops: its streams still say why they end
         relay.address = _reachable(http_address, router.host)
         settle()
         log.info("router %s serves %s: gRPC %s, http %s", me.incarnation, model.name, grpc_address, http_address)
-        log.info("the operator's calls are served at %s", operator)
-        ready(Addresses(grpc_address, listener.endpoint, http_address, operator))
+        ready(Addresses(grpc_address, listener.endpoint, http_address))
         loops = _listen(relay, listener), _follow(relay, sockets), _watch(relay, front, listener, clock)
         await _until_stopped(stop, *loops)
 

@@ -143,7 +143,6 @@ class RouterState:
         self._warm_answers = WarmAnswers(config, self._warmer, self._out)
         self._roles = Roles(config, self._members, self._costs, self._life, self._out)
         self._next_beat = float("-inf")
-        self._traced = ""  # the incarnation that was asked for a trace last
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; returns what is to be done, in order. Raises InvalidRequest for a Submit whose name is in
@@ -459,9 +458,6 @@ class RouterState:
             raise ProcessNotFound(
                 f"no worker or store of the name {shown(wish.process)!r} is live; `baton status` lists those that are"
             )
-        if self._traced not in ("", member.incarnation):  # one trace at a time
-            self._out.send(self._traced, Trace(wish.mark, 0))
-        self._traced = member.incarnation
         self._out.send(member.incarnation, Trace(wish.mark, wish.steps))
 
     # --- time --------------------------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -16,14 +15,6 @@ from tests.cluster_keys import KEYS
 # Machines are shared and noisy: how long an example takes says nothing about the code.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def run_directory() -> Iterator[None]:
-    """Operators' sockets of this session: with short paths, and beside no other session's."""
-    with tempfile.TemporaryDirectory(prefix="baton-run-") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", folder)
-        yield
 
 
 @pytest.fixture(autouse=True)

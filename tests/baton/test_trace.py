@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton import trace
 from baton.trace import MAX_STEPS, Recording, Tracer, new_mark, trace_path
 
 
@@ -22,7 +20,6 @@ def run(tracer: Tracer, turns: int) -> None:
     for _ in range(turns):
         with tracer.turn(), tracer.span("step", "engine", tokens=3):
             tracer.count()
-    tracer.wait()
 
 
 def test_a_tracer_that_is_off_records_and_writes_nothing(tmp_path: Path) -> None:
@@ -31,7 +28,6 @@ def test_a_tracer_that_is_off_records_and_writes_nothing(tmp_path: Path) -> None
     assert not tracer.on
     assert tracer.span("a", "b") is tracer.span("c", "d")
     tracer.close()
-    tracer.wait()
     assert not list(tmp_path.iterdir())
 
 
@@ -66,7 +62,6 @@ def test_a_trace_that_ends_early_is_written_as_far_as_it_came(tmp_path: Path) ->
     tracer.start(tmp_path / "second.json", 100)
     run(tracer, 1)
     tracer.close()
-    tracer.wait()
     assert len(spans(tmp_path / "first.json")) == 6
     assert len(spans(tmp_path / "second.json")) == 2
 
@@ -77,7 +72,6 @@ def test_a_span_that_ends_in_an_error_is_recorded(tmp_path: Path) -> None:
     with pytest.raises(KeyError), tracer.turn(), tracer.span("bad", "loop"):
         raise KeyError
     tracer.close()
-    tracer.wait()
     assert [span["name"] for span in spans(tmp_path / "trace.json")] == ["bad", "turn"]
 
 
@@ -120,7 +114,8 @@ def test_the_document() -> None:
     recording.add("step", "engine", 5_000, 7_500, {"tokens": 3})
     recording.add("wait", "sockets", 8_000, 8_000, {})
     recording.counted = 1
-    assert json.loads(b"".join(recording.parts("decode-0", 11, 12))) == {
+    document = recording.document("decode-0", 11, 12)
+    assert document == {
         "traceEvents": [
             {"ph": "M", "name": "process_name", "pid": 11, "tid": 12, "args": {"name": "decode-0"}},
             {"ph": "M", "name": "thread_name", "pid": 11, "tid": 12, "args": {"name": "loop"}},
@@ -145,17 +140,3 @@ def test_marks_tell_traces_apart() -> None:
     first, second = (trace_path(Path("traces"), "decode-0", new_mark()) for _ in range(2))
     assert first != second
     assert first.parent == Path("traces")
-
-
-def test_the_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "MAX_FILES", 3)
-    tracer = Tracer("decode-0")
-    for number in range(5):
-        tracer.start(tmp_path / f"{number}.json", 1)
-        run(tracer, 1)
-        os.utime(tmp_path / f"{number}.json", (number, number))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2.json", "3.json", "4.json"]
-    monkeypatch.setattr(trace, "MAX_BYTES", 1)
-    tracer.start(tmp_path / "5.json", 1)
-    run(tracer, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["5.json"]

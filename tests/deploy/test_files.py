@@ -17,7 +17,7 @@ from deploy.state_file import OwnRay, RayLink, State
 from deploy.teardown import tear_down
 
 ME = Identity.mine()
-ROUTERS = {"router": Addresses("127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4", "unix:/run/router.sock")}
+ROUTERS = {"router": Addresses("127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4")}
 DEAD = Identity(ME.pid, ME.started - 1)
 
 

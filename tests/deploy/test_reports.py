@@ -10,7 +10,7 @@ from baton.config import Config, load
 from baton.errors import CorruptWeights, StartupError, Unavailable
 from baton.v1 import generation_pb2 as pb
 from deploy import show
-from deploy.addresses import Addresses, operator_target, target
+from deploy.addresses import Addresses, target
 from deploy.bring_up import why_failed
 from deploy.desired import Scale
 from deploy.generate import Generated
@@ -19,7 +19,7 @@ from deploy.processes import Identity
 from deploy.progress import Progress
 from deploy.reports import Failure, Overview, View
 
-ADDRESSES = Addresses("127.0.0.1:1001", "tcp://127.0.0.1:1002", "127.0.0.1:1003", "unix:/a")
+ADDRESSES = Addresses("127.0.0.1:1001", "tcp://127.0.0.1:1002", "127.0.0.1:1003")
 
 
 def overview(*views: View) -> Overview:
@@ -30,10 +30,6 @@ def decode(condition: str, failure: Failure | None = None, restarts: int = 0) ->
     return View("decode-0", "decode", "here", condition, restarts=restarts, failure=failure)
 
 
-def _at(grpc: str) -> Addresses:
-    return Addresses(grpc, "", "", "")
-
-
 def test_a_router_comes_back_at_its_addresses():
     pinned = ADDRESSES.pin(load(overrides={"router.grpc_port": 0, "router.internal_port": 0, "router.http_port": 0}))
     assert (pinned.router.grpc_port, pinned.router.internal_port, pinned.router.http_port) == (1001, 1002, 1003)
@@ -41,25 +37,18 @@ def test_a_router_comes_back_at_its_addresses():
 
 
 def test_a_client_is_told_of_all_routers():
-    other = Addresses("127.0.0.1:2001", "tcp://127.0.0.1:2002", "127.0.0.1:2003", "unix:/a")
+    other = Addresses("127.0.0.1:2001", "tcp://127.0.0.1:2002", "127.0.0.1:2003")
     assert target([ADDRESSES]) == "127.0.0.1:1001"
     assert target([ADDRESSES, other]) == "ipv4:127.0.0.1:1001,127.0.0.1:2001"
-    assert target([_at("localhost:1"), _at("localhost:2")]).endswith(":2")
+    assert target([Addresses("localhost:1", "", ""), Addresses("localhost:2", "", "")]).endswith(":2")
     with pytest.raises(Unavailable, match=r"no\.such\.host"):
-        target(
-            [
-                Addresses("no.such.host.invalid:1", "", "", "unix:/a"),
-                Addresses("no.such.host.invalid:2", "", "", "unix:/a"),
-            ]
-        )
-    assert target([_at("[::1]:1"), _at("[::1]:2")]) == "ipv6:[::1]:1,[::1]:2"
-    assert operator_target([ADDRESSES]) == "unix:/a"
-    assert operator_target([ADDRESSES, other]) == "unix:/a,/a"
+        target([Addresses("no.such.host.invalid:1", "", ""), Addresses("no.such.host.invalid:2", "", "")])
+    assert target([Addresses("[::1]:1", "", ""), Addresses("[::1]:2", "", "")]) == "ipv6:[::1]:1,[::1]:2"
 
 
 def test_every_interface_means_nothing_elsewhere():
-    everywhere = Addresses("0.0.0.0:1", "tcp://0.0.0.0:2", "0.0.0.0:3", "unix:/a")
-    assert everywhere.reached_at("10.1.2.3") == Addresses("10.1.2.3:1", "tcp://10.1.2.3:2", "10.1.2.3:3", "unix:/a")
+    everywhere = Addresses("0.0.0.0:1", "tcp://0.0.0.0:2", "0.0.0.0:3")
+    assert everywhere.reached_at("10.1.2.3") == Addresses("10.1.2.3:1", "tcp://10.1.2.3:2", "10.1.2.3:3")
     assert ADDRESSES.reached_at("10.1.2.3") == ADDRESSES
 
 
@@ -99,9 +88,7 @@ def test_the_table_fits_a_screen_and_tells_failures():
         "model": "m[odel]",
         "serving": False,
         "problem": "it is broken",
-        "routers": {
-            "router": {"grpc": "127.0.0.1:1", "internal": "127.0.0.1:2", "http": "127.0.0.1:3", "operator": "unix:/a"}
-        },
+        "routers": {"router": {"grpc": "127.0.0.1:1", "internal": "127.0.0.1:2", "http": "127.0.0.1:3"}},
         "log_dir": "/logs",
         "key_file": "",
         "ray": {"address": "127.0.0.1:6379", "mode": "disabled", "started_by_baton": False},

@@ -44,7 +44,7 @@ def stream(
         **{"text": PROMPT, "max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **settings}
     )  # type: ignore[arg-type]
     text, tokens, logprobs = "", [], []
-    with Client(cluster.address, cluster.operator) as client:
+    with Client(cluster.address) as client:
         for response in client.generate(request, timeout=60):
             text += response.delta.text
             tokens += response.delta.token_ids

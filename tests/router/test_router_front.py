@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,15 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton import config as settings
 from baton.errors import BatonError, ModelNotFound, Overloaded, PortInUse, all_errors
-from baton.v1 import (
-    cache_pb2,
-    cache_pb2_grpc,
-    cluster_pb2,
-    cluster_pb2_grpc,
-    explain_pb2,
-    generation_pb2,
-    generation_pb2_grpc,
-)
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, explain_pb2, generation_pb2, generation_pb2_grpc
 from router import front
 from router.relay import Relay
 from tests.router import tokenizers
@@ -59,13 +49,10 @@ async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
 
 
 class Client:
-    def __init__(self, router: Served, channel: grpc.aio.Channel, operator: grpc.aio.Channel) -> None:
+    def __init__(self, router: Served, channel: grpc.aio.Channel) -> None:
         self.router = router
-        self.channel = channel
-        self.operator = operator
         self.generation: Any = generation_pb2_grpc.GenerationStub(channel)
-        self.cluster: Any = cluster_pb2_grpc.ClusterStub(operator)
-        self.cache: Any = cache_pb2_grpc.CacheStub(operator)
+        self.cluster: Any = cluster_pb2_grpc.ClusterStub(channel)
         self.health: Any = health_pb2_grpc.HealthStub(channel)
         self.reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
 
@@ -94,21 +81,12 @@ class Client:
 @contextlib.asynccontextmanager
 async def cluster(config: settings.Config, *processes: str) -> AsyncIterator[Client]:
     """A router with these workers, each named after its role."""
-    async with (
-        served(config) as router,
-        grpc.aio.insecure_channel(router.addresses.grpc) as channel,
-        grpc.aio.insecure_channel(router.addresses.operator) as operator,
-    ):
+    async with served(config) as router, grpc.aio.insecure_channel(router.addresses.grpc) as channel:
         for name in processes:
             router.start(name.partition("-")[0], name)
-        client = Client(router, channel, operator)
+        client = Client(router, channel)
         await client.joined(len(processes))
         yield client
-
-
-def mode(path: str) -> int | None:
-    """The permissions of a file, or none where there is none."""
-    return stat.S_IMODE(Path(path).stat().st_mode) if Path(path).exists() else None
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -244,29 +222,6 @@ def test_errors_are_statuses_with_a_reason(tmp_path: Path) -> None:
     run(test)
 
 
-def test_clients_do_not_reach_the_operators_calls(tmp_path: Path) -> None:
-    services = [cluster_pb2.DESCRIPTOR.services_by_name["Cluster"], cache_pb2.DESCRIPTOR.services_by_name["Cache"]]
-
-    async def test() -> None:
-        async with cluster(settings_for(tmp_path, operator=""), "decode-0") as client:
-            for service in services:
-                for method in service.methods:
-                    name = f"/{service.full_name}/{method.name}"
-                    call: Any = client.channel.unary_unary(name, request_serializer=bytes, response_deserializer=bytes)
-                    assert await call(b"", timeout=10).code() == grpc.StatusCode.UNIMPLEMENTED
-            path = client.router.addresses.operator.removeprefix("unix:")
-            assert mode(path) == 0o600
-            if os.getuid() == 0:  # another user can't connect: the folder is closed to it
-                code = "import os, socket, sys; os.setuid(65534); socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
-                other = await asyncio.create_subprocess_exec(
-                    sys.executable, "-c", code, path, stderr=asyncio.subprocess.PIPE
-                )
-                assert b"PermissionError" in (await other.communicate())[1]
-        assert mode(path) is None
-
-    run(test)
-
-
 def test_our_own_mistakes_are_logged_and_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("a secret of the router")
@@ -306,7 +261,7 @@ def test_a_router_that_stops_says_so(tmp_path: Path) -> None:
             router = await stack.enter_async_context(served(settings_for(tmp_path)))
             async with grpc.aio.insecure_channel(router.addresses.grpc) as channel:
                 worker = router.start("decode", "decode-0")
-                call = Client(router, channel, channel).generation.Generate(request(max_tokens=900, ignore_eos=True))
+                call = Client(router, channel).generation.Generate(request(max_tokens=900, ignore_eos=True))
                 reading = asyncio.create_task(collect(call))
                 await until(lambda: worker.sequences)
                 await stack.pop_all().aclose()
@@ -351,8 +306,7 @@ def test_status_health_and_reflection(tmp_path: Path) -> None:
             call = client.reflection.ServerReflectionInfo()
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             services = {service.name for service in (await call.read()).list_services_response.service}
-            assert {"baton.v1.Generation", "grpc.health.v1.Health"} <= services
-            assert "baton.v1.Cluster" not in services
+            assert {"baton.v1.Generation", "baton.v1.Cluster", "grpc.health.v1.Health"} <= services
             await call.done_writing()
 
     run(test)
@@ -415,7 +369,7 @@ def test_the_command_says_where_it_listens_and_ends_when_told(tmp_path: Path) ->
         try:
             assert process.stdout is not None
             addresses = json.loads(process.stdout.readline())
-            assert set(addresses) == {"grpc", "internal", "http", "operator"}
+            assert set(addresses) == {"grpc", "internal", "http"}
             taken = addresses["grpc"].rpartition(":")[2]
             file.write_text(settings.dump(settings_for(tmp_path, grpc_port=int(taken))))
             second = subprocess.run(
