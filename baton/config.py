@@ -16,6 +16,7 @@ import yaml
 from msgspec import Meta, Struct
 
 from baton.errors import ConfigError
+from baton.operator_port import Loopback, parse
 from baton.trace import MAX_STEPS
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
@@ -119,6 +120,9 @@ class RouterConfig(_Section, frozen=True):
     grpc_port: Port = 50_051  # 0: any free port
     internal_port: Port = 50_052  # where workers and stores connect
     http_port: Port = 50_053  # /metrics and /discovery
+    operator: str = (
+        ""  # Cluster and Cache: a Unix socket's path or a loopback host:port; "": a socket of the user's own
+    )
     max_attempts: Positive = 4  # per request; the last is always decode-local
     max_queued: Natural = 1_024  # requests waiting for a worker; of more, the least urgent are refused
     max_queued_tokens: Positive = 16_777_216  # of their prompts together
@@ -263,7 +267,9 @@ def _check(config: Config) -> None:
             f"cluster.silence_ms is {cluster.silence_ms}, less than four heartbeats of {cluster.heartbeat_ms} ms: "
             "one lost message would look like a death; raise it, or lower cluster.heartbeat_ms"
         )
-    fixed = [p for p in (config.router.grpc_port, config.router.internal_port, config.router.http_port) if p]
+    operator = parse(config.router.operator)
+    ports = (config.router.grpc_port, config.router.internal_port, config.router.http_port)
+    fixed = [p for p in (*ports, operator.port if isinstance(operator, Loopback) else 0) if p]
     if len(fixed) != len(set(fixed)):
         raise ConfigError(f"router ports {fixed} must differ from each other")
     if config.prefill.chunk_tokens < config.pages.page_size:

@@ -236,7 +236,7 @@ async def measure(model: Path, asked: argparse.Namespace) -> list[report.Result]
     with ExitStack() as stack:
         report.say("starting 1P+1D")
         made = interference.start(stack, interference.SPLIT, model, asked)
-        client = stack.enter_context(Client(made.address))
+        client = stack.enter_context(Client(operator=made.operator))
         prompts = Prompts(client.status(timeout=10).model.vocab_size, asked.seed)
         async with grpc.aio.insecure_channel(made.address) as channel:
             server = Router(channel)

@@ -151,7 +151,7 @@ async def _ours(name: str, model: Path, asked: argparse.Namespace) -> list[Seen]
     with ExitStack() as stack:
         report.say(f"starting {name}")
         made = start(stack, name, model, asked)
-        with Client(made.address) as client:
+        with Client(operator=made.operator) as client:
             vocab = client.status(timeout=10).model.vocab_size
             for process in made.pids.keys() - {"router"} if asked.trace is not None else ():
                 report.say(f"{process}: {client.profile(process, MAX_STEPS).path}")

@@ -1,4 +1,6 @@
-"""The gRPC front door: `Generation`, `Cache` and `Cluster` of `proto/baton/v1`, health and reflection.
+"""The gRPC front doors: `Generation` of `proto/baton/v1` for clients, `Cache` and `Cluster` for the operator.
+
+Health and reflection are on both. A server answers a call of a service that it lacks with UNIMPLEMENTED.
 
 Owns nothing but the conversation. Errors leave through one seam, `status_of` and `_abort`: a `BatonError` becomes the
 status it names; anything else is our own mistake, is logged, and shows the client no more than that.
@@ -9,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from baton import operator_port
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded, PortInUse, RequestCancelled
+from baton.hosts import bracketed
 from baton.logs import RequestLog
 from baton.v1 import (
     cache_pb2,
@@ -43,7 +47,11 @@ REQUEST_ID = "x-request-id"
 _MAX_MESSAGE_BYTES = 16 * 2**20
 _LISTED = 10  # requests, unless the client says how many
 _LONG_TEXT = 4_000  # characters; longer prompts are tokenized on a thread, so that nobody's tokens wait for them
-_SERVICES = ("baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster")
+GENERATION, CACHE, CLUSTER = "baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster"
+_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # or two routers would share a port, and each get some of the requests
+)
 
 
 def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:
@@ -197,35 +205,29 @@ class ClusterFront(cluster_pb2_grpc.ClusterServicer):
         return explain_pb2.ListRequestsResponse(requests=[replies.request_summary(record, now) for record in records])
 
 
-class Front:
-    """The gRPC server with everything on it."""
+class _Server:
+    """A gRPC server with health and reflection beside the services that are added to it."""
 
-    def __init__(self, relay: Relay, clock: Clock) -> None:
-        self._server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-                ("grpc.so_reuseport", 0),  # or two routers would share a port, and each get some of the requests
-            ]
-        )
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationFront(relay, clock), self._server)
-        cache_pb2_grpc.add_CacheServicer_to_server(CacheFront(relay, clock), self._server)
-        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterFront(relay), self._server)
+    def __init__(self, own: Sequence[str], options: Sequence[tuple[str, Any]]) -> None:
+        """`own` are the names of its services."""
+        self._own = tuple(own)
+        self.grpc = grpc.aio.server(options=options)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] - no stubs
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        reflection.enable_server_reflection((*own, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
         self._serving: bool | None = None
 
-    async def start(self, host: str, port: int) -> str:
-        """Listen; returns "host:port". Raises PortInUse."""
+    async def start(self, address: str, remedy: str) -> int:
+        """Listen; returns the port, which is 1 for a Unix socket. Raises PortInUse, with what to do about it."""
         try:
-            bound = self._server.add_insecure_port(f"{_bracketed(host)}:{port}")
+            bound = self.grpc.add_insecure_port(address)
         except RuntimeError:
             bound = 0
         if not bound:
-            raise PortInUse(f"can't listen on {host}:{port}; stop what listens there or change router.grpc_port")
+            raise PortInUse(f"can't listen on {address}; {remedy}")
         await self.set_serving(False)
-        await self._server.start()
-        return f"{_bracketed(host)}:{bound}"
+        await self.grpc.start()
+        return bound
 
     async def set_serving(self, serving: bool) -> None:
         """What health checks are told. The router itself answers, so `Cluster` always serves."""
@@ -233,12 +235,63 @@ class Front:
             return
         self._serving = serving
         kinds = health_pb2.HealthCheckResponse  # pyright: ignore[reportAttributeAccessIssue] - no stubs
-        for service in ("", "baton.v1.Generation", "baton.v1.Cache"):
-            await self._health.set(service, kinds.SERVING if serving else kinds.NOT_SERVING)
-        await self._health.set("baton.v1.Cluster", kinds.SERVING)
+        for service in ("", *self._own):
+            serves = serving or service == CLUSTER
+            await self._health.set(service, kinds.SERVING if serves else kinds.NOT_SERVING)
 
     async def stop(self, grace: float) -> None:
         await self._health.enter_graceful_shutdown()
+        await self.grpc.stop(grace)
+
+
+class Front:
+    """The public gRPC server: `Generation`, and nothing by which a client could change or watch the cluster."""
+
+    def __init__(self, relay: Relay, clock: Clock) -> None:
+        self._server = _Server((GENERATION,), _OPTIONS)
+        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationFront(relay, clock), self._server.grpc)
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; returns "host:port". Raises PortInUse."""
+        remedy = "stop what listens there or change router.grpc_port"
+        bound = await self._server.start(f"{bracketed(host)}:{port}", remedy)
+        return f"{bracketed(host)}:{bound}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks are told."""
+        await self._server.set_serving(serving)
+
+    async def stop(self, grace: float) -> None:
+        await self._server.stop(grace)
+
+
+class OperatorFront:
+    """The operator's gRPC server: `Cluster` and `Cache`, on a Unix socket of this user's or on loopback."""
+
+    def __init__(self, relay: Relay, clock: Clock) -> None:
+        self._server = _Server((CLUSTER, CACHE), _OPTIONS)
+        cache_pb2_grpc.add_CacheServicer_to_server(CacheFront(relay, clock), self._server.grpc)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterFront(relay), self._server.grpc)
+
+    async def start(self, setting: str, cluster: str, router: str) -> str:
+        """Listen where `router.operator` says; returns the gRPC target. Raises ConfigError, StartupError, PortInUse."""
+        remedy = "stop what listens there or change router.operator"
+        chosen = operator_port.parse(setting)
+        if isinstance(chosen, operator_port.Loopback):
+            bound = await self._server.start(str(chosen), remedy)
+            return str(chosen._replace(port=bound))
+        path = chosen or operator_port.default_path(cluster, router)
+        operator_port.prepare(path, made_up=chosen is None)
+        target = operator_port.target(path)
+        await self._server.start(target, remedy)
+        path.chmod(0o600)
+        return target
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks are told."""
+        await self._server.set_serving(serving)
+
+    async def stop(self, grace: float) -> None:
         await self._server.stop(grace)
 
 
@@ -261,7 +314,3 @@ async def _abort(context: Any, error: BatonError, request_id: str) -> NoReturn:
     named = f"{error} (request {request_id})" if request_id else str(error)
     await context.abort(code, named, metadata)
     raise AssertionError("abort returned")
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -27,7 +27,7 @@ from baton.process import settle
 from baton.wire import Asker, Listener, Subscriber, refused
 from kvstore.events import decode, publisher_of
 from router.events import Heard, KvEvents, KvSnapshot
-from router.front import Front
+from router.front import Front, OperatorFront
 from router.http import Http
 from router.model_files import load
 from router.relay import Relay
@@ -41,11 +41,13 @@ _BATCHES = 1_000  # batches of KV events waiting to be read; more wait in their 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the router listens, once it does. `grpc` and `http` are host:port, `internal` is a ZMQ endpoint."""
+    """Where the router listens, once it does. `grpc` and `http` are host:port, `internal` is a ZMQ endpoint, `operator`
+    a gRPC target."""
 
     grpc: str
     internal: str
     http: str
+    operator: str
 
 
 async def serve(
@@ -72,15 +74,17 @@ async def serve(
         http = Http(relay)
         cleanup.push_async_callback(http.stop)
         http_address = await http.start(router.host, router.http_port)
-        front = Front(relay, clock)
-        cleanup.push_async_callback(front.stop, _GRACE)
+        front, operator = Front(relay, clock), OperatorFront(relay, clock)
+        cleanup.push_async_callback(_stop, front, operator)
         grpc_address = await front.start(router.host, router.grpc_port)
+        operator_address = await operator.start(router.operator, config.cluster.name, name)
         cleanup.callback(relay.stop)  # before the front stops: its streams still say why they end
         relay.address = _reachable(http_address, router.host)
         settle()
         log.info("router %s serves %s: gRPC %s, http %s", me.incarnation, model.name, grpc_address, http_address)
-        ready(Addresses(grpc_address, listener.endpoint, http_address))
-        loops = _listen(relay, listener), _follow(relay, sockets), _watch(relay, front, listener, clock)
+        log.info("the operator is served at %s", operator_address)
+        ready(Addresses(grpc_address, listener.endpoint, http_address, operator_address))
+        loops = _listen(relay, listener), _follow(relay, sockets), _watch(relay, (front, operator), listener, clock)
         await _until_stopped(stop, *loops)
 
 
@@ -105,14 +109,20 @@ async def _listen(relay: Relay, listener: Listener) -> None:
         await asyncio.sleep(0)
 
 
-async def _watch(relay: Relay, front: Front, listener: Listener, clock: Clock) -> None:
+async def _stop(front: Front, operator: OperatorFront) -> None:
+    """End both servers in the same time."""
+    await asyncio.gather(front.stop(_GRACE), operator.stop(_GRACE))
+
+
+async def _watch(relay: Relay, fronts: tuple[Front, OperatorFront], listener: Listener, clock: Clock) -> None:
     """Time, for the state: and whether this loop was itself held up, which is nobody else's fault (rule 6)."""
     beat = relay.config.cluster.heartbeat_ms / 1_000
     pauses = PauseDetector(tolerance=beat)
     while True:
         relay.handle(Tick(pauses.tick(clock.now())))
         relay.publish(listener.malformed, refused())
-        await front.set_serving(relay.state.serving)
+        for front in fronts:
+            await front.set_serving(relay.state.serving)
         await asyncio.sleep(beat / 5)
 
 

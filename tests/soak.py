@@ -70,7 +70,7 @@ class Chaos:
         self._stopped.clear()
 
     def _live(self, name: str) -> bool:
-        with Client(self._cluster.address) as client:
+        with Client(self._cluster.address, self._cluster.operator) as client:
             return any(p.name == name and p.state == 1 for p in client.status(timeout=60.0).processes)
 
 

@@ -90,7 +90,7 @@ def test_each_process_traces_its_first_steps_when_told_to(cluster: LocalCluster)
 
 def test_the_next_steps_of_a_decode_worker_that_runs(cluster: LocalCluster) -> None:
     result = CliRunner().invoke(
-        app, ["profile", "decode-0", "--steps", str(STEPS), "--address", cluster.address, "--json"]
+        app, ["profile", "decode-0", "--steps", str(STEPS), "--operator", cluster.operator, "--json"]
     )
     assert result.exit_code == 0, result.output
     asked = json.loads(result.stdout)
@@ -112,7 +112,7 @@ def test_the_next_steps_of_a_decode_worker_that_runs(cluster: LocalCluster) -> N
 
 
 def test_the_next_calls_of_a_store(cluster: LocalCluster) -> None:
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         path = Path(client.profile("store-0", 5).path)
     workload.ask(cluster.address, PROMPT[1:])
     eventually(path.exists, what="the trace")
@@ -120,16 +120,16 @@ def test_the_next_calls_of_a_store(cluster: LocalCluster) -> None:
 
 
 def test_a_trace_of_nobody_or_of_too_much(cluster: LocalCluster) -> None:
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         with pytest.raises(ProcessNotFound, match="decode-7"):
             client.profile("decode-7")
         with pytest.raises(InvalidRequest, match="10001"):
             client.profile("decode-0", 10_001)
-    assert CliRunner().invoke(app, ["profile", "decode-7", "--address", cluster.address]).exit_code == 1
+    assert CliRunner().invoke(app, ["profile", "decode-7", "--operator", cluster.operator]).exit_code == 1
 
 
 def test_a_worker_that_is_told_to_stop_writes_what_it_has(cluster: LocalCluster) -> None:
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         path = Path(client.profile("prefill-0", 10_000).path)
     log = cluster.config.cluster.logs / "prefill-0.log"
     eventually(lambda: path.name in log.read_text(), what="the word that it traces")
