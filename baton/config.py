@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from baton.errors import ConfigError
 from baton.operator_port import Loopback, parse
-from baton.trace import MAX_STEPS
+from baton.trace import MAX_STEPS, Keep
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -76,6 +76,8 @@ class ClusterConfig(_Section, frozen=True):
     stuck_ms: Positive = 60_000  # a worker whose step takes longer counts as gone
     trace_steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)] = 0  # each worker and store traces so many from its start
     trace_dir: str = ""  # where traces are written; default: traces, below log_dir
+    trace_files: Positive = 64  # kept there, on each node; the oldest is removed
+    trace_bytes: Bytes = Bytes(256 * 2**20)  # and of so many bytes together; the newest always stays
     key_file: str = ""  # the cluster's CURVE keys: needed by sockets that are not on loopback; made by baton up
 
     @property
@@ -89,6 +91,10 @@ class ClusterConfig(_Section, frozen=True):
     @property
     def traces(self) -> Path:
         return Path(self.trace_dir) if self.trace_dir else self.logs / "traces"
+
+    @property
+    def kept_traces(self) -> Keep:
+        return Keep(self.trace_files, self.trace_bytes)
 
 
 class PagesConfig(_Section, frozen=True):

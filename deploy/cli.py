@@ -271,20 +271,24 @@ def warm(
 def profile(
     process: Annotated[str, typer.Argument(help="A worker or store, such as decode-0; baton status lists them.")],
     steps: Annotated[int, typer.Option(min=1, help="Steps to trace.")] = 100,
+    stop: Annotated[bool, typer.Option("--stop", help="End the trace that it makes now.")] = False,
     operator: Operator = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
-    """Have a process trace where its next steps' time goes, for chrome://tracing or Perfetto."""
+    """Have a process trace where its next steps' time goes, for chrome://tracing or Perfetto.
+
+    A cluster makes one trace at a time."""
     from deploy.client import Client
     from deploy.status import find
 
     with Client(operator=operator or find(_folder(name)).operator) as client:
-        asked = client.profile(process, steps)
+        asked = client.stop_profile(process) if stop else client.profile(process, steps)
     if as_json:
         _print_json({"process": process, "steps": asked.steps, "path": asked.path, "node": asked.node})
         return
-    _out.print(f"{escape(process)} traces its next {asked.steps} steps; when they are done, on {escape(asked.node)}:")
+    does = "ends its trace" if stop else f"traces its next {asked.steps} steps"
+    _out.print(f"{escape(process)} {does}; once it is written, on {escape(asked.node)}:")
     _out.print(escape(asked.path))
 
 

@@ -53,9 +53,15 @@ class Client:
 
     def profile(self, process: str, steps: int = 0, timeout: float = 5.0) -> cluster_pb2.ProfileResponse:
         """Have a worker or store trace its next steps (0: the router's default). Raises BatonError: ProcessNotFound
-        when none of that name is live."""
+        when none of that name is live, TraceConflict while another trace is made."""
         with self._typed():
             return self._cluster.Profile(cluster_pb2.ProfileRequest(process=process, steps=steps), timeout=timeout)
+
+    def stop_profile(self, process: str, timeout: float = 5.0) -> cluster_pb2.ProfileResponse:
+        """End the trace that a worker or store makes; what there is of it is written. Raises BatonError:
+        ProcessNotFound when none of that name is live, TraceConflict when it makes none."""
+        with self._typed():
+            return self._cluster.Profile(cluster_pb2.ProfileRequest(process=process, stop=True), timeout=timeout)
 
     def drain(self, worker: str, *, now: bool = False, undo: bool = False, timeout: float = 5.0) -> cluster_pb2.Process:
         """Have a worker be given nothing new, or work again; returns how it is now. Raises BatonError: ProcessNotFound

@@ -174,7 +174,10 @@ class ClusterFront(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.ProfileResponse:
         async with _typed(context):
             steps = steps_of(request)
-            path, node = self._relay.profile(request.process, steps)
+            if request.stop:
+                path, node = self._relay.stop_profile(request.process)
+            else:
+                path, node = self._relay.profile(request.process, steps)
             return cluster_pb2.ProfileResponse(path=str(path), node=node, steps=steps)
         raise AssertionError("abort returned")
 
