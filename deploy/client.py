@@ -170,6 +170,11 @@ def typed(error: grpc.RpcError, address: str) -> BatonError:
     name = error.code().name
     if name == "UNAVAILABLE":
         return Unavailable(f"no router answers at {address} ({details}); `baton status` tells whether it runs")
+    if name == "UNIMPLEMENTED":
+        return ConfigError(
+            f"the port {address} does not serve that: Cluster and Cache are on a router's operator port, Generation is "
+            "on its public one; `baton status --json` tells both"
+        )
     if name == "DEADLINE_EXCEEDED":
         return Unavailable(f"the router at {address} did not answer in time")
     kind = next((kind for kind in all_errors() if kind.status == name), BatonError)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -269,33 +271,49 @@ class Front:
 
 
 class OperatorFront:
-    """The operator's gRPC server: `Cluster` and `Cache`, on a Unix socket of this user's or on loopback."""
+    """The operator's gRPC servers: `Cluster` and `Cache`, on a Unix socket of this user's or on loopback.
+
+    A socket's file may be removed while the router lives, such as with $XDG_RUNTIME_DIR when the user logs out. Then
+    another server listens anew, and connections to the first one live on."""
 
     def __init__(self, relay: Relay, clock: Clock) -> None:
-        self._server = _Server((CLUSTER, CACHE), _OPTIONS)
-        cache_pb2_grpc.add_CacheServicer_to_server(CacheFront(relay, clock), self._server.grpc)
-        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterFront(relay), self._server.grpc)
+        self._cache, self._cluster = CacheFront(relay, clock), ClusterFront(relay)
+        self._servers: list[_Server] = []
+        self._path: Path | None = None  # of the socket
 
     async def start(self, setting: str, cluster: str, router: str) -> str:
         """Listen where `router.operator` says; returns the gRPC target. Raises ConfigError, StartupError, PortInUse."""
+        server = _Server((CLUSTER, CACHE), _OPTIONS)
+        cache_pb2_grpc.add_CacheServicer_to_server(self._cache, server.grpc)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, server.grpc)
         remedy = "stop what listens there or change router.operator"
         chosen = operator_port.parse(setting)
         if isinstance(chosen, operator_port.Loopback):
-            bound = await self._server.start(str(chosen), remedy)
-            return str(chosen._replace(port=bound))
-        path = chosen or operator_port.default_path(cluster, router)
-        operator_port.prepare(path, made_up=chosen is None)
-        target = operator_port.target(path)
-        await self._server.start(target, remedy)
-        path.chmod(0o600)
+            bound = await server.start(str(chosen), remedy)
+            target = str(chosen._replace(port=bound))
+        else:
+            path = chosen or operator_port.default_path(cluster, router)
+            operator_port.prepare(path, made_up=chosen is None)
+            target = operator_port.target(path)
+            await server.start(target, remedy)
+            with contextlib.suppress(FileNotFoundError):  # removed already; see `lost`
+                path.chmod(0o600)
+            self._path = path
+        self._servers.append(server)
         return target
+
+    @property
+    def lost(self) -> bool:
+        """Whether the socket's file has been removed, so that no new connection finds it."""
+        return self._path is not None and not os.path.lexists(self._path)
 
     async def set_serving(self, serving: bool) -> None:
         """What health checks are told."""
-        await self._server.set_serving(serving)
+        for server in self._servers:
+            await server.set_serving(serving)
 
     async def stop(self, grace: float) -> None:
-        await self._server.stop(grace)
+        await asyncio.gather(*(server.stop(grace) for server in self._servers))
 
 
 @contextlib.asynccontextmanager

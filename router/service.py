@@ -14,13 +14,13 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton import hosts
 from baton.clock import Clock, MonotonicClock, PauseDetector, Tick
 from baton.config import Config
-from baton.errors import MalformedMessage
+from baton.errors import BatonError, MalformedMessage
 from baton.messages import Message, Peer
 from baton.metrics import Metrics
 from baton.process import settle
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _TURN = 64  # messages read before others get a turn of the loop: a socket that is never empty never yields
 _GRACE = 1.0  # seconds that clients get to read how their streams ended
+_LOOK = 1.0  # seconds between two looks at the operator's socket
 _BATCHES = 1_000  # batches of KV events waiting to be read; more wait in their sockets
 
 
@@ -58,9 +59,9 @@ async def serve(
     ready: Callable[[Addresses], object],
     host: str = hosts.LOOPBACK,
 ) -> None:
-    """Serve until `stop` is set; `ready` is called once every port listens. Where router.host is every interface, the
-    link to workers and stores, which is told to them by its address, takes `host`, this node's own. Raises PortInUse,
-    StartupError or ModelError when it can't start."""
+    """Serve until `stop` is set; `ready` is called once every port listens, and again if the operator's has moved.
+    Where router.host is every interface, the link to workers and stores, which is told to them by its address, takes
+    `host`, this node's own. Raises PortInUse, StartupError or ModelError when it can't start."""
     model = await asyncio.to_thread(load, config.model)
     router, clock = config.router, MonotonicClock()
     me = Peer("router", name, node, f"{name}.{secrets.token_hex(8)}", os.getpid())
@@ -83,8 +84,15 @@ async def serve(
         settle()
         log.info("router %s serves %s: gRPC %s, http %s", me.incarnation, model.name, grpc_address, http_address)
         log.info("the operator is served at %s", operator_address)
-        ready(Addresses(grpc_address, listener.endpoint, http_address, operator_address))
-        loops = _listen(relay, listener), _follow(relay, sockets), _watch(relay, (front, operator), listener, clock)
+        addresses = Addresses(grpc_address, listener.endpoint, http_address, operator_address)
+        ready(addresses)
+        again = _listen_again(relay, operator, lambda target: ready(replace(addresses, operator=target)))
+        loops = (
+            again,
+            _listen(relay, listener),
+            _follow(relay, sockets),
+            _watch(relay, (front, operator), listener, clock),
+        )
         await _until_stopped(stop, *loops)
 
 
@@ -124,6 +132,22 @@ async def _watch(relay: Relay, fronts: tuple[Front, OperatorFront], listener: Li
         for front in fronts:
             await front.set_serving(relay.state.serving)
         await asyncio.sleep(beat / 5)
+
+
+async def _listen_again(relay: Relay, operator: OperatorFront, moved: Callable[[str], object]) -> None:
+    """Look after the operator's socket: where its file has been removed, listen anew."""
+    while True:
+        await asyncio.sleep(_LOOK)
+        if not operator.lost:
+            continue
+        try:
+            target = await operator.start(relay.config.router.operator, relay.config.cluster.name, relay.me.name)
+        except BatonError as error:
+            log.warning("the operator's socket has been removed, and there can be no other one: %s", error)
+            await asyncio.sleep(_LOOK * 30)
+        else:
+            log.warning("the operator's socket has been removed; the operator is served at %s now", target)
+            moved(target)
 
 
 async def _follow(relay: Relay, sockets: Sockets) -> None:

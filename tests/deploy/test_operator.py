@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import msgspec
 import pytest
+from grpc_health.v1 import health, health_pb2_grpc
 
 from baton import operator_port
 from baton.config import load
@@ -19,6 +22,7 @@ from deploy.local import LocalCluster
 from deploy.processes import Identity
 from deploy.reports import OVERVIEW_FILE, Overview
 from deploy.state_file import RayLink, State
+from deploy.supervisor import Supervisor
 from deploy.teardown import _sockets
 
 UNIX = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "unix:/run/me/router.sock")
@@ -96,3 +100,17 @@ def test_a_local_cluster_keeps_it_below_its_own_folder_where_the_path_fits(tmp_p
     assert not path.parent.exists()
     with pytest.raises(StartupError, match="call up"):
         _ = made.operator
+
+
+def test_a_router_counts_as_alive_while_its_public_port_answers():
+    """Its socket for the operator may have been removed a moment ago, and its streams go on."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    supervisor = Supervisor.__new__(Supervisor)
+    with Client(f"127.0.0.1:{port}", "unix:/nowhere/router.sock") as client:
+        supervisor._clients = {"router": client}
+        assert supervisor._ask_router("router") == "alive"
+        server.stop(None).wait()
+        assert supervisor._ask_router("router") is None

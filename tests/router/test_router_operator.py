@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -26,6 +27,7 @@ from baton import config as settings
 from baton import operator_port
 from baton.errors import ConfigError, PortInUse, StartupError
 from baton.v1 import cache_pb2, cluster_pb2, cluster_pb2_grpc, generation_pb2
+from router.service import serve
 from tests.router.served import Served, served, settings_for
 
 OPERATORS = {
@@ -352,3 +354,34 @@ def test_at_the_default_path_both_folders_are_ours_alone(tmp_path: Path, monkeyp
 
     with pytest.raises(StartupError, match="baton has mode 0777"):
         run(test)
+
+
+def test_a_socket_whose_file_is_removed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder goes with $XDG_RUNTIME_DIR when its user logs out, and the cluster stays."""
+    home = tmp_path / "runtime"
+    home.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home))
+    monkeypatch.setattr("baton.operator_port._SHARED", tmp_path)
+    elsewhere = tmp_path / f"baton-{os.geteuid()}" / "baton" / "router.sock"
+
+    async def test() -> None:
+        said: asyncio.Queue[str] = asyncio.Queue()
+        stop, config = asyncio.Event(), settings_for(tmp_path, operator="")
+        serving = asyncio.create_task(serve(config, "router", "a", stop, lambda found: said.put_nowait(found.operator)))
+        here = await said.get()
+        request = cluster_pb2.GetStatusRequest()
+        async with grpc.aio.insecure_channel(here) as before:
+            first: Any = cluster_pb2_grpc.ClusterStub(before)
+            await first.GetStatus(request, timeout=10)
+            shutil.rmtree(home)
+            there = await said.get()
+            async with grpc.aio.insecure_channel(there) as after:
+                second: Any = cluster_pb2_grpc.ClusterStub(after)
+                await second.GetStatus(request, timeout=10)
+            await first.GetStatus(request, timeout=10)
+        stop.set()
+        await serving
+        assert (here, there) == (f"unix:{home}/baton/baton/router.sock", f"unix:{elsewhere}")
+        assert not elsewhere.exists()
+
+    run(test)
