@@ -52,7 +52,7 @@ async def router(config: settings.Config) -> AsyncIterator[tuple[Served, grpc.ai
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), 45))
 
 
 async def status_of(channel: grpc.aio.Channel, path: str, method: MethodDescriptor) -> grpc.StatusCode:
