@@ -17,7 +17,8 @@ import yaml
 from msgspec import Meta, Struct
 
 from baton.errors import ConfigError
-from baton.trace import MAX_STEPS
+from baton.operator_port import Loopback, parse
+from baton.trace import MAX_STEPS, Keep
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -79,6 +80,8 @@ class ClusterConfig(_Section, frozen=True):
     restart_patience_ms: Natural = 30_000  # Ray's supervisor replaces a silent process that still exists after so long
     trace_steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)] = 0  # each worker and store traces so many from its start
     trace_dir: str = ""  # where traces are written; default: traces, below log_dir
+    trace_files: Positive = 64  # kept there, on each node; the oldest is removed
+    trace_bytes: Bytes = Bytes(256 * 2**20)  # and of so many bytes together; the newest always stays
     key_file: str = ""  # the cluster's CURVE keys; default: cluster.key in ~/.local/state/baton/<name>, made there
 
     @property
@@ -104,6 +107,10 @@ class ClusterConfig(_Section, frozen=True):
     @property
     def traces(self) -> Path:
         return Path(self.trace_dir) if self.trace_dir else self.logs / "traces"
+
+    @property
+    def kept_traces(self) -> Keep:
+        return Keep(self.trace_files, self.trace_bytes)
 
 
 class PagesConfig(_Section, frozen=True):
@@ -135,6 +142,7 @@ class RouterConfig(_Section, frozen=True):
     grpc_port: Port = 50_051  # 0: any free port
     internal_port: Port = 50_052  # where workers and stores connect
     http_port: Port = 50_053  # /metrics and /discovery
+    operator: str = ""  # Cluster and Cache: a Unix socket's path or a loopback host:port; "": a socket of this user
     max_concurrent_rpcs: Positive = 4_096  # of more RPCs at a time, all but health checks are refused
     max_attempts: Positive = 4  # per request; the last is always decode-local
     max_queued: Natural = 1_024  # requests waiting for a worker; of more, the least urgent are refused
@@ -280,7 +288,9 @@ def _check(config: Config) -> None:
             f"cluster.silence_ms is {cluster.silence_ms}, less than four heartbeats of {cluster.heartbeat_ms} ms: "
             "one lost message would look like a death; raise it, or lower cluster.heartbeat_ms"
         )
-    fixed = [p for p in (config.router.grpc_port, config.router.internal_port, config.router.http_port) if p]
+    operator = parse(config.router.operator)
+    ports = (config.router.grpc_port, config.router.internal_port, config.router.http_port)
+    fixed = [p for p in (*ports, operator.port if isinstance(operator, Loopback) else 0) if p]
     if len(fixed) != len(set(fixed)):
         raise ConfigError(f"router ports {fixed} must differ from each other")
     if config.prefill.chunk_tokens < config.pages.page_size:

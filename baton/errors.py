@@ -7,6 +7,7 @@ BatonError                        INTERNAL
 ├── PinNotFound                   NOT_FOUND            the client named a pin that there is not
 ├── ProcessNotFound               NOT_FOUND            the client named a worker or store that is not live
 ├── RequestNotFound               NOT_FOUND            the client named a request that nobody remembers
+├── TraceConflict                 FAILED_PRECONDITION  a trace runs already, or none runs that could be stopped
 ├── Overloaded                    RESOURCE_EXHAUSTED   no room now; carries when to try again
 │   ├── ObjectiveUnreachable      RESOURCE_EXHAUSTED   the first token can't come in the time that was asked for
 │   └── RateLimited               RESOURCE_EXHAUSTED   a tenant has used up its quota of this minute
@@ -87,6 +88,13 @@ class RequestNotFound(BatonError):
 
     status = "NOT_FOUND"
     reason = "request_not_found"
+
+
+class TraceConflict(BatonError):
+    """A cluster makes one trace at a time: another one runs, or none runs that could be stopped."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "trace_conflict"
 
 
 class Overloaded(BatonError):

@@ -153,6 +153,12 @@ class Trace(Message, frozen=True):
     steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)]
 
 
+class StopTrace(Message, frozen=True):
+    """End the trace of that mark now, and write down what there is of it."""
+
+    mark: Annotated[str, Meta(pattern=r"^[0-9a-f]{1,16}$")]
+
+
 # --- heartbeats: state is truth ------------------------------------------------------------------------------------
 
 
@@ -219,6 +225,7 @@ class Heartbeat(Message, frozen=True):
     events: Count = 0  # the sequence of its last batch of KV events,
     digest: Checksum = 0  # and the digest of all that it held then: see `kvstore.changes`
     others: Load = Load()  # running, waiting, tokens_queued and context
+    tracing: str = ""  # the mark of the trace that this process makes or writes; none: it may be asked for one
 
 
 class RouterHeartbeat(Message, frozen=True):
@@ -722,7 +729,7 @@ class Taken(Message, frozen=True):
 
 # --- one union per direction ------------------------------------------------------------------------------------------
 
-ToAny: TypeAlias = Welcome | Rejected | Introduce | RouterHeartbeat | Trace
+ToAny: TypeAlias = Welcome | Rejected | Introduce | RouterHeartbeat | Trace | StopTrace
 ToDecode: TypeAlias = ToAny | Decode | Cancel | Resend | Become
 ToPrefill: TypeAlias = ToAny | Prefill | Cancel | Become
 ToStore: TypeAlias = ToAny | Pin | Unpin

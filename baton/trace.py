@@ -9,24 +9,33 @@ open.
                 tracer.count()              a step has begun
 
 A tracer is off until `start`; from the next turn on it records every span of its loop's thread until the turn in which
-the last step was counted, and writes them at once. Off, a span costs about 0.15 µs and allocates nothing, so spans stay
-where they are for good; on, 0.5 µs. Times are those of the machine's monotonic clock: traces of several processes of
-one machine may be laid over each other.
+the last step was counted. Off, a span costs about 0.15 µs and allocates nothing, so spans stay where they are for good;
+on, 0.5 µs. Times are those of the machine's monotonic clock: traces of several processes of one machine may be laid
+over each other.
+
+A thread writes the file, some spans at a time, with a pause after each: the loop never waits for the disk, and for
+Python's lock no longer than such a part takes. A tracer has one trace at a time, until its file is written.
 
 Owns what was recorded and the file that it becomes; a file that can't be written is a line in the log and no more.
-The format is the JSON array of "complete" events of Google's Trace Event Format.
+The folder keeps a bounded number of files and bytes (`Keep`): the oldest traces are removed, whichever process wrote
+them. The format is the JSON array of "complete" events of Google's Trace Event Format.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import threading
 import time
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import msgspec
 
@@ -34,8 +43,21 @@ log = logging.getLogger(__name__)
 
 MAX_STEPS = 10_000
 MAX_SPANS = 200_000  # about 25 MB of file; a trace that comes to so many ends there
+_PART = 100  # spans that are written at a time: 0.2 ms of Python
+_PAUSE = 0.001  # seconds after each part, in which the loop has Python to itself
+_CLOSING = 10.0  # seconds that a process which ends waits for its trace to be written
+_ABANDONED = 600.0  # seconds after which a half-written file has no writer any more
+_NAME = re.compile(r"(?P<half>\.)?[A-Za-z0-9-]+-[0-9a-f]{8}\.json(?(half)\.[0-9a-f]{8})")
 
 Argument = int | float | str
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How many traces a folder keeps, and how many bytes of them. The newest stays, however large it is."""
+
+    files: int = 64
+    size: int = 256 * 2**20
 
 
 class _Off:
@@ -62,7 +84,7 @@ class Recording:
             raise ValueError(f"{steps} steps can't be traced; it takes 1 to {MAX_STEPS:,}")
         self._steps = steps
         self._most = most
-        self._spans: list[tuple[str, str, int, int, dict[str, Argument]]] = []
+        self._spans: deque[tuple[str, str, int, int, dict[str, Argument]]] = deque()
         self.counted = 0
 
     def __len__(self) -> int:
@@ -77,20 +99,25 @@ class Recording:
         if len(self._spans) < self._most:
             self._spans.append((name, category, start, end - start, args))
 
-    def document(self, process: str, pid: int, thread: int) -> dict[str, object]:
-        """What the file holds. Times become microseconds there."""
+    def parts(self, process: str, pid: int, thread: int) -> Iterator[bytes]:
+        """The file's content, piece by piece. Times become microseconds there. The spans are forgotten on the way."""
         names = {"process_name": process, "thread_name": "loop"}
         events: list[dict[str, object]] = [
             {"ph": "M", "name": name, "pid": pid, "tid": thread, "args": {"name": value}}
             for name, value in names.items()
         ]
-        for name, category, start, duration, args in self._spans:
-            event: dict[str, object] = {
-                "ph": "X", "name": name, "cat": category, "pid": pid, "tid": thread,
-                "ts": start / 1_000, "dur": duration / 1_000,
-            }  # fmt: skip
-            events.append(event | {"args": args} if args else event)
-        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"steps": self.counted}}
+        yield b'{"traceEvents":[' + _listed(events)
+        while self._spans:
+            events = []
+            for _ in range(min(_PART, len(self._spans))):
+                name, category, start, duration, args = self._spans.popleft()
+                event: dict[str, object] = {
+                    "ph": "X", "name": name, "cat": category, "pid": pid, "tid": thread,
+                    "ts": start / 1_000, "dur": duration / 1_000,
+                }  # fmt: skip
+                events.append(event | {"args": args} if args else event)
+            yield b"," + _listed(events)
+        yield b'],"displayTimeUnit":"ms","otherData":' + msgspec.json.encode({"steps": self.counted}) + b"}"
 
 
 class _Span:
@@ -132,25 +159,37 @@ class _Turn:
 class Tracer:
     """The spans of one process's loop. For one thread."""
 
-    def __init__(self, process: str = "") -> None:
+    def __init__(self, process: str = "", keep: Keep = Keep()) -> None:
         """Off. `process` is what the trace calls it."""
         self.process = process
+        self.keep = keep
         self._recording: Recording | None = None
         self._waiting: Recording | None = None  # for the next turn
-        self._path = Path()
+        self._folder, self._mark = Path(), ""
         self._turn = _Turn(self)
+        self._writer: threading.Thread | None = None
+        self._hurry = threading.Event()
 
     @property
     def on(self) -> bool:
         """Whether spans are recorded, so that it is worth finding out what to say of them."""
         return self._recording is not None
 
-    def start(self, path: Path, steps: int) -> None:
-        """Record from the next turn on, until so many steps were counted; then write `path`. A trace that is under way
-        ends here. Raises ValueError for no steps, or more than MAX_STEPS."""
+    @property
+    def mark(self) -> str:
+        """The mark of the trace that waits for a turn, is recorded or is being written; none: a new one may start."""
+        busy = self._recording is not None or self._waiting is not None
+        return self._mark if busy or (self._writer is not None and self._writer.is_alive()) else ""
+
+    def start(self, folder: Path, mark: str, steps: int) -> None:
+        """Record from the next turn on, until so many steps were counted; then write the file. While another trace is
+        under way this one is refused, with a line in the log. Raises ValueError for 0 steps or more than MAX_STEPS."""
         recording = Recording(steps)
-        self.close()
-        self._waiting, self._path = recording, path
+        path = trace_path(folder, self.process, mark)
+        if self.mark:
+            log.warning("no trace %s: the trace %s is under way", path.name, self.mark)
+            return
+        self._waiting, self._folder, self._mark = recording, folder, mark
         log.info("tracing %d steps into %s", steps, path)
 
     def span(self, name: str, category: str, **args: Argument) -> AbstractContextManager[None]:
@@ -175,20 +214,42 @@ class Tracer:
 
     def finish_if_complete(self) -> None:
         if self._recording is not None and self._recording.complete:
-            self.close()
+            self.stop(self._mark)
+
+    def stop(self, mark: str) -> None:
+        """End the trace of that mark, if it is under way, and have written what there is, be it nothing yet."""
+        recording = self._recording or self._waiting
+        if recording is None or mark != self._mark:
+            return
+        self._recording = self._waiting = None
+        path = trace_path(self._folder, self.process, mark)
+        self._writer = threading.Thread(
+            target=self._write, args=(recording, path, threading.get_native_id()), name="trace", daemon=True
+        )
+        self._writer.start()
 
     def close(self) -> None:
-        """Write what there is, be it nothing yet, and be off."""
-        recording, self._recording, self._waiting = self._recording or self._waiting, None, None
-        if recording is None:
-            return
-        document = recording.document(self.process, os.getpid(), threading.get_native_id())
+        """End the trace that is under way, and wait until it is written. The tracer can be used again."""
+        self.stop(self._mark)
+        if self._writer is not None:
+            self._hurry.set()
+            self._writer.join(_CLOSING)
+            self._hurry.clear()
+
+    def _write(self, recording: Recording, path: Path, thread: int) -> None:
+        """On a thread of its own."""
+        spans = len(recording)
         try:
-            _write(self._path, msgspec.json.encode(document))
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _replacing(path) as file:
+                for part in recording.parts(self.process, os.getpid(), thread):
+                    file.write(part)
+                    self._hurry.wait(_PAUSE)
+            _prune(path, self.keep)
         except OSError as error:
-            log.warning("can't write the trace %s: %s", self._path, error.strerror)
+            log.warning("can't write the trace %s: %s", path, error.strerror)
         else:
-            log.info("wrote %d spans of %d steps to %s", len(recording), recording.counted, self._path)
+            log.info("wrote %d spans of %d steps to %s", spans, recording.counted, path)
 
 
 def trace_path(folder: Path, process: str, mark: str) -> Path:
@@ -201,13 +262,42 @@ def new_mark() -> str:
     return secrets.token_hex(4)
 
 
-def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing, for its owner alone: names and times tell what is served to whom. Raises OSError."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _listed(events: list[dict[str, object]]) -> bytes:
+    """As JSON, without the brackets."""
+    return msgspec.json.encode(events)[1:-1]
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that is there under its name once it is whole, or never, for its owner alone: names and times tell what is
+    served to whom. Raises OSError."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(content)
+            yield file
         fresh.replace(path)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def _prune(newest: Path, keep: Keep) -> None:
+    """Remove the oldest traces of the folder beyond what it keeps. Other processes may do so at the same time."""
+    found: list[tuple[float, int, Path]] = []
+    for entry in os.scandir(newest.parent):
+        match = _NAME.fullmatch(entry.name)
+        if match is None or not entry.is_file(follow_symlinks=False):
+            continue
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if not match["half"]:
+            found.append((status.st_mtime, status.st_size, Path(entry.path)))
+        elif status.st_mtime < time.time() - _ABANDONED:  # its writer was killed
+            Path(entry.path).unlink(missing_ok=True)
+    files = size = 0
+    for _, length, path in sorted(found, key=lambda one: (one[2] == newest, one[0]), reverse=True):
+        files, size = files + 1, size + length
+        if path != newest and (files > keep.files or size > keep.size):
+            path.unlink(missing_ok=True)
+            log.info("removed the old trace %s: cluster.trace_files and trace_bytes bound what is kept", path)

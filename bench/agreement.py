@@ -64,7 +64,7 @@ def _start(layout: Layout, asked: argparse.Namespace, stack: ExitStack) -> tuple
     made = stack.enter_context(cluster.local(models.directory(asked.model), layout.prefill, layout.decode, settings))
     if not asked.sleeping:
         _pin(made.pids, stack)
-    with Client(made.address) as client:
+    with Client(operator=made.operator) as client:
         vocab = client.status(timeout=10).model.vocab_size
     warm = Workload(Lengths.parse(asked.prompt), Lengths("fixed", 8), vocab).plan(6, seed=1_000)
     asyncio.run(load.open_loop(made.address, warm, 120.0))

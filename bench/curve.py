@@ -136,8 +136,8 @@ class _Ends:
 def message(sequences: int, step: int) -> bytes:
     """What a decode worker says of one step, as it is sent."""
     deltas = tuple(Delta(f"{request:016x}", 1, 500 + step, (request,)) for request in range(sequences))
-    names = (f"{process}.{'0' * 16}" for process in ("decode-0", "router"))
-    return msgspec.msgpack.encode(Envelope(*names, step, Tokens(step, deltas)))
+    sender, addressee = (f"{process}.{'0' * 16}" for process in ("decode-0", "router"))
+    return msgspec.msgpack.encode(Envelope(sender, addressee, step, Tokens(step, deltas)))
 
 
 def _send(parent: Connection, keys: str) -> None:

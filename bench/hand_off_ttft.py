@@ -26,7 +26,7 @@ from statistics import median
 import grpc.aio
 import msgspec
 
-from baton.errors import BatonError, Unavailable
+from baton.errors import BatonError, TraceConflict, Unavailable
 from baton.trace import MAX_STEPS
 from bench import cores, interference, models, report
 from bench.bare import BareEngine
@@ -168,14 +168,14 @@ async def _disturb(
         alone = await _side_by_side(bare, decoding, prompts)
         # None of them ends, and none begins, while something is measured: their own prompts make gaps as well.
         async with Streams(server, prompts, interference.STREAMS, interference.PROMPT, _OUTPUT) as streams:
-            trace = Path(client.profile("decode-0", MAX_STEPS).path)
+            trace = await asyncio.to_thread(_begin_trace, client)
             await asyncio.sleep(_LEAD)
             sent = time.perf_counter()
             await first_token(server, prompts.draw(PROMPT))
             arrived = time.perf_counter()
             await asyncio.sleep(_PAUSE)  # what it held up shows in gaps that end later
             end = time.perf_counter()
-            client.profile("decode-0", 1)  # which ends the other one
+            client.stop_profile("decode-0")
             steps = await asyncio.to_thread(_step_ends, trace)
         one = Seen(
             clients=Disturbance.of(streams.gaps, sent, arrived, end),
@@ -200,6 +200,18 @@ async def _side_by_side(bare: Bare, decoding: BareEngine, prompts: Prompts) -> D
     arrived = sent + await asyncio.to_thread(bare.prefill, prompts.draw(PROMPT))
     steps = (await streaming).times
     return Disturbance.of(_gaps(steps), sent, arrived, arrived)
+
+
+def _begin_trace(client: Client) -> Path:
+    """Have the decode worker trace its steps, once the router has heard that the last trace is written."""
+    deadline = time.perf_counter() + _TRACE_WRITTEN
+    while True:
+        try:
+            return Path(client.profile("decode-0", MAX_STEPS).path)
+        except TraceConflict:
+            if time.perf_counter() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 def _step_ends(trace: Path) -> list[float]:
@@ -236,7 +248,7 @@ async def measure(model: Path, asked: argparse.Namespace) -> list[report.Result]
     with ExitStack() as stack:
         report.say("starting 1P+1D")
         made = interference.start(stack, interference.SPLIT, model, asked)
-        client = stack.enter_context(Client(made.address))
+        client = stack.enter_context(Client(operator=made.operator))
         prompts = Prompts(client.status(timeout=10).model.vocab_size, asked.seed)
         async with grpc.aio.insecure_channel(made.address) as channel:
             server = Router(channel)

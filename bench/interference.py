@@ -109,7 +109,7 @@ def _figures(runs: Sequence[Seen]) -> list[tuple[str, list[float], str]]:
 # --- the sides -----------------------------------------------------------------------------------------------------
 
 
-def start(stack: ExitStack, name: str, model: Path, asked: argparse.Namespace) -> LocalCluster:
+def start(stack: ExitStack, name: str, model: Path, asked: argparse.Namespace, trace_steps: int = 0) -> LocalCluster:
     """A cluster of this shape on the cores of this process. Split, each worker has a core of its own, and router,
     store and client share that of the prefill worker, which has no stream to keep going."""
     split = name == SPLIT
@@ -117,6 +117,7 @@ def start(stack: ExitStack, name: str, model: Path, asked: argparse.Namespace) -
     for role in ("prefill", "decode"):
         settings |= {f"{role}.threads": 1 if split else _THREADS, f"{role}.pool_bytes": _POOL}
     settings |= dict(map(parse_override, asked.settings))
+    settings.setdefault("cluster.trace_steps", trace_steps)
     if asked.trace is not None:
         settings["cluster.trace_dir"] = str(asked.trace.resolve())
     made = stack.enter_context(cluster.local(model, 1 if split else 0, 1, settings))
@@ -150,11 +151,9 @@ async def _measure(server: Server, name: str, vocab: int, asked: argparse.Namesp
 async def _ours(name: str, model: Path, asked: argparse.Namespace) -> list[Seen]:
     with ExitStack() as stack:
         report.say(f"starting {name}")
-        made = start(stack, name, model, asked)
-        with Client(made.address) as client:
+        made = start(stack, name, model, asked, MAX_STEPS if asked.trace is not None else 0)
+        with Client(operator=made.operator) as client:
             vocab = client.status(timeout=10).model.vocab_size
-            for process in made.pids.keys() - {"router"} if asked.trace is not None else ():
-                report.say(f"{process}: {client.profile(process, MAX_STEPS).path}")
         async with grpc.aio.insecure_channel(made.address) as channel:
             runs = await _measure(Router(channel), name, vocab, asked)
         peaks = {process: Memory.of(pid).peak for process, pid in sorted(made.pids.items())}

@@ -35,6 +35,7 @@ from bench.bare import BareEngine
 from bench.neighbours import Neighbours
 from bench.workload import Lengths, Planned, Workload
 from deploy.client import Client
+from deploy.local import LocalCluster
 
 TARGET = 1.15
 _PROMPT = 33  # tokens: two pages for the prefill worker, and no step of the decode worker with more than one token
@@ -84,9 +85,9 @@ class Round:
 class Through:
     """Generating through a cluster."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        with Client(address) as client:
+    def __init__(self, made: LocalCluster) -> None:
+        self._address = made.address
+        with Client(operator=made.operator) as client:
             processes = client.status().processes
         (worker,) = (process for process in processes if process.role == cluster_pb2.ROLE_DECODE)
         self._metrics = worker.metrics_address
@@ -128,7 +129,7 @@ def measure(asked: argparse.Namespace, stack: ExitStack) -> list[Round]:
     model = models.directory("100m")
     engine = stack.enter_context(BareEngine(model, "auto", asked.threads))
     started = {name: _start(name, model, asked.threads, stack) for name in _SHAPES}
-    sides = {name: Through(address).generate for name, address in started.items()}
+    sides = {name: Through(made).generate for name, made in started.items()}
     report.say(report.machine())
     workload = Workload(Lengths("fixed", _PROMPT), Lengths("fixed", asked.tokens), models.LLAMA_100M["vocab_size"])
 
@@ -195,14 +196,14 @@ def results(rounds: Sequence[Round], threads: int) -> list[report.Result]:
     return [*lines, report.median_of("overhead", "used by others meanwhile", "cores", others)]
 
 
-def _start(name: str, model: Path, threads: int, stack: ExitStack) -> str:
-    """Start a cluster of that shape; the address of its router."""
+def _start(name: str, model: Path, threads: int, stack: ExitStack) -> LocalCluster:
+    """Start a cluster of that shape."""
     report.say(f"starting {name}")
     settings = {"model.device": "cpu", "store.arena_bytes": _POOL, "router.split": "always"}
     for role in ("prefill", "decode"):
         settings |= {f"{role}.threads": threads, f"{role}.pool_bytes": _POOL}
     prefill, decode = _SHAPES[name]
-    return stack.enter_context(cluster.local(model, prefill, decode, settings)).address
+    return stack.enter_context(cluster.local(model, prefill, decode, settings))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

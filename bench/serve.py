@@ -2,7 +2,7 @@
 
     bench/serve.py --quick
     bench/serve.py --prefill 1 --decode 1 --model 100m --rate 2 --requests 100 --slo-ttft 500 --slo-tpot 60
-    bench/serve.py --address 127.0.0.1:50051 --concurrency 8 --prefix-groups 4 --prefix-tokens 512
+    bench/serve.py --address 127.0.0.1:50051 --operator unix:/run/user/1000/baton/baton/router.sock --concurrency 8
     bench/serve.py --trace conversation_trace.jsonl --length-scale 0.02 --time-scale 4 --requests 200
 
 docs/benchmarks.md says what the figures mean.
@@ -35,16 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parse(argv)
     try:
         with ExitStack() as stack:
-            measure(_address(asked, stack), asked)
+            measure(*_addresses(asked, stack), asked)
     except BatonError as error:
         report.say(f"serve: {error}")
         return 1
     return 0
 
 
-def measure(address: str, asked: argparse.Namespace) -> None:
+def measure(address: str, operator: str, asked: argparse.Namespace) -> None:
     """Run the load `asked.runs` times and print the median of every figure."""
-    with Client(address) as client:
+    with Client(operator=operator) as client:
         status = client.status(timeout=10)
     where = f"{status.model_name} {cluster.shape(status)}, {load_name(asked)}"
     vocab = status.model.vocab_size
@@ -90,14 +90,15 @@ def _warmup(asked: argparse.Namespace, vocab: int) -> list[Planned]:
     return Workload(Lengths.parse("128"), Lengths.parse("8"), vocab).plan(asked.warmup, seed=asked.seed + 1_000_000)
 
 
-def _address(asked: argparse.Namespace, stack: ExitStack) -> str:
-    """Of the cluster that is named, or of one started here."""
+def _addresses(asked: argparse.Namespace, stack: ExitStack) -> tuple[str, str]:
+    """The public port and the operator's, of the cluster that is named or of one started here."""
     if asked.address:
-        return asked.address
+        return asked.address, asked.operator
     model = models.directory(asked.model)
     settings = dict(map(parse_override, asked.settings)) | {"model.name": Path(asked.model).name}
     report.say(f"starting {asked.prefill} prefill and {asked.decode} decode workers on {model}")
-    return stack.enter_context(cluster.local(model, asked.prefill, asked.decode, settings)).address
+    made = stack.enter_context(cluster.local(model, asked.prefill, asked.decode, settings))
+    return made.address, made.operator
 
 
 def load_name(asked: argparse.Namespace) -> str:
@@ -117,6 +118,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_argument_group("the cluster")
     where.add_argument("--address", help="host:port of a router that runs; without it a local cluster is started")
+    where.add_argument(
+        "--operator", metavar="TARGET", help="its operator port, unix:/PATH or host:port; with --address"
+    )
     where.add_argument("--model", help="tiny, 100m, or the directory of a checkpoint (default 100m)")
     where.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers; 0 is the colocated mode")
     where.add_argument("--decode", type=int, default=1, metavar="N", help="decode workers")
@@ -146,6 +150,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     how.add_argument("--quick", action="store_true", help=f"changes the defaults to {_QUICK}")
     asked = parser.parse_args(argv)
 
+    if bool(asked.address) != bool(asked.operator):
+        parser.error("--address and --operator go together; `baton status --json` tells both")
     if asked.rate and asked.trace:
         parser.error("a trace has its own times; --time-scale changes them")
     for name, value in (_QUICK if asked.quick else _DEFAULTS).items():

@@ -110,7 +110,7 @@ class Service:
         self._stop_router = lambda: loop.call_soon_threadsafe(stop.set)
 
         def ready(addresses: Any) -> None:
-            self.addresses = Addresses(grpc=addresses.grpc, internal=addresses.internal, http=addresses.http)
+            self.addresses = Addresses(addresses.grpc, addresses.internal, addresses.http, addresses.operator)
 
         await serve(self._order.config, self._order.name, self._order.node, stop, ready, self._host)
 

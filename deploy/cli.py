@@ -70,6 +70,9 @@ class RayChoice(StrEnum):
 
 
 Name = Annotated[str, typer.Option("--name", help="The cluster's name.", metavar="NAME")]
+Operator = Annotated[
+    str, typer.Option(metavar="TARGET", help="unix:/PATH or host:port of a router's operator port, instead of --name.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML configuration; flags override it.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.SETTING=VALUE", help="One setting.")]
@@ -148,6 +151,7 @@ def up(
     _out.print(f"[bold green]{state.name} serves {escape(state.model)}[/]")
     for router in state.routers.values():
         _out.print(escape(f"  gRPC     {router.grpc}"))
+        _out.print(escape(f"  operator {router.operator}"))
         _out.print(escape(f"  metrics  http://{router.http.removeprefix('http://')}/metrics"))
     _out.print(f"  logs     {escape(state.log_dir)}")
     _out.print(f'  try      baton generate{flag} "Once upon a time" --max-tokens 32')
@@ -226,7 +230,7 @@ def warm(
     list_: Annotated[bool, typer.Option("--list", help="Show what is pinned.")] = False,
     remove: Annotated[list[str] | None, typer.Option(metavar="ID", help="End a pin; may be repeated.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds that each prefix may take.")] = None,
-    address: Annotated[str, typer.Option(help="host:port of a router, instead of --name.")] = "",
+    operator: Operator = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
@@ -240,7 +244,7 @@ def warm(
         raise InvalidRequest("give a FILE with prefixes, or --list, or --remove ID")
     ttl_ms = warming.parse_duration_ms(ttl) if ttl else None
     lines = warming.read(file, sys.stdin.read() if file == warming.STDIN else "") if file else []
-    with Client(address or find(_folder(name)).target) as client:
+    with Client(operator=operator or find(_folder(name)).operator) as client:
         for pin in remove or ():
             client.unpin(pin)
         pins = client.pins() if list_ else []
@@ -267,20 +271,24 @@ def warm(
 def profile(
     process: Annotated[str, typer.Argument(help="A worker or store, such as decode-0; baton status lists them.")],
     steps: Annotated[int, typer.Option(min=1, help="Steps to trace.")] = 100,
-    address: Annotated[str, typer.Option(help="host:port of a router, instead of --name.")] = "",
+    stop: Annotated[bool, typer.Option("--stop", help="End the trace that it makes now.")] = False,
+    operator: Operator = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
-    """Have a process trace where its next steps' time goes, for chrome://tracing or Perfetto."""
+    """Have a process trace where its next steps' time goes, for chrome://tracing or Perfetto.
+
+    A cluster makes one trace at a time."""
     from deploy.client import Client
     from deploy.status import find
 
-    with Client(address or find(_folder(name)).target) as client:
-        asked = client.profile(process, steps)
+    with Client(operator=operator or find(_folder(name)).operator) as client:
+        asked = client.stop_profile(process) if stop else client.profile(process, steps)
     if as_json:
         _print_json({"process": process, "steps": asked.steps, "path": asked.path, "node": asked.node})
         return
-    _out.print(f"{escape(process)} traces its next {asked.steps} steps; when they are done, on {escape(asked.node)}:")
+    does = "ends its trace" if stop else f"traces its next {asked.steps} steps"
+    _out.print(f"{escape(process)} {does}; once it is written, on {escape(asked.node)}:")
     _out.print(escape(asked.path))
 
 
@@ -289,7 +297,7 @@ def profile(
 def explain(
     request_id: Annotated[str, typer.Argument(help="As `baton generate --json` and logs tell it.")] = "",
     last: Annotated[int, typer.Option(min=0, help="List the last requests instead.")] = 0,
-    address: Annotated[str, typer.Option(help="host:port of a router, instead of --name.")] = "",
+    operator: Operator = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
@@ -300,7 +308,7 @@ def explain(
 
     if bool(request_id) == bool(last):
         raise InvalidRequest("give a REQUEST_ID, or --last N")
-    with Client(address or find(_folder(name)).target) as client:
+    with Client(operator=operator or find(_folder(name)).operator) as client:
         if last:
             found = client.requests(last)
             if as_json:
@@ -362,7 +370,7 @@ def drain(
     now: Annotated[bool, typer.Option("--now", help="What it has goes on elsewhere, from the tokens so far.")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Give it work again.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait until it is empty.")] = 0.0,
-    address: Annotated[str, typer.Option(help="host:port of a router, instead of --name.")] = "",
+    operator: Operator = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
@@ -371,7 +379,7 @@ def drain(
     from deploy.client import Client
     from deploy.status import find
 
-    with Client(address or find(_folder(name)).target) as client:
+    with Client(operator=operator or find(_folder(name)).operator) as client:
         found = client.drain(worker, now=now, undo=undo)
         if wait and not undo:
             found = draining.until_empty(client, found, wait)
@@ -393,7 +401,7 @@ def role(
     wanted: Annotated[WorkerKind, typer.Argument(metavar="prefill|decode", help="What it is to be.")],
     patience: Annotated[float, typer.Option(help="Seconds after which what it still has goes elsewhere.")] = 30.0,
     wait: Annotated[float, typer.Option(help="Seconds to wait until it serves so.")] = 60.0,
-    address: Annotated[str, typer.Option(help="host:port of a router, instead of --name.")] = "",
+    operator: Operator = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
@@ -405,7 +413,7 @@ def role(
     from deploy.status import find
 
     kind: WorkerRole = "prefill" if wanted is WorkerKind.PREFILL else "decode"
-    with Client(address or find(_folder(name)).target) as client:
+    with Client(operator=operator or find(_folder(name)).operator) as client:
         client.set_role(worker, kind, patience=patience)
         found, done = draining.until_changed(client, worker, kind, wait)
     if as_json:

@@ -10,7 +10,7 @@ from typing import Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.errors import BatonError, Unavailable, all_errors, from_reason
+from baton.errors import BatonError, ConfigError, Unavailable, all_errors, from_reason
 from baton.messages import WorkerRole
 from baton.v1 import (
     cache_pb2,
@@ -24,34 +24,44 @@ from baton.v1 import (
 
 UP = (cluster_pb2.PROCESS_STATE_LIVE, cluster_pb2.PROCESS_STATE_DRAINING)  # the process is there, and well
 _REASON = "baton-reason"
+_NOWHERE = "unix:/dev/null"  # no call is made on a channel that has no address
 
 
 class Client:
-    """One channel to a router. Errors come back as the types they were raised as there."""
+    """A channel to a router's public port, and one to its operator's. Errors come back as the types they were raised as
+    there."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str = "", operator: str = "") -> None:
+        """`address` is for `generate` and health checks, `operator` for all other calls. Each is a gRPC target, and a
+        client that makes only one kind of calls needs only that one. With `operator` alone, health is asked there."""
         self.address = address
+        self.operator = operator
         # A router that is restarted on the same port is found again at once, not after gRPC's long back-off.
         options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
         options += [("grpc.enable_http_proxy", 0)]
-        self._channel = grpc.insecure_channel(address, options=options)
-        self._cluster = cluster_pb2_grpc.ClusterStub(self._channel)
-        self._generation = generation_pb2_grpc.GenerationStub(self._channel)
-        self._cache = cache_pb2_grpc.CacheStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._public = grpc.insecure_channel(address or _NOWHERE, options=options)
+        self._private = grpc.insecure_channel(operator or _NOWHERE, options=options)
+        self._cluster = cluster_pb2_grpc.ClusterStub(self._private)
+        self._generation = generation_pb2_grpc.GenerationStub(self._public)
+        self._cache = cache_pb2_grpc.CacheStub(self._private)
+        self._health = health_pb2_grpc.HealthStub(self._public if address else self._private)
 
     def status(self, timeout: float = 2.0) -> cluster_pb2.GetStatusResponse:
         """Raises BatonError: Unavailable when no router answers."""
-        try:
+        with self._typed():
             return self._cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=timeout)
-        except grpc.RpcError as error:
-            raise typed(error, self.address) from None
 
     def profile(self, process: str, steps: int = 0, timeout: float = 5.0) -> cluster_pb2.ProfileResponse:
         """Have a worker or store trace its next steps (0: the router's default). Raises BatonError: ProcessNotFound
-        when none of that name is live."""
+        when none of that name is live, TraceConflict while another trace is made."""
         with self._typed():
             return self._cluster.Profile(cluster_pb2.ProfileRequest(process=process, steps=steps), timeout=timeout)
+
+    def stop_profile(self, process: str, timeout: float = 5.0) -> cluster_pb2.ProfileResponse:
+        """End the trace that a worker or store makes; what there is of it is written. Raises BatonError:
+        ProcessNotFound when none of that name is live, TraceConflict when it makes none."""
+        with self._typed():
+            return self._cluster.Profile(cluster_pb2.ProfileRequest(process=process, stop=True), timeout=timeout)
 
     def drain(self, worker: str, *, now: bool = False, undo: bool = False, timeout: float = 5.0) -> cluster_pb2.Process:
         """Have a worker be given nothing new, or work again; returns how it is now. Raises BatonError: ProcessNotFound
@@ -92,10 +102,20 @@ class Client:
             return False
         return response.status == health_pb2.HealthCheckResponse.SERVING
 
+    def answers(self, timeout: float = 1.0) -> bool:
+        """Whether the router answers a health check at all, serving or not."""
+        try:
+            self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)  # pyright: ignore[reportAttributeAccessIssue]
+        except grpc.RpcError:
+            return False
+        return True
+
     def generate(
         self, request: generation_pb2.GenerateRequest, timeout: float | None = None
     ) -> Iterator[generation_pb2.GenerateResponse]:
         """The stream of one request. Closing the iterator cancels it. Raises BatonError."""
+        if not self.address:
+            raise ConfigError("this client knows no router's public port; give it one: Client(address)")
         call = self._generation.Generate(request, timeout=timeout)
         try:
             yield from call
@@ -121,13 +141,16 @@ class Client:
 
     @contextlib.contextmanager
     def _typed(self) -> Iterator[None]:
+        if not self.operator:
+            raise ConfigError("this client knows no router's operator port; give it one: Client(address, operator)")
         try:
             yield
         except grpc.RpcError as error:
-            raise typed(error, self.address) from None
+            raise typed(error, self.operator) from None
 
     def close(self) -> None:
-        self._channel.close()
+        self._public.close()
+        self._private.close()
 
     def __enter__(self) -> Self:
         return self
@@ -147,6 +170,11 @@ def typed(error: grpc.RpcError, address: str) -> BatonError:
     name = error.code().name
     if name == "UNAVAILABLE":
         return Unavailable(f"no router answers at {address} ({details}); `baton status` tells whether it runs")
+    if name == "UNIMPLEMENTED":
+        return ConfigError(
+            f"the port {address} does not serve that: Cluster and Cache are on a router's operator port, Generation is "
+            "on its public one; `baton status --json` tells both"
+        )
     if name == "DEADLINE_EXCEEDED":
         return Unavailable(f"the router at {address} did not answer in time")
     kind = next((kind for kind in all_errors() if kind.status == name), BatonError)

@@ -58,7 +58,7 @@ def main() -> int:
     _baton("up", "--name", NAME, "--model", str(model), "--prefill", "1", "--decode", "2", "--ray", "own", *settings)
     try:
         state = _state()
-        with Client(state.target) as client:
+        with Client(state.target, state.operator) as client:
             _show_requests(client)
             survived = _show_failover(client)
         processes = _processes(state)

@@ -1,7 +1,7 @@
 """A whole cluster as plain subprocesses of this one, without Ray: for tests, benchmarks and debugging.
 
     with LocalCluster(config, directory) as cluster:
-        Client(cluster.address).generate(…)
+        Client(cluster.address, cluster.operator).generate(…)
         cluster.kill("decode-0")
         cluster.start("decode-0")
 
@@ -41,6 +41,7 @@ import msgspec
 from baton.config import Config, dump
 from baton.errors import BatonError, StartupError
 from baton.hosts import LOOPBACK
+from baton.operator_port import MAX_PATH_BYTES, of_router
 from baton.v1 import cluster_pb2
 from baton.wire import Keys
 from deploy.addresses import Addresses
@@ -107,7 +108,8 @@ class LocalCluster:
             log_dir=config.cluster.log_dir or str(directory / "logs"),
             key_file=config.cluster.key_file or str(directory / "cluster.key"),
         )
-        self.config = msgspec.structs.replace(config, cluster=own)
+        router = msgspec.structs.replace(config.router, operator=self._operator(config.router.operator))
+        self.config = msgspec.structs.replace(config, cluster=own, router=router)
         self.patience = patience
         self._addresses: dict[str, Addresses] = {}  # of every router that has served
         planned = plan(self.config, scale_of(config), self.nodes, placed, one_machine=True)
@@ -168,6 +170,17 @@ class LocalCluster:
         if router not in self._addresses:
             raise StartupError(f"{router} is not up; call up() first")
         return self.reach(self._addresses[router].grpc)
+
+    @property
+    def operator(self) -> str:
+        """The gRPC target of the first router's port for the operator, good on this machine."""
+        return self.operator_of("router")
+
+    def operator_of(self, router: str) -> str:
+        """The gRPC target of a router's port for the operator, good on this machine."""
+        if router not in self._addresses:
+            raise StartupError(f"{router} is not up; call up() first")
+        return self._addresses[router].operator
 
     @property
     def addresses(self) -> Addresses | None:
@@ -231,7 +244,7 @@ class LocalCluster:
 
     def _wait_listed(self, router: str, names: Sequence[str], deadline: float) -> cluster_pb2.GetStatusResponse:
         problem = "it has not answered"
-        with Client(self.address_of(router)) as client:
+        with Client(operator=self.operator_of(router)) as client:
             while time.monotonic() < deadline:
                 for name in names:
                     self._check_running(name)
@@ -293,6 +306,18 @@ class LocalCluster:
         if (known := self._addresses.get(spec.name)) is not None:
             return known.pin(self.config)
         return listening(self.config, spec.name) if spec.role == "router" else self.config
+
+    def _operator(self, setting: str) -> str:
+        """Where the routers' ports for the operator are: below our directory unless the configuration says where, or
+        in a temporary one where its path is too long for a socket."""
+        if setting:
+            return setting
+        path = self.directory.resolve() / "run" / "router.sock"
+        longest = of_router(str(path), "router-99")
+        if len(os.fsencode(longest)) > MAX_PATH_BYTES or "," in str(path):
+            folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="baton-", dir="/tmp"))
+            path = Path(folder) / "router.sock"
+        return str(path)
 
     def _check_running(self, name: str) -> None:
         running = self._running[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from baton import operator_port
 from baton.config import Config
 from baton.errors import ConfigError, ModelNotFound, NotEnoughMemory, PortInUse, StartupError
 from baton.hosts import is_loopback
@@ -52,20 +53,23 @@ def check_keys(config: Config) -> None:
 def check_ports(config: Config) -> None:
     """Whether the router could listen where it is to listen."""
     router = config.router
-    for setting, port in (
-        ("grpc_port", router.grpc_port),
-        ("internal_port", router.internal_port),
-        ("http_port", router.http_port),
-    ):
+    ports = [
+        ("grpc_port=0", router.host, router.grpc_port),
+        ("internal_port=0", router.host, router.internal_port),
+        ("http_port=0", router.host, router.http_port),
+    ]
+    if isinstance(operator := operator_port.parse(router.operator), operator_port.Loopback):
+        ports.append((f"operator={operator._replace(port=0)}", operator.host, operator.port))
+    for setting, host, port in ports:
         if port:
             try:
-                with socket.socket(socket.AF_INET6 if ":" in router.host else socket.AF_INET) as probe:
+                with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind((router.host, port))
+                    probe.bind((host, port))
             except OSError as error:
                 raise PortInUse(
-                    f"the router can't listen on {router.host}:{port} ({error.strerror}); end what listens there "
-                    f"(`ss -ltnp 'sport = :{port}'` shows it), or take another: --set router.{setting}=0 takes any"
+                    f"the router can't listen on {host}:{port} ({error.strerror}); end what listens there "
+                    f"(`ss -ltnp 'sport = :{port}'` shows it), or take another: --set router.{setting} takes any"
                 ) from None
 
 

@@ -47,7 +47,7 @@ def rescale(state: State, prefill: int | None, decode: int | None, patience: flo
 def _mourned(state: State, overview: Overview) -> set[str]:
     """Retired processes that the router still takes for live: until it has missed their heartbeats for
     cluster.silence_ms it may still place work on them."""
-    with Client(state.target) as client:
+    with Client(operator=state.operator) as client:
         listed = client.status().processes
     live = {process.name for process in listed if process.state in UP}
     return live - {view.name for view in overview.processes}

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from baton.errors import StartupError
-from deploy.addresses import Addresses, target
+from deploy.addresses import Addresses, operator_target, target
 from deploy.processes import Identity
 
 
@@ -58,6 +58,11 @@ class State(msgspec.Struct, frozen=True):
     def target(self) -> str:
         """For a client: of any router that can be reached."""
         return target(self.routers.values())
+
+    @property
+    def operator(self) -> str:
+        """For the operator's calls: of any router that can be reached."""
+        return operator_target(self.routers.values())
 
 
 def path(folder: Path) -> Path:

@@ -25,7 +25,9 @@ def find(folder: Path) -> State:
             f"the cluster {folder.name!r} never came up: its `baton up` was killed; `baton down --name {folder.name}` "
             "clears away what is left"
         )
-    return state
+    # The supervisor knows where a router listens that was started anew.
+    overview = read_overview(folder)
+    return msgspec.structs.replace(state, routers=overview.routers) if overview and overview.routers else state
 
 
 def collect(folder: Path) -> dict[str, Any]:
@@ -33,12 +35,12 @@ def collect(folder: Path) -> dict[str, Any]:
     state = find(folder)
     overview = read_overview(folder)
     status, problem, serving = None, "", False
-    with Client(state.target) as client:
+    with Client(state.target, state.operator) as client:
         try:
             status = client.status()
-            serving = client.serving()
         except BatonError:
-            problem = f"no router answers at {state.target}"
+            problem = f"no router answers its operator at {state.operator}"
+        serving = client.serving()
     dead = overview is None or overview.supervisor.gone()
     if dead and status is None:
         problem = f"the cluster has died; `baton down --name {state.name}` clears away what is left"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -112,11 +113,11 @@ class Supervisor:
             time.sleep(TURN)
 
     def _turn(self) -> None:
-        statuses = self._ask_routers()
+        statuses, answering = self._ask_routers()
         self._crew.poll()
         with self._lock:
             now = time.monotonic()
-            facts = {name: self._facts(name, statuses) for name in self._ledger.names}
+            facts = {name: self._facts(name, statuses, answering) for name in self._ledger.names}
             actions = self._ledger.turn(self._specs(), facts, now, self._pauses.tick(now))
             for action in actions:
                 self._do(action, now)
@@ -154,22 +155,29 @@ class Supervisor:
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
-    def _ask_routers(self) -> dict[str, cluster_pb2.GetStatusResponse]:
-        """What those say that answer."""
+    def _ask_routers(self) -> tuple[dict[str, cluster_pb2.GetStatusResponse], set[str]]:
+        """The statuses of the routers that tell theirs, and the names of those that answer at all."""
         asked = [name for name in self._desired.routers if name in self._ledger.names]
-        answers = zip(asked, self._askers.map(self._ask_router, asked), strict=True)
-        return {name: answer for name, answer in answers if answer is not None}
+        answers = dict(zip(asked, self._askers.map(self._ask_router, asked), strict=True))
+        statuses = {
+            name: answer for name, answer in answers.items() if isinstance(answer, cluster_pb2.GetStatusResponse)
+        }
+        return statuses, {name for name, answer in answers.items() if answer is not None}
 
-    def _ask_router(self, name: str) -> cluster_pb2.GetStatusResponse | None:
+    def _ask_router(self, name: str) -> cluster_pb2.GetStatusResponse | Literal["alive"] | None:
+        """Its status, or none. A router whose socket for the operator was removed still serves its clients: it counts
+        as alive while its public port answers."""
         if name not in self._clients:
-            self._clients[name] = Client(self._desired.routers[name].grpc)
+            router = self._desired.routers[name]
+            # `baton up` places the supervisor and all routers on one node, so it reaches their Unix sockets.
+            self._clients[name] = Client(router.grpc, router.operator)
         try:
             return self._clients[name].status(timeout=1.0)
         except BatonError as error:
             log.info("no answer from %s: %s", name, error)
-            return None
+            return "alive" if self._clients[name].answers() else None
 
-    def _facts(self, name: str, statuses: Mapping[str, cluster_pb2.GetStatusResponse]) -> Facts:
+    def _facts(self, name: str, statuses: Mapping[str, cluster_pb2.GetStatusResponse], answering: set[str]) -> Facts:
         member = self._crew.member(name)
         if (ending := self._endings.get(name)) is not None and ending.done() and not member.gone:
             del self._endings[name]  # it could not be ended; the ledger will ask again
@@ -181,7 +189,7 @@ class Supervisor:
             ending=name in self._endings,
             failure=member.failure,
             listed=listed(statuses.values(), name, identity),
-            answers=name in statuses,
+            answers=name in answering,
             why_gone=member.why_gone,
             identity=identity,
         )
@@ -197,6 +205,8 @@ class Supervisor:
 
     def _learn(self, router: str, addresses: Addresses) -> None:
         """Where a router serves: there it always comes back, since those that run have been told."""
+        if (client := self._clients.pop(router, None)) is not None:
+            client.close()
         known = sorted({**self._desired.routers, router: addresses}.items())
         self._keep(msgspec.structs.replace(self._desired, routers=dict(known)))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from baton import operator_port
 from baton.errors import RayUnusable, StartupError
 from deploy import ray_cluster, ray_probe, state_file
 from deploy.processes import Identity, end
@@ -45,6 +46,8 @@ def tear_down(folder: Path, state: State, say: Say) -> None:
         left += ray_cluster.stop(own)
     if left:
         raise StartupError(f"processes {left} can't be ended; look at them with `ps -fp {','.join(map(str, left))}`")
+    for sockets in {operator_port.folder_of(state.name), *_sockets(folder, state)}:
+        operator_port.clear(sockets)
     (folder / OVERVIEW_FILE).unlink(missing_ok=True)
     if state.made_keys:
         Path(state.key_file).unlink(missing_ok=True)
@@ -56,6 +59,14 @@ def _known(folder: Path, state: State) -> list[Identity]:
     views = overview.processes if overview is not None else ()
     named = [state.supervisor, overview.supervisor if overview else None, *(view.identity for view in views)]
     return [identity for identity in named if identity is not None]
+
+
+def _sockets(folder: Path, state: State) -> list[Path]:
+    """The folders in which routers of the cluster had their sockets for the operator."""
+    overview = read_overview(folder)
+    routers = [*state.routers.values(), *(overview.routers.values() if overview is not None else ())]
+    found = [path.parent for path in operator_port.paths(router.operator for router in routers)]
+    return [path for path in found if path.name == state.name and path.parent.name.startswith("baton")]
 
 
 def _end_actors(namespace: str) -> None:

@@ -36,6 +36,7 @@ from baton.messages import (
     ModelCard,
     Namespace,
     Peer,
+    StopTrace,
     ToDecode,
     ToPrefill,
     Trace,
@@ -43,7 +44,7 @@ from baton.messages import (
 )
 from baton.metrics import Metrics, Sample
 from baton.routers import Routers, Said
-from baton.trace import new_mark, trace_path
+from baton.trace import new_mark
 from baton.unix import readable
 from baton.wire import Poller, refused
 from engine import files
@@ -156,8 +157,9 @@ class Worker:
         self._traces = config.cluster.traces
         self.tracer = self.engine.tracer
         self.tracer.process = name
+        self.tracer.keep = config.cluster.kept_traces
         if config.cluster.trace_steps:
-            self.tracer.start(trace_path(self._traces, name, new_mark()), config.cluster.trace_steps)
+            self.tracer.start(self._traces, new_mark(), config.cluster.trace_steps)
 
     def __enter__(self) -> Self:
         return self
@@ -192,7 +194,9 @@ class Worker:
         for event in heard:
             match event:
                 case Said(message=Trace(mark=mark, steps=steps)):
-                    self.tracer.start(trace_path(self._traces, self.peer.name, mark), steps)
+                    self.tracer.start(self._traces, mark, steps)
+                case Said(message=StopTrace(mark=mark)):
+                    self.tracer.stop(mark)
                 case Said(message=Become(role=role)):
                     self._become(role)
                 case _:
@@ -345,9 +349,11 @@ class Worker:
                 self._store.call(Holding(state.tickets))
 
     def _beat(self, state: WorkerState) -> None:
-        events, digest = self._events.sequence, self._events.digest
+        events, digest, tracing = self._events.sequence, self._events.digest, self.tracer.mark
         self._routers.beat(
-            lambda heard, router: msgspec.structs.replace(state.heartbeat(heard, router), events=events, digest=digest),
+            lambda heard, router: msgspec.structs.replace(
+                state.heartbeat(heard, router), events=events, digest=digest, tracing=tracing
+            ),
             self._step_started,
         )
 

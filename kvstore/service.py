@@ -38,6 +38,7 @@ from baton.messages import (
     Peer,
     Pin,
     Refusal,
+    StopTrace,
     StoreCall,
     ToStore,
     Trace,
@@ -46,7 +47,7 @@ from baton.messages import (
 from baton.metrics import Metrics
 from baton.process import settle
 from baton.routers import Routers, Said
-from baton.trace import Tracer, new_mark, trace_path
+from baton.trace import Tracer, new_mark
 from baton.unix import OutOfDescriptors, UnixListener, UnixSocket, readable
 from baton.wire import Poller, refused
 from kvstore.arena import Arena
@@ -171,9 +172,9 @@ class Store:
         self._calls: Counter[str] = Counter()
         self._malformed = 0
         self._traces = config.cluster.traces
-        self._tracer = Tracer(name)
+        self._tracer = Tracer(name, config.cluster.kept_traces)
         if config.cluster.trace_steps:
-            self._tracer.start(trace_path(self._traces, name, new_mark()), config.cluster.trace_steps)
+            self._tracer.start(self._traces, new_mark(), config.cluster.trace_steps)
 
     def __enter__(self) -> Self:
         return self
@@ -373,7 +374,9 @@ class Store:
         for event in self._routers.receive(now, paused):
             match event:
                 case Said(message=Trace(mark=mark, steps=steps)):
-                    self._tracer.start(trace_path(self._traces, self.me.name, mark), steps)
+                    self._tracer.start(self._traces, mark, steps)
+                case Said(message=StopTrace(mark=mark)):
+                    self._tracer.stop(mark)
                 case Said(router=router, message=Pin() | Unpin() as message):
                     self._handle(RouterSaid(message, router))
                 case _:
@@ -387,6 +390,7 @@ class Store:
             attempts=self._state.pins(router),
             events=self._events.sequence,
             digest=self._events.digest,
+            tracing=self._tracer.mark,
         )
 
     # --- what others read -------------------------------------------------------------------------------------------

@@ -73,6 +73,12 @@ class Profile(Struct, frozen=True):
     steps: int
 
 
+class StopProfile(Struct, frozen=True):
+    """A client's wish that the trace of a worker or store end now."""
+
+    process: str  # its name
+
+
 class Drain(Struct, frozen=True):
     """A client's wish that a worker be given nothing new, or (`undo`) be given work again. `at_once`: what it has goes
     elsewhere."""
@@ -134,6 +140,7 @@ Event: TypeAlias = (
     | Warm
     | Unwarm
     | Profile
+    | StopProfile
     | Drain
     | SetRole
     | ClientGone

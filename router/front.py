@@ -1,4 +1,6 @@
-"""The gRPC front door: `Generation`, `Cache` and `Cluster` of `proto/baton/v1`, health and reflection.
+"""The gRPC front doors: `Generation` of `proto/baton/v1` for clients, `Cache` and `Cluster` for the operator.
+
+Health and reflection are on both. A server answers a call of a service that it lacks with UNIMPLEMENTED.
 
 Owns nothing but the conversation. Errors leave through one seam, `status_of` and `_abort`: a `BatonError` becomes the
 status it names; anything else is our own mistake, is logged, and shows the client no more than that.
@@ -9,16 +11,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from baton import operator_port
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded, PortInUse, RequestCancelled, shown
+from baton.hosts import bracketed
 from baton.logs import RequestLog
 from baton.v1 import (
     cache_pb2,
@@ -53,7 +59,8 @@ _LINGER = 15.0  # seconds after a request's end in which its client must read so
 _LAST_WORDS = 1.0  # seconds that gRPC gets to pass on why
 _TEXTS = {"/baton.v1.Generation/Generate": 2, "/baton.v1.Cache/Warm": 2}  # the fields that hold a prompt's text
 _LISTED = 10  # requests, unless the client says how many
-_SERVICES = ("baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster")
+_OPERATOR_RPCS = 256
+GENERATION, CACHE, CLUSTER = "baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster"
 
 
 def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:
@@ -215,7 +222,10 @@ class ClusterFront(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.ProfileResponse:
         async with _typed(context):
             steps = steps_of(request)
-            path, node = self._relay.profile(request.process, steps)
+            if request.stop:
+                path, node = self._relay.stop_profile(request.process)
+            else:
+                path, node = self._relay.profile(request.process, steps)
             return cluster_pb2.ProfileResponse(path=str(path), node=node, steps=steps)
         raise AssertionError("abort returned")
 
@@ -246,17 +256,17 @@ class ClusterFront(cluster_pb2_grpc.ClusterServicer):
         return explain_pb2.ListRequestsResponse(requests=[replies.request_summary(record, now) for record in records])
 
 
-class Front:
-    """The gRPC server with everything on it."""
+class _Server:
+    """A gRPC server with health and reflection beside the services that are added to it."""
 
-    def __init__(self, relay: Relay, clock: Clock) -> None:
-        self._tokenizing = Tokenizing()
+    def __init__(self, own: Sequence[str], relay: Relay, max_rpcs: int) -> None:
+        """`own` are the names of its services."""
+        self._own = tuple(own)
         limits, tokenizer = relay.model.limits, relay.model.tokenizer
-        max_rpcs = relay.config.router.max_concurrent_rpcs
         max_bytes = _OTHER_BYTES + _ID_BYTES * limits.max_context
         max_text = tokenizer.max_bytes(limits.max_context) if tokenizer else 0
         self._guard = Guard(_abort, max_rpcs, max_bytes, _TEXTS)
-        self._server = grpc.aio.server(
+        self.grpc = grpc.aio.server(
             interceptors=(self._guard,),
             maximum_concurrent_rpcs=max_rpcs + _SPARE_RPCS,
             options=[
@@ -267,26 +277,22 @@ class Front:
                 ("grpc.so_reuseport", 0),  # or two routers would share a port, and each get some of the requests
             ],
         )
-        generation = GenerationFront(relay, clock, self._tokenizing)
-        generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server)
-        cache_pb2_grpc.add_CacheServicer_to_server(CacheFront(relay, clock, self._tokenizing), self._server)
-        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterFront(relay), self._server)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] - no stubs
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        reflection.enable_server_reflection((*own, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
         self._serving: bool | None = None
 
-    async def start(self, host: str, port: int) -> str:
-        """Listen; returns "host:port". Raises PortInUse."""
+    async def start(self, address: str, remedy: str) -> int:
+        """Listen; returns the port, which is 1 for a Unix socket. Raises PortInUse, with what to do about it."""
         try:
-            bound = self._server.add_insecure_port(f"{_bracketed(host)}:{port}")
+            bound = self.grpc.add_insecure_port(address)
         except RuntimeError:
             bound = 0
         if not bound:
-            raise PortInUse(f"can't listen on {host}:{port}; stop what listens there or change router.grpc_port")
+            raise PortInUse(f"can't listen on {address}; {remedy}")
         await self.set_serving(False)
-        await self._server.start()
-        return f"{_bracketed(host)}:{bound}"
+        await self.grpc.start()
+        return bound
 
     async def set_serving(self, serving: bool) -> None:
         """What health checks are told. The router itself answers, so `Cluster` always serves."""
@@ -294,9 +300,9 @@ class Front:
             return
         self._serving = serving
         kinds = health_pb2.HealthCheckResponse  # pyright: ignore[reportAttributeAccessIssue] - no stubs
-        for service in ("", "baton.v1.Generation", "baton.v1.Cache"):
-            await self._health.set(service, kinds.SERVING if serving else kinds.NOT_SERVING)
-        await self._health.set("baton.v1.Cluster", kinds.SERVING)
+        for service in ("", *self._own):
+            serves = serving or service == CLUSTER
+            await self._health.set(service, kinds.SERVING if serves else kinds.NOT_SERVING)
 
     @property
     def undecodable(self) -> int:
@@ -305,8 +311,86 @@ class Front:
 
     async def stop(self, grace: float) -> None:
         await self._health.enter_graceful_shutdown()
+        await self.grpc.stop(grace)
+
+
+class Front:
+    """The public gRPC server: `Generation`, and nothing by which a client could change or watch the cluster."""
+
+    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing) -> None:
+        self._server = _Server((GENERATION,), relay, relay.config.router.max_concurrent_rpcs)
+        generation = GenerationFront(relay, clock, tokenizing)
+        generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server.grpc)
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; returns "host:port". Raises PortInUse."""
+        remedy = "stop what listens there or change router.grpc_port"
+        bound = await self._server.start(f"{bracketed(host)}:{port}", remedy)
+        return f"{bracketed(host)}:{bound}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks are told."""
+        await self._server.set_serving(serving)
+
+    @property
+    def undecodable(self) -> int:
+        """Messages so far that were none."""
+        return self._server.undecodable
+
+    async def stop(self, grace: float) -> None:
         await self._server.stop(grace)
-        self._tokenizing.close()
+
+
+class OperatorFront:
+    """The operator's gRPC servers: `Cluster` and `Cache`, on a Unix socket of this user's or on loopback.
+
+    A socket's file may be removed while the router lives, such as with $XDG_RUNTIME_DIR when the user logs out. Then
+    another server listens anew, and connections to the first one live on."""
+
+    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing) -> None:
+        self._relay = relay
+        self._cache, self._cluster = CacheFront(relay, clock, tokenizing), ClusterFront(relay)
+        self._servers: list[_Server] = []
+        self._path: Path | None = None  # of the socket
+
+    async def start(self, setting: str, cluster: str, router: str) -> str:
+        """Listen where `router.operator` says; returns the gRPC target. Raises ConfigError, StartupError, PortInUse."""
+        server = _Server((CLUSTER, CACHE), self._relay, _OPERATOR_RPCS)
+        cache_pb2_grpc.add_CacheServicer_to_server(self._cache, server.grpc)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, server.grpc)
+        remedy = "stop what listens there or change router.operator"
+        chosen = operator_port.parse(setting)
+        if isinstance(chosen, operator_port.Loopback):
+            bound = await server.start(str(chosen), remedy)
+            target = str(chosen._replace(port=bound))
+        else:
+            path = chosen or operator_port.default_path(cluster, router)
+            operator_port.prepare(path, made_up=chosen is None)
+            target = operator_port.target(path)
+            await server.start(target, remedy)
+            with contextlib.suppress(FileNotFoundError):  # removed already; see `lost`
+                path.chmod(0o600)
+            self._path = path
+        self._servers.append(server)
+        return target
+
+    @property
+    def lost(self) -> bool:
+        """Whether the socket's file has been removed, so that no new connection finds it."""
+        return self._path is not None and not os.path.lexists(self._path)
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks are told."""
+        for server in self._servers:
+            await server.set_serving(serving)
+
+    @property
+    def undecodable(self) -> int:
+        """Messages so far that were none."""
+        return sum(server.undecodable for server in self._servers)
+
+    async def stop(self, grace: float) -> None:
+        await asyncio.gather(*(server.stop(grace) for server in self._servers))
 
 
 @contextlib.asynccontextmanager
@@ -341,7 +425,3 @@ def _connected() -> Iterator[None]:
         raise
     except grpc.aio.BaseError:
         raise asyncio.CancelledError from None
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -69,7 +69,11 @@ def pin_of(request: cache_pb2.WarmRequest) -> str:
 
 
 def steps_of(request: cluster_pb2.ProfileRequest) -> int:
-    """How many steps to trace. Raises InvalidRequest."""
+    """How many steps to trace; 0 where a trace is to be stopped. Raises InvalidRequest."""
+    if request.stop:
+        if request.steps:
+            raise InvalidRequest(f"steps is {request.steps} beside stop; ask for steps or for a stop, not for both")
+        return 0
     if request.steps > MAX_STEPS:
         raise InvalidRequest(f"steps is {request.steps}; it must be at most {MAX_STEPS}")
     return request.steps or _DEFAULT_STEPS

@@ -82,6 +82,8 @@ class Member:
     strangers: int = 0  # sequences or prompts of other routers, as the last heartbeat told
     strange_context: float = 0.0  # and tokens of theirs that run
     strange_tokens: int = 0  # and those that are to be computed
+    tracing: str = ""  # the mark of the trace that it makes, as it was asked for or as the last heartbeat told
+    asked_to_trace: int = 0  # sequence of the message that asked; heartbeats that do not reflect it tell nothing
 
     def __post_init__(self) -> None:
         self.room = self.hello.model.pool_pages if self.hello.model else 0
@@ -164,6 +166,15 @@ class Member:
         self.busy_since = None
         self.touch()
 
+    def traces(self, mark: str, sequence: int) -> None:
+        """That message asks it for a trace."""
+        self.tracing, self.asked_to_trace = mark, sequence
+
+    def reports_trace(self, mark: str, heard: int) -> None:
+        """A heartbeat: which trace it makes, if any, once it has heard up to that message."""
+        if heard >= self.asked_to_trace:
+            self.tracing = mark
+
     def reports(self, load: Load, heard: int, others: Load, now: float, *, unresponsive: bool = False) -> bool:
         """A heartbeat: what it says of itself holds for everything that was given up to the message `heard`. `others`
         is what other routers' work makes of `load`. Returns whether that has changed, or whether its loop goes on
@@ -226,6 +237,10 @@ class Members:
     def named(self, name: str) -> Member | None:
         """The live process of that name."""
         return next((member for member in self._live.values() if member.peer.name == name), None)
+
+    def tracing(self) -> Member | None:
+        """A live process that makes a trace."""
+        return next((member for member in self._live.values() if member.tracing), None)
 
     def listed(self, now: float) -> list[Member]:
         """The live ones, and those that went not long ago and have no successor."""

@@ -43,6 +43,7 @@ from router.events import (
     SetRole,
     Shutdown,
     StopMatched,
+    StopProfile,
     Submit,
     Subscribe,
     Unsubscribe,
@@ -155,10 +156,17 @@ class Relay:
 
     def profile(self, process: str, steps: int) -> tuple[Path, str]:
         """Have a worker or store trace its next steps. Returns the file that will hold them, and its node. Raises
-        ProcessNotFound."""
+        ProcessNotFound, and TraceConflict while another trace is made."""
         mark = new_mark()
         self.handle(Profile(process, mark, steps))
         node = next(view.peer.node for view in self.state.processes(self._clock.now()) if view.peer.name == process)
+        return trace_path(self.config.cluster.traces, process, mark), node
+
+    def stop_profile(self, process: str) -> tuple[Path, str]:
+        """End the trace that a worker or store makes. Returns the file that will hold it, and its node. Raises
+        ProcessNotFound, and TraceConflict where it makes none."""
+        mark, node = self.state.tracing(process)
+        self.handle(StopProfile(process))
         return trace_path(self.config.cluster.traces, process, mark), node
 
     def drain(self, worker: str, at_once: bool, undo: bool) -> ProcessView:

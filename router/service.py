@@ -14,13 +14,13 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton import hosts
 from baton.clock import Clock, MonotonicClock, PauseDetector, Tick
 from baton.config import Config
-from baton.errors import MalformedMessage
+from baton.errors import BatonError, MalformedMessage
 from baton.logs import RateLimitedLog
 from baton.messages import Message, Peer
 from baton.metrics import Metrics
@@ -28,26 +28,30 @@ from baton.process import settle
 from baton.wire import Asker, Listener, Subscriber, refused
 from kvstore.events import decode, publisher_of
 from router.events import Heard, KvEvents, KvSnapshot
-from router.front import Front
+from router.front import Front, OperatorFront
 from router.http import Http
 from router.model_files import load
 from router.relay import Relay
+from router.tokenizing import Tokenizing
 
 log = logging.getLogger(__name__)
 of_peers = RateLimitedLog(log)  # lines that a peer can trigger
 
 _TURN = 64  # batches of KV events handled before others get a turn of the loop
 _GRACE = 1.0  # seconds that clients get to read how their streams ended
+_LOOK = 1.0  # seconds between two looks at the operator's socket
 _BATCHES = 1_000  # batches of KV events waiting to be read; more wait in their sockets
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the router listens, once it does. `grpc` and `http` are host:port, `internal` is a ZMQ endpoint."""
+    """Where the router listens, once it does. `grpc` and `http` are host:port, `internal` is a ZMQ endpoint, `operator`
+    a gRPC target."""
 
     grpc: str
     internal: str
     http: str
+    operator: str
 
 
 async def serve(
@@ -58,9 +62,9 @@ async def serve(
     ready: Callable[[Addresses], object],
     host: str = hosts.LOOPBACK,
 ) -> None:
-    """Serve until `stop` is set; `ready` is called once every port listens. Where router.host is every interface, the
-    link to workers and stores, which is told to them by its address, takes `host`, this node's own. Raises PortInUse,
-    StartupError or ModelError when it can't start."""
+    """Serve until `stop` is set; `ready` is called once every port listens, and again if the operator's has moved.
+    Where router.host is every interface, the link to workers and stores, which is told to them by its address, takes
+    `host`, this node's own. Raises PortInUse, StartupError or ModelError when it can't start."""
     model = await asyncio.to_thread(load, config.model)
     router, clock = config.router, MonotonicClock()
     me = Peer("router", name, node, f"{name}.{secrets.token_hex(8)}", os.getpid())
@@ -74,15 +78,26 @@ async def serve(
         http = Http(relay)
         cleanup.push_async_callback(http.stop)
         http_address = await http.start(router.host, router.http_port)
-        front = Front(relay, clock)
-        cleanup.push_async_callback(front.stop, _GRACE)
+        tokenizing = Tokenizing()
+        cleanup.callback(tokenizing.close)
+        front, operator = Front(relay, clock, tokenizing), OperatorFront(relay, clock, tokenizing)
+        cleanup.push_async_callback(_stop, front, operator)
         grpc_address = await front.start(router.host, router.grpc_port)
+        operator_address = await operator.start(router.operator, config.cluster.name, name)
         cleanup.callback(relay.stop)  # before the front stops: its streams still say why they end
         relay.address = _reachable(http_address, router.host)
         settle()
         log.info("router %s serves %s: gRPC %s, http %s", me.incarnation, model.name, grpc_address, http_address)
-        ready(Addresses(grpc_address, listener.endpoint, http_address))
-        loops = _listen(relay, listener), _follow(relay, sockets), _watch(relay, front, listener, clock)
+        log.info("the operator is served at %s", operator_address)
+        addresses = Addresses(grpc_address, listener.endpoint, http_address, operator_address)
+        ready(addresses)
+        again = _listen_again(relay, operator, lambda target: ready(replace(addresses, operator=target)))
+        loops = (
+            again,
+            _listen(relay, listener),
+            _follow(relay, sockets),
+            _watch(relay, (front, operator), listener, clock),
+        )
         await _until_stopped(stop, *loops)
 
 
@@ -105,15 +120,37 @@ async def _listen(relay: Relay, listener: Listener) -> None:
         relay.handle(Heard(await listener.receive()))
 
 
-async def _watch(relay: Relay, front: Front, listener: Listener, clock: Clock) -> None:
+async def _stop(front: Front, operator: OperatorFront) -> None:
+    """End both servers in the same time."""
+    await asyncio.gather(front.stop(_GRACE), operator.stop(_GRACE))
+
+
+async def _watch(relay: Relay, fronts: tuple[Front, OperatorFront], listener: Listener, clock: Clock) -> None:
     """Time, for the state: and whether this loop was itself held up, which is nobody else's fault (rule 6)."""
     beat = relay.config.cluster.heartbeat_ms / 1_000
     pauses = PauseDetector(tolerance=beat)
     while True:
         relay.handle(Tick(pauses.tick(clock.now())))
-        relay.publish(listener.malformed + front.undecodable, refused())
-        await front.set_serving(relay.state.serving)
+        relay.publish(listener.malformed + sum(front.undecodable for front in fronts), refused())
+        for front in fronts:
+            await front.set_serving(relay.state.serving)
         await asyncio.sleep(beat / 5)
+
+
+async def _listen_again(relay: Relay, operator: OperatorFront, moved: Callable[[str], object]) -> None:
+    """Look after the operator's socket: where its file has been removed, listen anew."""
+    while True:
+        await asyncio.sleep(_LOOK)
+        if not operator.lost:
+            continue
+        try:
+            target = await operator.start(relay.config.router.operator, relay.config.cluster.name, relay.me.name)
+        except BatonError as error:
+            log.warning("the operator's socket has been removed, and there can be no other one: %s", error)
+            await asyncio.sleep(_LOOK * 30)
+        else:
+            log.warning("the operator's socket has been removed; the operator is served at %s now", target)
+            moved(target)
 
 
 async def _follow(relay: Relay, sockets: Sockets) -> None:

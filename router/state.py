@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from baton import messages
 from baton.clock import Tick
 from baton.config import Config
-from baton.errors import BatonError, InvalidRequest, ProcessNotFound, RequestNotFound, shown
+from baton.errors import BatonError, InvalidRequest, ProcessNotFound, RequestNotFound, TraceConflict, shown
 from baton.messages import (
     AttemptHeld,
     AttemptName,
@@ -29,6 +29,7 @@ from baton.messages import (
     Rejected,
     Role,
     RouterHeartbeat,
+    StopTrace,
     ToRouter,
     Trace,
     Welcome,
@@ -58,6 +59,7 @@ from router.events import (
     SetRole,
     Shutdown,
     StopMatched,
+    StopProfile,
     Submit,
     Subscribe,
     Unsubscribe,
@@ -163,6 +165,8 @@ class RouterState:
                 self._warmer.unwarm(event, now)
             case Profile():
                 self._profile(event)
+            case StopProfile(process=process):
+                self._stop_profile(process)
             case Drain():
                 self._drain(event, now)
             case SetRole():
@@ -322,6 +326,7 @@ class RouterState:
 
     def _heartbeat(self, member: Member, beat: Heartbeat, now: float) -> None:
         """Compare what it has with what it should have, and repair the difference."""
+        member.reports_trace(beat.tracing, beat.heard)
         standing = max(beat.step_age_ms, beat.loop_age_ms) > self._config.cluster.silence_ms
         if member.reports(beat.load, beat.heard, beat.others, now, unresponsive=standing):
             self._life.rounds.may_have_room()
@@ -452,13 +457,38 @@ class RouterState:
 
     # --- profiles ----------------------------------------------------------------------------------------------------
 
+    def tracing(self, process: str) -> tuple[str, str]:
+        """The mark of the trace that this worker or store makes, and its node. Raises ProcessNotFound, and
+        TraceConflict when it makes none."""
+        member = self._traceable(process)
+        if not member.tracing:
+            raise TraceConflict(
+                f"{member.peer.name} makes no trace, so none can be stopped; it may have ended by itself"
+            )
+        return member.tracing, member.peer.node
+
     def _profile(self, wish: Profile) -> None:
-        member = self._members.named(wish.process)
+        member = self._traceable(wish.process)
+        if (busy := self._members.tracing()) is not None:
+            name = busy.peer.name
+            raise TraceConflict(
+                f"{name} makes a trace already ({name}-{busy.tracing}.json), and a cluster makes one at a time; wait "
+                f"until it has ended, or end it with `baton profile {name} --stop`"
+            )
+        member.traces(wish.mark, self._out.send(member.incarnation, Trace(wish.mark, wish.steps)))
+
+    def _stop_profile(self, process: str) -> None:
+        mark, _ = self.tracing(process)
+        self._out.send(self._traceable(process).incarnation, StopTrace(mark))
+
+    def _traceable(self, name: str) -> Member:
+        """The live worker or store of that name."""
+        member = self._members.named(name)
         if member is None:
             raise ProcessNotFound(
-                f"no worker or store of the name {shown(wish.process)!r} is live; `baton status` lists those that are"
+                f"no worker or store of the name {shown(name)!r} is live; `baton status` lists those that are"
             )
-        self._out.send(member.incarnation, Trace(wish.mark, wish.steps))
+        return member
 
     # --- time --------------------------------------------------------------------------------------------------------
 

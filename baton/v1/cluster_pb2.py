@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import explain_pb2 as baton_dot_v1_dot_explain__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x16\x62\x61ton/v1/explain.proto\"h\n\x0eSetRoleRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x18\n\x0bpatience_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_patience_ms\"4\n\x0fSetRoleResponse\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.baton.v1.Process\"9\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0b\n\x03now\x18\x02 \x01(\x08\x12\x0c\n\x04undo\x18\x03 \x01(\x08\"2\n\rDrainResponse\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.baton.v1.Process\"0\n\x0eProfileRequest\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\r\n\x05steps\x18\x02 \x01(\r\"<\n\x0fProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\r\n\x05steps\x18\x03 \x01(\r\"\x12\n\x10GetStatusRequest\"\x82\x02\n\x11GetStatusResponse\x12$\n\tprocesses\x18\x01 \x03(\x0b\x32\x11.baton.v1.Process\x12\'\n\x05model\x18\x02 \x01(\x0b\x32\x13.baton.v1.ModelCardH\x00\x88\x01\x01\x12\x0f\n\x07log_dir\x18\x03 \x01(\t\x12 \n\x06\x63ounts\x18\x04 \x01(\x0b\x32\x10.baton.v1.Counts\x12\x0f\n\x07\x63luster\x18\x05 \x01(\t\x12\x12\n\nmodel_name\x18\x06 \x01(\t\x12-\n\nbottleneck\x18\x07 \x01(\x0b\x32\x14.baton.v1.BottleneckH\x01\x88\x01\x01\x42\x08\n\x06_modelB\r\n\x0b_bottleneck\"y\n\nBottleneck\x12\x0f\n\x07prefill\x18\x01 \x01(\x01\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\x01\x12\x1f\n\x07\x61\x64vised\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x14\n\x0cprefill_then\x18\x04 \x01(\x01\x12\x13\n\x0b\x64\x65\x63ode_then\x18\x05 \x01(\x01\"\xf2\x02\n\x07Process\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x04\x12%\n\x05state\x18\x06 \x01(\x0e\x32\x16.baton.v1.ProcessState\x12\x1c\n\x04load\x18\x07 \x01(\x0b\x32\x0e.baton.v1.Load\x12\x1d\n\x10heartbeat_age_ms\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0fmetrics_address\x18\t \x01(\t\x12\x13\n\x0bpages_known\x18\n \x01(\x04\x12\x10\n\x08\x61ttempts\x18\x0b \x01(\r\x12 \n\x08\x62\x65\x63oming\x18\x0c \x01(\x0e\x32\x0e.baton.v1.Role\x12\x17\n\x0f\x65vents_endpoint\x18\r \x01(\t\x12\x17\n\x0freplay_endpoint\x18\x0e \x01(\tB\x13\n\x11_heartbeat_age_ms\"h\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\x04\x12\x12\n\npages_free\x18\x03 \x01(\x04\x12\x13\n\x0bpages_total\x18\x04 \x01(\x04\x12\x15\n\rtokens_queued\x18\x05 \x01(\x04\"}\n\tModelCard\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x10\n\x08kv_dtype\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x12\n\nvocab_size\x18\x05 \x01(\x04\x12\x13\n\x0bmax_context\x18\x06 \x01(\x04\"\xe4\x01\n\x06\x43ounts\x12\x0e\n\x06queued\x18\x01 \x01(\x04\x12\x0f\n\x07running\x18\x02 \x01(\x04\x12\x10\n\x08\x66inished\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x11\n\tcancelled\x18\x05 \x01(\x04\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\x04\x12\x14\n\x0cplaced_split\x18\x07 \x01(\x04\x12\x14\n\x0cplaced_local\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x15\n\rcached_tokens\x18\n \x01(\x04\x12\x18\n\x10generated_tokens\x18\x0b \x01(\x04*`\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ROUTER\x10\x01\x12\x10\n\x0cROLE_PREFILL\x10\x02\x12\x0f\n\x0bROLE_DECODE\x10\x03\x12\x0e\n\nROLE_STORE\x10\x04*\xac\x01\n\x0cProcessState\x12\x1d\n\x19PROCESS_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12PROCESS_STATE_LIVE\x10\x01\x12\x18\n\x14PROCESS_STATE_SILENT\x10\x02\x12\x17\n\x13PROCESS_STATE_STUCK\x10\x03\x12\x16\n\x12PROCESS_STATE_DEAD\x10\x04\x12\x1a\n\x16PROCESS_STATE_DRAINING\x10\x05\x32\x98\x03\n\x07\x43luster\x12\x44\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x1b.baton.v1.GetStatusResponse\x12>\n\x07Profile\x12\x18.baton.v1.ProfileRequest\x1a\x19.baton.v1.ProfileResponse\x12>\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x19.baton.v1.ExplainResponse\x12M\n\x0cListRequests\x12\x1d.baton.v1.ListRequestsRequest\x1a\x1e.baton.v1.ListRequestsResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12>\n\x07SetRole\x12\x18.baton.v1.SetRoleRequest\x1a\x19.baton.v1.SetRoleResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x16\x62\x61ton/v1/explain.proto\"h\n\x0eSetRoleRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x18\n\x0bpatience_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_patience_ms\"4\n\x0fSetRoleResponse\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.baton.v1.Process\"9\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0b\n\x03now\x18\x02 \x01(\x08\x12\x0c\n\x04undo\x18\x03 \x01(\x08\"2\n\rDrainResponse\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.baton.v1.Process\">\n\x0eProfileRequest\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\r\n\x05steps\x18\x02 \x01(\r\x12\x0c\n\x04stop\x18\x03 \x01(\x08\"<\n\x0fProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\r\n\x05steps\x18\x03 \x01(\r\"\x12\n\x10GetStatusRequest\"\x82\x02\n\x11GetStatusResponse\x12$\n\tprocesses\x18\x01 \x03(\x0b\x32\x11.baton.v1.Process\x12\'\n\x05model\x18\x02 \x01(\x0b\x32\x13.baton.v1.ModelCardH\x00\x88\x01\x01\x12\x0f\n\x07log_dir\x18\x03 \x01(\t\x12 \n\x06\x63ounts\x18\x04 \x01(\x0b\x32\x10.baton.v1.Counts\x12\x0f\n\x07\x63luster\x18\x05 \x01(\t\x12\x12\n\nmodel_name\x18\x06 \x01(\t\x12-\n\nbottleneck\x18\x07 \x01(\x0b\x32\x14.baton.v1.BottleneckH\x01\x88\x01\x01\x42\x08\n\x06_modelB\r\n\x0b_bottleneck\"y\n\nBottleneck\x12\x0f\n\x07prefill\x18\x01 \x01(\x01\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\x01\x12\x1f\n\x07\x61\x64vised\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x14\n\x0cprefill_then\x18\x04 \x01(\x01\x12\x13\n\x0b\x64\x65\x63ode_then\x18\x05 \x01(\x01\"\xf2\x02\n\x07Process\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x04\x12%\n\x05state\x18\x06 \x01(\x0e\x32\x16.baton.v1.ProcessState\x12\x1c\n\x04load\x18\x07 \x01(\x0b\x32\x0e.baton.v1.Load\x12\x1d\n\x10heartbeat_age_ms\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0fmetrics_address\x18\t \x01(\t\x12\x13\n\x0bpages_known\x18\n \x01(\x04\x12\x10\n\x08\x61ttempts\x18\x0b \x01(\r\x12 \n\x08\x62\x65\x63oming\x18\x0c \x01(\x0e\x32\x0e.baton.v1.Role\x12\x17\n\x0f\x65vents_endpoint\x18\r \x01(\t\x12\x17\n\x0freplay_endpoint\x18\x0e \x01(\tB\x13\n\x11_heartbeat_age_ms\"h\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\x04\x12\x12\n\npages_free\x18\x03 \x01(\x04\x12\x13\n\x0bpages_total\x18\x04 \x01(\x04\x12\x15\n\rtokens_queued\x18\x05 \x01(\x04\"}\n\tModelCard\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x10\n\x08kv_dtype\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x12\n\nvocab_size\x18\x05 \x01(\x04\x12\x13\n\x0bmax_context\x18\x06 \x01(\x04\"\xe4\x01\n\x06\x43ounts\x12\x0e\n\x06queued\x18\x01 \x01(\x04\x12\x0f\n\x07running\x18\x02 \x01(\x04\x12\x10\n\x08\x66inished\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x11\n\tcancelled\x18\x05 \x01(\x04\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\x04\x12\x14\n\x0cplaced_split\x18\x07 \x01(\x04\x12\x14\n\x0cplaced_local\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x15\n\rcached_tokens\x18\n \x01(\x04\x12\x18\n\x10generated_tokens\x18\x0b \x01(\x04*`\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ROUTER\x10\x01\x12\x10\n\x0cROLE_PREFILL\x10\x02\x12\x0f\n\x0bROLE_DECODE\x10\x03\x12\x0e\n\nROLE_STORE\x10\x04*\xac\x01\n\x0cProcessState\x12\x1d\n\x19PROCESS_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12PROCESS_STATE_LIVE\x10\x01\x12\x18\n\x14PROCESS_STATE_SILENT\x10\x02\x12\x17\n\x13PROCESS_STATE_STUCK\x10\x03\x12\x16\n\x12PROCESS_STATE_DEAD\x10\x04\x12\x1a\n\x16PROCESS_STATE_DRAINING\x10\x05\x32\x98\x03\n\x07\x43luster\x12\x44\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x1b.baton.v1.GetStatusResponse\x12>\n\x07Profile\x12\x18.baton.v1.ProfileRequest\x1a\x19.baton.v1.ProfileResponse\x12>\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x19.baton.v1.ExplainResponse\x12M\n\x0cListRequests\x12\x1d.baton.v1.ListRequestsRequest\x1a\x1e.baton.v1.ListRequestsResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12>\n\x07SetRole\x12\x18.baton.v1.SetRoleRequest\x1a\x19.baton.v1.SetRoleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1684
-  _globals['_ROLE']._serialized_end=1780
-  _globals['_PROCESSSTATE']._serialized_start=1783
-  _globals['_PROCESSSTATE']._serialized_end=1955
+  _globals['_ROLE']._serialized_start=1698
+  _globals['_ROLE']._serialized_end=1794
+  _globals['_PROCESSSTATE']._serialized_start=1797
+  _globals['_PROCESSSTATE']._serialized_end=1969
   _globals['_SETROLEREQUEST']._serialized_start=60
   _globals['_SETROLEREQUEST']._serialized_end=164
   _globals['_SETROLERESPONSE']._serialized_start=166
@@ -45,23 +45,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINRESPONSE']._serialized_start=279
   _globals['_DRAINRESPONSE']._serialized_end=329
   _globals['_PROFILEREQUEST']._serialized_start=331
-  _globals['_PROFILEREQUEST']._serialized_end=379
-  _globals['_PROFILERESPONSE']._serialized_start=381
-  _globals['_PROFILERESPONSE']._serialized_end=441
-  _globals['_GETSTATUSREQUEST']._serialized_start=443
-  _globals['_GETSTATUSREQUEST']._serialized_end=461
-  _globals['_GETSTATUSRESPONSE']._serialized_start=464
-  _globals['_GETSTATUSRESPONSE']._serialized_end=722
-  _globals['_BOTTLENECK']._serialized_start=724
-  _globals['_BOTTLENECK']._serialized_end=845
-  _globals['_PROCESS']._serialized_start=848
-  _globals['_PROCESS']._serialized_end=1218
-  _globals['_LOAD']._serialized_start=1220
-  _globals['_LOAD']._serialized_end=1324
-  _globals['_MODELCARD']._serialized_start=1326
-  _globals['_MODELCARD']._serialized_end=1451
-  _globals['_COUNTS']._serialized_start=1454
-  _globals['_COUNTS']._serialized_end=1682
-  _globals['_CLUSTER']._serialized_start=1958
-  _globals['_CLUSTER']._serialized_end=2366
+  _globals['_PROFILEREQUEST']._serialized_end=393
+  _globals['_PROFILERESPONSE']._serialized_start=395
+  _globals['_PROFILERESPONSE']._serialized_end=455
+  _globals['_GETSTATUSREQUEST']._serialized_start=457
+  _globals['_GETSTATUSREQUEST']._serialized_end=475
+  _globals['_GETSTATUSRESPONSE']._serialized_start=478
+  _globals['_GETSTATUSRESPONSE']._serialized_end=736
+  _globals['_BOTTLENECK']._serialized_start=738
+  _globals['_BOTTLENECK']._serialized_end=859
+  _globals['_PROCESS']._serialized_start=862
+  _globals['_PROCESS']._serialized_end=1232
+  _globals['_LOAD']._serialized_start=1234
+  _globals['_LOAD']._serialized_end=1338
+  _globals['_MODELCARD']._serialized_start=1340
+  _globals['_MODELCARD']._serialized_end=1465
+  _globals['_COUNTS']._serialized_start=1468
+  _globals['_COUNTS']._serialized_end=1696
+  _globals['_CLUSTER']._serialized_start=1972
+  _globals['_CLUSTER']._serialized_end=2380
 # @@protoc_insertion_point(module_scope)

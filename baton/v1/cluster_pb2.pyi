@@ -69,12 +69,14 @@ class DrainResponse(_message.Message):
     def __init__(self, worker: _Optional[_Union[Process, _Mapping]] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
-    __slots__ = ("process", "steps")
+    __slots__ = ("process", "steps", "stop")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     process: str
     steps: int
-    def __init__(self, process: _Optional[str] = ..., steps: _Optional[int] = ...) -> None: ...
+    stop: bool
+    def __init__(self, process: _Optional[str] = ..., steps: _Optional[int] = ..., stop: _Optional[bool] = ...) -> None: ...
 
 class ProfileResponse(_message.Message):
     __slots__ = ("path", "node", "steps")

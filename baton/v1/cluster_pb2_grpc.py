@@ -79,7 +79,7 @@ class ClusterServicer:
 
     def Profile(self, request, context):
         """Has a live worker or store trace its next steps; returns before they have been done. NOT_FOUND without one of that
-        name.
+        name. A cluster makes one trace at a time: FAILED_PRECONDITION while another is made, and for a stop of none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

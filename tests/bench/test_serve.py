@@ -31,7 +31,7 @@ def test_a_trace_takes_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_nobody_at_the_address_is_an_error_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve.main(["--address", "127.0.0.1:1"]) == 1
+    assert serve.main(["--address", "127.0.0.1:1", "--operator", "127.0.0.1:1"]) == 1
     assert "no router answers at 127.0.0.1:1" in capsys.readouterr().err
 
 
@@ -50,7 +50,7 @@ def test_open_and_closed_loops_against_a_cluster(
             ["--trace", str(trace), "--length-scale", "0.1"],
         )
         for argv in loads:
-            assert serve.main(["--address", running.address, *small, *argv]) == 0
+            assert serve.main(["--address", running.address, "--operator", running.operator, *small, *argv]) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {result["bench"] for result in told} == {"serve"}
     assert [result["value"] for result in told if result["case"].endswith(": errors")] == [0, 0, 0]

@@ -47,8 +47,9 @@ def test_a_client_is_told_of_all_routers():
 
 
 def test_every_interface_means_nothing_elsewhere():
-    everywhere = Addresses("0.0.0.0:1", "tcp://0.0.0.0:2", "0.0.0.0:3")
-    assert everywhere.reached_at("10.1.2.3") == Addresses("10.1.2.3:1", "tcp://10.1.2.3:2", "10.1.2.3:3")
+    everywhere = Addresses("0.0.0.0:1", "tcp://0.0.0.0:2", "0.0.0.0:3", "unix:/run/router.sock")
+    there = Addresses("10.1.2.3:1", "tcp://10.1.2.3:2", "10.1.2.3:3", "unix:/run/router.sock")
+    assert everywhere.reached_at("10.1.2.3") == there
     assert ADDRESSES.reached_at("10.1.2.3") == ADDRESSES
 
 

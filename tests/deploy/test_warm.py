@@ -63,7 +63,7 @@ def address(router: Router) -> Iterator[str]:
 
 
 def call(address: str, *arguments: str | Path, stdin: str = "") -> Result:
-    result = CliRunner().invoke(app, ["warm", "--address", address, *map(str, arguments)], input=stdin)
+    result = CliRunner().invoke(app, ["warm", "--operator", address, *map(str, arguments)], input=stdin)
     assert "Traceback" not in result.output
     return result
 

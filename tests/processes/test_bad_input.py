@@ -43,7 +43,7 @@ def cluster(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 def refused(cluster: LocalCluster, **settings: object) -> BatonError:
     request = generation_pb2.GenerateRequest(**settings)  # type: ignore[arg-type]
-    with Client(cluster.address) as client, pytest.raises(BatonError) as caught:
+    with Client(cluster.address, cluster.operator) as client, pytest.raises(BatonError) as caught:
         list(client.generate(request, timeout=20))
     return caught.value
 
@@ -121,7 +121,7 @@ JUNK = [
 
 def test_garbage_on_every_internal_socket(cluster: LocalCluster) -> None:
     assert cluster.addresses is not None
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         before = {p.name: p.incarnation for p in client.status().processes}
     dealer = zmq.Context.instance().socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
@@ -130,7 +130,7 @@ def test_garbage_on_every_internal_socket(cluster: LocalCluster) -> None:
         dealer.send(junk)
         dealer.send_multipart([junk, junk, junk])
     tcp = [cluster.addresses.endpoint.removeprefix("tcp://"), cluster.addresses.http, cluster.addresses.grpc]
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         tcp += [p.metrics_address for p in client.status().processes if p.metrics_address]
     for address in tcp:
         host, _, port = address.rpartition(":")
@@ -150,7 +150,7 @@ def test_garbage_on_every_internal_socket(cluster: LocalCluster) -> None:
     assert answer.tokens == checkpoints.reference(Path(cluster.config.model.path)).generate(prompt, 4)[0]
     rude.close()
     dealer.close(0)
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         assert {p.name: p.incarnation for p in client.status().processes} == before
     eventually(lambda: at_rest(cluster), what="everything freed")
 

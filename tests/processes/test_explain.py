@@ -38,7 +38,7 @@ def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
 
 
 def baton(cluster: LocalCluster, *arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, [*arguments, "--address", cluster.address, "--json"])
+    result = CliRunner().invoke(app, [*arguments, "--operator", cluster.operator, "--json"])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -51,7 +51,7 @@ def test_what_is_told_of_a_request_is_what_happened(cluster: LocalCluster) -> No
     first = workload.ask(cluster.address, PROMPT, request_id="first").finished
     eventually(lambda: all((found := process(cluster, name)) and found.pages_known >= 12 for name in holders(first)))
     second = workload.ask(cluster.address, PROMPT, request_id="second").finished
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         told = {name: client.explain(name) for name in ("first", "second")}
     for name, finished in (("first", first), ("second", second)):
         request, (attempt,) = told[name].request, told[name].attempts
@@ -80,12 +80,12 @@ def test_the_command_and_unknown_names(cluster: LocalCluster) -> None:
     assert told["request"]["request_id"] == "named"
     listed = baton(cluster, "explain", "--last", "1")["requests"]
     assert [one["request_id"] for one in listed] == ["named"]
-    shown = CliRunner().invoke(app, ["explain", "named", "--address", cluster.address])
+    shown = CliRunner().invoke(app, ["explain", "named", "--operator", cluster.operator])
     assert "attempt 1" in shown.stdout
     assert "cached tokens" in shown.stdout
     assert "received 0 → placed" in shown.stdout
-    assert "named" in CliRunner().invoke(app, ["explain", "--last", "3", "--address", cluster.address]).stdout
-    with Client(cluster.address) as client, pytest.raises(RequestNotFound, match="nobody"):
+    assert "named" in CliRunner().invoke(app, ["explain", "--last", "3", "--operator", cluster.operator]).stdout
+    with Client(cluster.address, cluster.operator) as client, pytest.raises(RequestNotFound, match="nobody"):
         client.explain("nobody")
 
 
@@ -120,7 +120,7 @@ def test_what_a_worker_has_moves_away_at_once(cluster: LocalCluster, path: Path)
     finished = future.result(DEADLINE)
     assert len(finished.work.decode_workers) == 2
     assert streams.seen[0] == expected(path, PROMPT, 400)
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         attempts = client.explain(finished.request_id).attempts
         assert attempts[0].ended_because == f"{busy} drains"
         client.drain(busy, undo=True)

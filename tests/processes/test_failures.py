@@ -36,14 +36,14 @@ def eventually(condition: Callable[[], object], seconds: float = DEADLINE, what:
 
 def process(cluster: LocalCluster, name: str) -> cluster_pb2.Process | None:
     """What the router says of that process."""
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         return next((p for p in client.status(timeout=DEADLINE).processes if p.name == name), None)
 
 
 @contextmanager
 def watching(cluster: LocalCluster, name: str) -> Iterator[Callable[[], bool]]:
     """Whether that process runs something now, asked often: what is watched for may last less than a second."""
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         client.status(timeout=DEADLINE)
         yield lambda: any(p.name == name and p.load.running for p in client.status(timeout=DEADLINE).processes)
 
@@ -55,7 +55,7 @@ def load(cluster: LocalCluster, name: str) -> cluster_pb2.Load:
 
 def at_rest(cluster: LocalCluster) -> bool:
     """Nobody runs, waits for or holds anything."""
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         status = client.status(timeout=DEADLINE)
     live = [p for p in status.processes if p.state == cluster_pb2.PROCESS_STATE_LIVE]
     loads = [p.load for p in live if p.role != cluster_pb2.ROLE_ROUTER]
@@ -79,7 +79,7 @@ class Streams:
         request = generation_pb2.GenerateRequest(
             token_ids=generation_pb2.TokenIds(ids=prompt), max_tokens=count, temperature=0.0, ignore_eos=True
         )
-        with Client(self._cluster.address) as client:
+        with Client(self._cluster.address, self._cluster.operator) as client:
             for response in client.generate(request, timeout=DEADLINE):
                 seen += response.delta.token_ids
                 if response.HasField("finished"):
@@ -229,7 +229,7 @@ def test_a_client_that_goes_away_frees_its_pages(start: Callable[..., LocalClust
     request = generation_pb2.GenerateRequest(
         token_ids=generation_pb2.TokenIds(ids=VERY_LONG), max_tokens=500, temperature=0.0, ignore_eos=True
     )
-    with watching(cluster, "prefill-0") as running, Client(cluster.address) as client:
+    with watching(cluster, "prefill-0") as running, Client(cluster.address, cluster.operator) as client:
         while_prefilling = client.generate(request)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(next, while_prefilling)
@@ -238,7 +238,7 @@ def test_a_client_that_goes_away_frees_its_pages(start: Callable[..., LocalClust
             with pytest.raises((Unavailable, RequestCancelled, ValueError)):
                 first.result(DEADLINE)
     print(f"freed after {eventually(lambda: at_rest(cluster), what='everything freed'):.3f} s")
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         while_decoding = client.generate(request)
         for _ in range(5):
             next(while_decoding)
@@ -252,7 +252,7 @@ def test_a_deadline_frees_everything_too(start: Callable[..., LocalCluster]) -> 
         token_ids=generation_pb2.TokenIds(ids=LONG), max_tokens=2_000, temperature=0.0, ignore_eos=True
     )
     # Either side may notice first: the router says so, or gRPC does.
-    with Client(cluster.address) as client, pytest.raises((DeadlineExpired, Unavailable)):
+    with Client(cluster.address, cluster.operator) as client, pytest.raises((DeadlineExpired, Unavailable)):
         for _ in client.generate(request, timeout=0.2):
             pass
     eventually(lambda: at_rest(cluster), what="everything freed")

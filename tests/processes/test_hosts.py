@@ -139,7 +139,7 @@ def test_processes_of_two_hosts_are_one_cluster(two: Hosts, checkpoint: Callable
         assert len(first) == workload.OUTPUT
         # The other host goes, and comes back: those on it are silent for a while, then live again.
         two.cut()
-        with Client(cluster.address) as client:
+        with Client(cluster.address, cluster.operator) as client:
             eventually(lambda: state_of(client, "prefill-0") != cluster_pb2.PROCESS_STATE_LIVE)
         assert workload.ask(cluster.address, prompt).tokens == first
         two.restore()
@@ -212,7 +212,7 @@ def test_the_cable_is_cut_in_mid_transfer(two: Hosts, checkpoint: Callable[[str]
     rng = random.Random(3)
     with (
         spread(two, path, tmp_path, **{"cluster.key_file": keys_in(tmp_path)}, **quick) as cluster,
-        Client(cluster.address) as client,
+        Client(cluster.address, cluster.operator) as client,
         ThreadPoolExecutor(1) as pool,
     ):
 

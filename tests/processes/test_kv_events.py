@@ -27,7 +27,7 @@ PATIENCE = 60.0  # seconds
 
 def owners(cluster: LocalCluster) -> Mapping[str, tuple[str, str]]:
     """Where those who have pages tell of them: the endpoints of events and of replays."""
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         return {each.name: (each.events_endpoint, each.replay_endpoint) for each in client.status().processes}
 
 

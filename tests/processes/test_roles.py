@@ -51,7 +51,7 @@ def role_of(cluster: LocalCluster, name: str) -> str:
 
 
 def change(cluster: LocalCluster, name: str, role: str, *more: str) -> None:
-    result = CliRunner().invoke(app, ["role", name, role, *more, "--address", cluster.address])
+    result = CliRunner().invoke(app, ["role", name, role, *more, "--operator", cluster.operator])
     assert result.exit_code == 0, result.output
     assert result.stdout.strip() == f"{name} is a {role} worker now"
 
@@ -65,7 +65,7 @@ def test_workers_change_their_roles_under_load(cluster: LocalCluster) -> None:
     assert [future.result(DEADLINE).work.attempts for future in futures] == [1] * 4
     assert role_of(cluster, "decode-1") == "prefill"
     change(cluster, "prefill-0", "decode")
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         client.drain("prefill-0")  # so the next two go to the other one
         futures += [streams.start(OTHER, OUTPUT) for _ in range(2)]
         eventually(lambda: all(streams.seen), what="tokens of all")
@@ -89,7 +89,7 @@ def test_workers_change_their_roles_under_load(cluster: LocalCluster) -> None:
 
 
 def test_what_can_not_be_asked_for(cluster: LocalCluster) -> None:
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         first, second = (p.name for p in client.status().processes if p.role == cluster_pb2.ROLE_DECODE)
         with pytest.raises(InvalidRequest, match="is a decode worker already"):
             client.set_role(first, "decode")

@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.errors import InvalidRequest, ProcessNotFound
+from baton.errors import InvalidRequest, ProcessNotFound, TraceConflict
 from deploy.cli import app
 from deploy.client import Client
 from deploy.local import LocalCluster
@@ -24,6 +25,8 @@ from tests.processes.test_failures import eventually
 _RNG = random.Random(5)
 PROMPT = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(200)]
 STEPS = 20
+KEPT = 5
+PROCESSES = ("prefill-0", "decode-0", "store-0")
 SPANS = {
     *("turn", "wait", "read the routers", "read the store", "tell the router", "call the store", "heartbeat"),
     *("handle Decode", "handle StepDone", "take copies", "plan"),
@@ -69,9 +72,11 @@ def depths(spans: Sequence[Span]) -> list[int]:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     folder = tmp_path_factory.mktemp("trace")
     path = checkpoints.make("llama", folder / "model")
-    with LocalCluster(
-        workload.settings(path, 1, 1, **workload.SLOW_ENGINE, **{"cluster.trace_steps": 2}), folder / "cluster"
-    ) as cluster:
+    settings = workload.SLOW_ENGINE | {"cluster.trace_steps": 2, "cluster.trace_files": KEPT}
+    with LocalCluster(workload.settings(path, 1, 1, **settings), folder / "cluster") as cluster:
+        workload.ask(cluster.address, PROMPT)
+        for process in PROCESSES:
+            eventually(lambda process=process: traces(cluster, process), what=f"the trace of {process}")
         yield cluster
 
 
@@ -79,21 +84,37 @@ def traces(cluster: LocalCluster, process: str) -> list[Path]:
     return sorted(cluster.config.cluster.traces.glob(f"{process}-*.json"))
 
 
+def begin(client: Client, process: str, steps: int) -> Path:
+    """Have a process trace its next steps, once the router has heard that no other trace is made."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return Path(client.profile(process, steps).path)
+        except TraceConflict:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
 def test_each_process_traces_its_first_steps_when_told_to(cluster: LocalCluster) -> None:
-    workload.ask(cluster.address, PROMPT)
-    for process in ("prefill-0", "decode-0", "store-0"):
-        eventually(lambda process=process: traces(cluster, process), what=f"the trace of {process}")
+    for process in PROCESSES:
         (path,) = traces(cluster, process)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         depths(read(path))
 
 
 def test_the_next_steps_of_a_decode_worker_that_runs(cluster: LocalCluster) -> None:
-    result = CliRunner().invoke(
-        app, ["profile", "decode-0", "--steps", str(STEPS), "--address", cluster.address, "--json"]
-    )
-    assert result.exit_code == 0, result.output
-    asked = json.loads(result.stdout)
+    command = ["profile", "decode-0", "--steps", str(STEPS), "--operator", cluster.operator, "--json"]
+    said: list[str] = []
+
+    def asks() -> bool:
+        """Whether it is done; not while the router has yet to hear that the traces of the first steps are written."""
+        result = CliRunner().invoke(app, command)
+        said.append(result.output)
+        return result.exit_code == 0
+
+    eventually(asks, what="a trace to begin")
+    asked = json.loads(said[-1])
     assert (asked["process"], asked["steps"], asked["node"]) == ("decode-0", STEPS, cluster.node)
     path = Path(asked["path"])
     # Other tokens than above: their pages are on no device yet, and come as copies.
@@ -112,25 +133,54 @@ def test_the_next_steps_of_a_decode_worker_that_runs(cluster: LocalCluster) -> N
 
 
 def test_the_next_calls_of_a_store(cluster: LocalCluster) -> None:
-    with Client(cluster.address) as client:
-        path = Path(client.profile("store-0", 5).path)
+    with Client(cluster.address, cluster.operator) as client:
+        path = begin(client, "store-0", 5)
     workload.ask(cluster.address, PROMPT[1:])
     eventually(path.exists, what="the trace")
     assert {"turn", "wait", "calls", "reply", "publish"} <= {span.name for span in read(path)}
 
 
 def test_a_trace_of_nobody_or_of_too_much(cluster: LocalCluster) -> None:
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         with pytest.raises(ProcessNotFound, match="decode-7"):
             client.profile("decode-7")
         with pytest.raises(InvalidRequest, match="10001"):
             client.profile("decode-0", 10_001)
-    assert CliRunner().invoke(app, ["profile", "decode-7", "--address", cluster.address]).exit_code == 1
+    assert CliRunner().invoke(app, ["profile", "decode-7", "--operator", cluster.operator]).exit_code == 1
+
+
+def test_one_trace_at_a_time(cluster: LocalCluster) -> None:
+    with Client(operator=cluster.operator) as client:
+        begin(client, "prefill-0", 10_000)
+        with pytest.raises(TraceConflict, match=r"prefill-0 makes a trace already \(prefill-0-[0-9a-f]{8}.json\)"):
+            client.profile("prefill-0", 1)
+        with pytest.raises(TraceConflict, match="`baton profile prefill-0 --stop`"):
+            client.profile("store-0", 1)
+        with pytest.raises(TraceConflict, match="store-0 makes no trace"):
+            client.stop_profile("store-0")
+        stopped = CliRunner().invoke(app, ["profile", "prefill-0", "--stop", "--operator", cluster.operator, "--json"])
+        assert stopped.exit_code == 0, stopped.output
+        path = Path(json.loads(stopped.stdout)["path"])
+        eventually(path.exists, what="the trace")
+        begin(client, "store-0", 1)
+
+
+def test_the_oldest_traces_are_removed(cluster: LocalCluster) -> None:
+    folder = cluster.config.cluster.traces
+    with Client(operator=cluster.operator) as client:
+        made: list[Path] = []
+        for _ in range(KEPT + 2):
+            made.append(begin(client, "prefill-0", 10_000))
+            client.stop_profile("prefill-0")
+            eventually(made[-1].exists, what="the trace")
+    eventually(lambda: len(list(folder.iterdir())) == KEPT, what="the oldest to be removed")
+    assert not any(path.exists() for path in made[:2])
+    assert made[-1].exists()
 
 
 def test_a_worker_that_is_told_to_stop_writes_what_it_has(cluster: LocalCluster) -> None:
-    with Client(cluster.address) as client:
-        path = Path(client.profile("prefill-0", 10_000).path)
+    with Client(cluster.address, cluster.operator) as client:
+        path = begin(client, "prefill-0", 10_000)
     log = cluster.config.cluster.logs / "prefill-0.log"
     eventually(lambda: path.name in log.read_text(), what="the word that it traces")
     cluster.kill("prefill-0", signal.SIGTERM)

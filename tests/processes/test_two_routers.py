@@ -47,7 +47,7 @@ class Stream:
 
 def loads(cluster: LocalCluster, router: str) -> dict[str, cluster_pb2.Load]:
     """How busy each process is, as that router sees it."""
-    with Client(cluster.address_of(router)) as client:
+    with Client(operator=cluster.operator_of(router)) as client:
         return {p.name: p.load for p in client.status(timeout=DEADLINE).processes if p.role != cluster_pb2.ROLE_ROUTER}
 
 

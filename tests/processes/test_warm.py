@@ -54,7 +54,7 @@ def cached(cluster: LocalCluster, prefix: list[int]) -> int:
 
 def test_a_warm_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], cluster: LocalCluster) -> None:
     kept, other = some(PREFIX * 16, 1), some(PREFIX * 16, 2)
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         made = client.warm(wish(kept, id="kept"), timeout=30)
         assert (made.pin.pages, made.pin.bytes, made.pin.node) == (PREFIX, PREFIX * PAGE, "local")
         assert (made.tokens_computed, made.tokens_cached) == (PREFIX * 16, 0)
@@ -86,7 +86,7 @@ def test_a_warm_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], clust
 
 def test_when_its_time_is_over_it_may_go(cluster: LocalCluster) -> None:
     prefix = some(PREFIX * 16, 1)
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         client.warm(wish(prefix, ttl_ms=1_000), timeout=30)
         eventually(lambda: not client.pins(), 10)
         time.sleep(0.5)
@@ -96,7 +96,7 @@ def test_when_its_time_is_over_it_may_go(cluster: LocalCluster) -> None:
 
 def test_a_pin_is_made_anew_when_its_store_dies(cluster: LocalCluster) -> None:
     prefix = some(PREFIX * 16, 1)
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         client.warm(wish(prefix, id="kept"), timeout=30)
         cluster.kill("store-0")
         cluster.start("store-0")

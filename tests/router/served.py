@@ -32,7 +32,8 @@ def model_folder(folder: Path) -> Path:
 
 def settings_for(folder: Path, **router: Any) -> settings.Config:
     keys = str(cluster_keys.key_file(folder))
-    ports = {"grpc_port": 0, "internal_port": 0, "http_port": 0} | router
+    ports = {"grpc_port": 0, "internal_port": 0, "http_port": 0} | {"operator": str(folder / "run" / "router.sock")}
+    ports |= router
     return msgspec.structs.replace(
         CONFIG,
         model=settings.ModelConfig(path=str(model_folder(folder / "small"))),

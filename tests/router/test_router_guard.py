@@ -18,7 +18,7 @@ from baton.v1 import cache_pb2, cluster_pb2, explain_pb2, generation_pb2
 from router import front
 from router.guard import Guard
 from tests.router.model import CONTEXT
-from tests.router.served import served, settings_for
+from tests.router.served import Served, served, settings_for
 from tests.router.test_router_front import Client, cluster, request, until
 
 GENERATE, WARM = "/baton.v1.Generation/Generate", "/baton.v1.Cache/Warm"
@@ -38,6 +38,12 @@ def run(test: Callable[[], Any]) -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
+def door(router: Served, method: str) -> str:
+    """Where a method is served."""
+    operators = method.startswith(("/baton.v1.Cluster/", "/baton.v1.Cache/"))
+    return router.addresses.operator if operators else router.addresses.grpc
+
+
 async def raw(channel: grpc.aio.Channel, method: str, message: bytes) -> tuple[grpc.StatusCode, str, dict[str, Any]]:
     """Send bytes; how that ended."""
     call: Any = channel.stream_stream(method)(timeout=30)
@@ -53,7 +59,7 @@ def test_bytes_that_are_no_message(tmp_path: Path, caplog: pytest.LogCaptureFixt
     async def test() -> None:
         async with (
             served(settings_for(tmp_path)) as router,
-            grpc.aio.insecure_channel(router.addresses.grpc) as channel,
+            grpc.aio.insecure_channel(door(router, method)) as channel,
         ):
             with caplog.at_level(logging.INFO):
                 caplog.clear()
@@ -114,12 +120,10 @@ ECHOED: list[tuple[str, Any, grpc.StatusCode, str]] = [
 
 def test_long_strings_are_cut_where_an_error_repeats_them(tmp_path: Path) -> None:
     async def test() -> None:
-        async with (
-            served(settings_for(tmp_path)) as router,
-            grpc.aio.insecure_channel(router.addresses.grpc) as channel,
-        ):
+        async with served(settings_for(tmp_path)) as router:
             for method, message, code, reason in ECHOED:
-                seen, details, metadata = await raw(channel, method, message.SerializeToString())
+                async with grpc.aio.insecure_channel(door(router, method)) as channel:
+                    seen, details, metadata = await raw(channel, method, message.SerializeToString())
                 assert (seen, metadata[front.REASON]) == (code, reason), method
                 assert len(details) < 1_100
                 assert "..." in details
@@ -137,7 +141,7 @@ def test_messages_are_bounded_by_the_context(tmp_path: Path, compression: grpc.C
             served(settings_for(tmp_path)) as router,
             grpc.aio.insecure_channel(router.addresses.grpc, compression=compression) as channel,
         ):
-            client = Client(router, channel)
+            client = Client(router, channel, channel)
             huge = {"text": "x" * 2**20}, {"tokens": [5] * 2**20}, {"stop": ["x" * 2**20]}
             for fields in huge:
                 code, details, _ = await client.refused(request(**fields))

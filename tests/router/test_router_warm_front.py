@@ -85,7 +85,7 @@ class Warmed(Served):
 
 @contextlib.asynccontextmanager
 async def cluster(folder: Path, *processes: str) -> AsyncIterator[tuple[Warmed, Any]]:
-    async with served(settings_for(folder)) as router, grpc.aio.insecure_channel(router.addresses.grpc) as channel:
+    async with served(settings_for(folder)) as router, grpc.aio.insecure_channel(router.addresses.operator) as channel:
         warmed = Warmed(router.addresses)
         workers = asyncio.create_task(warmed.work())
         for name in processes:

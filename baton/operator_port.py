@@ -1,0 +1,167 @@
+"""Where a router listens for its operator: a Unix socket that only its own user can open, or a port on loopback.
+
+`Cluster` and `Cache` are served there and on no other port, since neither asks a client for its name. A Unix socket
+lies in a folder of mode 0700 and has mode 0600 itself, so the kernel refuses every other user. A port on loopback is
+open to every user of the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote, unquote
+
+from baton.errors import ConfigError, PortInUse, StartupError
+from baton.hosts import bracketed, is_loopback
+
+MAX_PATH_BYTES = 107  # Linux's sun_path has 108, and the last one is 0
+SUFFIX = ".sock"
+_SCHEME = "unix:"
+_SHARED = Path("/tmp")  # noqa: S108 - sticky; the folder in it is checked before it is used
+
+
+class Loopback(NamedTuple):
+    """A TCP port that only this machine reaches. Port 0: any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{bracketed(self.host)}:{self.port}"
+
+
+def parse(setting: str) -> Path | Loopback | None:
+    """Read `router.operator`; none stands for the default path. Raises ConfigError."""
+    if not setting:
+        return None
+    path = unquote(setting.removeprefix(_SCHEME)) if setting.startswith(_SCHEME) else setting
+    if path.startswith("/"):
+        if "," in path:
+            raise ConfigError(
+                f"router.operator is {setting!r}: gRPC splits an address at its commas; take another path"
+            )
+        return Path(path)
+    host, colon, port = setting.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(
+            f"router.operator is {setting!r}; write the absolute path of a Unix socket, host:port with a loopback "
+            'address, or "" for a Unix socket at the default path'
+        )
+    if not is_loopback(host):
+        raise ConfigError(
+            f"router.operator is {setting!r}: that port asks for no password, so every machine that reaches {host!r} "
+            'could drain and profile the cluster. Take a loopback address such as 127.0.0.1:50054, or "" for a Unix '
+            "socket, and forward it over ssh to other machines"
+        )
+    return Loopback(host.strip("[]"), int(port))
+
+
+def of_router(setting: str, router: str) -> str:
+    """The setting as another router than the first takes it: any free port, or a path with the router's name in it."""
+    match parse(setting):
+        case Loopback(host=host):
+            return str(Loopback(host, 0))
+        case Path() as path:
+            return str(path.with_name(f"{path.name.removesuffix(SUFFIX)}.{router}{SUFFIX}"))
+        case None:
+            return ""
+
+
+def folder_of(cluster: str) -> Path:
+    """The folder with the sockets of that cluster's routers: in $XDG_RUNTIME_DIR where that is ours alone, else in /tmp
+    with the user's number in its name."""
+    given = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    if given.is_absolute() and _ours_alone(given):
+        return given / "baton" / cluster
+    return _SHARED / f"baton-{os.geteuid()}" / cluster
+
+
+def default_path(cluster: str, router: str) -> Path:
+    """The socket of that router where `router.operator` names none."""
+    path = folder_of(cluster) / f"{router}{SUFFIX}"
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        return _SHARED / f"baton-{os.geteuid()}" / cluster / f"{router}{SUFFIX}"
+    return path
+
+
+def prepare(path: Path, made_up: bool) -> None:
+    """Make the folder of a socket and remove the socket that a dead router has left there. `made_up`: it is the default
+    path, whose folder lies in another one of ours. Raises StartupError, and PortInUse where a process listens."""
+    if (length := len(os.fsencode(path))) > MAX_PATH_BYTES:
+        raise StartupError(
+            f"the path {path} of the operator's socket has {length} bytes, and Linux takes {MAX_PATH_BYTES}; "
+            "set router.operator to a shorter one"
+        )
+    for folder in (path.parent.parent, path.parent) if made_up else (path.parent,):
+        _own(folder)
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(status.st_mode):
+        raise StartupError(f"{path} is no socket; remove it, or set router.operator to another path")
+    if _answers(path):
+        raise PortInUse(f"another router listens at {path}; stop it, or set router.operator to another path")
+    path.unlink(missing_ok=True)
+
+
+def target(path: Path) -> str:
+    """The path as gRPC takes it."""
+    return f"{_SCHEME}{quote(str(path))}"
+
+
+def paths(targets: Iterable[str]) -> list[Path]:
+    """The paths among these gRPC targets."""
+    return [Path(unquote(target.removeprefix(_SCHEME))) for target in targets if target.startswith(_SCHEME)]
+
+
+def clear(folder: Path) -> None:
+    """Remove what dead routers have left in the folder of a cluster, and the folder itself once it is empty."""
+    if not _ours_alone(folder):
+        return
+    for path in folder.glob(f"*{SUFFIX}"):
+        if stat.S_ISSOCK(path.lstat().st_mode) and not _answers(path):
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # something is left in it
+        folder.rmdir()
+        folder.parent.rmdir()
+
+
+def _ours_alone(folder: Path) -> bool:
+    """Whether it is a folder, no link, of this user, into which no other can write."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _own(folder: Path) -> None:
+    """Make a folder that no other user can enter, or check the one that is there. Raises StartupError."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+    except OSError as error:
+        raise StartupError(f"can't make {folder} for the operator's socket: {error.strerror}") from None
+    remedy = "remove it, or set router.operator to the path of a socket elsewhere"
+    if not stat.S_ISDIR(status.st_mode):
+        raise StartupError(f"{folder} is {'a link' if stat.S_ISLNK(status.st_mode) else 'no folder'}; {remedy}")
+    if status.st_uid != os.geteuid():
+        raise StartupError(f"{folder} belongs to uid {status.st_uid}, and this router runs as {os.geteuid()}; {remedy}")
+    if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
+        raise StartupError(f"{folder} has mode {mode:04o}, so others may enter it; `chmod 700 {folder}`")
+
+
+def _answers(path: Path) -> bool:
+    """Whether a process listens at that socket, be it a stopped one."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(os.fsencode(path)) not in (errno.ECONNREFUSED, errno.ENOENT)

@@ -1,0 +1,116 @@
+"""Where commands and the supervisor find the routers' ports for the operator."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import msgspec
+import pytest
+from grpc_health.v1 import health, health_pb2_grpc
+
+from baton import operator_port
+from baton.config import load
+from baton.errors import ConfigError, PortInUse, StartupError
+from deploy import preflight, state_file, status
+from deploy.addresses import Addresses, operator_target
+from deploy.client import Client
+from deploy.desired import Scale, listening
+from deploy.local import LocalCluster
+from deploy.processes import Identity
+from deploy.reports import OVERVIEW_FILE, Overview
+from deploy.state_file import RayLink, State
+from deploy.supervisor import Supervisor
+from deploy.teardown import _sockets
+
+UNIX = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "unix:/run/me/router.sock")
+TCP = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4")
+
+
+def test_a_router_comes_back_at_a_port_of_the_operators_and_at_a_path_that_was_given():
+    anywhere = load(overrides={"router.operator": "127.0.0.1:0"})
+    assert TCP.pin(anywhere).router.operator == "127.0.0.1:4"
+    given = load(overrides={"router.operator": "/run/me/router.sock"})
+    assert operator_port.parse(UNIX.pin(given).router.operator) == Path("/run/me/router.sock")
+
+
+def test_a_default_path_is_found_anew_at_every_start():
+    """The folder that $XDG_RUNTIME_DIR names goes when its user logs out."""
+    assert UNIX.pin(load()).router.operator == ""
+
+
+def test_other_routers_do_not_take_the_first_ones():
+    given = load(overrides={"router.operator": "/run/me/router.sock"})
+    assert listening(given, "router").router.operator == "/run/me/router.sock"
+    assert listening(given, "router-1").router.operator == "/run/me/router.router-1.sock"
+
+
+def test_a_client_tries_the_next_router():
+    other = msgspec.structs.replace(UNIX, operator="unix:/run/me/router-1.sock")
+    assert operator_target([UNIX]) == "unix:/run/me/router.sock"
+    assert operator_target([UNIX, other]) == "unix:/run/me/router.sock,/run/me/router-1.sock"
+    assert (
+        operator_target([TCP, msgspec.structs.replace(TCP, operator="127.0.0.1:5")]) == "ipv4:127.0.0.1:4,127.0.0.1:5"
+    )
+
+
+def test_a_client_without_a_port_says_which_one_it_lacks():
+    with (
+        Client("127.0.0.1:1") as client,
+        pytest.raises(ConfigError, match=r"operator port.*Client\(address, operator\)"),
+    ):
+        client.status()
+    with Client(operator="127.0.0.1:1") as client, pytest.raises(ConfigError, match="public port"):
+        next(client.generate(None))  # type: ignore[arg-type]
+
+
+def test_the_state_file_names_it_and_the_supervisor_knows_better(tmp_path: Path):
+    state = State("mine", RayLink("", "token"), "", {"router": UNIX})
+    state_file.write(tmp_path, state)
+    assert status.find(tmp_path).operator == "unix:/run/me/router.sock"
+    moved = msgspec.structs.replace(UNIX, operator="unix:/tmp/baton-7/mine/router.sock")
+    overview = Overview("mine", Identity(1, 1), Scale(1, 1), (), {"router": moved})
+    (tmp_path / OVERVIEW_FILE).write_bytes(msgspec.json.encode(overview))
+    assert status.find(tmp_path).operator == "unix:/tmp/baton-7/mine/router.sock"
+    assert _sockets(tmp_path, state) == [Path("/tmp/baton-7/mine")]  # /run/me is the user's own folder
+
+
+def test_a_port_that_is_taken_is_found_before_anything_starts():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        ports = {"router.grpc_port": 0, "router.internal_port": 0, "router.http_port": 0}
+        config = load(overrides={**ports, "router.operator": f"127.0.0.1:{number}"})
+        with pytest.raises(PortInUse, match=f"127.0.0.1:{number}.*--set router.operator=127.0.0.1:0 takes any"):
+            preflight.check_ports(config)
+
+
+def test_a_local_cluster_keeps_it_below_its_own_folder_where_the_path_fits(tmp_path: Path):
+    made = LocalCluster(load(), tmp_path)
+    assert made.config.router.operator == str(tmp_path / "run" / "router.sock")
+    made.close()
+    long = tmp_path / ("x" * 100)
+    made = LocalCluster(load(), long)
+    path = Path(made.config.router.operator)
+    assert path.parent.is_dir()
+    assert not path.is_relative_to(long)
+    assert len(str(path)) <= operator_port.MAX_PATH_BYTES
+    made.close()
+    assert not path.parent.exists()
+    with pytest.raises(StartupError, match="call up"):
+        _ = made.operator
+
+
+def test_a_router_counts_as_alive_while_its_public_port_answers():
+    """Its socket for the operator may have been removed a moment ago, and its streams go on."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    supervisor = Supervisor.__new__(Supervisor)
+    with Client(f"127.0.0.1:{port}", "unix:/nowhere/router.sock") as client:
+        supervisor._clients = {"router": client}
+        assert supervisor._ask_router("router") == "alive"
+        server.stop(None).wait()
+        assert supervisor._ask_router("router") is None
