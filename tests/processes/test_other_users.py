@@ -45,7 +45,7 @@ def cluster(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 
 def members(cluster: LocalCluster) -> dict[str, cluster_pb2.Process]:
-    with Client(cluster.address) as client:
+    with Client(cluster.address, cluster.operator) as client:
         return {each.name: each for each in client.status(timeout=PATIENCE).processes}
 
 
