@@ -23,7 +23,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTES_OF_CHARACTER = 4  # at most
 _CONTEXT = 6  # prompt tokens that a detokenizer looks back on, so that the output continues the prompt's last word
 _SHRINKING = 4  # bytes of a prompt for a byte that is tokenized, where normalizing may shorten text: NFKC makes 1 of 4
-_USUAL_BYTES = 16 * 2**20  # of a prompt whose tokens are all of the longest kind, such as runs of spaces, ...
+_USUAL_BYTES = 4 * 2**20  # of a prompt whose tokens are all of the longest kind, such as runs of spaces, ...
 _USUAL_BYTES_PER_TOKEN = 32  # ... or so many for each token of the context, where that is more
 _WINDOW = 64 * 2**10  # characters
 _KEEPS_LENGTH = frozenset({"Prepend", "ByteLevel"})  # normalizers
@@ -59,7 +59,7 @@ class Tokenizer:
 
     def max_bytes(self, tokens: int) -> int:
         """UTF-8 bytes of text that may come to so many tokens. A longer text certainly comes to more, except for runs
-        of very long tokens beyond 16 MiB, and 32 bytes for each token."""
+        of very long tokens beyond 4 MiB, and 32 bytes for each token."""
         return min(tokens * self.longest * self._stretch, max(_USUAL_BYTES, _USUAL_BYTES_PER_TOKEN * tokens))
 
     def exceeds(self, text: str, tokens: int) -> bool:

@@ -90,14 +90,14 @@ def test_a_text_that_can_not_fit_is_not_tokenized(raw: RawTokenizer) -> None:
 
 
 def test_a_long_token_does_not_have_much_more_tokenized_than_fits() -> None:
-    """The bound is 100 bytes a token here, so 6 MB of prose are below it."""
+    """The bound is 100 bytes a token here, so 3 MB of prose are below it."""
     tokenizer = Counting(spacious())
-    context = 70_000
-    prompt = PROSE * (6_000_000 // len(PROSE.encode()))
+    context = 35_000
+    prompt = PROSE * (3_000_000 // len(PROSE.encode()))
     assert len(prompt.encode()) < tokenizer.max_bytes(context)
-    with pytest.raises(ContextTooLong, match="more tokens than the model's context of 70000"):
+    with pytest.raises(ContextTooLong, match="more tokens than the model's context of 35000"):
         tokens_of(prompt, model(tokenizer, context))
-    assert tokenizer.characters < 600_000
+    assert tokenizer.characters < 300_000
 
 
 @KIND
