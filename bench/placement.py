@@ -19,8 +19,8 @@ from bench import report
 from kvstore.prefix_map import Match
 from router.costs import PrefillCost, StepCost
 from router.peers import Members, Prompt, Work
-from router.placement import Ask, LowestTtft
-from router.plan import Plan
+from router.placement import LowestTtft
+from router.plan import Ask, Plan
 from router.reach import Prefix
 from router.view import View
 
@@ -64,9 +64,10 @@ def measure(workers: int, decisions: int, seed: int = 0) -> list[float]:
         ask = Ask(f"r{number}", Prefix(_PAGES, 16, 5_242_880), (), _held(draw, workers), tokens, tokens + 300, tokens)
         begin = time.perf_counter()
         view.begin(now)
-        choice = placer.place(ask, view)
+        choice = placer.place(ask, view).choice
         taken.append(time.perf_counter() - begin)
         if isinstance(choice, Plan):
+            view.used(choice)
             name = AttemptName(ask.request, 1)
             members.live(choice.prefill or choice.decode).promise(name, Prompt((_PAGES - choice.cached) * 16), now)
             members.live(choice.decode).give(name, Work(number, _PAGES, tokens + 150.0, taken=_PAGES, tpot=0.1))

@@ -14,7 +14,7 @@ from kvstore.serving import ServingStats
 from kvstore.tiers import DiskEvent, DiskOrder, PeerEvent, PeerOrder
 
 if TYPE_CHECKING:
-    from kvstore.disk_index import DiskStats
+    from kvstore.disk_stats import DiskStats
 
 # --- events -----------------------------------------------------------------------------------------------------------
 

@@ -12,15 +12,13 @@ it is done, and nothing is ever reused before. Nobody here waits for space; what
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from msgspec import Struct
 
 from baton.messages import PageReply, PageRequest, SentPage, Source, TierSpeed
 from kvstore.changes import Change
-
-if TYPE_CHECKING:
-    from kvstore.disk_index import DiskStats
+from kvstore.disk_stats import DiskStats
 
 # --- other stores -----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from baton.config import Config
 from baton.errors import ContextTooLong, DeadlineExpired, InvalidRequest, NonFiniteLogits, from_reason
 from baton.messages import Delta, Prefill, Resend
 from router.admission import ModelLimits
-from router.candidates import another_maker
 from router.events import Emit, Failed, Finished
 from router.life import Life
 from router.outbox import Outbox
@@ -215,7 +214,7 @@ class Answers:
         if refusal.reason != "busy" or request.turned_away >= _TURNED_AWAY:
             request.failed_on.add(member.incarnation)
         most = self._config.prefill.max_prompts
-        if (other := another_maker(self._members, member.peer.node, most, request.failed_on)) is not None:
+        if (other := self._members.another_prefill(member.peer.node, most, request.failed_on)) is not None:
             attempt.prefill = other.incarnation
             missing = request.missing_tokens(attempt.plan.cached, self._config.pages.page_size)
             prompt = Prompt(missing, attempt.plan.cached * self._config.pages.page_size)

@@ -24,15 +24,15 @@ from baton.messages import AttemptName, Cancel, Decode
 from kvstore.keys import namespace_root
 from router.admission import Admission, ModelLimits, check_tokens, settle_length
 from router.bottleneck import Bottleneck
-from router.candidates import takes_work
 from router.costs import Costs
 from router.events import WARM, Cancelled, End, Failed, Finished, Outcome, Submit
 from router.explain import Explanations, Weighed
 from router.outbox import Outbox
 from router.peers import Member, Members, Prompt, Work
-from router.placement import Ask, Placer, Reject
-from router.plan import Plan
+from router.placement import Placer
+from router.plan import Ask, Plan, Reject, Reservation
 from router.prefixes import Prefixes
+from router.prices import Prices
 from router.reach import Prefix
 from router.request import Attempt, Phase, Request
 from router.rounds import Rounds
@@ -160,7 +160,7 @@ class Life:
 
     def _open(self) -> bool:
         """Whether anything can be placed at all."""
-        return any(takes_work(member) for member in self._members.open("decode"))
+        return any(member.takes_sequences for member in self._members.open("decode"))
 
     def _place(self, request: Request, now: float) -> bool:
         card = self._members.card
@@ -197,33 +197,36 @@ class Life:
             local=final or request.local,
             affinity=request.affinity,
         )
-        self._view.weighed = None
-        choice = self._placer.place(ask, self._view)
+        decision = self._placer.place(ask, self._view)
+        choice, considered = decision.choice, _weighed(decision.considered)
+        if decision.reservation is not None:
+            self._view.reserve(decision.reservation)
         if isinstance(choice, Plan):
-            if self._too_early(request, choice):
+            self._view.used(choice)
+            if self._too_early(request, choice, considered):
                 return False
-            self._begin(request, ask, choice, now)
+            self._begin(request, ask, choice, considered, now)
             return True
-        self.recent.waits(request, choice.why, self._weighed())
+        self.recent.waits(request, choice.why, considered)
         if isinstance(choice, Reject) and not request.begun:
             error = self.admission.unreachable(request, choice.why, choice.retry_after, now)
             self.end(request, Failed(error), now)
             return True
         return False
 
-    def _too_early(self, request: Request, plan: Plan) -> bool:
+    def _too_early(self, request: Request, plan: Plan, considered: Weighed | None) -> bool:
         """Whether it waits here, since its worker has prompts enough; for those behind it that counts like a prompt."""
         worker = self._members.live(plan.prefill or plan.decode)
         prompts = worker.slots.values()
         enough = len(prompts) >= self._config.prefill.max_prompts
         if not enough or not self.admission.too_early(request, sum(prompt.seconds for prompt in prompts)):
             return False
-        self._view.claim(worker.incarnation, plan.predicted.load + plan.predicted.compute)
-        self.recent.waits(request, f"{worker.peer.name} has prompts enough", self._weighed())
+        self._view.reserve(Reservation(worker.incarnation, plan.predicted.load + plan.predicted.compute))
+        self.recent.waits(request, f"{worker.peer.name} has prompts enough", considered)
         self._held = True
         return True
 
-    def _begin(self, request: Request, ask: Ask, plan: Plan, now: float) -> None:
+    def _begin(self, request: Request, ask: Ask, plan: Plan, considered: Weighed | None, now: float) -> None:
         request.attempts += 1
         self.admission.placed(request, min(request.prompt, plan.cached * ask.prefix.page_size), now)
         name = AttemptName(request.name, request.attempts)
@@ -244,7 +247,7 @@ class Life:
         self.bottleneck.prompt(cost.seconds(prompt.new, prompt.context, self._config.prefill.chunk_tokens))
         prefill = self._members.live(plan.prefill).peer.name if plan.prefill else ""
         cached = min(request.known, plan.cached * self._config.pages.page_size)
-        self.recent.placed(request, decoder.peer.name, prefill, cached, self._weighed())
+        self.recent.placed(request, decoder.peer.name, prefill, cached, considered)
         if request.decode_workers[-1:] != [decoder.peer.name]:
             request.decode_workers.append(decoder.peer.name)
         assert request.max_tokens is not None, request.name
@@ -282,11 +285,6 @@ class Life:
             request.name,
             detail=True,
         )
-
-    def _weighed(self) -> Weighed | None:
-        """What the last choice was made from."""
-        prices = self._view.weighed
-        return None if prices is None else Weighed(len(prices.workers), prices.candidates)
 
     # --- attempts end ------------------------------------------------------------------------------------------------
 
@@ -491,3 +489,7 @@ def _start_over(request: Request, now: float) -> None:
     request.prefill_queue_ms = request.prefill_compute_ms = None
     request.pages_on_device = request.pages_fetched = 0
     request.predicted_ms = request.load_ms = 0
+
+
+def _weighed(considered: Prices | None) -> Weighed | None:
+    return None if considered is None else Weighed(len(considered.workers), considered.candidates)

@@ -13,7 +13,7 @@ name, and every message names incarnations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -30,6 +30,7 @@ from baton.messages import (
 )
 
 _REMEMBERED = 4_096  # incarnations; far more than processes ever start while one of them is still around
+_UNANSWERED = 16  # Decodes on their way to one worker; without a limit, a full worker would refuse a whole queue
 _SHOWN = 600.0  # seconds for which a process that went is still listed
 
 GoneReason: TypeAlias = Literal["silent", "stuck", "dead", "replaced", "rejected"]
@@ -166,6 +167,19 @@ class Member:
         self.busy_since = None
         self.touch()
 
+    @property
+    def takes_sequences(self) -> bool:
+        """Whether this decode worker may have room."""
+        return not self.unresponsive and self.busy_since is None and len(self.unanswered) < _UNANSWERED
+
+    def free_prompts(self, most: int) -> int:
+        """Return how many more prompts this worker may be given, of `most`, other routers' counted. A router without a
+        prompt there may always ask for one: after a refusal the worker keeps the next room for it
+        (`baton.turns`)."""
+        if self.unresponsive or self.busy_since is not None:
+            return 0
+        return max(most - len(self.slots) - self.strangers, 0 if self.slots else 1)
+
     def traces(self, mark: str, sequence: int) -> None:
         """That message asks it for a trace."""
         self.tracing, self.asked_to_trace = mark, sequence
@@ -233,6 +247,16 @@ class Members:
 
     def store_of(self, node: str) -> Member | None:
         return next((member for member in self.of("store") if member.peer.node == node), None)
+
+    def another_prefill(self, node: str, most: int, avoid: Collection[str]) -> Member | None:
+        """Return the prefill worker of `node` with the fewest tokens to compute, of those that take a prompt now. Each
+        takes `most` prompts."""
+        able = [
+            member
+            for member in self.open("prefill")
+            if member.peer.node == node and member.incarnation not in avoid and member.free_prompts(most) > 0
+        ]
+        return min(able, key=lambda m: (sum(prompt.new for prompt in m.slots.values()), m.peer.name), default=None)
 
     def named(self, name: str) -> Member | None:
         """The live process of that name."""

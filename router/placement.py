@@ -19,20 +19,16 @@ Pure. Pages are immutable and found by key, so a plan made from stale hints cost
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import nlargest
 from math import inf
-from typing import Protocol, TypeAlias
-
-from msgspec import Struct
+from typing import Protocol
 
 from baton.messages import Source
-from kvstore.prefix_map import Match
-from router.candidates import store_of
-from router.plan import Plan
+from router.plan import Ask, Choice, Plan, Reject, Reservation, Wait
 from router.prices import Prices
-from router.reach import SOURCES, Node, Prefix, Store, decoder_reach, prefiller_reach
+from router.reach import SOURCES, Node, Store, decoder_reach, prefiller_reach, store_of
 from router.table import NEVER, OPEN, Table
 from router.view import View
 
@@ -40,73 +36,19 @@ _NEARLY = 0.02  # of the lowest time: what takes no longer than so much more is 
 _AT_ONCE = 0.001  # seconds: the same for short times
 
 
-class Wait(Struct, frozen=True):
-    """Nothing can take it now that would not be worse than waiting. `predicted`: seconds until its first token even so;
-    none: nobody knows."""
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a policy decides about one request. The policy changes nothing: its caller carries the decision out."""
 
-    why: str
-    predicted: float | None = None
-
-
-class Reject(Struct, frozen=True):
-    """No placement meets its objectives. `retry_after`: seconds after which one might; none: nobody knows."""
-
-    why: str
-    retry_after: float | None = None
-
-
-Choice: TypeAlias = Plan | Wait | Reject
-
-
-class Ask(Struct, frozen=True):
-    """A request that wants a place, as its next attempt needs it."""
-
-    request: str
-    prefix: Prefix
-    keys: Sequence[bytes]  # of the prefix's pages
-    held: Mapping[str, Match]  # who has how much of the prefix, by incarnation
-    tokens: int  # known: the prompt, and what earlier attempts generated
-    max_tokens: int  # of output, those generated included
-    prompt: int  # tokens
-    ttft: float | None = None  # objective: seconds from now until the first token
-    tpot: float | None = None  # objective: seconds per token after the first
-    waited: float = 0.0  # seconds since it was received
-    priority: int = 0  # lower is more urgent
-    tenant: str = ""
-    avoid: Collection[str] = ()  # incarnations that have failed it
-    local: bool = False  # only a decode worker may be needed, and no store: this is how a last attempt is made
-    affinity: str = ""  # requests of one key go to one decode worker while it lives
-
-    @property
-    def needs(self) -> int:
-        """Device pages of a decode worker, for prompt and output."""
-        return -(-(self.prompt + self.max_tokens) // self.prefix.page_size)
-
-    @property
-    def rest(self) -> int:
-        """Tokens of the partial page that a prefill worker makes after the prefix: whoever decodes begins with the
-        last one then."""
-        return self.tokens - 1 - self.prefix.pages * self.prefix.page_size
-
-    @property
-    def handed(self) -> int:
-        """Pages of a hand-off."""
-        return self.prefix.pages + (self.rest > 0)
-
-    @property
-    def left(self) -> int:
-        """Tokens of output that it may still generate."""
-        return self.max_tokens - (self.tokens - self.prompt)
-
-    def on_device(self, worker: str) -> int:
-        """Pages of the prefix that this one has on its device."""
-        return match.pages if (match := self.held.get(worker)) else 0
+    choice: Choice
+    considered: Prices | None = None  # what the choice was made from; none: there was nothing to choose from
+    reservation: Reservation | None = None  # what the request waits for
 
 
 class Placer(Protocol):
     """A policy. `router.state.RouterState` takes one; `LowestTtft` is Baton's own."""
 
-    def place(self, ask: Ask, view: View) -> Choice: ...
+    def place(self, ask: Ask, view: View) -> Decision: ...
 
     def may_go(self, request: str, view: View) -> bool:
         """Whether to try a request that waits. One that certainly can't go now is passed by, however many there are."""
@@ -120,27 +62,26 @@ class Placer(Protocol):
 class LowestTtft:
     """The placement with the lowest predicted time to first token."""
 
-    def place(self, ask: Ask, view: View) -> Choice:
-        """`view.weighed` is what the choice was made from."""
-        prices = view.weighed = _prices(ask, view)
+    def place(self, ask: Ask, view: View) -> Decision:
+        prices = _prices(ask, view)
         if prices.decoders == 0:
-            return Wait("no decode worker is live")
+            return Decision(Wait("no decode worker is live"), prices)
         if ask.affinity:
             prices.keep_only(_home(ask.affinity, prices))
         if view.config.router.split == "always":
             prices.keep_split()
         best = prices.lowest
         if best == inf:
-            return Wait("no live decode worker could hold it")
+            return Decision(Wait("no live decode worker could hold it"), prices)
         if (problem := _misses(ask, prices)) is not None:
-            return problem
+            return Decision(problem, prices)
         option = prices.ready(best + max(_AT_ONCE, _NEARLY * best))
         if option is None:
             maker, taker = prices.soonest
-            view.claim(prices.workers[taker if maker is None else maker].incarnation, prices.effort(maker, taker))
-            return Wait(_awaits(prices, maker, taker), prices.predict(maker, taker).total)
-        view.table.use(row for row in option if row is not None)
-        return _plan(ask, view, prices, *option)
+            worker = prices.workers[taker if maker is None else maker].incarnation
+            wait = Wait(_awaits(prices, maker, taker), prices.predict(maker, taker).total)
+            return Decision(wait, prices, Reservation(worker, prices.effort(maker, taker)))
+        return Decision(_plan(ask, view, prices, *option), prices)
 
     def may_go(self, request: str, view: View) -> bool:
         """It may go anywhere."""
@@ -150,21 +91,21 @@ class LowestTtft:
         """Nothing is kept of any."""
 
 
-def plan_for(ask: Ask, view: View, decode: str, prefill: str | None = None) -> Plan | Wait:
+def plan_for(ask: Ask, view: View, decode: str, prefill: str | None = None) -> Decision:
     """The plan that uses just these workers, incarnations of live ones: what is cached is fetched as far as that pays.
     Wait: one of them takes no work now, or the two have no store between them; without `prefill`, never for the
     latter. For policies that choose workers by rules of their own."""
-    prices = view.weighed = _prices(ask, view)
+    prices = _prices(ask, view)
     index = view.table.index
     taker = index[decode]
     if prices.open[taker] != OPEN:
-        return Wait("the decode worker takes no work now")
+        return Decision(Wait("the decode worker takes no work now"), prices)
     if prefill is None or prices.cached[taker] >= ask.prefix.pages:
-        return _plan(ask, view, prices, None, taker)
+        return Decision(_plan(ask, view, prices, None, taker), prices)
     maker = index[prefill]
     if prices.open[maker] != OPEN or not prices.joined(maker, taker):
-        return Wait("the prefill worker takes no prompt now")
-    return _plan(ask, view, prices, maker, taker)
+        return Decision(Wait("the prefill worker takes no prompt now"), prices)
+    return Decision(_plan(ask, view, prices, maker, taker), prices)
 
 
 def _prices(ask: Ask, view: View) -> Prices:

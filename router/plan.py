@@ -1,14 +1,18 @@
-"""What placement decides: a plan, what is predicted of it, and the other ways there were."""
+"""What placement is asked and what it decides: a plan, a wait or a rejection, the prediction, and the alternatives."""
 
 # pyright: strict
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from msgspec import Struct
 
 from baton.messages import Source, TierRun
+from kvstore.prefix_map import Match
+from router.reach import Prefix
 
 
 class Predicted(Struct, frozen=True):
@@ -53,6 +57,76 @@ class Plan:
     def awaited(self) -> bool:
         """Some of the pages to fetch are only being made."""
         return self.prefill is not None
+
+
+class Wait(Struct, frozen=True):
+    """Nothing can take it now that would not be worse than waiting. `predicted`: seconds until its first token even so;
+    none: nobody knows."""
+
+    why: str
+    predicted: float | None = None
+
+
+class Reject(Struct, frozen=True):
+    """No placement meets its objectives. `retry_after`: seconds after which one might; none: nobody knows."""
+
+    why: str
+    retry_after: float | None = None
+
+
+Choice: TypeAlias = Plan | Wait | Reject
+
+
+class Ask(Struct, frozen=True):
+    """A request that wants a place, as its next attempt needs it."""
+
+    request: str
+    prefix: Prefix
+    keys: Sequence[bytes]  # of the prefix's pages
+    held: Mapping[str, Match]  # who has how much of the prefix, by incarnation
+    tokens: int  # known: the prompt, and what earlier attempts generated
+    max_tokens: int  # of output, those generated included
+    prompt: int  # tokens
+    ttft: float | None = None  # objective: seconds from now until the first token
+    tpot: float | None = None  # objective: seconds per token after the first
+    waited: float = 0.0  # seconds since it was received
+    priority: int = 0  # lower is more urgent
+    tenant: str = ""
+    avoid: Collection[str] = ()  # incarnations that have failed it
+    local: bool = False  # only a decode worker may be needed, and no store: this is how a last attempt is made
+    affinity: str = ""  # requests of one key go to one decode worker while it lives
+
+    @property
+    def needs(self) -> int:
+        """Device pages of a decode worker, for prompt and output."""
+        return -(-(self.prompt + self.max_tokens) // self.prefix.page_size)
+
+    @property
+    def rest(self) -> int:
+        """Tokens of the partial page that a prefill worker makes after the prefix: whoever decodes begins with the
+        last one then."""
+        return self.tokens - 1 - self.prefix.pages * self.prefix.page_size
+
+    @property
+    def handed(self) -> int:
+        """Pages of a hand-off."""
+        return self.prefix.pages + (self.rest > 0)
+
+    @property
+    def left(self) -> int:
+        """Tokens of output that it may still generate."""
+        return self.max_tokens - (self.tokens - self.prompt)
+
+    def on_device(self, worker: str) -> int:
+        """Pages of the prefix that this one has on its device."""
+        return match.pages if (match := self.held.get(worker)) else 0
+
+
+class Reservation(Struct, frozen=True):
+    """Seconds of a worker that a waiting request is going to take; requests behind it are priced with them."""
+
+    worker: str  # incarnation
+    seconds: float
 
 
 class Candidate(Struct, frozen=True):

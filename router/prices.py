@@ -20,16 +20,12 @@ Pure. Arrays have a row for each worker of the `Table`, decode workers first.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from router.plan import Candidate, Predicted
-from router.reach import reach_of_all
+from router.plan import Ask, Candidate, Predicted
+from router.reach import Prefix
 from router.table import FULL, NEVER, OPEN, Flags, Floats, Indices, Table
-
-if TYPE_CHECKING:
-    from router.placement import Ask
 
 _MANY = 16  # workers of either side that are paired, those that seem best; where there are not twice as many, all
 _LEVELS = 8.0  # decode workers are told apart by so many levels of sequences
@@ -270,6 +266,41 @@ class Prices:
             why = why or "no store joins them, another worker was asked for, or router.split is always"
         cached = int(self.cached[row]) * self.prefix.page_size
         return Candidate(names[1], "" if maker is None else names[0], cached, self.predict(maker, taker), why)
+
+
+def reach_of_all(
+    prefix: Prefix, table: Table, device: Floats, host: Floats, disk: Floats, serves: Floats
+) -> tuple[Floats, Floats]:
+    """How many pages each worker of the table need not compute, and the seconds that loads take: what `decoder_reach`
+    and `prefiller_reach` (`router.reach`) say of one of them, but for the few pages that are loaded to measure a tier.
+    `device` pages
+    are on each worker's device, `host` and `disk` on each node's tiers, for the table's rows; `serves`: whether other
+    nodes may get pages from there."""
+    at, d = table.node, table.decoders
+    begin = host[at]
+    begin[:d] = np.maximum(begin[:d], device[:d])
+    has = (host + disk) * serves
+    longest = has.argmax() if len(has) else 0
+    most, on_disk = has[longest], disk.any()
+    if most == 0 and not on_disk:
+        return np.maximum(device, begin), np.zeros(len(device))
+    far = table.stored * min(float(most), prefix.pages)  # pages that some other node can send
+    has[longest] = 0.0
+    far[longest] = min(float(has.max()), prefix.pages)
+    page, size = prefix.page_size / table.rate, prefix.page_bytes
+    spared = np.maximum(device - begin, 0.0)  # pages that need no computing, whether or not they are loaded
+    ends, loads, saved = begin, np.zeros(len(device)), np.zeros(len(device))  # with the node's disk, where it pays
+    near, seconds = begin, loads  # with all of the disk
+    if on_disk:
+        near = np.maximum((host + disk)[at], begin)
+        seconds = (near > begin) * table.disk_latency[at] + (near - begin) * size / table.disk_rate[at]
+        saved = np.maximum(np.maximum(near - begin - spared, 0.0) * page - seconds, 0.0)
+        ends, loads = np.where(saved > 0, near, begin), np.where(saved > 0, seconds, 0.0)
+    more = np.maximum(far[at], near)
+    # Where nobody has more than the node itself, the latency is for nothing and nothing is saved.
+    all_ = seconds + (table.latency[at] + (more - near) * (size / table.link[at]))
+    take = np.maximum(more - begin - spared, 0.0) * page - all_ > saved
+    return np.maximum(device, np.where(take, more, ends)), np.where(take, all_, loads)
 
 
 def _held(ask: Ask, table: Table) -> tuple[Floats, Floats, Floats]:

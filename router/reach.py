@@ -7,19 +7,17 @@ The workers decide with the same function when it comes to it (`kvstore.cost.cho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-import numpy as np
 from msgspec import Struct
 
-from baton.messages import Source, TierRun, TierSpeed
+from baton.messages import LowerTier, Source, TierRun, TierSpeed
 from kvstore.cost import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, choose
+from kvstore.prefix_map import Match
+from router.peers import Member, Members
 
-if TYPE_CHECKING:
-    from router.table import Floats, Table
-
+_NOTHING = Match(0)
 SOURCES = 3  # other stores that are named for cached pages: the next is asked when one fails
 
 
@@ -74,6 +72,28 @@ class Reach(Struct, frozen=True):
     sources: tuple[Source, ...] = ()  # for those that come from other nodes
 
 
+def stores(members: Members, held: Mapping[str, Match], avoid: Collection[str]) -> list[Store]:
+    """The live store of each node, unless its loop hangs. Those to `avoid` serve their own node and no other."""
+    able = [member for member in members.of("store") if not member.unresponsive]
+    return [store_of(member, held, serves=member.incarnation not in avoid) for member in able]
+
+
+def store_of(member: Member, held: Mapping[str, Match], *, serves: bool) -> Store:
+    """What that store has. An arena is evicted from the leaves, so what is only on the disk follows what is in it."""
+    match = held.get(member.incarnation, _NOTHING)
+    speeds: dict[LowerTier, TierSpeed] = {**DEFAULT_SPEEDS, **{speed.tier: speed for speed in member.load.tiers}}
+    on_disk = match.tiers.get("DISK", 0)
+    return Store(
+        incarnation=member.incarnation,
+        node=member.peer.node,
+        endpoint=member.hello.data if serves else "",
+        host=match.pages - on_disk,
+        disk=on_disk,
+        disk_speed=speeds["disk"],
+        remote_speed=speeds["remote"],
+    )
+
+
 def nodes_of(stores: Sequence[Store]) -> dict[str, Node]:
     """Every node that has a live store, with the others that can help it."""
     serving = sorted((store for store in stores if store.endpoint), key=lambda store: (-store.pages, store.incarnation))
@@ -91,40 +111,6 @@ def prefiller_reach(prefix: Prefix, node: Node, device: int, rate: float) -> Rea
     """Of a prefill worker. All pages must be in its node's store, so that is asked first; but those that the worker
     has on its device need no computing, which makes loading them pay less."""
     return _reach(prefix, node, node.store.host, device, rate)
-
-
-def reach_of_all(
-    prefix: Prefix, table: Table, device: Floats, host: Floats, disk: Floats, serves: Floats
-) -> tuple[Floats, Floats]:
-    """How many pages each worker of the table need not compute, and the seconds that loads take: what `decoder_reach`
-    and `prefiller_reach` say of one of them, but for the few pages that are loaded to measure a tier. `device` pages
-    are on each worker's device, `host` and `disk` on each node's tiers, for the table's rows; `serves`: whether other
-    nodes may get pages from there."""
-    at, d = table.node, table.decoders
-    begin = host[at]
-    begin[:d] = np.maximum(begin[:d], device[:d])
-    has = (host + disk) * serves
-    longest = has.argmax() if len(has) else 0
-    most, on_disk = has[longest], disk.any()
-    if most == 0 and not on_disk:
-        return np.maximum(device, begin), np.zeros(len(device))
-    far = table.stored * min(float(most), prefix.pages)  # pages that some other node can send
-    has[longest] = 0.0
-    far[longest] = min(float(has.max()), prefix.pages)
-    page, size = prefix.page_size / table.rate, prefix.page_bytes
-    spared = np.maximum(device - begin, 0.0)  # pages that need no computing, whether or not they are loaded
-    ends, loads, saved = begin, np.zeros(len(device)), np.zeros(len(device))  # with the node's disk, where it pays
-    near, seconds = begin, loads  # with all of the disk
-    if on_disk:
-        near = np.maximum((host + disk)[at], begin)
-        seconds = (near > begin) * table.disk_latency[at] + (near - begin) * size / table.disk_rate[at]
-        saved = np.maximum(np.maximum(near - begin - spared, 0.0) * page - seconds, 0.0)
-        ends, loads = np.where(saved > 0, near, begin), np.where(saved > 0, seconds, 0.0)
-    more = np.maximum(far[at], near)
-    # Where nobody has more than the node itself, the latency is for nothing and nothing is saved.
-    all_ = seconds + (table.latency[at] + (more - near) * (size / table.link[at]))
-    take = np.maximum(more - begin - spared, 0.0) * page - all_ > saved
-    return np.maximum(device, np.where(take, more, ends)), np.where(take, all_, loads)
 
 
 def _others(store: Store, serving: Sequence[Store]) -> Sequence[Store]:

@@ -39,7 +39,6 @@ from baton.waits import Wait
 from router.admission import ModelLimits
 from router.answers import Answers
 from router.bottleneck import Advice, Utilisation
-from router.candidates import slots, takes_work
 from router.costs import Costs
 from router.events import (
     WARM,
@@ -422,10 +421,10 @@ class RouterState:
             self._warm_answers.unread(member, name, now)
             return
         if found := self._current(member, name.request, name.attempt, "decode"):
-            request, others = found[0], [each for each in self._members.open("decode") if takes_work(each)]
+            request, others = found[0], [each for each in self._members.open("decode") if each.takes_sequences]
         elif (found := self._current(member, name.request, name.attempt, "prefill")) and found[1].needs_prefill:
             request, most = found[0], self._config.prefill.max_prompts
-            others = [each for each in self._members.open("prefill") if slots(each, most) > 0]
+            others = [each for each in self._members.open("prefill") if each.free_prompts(most) > 0]
             if hangs:
                 others.append(self._members.live(found[1].decode))  # it computes the prompt itself if need be
         else:

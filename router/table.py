@@ -18,7 +18,6 @@ import numpy.typing as npt
 from baton.config import Config
 from baton.messages import LowerTier, TierSpeed
 from kvstore.cost import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS
-from router.candidates import slots, takes_work
 from router.costs import PrefillCost, StepCost
 from router.peers import Member, Members
 
@@ -188,7 +187,7 @@ class Table:
         seconds = self._prompts(member, cost, chunk)
         member.since = min(member.since, now)
         if not decodes:
-            full = slots(member, self._config.prefill.max_prompts) <= 0
+            full = member.free_prompts(self._config.prefill.max_prompts) <= 0
             open_ = NEVER if member.draining or member.unresponsive else FULL if full else OPEN
             until = member.since + seconds
             return (open_, until, rate, cost.fixed, cost.token, cost.pair, chunk, 1.0, *_NO_DECODING)
@@ -201,7 +200,7 @@ class Table:
         pool = member.hello.model.pool_pages if member.hello.model else 0
         room = member.room - member.growth
         return (
-            NEVER if member.draining or member.unresponsive else OPEN if takes_work(member) else FULL,
+            NEVER if member.draining or member.unresponsive else OPEN if member.takes_sequences else FULL,
             member.since + seconds * stretch,
             rate,
             cost.fixed,

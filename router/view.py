@@ -1,24 +1,20 @@
 """What placement may see of the cluster: live workers with what they have been given, live stores, the time. Workers
 that drain are not seen.
 
-A `View` is read by whoever places (`router.placement.Placer`), who leaves there what others are to know: what the
-choice was made from, and what those who wait have been promised. Pure.
+A policy (`router.placement.Placer`) reads a `View` and changes nothing. The request manager records here what it
+carries out of a decision. Pure.
 """
 
 # pyright: strict
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from baton.config import Config
 from router.peers import Member, Members
+from router.plan import Plan, Reservation
 from router.table import CostModels, Floats, Rates, Table
-
-if TYPE_CHECKING:
-    from router.prices import Prices
 
 _OUTPUT = 256.0  # tokens that a request is expected to generate, until some have ended
 _WEIGHT = 0.02  # of the newest
@@ -33,7 +29,6 @@ class View:
         self.members = members
         self.now = 0.0  # seconds
         self.table = Table(config, members, costs or Rates(members))
-        self.weighed: Prices | None = None  # what the last choice was made from
         self._claims: dict[str, float] = {}  # seconds of workers, by incarnation
         self._output = _OUTPUT
 
@@ -42,9 +37,14 @@ class View:
         self.now = now
         self._claims.clear()
 
-    def claim(self, worker: str, seconds: float) -> None:
-        """Somebody waits for that worker, and is going to take so much of its time."""
-        self._claims[worker] = self._claims.get(worker, 0.0) + seconds
+    def reserve(self, reservation: Reservation) -> None:
+        """Count the seconds of a waiting request for the requests behind it."""
+        worker = reservation.worker
+        self._claims[worker] = self._claims.get(worker, 0.0) + reservation.seconds
+
+    def used(self, plan: Plan) -> None:
+        """Count the plan's workers as the last ones used, so that equal workers take turns."""
+        self.table.use(self.table.index[worker] for worker in (plan.prefill, plan.decode) if worker is not None)
 
     @property
     def claims(self) -> Floats:

@@ -42,14 +42,13 @@ from baton.messages import (
 )
 from kvstore.keys import namespace_root, split_keys
 from router.admission import ModelLimits, check_tokens
-from router.candidates import stores
 from router.events import WARM, Cancelled, Failed, Kept, PinView, Unwarm, Warm, Warmed
 from router.life import Life
 from router.outbox import Outbox
 from router.peers import Member, Members, Prompt, Work
 from router.pin import Phase, WarmPrefix
 from router.prefixes import Prefixes
-from router.reach import nodes_of
+from router.reach import nodes_of, stores
 
 _LEAST_URGENT = 2**31 - 1  # the least urgent that a request can be
 _MOST = 4_096  # prefixes; each costs its tokens, and a moment of every tick

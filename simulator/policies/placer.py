@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.prefix_map import Match
-from router.candidates import stores, takes_work
 from router.costs import PrefillCost, StepCost
 from router.peers import Member
 from router.peers import Prompt as PromptWork
-from router.placement import Ask, Choice, Reject, Wait, plan_for
+from router.placement import Decision, plan_for
+from router.plan import Ask, Reject, Wait
+from router.reach import stores
 from router.view import View
 from simulator.policies.rule import Prompt, Rule, Stage, Worker
 
@@ -50,16 +51,16 @@ class Ruled:
         self._step = step
         self._waiting: dict[str, _Waiting] = {}  # by request
 
-    def place(self, ask: Ask, view: View) -> Choice:
+    def place(self, ask: Ask, view: View) -> Decision:
         waiting = self._waiting.pop(ask.request, None)
         if waiting is None or waiting.worker in ask.avoid or view.members.get(waiting.worker) is None:
             waiting = self._choose(ask, view)
             if not isinstance(waiting, _Waiting):
-                return waiting
-        plan = self._plan(ask, view, waiting.worker)
-        if isinstance(plan, Wait):
+                return Decision(waiting)
+        decision = self._plan(ask, view, waiting.worker)
+        if isinstance(decision.choice, Wait):
             self._waiting[ask.request] = waiting
-        return plan
+        return decision
 
     def may_go(self, request: str, view: View) -> bool:
         """Its worker has room, or it has none yet: who waits for one worker does not stand before those of others."""
@@ -91,19 +92,19 @@ class Ruled:
             pages=ask.prefix.pages,
         )
 
-    def _plan(self, ask: Ask, view: View, worker: str) -> Choice:
+    def _plan(self, ask: Ask, view: View, worker: str) -> Decision:
         member = view.members.live(worker)
         if not _has_room(member, view):
-            return Wait(f"{member.peer.name} has all the prompts it takes")
+            return Decision(Wait(f"{member.peer.name} has all the prompts it takes"))
         if member.peer.role == "decode":
             return plan_for(ask, view, worker)
-        able = [member for member in _decoders(ask, view) if takes_work(member)]
+        able = [member for member in _decoders(ask, view) if member.takes_sequences]
         if not able:
-            return Wait("no decode worker takes work now")
+            return Decision(Wait("no decode worker takes work now"))
         workers = self._shown(ask, view, able, "decode")
         chosen = self._rule.choose("decode", _prompt(ask), workers)
         if chosen is None:
-            return _MISSED
+            return Decision(_MISSED)
         return plan_for(ask, view, able[workers.index(chosen)].incarnation, worker)
 
     def _shown(self, ask: Ask, view: View, members: Sequence[Member], stage: Stage) -> list[Worker]:
@@ -145,7 +146,8 @@ class Ruled:
 def _has_room(worker: Member, view: View) -> bool:
     """As many prompts at a time for each, whatever its role: the others wait in the router, which drops those that
     can't be in time any more."""
-    return len(worker.slots) < view.config.prefill.max_prompts and (worker.peer.role != "decode" or takes_work(worker))
+    takes = worker.takes_sequences or worker.peer.role != "decode"
+    return takes and len(worker.slots) < view.config.prefill.max_prompts
 
 
 def _prompt(ask: Ask) -> Prompt:

@@ -10,8 +10,9 @@ from baton.messages import AttemptName, Hello, Load, ModelCard, Namespace, Peer,
 from kvstore.prefix_map import Match
 from router.costs import PrefillCost, StepCost
 from router.peers import Member, Members, Prompt, Work
-from router.placement import Ask, Choice, LowestTtft
-from router.plan import Plan
+from router.placement import Decision, LowestTtft
+from router.plan import Ask, Choice, Plan
+from router.prices import Prices
 from router.reach import Prefix
 from router.view import View
 
@@ -105,15 +106,29 @@ class Cluster:
         held = {incarnation: match for incarnation, match in self.held.items() if self.members.get(incarnation)}
         return Ask("r", prefix, (), more.pop("held", held), tokens, more.pop("max_tokens", 10), tokens, **more)
 
+    def decide(self, **more: Any) -> Decision:
+        """Place one request, and record the decision as the router does."""
+        decision = self.placer.place(self.ask(**more), self.view)
+        if decision.reservation is not None:
+            self.view.reserve(decision.reservation)
+        if isinstance(decision.choice, Plan):
+            self.view.used(decision.choice)
+        return decision
+
+    def prices(self, **more: Any) -> Prices:
+        """What the first decision of a round is made from."""
+        self.view.begin(self.now)
+        prices = self.decide(**more).considered
+        assert prices is not None
+        return prices
+
     def choose(self, **more: Any) -> Choice:
         self.view.begin(self.now)
-        return self.placer.place(self.ask(**more), self.view)
+        return self.decide(**more).choice
 
     def queued(self) -> float:
         """Seconds that a prompt would wait for those before it on the first decode worker."""
-        self.choose()
-        assert self.view.weighed is not None
-        return float(self.view.weighed.queue[0])
+        return float(self.prices().queue[0])
 
     def plan(self, **more: Any) -> Plan:
         choice = self.choose(**more)

@@ -15,8 +15,8 @@ from baton.messages import AttemptName, TierRun
 from kvstore.prefix_map import Match
 from router.costs import PrefillCost, StepCost
 from router.peers import Prompt
-from router.placement import Ask, Wait, plan_for
-from router.plan import Plan
+from router.placement import plan_for
+from router.plan import Ask, Plan, Wait
 from router.prices import Prices
 from tests.router.placing import (
     FAR,
@@ -100,13 +100,14 @@ def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) ->
 def test_arrays_say_what_one_way_at_a_time_says(cluster: Cluster, ask: dict[str, Any]) -> None:
     """Every pair and every decode worker alone, priced one by one in plain Python."""
     wanted = cluster.ask(**ask)
-    choice = cluster.choose(**ask)
-    prices = cluster.view.weighed
+    cluster.view.begin(cluster.now)
+    decision = cluster.decide(**ask)
+    choice, prices = decision.choice, decision.considered
     if prices is None or not prices.decoders:
         return
     ways: dict[tuple[str | None, str], float] = {}
     for way in every_way(cluster, prices):
-        seconds = by_hand(cluster, wanted, *way)
+        seconds = by_hand(cluster, prices, wanted, *way)
         maker = None if way[0] is None else prices.workers[way[0]].incarnation
         if seconds < inf:
             ways[maker, prices.workers[way[1]].incarnation] = seconds
@@ -129,10 +130,8 @@ def every_way(cluster: Cluster, prices: Prices) -> Sequence[tuple[int | None, in
     return [(None, taker) for taker in takers] + [(maker, taker) for maker in makers for taker in takers]
 
 
-def by_hand(cluster: Cluster, ask: Ask, maker: int | None, taker: int) -> float:
+def by_hand(cluster: Cluster, prices: Prices, ask: Ask, maker: int | None, taker: int) -> float:
     """Seconds of one way; inf: it can't be."""
-    prices = cluster.view.weighed
-    assert prices is not None
     decoder = prices.workers[taker]
     assert decoder.hello.model is not None
     if decoder.hello.model.pool_pages < ask.needs:
@@ -189,10 +188,11 @@ def test_of_many_workers_the_best_are_found(random: Any) -> None:
             cluster.store(node, host=random.randrange(9))
         cluster.decoder(f"d{index}", node, random.randrange(9), random.randrange(5))
         cluster.prefiller(f"p{index}", node, random.randrange(9), random.randrange(30), random.randrange(3))
-    choice = cluster.choose()
-    prices = cluster.view.weighed
+    cluster.view.begin(cluster.now)
+    decision = cluster.decide()
+    choice, prices = decision.choice, decision.considered
     assert prices is not None
-    seconds = {way: by_hand(cluster, cluster.ask(), *way) for way in every_way(cluster, prices)}
+    seconds = {way: by_hand(cluster, prices, cluster.ask(), *way) for way in every_way(cluster, prices)}
     dear = {way: value + (float(prices.nuisance[way[1]]) if way[0] is None else 0) for way, value in seconds.items()}
     assert prices.lowest <= min(dear.values()) * 1.02 + 0.001
     assert isinstance(choice, Plan | Wait)
@@ -201,8 +201,8 @@ def test_of_many_workers_the_best_are_found(random: Any) -> None:
 def test_a_plan_for_chosen_workers_is_that_of_the_rule() -> None:
     cluster = two_nodes({"host": 3}, {})
     cluster.decoder("d1", "b")
-    assert plan_for(cluster.ask(), cluster.view, "d1", "p0") == replace(cluster.plan(), decode="d1")
-    assert plan_for(cluster.ask(), cluster.view, "d1") == Plan(
+    assert plan_for(cluster.ask(), cluster.view, "d1", "p0").choice == replace(cluster.plan(), decode="d1")
+    assert plan_for(cluster.ask(), cluster.view, "d1").choice == Plan(
         "d1", fetch=3, cached=3, store="s-b", sources=(source("a", 3),), loads=(TierRun(NEAR, 3),)
     )
 
@@ -212,8 +212,7 @@ def test_candidates_tell_what_was_weighed() -> None:
     cluster.prefiller("p1", slots=0)
     cluster.decoder("d1", pool=5)
     plan = cluster.plan()
-    assert cluster.view.weighed is not None
-    told = {(each.decode, each.prefill): each for each in cluster.view.weighed.candidates()}
+    told = {(each.decode, each.prefill): each for each in cluster.prices().candidates()}
     assert told["d0", "p0"].predicted == plan.predicted
     assert (told["d0", "p0"].cached, told["d0", "p0"].why_not) == (30, "")
     assert "p1" in told["d0", "p1"].why_not

@@ -15,7 +15,8 @@ from baton.messages import Accepted, Decode, Load, Prefilled, Refused
 from baton.messages import Failed as WorkerFailed
 from router.events import Failed
 from router.front import status_of
-from router.placement import Ask, Choice, LowestTtft, Reject, Wait
+from router.placement import Decision, LowestTtft
+from router.plan import Ask, Choice, Reject, Wait
 from router.quantile import Quantile, Spread
 from router.view import View
 from tests.router.lab import Lab, held
@@ -51,9 +52,9 @@ class Watching(LowestTtft):
         self.answer = answer
         self.asked: list[Ask] = []
 
-    def place(self, ask: Ask, view: View) -> Choice:
+    def place(self, ask: Ask, view: View) -> Decision:
         self.asked.append(ask)
-        return self.answer or super().place(ask, view)
+        return Decision(self.answer) if self.answer else super().place(ask, view)
 
 
 def test_objectives_come_from_the_request_or_from_its_class() -> None:
@@ -127,9 +128,9 @@ class OneByOne(LowestTtft):
 
     free = 1
 
-    def place(self, ask: Ask, view: View) -> Choice:
+    def place(self, ask: Ask, view: View) -> Decision:
         if not self.free:
-            return Wait("every worker is busy")
+            return Decision(Wait("every worker is busy"))
         self.free -= 1
         return super().place(ask, view)
 

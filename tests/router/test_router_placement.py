@@ -12,8 +12,7 @@ from baton.messages import AttemptName, Load
 from kvstore.prefix_map import Match
 from router.costs import PrefillCost, StepCost
 from router.peers import Prompt
-from router.placement import Reject, Wait
-from router.plan import Plan
+from router.plan import Plan, Reject, Wait
 from router.reach import Prefix
 from tests.router.placing import CONFIG, HANDED, PAGE, PREFIX, RATE, REST, STEP, Cluster, one_node
 
@@ -142,7 +141,7 @@ def test_those_who_wait_count_for_those_behind_them() -> None:
         for slot in range(2):
             worker.promise(AttemptName(f"{name} {slot}", 1), Prompt(pages * 10), cluster.now)
     cluster.view.begin(cluster.now)
-    waits = [cluster.placer.place(cluster.ask(), cluster.view) for _ in range(6)]
+    waits = [cluster.decide().choice for _ in range(6)]
     assert all(isinstance(wait, Wait) for wait in waits)
     predicted = [wait.predicted for wait in waits if isinstance(wait, Wait) and wait.predicted]
     assert predicted == sorted(predicted)
