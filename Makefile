@@ -14,7 +14,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/python -m deploy.demo
+	$(BIN)/python -m deploy.commands.demo
 
 test: setup
 	$(BIN)/python -m pytest

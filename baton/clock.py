@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Protocol
 
 from msgspec import Struct
@@ -18,13 +17,6 @@ class Clock(Protocol):
     """Seconds on a monotonic scale; only differences mean anything."""
 
     def now(self) -> float: ...
-
-
-class MonotonicClock:
-    """The machine's own clock."""
-
-    def now(self) -> float:
-        return time.monotonic()
 
 
 class VirtualClock:

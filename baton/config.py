@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,8 +18,8 @@ import yaml
 from msgspec import Meta, Struct
 
 from baton.errors import ConfigError
-from baton.operator_port import Loopback, parse
-from baton.trace import MAX_STEPS, Keep
+from baton.messages import MAX_TRACE_STEPS
+from baton.operator_address import Loopback, parse_operator
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -27,6 +28,14 @@ Natural = Annotated[int, Meta(ge=0)]
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*", re.IGNORECASE)
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+@dataclass(frozen=True)
+class TraceLimits:
+    """How many traces a folder keeps, and how many bytes of them. The newest stays, however large it is."""
+
+    files: int = 64
+    size: int = 256 * 2**20
 
 
 class Bytes(int):
@@ -78,7 +87,9 @@ class ClusterConfig(_Section, frozen=True):
     silence_ms: Positive = 3_000  # a peer silent for longer loses all it held
     stuck_ms: Positive = 60_000  # a process whose step, or turn of its main loop, takes longer counts as gone
     restart_patience_ms: Natural = 30_000  # Ray's supervisor replaces a silent process that still exists after so long
-    trace_steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)] = 0  # each worker and store traces so many from its start
+    trace_steps: Annotated[int, Meta(ge=0, le=MAX_TRACE_STEPS)] = (
+        0  # each worker and store traces so many from its start
+    )
     trace_dir: str = ""  # where traces are written; default: traces, below log_dir
     trace_files: Positive = 64  # kept there, on each node; the oldest is removed
     trace_bytes: Bytes = Bytes(256 * 2**20)  # and of so many bytes together; the newest always stays
@@ -109,8 +120,8 @@ class ClusterConfig(_Section, frozen=True):
         return Path(self.trace_dir) if self.trace_dir else self.logs / "traces"
 
     @property
-    def kept_traces(self) -> Keep:
-        return Keep(self.trace_files, self.trace_bytes)
+    def kept_traces(self) -> TraceLimits:
+        return TraceLimits(self.trace_files, self.trace_bytes)
 
 
 class PagesConfig(_Section, frozen=True):
@@ -288,7 +299,7 @@ def _check(config: Config) -> None:
             f"cluster.silence_ms is {cluster.silence_ms}, less than four heartbeats of {cluster.heartbeat_ms} ms: "
             "one lost message would look like a death; raise it, or lower cluster.heartbeat_ms"
         )
-    operator = parse(config.router.operator)
+    operator = parse_operator(config.router.operator)
     ports = (config.router.grpc_port, config.router.internal_port, config.router.http_port)
     fixed = [p for p in (*ports, operator.port if isinstance(operator, Loopback) else 0) if p]
     if len(fixed) != len(set(fixed)):

@@ -1,6 +1,6 @@
 """Logging as every process does it: one file per process in one folder, one line per record, the request id in it.
 
-2026-01-31T12:00:00.123 decode-0 INFO decode_worker.service request=ab12 accepted attempt 1
+2026-01-31T12:00:00.123 decode-0 INFO worker.loop request=ab12 accepted attempt 1
 
 Files are rotated by size, so a log's disk space is bounded. A line that a peer, a client or a stranger can trigger goes
 through a `RateLimitedLog`. Tracebacks, and all lines of libraries, are limited in the same way by the handler itself.

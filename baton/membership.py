@@ -1,5 +1,5 @@
 """How a worker or store belongs to a router: Hello, Welcome, heartbeats both ways, silence, a router that was replaced.
-Whoever works for several has a membership of each (`baton.routers`); no router knows of the others.
+Whoever works for several has a membership of each (`baton.router_links`); no router knows of the others.
 
     (unknown) ──Hello──▶ ──Welcome──▶ joined ──router silent, or another incarnation of it speaks──▶ (unknown)
 

@@ -10,7 +10,7 @@ its name under "type", inside an `Envelope`. Everything is validated on receipt;
     store   ⇄ another store     PageRequest / PageReply         ZMQ, whoever wants pages connects
     router  ⇄ who holds pages   ToPublisher / FromPublisher     ZMQ, router connects; without an envelope
 
-KV events have a format of their own, vLLM's: see `kvstore/events.py`.
+KV events have a format of their own, vLLM's: see `kvstore/events/wire_format.py`.
 
 Work is named (request, attempt); the router that owns a request numbers its attempts from 1. Who speaks is named by an
 incarnation, a random id per process start. Page keys travel packed, 16 bytes each; token ids as little-endian uint32.
@@ -23,8 +23,7 @@ from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 from msgspec import Meta, MsgspecError, Struct
 
-from baton.trace import MAX_STEPS
-
+MAX_TRACE_STEPS = 10_000
 PROTOCOL_VERSION = 6
 KEY_BYTES = 16
 TOKEN_BYTES = 4
@@ -150,7 +149,7 @@ class Trace(Message, frozen=True):
     """Write down where the time of the next `steps` goes; `mark` tells the file from others. See `baton.trace`."""
 
     mark: Annotated[str, Meta(pattern=r"^[0-9a-f]{1,16}$")]
-    steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)]
+    steps: Annotated[int, Meta(ge=1, le=MAX_TRACE_STEPS)]
 
 
 class StopTrace(Message, frozen=True):
@@ -183,7 +182,7 @@ class AttemptHeld(Struct, frozen=True):
 
 class TierSpeed(Struct, frozen=True):
     """How fast a tier brings pages into the arena: seconds until the first, bytes per second from then on.
-    `measured` is False where these are the defaults of `kvstore.cost`."""
+    `measured` is False where these are the defaults of `kvstore.load_or_recompute`."""
 
     tier: LowerTier
     latency: Annotated[float, Meta(ge=0)]
@@ -223,7 +222,7 @@ class Heartbeat(Message, frozen=True):
     loop_age_ms: Count = 0
     attempts: tuple[AttemptHeld, ...] = ()
     events: Count = 0  # the sequence of its last batch of KV events,
-    digest: Checksum = 0  # and the digest of all that it held then: see `kvstore.changes`
+    digest: Checksum = 0  # and the digest of all that it held then: see `kvstore.events.changes`
     others: Load = Load()  # running, waiting, tokens_queued and context
     tracing: str = ""  # the mark of the trace that this process makes or writes; none: it may be asked for one
 
@@ -512,7 +511,7 @@ class Reserved(Message, frozen=True):
 
 class NotReserved(Message, frozen=True):
     """`full`: no slots free now; `orphan`: the parent isn't here; `quota`: too much reserved by this writer; `behind`:
-    another prompt waits for slots, and this one must hold nothing while it does (`kvstore.head_of_line`)."""
+    another prompt waits for slots, and this one must hold nothing while it does (`kvstore.server.head_of_line`)."""
 
     ticket: Count
     reason: Literal["full", "orphan", "quota", "behind"]
@@ -706,7 +705,7 @@ class Serving(Message, frozen=True):
     fetches: tuple[tuple[int, int], ...] = ()
 
 
-# Where NIXL carries the bytes (`kvstore.nixl_transport`), an Offer stands for Pages.
+# Where NIXL carries the bytes (`kvstore.transport.nixl_transport`), an Offer stands for Pages.
 
 
 class Offer(Message, frozen=True):

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from baton.errors import PortInUse
 from baton.hosts import bracketed
 from baton.metrics_server import MetricsServer
+from baton.samples import Sample
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,6 @@ TABLE: Mapping[str, Entry] = {
 PAGE_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PAGE_SECONDS = 0.5  # a rendered page is served for so long: rendering takes milliseconds of the process's one core
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-Labels = tuple[str, ...]
-Sample = float | Mapping[Labels, float]
 
 
 class Metrics(Collector):

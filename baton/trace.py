@@ -17,8 +17,8 @@ A thread writes the file, some spans at a time, with a pause after each: the loo
 Python's lock no longer than such a part takes. A tracer has one trace at a time, until its file is written.
 
 Owns what was recorded and the file that it becomes; a file that can't be written is a line in the log and no more.
-The folder keeps a bounded number of files and bytes (`Keep`): the oldest traces are removed, whichever process wrote
-them. The format is the JSON array of "complete" events of Google's Trace Event Format.
+The folder keeps a bounded number of files and bytes (`TraceLimits`): the oldest traces are removed, whichever process
+wrote them. The format is the JSON array of "complete" events of Google's Trace Event Format.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
 import msgspec
 
+from baton.config import TraceLimits
+from baton.messages import MAX_TRACE_STEPS
+
 log = logging.getLogger(__name__)
 
-MAX_STEPS = 10_000
+_LIMITS = TraceLimits()
 MAX_SPANS = 200_000  # about 25 MB of file; a trace that comes to so many ends there
 _PART = 100  # spans that are written at a time: 0.2 ms of Python
 _PAUSE = 0.001  # seconds after each part, in which the loop has Python to itself
@@ -50,14 +52,6 @@ _ABANDONED = 600.0  # seconds after which a half-written file has no writer any 
 _NAME = re.compile(r"(?P<half>\.)?[A-Za-z0-9-]+-[0-9a-f]{8}\.json(?(half)\.[0-9a-f]{8})")
 
 Argument = int | float | str
-
-
-@dataclass(frozen=True)
-class Keep:
-    """How many traces a folder keeps, and how many bytes of them. The newest stays, however large it is."""
-
-    files: int = 64
-    size: int = 256 * 2**20
 
 
 class _Off:
@@ -80,8 +74,8 @@ class Recording:
 
     def __init__(self, steps: int, most: int = MAX_SPANS) -> None:
         """Complete after `steps` steps, or at `most` spans. Raises ValueError for no steps at all, or too many."""
-        if not 1 <= steps <= MAX_STEPS:
-            raise ValueError(f"{steps} steps can't be traced; it takes 1 to {MAX_STEPS:,}")
+        if not 1 <= steps <= MAX_TRACE_STEPS:
+            raise ValueError(f"{steps} steps can't be traced; it takes 1 to {MAX_TRACE_STEPS:,}")
         self._steps = steps
         self._most = most
         self._spans: deque[tuple[str, str, int, int, dict[str, Argument]]] = deque()
@@ -159,7 +153,7 @@ class _Turn:
 class Tracer:
     """The spans of one process's loop. For one thread."""
 
-    def __init__(self, process: str = "", keep: Keep = Keep()) -> None:
+    def __init__(self, process: str = "", keep: TraceLimits = _LIMITS) -> None:
         """Off. `process` is what the trace calls it."""
         self.process = process
         self.keep = keep
@@ -280,7 +274,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
         fresh.unlink(missing_ok=True)
 
 
-def _prune(newest: Path, keep: Keep) -> None:
+def _prune(newest: Path, keep: TraceLimits) -> None:
     """Remove the oldest traces of the folder beyond what it keeps. Other processes may do so at the same time."""
     found: list[tuple[float, int, Path]] = []
     for entry in os.scandir(newest.parent):

@@ -29,12 +29,12 @@ from typing import Literal
 from baton.config import Bytes, DiskConfig
 from bench import report
 from kvstore.checksum import page_checksum
-from kvstore.disk import DiskTier
-from kvstore.disk_files import takes_direct_io
-from kvstore.disk_format import RecordLayout
-from kvstore.disk_index import DiskIndex
-from kvstore.disk_orders import DeleteFolder, FolderDeleted
-from kvstore.tiers import DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
+from kvstore.disk.files import takes_direct_io
+from kvstore.disk.index import DiskIndex
+from kvstore.disk.interface import DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
+from kvstore.disk.io_threads import DiskTier
+from kvstore.disk.orders import DeleteFolder, FolderDeleted
+from kvstore.disk.record_format import RecordLayout
 
 PAGE_SIZES = (128 * 2**10, 2**20)
 TARGET = 0.8

@@ -22,7 +22,7 @@ from bench.peers.adapter import Peer, PeerFailed
 from bench.peers.cases import CASES, Case, chosen
 from bench.roofline import Shape
 from bench.turns import Run, Turn, Turns, quiet
-from engine.weights import TORCH_DTYPES
+from engine.models.weights import TORCH_DTYPES
 
 OWN = "baton"
 TARGETS = {"decode-1": 0.75, "decode-8": 0.75}

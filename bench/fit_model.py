@@ -28,7 +28,7 @@ from dataclasses import asdict, astuple, dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.pace import StepSeconds, pairs
+from baton.step_cost_model import StepSeconds, pairs
 from bench import models, report
 from engine.batch import Chunk, Draw
 from engine.engine import Engine

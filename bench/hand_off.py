@@ -43,10 +43,10 @@ from baton.messages import (
     StoreReply,
 )
 from baton.wire import Keys
-from engine.pool import PagePool
+from engine.page_pool import PagePool
 from kvstore.checksum import page_checksum
-from kvstore.client import StoreClient, store_address
-from kvstore.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, Fetch, Ship, batches
+from kvstore.client.connection import StoreClient, store_address
+from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, Fetch, Ship, batches
 
 _PATIENCE = 30.0  # seconds
 _PAGES = 512  # in one hand-off, of prompts with

@@ -27,7 +27,7 @@ import grpc.aio
 import msgspec
 
 from baton.errors import BatonError, TraceConflict, Unavailable
-from baton.trace import MAX_STEPS
+from baton.messages import MAX_TRACE_STEPS
 from bench import cores, interference, models, report
 from bench.bare import BareEngine
 from bench.neighbours import Neighbours
@@ -207,7 +207,7 @@ def _begin_trace(client: Client) -> Path:
     deadline = time.perf_counter() + _TRACE_WRITTEN
     while True:
         try:
-            return Path(client.profile("decode-0", MAX_STEPS).path)
+            return Path(client.profile("decode-0", MAX_TRACE_STEPS).path)
         except TraceConflict:
             if time.perf_counter() > deadline:
                 raise

@@ -26,7 +26,7 @@ import grpc.aio
 
 from baton.config import parse_override
 from baton.errors import BatonError
-from baton.trace import MAX_STEPS
+from baton.messages import MAX_TRACE_STEPS
 from bench import cluster, cores, models, report, vllm_server
 from bench.figures import percentile
 from bench.memory import Memory
@@ -151,7 +151,7 @@ async def _measure(server: Server, name: str, vocab: int, asked: argparse.Namesp
 async def _ours(name: str, model: Path, asked: argparse.Namespace) -> list[Seen]:
     with ExitStack() as stack:
         report.say(f"starting {name}")
-        made = start(stack, name, model, asked, MAX_STEPS if asked.trace is not None else 0)
+        made = start(stack, name, model, asked, MAX_TRACE_STEPS if asked.trace is not None else 0)
         with Client(operator=made.operator) as client:
             vocab = client.status(timeout=10).model.vocab_size
         async with grpc.aio.insecure_channel(made.address) as channel:

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from deploy import demo_model
-from engine.config import ModelConfig
-from engine.weights import expected_tensors
+from deploy.commands import demo_model
+from engine.models.config import ModelConfig
+from engine.models.weights import expected_tensors
 
 SEED = 20_260_201
 LLAMA_100M: dict[str, Any] = {

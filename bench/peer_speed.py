@@ -6,9 +6,10 @@ Two processes on this machine talk over loopback. One reads a memory of 256 MiB 
 of its own; both have touched it before. They move `ROUND` bytes in one of three ways, then in the next, and so on: a
 machine that others use, too, is slow to all of them alike. The first turn is not counted.
 
-`store to store`  two page transports (`kvstore.peers`) with a small stand-in for the stores' states behind each, on
-                  its process's main thread: credit for `WINDOW` bytes, granted as pages land, `STEP` at a time. Every
-                  page is sent from where it lies, copied to its slot, and its checksum compared with its sender's.
+`store to store`  two page transports (`kvstore.transport.zmq_transport`) with a small stand-in for the stores' states
+                  behind each, on its process's main thread: credit for `WINDOW` bytes, granted as pages land, `STEP` at
+                  a time. Every page is sent from where it lies, copied to its slot, and its checksum compared with its
+                  sender's.
 `bare`            the limit: a ZMQ socket at each end, a frame per page, sent without copying; the receiver copies each
                   frame to its place. No messages, no checksums, no credit, one thread per process besides ZMQ's.
 `bare, left in ZMQ's buffers`  the same without the receiver's copy, for comparison: nobody could read such pages.
@@ -35,8 +36,8 @@ from baton.wire import Keys, use_keys
 from baton.wire.sockets import bind, connect
 from bench import report
 from kvstore.checksum import page_checksum
-from kvstore.peers import ZmqTransport
-from kvstore.tiers import Ask, Expect, Landed, PeerAsked, Serve
+from kvstore.transport.interface import Ask, Expect, Landed, PeerAsked, Serve
+from kvstore.transport.zmq_transport import ZmqTransport
 
 PAGES = (128 * 1024, 2**20)  # bytes
 MEMORY = 2**28

@@ -16,13 +16,13 @@ from dataclasses import replace
 from baton.config import Config
 from baton.messages import AttemptName, Hello, Load, ModelCard, Namespace, Peer
 from bench import report
-from kvstore.prefix_map import Match
-from router.costs import PrefillCost, StepCost
-from router.peers import Members, Prompt, Work
-from router.placement import LowestTtft
-from router.plan import Ask, Plan
-from router.reach import Prefix
-from router.view import View
+from kvstore.prefix_map.prefix_map import Match
+from router.members import Members, Prompt, Work
+from router.placement.cached_prefix import Prefix
+from router.placement.cluster_view import View
+from router.placement.policy import LowestTtft
+from router.placement.step_costs import PrefillCost, StepCost
+from router.placement.types import Ask, Plan
 
 SIZES = (2, 8, 64, 256, 1_000)
 _GOALS = {64: 100.0, 1_000: 500.0}  # µs

@@ -25,9 +25,9 @@ import msgspec
 from baton.messages import Medium, Snapshot
 from bench import report
 from bench.neighbours import Neighbours
-from kvstore.changes import Change, Removed, Stored, page_runs, snapshot_parts
-from kvstore.events import EncodedBatch, EventLog, decode
-from router.prefixes import Prefixes
+from kvstore.events.changes import Change, Removed, Stored, page_runs, snapshot_parts
+from kvstore.events.wire_format import EncodedBatch, EventLog, decode
+from router.placement.prefix_lookup import Prefixes
 
 _PROMPT = 131_072 // 16  # pages of 128k tokens
 _PAGES_AN_EVENT, _EVENTS_A_BATCH = 64, 16

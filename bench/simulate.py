@@ -27,8 +27,8 @@ import bench  # noqa: F401 - first, as a script must: see there
 from baton.config import parse_override
 from baton.errors import BatonError
 from baton.v1.explain_pb2 import ExplainResponse
-from deploy import explain
-from router.replies import explained
+from deploy.commands import explain
+from router.frontend.responses import explained
 from simulator import faults, mooncake, policies, timing
 from simulator.cluster import Cluster, Layout
 from simulator.lengths import Lengths

@@ -17,7 +17,7 @@ from baton.process import main
 from engine.batch import Chunk, Sampled
 from engine.engine import Engine
 from simulator import timing
-from worker.service import run
+from worker.process import run
 
 TIMING = "BATON_BENCH_TIMING"
 """The environment variable that names the timing model."""
@@ -37,5 +37,5 @@ def sleeping(times: timing.StepTimes) -> type[Engine]:
 if __name__ == "__main__":
     model = timing.read(os.environ[TIMING])
     role = "decode" if sys.argv[1] == "decode" else "prefill"
-    with patch("engine.worker.Engine", sleeping(model.decode if role == "decode" else model.prefill)):
+    with patch("worker.loop.Engine", sleeping(model.decode if role == "decode" else model.prefill)):
         sys.exit(main("worker", partial(run, role), sys.argv[2:]))

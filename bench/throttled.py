@@ -1,5 +1,6 @@
 """A slow disk: `python -m bench.throttled BYTES_PER_SECOND LATENCY_SECONDS COMMAND…` runs a store's command, and reads
-from its disk tier take as long as they would on such a disk. Nothing else about it is changed."""
+from its disk tier take as long as they would on such a disk. Nothing else about it is changed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from kvstore.disk_files import SegmentFiles
+from kvstore.disk.files import SegmentFiles
 
 
 def slow_down(bytes_per_second: float, latency: float) -> None:

@@ -28,8 +28,8 @@ from baton.errors import BatonError
 from bench import load, models, report
 from bench.workload import Planned
 from deploy.local import LocalCluster, Node
-from engine.config import ModelConfig
 from engine.engine import layout_of
+from engine.models.config import ModelConfig
 
 PAGE_SIZE = 16
 COSTS_AT_MOST = 1.03

@@ -1,1 +1,5 @@
-"""Decode workers: continuous batching, sampling, and the only producers of tokens."""
+"""The decode worker's decisions: continuous batching, chunked prefill beside it, preemption, write-through.
+
+Owns sequences from `Decode` to their last token. It is the only producer of tokens.
+Never decides where a request runs.
+"""

@@ -1,7 +1,7 @@
 """Who may have device pages, and at whose cost: by pages, never by a count of requests.
 
 Decides and changes nothing. A sequence that is the only one may have them all; beside others it must leave room for
-what all of them are going to take (`decode_worker.headroom`).
+what all of them are going to take (`decode_worker.growth_reserve`).
 """
 
 # pyright: strict
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from decode_worker.headroom import Headroom, Outlook
+from decode_worker.growth_reserve import Headroom, Outlook
 from decode_worker.sequence import Phase, Sequence
-from kvstore.device_cache import DeviceCache
+from kvstore.client.device_block_manager import DeviceCache
 
 
 class Admission:

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.messages import AttemptHeld, AttemptName, FinishReason, Sampling, Source, TokenLogprob
-from kvstore.cost import Loading
+from kvstore.client.transfer import Fetch
 from kvstore.keys import cacheable_pages, pack_tokens, page_keys, partial_key, split_keys
-from kvstore.transfer import Fetch
+from kvstore.load_or_recompute import Loading
 
 
 class Phase(Enum):

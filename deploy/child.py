@@ -1,7 +1,8 @@
 """`python -m deploy.child PARENT MODULE ARGUMENTS…` runs a module that dies with its parent.
 
 The child asks the kernel for the signal itself, after its own start: doing it between fork and exec would run Python
-in a copy of a process whose other threads hold locks."""
+in a copy of a process whose other threads hold locks.
+"""
 
 from __future__ import annotations
 

@@ -133,9 +133,9 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start a cluster; returns once it serves, or says what failed and leaves nothing behind."""
-    from deploy import state_file
-    from deploy.bring_up import bring_up
-    from deploy.progress import Progress
+    from deploy.commands.progress import Progress
+    from deploy.control_plane import state_file
+    from deploy.control_plane.bring_up import bring_up
 
     flags = {"model.path": model, "model.dtype": dtype and dtype.value, "cluster.name": name}
     flags |= {"cluster.prefill": prefill, "cluster.decode": decode, "cluster.routers": routers}
@@ -161,8 +161,8 @@ def up(
 @reported
 def status(name: Name = "baton", as_json: Json = False) -> None:
     """Show the cluster's processes, what they do, and where its logs are."""
-    from deploy import show
-    from deploy.status import collect
+    from deploy.commands import show
+    from deploy.commands.status import collect
 
     found = collect(_folder(name))
     if as_json:
@@ -192,9 +192,9 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate from a prompt, and show the text as it comes."""
-    from deploy import generate as generation
     from deploy.client import Client
-    from deploy.status import find
+    from deploy.commands import generate as generation
+    from deploy.commands.status import find
 
     ids = generation.parse_token_ids(token_ids) if token_ids else None
     asked = generation.request(
@@ -235,10 +235,10 @@ def warm(
     as_json: Json = False,
 ) -> None:
     """Compute prefixes before anybody asks for them, and pin their pages for a while."""
-    from deploy import show
-    from deploy import warm as warming
     from deploy.client import Client
-    from deploy.status import find
+    from deploy.commands import show
+    from deploy.commands import warm as warming
+    from deploy.commands.status import find
 
     if sum([bool(file), list_, bool(remove)]) != 1:
         raise InvalidRequest("give a FILE with prefixes, or --list, or --remove ID")
@@ -280,7 +280,7 @@ def profile(
 
     A cluster makes one trace at a time."""
     from deploy.client import Client
-    from deploy.status import find
+    from deploy.commands.status import find
 
     with Client(operator=operator or find(_folder(name)).operator) as client:
         asked = client.stop_profile(process) if stop else client.profile(process, steps)
@@ -302,9 +302,9 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Show why a recent request was served as it was: every candidate's cost, predicted and actual, hop by hop."""
-    from deploy import explain as explaining
     from deploy.client import Client
-    from deploy.status import find
+    from deploy.commands import explain as explaining
+    from deploy.commands.status import find
 
     if bool(request_id) == bool(last):
         raise InvalidRequest("give a REQUEST_ID, or --last N")
@@ -342,8 +342,8 @@ def advise(
     as_json: Json = False,
 ) -> None:
     """Simulate a load: split or colocated, how many workers of each kind, what goodput, and where it breaks."""
-    from deploy import advise as advising
-    from deploy.progress import Progress
+    from deploy.commands import advise as advising
+    from deploy.commands.progress import Progress
     from simulator.advice import Objectives
 
     if plot and not Path(plot).parent.is_dir():
@@ -375,9 +375,9 @@ def drain(
     as_json: Json = False,
 ) -> None:
     """Give a worker nothing new; what it has goes on. The exit status is 1 if it is not empty after --wait."""
-    from deploy import drain as draining
     from deploy.client import Client
-    from deploy.status import find
+    from deploy.commands import drain as draining
+    from deploy.commands.status import find
 
     with Client(operator=operator or find(_folder(name)).operator) as client:
         found = client.drain(worker, now=now, undo=undo)
@@ -408,9 +408,9 @@ def role(
     """Make a prefill worker of a decode worker, or the other way round, without a restart.
 
     The exit status is 1 if that has not come about after --wait."""
-    from deploy import drain as draining
     from deploy.client import Client
-    from deploy.status import find
+    from deploy.commands import drain as draining
+    from deploy.commands.status import find
 
     kind: WorkerRole = "prefill" if wanted is WorkerKind.PREFILL else "decode"
     with Client(operator=operator or find(_folder(name)).operator) as client:
@@ -436,10 +436,10 @@ def scale(
     as_json: Json = False,
 ) -> None:
     """Change the number of workers while the cluster serves; returns once it has come to that."""
-    from deploy import state_file
-    from deploy.progress import Progress
-    from deploy.scale import rescale
-    from deploy.status import find
+    from deploy.commands.progress import Progress
+    from deploy.commands.scale import rescale
+    from deploy.commands.status import find
+    from deploy.control_plane import state_file
 
     folder = _folder(name)
     state = find(folder)
@@ -455,9 +455,9 @@ def scale(
 @reported
 def down(name: Name = "baton", as_json: Json = False) -> None:
     """End the cluster, and the Ray that `baton up` started for it; a Ray of yours stays up."""
-    from deploy import state_file
-    from deploy.progress import Progress
-    from deploy.teardown import tear_down
+    from deploy.commands.progress import Progress
+    from deploy.control_plane import state_file
+    from deploy.control_plane.teardown import tear_down
 
     folder = _folder(name)
     if not folder.exists():
@@ -479,8 +479,8 @@ def doctor(config: ConfigFile = None, settings: Settings = None, as_json: Json =
     """Look at Ray, memory, ports, torch and cores, and say what to do about what is wrong."""
     from dataclasses import asdict
 
-    from deploy import show
-    from deploy.doctor import examine
+    from deploy.commands import show
+    from deploy.commands.doctor import examine
 
     findings = examine(_load(config, settings, {}))
     if as_json:

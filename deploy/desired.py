@@ -18,7 +18,7 @@ import msgspec
 from baton.config import Config
 from baton.hosts import is_loopback
 from baton.messages import Role
-from baton.operator_port import of_router
+from baton.operator_address import operator_of_router
 
 START_ORDER: tuple[Role, ...] = ("router", "store", "prefill", "decode")
 _FIRST = "router"  # its name; the next one is router-1
@@ -90,7 +90,7 @@ def listening(config: Config, router: str) -> Config:
     """As that router takes it which has never served: the ports of the configuration are the first one's."""
     if router == _FIRST:
         return config
-    operator = of_router(config.router.operator, router)
+    operator = operator_of_router(config.router.operator, router)
     anywhere = msgspec.structs.replace(config.router, grpc_port=0, internal_port=0, http_port=0, operator=operator)
     return msgspec.structs.replace(config, router=anywhere)
 

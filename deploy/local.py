@@ -41,12 +41,13 @@ import msgspec
 from baton.config import Config, dump
 from baton.errors import BatonError, StartupError
 from baton.hosts import LOOPBACK
-from baton.operator_port import MAX_PATH_BYTES, of_router
+from baton.operator_address import operator_of_router
+from baton.operator_port import MAX_PATH_BYTES
 from baton.v1 import cluster_pb2
 from baton.wire import Keys
 from deploy.addresses import Addresses
 from deploy.client import UP, Client
-from deploy.cores import share_cores
+from deploy.cpu_shares import share_cores
 from deploy.desired import Scale, Spec, listening, plan, scale_of, workers_on
 from deploy.processes import Identity, end
 
@@ -313,7 +314,7 @@ class LocalCluster:
         if setting:
             return setting
         path = self.directory.resolve() / "run" / "router.sock"
-        longest = of_router(str(path), "router-99")
+        longest = operator_of_router(str(path), "router-99")
         if len(os.fsencode(longest)) > MAX_PATH_BYTES or "," in str(path):
             folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="baton-", dir="/tmp"))
             path = Path(folder) / "router.sock"

@@ -16,15 +16,17 @@ import torch
 
 from baton.errors import ModelError, NotEnoughMemory
 from baton.trace import Tracer
-from engine import sampler, weights
-from engine.attention import TorchAttention
+from engine import huge_pages
+from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import Batch, Chunk, Sampled, flatten
-from engine.config import DTYPES, ModelConfig
-from engine.model import NUMERICS_VERSION, Model
-from engine.native import build, decode, huge, prefill
-from engine.native.pool import Pool
-from engine.pool import PagePool
-from engine.weights import TORCH_DTYPES, ModelWeights
+from engine.cpu import build, decode, prefill
+from engine.cpu.thread_pool import Pool
+from engine.models import weights
+from engine.models.config import DTYPES, ModelConfig
+from engine.models.llama import NUMERICS_VERSION, Model
+from engine.models.weights import TORCH_DTYPES, ModelWeights
+from engine.page_pool import PagePool
+from engine.sampling import sampler
 from kvstore.layout import PageLayout
 
 _FEWEST_APART = 4
@@ -185,5 +187,5 @@ def _make_pool(num_pages: int, layout: PageLayout, device: str) -> torch.Tensor:
         size = num_pages * layout.page_bytes
         raise NotEnoughMemory(f"{num_pages} pages, {size:,} bytes, don't fit into {device}: {error}") from error
     if pool.device.type == "cpu":
-        huge.promise(pool.data_ptr(), pool.nbytes)
+        huge_pages.promise(pool.data_ptr(), pool.nbytes)
     return pool.zero_()

@@ -1,1 +1,5 @@
-"""Page keys and layout, radix trees, page pools, tiers, and the store of one node with its client."""
+"""The KV store of one node, and all that says which page is where.
+
+Owns page keys, page layout, the tiers (shared memory, disk, other stores) and the prefix map.
+Never computes a page and never imports torch outside of `kvstore.client`.
+"""

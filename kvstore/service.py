@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Self
 
 from baton import hosts
-from baton.clock import MonotonicClock, PauseDetector, Tick
+from baton.clock import PauseDetector, Tick
 from baton.config import Config
 from baton.errors import MalformedMessage, StoreGone
 from baton.logs import RateLimit, RateLimitedLog
@@ -45,14 +45,19 @@ from baton.messages import (
     Unpin,
 )
 from baton.metrics import Metrics
+from baton.monotonic_clock import MonotonicClock
 from baton.process import settle
-from baton.routers import Routers, Said
+from baton.router_links import Routers, Said
 from baton.trace import Tracer, new_mark
 from baton.unix import OutOfDescriptors, UnixListener, UnixSocket, readable
 from baton.wire import Poller, refused
-from kvstore.arena import Arena
-from kvstore.client import store_address
-from kvstore.commands import (
+from kvstore.arena.memory import Arena
+from kvstore.client.connection import store_address
+from kvstore.disk.index import DiskIndex
+from kvstore.disk.interface import DiskOrder
+from kvstore.disk.io_threads import DiskTier
+from kvstore.events.publisher import PageEvents
+from kvstore.server.events import (
     Command,
     Connected,
     Disconnected,
@@ -65,14 +70,10 @@ from kvstore.commands import (
     TellRouter,
     WriterGone,
 )
-from kvstore.disk import DiskTier
-from kvstore.disk_index import DiskIndex
-from kvstore.figures import figures
-from kvstore.nixl_transport import NixlTransport
-from kvstore.peers import ZmqTransport
-from kvstore.publishing import PageEvents
-from kvstore.state import StoreState
-from kvstore.tiers import DiskOrder
+from kvstore.server.metrics import figures
+from kvstore.server.state import StoreState
+from kvstore.transport.nixl_transport import NixlTransport
+from kvstore.transport.zmq_transport import ZmqTransport
 
 log = logging.getLogger(__name__)
 of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a worker can trigger

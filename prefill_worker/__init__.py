@@ -1,1 +1,5 @@
-"""Prefill workers: the KV pages of prompts, computed in chunks and sealed into the store. They never sample."""
+"""The prefill worker's decisions: which prompts are computed in which chunks, and which pages are stored.
+
+Owns prefill requests from `Prefill` to `Prefilled`.
+Never samples a token, and never speaks to a decode worker.
+"""

@@ -16,7 +16,7 @@ from baton.clock import Tick
 from baton.errors import BatonError
 from baton.messages import Envelope, FinishReason, Message, Sampling, Snapshot, TokenLogprob, ToRouter, WorkerRole
 from baton.timeline import Timeline
-from kvstore.events import Batch
+from kvstore.events.wire_format import Batch
 
 # --- events --------------------------------------------------------------------------------------------------------
 

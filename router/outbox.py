@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from baton.messages import Message
 from router.events import Command, Forget, Note, Send
-from router.peers import Members
+from router.members import Members
 
 
 class Outbox:

@@ -22,7 +22,7 @@ from baton.messages import TOKEN_BYTES, AttemptName, Sampling
 from baton.timeline import Timeline
 from kvstore.keys import cacheable_pages, pack_tokens, page_keys, split_keys
 from router.events import Served, Submit, Summary, Usage
-from router.plan import Plan
+from router.placement.types import Plan
 
 _LEVELS = 8  # of priority, to either side of 0
 

@@ -18,21 +18,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton import hosts
-from baton.clock import Clock, MonotonicClock, PauseDetector, Tick
+from baton.clock import Clock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import BatonError, MalformedMessage
 from baton.logs import RateLimitedLog
 from baton.messages import Message, Peer
 from baton.metrics import Metrics
+from baton.monotonic_clock import MonotonicClock
 from baton.process import settle
 from baton.wire import Asker, Listener, Subscriber, refused
-from kvstore.events import decode, publisher_of
+from kvstore.events.wire_format import decode, publisher_of
 from router.events import Heard, KvEvents, KvSnapshot
-from router.front import Front, OperatorFront
-from router.http import Http
-from router.model_files import load
-from router.relay import Relay
-from router.tokenizing import Tokenizing
+from router.frontend.client_sessions import Relay
+from router.frontend.grpc_server import Front, OperatorFront
+from router.frontend.http_server import Http
+from router.frontend.served_model import load
+from router.frontend.tokenizing import Tokenizing
 
 log = logging.getLogger(__name__)
 of_peers = RateLimitedLog(log)  # lines that a peer can trigger

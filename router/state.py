@@ -36,10 +36,6 @@ from baton.messages import (
     WorkerRole,
 )
 from baton.waits import Wait
-from router.admission import ModelLimits
-from router.answers import Answers
-from router.bottleneck import Advice, Utilisation
-from router.costs import Costs
 from router.events import (
     WARM,
     AskSnapshot,
@@ -65,18 +61,22 @@ from router.events import (
     Unwarm,
     Warm,
 )
-from router.explain import Record
-from router.life import Life
+from router.members import GoneReason, Member, Members
 from router.outbox import Outbox
-from router.peers import GoneReason, Member, Members
-from router.pin import Phase as PinPhase
-from router.placement import LowestTtft, Placer
-from router.prefixes import Prefixes, PrefixesStats
+from router.placement.policy import LowestTtft, Placer
+from router.placement.prediction_error import Kind, Score, Scores
+from router.placement.prefix_lookup import Prefixes, PrefixesStats
+from router.placement.step_costs import Costs
+from router.placement.utilization import Advice, Utilisation
+from router.prefix_pinning.pin import Phase as PinPhase
+from router.prefix_pinning.warmer import Warmer
+from router.prefix_pinning.worker_messages import WarmAnswers
+from router.queueing.admission import ModelLimits
 from router.request import Attempt, Phase, Request
-from router.roles import Roles
-from router.scores import Kind, Score, Scores
-from router.warm import Warmer
-from router.warm_answers import WarmAnswers
+from router.requests.explain import Record
+from router.requests.lifecycle import Life
+from router.requests.worker_messages import Answers
+from router.role_changes import Roles
 
 _SIGHTINGS = 2  # heartbeats after which we no longer wait for the message that would have said the same
 

@@ -15,9 +15,9 @@ from functools import partial
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.messages import ModelCard, Namespace, Peer, Role, Sampling, WorkerRole
-from router.admission import ModelLimits
 from router.events import End, Submit
-from router.placement import Placer
+from router.placement.policy import Placer
+from router.queueing.admission import ModelLimits
 from simulator.clock import Agenda
 from simulator.disk import Disk
 from simulator.measure import Measures

@@ -1,4 +1,5 @@
-"""One node's disk: what lies on it, and the threads of `kvstore.disk` as durations. It outlives its store's process.
+"""One node's disk: what lies on it, and the threads of `kvstore.disk.io_threads` as durations. It outlives its store's
+process.
 
 Reads and writes share the disk one after the other.
 """
@@ -10,9 +11,9 @@ from operator import itemgetter
 from typing import Any, Self
 
 from baton.config import DiskConfig
-from kvstore.disk_format import RecordLayout
-from kvstore.disk_index import DiskIndex
-from kvstore.disk_orders import (
+from kvstore.disk.index import DiskIndex
+from kvstore.disk.interface import DiskOrder
+from kvstore.disk.orders import (
     Delete,
     Deleted,
     Found,
@@ -32,8 +33,8 @@ from kvstore.disk_orders import (
     WritePage,
     Written,
 )
+from kvstore.disk.record_format import RecordLayout
 from kvstore.keys import START
-from kvstore.tiers import DiskOrder
 from simulator.clock import Agenda
 from simulator.timing import DiskTimes
 
@@ -101,7 +102,7 @@ class Disk:
             self._tell(event)
 
     def _open(self, epoch: int) -> None:
-        """What `kvstore.disk_scan` would find: each page once, parents first, oldest first."""
+        """What `kvstore.disk.recovery_scan` would find: each page once, parents first, oldest first."""
         layout = RecordLayout(self._page_bytes)
         found = sorted((each for records in self._segments.values() for each in records.values()), key=itemgetter(0))
         known = {START}

@@ -1,4 +1,4 @@
-"""KV events of one holder of pages, as `kvstore.publishing` sends them, without its sockets."""
+"""KV events of one holder of pages, as `kvstore.events.publisher` sends them, without its sockets."""
 
 # pyright: strict
 
@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from baton.messages import Medium, PageRun, Snapshot
-from kvstore.changes import Change, Cleared, Removed, Stored, TierChanges, digest, in_parts, snapshot_parts
-from kvstore.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event
+from kvstore.events.changes import Change, Cleared, Removed, Stored, TierChanges, digest, in_parts, snapshot_parts
+from kvstore.events.wire_format import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event
 
 
 class Feed:

@@ -2,7 +2,8 @@
 `input_length`, `output_length` and `hash_ids`, of which each names the prompt up to and including 512 of its tokens.
 
 They hold no text: who needs tokens makes them from the hash ids, so that prompts share exactly the prefixes that they
-shared in production."""
+shared in production.
+"""
 
 from __future__ import annotations
 

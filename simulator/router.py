@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from baton.clock import Tick
 from baton.config import Config
 from baton.messages import Envelope, Peer, Snapshot
-from kvstore.events import Batch
-from router.admission import ModelLimits
+from kvstore.events.wire_format import Batch
 from router.events import (
     AskSnapshot,
     Emit,
@@ -24,7 +23,8 @@ from router.events import (
     Subscribe,
     Unsubscribe,
 )
-from router.placement import Placer
+from router.placement.policy import Placer
+from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from simulator.clock import Agenda
 from simulator.network import Network

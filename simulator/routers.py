@@ -1,4 +1,6 @@
-"""The routers that one worker or store works for: `baton.routers` without its sockets, and with its memberships."""
+"""The routers that one worker or store works for: `baton.router_links` without its sockets, and with its
+memberships.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any, Protocol, TypeAlias
 
 from baton.membership import Membership, OwnerLost, Verdict
 from baton.messages import Envelope, Heartbeat, Hello, Message
-from baton.routers import Said
-from kvstore.events import Batch
+from baton.router_links import Said
+from kvstore.events.wire_format import Batch
 from simulator.network import Network
 
 _UNTOLD = 0.25  # seconds between heartbeats, while no router has said how many

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from engine.steps import Plan
+from engine.step import Plan
 
 
 class Run:

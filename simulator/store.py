@@ -30,8 +30,10 @@ from baton.messages import (
     StoreHeartbeat,
     Unpin,
 )
-from baton.routers import Said
-from kvstore.commands import (
+from baton.router_links import Said
+from kvstore.client.transfer import StoreUp
+from kvstore.disk.interface import DiskOrder
+from kvstore.server.events import (
     Command,
     Connected,
     Disconnected,
@@ -43,13 +45,12 @@ from kvstore.commands import (
     TellRouter,
     WriterGone,
 )
-from kvstore.state import StoreState
-from kvstore.tiers import (
+from kvstore.server.state import StoreState
+from kvstore.transport.interface import (
     Answer,
     Ask,
     Check,
     Checked,
-    DiskOrder,
     Expect,
     Landed,
     PeerAnswered,
@@ -59,7 +60,6 @@ from kvstore.tiers import (
     Serve,
     Served,
 )
-from kvstore.transfer import StoreUp
 from simulator.clock import Agenda
 from simulator.disk import Disk
 from simulator.feed import Feed

@@ -2,8 +2,8 @@
 
     a step = (fixed + token · prompt tokens + pair · pairs + row · rows + context · tokens of the rows + mixed) · noise
 
-The words are those of `baton.pace`. The files in `models/` say how their figures follow from what the hardware can
-do, or how they were measured.
+The words are those of `baton.step_cost_model`. The files in `models/` say how their figures follow from what the
+hardware can do, or how they were measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.config import Config, load
 from baton.errors import ConfigError
 from baton.messages import StepSample
 from engine.batch import Chunk
-from router.costs import PrefillCost, StepCost, pairs
+from router.placement.step_costs import PrefillCost, StepCost, pairs
 
 MODELS = Path(__file__).parent / "models"
 

@@ -1,4 +1,4 @@
-"""A worker around its real state: the turns of `engine.worker` and of the two services, with durations for bodies.
+"""A worker around its real state: the turns of `worker.loop` and of the two services, with durations for bodies.
 
     everything that has come in ──▶ copies ──▶ a word with the store ──▶ plan ──▶ step ──▶ KV events
 
@@ -33,13 +33,13 @@ from baton.messages import (
     Snapshot,
     WorkerRole,
 )
-from baton.routers import Said
-from decode_worker.state import DecodeState
+from baton.router_links import Said
+from decode_worker.scheduler import DecodeState
 from engine.batch import Sampled
-from engine.steps import Plan, StepDone
-from kvstore.changes import page_runs
-from kvstore.transfer import Call, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, batches
-from prefill_worker.state import PrefillState
+from engine.step import Plan, StepDone
+from kvstore.client.transfer import Call, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, batches
+from kvstore.events.changes import page_runs
+from prefill_worker.scheduler import PrefillState
 from simulator.clock import Agenda, Body, Process
 from simulator.feed import Feed
 from simulator.network import Network
@@ -47,7 +47,7 @@ from simulator.routers import Router, RouterAddress, Routers
 from simulator.run import Run
 from simulator.timing import Noise, Timing, Work
 
-_IDLE = 0.05  # seconds between two turns while somebody waits for the store, as in `engine.worker`
+_IDLE = 0.05  # seconds between two turns while somebody waits for the store, as in `worker.loop`
 _COPIES_PER_WORD = 64  # pages, as there
 _LONGEST_RUN = 1.0  # seconds; a router that learned of tokens later than that would plan with old figures
 END = Sampled(65_535)
@@ -209,7 +209,7 @@ class Worker:
         return bool(copies)
 
     def _wait_for_store(self) -> Generator[float, None, bool]:
-        """As `engine.worker.Worker.hear_store`. Tells whether anything was copied."""
+        """As `worker.loop.Worker.hear_store`. Tells whether anything was copied."""
         copied = False
         until = self._agenda.now + self.state.patience
         while self._store is not None and self._agenda.now < until and self.state.patience:

@@ -33,12 +33,13 @@ from baton.messages import (
     Want,
     Wanting,
 )
-from decode_worker.state import DecodeState
+from decode_worker.scheduler import DecodeState
 from engine.batch import Chunk, Sampled
-from engine.steps import StepDone
-from kvstore.commands import Connected, Disconnected, Drop, Heard, Send, TellRouter, Tick, WriterGone
-from kvstore.state import StoreState
-from kvstore.tiers import (
+from engine.step import StepDone
+from kvstore.client.transfer import Call, CopiedIn, CopiedOut, CopyIn, StoreLost, StoreUp
+from kvstore.server.events import Connected, Disconnected, Drop, Heard, Send, TellRouter, Tick, WriterGone
+from kvstore.server.state import StoreState
+from kvstore.transport.interface import (
     Answer,
     Ask,
     Check,
@@ -52,9 +53,8 @@ from kvstore.tiers import (
     Serve,
     Served,
 )
-from kvstore.transfer import Call, CopiedIn, CopiedOut, CopyIn, StoreLost, StoreUp
-from prefill_worker.state import PrefillState
-from tests.kvstore.fake_disk import FakeDisk, Finished, Read, Write
+from prefill_worker.scheduler import PrefillState
+from tests.support.fake_disk import FakeDisk, Finished, Read, Write
 
 PAGE = 4
 PAGE_BYTES = 64

@@ -28,11 +28,12 @@ from pathlib import Path
 from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints
-from tests.processes import workload
-from tests.processes.test_failures import at_rest, eventually
 from tests.soak_hostile import hostile
 from tests.soak_requests import requests
 from tests.store_deaths import store_deaths
+from tests.support import workload
+from tests.support.cluster import at_rest
+from tests.support.eventually import eventually
 
 STREAMS = 6
 BETWEEN_FAULTS = (0.5, 4.0)  # seconds

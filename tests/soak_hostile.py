@@ -31,14 +31,15 @@ import grpc.aio
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from bench.memory import Memory
 from deploy.local import LocalCluster
-from kvstore.client import store_address
+from kvstore.client.connection import store_address
 from tests import checkpoints
 from tests.hang import hung
-from tests.processes import workload
-from tests.processes.seen import nothing_held
-from tests.processes.test_failures import at_rest, eventually, process
 from tests.standstill import NOTED, Gap, Machine
 from tests.store_deaths import SURE
+from tests.support import workload
+from tests.support.cluster import at_rest, process
+from tests.support.eventually import eventually
+from tests.support.metrics_page import nothing_held
 
 STREAMS = 24
 COUNT = 96  # tokens of a request

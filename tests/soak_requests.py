@@ -22,9 +22,10 @@ from bench.streams import Router, Server
 from bench.workload import Lengths, Planned, Workload
 from deploy.local import LocalCluster
 from tests import checkpoints
-from tests.processes import workload
-from tests.processes.seen import nothing_held, samples, total
-from tests.processes.test_failures import at_rest, eventually, process
+from tests.support import workload
+from tests.support.cluster import at_rest, process
+from tests.support.eventually import eventually
+from tests.support.metrics_page import nothing_held, samples, total
 
 AT_ONCE = 24  # requests
 CANCELLED = 20  # one in so many

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from deploy.local import LocalCluster
 from tests import checkpoints
-from tests.processes import workload
-from tests.processes.seen import metric, nothing_held
-from tests.processes.test_failures import at_rest, eventually, process
+from tests.support import workload
+from tests.support.cluster import at_rest, process
+from tests.support.eventually import eventually
+from tests.support.metrics_page import metric, nothing_held
 
 COUNT = 24  # tokens generated
 STREAMS = 4

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 
 from baton.waits import Wait, WaitNode
-from decode_worker.state import DecodeState
-from tests.kvstore.world import World
+from decode_worker.scheduler import DecodeState
 from tests.rig import Rig
 
 
@@ -25,12 +24,6 @@ def assert_no_cycle(waits: Iterable[Wait]) -> None:
     except CycleError as error:
         # The sorter names predecessors first; read backwards, each node waits for the next.
         raise WaitCycle("\n  waits for ".join(map(repr, reversed(error.args[1])))) from None
-
-
-def waits_of_world(world: World) -> Iterator[Wait]:
-    """Stores only: their workers do what they like."""
-    for node in world.nodes:
-        yield from node.state.waits()
 
 
 def waits_of_rig(rig: Rig) -> Iterator[Wait]:

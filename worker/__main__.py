@@ -4,7 +4,7 @@ import sys
 from functools import partial
 
 from baton.process import main
-from worker.service import run
+from worker.process import run
 
 match sys.argv[1:2]:
     case ["prefill" | "decode" as role]:

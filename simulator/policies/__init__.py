@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from router.costs import PrefillCost, StepCost
-from router.placement import LowestTtft, Placer
+from router.placement.policy import LowestTtft, Placer
+from router.placement.step_costs import PrefillCost, StepCost
 from simulator.policies.balance import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
 from simulator.policies.cache_aware import CacheAware
 from simulator.policies.dynamo_kv import DynamoKv

@@ -1,5 +1,6 @@
 """Rules that balance load and know of no cache: what every load balancer offers. Load is the number of requests that a
-worker was given and that have not ended."""
+worker was given and that have not ended.
+"""
 
 # pyright: strict
 

@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.prefix_map import Match
-from router.costs import PrefillCost, StepCost
-from router.peers import Member
-from router.peers import Prompt as PromptWork
-from router.placement import Decision, plan_for
-from router.plan import Ask, Reject, Wait
-from router.reach import stores
-from router.view import View
+from kvstore.prefix_map.prefix_map import Match
+from router.members import Member
+from router.members import Prompt as PromptWork
+from router.placement.cached_prefix import stores
+from router.placement.cluster_view import View
+from router.placement.policy import Decision, plan_for
+from router.placement.step_costs import PrefillCost, StepCost
+from router.placement.types import Ask, Reject, Wait
 from simulator.policies.rule import Prompt, Rule, Stage, Worker
 
 _NOTHING = Match(0)

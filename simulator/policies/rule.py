@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, TypeAlias
 
-from router.costs import PrefillCost, StepCost
+from router.placement.step_costs import PrefillCost, StepCost
 
 Stage: TypeAlias = Literal["prefill", "decode", "both"]
 """`both`: the worker of a colocated cluster, which does all of it."""

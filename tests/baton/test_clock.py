@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.clock import MonotonicClock, PauseDetector, VirtualClock
+from baton.clock import PauseDetector, VirtualClock
+from baton.monotonic_clock import MonotonicClock
 from baton.timeline import Timeline
 
 

@@ -20,9 +20,9 @@ import zmq
 import zmq.asyncio
 
 from baton import wire
-from baton.clock import MonotonicClock
 from baton.errors import KeysUnusable, StartupError
 from baton.messages import Cancel, Heartbeat, Hello, Load, ToDecode
+from baton.monotonic_clock import MonotonicClock
 from baton.wire import Heart, Keys, Link, Listener, Publisher, Subscriber, guard, use_keys
 from baton.wire.sockets import bind, configure, connect
 from tests.baton.test_wire import DEADLINE, ME, ROUTER, eventually, run

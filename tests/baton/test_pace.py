@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.messages import StepSample
-from baton.pace import StepPace, StepSeconds, pairs
+from baton.step_cost_model import StepPace, StepSeconds, pairs
 
 MACHINE = StepSeconds(fixed=0.004, token=150e-6, pair=30e-9, row=400e-6, context=1e-6, mixed=0.003)
 SIZES = [(512, pairs(512), 0, 0), (0, 0, 32, 8_000), (256, pairs(256, 2_000), 8, 4_000), (16, pairs(16), 1, 500)]

@@ -7,7 +7,7 @@ import asyncio
 from baton.clock import VirtualClock
 from baton.membership import OwnerLost
 from baton.messages import Cancel, Departed, Failed, Heartbeat, Hello, Load, Message, Peer, ToDecode, Welcome
-from baton.routers import Routers, Said
+from baton.router_links import Routers, Said
 from baton.wire import Listener
 from tests.baton.test_wire import ME, run
 

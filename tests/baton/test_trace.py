@@ -14,7 +14,9 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from baton.trace import MAX_STEPS, Keep, Recording, Tracer, new_mark, trace_path
+from baton.config import TraceLimits
+from baton.messages import MAX_TRACE_STEPS
+from baton.trace import Recording, Tracer, new_mark, trace_path
 
 
 def spans(path: Path) -> list[dict[str, Any]]:
@@ -152,7 +154,7 @@ def test_spans_are_bounded() -> None:
     assert len(recording) == 3
 
 
-def trace(folder: Path, mark: str, keep: Keep, steps: int = 1) -> Path:
+def trace(folder: Path, mark: str, keep: TraceLimits, steps: int = 1) -> Path:
     """A trace of so many steps, written."""
     tracer = Tracer("decode-0", keep)
     tracer.start(folder, mark, steps)
@@ -168,7 +170,7 @@ def test_a_folder_keeps_the_newest_traces(tmp_path: Path) -> None:
         os.utime(path, (number, number))
     made: list[Path] = []
     for number in range(6):
-        path = trace(tmp_path, f"{number:08x}", Keep(files=3))
+        path = trace(tmp_path, f"{number:08x}", TraceLimits(files=3))
         os.utime(path, (100 + number, 100 + number))
         made.append(path)
     assert [path.exists() for path in made] == [False, False, False, True, True, True]
@@ -176,14 +178,14 @@ def test_a_folder_keeps_the_newest_traces(tmp_path: Path) -> None:
 
 
 def test_a_folder_keeps_so_many_bytes_and_the_newest_trace_at_least(tmp_path: Path) -> None:
-    first = trace(tmp_path, MARKS[0], Keep())
+    first = trace(tmp_path, MARKS[0], TraceLimits())
     os.utime(first, (100, 100))
     size = first.stat().st_size
-    second = trace(tmp_path, MARKS[1], Keep(size=3 * size))
+    second = trace(tmp_path, MARKS[1], TraceLimits(size=3 * size))
     assert first.exists()
     assert second.exists()
     os.utime(second, (200, 200))
-    third = trace(tmp_path, "cccccccc", Keep(size=3 * size), steps=200)
+    third = trace(tmp_path, "cccccccc", TraceLimits(size=3 * size), steps=200)
     assert third.stat().st_size > 3 * size
     assert list(tmp_path.iterdir()) == [third]
 
@@ -193,12 +195,12 @@ def test_what_a_writer_that_was_killed_has_left_is_removed(tmp_path: Path) -> No
     for path in (left, underway):
         path.touch()
     os.utime(left, (100, 100))
-    trace(tmp_path, MARKS[0], Keep())
+    trace(tmp_path, MARKS[0], TraceLimits())
     assert not left.exists()
     assert underway.exists()
 
 
-@pytest.mark.parametrize("steps", [-1, 0, MAX_STEPS + 1])
+@pytest.mark.parametrize("steps", [-1, 0, MAX_TRACE_STEPS + 1])
 def test_steps_are_bounded(steps: int) -> None:
     with pytest.raises(ValueError, match="steps"):
         Tracer().start(Path("never"), MARKS[0], steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.turns import Turns
+from baton.router_fairness import Turns
 
 
 def test_room_is_kept_for_who_was_refused_and_has_less() -> None:

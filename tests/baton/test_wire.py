@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import zmq
 
-from baton.clock import MonotonicClock, VirtualClock
+from baton.clock import VirtualClock
 from baton.errors import MalformedMessage, PortInUse, StoreGone
 from baton.messages import (
     Cancel,
@@ -33,6 +33,7 @@ from baton.messages import (
     StoreReply,
     ToDecode,
 )
+from baton.monotonic_clock import MonotonicClock
 from baton.unix import UnixListener, UnixSocket
 from baton.wire import Heart, Link, Listener, Poller, Publisher, Subscriber
 from tests import cluster_keys

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import bare
-from deploy import demo_model
+from deploy.commands import demo_model
 from engine.batch import Chunk, Sampled
 from engine.engine import Engine
 

@@ -10,8 +10,8 @@ from bench import engine, models, roofline
 from bench.peers.cases import BY_NAME, Case
 from bench.roofline import Limits, Shape
 from bench.turns import Run, Turn, quiet
-from engine.config import ModelConfig
-from engine.weights import expected_tensors
+from engine.models.config import ModelConfig
+from engine.models.weights import expected_tensors
 
 SMALL = Shape(layers=1_000, head=500, attention=8, kv_bytes=32, width=2)
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from baton.pace import StepSeconds
+from baton.step_cost_model import StepSeconds
 from bench.fit_model import Step, errors, fit, grid
 
 _TRUE = StepSeconds(fixed=0.01, token=2e-4, pair=3e-8, row=5e-4, context=1e-6, mixed=4e-3)

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from engine.native import build
+from engine.cpu import build
 from tests.cluster.machine import Machine, unavailable
 
 _unavailable = cache(unavailable)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from engine.native import build
+from engine.cpu import build
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

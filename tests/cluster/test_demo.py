@@ -10,7 +10,7 @@ pytestmark = pytest.mark.cluster
 
 
 def test_the_demo(machine: Machine):
-    demo = machine.run(sys.executable, "-m", "deploy.demo", timeout=120)
+    demo = machine.run(sys.executable, "-m", "deploy.commands.demo", timeout=120)
     assert demo.status == 0, demo
     assert "the same tokens to the end" in demo.out
     assert "2 attempts" in demo.out

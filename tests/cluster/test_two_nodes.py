@@ -1,5 +1,6 @@
 """A cluster over two nodes of a Ray, each in a network of its own: its processes speak over CURVE, with keys that
-`baton up` made and handed over."""
+`baton up` made and handed over.
+"""
 
 import re
 from collections.abc import Iterator

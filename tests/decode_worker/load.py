@@ -11,10 +11,10 @@ from baton.clock import Tick
 from baton.config import DecodeConfig
 from baton.membership import Say
 from baton.messages import Cancel, Decode, Refused, Sampling, Tokens
-from decode_worker.headroom import Headroom, Outlook
-from decode_worker.state import Command, DecodeState
+from decode_worker.growth_reserve import Headroom, Outlook
+from decode_worker.scheduler import Command, DecodeState
 from engine.batch import Sampled
-from engine.steps import StepDone
+from engine.step import StepDone
 from kvstore.keys import pack_tokens
 
 PAGE = 16

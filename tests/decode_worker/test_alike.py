@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from baton.config import DecodeConfig
 from baton.messages import Cancel, Decode, Sampling
 from engine.batch import Chunk, Draw, Sampled
-from engine.steps import StepDone
+from engine.step import StepDone
 from kvstore.keys import pack_tokens
 from tests.decode_worker.test_state import tokens_of
 from tests.rig import PAGE, ROOT, Rig, RigWorker, next_token, reference

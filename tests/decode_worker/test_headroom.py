@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.headroom import LearnedHeadroom, Outlook
+from decode_worker.growth_reserve import LearnedHeadroom, Outlook
 from tests.decode_worker.load import AllThatIsAllowed, OnePageEach, requests, run
 
 PAGE = 16

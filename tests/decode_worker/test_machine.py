@@ -2,7 +2,8 @@
 
 Its pool is too small for what it is asked. Beside what `tests/simulator/test_hand_off.py` checks, with whole clusters:
 who is preempted, who is resumed and who is admitted, in which order; that nobody is resumed only to be preempted at
-once; and that all end."""
+once; and that all end.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
 from baton.messages import Cancel, Decode, Have, Prefill, Sampling, Tokens
+from decode_worker.scheduler import DecodeState
 from decode_worker.sequence import Phase, Sequence
-from decode_worker.state import DecodeState
+from kvstore.client.transfer import StoreUp
 from kvstore.keys import cacheable_pages, pack_tokens
-from kvstore.transfer import StoreUp
 from tests.decode_worker.load import OnePageEach
 from tests.rig import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
 from tests.wait_for import assert_no_cycle, waits_of_rig

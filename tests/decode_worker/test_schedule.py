@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.messages import AttemptName, Sampling
-from decode_worker.schedule import Budget, grain, plan_step
+from decode_worker.batching import Budget, grain, plan_step
 from decode_worker.sequence import Phase, Sequence
-from engine.steps import Plan
+from engine.step import Plan
 
 PAGE = 16
 NEVER = -1.0

@@ -25,11 +25,11 @@ from baton.messages import (
     StepSample,
     Tokens,
 )
-from decode_worker.state import DecodeState
+from decode_worker.scheduler import DecodeState
 from engine.batch import Chunk, Sampled
-from engine.steps import StepDone, StepFailed
+from engine.step import StepDone, StepFailed
+from kvstore.client.transfer import StoreUp
 from kvstore.keys import pack_tokens
-from kvstore.transfer import StoreUp
 from tests.decode_worker.load import OnePageEach
 from tests.rig import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
 

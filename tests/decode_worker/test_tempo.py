@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from baton.config import DecodeConfig
 from baton.messages import AttemptName, StepSample
-from baton.pace import pairs
-from decode_worker.tempo import Rows, Tempo
+from baton.step_cost_model import pairs
+from decode_worker.step_budget import Rows, Tempo
 from engine.batch import Chunk
-from engine.pace import WorkerPace
-from engine.steps import Plan
+from engine.step import Plan
+from engine.step_timing import WorkerPace
 
 GRAIN = 16
 

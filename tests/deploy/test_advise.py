@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner, Result
 
-from deploy import chart
 from deploy.cli import app
+from deploy.commands import chart
 
 MODEL = """
 about: round figures

@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 
 from baton.config import load, parse_override
 from baton.errors import NotEnoughMemory
-from deploy import demo_model, preflight
-from deploy.bring_up import _settle
+from baton.system_memory import Room
 from deploy.cli import app
-from deploy.doctor import examine
-from kvstore.memory import Room
+from deploy.commands import demo_model
+from deploy.commands.doctor import examine
+from deploy.control_plane import preflight
+from deploy.control_plane.bring_up import _settle
 
 ANY_PORT = [each for port in ("grpc", "internal", "http") for each in ("--set", f"router.{port}_port=0")]
 

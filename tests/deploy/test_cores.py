@@ -7,7 +7,7 @@ import os
 import pytest
 
 from baton.config import Config, load
-from deploy.cores import share_cores
+from deploy.cpu_shares import share_cores
 from deploy.desired import Scale, plan, workers_on
 
 

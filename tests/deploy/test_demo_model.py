@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from deploy import demo_model
+from deploy.commands import demo_model
 
 TOKENIZER = demo_model.tokenizer(demo_model.text())
 

@@ -10,10 +10,10 @@ from rich.console import Console
 from baton.config import Config
 from baton.messages import Peer
 from baton.metrics import TABLE, Metrics
-from deploy import figures, show, status
-from kvstore.disk_index import DiskIndex
-from kvstore.figures import figures as figures_of
-from kvstore.state import StoreState
+from deploy.commands import figures, show, status
+from kvstore.disk.index import DiskIndex
+from kvstore.server.metrics import figures as figures_of
+from kvstore.server.state import StoreState
 
 
 def store_metrics() -> Metrics:

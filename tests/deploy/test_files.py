@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from baton.errors import RayUnusable, StartupError
-from deploy import ray_cluster, state_file
 from deploy.addresses import Addresses
-from deploy.preflight import check_name_free
+from deploy.control_plane import cluster, state_file
+from deploy.control_plane.preflight import check_name_free
+from deploy.control_plane.state_file import OwnRay, RayLink, State
+from deploy.control_plane.teardown import tear_down
 from deploy.processes import Identity
-from deploy.state_file import OwnRay, RayLink, State
-from deploy.teardown import tear_down
 
 ME = Identity.mine()
 ROUTERS = {"router": Addresses("127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4")}
@@ -78,7 +78,7 @@ def test_a_cluster_on_a_ray_that_runs_and_can_not_be_asked_is_kept(tmp_path: Pat
     def refused(*_: object) -> None:
         raise RayUnusable("refuses our token")
 
-    monkeypatch.setattr(ray_cluster, "connect", refused)
+    monkeypatch.setattr(cluster, "connect", refused)
     with socket.create_server(("127.0.0.1", 0)) as ray:
         state = State("kept", RayLink(f"127.0.0.1:{ray.getsockname()[1]}", "token"), "/logs")
         state_file.write(tmp_path, state)

@@ -1,6 +1,6 @@
 """What nodes are called."""
 
-from deploy.crew import name_nodes
+from deploy.control_plane.actor_registry import name_nodes
 
 
 def test_a_node_is_called_by_its_hostname_whenever_ray_is_started():

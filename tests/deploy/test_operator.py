@@ -14,16 +14,18 @@ from grpc_health.v1 import health, health_pb2_grpc
 from baton import operator_port
 from baton.config import load
 from baton.errors import ConfigError, PortInUse, StartupError
-from deploy import preflight, state_file, status
+from baton.operator_address import parse_operator
 from deploy.addresses import Addresses, operator_target
 from deploy.client import Client
+from deploy.commands import status
+from deploy.control_plane import preflight, state_file
+from deploy.control_plane.reports import OVERVIEW_FILE, Overview
+from deploy.control_plane.state_file import RayLink, State
+from deploy.control_plane.supervisor import Supervisor
+from deploy.control_plane.teardown import _sockets
 from deploy.desired import Scale, listening
 from deploy.local import LocalCluster
 from deploy.processes import Identity
-from deploy.reports import OVERVIEW_FILE, Overview
-from deploy.state_file import RayLink, State
-from deploy.supervisor import Supervisor
-from deploy.teardown import _sockets
 
 UNIX = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "unix:/run/me/router.sock")
 TCP = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4")
@@ -33,7 +35,7 @@ def test_a_router_comes_back_at_a_port_of_the_operators_and_at_a_path_that_was_g
     anywhere = load(overrides={"router.operator": "127.0.0.1:0"})
     assert TCP.pin(anywhere).router.operator == "127.0.0.1:4"
     given = load(overrides={"router.operator": "/run/me/router.sock"})
-    assert operator_port.parse(UNIX.pin(given).router.operator) == Path("/run/me/router.sock")
+    assert parse_operator(UNIX.pin(given).router.operator) == Path("/run/me/router.sock")
 
 
 def test_a_default_path_is_found_anew_at_every_start():

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from baton.errors import RayUnusable
-from deploy.ray_probe import PATIENCE, Answer, ask, find, link, token
+from deploy.control_plane.probe import PATIENCE, Answer, ask, find, link, token
 
 
 class _Head(grpc.GenericRpcHandler):

@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.v1 import cluster_pb2
-from deploy.desired import Spec
-from deploy.ledger import Ledger
-from deploy.observe import Facts, listed, observe, observe_router
-from deploy.processes import Identity
-from deploy.reconcile import (
+from deploy.control_plane.observe import Facts, listed, observe, observe_router
+from deploy.control_plane.process_ledger import Ledger
+from deploy.control_plane.reconcile import (
     JOIN_PATIENCE,
     LONGEST_DELAY,
     REJOIN_PATIENCE,
@@ -31,7 +29,9 @@ from deploy.reconcile import (
     crashed,
     reconcile,
 )
-from deploy.reports import Failure
+from deploy.control_plane.reports import Failure
+from deploy.desired import Spec
+from deploy.processes import Identity
 
 ROUTER = Spec("router", "router", "a")
 OTHER = Spec("router-1", "router", "a")

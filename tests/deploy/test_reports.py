@@ -9,15 +9,15 @@ from rich.console import Console
 from baton.config import Config, load
 from baton.errors import CorruptWeights, StartupError, Unavailable
 from baton.v1 import generation_pb2 as pb
-from deploy import show
 from deploy.addresses import Addresses, target
-from deploy.bring_up import why_failed
+from deploy.commands import show
+from deploy.commands.generate import Generated
+from deploy.commands.progress import Progress
+from deploy.control_plane.bring_up import why_failed
+from deploy.control_plane.reports import Failure, Overview, View
 from deploy.desired import Scale
-from deploy.generate import Generated
 from deploy.local import LocalCluster
 from deploy.processes import Identity
-from deploy.progress import Progress
-from deploy.reports import Failure, Overview, View
 
 ADDRESSES = Addresses("127.0.0.1:1001", "tcp://127.0.0.1:1002", "127.0.0.1:1003")
 

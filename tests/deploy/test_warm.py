@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from baton.errors import InvalidRequest
 from baton.v1 import cache_pb2, cache_pb2_grpc
-from deploy import warm
 from deploy.cli import app
+from deploy.commands import warm
 
 
 class Router(cache_pb2_grpc.CacheServicer):

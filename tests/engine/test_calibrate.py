@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from baton.pace import StepPace, StepSeconds
-from engine import calibrate
+from baton.step_cost_model import StepPace, StepSeconds
 from engine.batch import Chunk
 from engine.engine import Engine
-from engine.pace import sample_of
+from engine.step_timing import sample_of
+from worker import calibration
 
 MACHINE = StepSeconds(fixed=0.001, token=2e-5, pair=2e-9, row=5e-5, context=1e-7)
 PAGE = 16
@@ -35,7 +35,7 @@ class Clocked:
 @pytest.mark.parametrize("decodes", [False, True])
 def test_what_it_tells_is_enough_to_predict_steps(decodes: bool) -> None:
     clocked, pace = Clocked(), StepPace()
-    pace.calibrate(calibrate.calibrate(clocked.step, lambda: clocked.now, PAGE, 10_000, 8_192, decodes=decodes))
+    pace.calibrate(calibration.calibrate(clocked.step, lambda: clocked.now, PAGE, 10_000, 8_192, decodes=decodes))
     assert pace.seconds(200, 200 * 900) == pytest.approx(MACHINE.of(200, 200 * 900), rel=0.05)
     if decodes:
         assert pace.seconds(rows=20, context=6_000) == pytest.approx(MACHINE.of(rows=20, context=6_000), rel=0.05)
@@ -43,16 +43,16 @@ def test_what_it_tells_is_enough_to_predict_steps(decodes: bool) -> None:
 
 def test_sizes_that_do_not_fit_are_left_out_and_a_slow_machine_gets_no_further_than_its_time() -> None:
     clocked = Clocked()
-    small = calibrate.calibrate(clocked.step, lambda: clocked.now, PAGE, 32, 300, decodes=True)
+    small = calibration.calibrate(clocked.step, lambda: clocked.now, PAGE, 32, 300, decodes=True)
     assert {(sample.rows, sample.tokens) for sample in small} == {(1, 0), (8, 0), (0, 16), (0, 64), (0, 128), (0, 256)}
     clocked = Clocked(slower=50.0)
-    assert len(calibrate.calibrate(clocked.step, lambda: clocked.now, PAGE, 10_000, 8_192, decodes=True)) == 2
+    assert len(calibration.calibrate(clocked.step, lambda: clocked.now, PAGE, 10_000, 8_192, decodes=True)) == 2
 
 
 def test_an_engine_runs_them(engine: Callable[..., Engine]) -> None:
     for head in (True, False):
         loaded = engine("llama", head=head)
         pages, context = len(loaded.pool), loaded.config.max_positions
-        found = calibrate.calibrate(loaded.step, time.perf_counter, PAGE, pages, context, decodes=head)
+        found = calibration.calibrate(loaded.step, time.perf_counter, PAGE, pages, context, decodes=head)
         assert {sample.rows > 0 for sample in found} == {head, False}
         assert all(sample.seconds > 0 for sample in found)

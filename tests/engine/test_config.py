@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from baton.errors import ModelError, ModelNotFound, UnsupportedModel
-from engine.config import ModelConfig, RopeConfig
+from engine.layers.rotary import RopeConfig
+from engine.models.config import ModelConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

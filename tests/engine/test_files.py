@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 
 from baton.errors import ModelNotFound
-from engine import files
+from engine.checkpoint import hub
 
 
 def test_a_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert files.resolve(str(tmp_path)) == tmp_path
+    assert hub.resolve(str(tmp_path)) == tmp_path
     (tmp_path / "owner" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert files.resolve("owner/model") == Path("owner/model")
+    assert hub.resolve("owner/model") == Path("owner/model")
 
 
 @pytest.mark.parametrize("model", ["/no/such/directory", "./here", "../up", "~/nothing", "a/b/c", "", "own er/model"])
 def test_what_is_neither_path_nor_id(model: str):
     with pytest.raises(ModelNotFound, match="is not a directory, and no hub id"):
-        files.resolve(model)
+        hub.resolve(model)
 
 
 def test_an_id_is_fetched_without_code_or_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -31,8 +31,8 @@ def test_an_id_is_fetched_without_code_or_pickle(tmp_path: Path, monkeypatch: py
         asked[repo] = allow_patterns
         return str(tmp_path)
 
-    monkeypatch.setattr(files, "snapshot_download", snapshot)
-    assert files.resolve("owner/model") == tmp_path
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    assert hub.resolve("owner/model") == tmp_path
     assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in asked["owner/model"])
 
 
@@ -41,6 +41,6 @@ def test_whatever_the_hub_raises_has_our_type(error: Exception, monkeypatch: pyt
     def snapshot(repo: str, allow_patterns: list[str]) -> str:
         raise error
 
-    monkeypatch.setattr(files, "snapshot_download", snapshot)
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
     with pytest.raises(ModelNotFound, match="owner/model"):
-        files.resolve("owner/model")
+        hub.resolve("owner/model")

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.batch import Chunk, Draw, Sampled, flatten
+from engine.cpu import build
+from engine.cpu.decode import MOST_ROWS, NativeDecode
+from engine.cpu.thread_pool import Pool
 from engine.engine import Engine
-from engine.linear import Linear, tiled
-from engine.native import build
-from engine.native.decode import MOST_ROWS, NativeDecode
-from engine.native.pool import Pool
+from engine.layers.linear import Linear, tiled
 from tests import checkpoints
 from tests.checkpoints import RECIPES, VOCAB, Reference
 from tests.engine.driver import GREEDY, Running, assert_same_tokens, generate, prompt_of

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.native import build
+from engine.cpu import build
 
 SOURCE = 'extern "C" int answer() { return %d; }'
 
@@ -68,7 +68,7 @@ def test_of_two_processes_that_start_together_one_compiles(tmp_path: Path, monke
     sources.mkdir()
     (sources / "answer.cpp").write_text(SOURCE % 43)
     code = (
-        "import sys; from pathlib import Path; from engine.native import build;"
+        "import sys; from pathlib import Path; from engine.cpu import build;"
         "print(build.load(Path(sys.argv[1]), Path(sys.argv[2])).answer())"
     )
     command = [sys.executable, "-c", code, str(sources), str(tmp_path / "cache")]

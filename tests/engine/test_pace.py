@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from baton.messages import MAX_STEP_SAMPLES, AttemptName, StepSample
-from baton.pace import pairs
+from baton.step_cost_model import pairs
 from engine.batch import Chunk
-from engine.pace import WorkerPace, sample_of
+from engine.step_timing import WorkerPace, sample_of
 
 PAGES = range(100)
 ROW, LONG, TAIL = Chunk([1], 50, PAGES), Chunk([1] * 256, 512, PAGES), Chunk([1] * 5, 16, PAGES)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from baton.errors import NotEnoughMemory
 from engine.engine import Engine
-from engine.worker import pool_pages
 from kvstore.layout import DTYPE_BYTES, PageLayout
+from worker.loop import pool_pages
 
 layouts = st.builds(
     PageLayout,

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from engine import rope
 from engine.batch import Chunk, Draw, flatten
-from engine.config import ModelConfig
+from engine.cpu import build, prefill
+from engine.cpu.prefill import Kernels, NativePrefill, OneDnnProducts, OwnProducts, cut
 from engine.engine import Engine
-from engine.linear import Linear
-from engine.native import build, prefill
-from engine.native.prefill import Kernels, NativePrefill, OneDnnProducts, OwnProducts, cut
-from engine.weights import TORCH_DTYPES
+from engine.layers import rotary
+from engine.layers.linear import Linear
+from engine.models.config import ModelConfig
+from engine.models.weights import TORCH_DTYPES
 from kvstore.layout import PageLayout
 from tests.checkpoints import RECIPES, VOCAB, Reference
 from tests.engine.driver import GREEDY, assert_same_tokens, generate, prompt_of
@@ -157,12 +157,12 @@ def test_keys_and_values_are_written(dtype: str, normed: bool, heads: int, head_
     ours, rows, layer, tolerance = kernels(4, 2, head_dim, 4, pool), 19, 1, TOLERANCE[dtype]
     qkv = normal(rows, (heads + 4) * head_dim, dtype=dtype)
     weight = normal(heads + 2, head_dim, dtype=dtype, seed=1) if normed else None
-    frequencies = rope.inverse_frequencies(CONFIG.rope, head_dim)
-    turn = rope.rotation(torch.arange(100, 100 + rows), frequencies)
+    frequencies = rotary.inverse_frequencies(CONFIG.rope, head_dim)
+    turn = rotary.rotation(torch.arange(100, 100 + rows), frequencies)
     qk, values = qkv.view(rows, -1, head_dim).float().split((heads + 2, 2), dim=1)
     if weight is not None:
         qk = functional.rms_norm(qk, (head_dim,), None, CONFIG.norm_eps) * weight.float()
-    queries, keys = rope.rotate(qk, turn).split((heads, 2), dim=1)
+    queries, keys = rotary.rotate(qk, turn).split((heads, 2), dim=1)
 
     places = random.Random(0).sample([(page, offset) for page in range(6) for offset in range(4)], rows)
     slots = np.array([page * 2 * 3 * 2 * 4 + offset for page, offset in places]) * head_dim

@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.disk_format import RecordLayout
-from kvstore.disk_orders import (
+from kvstore.disk.interface import DiskEvent, DiskOrder
+from kvstore.disk.orders import (
     Delete,
     Deleted,
     DeleteFolder,
@@ -30,7 +30,7 @@ from kvstore.disk_orders import (
     Write,
     Written,
 )
-from kvstore.tiers import DiskEvent, DiskOrder
+from kvstore.disk.record_format import RecordLayout
 
 
 class PaperRecord(NamedTuple):

@@ -13,10 +13,10 @@ from typing import Self
 
 from baton.config import Bytes, DiskConfig
 from kvstore.checksum import page_checksum
-from kvstore.disk import DiskTier
-from kvstore.disk_format import RecordLayout
-from kvstore.disk_index import DiskIndex
-from kvstore.tiers import DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
+from kvstore.disk.index import DiskIndex
+from kvstore.disk.interface import DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
+from kvstore.disk.io_threads import DiskTier
+from kvstore.disk.record_format import RecordLayout
 from tests.kvstore.chains import key, keys, parent
 
 NAMESPACE = b"namespace 16 byt"

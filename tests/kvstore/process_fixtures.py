@@ -32,7 +32,7 @@ from baton.messages import (
     StoreReply,
 )
 from kvstore.checksum import page_checksum
-from kvstore.client import StoreClient, store_address
+from kvstore.client.connection import StoreClient, store_address
 from tests import cluster_keys
 from tests.kvstore.chains import keys, parent
 from tests.kvstore.store_fixtures import NAMESPACE

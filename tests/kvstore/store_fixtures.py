@@ -16,11 +16,11 @@ from baton.messages import (
     StoreCall,
     StoreReply,
 )
-from kvstore.changes import Change
-from kvstore.commands import Command, Connected, Event, Heard, Send
-from kvstore.state import StoreState
+from kvstore.events.changes import Change
+from kvstore.server.events import Command, Connected, Event, Heard, Send
+from kvstore.server.state import StoreState
 from tests.kvstore.chains import key, keys, parent
-from tests.kvstore.fake_disk import FakeDisk
+from tests.support.fake_disk import FakeDisk
 
 NAMESPACE = Namespace(bytes(16), 1, "float32", 16, 1)
 STORE = Peer("store", "store-0", "node", "store-0-1", 1)

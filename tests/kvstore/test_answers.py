@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from kvstore.answers import FOLLOWERS, PATIENCE, PER_TURN, Answers, End, Item, Part
-from kvstore.changes import Cleared
-from kvstore.events import EncodedBatch, EventLog
+from kvstore.events.changes import Cleared
+from kvstore.events.replay import FOLLOWERS, PATIENCE, PER_TURN, Answers, End, Item, Part
+from kvstore.events.wire_format import EncodedBatch, EventLog
 
 
 class Followers:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from baton.errors import NotEnoughMemory
-from kvstore.arena import Arena
-from kvstore.memory import Room, available_memory
+from baton.system_memory import Room, available_memory
+from kvstore.arena.memory import Arena
 
 PAGE = 4_096
 MiB = 2**20

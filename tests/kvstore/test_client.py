@@ -23,8 +23,8 @@ from baton.messages import (
     StoreHeartbeat,
 )
 from baton.unix import UnixListener, UnixSocket
-from kvstore.arena import Arena
-from kvstore.client import StoreClient, store_address
+from kvstore.arena.memory import Arena
+from kvstore.client.connection import StoreClient, store_address
 from tests.kvstore.store_fixtures import NAMESPACE, STORE
 
 PAGE = 4_096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.messages import TierRun, TierSpeed
-from kvstore.cost import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, Loading, SpeedMeter, choose, load_seconds
+from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, Loading, SpeedMeter, choose, load_seconds
 
 PAGE_BYTES, PAGE_SIZE, RATE = 1_000_000, 16, 1_600.0  # a page is computed in 10 ms
 QUICK = TierSpeed("disk", 0.001, 1e9, measured=True)  # a page in 1 ms

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvstore.changes import Cleared, Removed, Stored
-from kvstore.device_cache import DeviceCache
+from kvstore.client.device_block_manager import DeviceCache
+from kvstore.events.changes import Cleared, Removed, Stored
 from tests.kvstore.chains import CHAINS, key, keys, parent
 
 PAGES = 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.admission import AdmissionFilter
+from kvstore.disk.admission_filter import AdmissionFilter
 from tests.kvstore.chains import key
 
 

@@ -15,9 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.disk_files import segment_files
-from kvstore.disk_format import HEADER_FIELDS, RecordFormat, RecordHeader, RecordLayout, is_segment, segment_header
-from kvstore.disk_scan import Scan, scan
+from kvstore.disk.files import segment_files
+from kvstore.disk.record_format import (
+    HEADER_FIELDS,
+    RecordFormat,
+    RecordHeader,
+    RecordLayout,
+    is_segment,
+    segment_header,
+)
+from kvstore.disk.recovery_scan import Scan, scan
 from tests.kvstore.chains import key
 from tests.kvstore.disk_rig import LARGE, NAMESPACE, SMALL, Rig, prefixes
 

@@ -18,12 +18,12 @@ from hypothesis.stateful import (
 )
 
 from baton.config import Bytes, DiskConfig
-from kvstore.changes import Cleared, Removed, Stored
-from kvstore.disk_format import RecordLayout
-from kvstore.disk_index import RETRY_SECONDS, DiskIndex
-from kvstore.disk_orders import Deleted, Moved, Open, OpenFailed, PagesRead, Written
-from kvstore.segments import Segment, Segments
-from kvstore.tiers import DiskEvent, DiskPage, DiskResult, ReadEnded, WriteEnded
+from kvstore.disk.index import RETRY_SECONDS, DiskIndex
+from kvstore.disk.interface import DiskEvent, DiskPage, DiskResult, ReadEnded, WriteEnded
+from kvstore.disk.orders import Deleted, Moved, Open, OpenFailed, PagesRead, Written
+from kvstore.disk.record_format import RecordLayout
+from kvstore.disk.segments import Segment, Segments
+from kvstore.events.changes import Cleared, Removed, Stored
 from tests.kvstore.chains import CHAINS, key, keys, parent
 from tests.kvstore.disk_fixtures import PaperDisk
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import disk, disk_files
-from kvstore.disk_index import RETRY_SECONDS
-from kvstore.disk_records import RecordReader, RecordWriter
-from kvstore.tiers import WriteEnded
+from kvstore.disk import files, io_threads
+from kvstore.disk.index import RETRY_SECONDS
+from kvstore.disk.interface import WriteEnded
+from kvstore.disk.records import RecordReader, RecordWriter
 from tests.kvstore.chains import key, keys
 from tests.kvstore.disk_rig import LARGE, NAMESPACE, SMALL, Rig, prefixes
 
@@ -43,7 +43,7 @@ def test_what_is_written_is_read_back_also_by_the_next_store(tmp_path: Path, pag
 
 
 def test_without_direct_io_it_works_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "takes_direct_io", lambda folder: False)
+    monkeypatch.setattr(io_threads, "takes_direct_io", lambda folder: False)
     with Rig(tmp_path, LARGE) as rig:
         rig.write("abc")
         assert rig.reads_all_of("abc")
@@ -188,7 +188,7 @@ class Faulty:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         self.number = number
         self._pwritev = os.pwritev
-        monkeypatch.setattr(disk_files.os, "pwritev", self.pwritev)
+        monkeypatch.setattr(files.os, "pwritev", self.pwritev)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if not self.number:
@@ -283,7 +283,7 @@ def test_a_disk_that_hangs_keeps_nobody(tmp_path: Path, monkeypatch: pytest.Monk
         hangs.wait()
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(disk_files.os, "pwritev", pwritev)
+    monkeypatch.setattr(files.os, "pwritev", pwritev)
     began = time.monotonic()
     for number in range(27):
         rig.follow(rig.index.write(rig.pages("".join("abc"[number // 3**place % 3] for place in range(3)))))
@@ -371,4 +371,4 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         return real(path, flags, mode)
 
-    monkeypatch.setattr(disk_files.os, "open", only_read)
+    monkeypatch.setattr(files.os, "open", only_read)

@@ -8,10 +8,11 @@ import msgpack
 import pytest
 
 from baton.errors import MalformedMessage
-from kvstore.changes import Change, ChangeLog, Cleared, Removed, Stored, in_parts, page_runs, snapshot_parts
-from kvstore.device_cache import DeviceCache
-from kvstore.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, apply, decode
-from kvstore.prefix_map import PrefixMap
+from kvstore.client.device_block_manager import DeviceCache
+from kvstore.events.changes import Change, ChangeLog, Cleared, Removed, Stored, in_parts, page_runs, snapshot_parts
+from kvstore.events.wire_format import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, decode
+from kvstore.prefix_map.event_tracker import apply_events
+from kvstore.prefix_map.prefix_map import PrefixMap
 from tests.kvstore.chains import key, keys, parent
 
 
@@ -100,12 +101,12 @@ def test_fields_that_others_add_do_not_disturb_us() -> None:
 
 def test_events_fill_a_map_and_a_missing_parent_is_told() -> None:
     prefixes = PrefixMap()
-    assert apply(prefixes, "h", [BlockStored(tuple(keys("ab")), None, (), 16, None, "CPU", None)])
-    assert not apply(prefixes, "h", [BlockStored((key("xyz"),), key("xy"), (), 16, None, "CPU", None)])
+    assert apply_events(prefixes, "h", [BlockStored(tuple(keys("ab")), None, (), 16, None, "CPU", None)])
+    assert not apply_events(prefixes, "h", [BlockStored((key("xyz"),), key("xy"), (), 16, None, "CPU", None)])
     assert prefixes.match(keys("ab"))["h"].pages == 2
-    assert apply(prefixes, "h", [BlockRemoved((key("ab"),), "CPU")])
+    assert apply_events(prefixes, "h", [BlockRemoved((key("ab"),), "CPU")])
     assert prefixes.pages("h") == 1
-    assert apply(prefixes, "h", [AllBlocksCleared()])
+    assert apply_events(prefixes, "h", [AllBlocksCleared()])
     assert prefixes.pages("h") == 0
 
 

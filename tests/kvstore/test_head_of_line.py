@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.messages import Forget, Holding, NotReserved, Reserve, StoreReply
-from kvstore.commands import Disconnected
+from kvstore.server.events import Disconnected
 from tests.kvstore.chains import keys
 from tests.kvstore.store_fixtures import Rig
 

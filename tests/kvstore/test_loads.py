@@ -7,11 +7,12 @@ import itertools
 import pytest
 
 from baton.messages import Credit, Doubt, Gone, PageRequest, Serving, Source, Unwant, Want, Wanting
-from kvstore.loads import Loads, Outcome, links
-from kvstore.pages import PageTable, Reservation
-from kvstore.tiers import Ask, DiskPage, Expect, Landed, ReadEnded, Retract
+from kvstore.arena.host_page_pool import PageTable, Reservation
+from kvstore.disk.interface import DiskPage, ReadEnded
+from kvstore.server.inbound_transfers import Loads, Outcome, links
+from kvstore.transport.interface import Ask, Expect, Landed, Retract
 from tests.kvstore.chains import key, keys
-from tests.kvstore.fake_disk import FakeDisk, Finished, Read, Write
+from tests.support.fake_disk import FakeDisk, Finished, Read, Write
 
 NEAR, FAR = Source("near", "inproc", 9), Source("far", "inproc", 9)
 

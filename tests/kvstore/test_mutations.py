@@ -14,18 +14,19 @@ from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 from msgspec.structs import replace
 
 from baton.messages import Credit
-from kvstore.commands import Command
-from kvstore.eviction import LeafFirstLru
-from kvstore.loads import Fetch, Loads, Outcome
-from kvstore.pages import Page, PageTable, Reservation
-from kvstore.pins import Pins
-from kvstore.serving import PeerFetch, Server
-from kvstore.state import StoreState
-from kvstore.tickets import Process, Ticket, WaitingRoom
-from kvstore.tiered import TieredPages, Turn
-from kvstore.tiers import Ask, Landed, Serve, WriteEnded
-from tests.kvstore.fake_disk import FakeDisk, Finished, Write
+from kvstore.arena.eviction import LeafFirstLru
+from kvstore.arena.host_page_pool import Page, PageTable, Reservation
+from kvstore.disk.interface import WriteEnded
+from kvstore.server.events import Command
+from kvstore.server.inbound_transfers import Fetch, Loads, Outcome
+from kvstore.server.leases import Process, Ticket, WaitingRoom
+from kvstore.server.outbound_transfers import PeerFetch, Server
+from kvstore.server.pins import Pins
+from kvstore.server.state import StoreState
+from kvstore.server.tier_manager import TieredPages, Turn
+from kvstore.transport.interface import Ask, Landed, Serve
 from tests.kvstore.test_tiers_machine import TiersMachine
+from tests.support.fake_disk import FakeDisk, Finished, Write
 from tests.wait_for import WaitCycle
 
 Patch: TypeAlias = pytest.MonkeyPatch

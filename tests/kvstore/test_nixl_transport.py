@@ -13,8 +13,8 @@ import pytest
 from baton.errors import StartupError
 from baton.messages import Gone, Offer, Peer, SentPage, Serving, Wanting
 from kvstore.checksum import page_checksum
-from kvstore.nixl_transport import NixlTransport
-from kvstore.tiers import Answer, Landed, PeerAnswered, PeerAsked, Retract, Retracted, Serve, Served
+from kvstore.transport.interface import Answer, Landed, PeerAnswered, PeerAsked, Retract, Retracted, Serve, Served
+from kvstore.transport.nixl_transport import NixlTransport
 from tests.kvstore.test_peers import PAGE, SLOTS, Store
 
 try:

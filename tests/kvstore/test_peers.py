@@ -34,8 +34,7 @@ from baton.messages import (
     Wanting,
 )
 from kvstore.checksum import page_checksum
-from kvstore.peers import ZmqTransport
-from kvstore.tiers import (
+from kvstore.transport.interface import (
     Answer,
     Ask,
     Check,
@@ -51,6 +50,7 @@ from kvstore.tiers import (
     Serve,
     Served,
 )
+from kvstore.transport.zmq_transport import ZmqTransport
 from tests import cluster_keys
 from tests.kvstore.relay import Relay
 
@@ -464,9 +464,9 @@ def test_closing_takes_no_time_whoever_hangs() -> None:
 
 
 def test_a_link_that_nobody_uses_is_closed(stores: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.peers._IDLE", 0.2)
-    monkeypatch.setattr("kvstore.peers._SWEEP", 0.05)
-    monkeypatch.setattr("kvstore.peers._TURN", 0.05)
+    monkeypatch.setattr("kvstore.transport.zmq_transport._IDLE", 0.2)
+    monkeypatch.setattr("kvstore.transport.zmq_transport._SWEEP", 0.05)
+    monkeypatch.setattr("kvstore.transport.zmq_transport._TURN", 0.05)
     a, b = stores("a"), stores("b")
     a.want(b, 1)
     assert a.transport.stats().links == 1
@@ -494,7 +494,7 @@ def test_an_endpoint_that_is_none_loses_a_request_and_nothing_else(stores: Calla
 def test_a_loop_that_does_not_listen_is_not_buried(
     stores: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.peers._BACKLOG", 100)
+    monkeypatch.setattr("kvstore.transport.zmq_transport._BACKLOG", 100)
     a, b = stores("a"), stores("b")
     a.want(b)
     a.ask(b, *(Wanting(beat) for beat in range(900)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.messages import AttemptHeld, Pin, Pinned
-from kvstore.pages import Page, PageTable, Reservation
-from kvstore.pins import Pins
+from kvstore.arena.host_page_pool import Page, PageTable, Reservation
+from kvstore.server.pins import Pins
 
 SLOTS, PAGE_BYTES, QUOTA = 10, 100, 600
 

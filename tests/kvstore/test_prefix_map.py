@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from baton.messages import Medium, PageRun
-from kvstore import runs as runs_module
-from kvstore.changes import digest, page_runs
-from kvstore.prefix_map import MEDIA, Match, PrefixMap
-from kvstore.runs import Run, Runs
+from kvstore.events.changes import digest, page_runs
+from kvstore.prefix_map import key_runs as runs_module
+from kvstore.prefix_map.key_runs import Run, Runs
+from kvstore.prefix_map.prefix_map import MEDIA, Match, PrefixMap
 from tests.kvstore.chains import CHAINS, key, keys, parent
 
 HOLDERS = st.sampled_from(["one", "two", "three"])

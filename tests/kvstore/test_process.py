@@ -1,5 +1,6 @@
 """The real store under real workers: deaths, stops, lost connections, rubbish. Nothing here waits for time to pass but
-for something to happen."""
+for something to happen.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +38,10 @@ from baton.messages import (
     Welcome,
 )
 from baton.wire import Asker, Listener, Subscriber
-from kvstore.changes import packed_digest
 from kvstore.checksum import page_checksum
-from kvstore.client import StoreClient, store_address
-from kvstore.events import BlockStored, decode, publisher_of
+from kvstore.client.connection import StoreClient, store_address
+from kvstore.events.changes import packed_digest
+from kvstore.events.wire_format import BlockStored, decode, publisher_of
 from kvstore.service import run
 from tests.kvstore.chains import key, keys
 from tests.kvstore.process_fixtures import (

@@ -12,15 +12,16 @@ import msgspec
 import pytest
 import zmq
 
-from baton.clock import MonotonicClock, VirtualClock
+from baton.clock import VirtualClock
 from baton.errors import StartupError
 from baton.messages import Medium, PageRun, Snapshot
+from baton.monotonic_clock import MonotonicClock
 from baton.wire import Asker, Keys, Poller, Subscriber, use_keys
-from kvstore import answers
-from kvstore.changes import Cleared, Removed, Stored, TierChanges, packed_digest, page_runs
-from kvstore.events import BlockStored, decode, publisher_of
-from kvstore.publishing import PageEvents
-from router.prefixes import Prefixes
+from kvstore.events import replay
+from kvstore.events.changes import Cleared, Removed, Stored, TierChanges, packed_digest, page_runs
+from kvstore.events.publisher import PageEvents
+from kvstore.events.wire_format import BlockStored, decode, publisher_of
+from router.placement.prefix_lookup import Prefixes
 from tests import cluster_keys
 from tests.kvstore.chains import key, keys
 
@@ -402,7 +403,7 @@ def test_followers_that_have_gone_are_forgotten(owner: Owner) -> None:
 
 
 def test_too_many_followers_wait(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "FOLLOWERS", 2)
+    monkeypatch.setattr(replay, "FOLLOWERS", 2)
     owner.events._next_snapshot = float("inf")  # so that nobody is served for a while
     with zmq.Context() as context:
         sockets = [context.socket(zmq.DEALER) for _ in range(4)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from baton.messages import Credit, Doubt, Gone, PageRequest, SentPage, Serving, Unwant, Want, Wanting
-from kvstore.loads import Outcome
-from kvstore.pages import PageTable, Reservation
-from kvstore.serving import Server
-from kvstore.tickets import WaitingRoom
-from kvstore.tiers import Answer, Check, Serve
+from kvstore.arena.host_page_pool import PageTable, Reservation
+from kvstore.server.inbound_transfers import Outcome
+from kvstore.server.leases import WaitingRoom
+from kvstore.server.outbound_transfers import Server
+from kvstore.transport.interface import Answer, Check, Serve
 from tests.kvstore.chains import key, keys
 
 

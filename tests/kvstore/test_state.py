@@ -35,12 +35,12 @@ from baton.messages import (
     StoreHeartbeat,
     Want,
 )
-from kvstore.changes import Cleared, Removed, Stored
-from kvstore.commands import Command, Connected, Disconnected, Drop, Heard, Send, WriterGone
-from kvstore.disk_index import DiskIndex
-from kvstore.disk_orders import Found, FoundRecord, FoundSegment, Opened, Scanned
-from kvstore.state import StoreState
-from kvstore.tiers import Ask, PeerAnswered
+from kvstore.disk.index import DiskIndex
+from kvstore.disk.orders import Found, FoundRecord, FoundSegment, Opened, Scanned
+from kvstore.events.changes import Cleared, Removed, Stored
+from kvstore.server.events import Command, Connected, Disconnected, Drop, Heard, Send, WriterGone
+from kvstore.server.state import StoreState
+from kvstore.transport.interface import Ask, PeerAnswered
 from tests.kvstore.chains import key, keys, parent
 from tests.kvstore.store_fixtures import NAMESPACE, STORE, Rig, replies
 
@@ -604,7 +604,7 @@ def test_who_has_not_attached_is_not_served() -> None:
 
 
 def test_tickets_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.state.MAX_TICKETS", 2)
+    monkeypatch.setattr("kvstore.server.state.MAX_TICKETS", 2)
     rig = Rig()
     worker = rig.attach(1)
     for ticket in (1, 2):

@@ -38,11 +38,11 @@ from baton.messages import (
     StoreHeartbeat,
     StoreReply,
 )
-from kvstore.commands import Command, Connected, Disconnected, Drop, Event, Heard, Send, WriterGone
-from kvstore.state import StoreState
+from kvstore.server.events import Command, Connected, Disconnected, Drop, Event, Heard, Send, WriterGone
+from kvstore.server.state import StoreState
 from tests.kvstore.chains import key, keys, parent, partial
-from tests.kvstore.fake_disk import FakeDisk
 from tests.kvstore.store_fixtures import NAMESPACE, STORE, store_config
+from tests.support.fake_disk import FakeDisk
 
 SLOTS = 8
 SHARE = 0.6

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.messages import Source
-from tests.kvstore.world import HEARTBEAT, HOLD, SILENCE, WORDS, Node, Worker, World
-from tests.wait_for import assert_no_cycle, waits_of_world
+from tests.kvstore.world import HEARTBEAT, HOLD, SILENCE, WORDS, Node, Worker, World, waits_of_world
+from tests.wait_for import assert_no_cycle
 
 WHO = st.integers(0, 5)
 PICK = st.integers(0, 12)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from baton.messages import PageRun, Snapshot
-from kvstore.changes import snapshot_parts
-from kvstore.events import Batch, BlockStored
-from kvstore.tracker import Apply, Ask, EventTracker, Load
+from kvstore.events.changes import snapshot_parts
+from kvstore.events.wire_format import Batch, BlockStored
+from kvstore.prefix_map.event_tracker import Apply, Ask, EventTracker, Load
 from tests.kvstore.chains import key, keys
 
 

@@ -23,8 +23,8 @@ from baton.messages import (
     Source,
     TierRun,
 )
-from kvstore.cost import DEFAULT_SPEEDS
-from kvstore.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut, Fetch, Lookup, Ship
+from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut, Fetch, Lookup, Ship
+from kvstore.load_or_recompute import DEFAULT_SPEEDS
 
 DISK, REMOTE = DEFAULT_SPEEDS["disk"], DEFAULT_SPEEDS["remote"]
 

@@ -36,7 +36,7 @@ from baton.wire import Listener
 from kvstore.checksum import page_checksum
 from tests.kvstore.process_fixtures import NODE, PAGE, PATIENCE, StoreProcess, TestClient, eventually
 from tests.kvstore.relay import Relay
-from tests.processes.seen import page, parsed, total
+from tests.support.metrics_page import page, parsed, total
 
 SLOTS = 64
 PAGES = 40  # of a chain: more than may be on their way at once

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.messages import Gone, Source
-from kvstore.tickets import Ticket
-from kvstore.tiers import Answer
+from kvstore.server.leases import Ticket
+from kvstore.transport.interface import Answer
 from tests.kvstore.chains import key, keys
 from tests.kvstore.test_serving import Bench, want
 from tests.kvstore.world import Node, Worker, World

@@ -45,8 +45,10 @@ from baton.messages import (
     StoreReply,
     Unpin,
 )
-from kvstore.changes import Cleared, Removed, Stored
-from kvstore.commands import (
+from baton.waits import Wait
+from kvstore.arena.host_page_pool import Page
+from kvstore.events.changes import Cleared, Removed, Stored
+from kvstore.server.events import (
     Command,
     Connected,
     Disconnected,
@@ -59,11 +61,10 @@ from kvstore.commands import (
     TellRouter,
     WriterGone,
 )
-from kvstore.loads import STORE, Fetch
-from kvstore.pages import Page
-from kvstore.state import StoreState
-from kvstore.tickets import Ticket, Waiter
-from kvstore.tiers import (
+from kvstore.server.inbound_transfers import STORE, Fetch
+from kvstore.server.leases import Ticket, Waiter
+from kvstore.server.state import StoreState
+from kvstore.transport.interface import (
     Answer,
     Ask,
     Check,
@@ -80,8 +81,8 @@ from kvstore.tiers import (
     Served,
 )
 from tests.kvstore.chains import key, keys, parent, partial
-from tests.kvstore.fake_disk import FakeDisk, Finished, Read, Write
 from tests.kvstore.store_fixtures import NAMESPACE, store_config
+from tests.support.fake_disk import FakeDisk, Finished, Read, Write
 
 SLOTS = 6
 SHARE = 0.75
@@ -883,3 +884,9 @@ class World:
 
 def is_request(parcel: Parcel) -> bool:
     return isinstance(parcel.message, PageRequest.__args__)
+
+
+def waits_of_world(world: World) -> Iterator[Wait]:
+    """Stores only: their workers do what they like."""
+    for node in world.nodes:
+        yield from node.state.waits()

@@ -2,7 +2,8 @@
 and store restarts: with a real store state, and a device that notices a wrong page.
 
 Whatever happens, a page is computed by one prompt at a time, a prompt waits only for one that goes on, the device pages
-are shared and come back, and every prompt ends."""
+are shared and come back, and every prompt ends.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ from hypothesis.stateful import (
 from baton.clock import Tick
 from baton.config import PrefillConfig
 from baton.messages import AttemptName, Cancel, Failed, Prefill, Prefilled, Refused, RouterHeartbeat
-from engine.steps import StepFailed
-from kvstore.device_cache import DeviceCache
+from engine.step import StepFailed
+from kvstore.client.device_block_manager import DeviceCache
 from kvstore.keys import pack_tokens, page_keys, split_keys
-from prefill_worker import alike
-from prefill_worker.job import Job, Phase
-from prefill_worker.state import PrefillState
+from prefill_worker import shared_prefix
+from prefill_worker.prefill_request import Job, Phase
+from prefill_worker.scheduler import PrefillState
 from tests.rig import PAGE, ROOT, Rig
 from tests.wait_for import WaitCycle, assert_no_cycle, waits_of_rig
 
@@ -169,7 +170,7 @@ TestPrefill.settings = settings(max_examples=200, stateful_step_count=50, deadli
 
 
 def _nobody_waits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(alike, "maker", lambda job, at_hand: None)
+    patch.setattr(shared_prefix, "maker", lambda job, at_hand: None)
 
 
 def _who_waits_is_never_woken(patch: pytest.MonkeyPatch) -> None:
@@ -177,23 +178,23 @@ def _who_waits_is_never_woken(patch: pytest.MonkeyPatch) -> None:
 
 
 def _others_are_not_told_of_complete_pages(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(alike, "tell", lambda job, at_hand: None)
+    patch.setattr(shared_prefix, "tell", lambda job, at_hand: None)
 
 
 def _each_takes_pages_of_its_own(patch: pytest.MonkeyPatch) -> None:
-    take = alike.take
-    patch.setattr(alike, "take", lambda cache, keys, at_hand: take(cache, keys, ()))
+    take = shared_prefix.take
+    patch.setattr(shared_prefix, "take", lambda cache, keys, at_hand: take(cache, keys, ()))
 
 
 def _a_shared_page_counts_as_complete(patch: pytest.MonkeyPatch) -> None:
-    take = alike.take
+    take = shared_prefix.take
 
     def hasty(cache: DeviceCache, keys: Sequence[bytes], at_hand: Collection[Job]) -> tuple[list[int], int] | None:
         taken = take(cache, keys, at_hand)
         common = max((job.in_common(keys) for job in at_hand), default=0)
         return taken and (taken[0], max(taken[1], common))
 
-    patch.setattr(alike, "take", hasty)
+    patch.setattr(shared_prefix, "take", hasty)
 
 
 def _who_is_behind_keeps_its_leases(patch: pytest.MonkeyPatch) -> None:

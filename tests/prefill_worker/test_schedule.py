@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.messages import AttemptName, StepSample
-from baton.pace import StepPace, pairs
-from engine.steps import Plan
-from prefill_worker.job import Job, Phase
-from prefill_worker.schedule import LEVELS, STEPS_PER_LEVEL, plan_step
+from baton.step_cost_model import StepPace, pairs
+from engine.step import Plan
+from prefill_worker.chunking import LEVELS, STEPS_PER_LEVEL, plan_step
+from prefill_worker.prefill_request import Job, Phase
 
 PAGE = 16
 _numbers = itertools.count()

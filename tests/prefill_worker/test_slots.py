@@ -9,8 +9,8 @@ import pytest
 from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
 from baton.messages import Cancel, Failed, Have, Message, Prefilled, Started
-from kvstore.head_of_line import HeadOfLine
-from prefill_worker.state import PrefillState
+from kvstore.server.head_of_line import HeadOfLine
+from prefill_worker.scheduler import PrefillState
 from tests.decode_worker.test_state import tokens_of
 from tests.prefill_worker.test_state import awaits, order
 from tests.rig import PAGE, Rig, RigWorker, reference

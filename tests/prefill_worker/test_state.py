@@ -22,9 +22,9 @@ from baton.messages import (
     Tokens,
 )
 from engine.batch import Chunk
-from engine.steps import StepFailed
+from engine.step import StepFailed
 from kvstore.keys import cacheable_pages, pack_tokens
-from prefill_worker.job import Phase
+from prefill_worker.prefill_request import Phase
 from tests.decode_worker.test_state import tokens_of
 from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
 

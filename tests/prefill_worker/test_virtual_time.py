@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from baton.messages import Cancel, Failed, Prefilled
-from baton.pace import pairs
+from baton.step_cost_model import pairs
 from tests.prefill_worker.timed import PAGE, Timed, machine
 
 LONG = [token % 1_000 for token in range(100_000)]

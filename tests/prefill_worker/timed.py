@@ -1,5 +1,6 @@
 """A prefill worker in virtual time: a state, a store that grants everything, and a machine whose steps take as long as
-a formula says. Thousands of tokens a millisecond, so whole loads can be looked at step by step."""
+a formula says. Thousands of tokens a millisecond, so whole loads can be looked at step by step.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from baton.messages import (
     StoreCall,
     StoreReply,
 )
-from baton.pace import pairs
-from engine.steps import Plan, StepDone
+from baton.step_cost_model import pairs
+from engine.step import Plan, StepDone
+from kvstore.client.transfer import Call, CopiedOut, CopyOut, StoreUp, batches
 from kvstore.keys import pack_tokens
-from kvstore.transfer import Call, CopiedOut, CopyOut, StoreUp, batches
-from prefill_worker.state import Event, PrefillState
+from prefill_worker.scheduler import Event, PrefillState
 
 PAGE = 16
 ROOT = b"r" * 16

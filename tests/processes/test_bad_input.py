@@ -24,10 +24,11 @@ from baton.v1 import generation_pb2
 from baton.wire import Keys
 from deploy.client import Client
 from deploy.local import LocalCluster
-from kvstore.client import store_address
+from kvstore.client.connection import store_address
 from tests import checkpoints, cluster_keys
-from tests.processes import workload
-from tests.processes.test_failures import at_rest, eventually
+from tests.support import workload
+from tests.support.cluster import at_rest
+from tests.support.eventually import eventually
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from deploy.local import LocalCluster
-from kvstore.disk_format import RecordLayout
+from kvstore.disk.record_format import RecordLayout
 from tests import checkpoints
-from tests.processes import workload
-from tests.processes.seen import metric
-from tests.processes.test_failures import eventually
 from tests.store_deaths import PAGE_BYTES
+from tests.support import workload
+from tests.support.eventually import eventually
+from tests.support.metrics_page import metric
 
 LAYOUT = RecordLayout(PAGE_BYTES)
 FULL = 12  # pages of a prompt of 200 tokens that its worker may take from elsewhere

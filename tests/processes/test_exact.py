@@ -15,9 +15,10 @@ from deploy.local import LocalCluster
 from engine.batch import Chunk, Draw
 from engine.engine import Engine
 from tests import checkpoints
-from tests.processes import workload
-from tests.processes.seen import metric, nothing_held
-from tests.processes.test_failures import at_rest, eventually
+from tests.support import workload
+from tests.support.cluster import at_rest
+from tests.support.eventually import eventually
+from tests.support.metrics_page import metric, nothing_held
 
 SHAPES = {"1P+1D": (1, 1, "always"), "2P+2D": (2, 2, "auto"), "colocated": (0, 1, "auto")}
 PROMPTS = workload.prompts()

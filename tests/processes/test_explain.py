@@ -17,8 +17,10 @@ from deploy.cli import app
 from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints
-from tests.processes import workload
-from tests.processes.test_failures import Streams, at_rest, eventually, expected, process
+from tests.processes.test_failures import expected
+from tests.support import workload
+from tests.support.cluster import Streams, at_rest, process
+from tests.support.eventually import eventually
 
 _RNG = random.Random(11)
 PROMPT = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(200)]  # 12 full pages, and 8 tokens

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,74 +15,13 @@ from baton.v1 import cluster_pb2, generation_pb2
 from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints
-from tests.processes import workload
+from tests.support import workload
+from tests.support.cluster import Streams, at_rest, load, process, watching
+from tests.support.eventually import DEADLINE, eventually
 
-DEADLINE = 60.0
 _RNG = random.Random(7)
 LONG = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(1_500)]
 VERY_LONG = [_RNG.randrange(3, checkpoints.VOCAB) for _ in range(3_500)]  # its prefill, a page a step, takes a while
-
-
-def eventually(condition: Callable[[], object], seconds: float = DEADLINE, what: str = "the condition") -> float:
-    """Wait until it holds; returns how long that took, seconds."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds, f"{what} did not come true within {seconds} s"
-        time.sleep(0.01)
-    return time.monotonic() - start
-
-
-def process(cluster: LocalCluster, name: str) -> cluster_pb2.Process | None:
-    """What the router says of that process."""
-    with Client(cluster.address, cluster.operator) as client:
-        return next((p for p in client.status(timeout=DEADLINE).processes if p.name == name), None)
-
-
-@contextmanager
-def watching(cluster: LocalCluster, name: str) -> Iterator[Callable[[], bool]]:
-    """Whether that process runs something now, asked often: what is watched for may last less than a second."""
-    with Client(cluster.address, cluster.operator) as client:
-        client.status(timeout=DEADLINE)
-        yield lambda: any(p.name == name and p.load.running for p in client.status(timeout=DEADLINE).processes)
-
-
-def load(cluster: LocalCluster, name: str) -> cluster_pb2.Load:
-    found = process(cluster, name)
-    return found.load if found else cluster_pb2.Load()
-
-
-def at_rest(cluster: LocalCluster) -> bool:
-    """Nobody runs, waits for or holds anything."""
-    with Client(cluster.address, cluster.operator) as client:
-        status = client.status(timeout=DEADLINE)
-    live = [p for p in status.processes if p.state == cluster_pb2.PROCESS_STATE_LIVE]
-    loads = [p.load for p in live if p.role != cluster_pb2.ROLE_ROUTER]
-    return all(not (x.running or x.waiting) and x.pages_free == x.pages_total for x in loads)
-
-
-class Streams:
-    """Requests in the background, whose tokens can be watched as they come."""
-
-    def __init__(self, cluster: LocalCluster) -> None:
-        self._cluster = cluster
-        self._pool = ThreadPoolExecutor(16)
-        self.seen: list[list[int]] = []
-
-    def start(self, prompt: Sequence[int], count: int) -> Future[generation_pb2.Finished]:
-        seen: list[int] = []
-        self.seen.append(seen)
-        return self._pool.submit(self._run, prompt, count, seen)
-
-    def _run(self, prompt: Sequence[int], count: int, seen: list[int]) -> generation_pb2.Finished:
-        request = generation_pb2.GenerateRequest(
-            token_ids=generation_pb2.TokenIds(ids=prompt), max_tokens=count, temperature=0.0, ignore_eos=True
-        )
-        with Client(self._cluster.address, self._cluster.operator) as client:
-            for response in client.generate(request, timeout=DEADLINE):
-                seen += response.delta.token_ids
-                if response.HasField("finished"):
-                    return response.finished
-        raise AssertionError("the stream ended without a Finished")
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints, hosts
 from tests.hosts import ADDRESSES, Hosts
-from tests.processes import workload
-from tests.processes.seen import metric, nothing_held
+from tests.support import workload
+from tests.support.metrics_page import metric, nothing_held
 
 pytestmark = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
 

@@ -12,18 +12,10 @@ from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.hang import hung
-from tests.processes import workload
-from tests.processes.test_failures import (
-    DEADLINE,
-    LONG,
-    Streams,
-    at_rest,
-    eventually,
-    expected,
-    path,
-    process,
-    start,
-)
+from tests.processes.test_failures import DEADLINE, LONG, expected, path, start
+from tests.support import workload
+from tests.support.cluster import Streams, at_rest, process
+from tests.support.eventually import eventually
 
 __all__ = ["path", "start"]  # fixtures
 

@@ -14,11 +14,11 @@ from baton.config import Config
 from baton.wire import Keys, Subscriber, use_keys
 from deploy.client import Client
 from deploy.local import LocalCluster
-from kvstore.events import Batch, BlockStored, decode
+from kvstore.events.wire_format import Batch, BlockStored, decode
 from tests import checkpoints, cluster_keys
-from tests.processes import workload
-from tests.processes.seen import metric
-from tests.processes.test_failures import eventually
+from tests.support import workload
+from tests.support.eventually import eventually
+from tests.support.metrics_page import metric
 
 OWNERS = ["prefill-0", "decode-0", "store-0"]
 PAGE = 16  # tokens

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deploy.local import LocalCluster
-from tests.processes import workload
+from tests.support import workload
 
 
 def test_each_node_has_a_store_and_workers_start_where_they_are_told(

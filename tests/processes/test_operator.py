@@ -14,8 +14,8 @@ from baton.errors import ConfigError
 from baton.v1 import cache_pb2
 from deploy.client import Client
 from deploy.local import LocalCluster
-from tests.processes import workload
-from tests.processes.test_failures import eventually
+from tests.support import workload
+from tests.support.eventually import eventually
 
 
 def test_the_operators_socket_of_a_router_that_is_killed_and_comes_back(

@@ -23,8 +23,8 @@ from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints, cluster_keys, other_user
 from tests.other_user import Job, OtherUser, Told
-from tests.processes import workload
 from tests.processes.test_kv_events import stored
+from tests.support import workload
 
 PATIENCE = 60.0
 PROMPT = list(range(3, 110))

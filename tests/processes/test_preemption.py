@@ -11,9 +11,10 @@ import pytest
 
 from deploy.local import LocalCluster
 from tests import checkpoints
-from tests.processes import workload
-from tests.processes.seen import metric, nothing_held
-from tests.processes.test_failures import at_rest, eventually
+from tests.support import workload
+from tests.support.cluster import at_rest
+from tests.support.eventually import eventually
+from tests.support.metrics_page import metric, nothing_held
 
 LONG = 120  # tokens of output
 POOL = "4MiB"  # 64 pages; each of the prompts below takes up to 18 in the end

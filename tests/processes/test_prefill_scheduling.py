@@ -8,9 +8,9 @@ from pathlib import Path
 
 from deploy.local import LocalCluster
 from tests import checkpoints
-from tests.processes import workload
-from tests.processes.seen import metric
-from tests.processes.test_failures import eventually
+from tests.support import workload
+from tests.support.eventually import eventually
+from tests.support.metrics_page import metric
 
 PAGE = 16
 SHARED = 100  # pages

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from deploy.local import LocalCluster
-from tests.processes import workload
+from tests.support import workload
 
 DEADLINE = 60.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deploy.local import LocalCluster
 from tests import checkpoints
-from tests.processes import workload
+from tests.support import workload
 
 rng = random.Random(3)
 PROMPTS = [[rng.randrange(3, checkpoints.VOCAB) for _ in range(rng.choice([1, 5, 17, 40, 130]))] for _ in range(12)]

@@ -13,7 +13,7 @@ from baton.v1 import generation_pb2
 from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints
-from tests.processes import workload
+from tests.support import workload
 
 PROMPT = "bonfan korles dimin taras"
 

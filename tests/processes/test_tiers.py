@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from deploy.local import LocalCluster, Node
-from kvstore.disk_files import NodeDirectory
-from tests.processes import workload
-from tests.processes.seen import metric, nothing_held
-from tests.processes.test_failures import eventually
+from kvstore.disk.files import NodeDirectory
 from tests.store_deaths import PAGE_BYTES, SETTINGS, Load, documents, store_deaths
+from tests.support import workload
+from tests.support.eventually import eventually
+from tests.support.metrics_page import metric, nothing_held
 
 UNSHARE = ["unshare", "--mount"]
 NODE = "local"

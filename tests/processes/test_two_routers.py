@@ -15,8 +15,9 @@ from baton.v1 import cluster_pb2, generation_pb2
 from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints
-from tests.processes import workload
-from tests.processes.test_failures import DEADLINE, eventually, expected
+from tests.processes.test_failures import DEADLINE, expected
+from tests.support import workload
+from tests.support.eventually import eventually
 
 _RNG = random.Random(11)
 PROMPTS = [[_RNG.randrange(3, checkpoints.VOCAB) for _ in range(count)] for count in (300, 150, 220, 40)]

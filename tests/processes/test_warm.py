@@ -14,9 +14,9 @@ from baton.v1 import cache_pb2, generation_pb2
 from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints
-from tests.processes import workload
-from tests.processes.seen import samples, total
-from tests.processes.test_failures import eventually
+from tests.support import workload
+from tests.support.eventually import eventually
+from tests.support.metrics_page import samples, total
 
 PAGE = 4 * 2 * 2 * 16 * 16 * 4  # bytes: layers, K and V, heads, tokens, dimensions, float32
 SLOTS = 96  # of the arena, and of either worker's pool

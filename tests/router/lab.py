@@ -26,9 +26,9 @@ from baton.messages import (
     Welcome,
 )
 from kvstore.keys import namespace_root, page_keys
-from router.admission import ModelLimits
 from router.events import Command, Emit, End, Event, Heard, KvSnapshot, Note, Send, Submit
-from router.placement import Placer
+from router.placement.policy import Placer
+from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, ROUTER, VOCAB, card, load_of, submit
 

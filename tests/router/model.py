@@ -52,8 +52,8 @@ from baton.messages import (
     WorkerRole,
 )
 from kvstore.keys import pack_tokens, unpack_tokens
-from router.admission import ModelLimits
 from router.events import AskSnapshot, Command, Emit, End, Event, Forget, Heard, KvEvents, KvSnapshot, Send, Submit
+from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from tests.router.stores import PAGE, Stores, chain_of
 from tests.wait_for import assert_no_cycle

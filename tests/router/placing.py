@@ -7,14 +7,14 @@ from typing import Any
 
 from baton import config as configuration
 from baton.messages import AttemptName, Hello, Load, ModelCard, Namespace, Peer, Source, TierSpeed
-from kvstore.prefix_map import Match
-from router.costs import PrefillCost, StepCost
-from router.peers import Member, Members, Prompt, Work
-from router.placement import Decision, LowestTtft
-from router.plan import Ask, Choice, Plan
-from router.prices import Prices
-from router.reach import Prefix
-from router.view import View
+from kvstore.prefix_map.prefix_map import Match
+from router.members import Member, Members, Prompt, Work
+from router.placement.cached_prefix import Prefix
+from router.placement.cluster_view import View
+from router.placement.cost_matrix import Prices
+from router.placement.policy import Decision, LowestTtft
+from router.placement.step_costs import PrefillCost, StepCost
+from router.placement.types import Ask, Choice, Plan
 
 PREFIX = Prefix(pages=8, page_size=10, page_bytes=1_000)
 TAIL = 4  # tokens after the prefix

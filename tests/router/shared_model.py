@@ -16,10 +16,10 @@ from baton import config as settings
 from baton.clock import Tick
 from baton.membership import Membership, OwnerLost
 from baton.messages import Departed, Envelope, Heartbeat, Hello, Message, ModelCard, Peer, Pin, Sampling, Unpin
-from kvstore.commands import RouterSaid
 from kvstore.keys import pack_tokens
-from router.admission import ModelLimits
+from kvstore.server.events import RouterSaid
 from router.events import WARM, Emit, End, Event, Forget, Heard, Kept, Send, Submit, Unwarm, Warm, Warmed
+from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from tests.rig import NAMESPACE, PAGE, PAGE_BYTES, VOCAB, Rig, RigStore, RigWorker, reference
 

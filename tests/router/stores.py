@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.messages import TOKEN_BYTES, PageRun, Snapshot
-from kvstore.events import Batch, BlockStored
+from kvstore.events.wire_format import Batch, BlockStored
 from kvstore.keys import START, page_keys, split_keys
 
 PAGE = 4  # tokens

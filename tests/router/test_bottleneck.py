@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.bottleneck import HOLD, Advice, Bottleneck, Demand, Sides, advise, utilisation
-from router.costs import StepCost
+from router.placement.step_costs import StepCost
+from router.placement.utilization import HOLD, Advice, Bottleneck, Demand, Sides, advise, utilisation
 
 STEP = StepCost(fixed=0.01, row=0.001, context=1e-6)
 SIDES = Sides(prefill=4, decode=4, step=STEP, pool=100_000)

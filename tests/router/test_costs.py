@@ -7,10 +7,10 @@ import math
 import pytest
 
 from baton.messages import Load, StepSample
-from baton.pace import StepSeconds, pairs
-from kvstore.cost import DEFAULT_PREFILL_RATE
-from router.costs import Costs, PrefillCost, StepCost
-from router.scores import Scores
+from baton.step_cost_model import StepSeconds, pairs
+from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE
+from router.placement.prediction_error import Scores
+from router.placement.step_costs import Costs, PrefillCost, StepCost
 
 PREFILL = PrefillCost(fixed=0.01, token=1e-4, pair=1e-8)
 MACHINE = StepSeconds(fixed=0.01, token=1e-4, pair=1e-8, row=1e-3, context=1e-6)

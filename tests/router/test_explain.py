@@ -9,11 +9,11 @@ from baton import config as settings
 from baton.errors import RequestNotFound
 from baton.messages import Accepted, Prefilled, Refused, Started
 from baton.v1 import explain_pb2
-from router import replies
 from router.events import ClientGone
-from router.explain import SHOWN, Explanations, Record, Weighed, reason
-from router.plan import Candidate, Plan, Predicted
+from router.frontend import responses
+from router.placement.types import Candidate, Plan, Predicted
 from router.request import Attempt, Request
+from router.requests.explain import SHOWN, Explanations, Record, Weighed, reason
 from tests.router.lab import Lab, named
 from tests.router.model import CONFIG, card, submit
 
@@ -52,7 +52,7 @@ def test_a_split_request_hop_by_hop() -> None:
     assert account.actually_cached == 0
     lab.now += 3
     lab.tokens(decode, "r", 1, 52, 9, 9, 9, 9, finish="length")
-    found = replies.explained(explained(lab), lab.now)
+    found = responses.explained(explained(lab), lab.now)
     hops = {field.name: value for field, value in found.attempts[0].hops.ListFields()}
     assert hops == {
         "placed": 0,
@@ -108,7 +108,7 @@ def test_attempts_keep_their_own_instants_and_why_they_ended() -> None:
     lab.beat(chosen)  # it may have room again
     third = explained(lab).attempts[2]
     assert (third.start, third.resumes, third.predicted_ttft) == (11, True, None)
-    found = replies.explained(explained(lab), lab.now)
+    found = responses.explained(explained(lab), lab.now)
     assert [attempt.number for attempt in found.attempts] == [1, 2, 3]
     assert not found.attempts[2].predicted.HasField("ttft_ms")
 
@@ -133,7 +133,7 @@ def test_who_waits_knows_why() -> None:
     lab.advance(0.1)
     assert not explained(lab).running
     lab.tell(ClientGone("r"))
-    found = replies.explained(explained(lab), lab.now)
+    found = responses.explained(explained(lab), lab.now)
     assert (found.request.outcome, found.request.waits_because) == ("the client went away", "")
     assert not found.request.HasField("cached_tokens")
 
@@ -287,7 +287,7 @@ def test_who_is_turned_away_or_waits_learns_what_was_weighed() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit("r", prompt=40, ttft=0.000_001)
-    found = replies.explained(explained(lab), lab.now)
+    found = responses.explained(explained(lab), lab.now)
     assert found.request.state == explain_pb2.REQUEST_STATE_FAILED
     assert [one.decode_worker for one in found.candidates] == ["decode-0"]
     assert found.candidates[0].cost.total_ms > 0

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 
 from baton.messages import AttemptName, TierRun
-from kvstore.prefix_map import Match
-from router.costs import PrefillCost, StepCost
-from router.peers import Prompt
-from router.placement import plan_for
-from router.plan import Ask, Plan, Wait
-from router.prices import Prices
+from kvstore.prefix_map.prefix_map import Match
+from router.members import Prompt
+from router.placement.cost_matrix import Prices
+from router.placement.policy import plan_for
+from router.placement.step_costs import PrefillCost, StepCost
+from router.placement.types import Ask, Plan, Wait
 from tests.router.placing import (
     FAR,
     HANDED,

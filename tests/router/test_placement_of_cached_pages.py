@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from baton.messages import Load, Source, TierRun, TierSpeed
-from kvstore.cost import DEFAULT_PREFILL_RATE
-from kvstore.prefix_map import Match
-from router.plan import Plan
-from router.view import View
+from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE
+from kvstore.prefix_map.prefix_map import Match
+from router.placement.cluster_view import View
+from router.placement.types import Plan
 from tests.router.placing import (
     CONFIG,
     FAR,

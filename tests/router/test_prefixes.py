@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from baton.messages import Medium, PageRun, Snapshot
-from kvstore.changes import packed_digest, page_runs
-from kvstore.device_cache import DeviceCache
-from kvstore.events import Batch, EncodedBatch, EventLog, decode
-from kvstore.prefix_map import MEDIA, PrefixMap
-from kvstore.tracker import Action, EventTracker
-from router.prefixes import Prefixes
+from kvstore.client.device_block_manager import DeviceCache
+from kvstore.events.changes import packed_digest, page_runs
+from kvstore.events.wire_format import Batch, EncodedBatch, EventLog, decode
+from kvstore.prefix_map.event_tracker import Action, EventTracker
+from kvstore.prefix_map.prefix_map import MEDIA, PrefixMap
+from router.placement.prefix_lookup import Prefixes
 from tests.kvstore.chains import CHAINS, key, keys, parent
 
 FATES = st.sampled_from(["arrives", "is lost", "comes twice", "is overtaken"])

@@ -14,11 +14,11 @@ from baton.errors import BatonError, ObjectiveUnreachable, Overloaded, RateLimit
 from baton.messages import Accepted, Decode, Load, Prefilled, Refused
 from baton.messages import Failed as WorkerFailed
 from router.events import Failed
-from router.front import status_of
-from router.placement import Decision, LowestTtft
-from router.plan import Ask, Choice, Reject, Wait
-from router.quantile import Quantile, Spread
-from router.view import View
+from router.frontend.grpc_server import status_of
+from router.placement.cluster_view import View
+from router.placement.policy import Decision, LowestTtft
+from router.placement.types import Ask, Choice, Reject, Wait
+from router.queueing.quantile import Quantile, Spread
 from tests.router.lab import Lab, held
 from tests.router.model import CONFIG, EOS
 

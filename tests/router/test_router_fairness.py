@@ -7,7 +7,7 @@ from collections import Counter, deque
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from router.fairness import OTHER, Fairness, Prices, TokensServed
+from router.queueing.fairness import OTHER, Fairness, Prices, TokensServed
 
 
 def even(tenant: str) -> float:

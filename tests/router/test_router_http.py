@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from baton.metrics import Metrics
-from router import http
+from router.frontend import http_server
 from tests.router.served import Served, served, settings_for
 
 PATIENCE = 60.0
@@ -56,11 +56,11 @@ async def has_room(router: Served) -> None:
 def test_connections_over_the_limit_are_closed_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(http, "DEADLINE", PATIENCE)
+    monkeypatch.setattr(http_server, "DEADLINE", PATIENCE)
 
     async def test() -> None:
         async with served(settings_for(tmp_path)) as router:
-            idle = [await connect(router) for _ in range(http.MAX_CONNECTIONS)]
+            idle = [await connect(router) for _ in range(http_server.MAX_CONNECTIONS)]
             for _ in range(20):  # connections are taken in their order
                 reader, writer = await connect(router)
                 assert await ended(reader)
@@ -75,7 +75,7 @@ def test_connections_over_the_limit_are_closed_at_once(
 
 
 def test_idle_and_slow_connections_end_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "DEADLINE", 0.5)
+    monkeypatch.setattr(http_server, "DEADLINE", 0.5)
 
     async def test() -> None:
         async with served(settings_for(tmp_path)) as router:

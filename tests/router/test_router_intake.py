@@ -14,10 +14,10 @@ from baton.errors import BatonError, ContextTooLong, InvalidRequest, ModelError,
 from baton.messages import Sampling
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import unpack_tokens
-from router.admission import ModelLimits
-from router.intake import Intake, name_of, take_in
-from router.model_files import ServedModel, load
-from router.text import Tokenizer
+from router.frontend.detokenizer import Tokenizer
+from router.frontend.request_parsing import Intake, name_of, take_in
+from router.frontend.served_model import ServedModel, load
+from router.queueing.admission import ModelLimits
 from tests.router import tokenizers
 
 MODEL = ServedModel(

@@ -34,9 +34,9 @@ from baton.messages import (
     TokenLogprob,
 )
 from kvstore.keys import pack_tokens, unpack_tokens
-from router import replies
 from router.events import Cancelled, ClientGone, Emit, Finished, Shutdown, StopMatched
 from router.events import Failed as Ended
+from router.frontend import responses
 from tests.router.lab import Lab, held
 from tests.router.model import CONFIG, CONTEXT, EOS, PAGE, VOCAB, card, submit
 
@@ -262,7 +262,7 @@ def test_loads_are_told_beside_what_was_predicted_of_them() -> None:
     lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
     served = lab.end().summary.served
     assert (served.predicted_ms, served.load_ms) == (15, 27)
-    timing = replies.timing(lab.end().summary)
+    timing = responses.timing(lab.end().summary)
     assert (timing.load_predicted, timing.load) == (15, 27)
 
 
@@ -271,7 +271,7 @@ def test_whoever_loads_nothing_has_no_figures_of_it() -> None:
     (decode,) = lab.colocated()
     lab.submit()
     lab.tokens(decode, "r", 1, 10, EOS, finish="stop")
-    timing = replies.timing(lab.end().summary)
+    timing = responses.timing(lab.end().summary)
     assert not timing.HasField("load")
     assert not timing.HasField("load_predicted")
 

@@ -26,6 +26,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton import config as settings
 from baton import operator_port
 from baton.errors import ConfigError, PortInUse, StartupError
+from baton.operator_address import operator_of_router, parse_operator
 from baton.v1 import cache_pb2, cluster_pb2, cluster_pb2_grpc, generation_pb2
 from router.service import serve
 from tests.router.served import Served, served, settings_for
@@ -302,14 +303,14 @@ def test_its_port_is_another_than_the_public_one() -> None:
 
 
 def test_paths_become_targets_and_back() -> None:
-    assert operator_port.parse("unix:/run/a%20b.sock") == operator_port.parse("/run/a b.sock") == Path("/run/a b.sock")
+    assert parse_operator("unix:/run/a%20b.sock") == parse_operator("/run/a b.sock") == Path("/run/a b.sock")
     targets = [operator_port.target(Path("/run/a b%.sock")), "127.0.0.1:5"]
     assert targets[0] == "unix:/run/a%20b%25.sock"
     assert operator_port.paths(targets) == [Path("/run/a b%.sock")]
 
 
 def test_other_routers_have_ports_of_their_own() -> None:
-    of_router = operator_port.of_router
+    of_router = operator_of_router
     assert of_router("", "router-1") == ""
     assert of_router("/run/x/router.sock", "router-1") == "/run/x/router.router-1.sock"
     assert of_router("[::1]:50054", "router-1") == "[::1]:0"

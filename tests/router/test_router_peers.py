@@ -30,8 +30,8 @@ from baton.messages import (
     Tokens,
     Welcome,
 )
-from kvstore.changes import packed_digest
-from kvstore.events import AllBlocksCleared, Batch
+from kvstore.events.changes import packed_digest
+from kvstore.events.wire_format import AllBlocksCleared, Batch
 from kvstore.keys import namespace_root, page_keys
 from router.events import AskSnapshot, Finished, Forget, Heard, KvEvents, Send, Subscribe, Unsubscribe
 from tests.router.lab import Lab, held, named

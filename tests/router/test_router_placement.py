@@ -9,11 +9,11 @@ import pytest
 
 from baton import config as configuration
 from baton.messages import AttemptName, Load
-from kvstore.prefix_map import Match
-from router.costs import PrefillCost, StepCost
-from router.peers import Prompt
-from router.plan import Plan, Reject, Wait
-from router.reach import Prefix
+from kvstore.prefix_map.prefix_map import Match
+from router.members import Prompt
+from router.placement.cached_prefix import Prefix
+from router.placement.step_costs import PrefillCost, StepCost
+from router.placement.types import Plan, Reject, Wait
 from tests.router.placing import CONFIG, HANDED, PAGE, PREFIX, RATE, REST, STEP, Cluster, one_node
 
 # --- one node ---

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.fairness import Fairness
-from router.queue import Queue
+from router.queueing.fairness import Fairness
+from router.queueing.waiting_queue import Queue
 from router.request import Request
 from tests.router.model import submit
 

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from baton.config import TenantConfig
 from baton.errors import RateLimited
-from router.quotas import ANYBODY, Bucket, Quotas, Retries
+from router.queueing.rate_limits import ANYBODY, Bucket, Quotas, Retries
 
 
 def test_a_bucket_fills_up_to_its_capacity() -> None:

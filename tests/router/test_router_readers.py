@@ -11,18 +11,18 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.clock import MonotonicClock
 from baton.messages import Sampling, TokenLogprob
+from baton.monotonic_clock import MonotonicClock
 from baton.timeline import Timeline
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from router.admission import ModelLimits
 from router.events import Cancelled, End, Finished, Outcome, Summary, Usage
-from router.front import GenerationFront
-from router.intake import Intake
-from router.model_files import ServedModel
-from router.stream import MAX_UNREAD, MAX_UNREAD_BYTES, Output, Stream, Verdict
-from router.text import TextStream
-from router.tokenizing import Tokenizing
+from router.frontend.detokenizer import TextStream
+from router.frontend.grpc_server import GenerationFront
+from router.frontend.output_stream import MAX_UNREAD, MAX_UNREAD_BYTES, Output, Stream, Verdict
+from router.frontend.request_parsing import Intake
+from router.frontend.served_model import ServedModel
+from router.frontend.tokenizing import Tokenizing
+from router.queueing.admission import ModelLimits
 from tests.router.test_router_front import request, until
 
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4_096))  # that a client takes unread

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from router.fairness import Fairness
-from router.queue import Queue
+from router.queueing.fairness import Fairness
+from router.queueing.queue_scan import Rounds
+from router.queueing.waiting_queue import Queue
 from router.request import Request
-from router.rounds import Rounds
 from tests.router.model import submit
 
 

@@ -8,8 +8,8 @@ from baton.errors import Overloaded
 from baton.messages import TokenLogprob
 from baton.timeline import Timeline
 from router.events import Cancelled, End, Failed, Finished, Outcome, Summary, Usage
-from router.stream import Output, Stream, Verdict
-from router.text import TextStream, Tokenizer
+from router.frontend.detokenizer import TextStream, Tokenizer
+from router.frontend.output_stream import Output, Stream, Verdict
 from tests.router import tokenizers
 
 BYTES = Tokenizer(tokenizers.byte_level())

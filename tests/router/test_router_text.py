@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from baton.errors import ModelError
-from router.text import Detokenizer, StopMatcher, TextStream, Tokenizer
+from router.frontend.detokenizer import Detokenizer, StopMatcher, TextStream, Tokenizer
 from tests.router import tokenizers
 
 BYTES = Tokenizer(tokenizers.byte_level())

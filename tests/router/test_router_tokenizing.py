@@ -18,11 +18,11 @@ from baton.errors import ContextTooLong, Overloaded
 from baton.messages import Sampling
 from baton.v1 import cache_pb2
 from baton.v1 import generation_pb2 as pb
-from router import intake, text
-from router.admission import ModelLimits
-from router.model_files import ServedModel
-from router.text import Tokenizer
-from router.tokenizing import Lane, Tokenizing
+from router.frontend import detokenizer, request_parsing
+from router.frontend.detokenizer import Tokenizer
+from router.frontend.served_model import ServedModel
+from router.frontend.tokenizing import Lane, Tokenizing
+from router.queueing.admission import ModelLimits
 from tests.router import tokenizers
 
 SPACES = " " * 100
@@ -76,7 +76,7 @@ def model(tokenizer: Tokenizer, context: int) -> ServedModel:
 
 
 def tokens_of(prompt: str, served: ServedModel) -> list[int]:
-    return list(intake.take_in(pb.GenerateRequest(text=prompt), "r", served, lambda: 1).prompt)
+    return list(request_parsing.take_in(pb.GenerateRequest(text=prompt), "r", served, lambda: 1).prompt)
 
 
 @pytest.mark.parametrize("raw", [tokenizers.byte_level(), tokenizers.byte_fallback()], ids=["bytes", "fallback"])
@@ -85,7 +85,7 @@ def test_a_text_that_can_not_fit_is_not_tokenized(raw: RawTokenizer) -> None:
     with pytest.raises(ContextTooLong, match=r"at most \d+ bytes"):
         tokens_of(PROSE * 100_000, model(tokenizer, 1_000))
     with pytest.raises(ContextTooLong, match=r"at most \d+ bytes"):
-        intake.take_in_prefix(cache_pb2.WarmRequest(text=PROSE * 100_000), "pin", model(tokenizer, 1_000))
+        request_parsing.take_in_prefix(cache_pb2.WarmRequest(text=PROSE * 100_000), "pin", model(tokenizer, 1_000))
     assert tokenizer.characters == 0
 
 
@@ -107,8 +107,8 @@ def test_no_prompt_that_fits_is_refused(tokenizer: Tokenizer, data: st.DataObjec
     prompt = "".join(data.draw(st.lists(pieces, min_size=1, max_size=40)))
     fits = len(tokenizer.encode(prompt))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "_WINDOW", 16)  # with windows as small as they may be, and for every prompt
-        patch.setattr(intake, "_BYTES_PER_TOKEN", 0)
+        patch.setattr(detokenizer, "_WINDOW", 16)  # with windows as small as they may be, and for every prompt
+        patch.setattr(request_parsing, "_BYTES_PER_TOKEN", 0)
         assert tokens_of(prompt, model(tokenizer, fits)) == tokenizer.encode(prompt)
         with pytest.raises(ContextTooLong):
             tokens_of(prompt, model(tokenizer, fits - 1))

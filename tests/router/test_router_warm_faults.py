@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from baton.config import StoreConfig
 from baton.errors import PinNotFound
 from router.events import Cancelled, ClientGone, Failed, Kept
-from router.pin import Phase
+from router.prefix_pinning.pin import Phase
 from tests.router.model import CONFIG, Process, submit
 from tests.router.test_router_faults import break_process
 from tests.router.warm_model import PAGE_BYTES, WarmCluster

@@ -14,7 +14,7 @@ import pytest
 from baton.errors import BatonError, InvalidRequest, ModelMismatch
 from baton.v1 import cache_pb2, cache_pb2_grpc, generation_pb2
 from kvstore.keys import unpack_tokens
-from router.intake import pin_of, take_in_prefix
+from router.frontend.request_parsing import pin_of, take_in_prefix
 from router.service import Addresses
 from tests.router import tokenizers
 from tests.router.served import Served, served, settings_for

@@ -10,7 +10,7 @@ from baton.messages import AttemptHeld, Envelope, Failed, Heartbeat, Load, Messa
 from kvstore.keys import pack_tokens, page_keys, split_keys
 from router.events import WARM, Cancelled, Command, Kept, Unwarm, Warm, Warmed
 from router.events import Failed as Ended
-from router.pin import Phase, WarmPrefix
+from router.prefix_pinning.pin import Phase, WarmPrefix
 from tests.router.model import CONFIG, PAGE, Cluster, Job, Process
 
 PAGE_BYTES = 1_024  # as `model.card` has it

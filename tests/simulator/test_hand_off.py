@@ -2,7 +2,8 @@
 
 No router here: requests are ordered at random, with hints and sources that may be wrong. Whatever happens, a device
 never reads a wrong page, no token differs from the reference, nobody waits beyond its deadline, and when everything is
-cancelled nothing is left held or reserved."""
+cancelled nothing is left held or reserved.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from baton.config import DecodeConfig, PrefillConfig
 from baton.messages import Cancel, Decode, Prefill, Refused, Resend, Sampling, Source, Tokens
 from decode_worker.sequence import Phase
 from kvstore.keys import cacheable_pages, pack_tokens
-from prefill_worker.state import PrefillState
+from prefill_worker.scheduler import PrefillState
 from tests.rig import PAGE, ROOT, Rig, RigStore, RigWorker, reference
 from tests.wait_for import assert_no_cycle, waits_of_rig
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.costs import PrefillCost, StepCost
+from router.placement.step_costs import PrefillCost, StepCost
 from simulator.policies import dynamo_kv
 from simulator.policies.balance import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
 from simulator.policies.cache_aware import CacheAware

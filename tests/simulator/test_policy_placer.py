@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from baton.messages import Accepted, Cancel, Decode, Prefill, Prefilled, Refused
-from router.admission import ModelLimits
-from router.costs import PrefillCost, StepCost
 from router.events import ClientGone, Failed, Finished
-from router.placement import Placer
+from router.placement.policy import Placer
+from router.placement.step_costs import PrefillCost, StepCost
+from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from simulator.policies import POLICIES, placer
 from simulator.policies.placer import Ruled

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from router.costs import PrefillCost
+from router.placement.step_costs import PrefillCost
 from simulator.timing import MODELS, read
 
 

@@ -1,0 +1,12 @@
+"""The machine's clock. Everything pure takes the time as an argument instead (`baton.clock`)."""
+
+from __future__ import annotations
+
+import time
+
+
+class MonotonicClock:
+    """The machine's own clock."""
+
+    def now(self) -> float:
+        return time.monotonic()

@@ -1,0 +1,8 @@
+"""A metric's value, as a process tells it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Labels = tuple[str, ...]
+Sample = float | Mapping[Labels, float]

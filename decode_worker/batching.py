@@ -1,0 +1,115 @@
+"""What the next step runs: one token for every decoding sequence, then prompts' tails within their budget.
+
+Iteration-level scheduling (Orca, OSDI'22) with chunked prefill (Sarathi-Serve, OSDI'24): a sequence that waits for its
+next token never waits for somebody's prompt. A *tail* is what of a prompt is left to compute here: a *short* one takes
+at most a grain, as where all before it was cached, a *long* one is a prompt that is prefilled locally.
+
+Nobody starves:
+
+- Short tails are run in order of rank, and have half of the prompts' budget before the long ones get theirs. Where
+  there are none of these, nobody need wait long for his next token: then short ones have a budget of their own, much
+  smaller, and come in parts. One that has waited for `first_step` seconds is run whatever that does to the others'
+  tokens, within the step's budget.
+- Long tails are run in order of rank plus what they take times `_STRETCH`, both in seconds: a shorter one overtakes,
+  but none is overtaken by those that come later than that. They have at least half of the prompts' budget.
+- More decoding sequences than a step has tokens take turns, those first whose last turn is the longest ago.
+
+Chunks of long tails are whole *grains*: pages, or parts of pages where those are large (`grain`).
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from decode_worker.sequence import Sequence
+from engine.batch import Chunk, Draw
+from engine.step import Plan
+
+_STRETCH = 4.0  # seconds that a long tail may be overtaken for each second that it takes
+_GRAIN = 128  # tokens: products have whole tiles, and two of them take less than most objectives for a step allow
+
+
+class Budget(Struct, frozen=True):
+    """What a step may hold. `prompts` are tokens of tails, at least two grains, and `tails` those where all are short;
+    `tokens` those of the whole step, except that tails always get two grains. `overdue`: since when a short tail must
+    have waited to go before everything else; `rate`: prompt tokens computed per second; `grain`: tokens of which chunks
+    of long tails are whole multiples. Where nobody has a tail, only `tokens` matters."""
+
+    tokens: int
+    prompts: int = 0
+    tails: int = 0
+    overdue: float = 0.0
+    rate: float = 0.0
+    grain: int = 1
+
+
+def grain(page_size: int) -> int:
+    """Tokens of which a step has whole multiples, as far as a long tail has so many. A page, so that pages fill up; but
+    no more than a step can have without making those who decode wait, however large pages are."""
+    return min(page_size, _GRAIN)
+
+
+def plan_step(decoding: list[Sequence], tails: list[Sequence], budget: Budget) -> Plan:
+    """Chunks for the running sequences, each of which must hold the pages that its known tokens need: those with one
+    token to compute, and those with more."""
+    if len(decoding) > budget.tokens:
+        decoding = sorted(decoding, key=lambda s: (s.served, s.rank))[: budget.tokens]
+    plan = {s.name: _chunk(s, 1) for s in decoding}
+    if tails:
+        plan |= {s.name: _chunk(s, count) for s, count in _share(tails, budget, budget.tokens - len(decoding))}
+    return plan
+
+
+def _share(tails: list[Sequence], budget: Budget, room: int) -> list[tuple[Sequence, int]]:
+    """How many tokens of which tails. `room` is what the step has left for them."""
+    whole = budget.grain
+    short = sorted((s for s in tails if s.pending <= whole), key=lambda s: s.rank)
+    long = sorted((s for s in tails if s.pending > whole), key=lambda s: _due(s, budget.rate))
+    left = budget.prompts if long else budget.tails
+    entitled = max(whole, left // 2) if long else left
+    overdue = max(entitled, room - (whole if long else 0))
+    chosen: list[tuple[Sequence, int]] = []
+    waiting: list[Sequence] = []
+    taken = 0
+    for sequence in sorted(short, key=lambda s: s.joined > budget.overdue):
+        most = (overdue if sequence.joined <= budget.overdue else entitled) - taken
+        if sequence.pending <= most or (most > 0 and not long):
+            chosen.append((sequence, min(sequence.pending, most)))
+            taken += chosen[-1][1]
+        else:
+            waiting.append(sequence)
+    left = max(left - taken, whole if long else 0)
+    for sequence in long + waiting:
+        count = sequence.pending if sequence.pending <= left else left // whole * whole
+        if count <= 0:
+            break
+        chosen.append((sequence, count))
+        left -= count
+    return chosen
+
+
+def _due(sequence: Sequence, rate: float) -> tuple[float, int]:
+    """When a long tail is to be done; the same from step to step but for what is learned about the rate."""
+    urgency, arrival = sequence.rank
+    return (urgency + _STRETCH * sequence.tail / rate if rate else urgency, arrival)
+
+
+def _chunk(sequence: Sequence, count: int) -> Chunk:
+    """The next `count` tokens; the last known one is followed by a draw."""
+    start, end = sequence.computed, sequence.computed + count
+    draw = _draw(sequence) if end == len(sequence.tokens) else None
+    return Chunk(sequence.tokens[start:end], start, sequence.pages, draw)
+
+
+def _draw(sequence: Sequence) -> Draw:
+    wanted = sequence.sampling
+    return Draw(
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        top_k=wanted.top_k,
+        min_p=wanted.min_p,
+        seed=wanted.seed,
+        logprobs=wanted.logprobs,
+    )

@@ -1,0 +1,684 @@
+"""What a decode worker knows and decides: admission by pages, fetching, batching, preemption, write-through.
+
+Pure: `handle(event, now)` and `plan(now)` are called between two steps of the engine, so a page given back here is
+touched by no step and no copy any more. The service carries out the commands, the copies and the plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from baton.clock import Tick
+from baton.config import DecodeConfig
+from baton.errors import BatonError, MalformedMessage, NonFiniteLogits
+from baton.membership import OwnerLost, Say
+from baton.messages import (
+    Accepted,
+    AttemptName,
+    Cancel,
+    Decode,
+    Delta,
+    Failed,
+    FinishReason,
+    Have,
+    Heartbeat,
+    Load,
+    LowerTier,
+    Refused,
+    Resend,
+    RouterHeartbeat,
+    Source,
+    Started,
+    StepSample,
+    StoreReply,
+    TokenLogprob,
+    Tokens,
+)
+from baton.router_fairness import Turns
+from baton.waits import Wait
+from decode_worker.admission import Admission
+from decode_worker.batching import Budget, grain, plan_step
+from decode_worker.growth_reserve import Headroom, LearnedHeadroom
+from decode_worker.sequence import Phase, Sequence
+from decode_worker.step_budget import Rows, Tempo
+from decode_worker.write_through import Shipments
+from engine.batch import Sampled
+from engine.step import Plan, StepDone, StepFailed
+from engine.step_timing import WorkerPace
+from kvstore.client.device_block_manager import DeviceCache
+from kvstore.client.transfer import (
+    Call,
+    CopiedIn,
+    CopiedOut,
+    Copy,
+    CopyQueue,
+    Fetch,
+    StoreLost,
+    StoreUp,
+    TransferEvent,
+)
+from kvstore.keys import unpack_tokens
+from kvstore.load_or_recompute import Loading, choose
+
+_LEVELS = 8  # of priority to either side of 0; beyond them no request is more, or less, urgent
+
+Command: TypeAlias = Say | Call
+Event: TypeAlias = (
+    Decode | Cancel | Resend | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
+    | OwnerLost | Tick | StepDone | StepFailed
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DecodeStats:
+    """Counts since the start, and the present size of things."""
+
+    running: int
+    waiting: int
+    ended: int
+    pages_free: int
+    pages_total: int
+    preemptions: int
+    tokens_generated: int
+    prompt_tokens_computed: int
+    prompt_pages_device: int
+    prompt_pages_fetched: int
+    fetches_short: int
+    pages_shipped: int
+    ships_refused: int
+    headroom: int  # pages to keep free for what the present sequences are going to take
+    load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
+
+
+class DecodeState:
+    """The sequences of one decode worker and the device pages they own."""
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        page_size: int,
+        num_pages: int,
+        *,
+        event_tokens: bool = False,
+        headroom: Headroom | None = None,
+        calibration: Items[StepSample] = (),
+        vocab_size: int | None = None,
+    ) -> None:
+        """`headroom`: the rule for admission, the learned one unless told otherwise; `calibration`: steps that were run
+        before there was any work; `vocab_size`: no token id may be as high, where it is known: one order's would fail
+        everybody's step."""
+        self._config = config
+        self._vocab_size = vocab_size
+        self._page_size, self._grain = page_size, grain(page_size)
+        self._cache = DeviceCache(num_pages, tell_tokens=event_tokens)
+        self._num_pages = num_pages
+        self._sequences: dict[str, Sequence] = {}  # by request: one attempt each
+        self._admission = Admission(self._cache, headroom or LearnedHeadroom(), page_size)
+        self._turns = Turns()
+        self._pace = WorkerPace(calibration)
+        self._tempo = Tempo(config, self._pace)
+        self._fetching: dict[int, Sequence] = {}  # by ticket
+        self._copies = CopyQueue()  # of fetches
+        self._tickets = itertools.count(1)
+        self._shipments = Shipments(self._cache, self._tickets, page_size)
+        self._arrivals = itertools.count()
+        self._store_up = False
+        self._page_bytes = 0
+        self._copying = 0.0  # since when the copies that were handed out are being made, seconds
+        self._planned = 0.0  # when the step that runs was planned, seconds
+        self._stepped = 0.0  # when the last one ended, seconds
+        self._put_off = False  # the last plan had no short tails, because of what came before it
+        self._regret: dict[LowerTier, float] = {}
+        self._step = 0
+        self._preemptions = self._generated = self._computed = 0
+        self._device_pages = self._fetched_pages = self._short = 0
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float, router: str = "") -> list[Command]:
+        """Take one event; what it changes elsewhere comes back as commands, in order. `router`: the incarnation of the
+        router that said it, where one did; it decides about what it has ordered itself, and about nothing else."""
+        match event:
+            case Decode():
+                return self._decode(event, router, now)
+            case Cancel(request=request, attempt=attempt):
+                sequence = self._find(AttemptName(request, attempt), router)
+                return [] if sequence is None else self._forget(sequence, cut=False)
+            case Resend(request=request, attempt=attempt, position=position):
+                sequence = self._find(AttemptName(request, attempt), router)
+                return [] if sequence is None else self._resend(sequence, position)
+            case RouterHeartbeat(attempts=listed):
+                keep = frozenset(listed)
+                gone = [s for s in self._owned_by(router) if s.name not in keep]
+                return [command for sequence in gone for command in self._forget(sequence, cut=False)]
+            case OwnerLost(router=owner):
+                self._turns.admitted(owner)
+                gone = list(self._owned_by(owner))
+                return [command for sequence in gone for command in self._forget(sequence, cut=True)]
+            case StepDone():
+                return self._step_done(event, now)
+            case StepFailed(plan=plan, message=message):
+                return self._step_failed(plan, message)
+            case StoreUp(page_bytes=page_bytes):
+                self._store_up, self._page_bytes = True, page_bytes
+                return []
+            case StoreLost():
+                return self._store_lost(now)
+            case Tick(paused=paused):
+                return self._tick(now, paused)
+            case _:
+                return self._transfer(event, now)
+
+    def _owned_by(self, router: str) -> Iterator[Sequence]:
+        return (sequence for sequence in self._sequences.values() if sequence.owner == router)
+
+    def _find(self, name: AttemptName, router: str) -> Sequence | None:
+        """The attempt of that name, if it is this router's."""
+        sequence = self._sequences.get(name.request)
+        return sequence if sequence is not None and sequence.name == name and sequence.owner == router else None
+
+    def _decode(self, order: Decode, router: str, now: float) -> list[Command]:
+        name = AttemptName(order.request, order.attempt)
+        commands: list[Command] = []
+        priority = max(-_LEVELS, min(order.priority, _LEVELS))
+        urgency = now + priority * self._config.ageing_ms / 1_000
+        if (old := self._sequences.get(order.request)) is not None:
+            if old.owner != router:
+                message = f"request {order.request!r} is another router's"
+                return [Say(Failed(*_named(name), MalformedMessage.reason, message), router)]
+            if old.name.attempt >= order.attempt:
+                return []
+            commands += self._forget(old, cut=True)
+            urgency = old.urgency
+        try:
+            tokens = unpack_tokens(order.tokens, self._vocab_size)
+        except BatonError as error:
+            return [*commands, Say(Failed(*_named(name), error.reason, str(error)), router)]
+        if not order.prompt <= len(tokens) < order.prompt + order.max_tokens:
+            message = f"{len(tokens)} tokens with a prompt of {order.prompt} and {order.max_tokens} to generate"
+            return [*commands, Say(Failed(*_named(name), MalformedMessage.reason, message), router)]
+        sequence = Sequence(
+            name=name,
+            owner=router,
+            root=order.root,
+            tokens=tokens,
+            prompt=order.prompt,
+            max_tokens=order.max_tokens,
+            sampling=order.sampling,
+            stop_token_ids=frozenset(order.stop_token_ids),
+            urgency=urgency,
+            priority=priority,
+            arrival=next(self._arrivals),
+            page_size=self._page_size,
+            deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
+            awaited=order.awaited,
+            sources=order.sources,
+            progress=now,
+        )
+        sequence.first_new = len(sequence.tokens)
+        sequence.extend_keys()
+        most = -(-(order.prompt + order.max_tokens) // self._page_size)
+        if most > self._num_pages:
+            message = f"prompt and output take up to {most} pages and this worker has {self._num_pages}"
+            return [*commands, Say(Refused(*_named(name), "too_large", message), router)]
+        waits = self._turns.must_wait(router, self._held(), now)
+        if waits or (made := self._make_room(sequence)) is None:
+            self._turns.refused(router, now)
+            return [*commands, Say(Refused(*_named(name), "busy", f"{self._cache.available} pages are free"), router)]
+        commands += made
+        self._turns.admitted(router)
+        self._sequences[order.request] = sequence
+        sequence.device_pages = sequence.computed // self._page_size
+        self._device_pages += sequence.device_pages
+        commands.append(Say(Accepted(*_named(name), sequence.device_pages), router))
+        return commands + self._begin(sequence, order.fetch, now)
+
+    # --- admission ----------------------------------------------------------------------------------------------
+
+    def _make_room(self, newcomer: Sequence) -> list[Command] | None:
+        """Reserve pages for a newcomer, if need be those of less urgent sequences; none, and no change, if there is no
+        room."""
+        leaving = self._admission.displaced_by(newcomer, self._sequences.values(), self._shipments.spare)
+        if leaving is None:
+            return None
+        commands = [command for victim in leaving for command in self._preempt(victim)]
+        while not self._reserve(newcomer):
+            commands += self._give_up_shipment()
+        return commands
+
+    def _held(self) -> Mapping[str, int]:
+        """Device pages by owner; shared ones count for each."""
+        held: Counter[str] = Counter()
+        for sequence in self._sequences.values():
+            held[sequence.owner] += len(sequence.pages)
+        return held
+
+    def _holders(self) -> list[Sequence]:
+        return [s for s in self._sequences.values() if s.pages]
+
+    def _give_up_shipment(self) -> list[Command]:
+        """What is written through only for others' sake makes room."""
+        given_up = self._shipments.give_up()
+        assert given_up is not None, "there is room, and nothing holds it"
+        return [*given_up]
+
+    def _reserve(self, sequence: Sequence) -> bool:
+        """Device pages for every known token, the cached prefix among them; all or nothing."""
+        keys = sequence.reusable_keys()
+        cached = self._cache.match(keys)
+        pages = self._cache.take(keys, sequence.needs)
+        if pages is None:
+            return False
+        sequence.pages = pages
+        sequence.computed = cached * self._page_size
+        sequence.published = cached
+        sequence.shipped = max(sequence.shipped, cached)
+        return True
+
+    def _begin(self, sequence: Sequence, goal: int, now: float) -> list[Command]:
+        """Fetch the pages from the cached prefix up to `goal`, or run at once where no full one is to be fetched."""
+        have, full = sequence.computed // self._page_size, len(sequence.reusable_keys())
+        keys = sequence.fetchable_keys()[have:goal]
+        if have == full or not keys:
+            return self._run(sequence, now)
+        if not self._store_up:
+            return self._end_fetch(sequence, "the node's store is gone", now)
+        sources = [Source(s.store, s.endpoint, s.pages - have) for s in sequence.sources if s.pages > have]
+        pages = sequence.pages[have : have + len(keys)]
+        partial = have + len(keys) > full
+        parent = sequence.parent_of(have)
+        fetch = Fetch(self._tickets, keys, pages, sequence.awaited, parent, sources, partial=partial)
+        sequence.phase, sequence.fetch, sequence.progress = Phase.FETCHING, fetch, now
+        self._fetching |= dict.fromkeys(fetch.tickets, sequence)
+        return [Call(call) for call in fetch.start()]
+
+    def _run(self, sequence: Sequence, now: float) -> list[Command]:
+        sequence.phase = Phase.RUNNING
+        sequence.joined, sequence.tail = now, sequence.pending
+        loading = sequence.loading
+        predicted, took = (loading.predicted, loading.seconds) if loading else (0.0, 0.0)
+        pages = (sequence.device_pages, sequence.fetched_pages)
+        started = Started(*_named(sequence.name), *pages, int(predicted * 1_000), int(took * 1_000))
+        return [Say(started, sequence.owner)]
+
+    # --- transfers ----------------------------------------------------------------------------------------------
+
+    def _transfer(self, event: TransferEvent, now: float) -> list[Command]:
+        """Something about a ticket; one that we have forgotten meanwhile means nothing any more."""
+        ticket = getattr(event, "ticket", 0)
+        if isinstance(event, CopiedIn | CopiedOut):
+            pages = len(event.checksums) if isinstance(event, CopiedOut) else len(event.indices) + len(event.corrupt)
+            self._tempo.copied(pages, now - self._copying)
+            self._copying = now
+        if (sequence := self._fetching.get(ticket)) is not None and sequence.fetch is not None:
+            fetch, before = sequence.fetch, sequence.fetch.covered
+            commands: list[Command] = [*self._copies.add(fetch.handle(event))]
+            sequence.progress = now
+            self._count_fetched(sequence, fetch.covered - before)
+            if fetch.undecided:
+                commands += self._decide(sequence, fetch, now)
+            return commands + (self._end_fetch(sequence, "the store has no more", now) if fetch.ended else [])
+        return [*self._shipments.handle(ticket, event)]
+
+    def _decide(self, sequence: Sequence, fetch: Fetch, now: float) -> list[Command]:
+        """How much of a cached prefix that lower tiers have is worth loading."""
+        runs = fetch.runs
+        choice = choose(runs, self._page_bytes, self._page_size, self._pace.rate(sequence.computed))
+        if choice.pages:
+            sequence.loading = Loading(choice, runs, now)
+            sequence.loaded_from = fetch.here
+        return [Call(call) for call in fetch.decide(choice.pages)]
+
+    def _count_fetched(self, sequence: Sequence, count: int) -> None:
+        if not count:
+            return
+        end = sequence.computed // self._page_size + count
+        sequence.computed = min(end * self._page_size, len(sequence.tokens) - 1)
+        self._publish(sequence)
+        sequence.shipped = sequence.published
+        sequence.fetched_pages += count
+        self._fetched_pages += count
+
+    def _end_fetch(self, sequence: Sequence, why: str, now: float) -> list[Command]:
+        """No more pages will come. A prefix that was merely cached is computed instead, as is the rest of a page; full
+        pages that a prefill worker was to make are the router's to decide about."""
+        complete = sequence.fetch is not None and sequence.fetch.complete
+        if sequence.loading is not None and sequence.fetch is not None:
+            sequence.loading.end(max(0, sequence.fetch.covered - sequence.loaded_from), now)
+            tier = sequence.loading.tier
+            self._regret[tier] = self._regret.get(tier, 0.0) + sequence.loading.regret
+        commands = self._drop_fetch(sequence)
+        self._short += not complete
+        full = sequence.computed // self._page_size == len(sequence.reusable_keys())
+        if complete or full or not sequence.awaited:
+            return commands + self._run(sequence, now)
+        sequence.phase = Phase.SHORT
+        have = Have(*_named(sequence.name), sequence.computed // self._page_size, why)
+        return [*commands, Say(have, sequence.owner)]
+
+    def _drop_fetch(self, sequence: Sequence) -> list[Command]:
+        """Stop a fetch: its copies that have not been handed out are not made."""
+        fetch, sequence.fetch = sequence.fetch, None
+        if fetch is None:
+            return []
+        for ticket in fetch.tickets:
+            del self._fetching[ticket]
+            self._copies.drop(ticket)
+        return [Call(call) for call in fetch.forget()]
+
+    def _store_lost(self, now: float) -> list[Command]:
+        self._store_up = False
+        commands: list[Command] = [*self._shipments.end_all()]
+        for sequence in self._sequences.values():
+            if sequence.fetch is not None:
+                commands += self._end_fetch(sequence, "the node's store is gone", now)
+        return commands
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def take_copies(self) -> list[Copy]:
+        """The copies to make now, as many as those who decode can bear; what somebody waits for comes first. Report
+        each as CopiedIn or CopiedOut."""
+        if not (self._copies or self._shipments.copying):
+            return []
+        most = self._tempo.copies(self._decoding())
+        coming = self._copies.take(most)
+        return coming + self._shipments.take_copies(most - len(coming))
+
+    @property
+    def patience(self) -> float:
+        """Seconds worth waiting for the store before the next plan: it need only confirm pages that were copied, and
+        their sequence joins this step rather than the one after it. 0: there is nothing to wait for."""
+        if not any(s.fetch is not None and s.fetch.confirming for s in self._fetching.values()):
+            return 0.0
+        return self._tempo.patience(self._decoding())
+
+    @property
+    def busy(self) -> bool:
+        """There is something to do without waiting for a message."""
+        running = any(s.phase is Phase.RUNNING for s in self._sequences.values())
+        return running or bool(self._copies) or self._shipments.copying
+
+    def prepare(self, now: float) -> list[Command]:
+        """Before a plan: give every running sequence the pages that its known tokens need, at the cost of the last in
+        rank where none are left; then resume preempted ones, in order of rank, as far as there is room."""
+        commands: list[Command] = []
+        lacking = [s for s in self._sequences.values() if s.phase is Phase.RUNNING and s.needs > len(s.pages)]
+        for sequence in sorted(lacking, key=lambda s: s.rank):
+            while sequence.phase is Phase.RUNNING and (missing := sequence.needs - len(sequence.pages)):
+                if (grown := self._cache.grow(missing)) is not None:
+                    sequence.pages += grown
+                elif (given_up := self._shipments.give_up()) is not None:
+                    commands += given_up
+                else:
+                    commands += self._preempt(max(self._holders(), key=lambda s: s.rank))
+        preempted = (s for s in self._sequences.values() if s.phase is Phase.PREEMPTED)
+        for sequence in sorted(preempted, key=lambda s: s.rank):
+            if not self._admission.fits(sequence, self._holders()):
+                break
+            reserved = self._reserve(sequence)
+            assert reserved
+            commands += self._begin(sequence, len(sequence.keys) if self._store_up else 0, now)
+        return commands
+
+    def plan(self, now: float) -> Plan:
+        """The next step; empty when nothing runs."""
+        self._planned = now
+        decoding: list[Sequence] = []
+        tails: list[Sequence] = []
+        for sequence in self._sequences.values():
+            if sequence.phase is Phase.RUNNING:
+                (decoding if sequence.pending == 1 else tails).append(sequence)
+        if not tails:
+            self._put_off = False
+            return plan_step(decoding, tails, Budget(self._config.step_tokens))
+        rows = _rows(decoding)
+        context = max(s.computed for s in tails)
+        prompts = self._tempo.prompt_tokens(rows, context, self._grain)
+        self._put_off = not self._put_off and self._tempo.holds_up(rows, now - self._stepped)
+        parts = 0 if self._put_off else self._tempo.tail_tokens(rows, context, self._grain)
+        overdue = now - self._config.first_step_ms / 1_000
+        budget = Budget(self._config.step_tokens, prompts, parts, overdue, self._pace.rate(), self._grain)
+        return plan_step(decoding, tails, budget)
+
+    def alike(self, plan: Plan) -> int:
+        """How many steps in a row may run this plan, each row feeding on its own last token, and come to the same as if
+        each had been planned by itself, while nothing comes in and no stop token is drawn: nobody waits for a turn, a
+        copy or its first token, or comes to the end of its page or to `max_tokens`."""
+        waits = any(s.phase is Phase.RUNNING and s.name not in plan for s in self._sequences.values())
+        if waits or self._copies or self._shipments.copying:
+            return 1
+        return min(self._sequences[name.request].steps_alike(chunk.end) for name, chunk in plan.items())
+
+    def _decoding(self) -> Rows:
+        return _rows([s for s in self._sequences.values() if s.phase is Phase.RUNNING and s.pending == 1])
+
+    def _preempt(self, sequence: Sequence) -> list[Command]:
+        """Forget its device pages. What was published stays cached as long as there is room, and in the store. One
+        whose fetch ended short waits for the router all the same."""
+        commands = self._drop_fetch(sequence)
+        self._preemptions += 1
+        self._cache.free(sequence.pages)
+        sequence.pages = []
+        sequence.computed = sequence.published = 0
+        if sequence.phase is Phase.SHORT:
+            return commands
+        sequence.phase = Phase.PREEMPTED
+        sequence.sources, sequence.loading = (), None
+        sequence.awaited = False  # what the store has by then is taken, the rest is computed here
+        return commands
+
+    def _step_done(self, done: StepDone, now: float) -> list[Command]:
+        plan, steps = done.plan, 1 + len(done.more)
+        seconds = (now - self._planned) / steps
+        self._step += steps
+        self._stepped = now
+        sample = self._pace.stepped(plan, seconds, steps)
+        if all(len(chunk.tokens) <= self._grain for chunk in plan.values()):
+            self._tempo.stepped(sample, steps)
+        deltas: dict[str, list[Delta]] = {}  # by owner
+        commands: list[Command] = []
+        for index, ((name, chunk), drawn) in enumerate(zip(plan.items(), done.sampled, strict=True)):
+            sequence = self._sequences[name.request]
+            if chunk.start < sequence.prompt:
+                in_prompt = min(sequence.prompt, chunk.end) - chunk.start
+                sequence.prompt_computed += in_prompt
+                self._computed += in_prompt
+            sequence.served = self._step
+            if drawn is not None and not all(each.finite for each in (drawn, *(step[index] for step in done.more))):
+                commands += self._forget(sequence, cut=True)  # none of this step's pages is cached
+                message = f"the logits of token {chunk.end} are not finite; look at the checkpoint and its dtype"
+                commands.append(Say(Failed(*_named(name), NonFiniteLogits.reason, message), sequence.owner))
+                continue
+            if drawn is None:
+                sequence.computed = chunk.end
+            else:
+                delta = self._append(sequence, [drawn, *(step[index] for step in done.more)])
+                deltas.setdefault(sequence.owner, []).append(delta)
+                sequence.computed = len(sequence.tokens) - 1
+            self._publish(sequence)
+            if self._store_up:
+                commands += self._shipments.ship(sequence)
+            if sequence.finish is not None:
+                self._admission.ended(sequence, cut=sequence.finish == "length")
+                sequence.phase = Phase.ENDED
+                self._cache.free(sequence.pages)
+                sequence.pages = []
+        return [*(Say(Tokens(self._step, tuple(each)), owner) for owner, each in deltas.items()), *commands]
+
+    def _append(self, sequence: Sequence, drawn: Items[Sampled]) -> Delta:
+        """What was drawn belongs to the sequence up to the token that ends it."""
+        position = len(sequence.tokens)
+        for each in drawn:
+            sequence.tokens.append(each.token)
+            self._generated += 1
+            if each.logprob is not None:
+                sequence.logprobs.append(TokenLogprob(each.token, each.logprob, each.top))
+            if (finish := _finish(sequence, each.token)) is not None:
+                sequence.finish = finish
+                break
+        sequence.extend_keys()
+        tokens = tuple(sequence.tokens[position:])
+        computed = sequence.prompt_computed if position == sequence.first_new else 0
+        logprobs = tuple(sequence.logprobs[position - sequence.first_new :])
+        return Delta(*_named(sequence.name), position, tokens, logprobs, sequence.finish, computed)
+
+    def _publish(self, sequence: Sequence) -> None:
+        for page in range(sequence.published, sequence.computed // self._page_size):
+            tokens = sequence.tokens[page * self._page_size : (page + 1) * self._page_size]
+            key = sequence.keys[page]
+            self._cache.publish(key, sequence.parent_of(page), sequence.pages[page], tokens)
+            # Who hangs below a cached page must refer to it: or it would count as free once its maker has gone.
+            sequence.pages[page] = self._cache.merged(key, sequence.pages[page])
+            sequence.published = page + 1
+
+    def _step_failed(self, plan: Plan, message: str) -> list[Command]:
+        commands: list[Command] = []
+        for name in plan:
+            sequence = self._sequences[name.request]
+            commands += self._forget(sequence, cut=True)
+            commands.append(Say(Failed(*_named(name), "internal", message), sequence.owner))
+        return commands
+
+    # --- ends ---------------------------------------------------------------------------------------------------
+
+    def _resend(self, sequence: Sequence, position: int) -> list[Command]:
+        position = min(max(position, sequence.first_new), len(sequence.tokens))
+        tokens = tuple(sequence.tokens[position:])
+        if not tokens and sequence.finish is None:
+            return []
+        logprobs = tuple(sequence.logprobs[position - sequence.first_new :])
+        computed = sequence.prompt_computed if position == sequence.first_new else 0
+        delta = Delta(*_named(sequence.name), position, tokens, logprobs, sequence.finish, computed)
+        return [Say(Tokens(self._step, (delta,)), sequence.owner)]
+
+    def _forget(self, sequence: Sequence, cut: bool) -> list[Command]:
+        """Free everything it holds. Its complete pages stay cached, which is what makes a new attempt cheap. `cut`: its
+        request goes on elsewhere, so its output would have been longer."""
+        commands = self._drop_fetch(sequence)
+        if sequence.phase is not Phase.ENDED:
+            self._admission.ended(sequence, cut)
+        self._cache.free(sequence.pages)
+        sequence.pages = []
+        del self._sequences[sequence.name.request]
+        return commands
+
+    def _tick(self, now: float, paused: float) -> list[Command]:
+        self._copying = now
+        commands: list[Command] = []
+        for sequence in list(self._sequences.values()):
+            sequence.progress += paused
+            if sequence.deadline is not None and now > sequence.deadline and sequence.phase is not Phase.ENDED:
+                commands += self._forget(sequence, cut=False)
+                failed = Failed(*_named(sequence.name), "deadline", "the request's deadline has passed")
+                commands.append(Say(failed, sequence.owner))
+            elif sequence.fetch is not None and now - sequence.progress > self._config.fetch_ms / 1_000:
+                commands += self._end_fetch(sequence, f"no page came for {self._config.fetch_ms} ms", now)
+        return commands
+
+    # --- what others read ---------------------------------------------------------------------------------------
+
+    @property
+    def cache(self) -> DeviceCache:
+        """For its KV events and its snapshot; never to change it."""
+        return self._cache
+
+    def attempts(self, router: str) -> frozenset[AttemptName]:
+        """Those of this router that have not ended."""
+        return frozenset(s.name for s in self._owned_by(router) if s.phase is not Phase.ENDED)
+
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        """Every ticket at the store that we still care about."""
+        return (*self._fetching, *self._shipments.tickets)
+
+    def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
+        """For one router: what it owns, and how busy we are with all."""
+        sequences = self._sequences.values()
+        load = replace(
+            _load(sequences),
+            pages_free=self._cache.available,
+            pages_total=self._num_pages,
+            prefill_rate=self._pace.rate(),
+            steps=self._pace.last,
+        )
+        attempts = tuple(sequence.held() for sequence in self._owned_by(router))
+        others = _load([sequence for sequence in sequences if sequence.owner != router])
+        return Heartbeat(heard, load, self._step, attempts=attempts, others=others)
+
+    def waits(self, me: str) -> Iterator[Wait]:
+        """Yield the edges of the wait-for graph that this worker knows; for tests. `me`: its incarnation."""
+        holders = [sequence.name.request for sequence in self._holders()]
+        for sequence in self._sequences.values():
+            node = ("sequence", me, sequence.name.request)
+            if sequence.fetch is not None:
+                yield from ((node, ("ticket", me, ticket)) for ticket in sequence.fetch.tickets)
+            elif sequence.phase is Phase.PREEMPTED:
+                yield from ((node, ("sequence", me, other)) for other in holders)
+
+    def stats(self) -> DecodeStats:
+        phases = [s.phase for s in self._sequences.values()]
+        return DecodeStats(
+            running=sum(phase is Phase.RUNNING for phase in phases),
+            waiting=sum(phase in (Phase.FETCHING, Phase.SHORT, Phase.PREEMPTED) for phase in phases),
+            ended=sum(phase is Phase.ENDED for phase in phases),
+            pages_free=self._cache.available,
+            pages_total=self._num_pages,
+            preemptions=self._preemptions,
+            tokens_generated=self._generated,
+            prompt_tokens_computed=self._computed,
+            prompt_pages_device=self._device_pages,
+            prompt_pages_fetched=self._fetched_pages,
+            fetches_short=self._short,
+            pages_shipped=self._shipments.written,
+            ships_refused=self._shipments.refused,
+            headroom=self._admission.headroom(self._holders()),
+            load_regret=dict(self._regret),
+        )
+
+    def validate(self) -> None:
+        """Raise AssertionError unless every invariant holds. For tests."""
+        self._cache.validate()
+        for sequence in self._sequences.values():
+            assert sequence.computed <= len(sequence.tokens), sequence.name
+            assert sequence.computed <= len(sequence.pages) * self._page_size or not sequence.pages, sequence.name
+            assert (sequence.phase is Phase.FETCHING) == (sequence.fetch is not None), sequence.name
+            if sequence.phase in (Phase.PREEMPTED, Phase.ENDED):
+                assert not sequence.pages, sequence.name
+            if sequence.phase in (Phase.FETCHING, Phase.RUNNING):
+                assert sequence.pages, sequence.name
+        assert set(self._fetching) == {t for s in self._sequences.values() if s.fetch for t in s.fetch.tickets}
+        assert self._copies.tickets <= set(self._fetching)
+        self._shipments.validate()
+
+
+def _load(sequences: Collection[Sequence]) -> Load:
+    """What these make of our load."""
+    running = [s for s in sequences if s.phase is Phase.RUNNING]
+    return Load(
+        running=len(running),
+        waiting=sum(s.phase in (Phase.FETCHING, Phase.SHORT, Phase.PREEMPTED) for s in sequences),
+        tokens_queued=sum(s.pending for s in sequences if s.phase is not Phase.ENDED and s.pending > 1),
+        context=sum(len(s.tokens) for s in running),
+    )
+
+
+def _rows(decoding: Collection[Sequence]) -> Rows:
+    return Rows(len(decoding), sum([len(s.tokens) for s in decoding]))
+
+
+def _finish(sequence: Sequence, token: int) -> FinishReason | None:
+    if token in sequence.stop_token_ids:
+        return "stop"
+    return "length" if sequence.generated >= sequence.max_tokens else None
+
+
+def _named(name: AttemptName) -> tuple[str, int]:
+    return name.request, name.attempt

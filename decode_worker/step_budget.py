@@ -1,0 +1,119 @@
+"""How much may be put between two tokens of the running sequences: prompt tokens in their step, page copies before it.
+
+Both are bounds in time, turned into counts by what steps and copies have lately taken. Where nothing decodes there is
+nobody to disturb, and only the configured counts hold.
+
+Pure: the times are given.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from baton.config import DecodeConfig
+from baton.messages import StepSample
+from engine.step_timing import WorkerPace
+
+_MIXED = 8.0
+"""Times a step that only decodes: what one with prompts in it may take, unless `decode.itl_ms` says. With 3, on
+two cores, chunks had some 50 tokens, each of which took twice as long as one in a chunk of 512: all were slower."""
+_TAIL = 1.3
+"""The same where all there is of prompts are the last few tokens of some whose full pages were cached. They come in
+parts then, each of which reads the weights with those who decode."""
+_LEAST_TAIL = 4  # tokens of such a part, since fewer take hardly less: they read what comes before them together
+_UNKNOWN_SHARE = (_TAIL - 1) / _LEAST_TAIL  # of a step: what a token of a tail costs, until that is known
+_FREE = 1e-4  # of a step: a token that makes it longer by less costs nothing
+_BESIDES = 0.2  # of a step: where more passed between two of them, for copies or the store's word, no tail follows
+_UNKNOWN = 8  # part of step_tokens that prompts get while it is not known what they cost
+_WEIGHT = 0.2  # of the newest measurement
+_FAR = 4.0  # times the average: so much counts of a copy that took longer, since the process may have stood still
+
+
+class Rows(Struct, frozen=True):
+    """Sequences that wait for their next token, and how many tokens they have together."""
+
+    count: int
+    context: int
+
+
+class Tempo:
+    """What steps and copies take, and what follows from it."""
+
+    def __init__(self, config: DecodeConfig, pace: WorkerPace) -> None:
+        self._config = config
+        self._pace = pace
+        self._copy_seconds = 0.0  # for a page; 0: not measured yet
+        self._tail_shares: dict[int, float] = {}
+        """By how much comes before it (`_magnitude`): by how much of itself a tail's token makes a step longer. Fits to
+        all steps tell little about so few tokens, of which the first few cost the most."""
+        self._lately = 1.0  # times what the fit, which lags behind, expects: steps without prompts
+
+    def copied(self, pages: int, seconds: float) -> None:
+        """So many pages were copied, and the store was told, in that time."""
+        if pages <= 0 or seconds <= 0:
+            return
+        each, old = seconds / pages, self._copy_seconds
+        self._copy_seconds = old + _WEIGHT * (min(each, _FAR * old) - old) if old else each
+
+    def stepped(self, step: StepSample, steps: int = 1) -> None:
+        """So many steps in which all there was of prompts were short tails, if anything."""
+        plain = self._pace.seconds(rows=step.rows, context=step.context)
+        if not step.rows or not plain:
+            return
+        took = step.seconds / plain
+        if not step.tokens:
+            weight = 1 - (1 - _WEIGHT) ** steps
+            self._lately += weight * (min(took, _FAR * self._lately) - self._lately)
+            return
+        longer = min(max(took / self._lately - 1, 0.0), 1.0)  # more is no tail's doing
+        share, magnitude = longer / step.tokens, _magnitude(step.pairs // step.tokens)
+        old = self._tail_shares.get(magnitude, _UNKNOWN_SHARE)
+        self._tail_shares[magnitude] = old + _WEIGHT * (share - old)
+
+    def prompt_tokens(self, rows: Rows, context: int, grain: int) -> int:
+        """How many prompt tokens, that attend to `context` positions before them, a step with these rows may have. At
+        least two grains, so that both short and long tails of prompts get on."""
+        room = self._config.step_tokens - rows.count
+        if rows.count:
+            within = self._pace.tokens_within(self.longest_step(rows) - self._seconds(rows), context, rows.count)
+            room = min(room, self._config.step_tokens // _UNKNOWN if within is None else within)
+        return max(room, 2 * grain)
+
+    def tail_tokens(self, rows: Rows, context: int, grain: int) -> int:
+        """The same where no prompt has more than a grain left."""
+        most = self.prompt_tokens(rows, context, grain)
+        if not rows.count:
+            return most
+        share = self._tail_shares.get(_magnitude(context), _UNKNOWN_SHARE)
+        return min(most, max(int((_TAIL - 1) / max(share, _FREE)), _LEAST_TAIL))
+
+    def holds_up(self, rows: Rows, seconds: float) -> bool:
+        """Whether so much between two steps keeps those who decode waiting long enough as it is."""
+        return rows.count > 0 and seconds > _BESIDES * self._seconds(rows) > 0
+
+    def copies(self, rows: Rows) -> int:
+        """How many pages may be copied before a step of these rows; at least one."""
+        most = self._config.copies_per_step
+        if not rows.count or not self._copy_seconds:
+            return most
+        return max(1, min(most, int(self._config.copy_share * self._seconds(rows) / self._copy_seconds)))
+
+    def longest_step(self, rows: Rows) -> float:
+        """Seconds that a step with prompts in it may take; 0 while nothing is known."""
+        return self._config.itl_ms / 1_000 or _MIXED * self._seconds(rows)
+
+    def patience(self, rows: Rows) -> float:
+        """Seconds that a step may be put off for the store's word on pages that were copied: less than they would wait
+        for the end of that step."""
+        return self._config.copy_share * self._seconds(rows) / 2
+
+    def _seconds(self, rows: Rows) -> float:
+        """Of a step without prompts."""
+        return self._pace.seconds(rows=rows.count, context=rows.context)
+
+
+def _magnitude(context: int) -> int:
+    """0 below 512 tokens, and one more whenever they double."""
+    return (context // 512).bit_length()

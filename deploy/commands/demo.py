@@ -1,0 +1,239 @@
+"""`make demo`: a whole cluster on this machine, four requests, one murder, and nothing left behind.
+
+Everything is done the way a user would do it: `baton up`, requests over gRPC, `baton down`. The model is made on the
+spot (`demo_model`). What it writes is gibberish, and the same gibberish every time: so the demo can tell that a stream
+whose worker was killed went on to the very same end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from baton.errors import BatonError, StartupError
+from baton.v1 import cluster_pb2
+from baton.v1 import generation_pb2 as pb
+from deploy.client import Client
+from deploy.commands import demo_model, generate
+from deploy.commands.generate import Generated
+from deploy.control_plane import state_file
+from deploy.control_plane.reports import read_overview
+from deploy.control_plane.state_file import State
+from deploy.processes import Identity, session_members
+
+NAME = "demo"
+FOLDER = Path(".demo")
+_SETTINGS = [
+    *(f"router.{port}_port=0" for port in ("grpc", "internal", "http")),
+    "store.arena_bytes=64MiB",
+    "prefill.pool_bytes=64MiB",
+    "decode.pool_bytes=64MiB",
+    "prefill.threads=1",
+    "decode.threads=1",
+    "cluster.silence_ms=1500",
+]
+_LONG_STREAM = 600  # tokens: seconds of streaming, of which the kill comes early
+_KILL_AFTER = 60  # tokens
+_REPAIR_PATIENCE = 60.0  # seconds
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def main() -> int:
+    """Run the demo; 0 when everything went as promised."""
+    begin = time.monotonic()
+    folder = FOLDER.resolve()
+    model = demo_model.write(folder / "model")
+    _title("baton up: one prefill worker, two decode workers")
+    settings = [part for setting in _SETTINGS for part in ("--set", setting)]
+    _baton("up", "--name", NAME, "--model", str(model), "--prefill", "1", "--decode", "2", "--ray", "own", *settings)
+    try:
+        state = _state()
+        with Client(state.target, state.operator) as client:
+            _show_requests(client)
+            survived = _show_failover(client)
+        processes = _processes(state)
+    finally:
+        _title("baton down")
+        _baton("down", "--name", NAME)
+    left = _left(state, processes)
+    console.print("nothing is left of the cluster but its logs" if not left else f"[red]left behind: {left}[/]")
+    console.print(f"\n[bold]{time.monotonic() - begin:.0f} s[/] in all")
+    return 0 if survived and not left else 1
+
+
+def _show_requests(client: Client) -> None:
+    _title("three requests")
+    sentences = demo_model.text()
+    story = " ".join(sentences[:110])
+    short = _stream(client, "short", "The supervisor remembers", 32)
+    long = _stream(client, "long", story, 48)
+    again = _stream(client, "long again", f"{story} {sentences[200]}", 48)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in ("short", "long", "long again"):
+        table.add_column(name, justify="right")
+    facts = [_facts(made) for made in (short, long, again)]
+    for row in facts[0]:
+        table.add_row(row, *(column[row] for column in facts))
+    console.print(table)
+
+
+def _facts(made: Generated) -> dict[str, str]:
+    usage, timing, work = made.finished.usage, made.finished.timing, made.finished.work
+    return {
+        "prompt tokens": str(usage.prompt_tokens),
+        "of them cached": str(usage.cached_tokens),
+        "prefill worker": work.prefill_worker or "none needed",
+        "  tokens it computed": str(work.tokens_computed),
+        "  pages it found (hit)": str(work.pages_hit),
+        "  pages it shipped": str(work.pages_shipped),
+        "decode worker": _workers(made),
+        "  pages it had on its device": str(work.pages_on_device),
+        "  pages it fetched": str(work.pages_fetched),
+        "time to first token": f"{timing.first_token:.1f} ms",
+        "time between tokens": f"{_itl(made):.2f} ms",
+    }
+
+
+def _itl(made: Generated) -> float:
+    """As the router measured it: the mean, over all gaps."""
+    timing = made.finished.timing
+    return (timing.finished - timing.first_token) / max(1, made.finished.usage.completion_tokens - 1)
+
+
+def _show_failover(client: Client) -> bool:
+    _title("kill -9 in the middle of a stream")
+    asked = _request("Between two stations the engineer explains", _LONG_STREAM)
+    undisturbed = generate.run(client, asked)
+    console.print(f"undisturbed, on {_workers(undisturbed)}: {len(undisturbed.token_ids)} tokens")
+    asked.request_id = "disturbed"
+    assassin = _Assassin(client, asked.request_id)
+    begin = time.monotonic()
+    disturbed = generate.run(client, asked, on_delta=assassin)
+    if assassin.victim is None:
+        console.print("[red]the stream ended before its worker could be killed[/]")
+        return False
+    gap = max(b - a for a, b in zip(disturbed.arrivals, disturbed.arrivals[1:], strict=False))
+    same = disturbed.token_ids == undisturbed.token_ids and disturbed.text == undisturbed.text
+    whole = _wait_whole(client, assassin.victim)
+    name, pid = assassin.victim.name, assassin.victim.pid
+    console.print(f"disturbed: [bold]{name}, pid {pid}, killed after {assassin.seen} tokens[/]")
+    console.print(f"  the stream stood still for {gap:.2f} s, and went on on {_successor(disturbed, name)}")
+    console.print(f"  {len(disturbed.token_ids)} tokens, {disturbed.finished.work.attempts} attempts")
+    console.print("  [bold green]the same tokens to the end[/]" if same else "  [bold red]other tokens[/]")
+    replaced = f"{time.monotonic() - begin:.1f} s after the request began" if whole else "[red]not in time[/]"
+    console.print(f"  the supervisor has replaced {name}: {replaced}")
+    return same and whole
+
+
+def _successor(made: Generated, victim: str) -> str:
+    last = made.finished.work.decode_workers[-1]
+    return f"{last}, freshly restarted" if last == victim else last
+
+
+class _Assassin:
+    """Watches a request's stream and kills its decode worker in the middle."""
+
+    def __init__(self, client: Client, request_id: str) -> None:
+        self._client = client
+        self._request_id = request_id
+        self.seen = 0
+        self.victim: cluster_pb2.Process | None = None
+
+    def __call__(self, delta: pb.Delta) -> None:
+        if self.victim is not None:
+            return
+        self.seen += len(delta.token_ids)
+        if self.seen >= _KILL_AFTER:
+            worker = self._client.explain(self._request_id).request.decode_worker
+            self.victim = next(process for process in self._client.status().processes if process.name == worker)
+            os.kill(self.victim.pid, signal.SIGKILL)
+
+
+def _stream(client: Client, name: str, prompt: str, max_tokens: int) -> Generated:
+    console.print(f"[bold]{name}[/]  [dim]{escape(prompt[:60])}{'…' if len(prompt) > 60 else ''}[/]")
+    made = generate.run(client, _request(prompt, max_tokens), on_delta=_printer())
+    console.print()
+    return made
+
+
+def _printer() -> Callable[[pb.Delta], None]:
+    def show(delta: pb.Delta) -> None:
+        console.print("".join(c if c.isprintable() else " " for c in delta.text), end="", markup=False)
+
+    return show
+
+
+def _request(prompt: str, max_tokens: int) -> pb.GenerateRequest:
+    return generate.request(prompt, max_tokens=max_tokens, temperature=0.8, seed=7, ignore_eos=True)
+
+
+def _workers(made: Generated) -> str:
+    return " then ".join(made.finished.work.decode_workers)
+
+
+def _wait_whole(client: Client, victim: cluster_pb2.Process) -> bool:
+    """Whether a new process lives under the victim's name, in time."""
+    deadline = time.monotonic() + _REPAIR_PATIENCE
+    while time.monotonic() < deadline:
+        named = [process for process in client.status().processes if process.name == victim.name]
+        if any(p.pid != victim.pid and p.state == cluster_pb2.PROCESS_STATE_LIVE for p in named):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _state() -> State:
+    state = state_file.read(_folder())
+    if state is None:
+        raise StartupError("`baton up` has left no state file")
+    return state
+
+
+def _folder() -> Path:
+    return Path.home() / ".local" / "state" / "baton" / NAME
+
+
+def _processes(state: State) -> list[Identity]:
+    """Every process of the cluster, and of its Ray."""
+    overview = read_overview(_folder())
+    views = overview.processes if overview is not None else ()
+    mine = [view.identity for view in views if view.identity is not None]
+    return mine + (session_members(state.ray.own.leader) if state.ray.own is not None else [])
+
+
+def _left(state: State, processes: list[Identity]) -> list[str]:
+    left = [f"process {identity.pid}" for identity in processes if not identity.gone()]
+    if state.ray.own is not None:
+        left += [f"process {identity.pid}" for identity in session_members(state.ray.own.leader)]
+        left += [state.ray.own.directory] if Path(state.ray.own.directory).exists() else []
+    return left + [str(path) for path in (state_file.path(_folder()),) if path.exists()]
+
+
+def _baton(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "deploy", *arguments], check=False)  # noqa: S603 - our own command
+    if done.returncode != 0:
+        raise StartupError(f"baton {arguments[0]} has failed with status {done.returncode}")
+
+
+def _title(text: str) -> None:
+    console.print(f"\n[bold cyan]{text}[/]")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except BatonError as error:
+        console.print(f"[bold red]the demo failed:[/] {escape(str(error))}")
+        sys.exit(1)

@@ -1,0 +1,180 @@
+"""`baton doctor`: what this machine offers to a cluster, and what to do about what is wrong."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from baton.config import Config
+from baton.errors import BatonError
+from baton.hosts import is_loopback
+from baton.system_memory import available_memory
+from deploy.control_plane import preflight, probe, state_file
+
+Level: TypeAlias = Literal["ok", "warn", "bad"]
+
+_LITTLE_MEMORY = 4 * 2**30
+_FEW_FILES = 4_096
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. `advice` is empty where nothing is wrong."""
+
+    level: Level
+    subject: str
+    found: str
+    advice: str = ""
+
+
+def examine(config: Config) -> list[Finding]:
+    """Look at everything; never raises for what it finds."""
+    return [
+        _ray(),
+        *_memory(config),
+        *_ports(config),
+        _keys(config),
+        _torch(),
+        _cores(config),
+        _files(),
+        *_clusters(config),
+    ]
+
+
+def _ray() -> Finding:
+    version = _version("ray")
+    if version is None:
+        return Finding("bad", "Ray", "not installed", "pip install 'ray[default]'")
+    try:
+        address = probe.find()
+        if address is None:
+            return Finding("ok", "Ray", f"{version}; none runs here, so `baton up` starts one of its own")
+        link = probe.link(address)
+    except BatonError as error:
+        return Finding("bad", "Ray", f"{version}; can't be used", str(error))
+    if link.mode == "token":
+        return Finding("ok", "Ray", f"{version} at {address}, which asks for a token; ours is accepted")
+    return Finding(
+        "warn",
+        "Ray",
+        f"{version} at {address}, without authentication",
+        "whoever reaches its ports can run code here: `ray stop`, `ray get-auth-token --generate`, then "
+        "`RAY_AUTH_MODE=token ray start --head`",
+    )
+
+
+def _memory(config: Config) -> list[Finding]:
+    room = available_memory()
+    found = f"{room.available / 2**30:.1f} GiB left, bounded by {room.bound}"
+    level: Level = "warn" if room.available < _LITTLE_MEMORY else "ok"
+    findings = [Finding(level, "memory", found, "end something, or raise the limit" if level == "warn" else "")]
+    try:
+        preflight.check_memory(config, room)
+    except BatonError as error:
+        findings.append(Finding("bad", "memory", "too little for this configuration", str(error)))
+    return findings
+
+
+def _ports(config: Config) -> list[Finding]:
+    router = config.router
+    ports = ", ".join(
+        str(port) if port else "any" for port in (router.grpc_port, router.internal_port, router.http_port)
+    )
+    if _is_up(config.cluster.state_dir):
+        return [Finding("ok", "ports", f"{ports} on {router.host}: this cluster is up and has its ports")]
+    try:
+        preflight.check_ports(config)
+    except BatonError as error:
+        return [Finding("bad", "ports", f"{ports} on {router.host}: not all free", str(error))]
+    return [Finding("ok", "ports", f"{ports} on {router.host}: free")]
+
+
+def _is_up(folder: Path) -> bool:
+    """Whether the cluster of that folder runs, by a state file that can be read."""
+    try:
+        state_file.read(folder)
+    except BatonError:
+        return False
+    try:
+        preflight.check_name_free(folder)
+    except BatonError:
+        return True
+    return False
+
+
+def _keys(config: Config) -> Finding:
+    path = config.cluster.key_path
+    try:
+        preflight.check_keys(config)
+    except BatonError as error:
+        return Finding("bad", "keys", f"{path} can't be used", str(error))
+    if path.exists():
+        return Finding("ok", "keys", f"{path}, for its owner alone; every link of the cluster is encrypted with them")
+    if is_loopback(config.router.host):
+        return Finding("ok", "keys", f"the cluster's first process makes {path}")
+    return Finding("ok", "keys", f"`baton up` makes {path}; processes started by hand on other nodes need the file")
+
+
+def _torch() -> Finding:
+    version = _version("torch")
+    if version is None:
+        return Finding("bad", "torch", "not installed", "pip install torch")
+    import torch
+
+    if torch.cuda.is_available():
+        return Finding("ok", "torch", f"{version}; {torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}")
+    capability = torch.backends.cpu.get_cpu_capability()
+    if shutil.which("nvidia-smi") is not None:
+        return Finding("warn", "torch", f"{version}, CPU only", "there is a GPU here: install a CUDA build of torch")
+    return Finding("ok", "torch", f"{version}, CPU only ({capability})")
+
+
+def _cores(config: Config) -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    workers = config.cluster.prefill + config.cluster.decode
+    if cores < workers:
+        return Finding(
+            "warn",
+            "cores",
+            f"{cores} for {workers} workers",
+            "they will take turns; fine for trying out, not for speed",
+        )
+    return Finding("ok", "cores", f"{cores} for {workers} workers")
+
+
+def _files() -> Finding:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _FEW_FILES:
+        return Finding("warn", "open files", f"at most {soft}", f"ulimit -n {min(hard, 65_536)}, before `ray start`")
+    return Finding("ok", "open files", f"at most {soft}")
+
+
+def _clusters(config: Config) -> list[Finding]:
+    folder = config.cluster.state_dir.parent
+    findings: list[Finding] = []
+    for path in sorted(folder.glob("*/cluster.json")):
+        name = path.parent.name
+        try:
+            preflight.check_name_free(path.parent)
+        except BatonError as error:
+            found, _, advice = str(error).partition(";")
+            up = _is_up(path.parent)
+            findings.append(Finding("ok" if up else "bad", "cluster", f"{name}: {found}", "" if up else advice.strip()))
+        else:
+            findings.append(
+                Finding("warn", "cluster", f"{name} has died", f"baton down --name {name} clears away what is left")
+            )
+    return findings
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

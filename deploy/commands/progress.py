@@ -1,0 +1,53 @@
+"""Progress on a terminal: one line that changes, and one line for each thing that has happened."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.markup import escape
+
+from deploy.control_plane.reports import Overview
+
+_HAPPENED = {"live": "is live", "failed": "has failed", "silent": "has gone silent", "stuck": "is stuck"}
+
+
+class Progress:
+    """Shows what a command is doing. On something that is no terminal it prints plain lines."""
+
+    def __init__(self, console: Console, tell_first: bool = True) -> None:
+        """Without `tell_first`, the first overview is what was known before, and no news."""
+        self._console = console
+        self._tell = tell_first
+        self._status = console.status("…")
+        self._begin = time.monotonic()
+        self._told: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        self._status.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._status.stop()
+
+    def say(self, text: str) -> None:
+        """A new stage has begun."""
+        self._status.update(escape(text))
+        self._console.print(f"[dim]{time.monotonic() - self._begin:5.1f} s[/]  {escape(text)}")
+
+    def watch(self, overview: Overview) -> None:
+        """Tell what has changed since the last time."""
+        for view in overview.processes:
+            if self._told.get(view.name) != view.condition:
+                self._told[view.name] = view.condition
+                if self._tell and view.condition in _HAPPENED:
+                    pid = f", pid {view.identity.pid}" if view.identity else ""
+                    self.say(f"{view.name} {_HAPPENED[view.condition]}{pid}")
+        for name in set(self._told) - {view.name for view in overview.processes}:
+            del self._told[name]
+            self.say(f"{name} has ended")
+        self._tell = True
+        waiting = [view.name for view in overview.processes if view.condition != "live"]
+        self._status.update(f"waiting for {', '.join(waiting)}" if waiting else "waiting for the router to serve")

@@ -1,0 +1,62 @@
+"""`baton scale`: tell the supervisor how many workers there shall be, and wait until there are."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from baton.errors import ConfigError, StartupError
+from deploy.client import UP, Client
+from deploy.control_plane import cluster
+from deploy.control_plane.bring_up import Watch, ask_overview, why_failed
+from deploy.control_plane.reports import Overview
+from deploy.control_plane.state_file import State
+from deploy.control_plane.teardown import namespace_of
+from deploy.desired import Scale
+
+_POLL = 0.25
+_PATIENCE = 10.0  # seconds, for one answer of the supervisor
+
+
+def rescale(state: State, prefill: int | None, decode: int | None, patience: float, watch: Watch) -> Scale:
+    """Raises ConfigError for an impossible scale, StartupError when it does not come to it in time (the supervisor
+    goes on trying), RayUnusable and Unavailable when it can't be asked."""
+    if prefill is None and decode is None:
+        raise ConfigError("say how many: --prefill N, --decode M, or both")
+    if (prefill is not None and prefill < 0) or (decode is not None and decode < 1):
+        raise ConfigError("a cluster has at least one decode worker, and no fewer than zero prefill workers")
+    cluster.connect(state.ray, namespace_of(state.name))
+    before = ask_overview(state.name, _PATIENCE)
+    watch(before)
+    wanted = Scale(
+        before.scale.prefill if prefill is None else prefill, before.scale.decode if decode is None else decode
+    )
+    _tell(state.name, wanted)
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        overview = ask_overview(state.name, _PATIENCE)
+        watch(overview)
+        if overview.scale == wanted and overview.settled and not _mourned(state, overview):
+            return wanted
+        if (failure := why_failed(overview, before)) is not None:
+            raise failure
+        time.sleep(_POLL)
+    raise StartupError(f"it has not come to that after {patience:.0f} s; `baton status` shows what is missing")
+
+
+def _mourned(state: State, overview: Overview) -> set[str]:
+    """Retired processes that the router still takes for live: until it has missed their heartbeats for
+    cluster.silence_ms it may still place work on them."""
+    with Client(operator=state.operator) as client:
+        listed = client.status().processes
+    live = {process.name for process in listed if process.state in UP}
+    return live - {view.name for view in overview.processes}
+
+
+def _tell(name: str, wanted: Scale) -> None:
+    import ray
+
+    from deploy.control_plane.actor_registry import SUPERVISOR
+
+    supervisor: Any = ray.get_actor(SUPERVISOR, namespace=namespace_of(name))
+    ray.get(supervisor.scale.remote(wanted.prefill, wanted.decode), timeout=_PATIENCE)

@@ -1,0 +1,140 @@
+"""`baton status`: the router's view of the cluster laid beside the supervisor's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton.errors import BatonError, StartupError
+from baton.v1 import cluster_pb2
+from deploy.client import UP, Client
+from deploy.commands import figures
+from deploy.control_plane import state_file
+from deploy.control_plane.reports import Overview, View, read_overview
+from deploy.control_plane.state_file import State
+
+
+def find(folder: Path) -> State:
+    """The cluster of that folder. Raises StartupError when there is none."""
+    state = state_file.read(folder)
+    if state is None:
+        raise StartupError(f"no cluster named {folder.name!r} is up; start one with `baton up --model DIRECTORY`")
+    if not state.routers:
+        raise StartupError(
+            f"the cluster {folder.name!r} never came up: its `baton up` was killed; `baton down --name {folder.name}` "
+            "clears away what is left"
+        )
+    # The supervisor knows where a router listens that was started anew.
+    overview = read_overview(folder)
+    return msgspec.structs.replace(state, routers=overview.routers) if overview and overview.routers else state
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """Everything that `baton status` shows, as plain data. Raises StartupError when there is no such cluster."""
+    state = find(folder)
+    overview = read_overview(folder)
+    status, problem, serving = None, "", False
+    with Client(state.target, state.operator) as client:
+        try:
+            status = client.status()
+        except BatonError:
+            problem = f"no router answers its operator at {state.operator}"
+        serving = client.serving()
+    dead = overview is None or overview.supervisor.gone()
+    if dead and status is None:
+        problem = f"the cluster has died; `baton down --name {state.name}` clears away what is left"
+    elif dead:
+        problem = problem or "the supervisor does not run; Ray restarts it, unless Ray itself has gone"
+    return {
+        "cluster": state.name,
+        "model": state.model,
+        "serving": serving,
+        "problem": problem or (overview.problem if overview else ""),
+        **msgspec.structs.asdict(state.first),
+        "routers": {name: msgspec.structs.asdict(router) for name, router in state.routers.items()},
+        "log_dir": state.log_dir,
+        "key_file": state.key_file,
+        "ray": {"address": state.ray.address, "mode": state.ray.mode, "started_by_baton": state.ray.own is not None},
+        "supervisor": {"pid": overview.supervisor.pid if overview else None, "alive": not dead},
+        "processes": _with_tiers(_processes(status, overview)),
+        "counts": _counts(status),
+        "bottleneck": _bottleneck(status),
+    }
+
+
+def _processes(status: cluster_pb2.GetStatusResponse | None, overview: Overview | None) -> list[dict[str, Any]]:
+    views = {view.name: view for view in overview.processes} if overview is not None else {}
+    listed = {process.name: process for process in status.processes} if status is not None else {}
+    rows: list[dict[str, Any]] = []
+    if overview is not None and not overview.supervisor.gone():
+        # The router remembers who is gone. Whom the supervisor no longer knows either was retired, and is no news.
+        listed = {name: process for name, process in listed.items() if name in views or process.state in UP}
+    for name in dict.fromkeys([*views, *listed]):
+        view, process = views.get(name), listed.get(name)
+        row: dict[str, Any] = {"name": name, "role": _role_name(process.role) if process else view.role if view else ""}
+        row["node"] = process.node if process else view.node if view else ""
+        row["pid"] = process.pid if process else view.identity.pid if view and view.identity else None
+        row["state"] = _state(process) if process else _condition(view)
+        row["restarts"] = view.restarts if view else 0
+        row["retry_in_s"] = round(view.retry_in, 1) if view else 0.0
+        row["last_failure"] = view.failure.message if view and view.failure else ""
+        if process is not None:
+            load = process.load
+            row["load"] = {descriptor.name: getattr(load, descriptor.name) for descriptor in load.DESCRIPTOR.fields}
+            row["pages_known"] = process.pages_known
+            row["attempts"] = process.attempts
+            row["becoming"] = _role_name(process.becoming)
+            row["metrics"] = process.metrics_address
+            row["events"] = process.events_endpoint
+            row["replay"] = process.replay_endpoint
+            row["heartbeat_age_ms"] = process.heartbeat_age_ms if process.HasField("heartbeat_age_ms") else None
+        rows.append(row)
+    return rows
+
+
+def _with_tiers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same rows, those of stores with what their metrics pages say of their tiers."""
+    # While the router is away there is nobody who knows the addresses.
+    asked = {
+        row["name"]: row.get("metrics")
+        for row in rows
+        if row["role"] != "router" and row["state"] in ("live", "draining")
+    }
+    pages = figures.scrape({name: address for name, address in asked.items() if address})
+    for row in rows:
+        if row["role"] == "store" and row["name"] in pages:
+            mates = [r["name"] for r in rows if r["node"] == row["node"] and r["role"] in ("prefill", "decode")]
+            row |= figures.of_store(pages[row["name"]], [pages[name] for name in mates if name in pages])
+    return rows
+
+
+def _condition(view: View | None) -> str:
+    """The supervisor's word, which is stale once the supervisor has gone as well."""
+    if view is None:
+        return ""
+    return "gone" if view.identity is not None and view.identity.gone() else view.condition
+
+
+def _counts(status: cluster_pb2.GetStatusResponse | None) -> dict[str, int]:
+    if status is None:
+        return {}
+    return {descriptor.name: getattr(status.counts, descriptor.name) for descriptor in status.counts.DESCRIPTOR.fields}
+
+
+def _bottleneck(status: cluster_pb2.GetStatusResponse | None) -> dict[str, Any]:
+    """How busy both kinds of workers are; empty where nobody knows."""
+    if status is None or not status.HasField("bottleneck"):
+        return {}
+    found = status.bottleneck
+    said: dict[str, Any] = {"prefill": found.prefill, "decode": found.decode, "advised": _role_name(found.advised)}
+    return said | ({"prefill_then": found.prefill_then, "decode_then": found.decode_then} if found.advised else {})
+
+
+def _role_name(role: cluster_pb2.Role) -> str:
+    return cluster_pb2.Role.Name(role).removeprefix("ROLE_").lower() if role else ""
+
+
+def _state(process: cluster_pb2.Process) -> str:
+    return cluster_pb2.ProcessState.Name(process.state).removeprefix("PROCESS_STATE_").lower()

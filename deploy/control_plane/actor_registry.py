@@ -1,0 +1,251 @@
+"""The processes of a cluster as Ray actors: starting them, asking them, ending them with proof. No decisions here."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from deploy.addresses import Addresses
+from deploy.control_plane.actors import PROCESS_KEY, STOP_PATIENCE, Host, Order, end_here
+from deploy.control_plane.kv import Keys
+from deploy.control_plane.reports import Failure, Record, Report
+from deploy.processes import Identity
+
+SUPERVISOR = "supervisor"
+NODE_KEY = "node/"
+_TAKEN_BACK = 0.5  # seconds until an actor that was killed before it had started runs no more
+_REMOTE_PATIENCE = 30.0  # seconds, for a task on another node
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Member:
+    """One actor and what is known of its process."""
+
+    name: str
+    node: str
+    handle: Any = None  # none: only its record was found
+    record: Record | None = None
+    failure: Failure | None = None
+    addresses: Addresses | None = None
+    asked: Any = None  # a report under way
+    lost: str = ""  # what Ray said when its actor died
+    ending: bool = False  # by us: that it dies is no failure of its own
+    gone: bool = False  # proven
+    why_gone: str = ""
+
+
+class Crew:
+    """Every actor of one namespace, by name."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._keys = Keys(namespace)
+        self._members: dict[str, Member] = {}
+        self._here = ray.get_runtime_context().get_node_id()
+        self._names = {node_id: name.decode() for node_id, name in self._keys.under(NODE_KEY)}
+
+    def member(self, name: str) -> Member:
+        return self._members[name]
+
+    def nodes(self) -> list[str]:
+        """The names of the nodes that are up, ours first."""
+        return list(self._node_ids())
+
+    def rediscover(self) -> dict[str, str]:
+        """Find what runs already: actors by their names, and processes whose actor has gone by their records. Returns
+        the node of each."""
+        listed: Any = ray.util.list_named_actors(all_namespaces=True)
+        names = {actor["name"] for actor in listed if actor["namespace"] == self._namespace}
+        records = {n: msgspec.json.decode(value, type=Record) for n, value in self._keys.under(PROCESS_KEY)}
+        for name in sorted((names | set(records)) - {SUPERVISOR}):
+            record = records.get(name)
+            handle = None
+            with contextlib.suppress(ValueError):
+                handle = ray.get_actor(name, namespace=self._namespace)
+            node = record.node if record else self.nodes()[0]
+            self._members[name] = Member(name, node, handle, record)
+        return {name: member.node for name, member in self._members.items()}
+
+    def sign(self, name: str) -> Identity:
+        """Write down that the calling process is `name`."""
+        record = Record(Identity.mine(), "", self._here)
+        self._keys.put(PROCESS_KEY + name, msgspec.json.encode(record))
+        return record.identity
+
+    def start(self, order: Order) -> bool:
+        """Start an actor; False when Ray still keeps the name of the last one, or the node has gone meanwhile."""
+        node_id = self._node_ids().get(order.node)
+        if node_id is None:
+            return False
+        options: dict[str, Any] = {
+            "name": order.name,
+            "namespace": self._namespace,
+            "lifetime": "detached",
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "max_concurrency": 2,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+        }
+        try:
+            handle = ray.remote(Host).options(**options).remote(order)
+        except ValueError as error:
+            log.info("%s can't start yet: %s", order.name, error)
+            return False
+        self._members[order.name] = Member(order.name, order.node, handle)
+        return True
+
+    def poll(self, patience: float = 0.2) -> None:
+        """Ask everybody how they are, and take the answers that are here. Who does not answer is asked on."""
+        for member in self._members.values():
+            if member.asked is None and member.handle is not None and not member.gone:
+                member.asked = member.handle.report.remote()
+        waiting = {member.asked: member for member in self._members.values() if member.asked is not None}
+        if waiting:
+            done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=patience)
+            for answer in done:
+                waiting[answer].asked = None
+                self._take(waiting[answer], answer)
+        for member in self._members.values():
+            if member.gone or member.record is None:
+                continue
+            if self._proven_gone(member.record):
+                member.gone, member.why_gone = True, member.why_gone or "its process has gone"
+            elif member.handle is None and not member.ending and member.failure is None:
+                # On another node nothing proves that it has gone, and nobody can ask it any more.
+                member.failure = Failure("unavailable", member.lost or "its actor has gone")
+
+    def end(self, name: str) -> bool:
+        """SIGKILL a process, and whether it is gone now. Works on a stopped process too, where Ray's own kill takes
+        seconds. Blocks."""
+        member = self._members[name]
+        member.ending = True
+        record = member.record or self._kept_record(name)
+        if record is None:
+            # It has not got as far as our first line. Once Ray has taken it back, it never will.
+            self._kill_actor(member)
+            time.sleep(_TAKEN_BACK)
+            record = self._kept_record(name)
+        if record is None:
+            member.gone, member.why_gone = True, "its actor never started"
+            return True
+        member.record = record
+        if self._end_process(record):
+            member.gone, member.why_gone = True, member.why_gone or "it was ended"
+        return member.gone
+
+    def retire(self, name: str) -> bool:
+        """Let its service stop, then end it. Blocks."""
+        member = self._members[name]
+        if member.handle is not None:
+            with contextlib.suppress(RayError, GetTimeoutError):
+                ray.get(member.handle.stop.remote(), timeout=STOP_PATIENCE + 1)
+        return self.end(name)
+
+    def bury(self, name: str) -> None:
+        """Forget an actor whose process is gone, so that its name is free."""
+        member = self._members.pop(name)
+        self._kill_actor(member)
+        self._keys.delete(PROCESS_KEY + name)
+
+    def dismiss_supervisor(self) -> None:
+        """End the supervisor for good, stopped or not, so that nobody restores what is being taken down."""
+        supervisor = Member(SUPERVISOR, "", record=self._kept_record(SUPERVISOR))
+        self._kill_actor(supervisor)  # also tells Ray not to restart it
+        record = supervisor.record
+        if record is not None and not (record.node_id == self._here and record.identity.wait(1.0)):
+            self._end_process(record)
+        self._keys.delete(PROCESS_KEY + SUPERVISOR)
+
+    # --- internals ---------------------------------------------------------------------------------------------------
+
+    def _node_ids(self) -> dict[str, str]:
+        """Ray's id of every live node by our name for it, which no two of them share."""
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        alive.sort(key=lambda node: (node["NodeID"] != self._here, node["NodeID"]))
+        hostnames = {node["NodeID"]: node["NodeManagerHostname"] or socket.gethostname() for node in alive}
+        new = name_nodes(hostnames, self._names)
+        for node_id, name in new.items():
+            self._keys.put(NODE_KEY + node_id, name.encode())
+        self._names |= new
+        return {self._names[node_id]: node_id for node_id in hostnames}
+
+    def _kept_record(self, name: str) -> Record | None:
+        kept = self._keys.get(PROCESS_KEY + name)
+        return None if kept is None else msgspec.json.decode(kept, type=Record)
+
+    def _take(self, member: Member, answer: Any) -> None:
+        try:
+            report = msgspec.json.decode(ray.get(answer), type=Report)
+        except ActorUnavailableError as error:
+            log.info("%s can't be reached now: %s", member.name, first_line(error))
+        except RayActorError as error:
+            # Ray says that it died. That is a hint; the proof is its process.
+            member.handle, member.lost = None, f"its actor has died: {first_line(error)}"
+            member.record = member.record or self._kept_record(member.name)
+            if member.record is None and not member.ending:
+                member.gone = True
+                member.failure = Failure("startup", f"its actor could not start: {first_line(error)}")
+        except RayError as error:
+            log.warning("%s can't be asked: %s", member.name, first_line(error))
+        else:
+            member.record, member.failure, member.addresses = report.record, report.failure, report.addresses
+
+    def _proven_gone(self, record: Record) -> bool:
+        if record.node_id == self._here:
+            return record.identity.gone()
+        # A node that Ray has given up takes its workers with it; on a live node only a look can tell (`end`).
+        return record.node_id not in self._node_ids().values()
+
+    def _end_process(self, record: Record) -> bool:
+        if record.node_id == self._here:
+            return end_here(record.identity)
+        if self._proven_gone(record):
+            return True
+        strategy = NodeAffinitySchedulingStrategy(record.node_id, soft=False)
+        task: Any = ray.remote(end_here).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+        try:
+            return ray.get(task.remote(record.identity), timeout=_REMOTE_PATIENCE)
+        except RayError as error:
+            log.warning("can't end %s on %s: %s", record.identity, record.node, first_line(error))
+            return False
+
+    def _kill_actor(self, member: Member) -> None:
+        handle = member.handle
+        if handle is None:
+            with contextlib.suppress(ValueError):
+                handle = ray.get_actor(member.name, namespace=self._namespace)
+        if handle is not None:
+            with contextlib.suppress(RayError):
+                ray.kill(handle, no_restart=True)
+
+
+def name_nodes(hostnames: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """Names for the nodes (id → hostname) that have none in `names` (id → name): the hostname, with a number where
+    another live node has it already. So a node is called the same when Ray is started anew, and its store finds the
+    disk tier that it left."""
+    taken = {names[node_id] for node_id in hostnames if node_id in names}
+    new: dict[str, str] = {}
+    for node_id, hostname in hostnames.items():
+        if node_id not in names:
+            spellings = itertools.chain([hostname], (f"{hostname}-{number}" for number in itertools.count(2)))
+            new[node_id] = next(name for name in spellings if name not in taken)
+            taken.add(new[node_id])
+    return new
+
+
+def first_line(error: Exception) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

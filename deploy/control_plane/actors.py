@@ -1,0 +1,149 @@
+"""The Ray actors: each hosts one process of the cluster, and does nothing else. Ray is never on the path of a token.
+
+An actor first writes down which operating-system process it is, so that whoever must replace it can prove it gone; then
+it runs the same entry point that `python -m router`, `kvstore` or `worker` runs, on a thread.
+It is never restarted by Ray: a restart needs that proof.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import ray
+
+from baton import logs
+from baton.config import Config
+from baton.errors import BatonError
+from baton.hosts import LOOPBACK, is_loopback
+from baton.messages import Role
+from baton.process import raise_descriptor_limit
+from baton.wire import Keys, use_keys
+from deploy.addresses import Addresses
+from deploy.control_plane.kv import Keys as RayKeys
+from deploy.control_plane.reports import Failure, Record, Report
+from deploy.cpu_shares import share_cores
+from deploy.processes import Identity, end
+
+PROCESS_KEY = "process/"
+STOP_PATIENCE = 3.0  # seconds that a service gets to end by itself
+
+log = logging.getLogger(__name__)
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What an actor is to host."""
+
+    namespace: str
+    name: str
+    role: Role
+    node: str
+    config: Config
+    keys: Keys  # handed over in memory: a node needs no copy of the file
+    routers: tuple[str, ...] = ()  # where workers and stores connect; none for a router
+    workers: int = 1  # that share the node's cores
+
+
+class Service:
+    """Runs one entry point on a thread, and remembers how it ended."""
+
+    def __init__(self, order: Order, host: str) -> None:
+        """`host` is this node's address."""
+        self.failure: Failure | None = None
+        self.addresses: Addresses | None = None
+        self._order = order
+        self._host = host
+        use_keys(order.keys)
+        self._log = logs.configure(order.name, order.config.cluster)
+        raise_descriptor_limit()
+        self._stop = threading.Event()
+        self._stop_router: Callable[[], object] | None = None
+        self._thread = threading.Thread(target=self._run, name=order.name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> bool:
+        """Let it end; whether it has."""
+        self._stop.set()
+        if self._stop_router is not None:
+            self._stop_router()
+        self._thread.join(STOP_PATIENCE)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+            reason, message = "internal", "it has ended by itself"
+        except BatonError as error:
+            reason, message = error.reason, str(error)
+        except BaseException as error:
+            log.exception("the service has failed")
+            reason, message = "internal", f"{type(error).__name__}: {error}"
+        if not self._stop.is_set():
+            log.error("given up (%s): %s", reason, message)
+            self.failure = Failure(reason, message, str(self._log or ""))
+
+    def _serve(self) -> None:
+        order = self._order
+        match order.role:
+            case "router":
+                asyncio.run(self._serve_router())
+                return
+            case "store":
+                from kvstore.service import run
+            case "prefill" | "decode":
+                from worker.process import run as run_worker
+
+                run = partial(run_worker, order.role)
+        run(share_cores(order.config, order.workers), order.name, order.node, order.routers, self._stop, self._host)
+
+    async def _serve_router(self) -> None:
+        from router.service import serve
+
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        self._stop_router = lambda: loop.call_soon_threadsafe(stop.set)
+
+        def ready(addresses: Any) -> None:
+            self.addresses = Addresses(addresses.grpc, addresses.internal, addresses.http, addresses.operator)
+
+        await serve(self._order.config, self._order.name, self._order.node, stop, ready, self._host)
+
+
+class Host:
+    """The actor: one service in this process."""
+
+    def __init__(self, order: Order) -> None:
+        node_id = ray.get_runtime_context().get_node_id()
+        self._record = Record(Identity.mine(), order.node, node_id)
+        RayKeys(order.namespace).put(PROCESS_KEY + order.name, msgspec.json.encode(self._record))
+        _ordinary_priority()
+        alone = is_loopback(order.config.router.host)  # no other node reaches its router
+        self._service = Service(order, LOOPBACK if alone else ray.util.get_node_ip_address())
+
+    def report(self) -> bytes:
+        addresses = self._service.addresses
+        if addresses is not None:
+            addresses = addresses.reached_at(ray.util.get_node_ip_address())
+        return msgspec.json.encode(Report(self._record, self._service.failure, addresses))
+
+    def stop(self) -> bool:
+        """Let the service end; whether it has."""
+        return self._service.stop()
+
+
+def _ordinary_priority() -> None:
+    """Ray runs its workers at niceness 15, behind everything else on the machine. Threads inherit what we set here;
+    without the right to raise it we stay where we are."""
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+
+
+def end_here(identity: Identity) -> bool:
+    """End a process of this node; whether it is gone. It runs as a Ray task where the process is on another node."""
+    return not end([identity], patience=0.0)

@@ -1,0 +1,224 @@
+"""`baton up`: from a configuration to a cluster that serves, or to a typed error and nothing left behind."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from baton.config import Config
+from baton.errors import BatonError, RayUnusable, StartupError, Unavailable
+from baton.wire import Keys
+from deploy.addresses import Addresses
+from deploy.client import Client
+from deploy.control_plane import cluster, preflight, probe, state_file
+from deploy.control_plane.reconcile import JOIN_PATIENCE
+from deploy.control_plane.reports import Overview
+from deploy.control_plane.state_file import RayLink, State
+from deploy.control_plane.teardown import Say, namespace_of, tear_down
+from deploy.desired import scale_of
+
+RayChoice: TypeAlias = Literal["auto", "own", "join"]
+Watch: TypeAlias = Callable[[Overview], None]
+
+_POLL = 0.2
+_SUPERVISOR_PATIENCE = 60.0  # seconds until its first word
+_REPAIRS = 2  # crashes without a reason that a starting cluster may have before we call it off
+
+
+def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float, say: Say, watch: Watch) -> State:
+    """Start the cluster and return once it serves. Raises BatonError; then nothing of it is left. The caller holds the
+    cluster's lock."""
+    folder = config.cluster.state_dir
+    preflight.check_name_free(folder)
+    if (stale := state_file.read(folder)) is not None:
+        say("clearing away what a cluster that died left behind")
+        tear_down(folder, stale, lambda _: None)
+    preflight.check(config)
+    named = bool(config.cluster.key_file)
+    made_keys = not named and not config.cluster.key_path.exists()
+    config = _settle(config, say)
+    try:
+        state = _on_ray(config, folder, choice, dashboard, made_keys, say)
+        # The processes get the keys from memory: their nodes need no copy of the file.
+        keys = (Keys.read if named else Keys.read_or_make)(Path(config.cluster.key_file))
+        _start_supervisor(config, folder, keys, patience)
+        say("starting the cluster's processes")
+        overview = _wait_serving(state.name, patience, watch)
+        state = _complete(state, overview)
+        state_file.write(folder, state)
+    except BaseException:
+        if (written := state_file.read(folder)) is not None:
+            say("taking down what was started")
+            cluster.disconnect()
+            try:
+                tear_down(folder, written, lambda _: None)
+            except BatonError as left:  # what it was taken down for matters more
+                say(f"not all of it could be taken down; `baton down` ends it: {left}")
+        raise
+    return state
+
+
+def _settle(config: Config, say: Say) -> Config:
+    """Paths made absolute, since Ray's processes have another working directory and may have another home; a model of
+    the hub's fetched."""
+    path = Path(config.model.path).expanduser()
+    if not path.is_dir():
+        from engine.checkpoint.hub import resolve
+
+        say(f"fetching {config.model.path} from the Hugging Face hub")
+        path = resolve(config.model.path)
+    model = msgspec.structs.replace(
+        config.model, path=str(path.resolve()), name=config.model.name or Path(config.model.path).resolve().name
+    )
+    cluster = msgspec.structs.replace(
+        config.cluster,
+        log_dir=str(config.cluster.logs.expanduser().resolve()),
+        trace_dir=_absolute(config.cluster.trace_dir),
+        key_file=str(config.cluster.key_path.resolve()),
+    )
+    disk = msgspec.structs.replace(config.disk, path=_absolute(config.disk.path))
+    return msgspec.structs.replace(config, model=model, cluster=cluster, disk=disk)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve()) if path else ""
+
+
+def _on_ray(config: Config, folder: Path, choice: RayChoice, dashboard: bool, made_keys: bool, say: Say) -> State:
+    """Be a driver of a Ray, and have written down which. Raises RayUnusable, and StartupError where that Ray runs a
+    cluster of this name already."""
+    state = State(
+        name=config.cluster.name,
+        ray=RayLink("", "disabled"),
+        log_dir=config.cluster.log_dir,
+        model=config.model.served_name,
+        key_file=config.cluster.key_file,
+        made_keys=made_keys,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+    namespace = namespace_of(config.cluster.name)
+    address = None if choice == "own" else probe.find()
+    if address is None and choice == "join":
+        raise RayUnusable("no Ray runs here; start one with `ray start --head`, or leave out --ray join")
+    if address is not None:
+        link = probe.link(address)
+        say(f"joining the Ray at {address}")
+        if link.mode == "disabled":
+            say(
+                "warning: this Ray asks nobody for a token: whoever reaches its ports can run code here. "
+                "Stop it, then `ray get-auth-token --generate` and `RAY_AUTH_MODE=token ray start --head`"
+            )
+        cluster.connect(link, namespace)
+        _check_namespace_free(config.cluster.name)
+    else:
+        say("starting a Ray of our own")
+        log = Path(config.cluster.log_dir) / "ray.log"
+        own = cluster.launch(log, dashboard)
+        state_file.write(folder, msgspec.structs.replace(state, ray=RayLink("", "token", own=own)))
+        link = cluster.wait_ready(own, log)
+        cluster.connect(link, namespace)
+    state = msgspec.structs.replace(state, ray=link)
+    state_file.write(folder, state)
+    return state
+
+
+def _check_namespace_free(name: str) -> None:
+    import ray
+
+    listed: Any = ray.util.list_named_actors(all_namespaces=True)
+    if any(actor["namespace"] == namespace_of(name) for actor in listed):
+        raise StartupError(
+            f"this Ray runs a cluster named {name!r} already, started from another home or machine; end it from "
+            "there, or give this one another name: --name"
+        )
+
+
+def _start_supervisor(config: Config, folder: Path, keys: Keys, patience: float) -> None:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from deploy.control_plane.actor_registry import SUPERVISOR
+    from deploy.control_plane.supervisor import Desired, Supervisor
+
+    # On this node, where the router will be as well, so that the addresses it says are good here. Not softly: Ray 2.60
+    # then takes any node for an actor, and with this one the router is lost anyway.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: dict[str, Any] = {
+        "name": SUPERVISOR,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_concurrency": 4,
+        "scheduling_strategy": here,
+    }
+    desired = Desired(config, scale_of(config), str(folder), join_patience=max(JOIN_PATIENCE, patience))
+    ray.remote(Supervisor).options(**options).remote(namespace_of(config.cluster.name), desired, keys)
+
+
+def ask_overview(name: str, patience: float) -> Overview:
+    """What the supervisor says now. Raises Unavailable when it does not answer in time, RayUnusable when it can't
+    run, StartupError when there is none."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    from deploy.control_plane.actor_registry import SUPERVISOR, first_line
+
+    try:
+        supervisor: Any = ray.get_actor(SUPERVISOR, namespace=namespace_of(name))
+        return msgspec.json.decode(bytes(ray.get(supervisor.overview.remote(), timeout=patience)), type=Overview)
+    except ValueError:
+        raise StartupError(f"this Ray runs no cluster named {name!r}") from None
+    except GetTimeoutError:
+        raise Unavailable(f"the supervisor of {name!r} does not answer within {patience:.0f} s") from None
+    except RayActorError as error:
+        raise RayUnusable(
+            f"Ray can't run the supervisor ({first_line(error)}); start Ray from the environment in which Baton is "
+            "installed, so that its workers can import it"
+        ) from None
+
+
+def _wait_serving(name: str, patience: float, watch: Watch) -> Overview:
+    deadline = time.monotonic() + patience
+    overview = ask_overview(name, _SUPERVISOR_PATIENCE)
+    while time.monotonic() < deadline:
+        watch(overview)
+        if (failure := why_failed(overview)) is not None:
+            raise failure
+        if overview.settled and all(map(_serves, overview.routers.values())):
+            return overview
+        time.sleep(_POLL)
+        overview = ask_overview(name, _SUPERVISOR_PATIENCE)
+    late = ", ".join(f"{view.name} ({view.condition})" for view in overview.processes if view.condition != "live")
+    raise StartupError(
+        f"the cluster does not serve after {patience:.0f} s; not live: {late or 'none, but a router is not ready'}. "
+        "Give it longer with --timeout, or see the logs"
+    )
+
+
+def _serves(router: Addresses) -> bool:
+    with Client(router.grpc) as client:
+        return client.serving()
+
+
+def why_failed(overview: Overview, before: Overview | None = None) -> BatonError | None:
+    """Why a cluster that is starting, or changing since `before`, can't come to that, or none as long as it may. A
+    process that said why it failed would fail again; one that merely died gets another chance."""
+    then = {view.name: view for view in before.processes} if before is not None else {}
+    for view in overview.processes:
+        old = then.get(view.name)
+        restarts = view.restarts - (old.restarts if old is not None else 0)
+        happened = old is None or restarts > 0 or view.failure != old.failure
+        if view.condition in ("live", "ending") or view.failure is None or not happened:
+            continue
+        if view.failure.reason != Unavailable.reason or restarts > _REPAIRS:
+            return view.failure.error(view.name)
+    return None
+
+
+def _complete(state: State, overview: Overview) -> State:
+    return msgspec.structs.replace(state, routers=overview.routers, supervisor=overview.supervisor)

@@ -1,0 +1,193 @@
+"""Getting a Ray to run on, and leaving it: joining the user's, or starting and ending one of our own.
+
+Ours is one `ray start --head --block` in a session of its own, on loopback, with a token that only this user can read.
+The session is the proof of ownership: whatever belongs to it descends from our process, and nothing else ever does. So
+it is ended by the ids of exactly these processes, and never by `ray stop`, which ends every Ray on the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from baton.errors import RayUnusable, StartupError
+from deploy.control_plane.probe import OWN_PREFIX, Answer, ask
+from deploy.control_plane.state_file import OwnRay, RayLink
+from deploy.processes import Identity, end, session_members
+
+START_PATIENCE = 60.0  # seconds; about 4 on an idle machine
+_DRIVER_PATIENCE = 20.0  # seconds until a Ray that answers has taken us in; about 1 on an idle machine
+_ROUNDS = 5  # of looking for what is left of our Ray
+# Ray takes 127.0.0.1 for "find my real address" and then listens on every interface; except where it was told that it
+# can't have other nodes, which is Ray's way of asking on desktops. Then it listens on loopback only.
+_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+_OBJECT_STORE_BYTES = 100_000_000  # Baton's pages never pass through Ray
+
+
+def launch(log: Path, dashboard: bool = False) -> OwnRay:
+    """Start a Ray of our own; returns at once. Its output goes to `log`. Raises RayUnusable, and StartupError where
+    there can be no such file."""
+    executable = Path(sys.executable).with_name("ray")
+    if not executable.exists():
+        raise RayUnusable(f"there is no {executable}; install Baton with its dependencies: pip install baton")
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StartupError(f"can't make {log.parent}: {error.strerror}; give another: --set cluster.log_dir=") from None
+    directory = Path(tempfile.mkdtemp(prefix=Path(OWN_PREFIX).name, dir=Path(OWN_PREFIX).parent))
+    token = _token_path(directory)
+    with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    command: list[str] = [str(executable), "start", "--head", "--block", "--port=0"]
+    command += [f"--temp-dir={_temp_dir(directory)}", f"--object-store-memory={_OBJECT_STORE_BYTES}"]
+    command += [f"--include-dashboard={'true' if dashboard else 'false'}", "--include-log-monitor=false"]
+    # The two ports that Ray does not choose itself: two Rays on one machine must not meet on the defaults.
+    command += [f"--ray-client-server-port={_free_port()}", f"--dashboard-agent-listen-port={_free_port()}"]
+    command += ["--disable-usage-stats"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    environment |= _ON_LOOPBACK
+    # Ray keeps what its workers write to stdout and stderr in files, which it rotates only if it is told to.
+    environment |= {"RAY_ROTATION_MAX_BYTES": str(64 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "2"}
+    environment |= {"RAY_worker_niceness": "0"}  # by default Ray runs actors at 15, behind everything else
+    with log.open("ab") as output:
+        process = subprocess.Popen(  # noqa: S603 - a list, no shell
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return OwnRay(Identity.of(process.pid), str(directory))
+
+
+def wait_ready(own: OwnRay, log: Path, patience: float = START_PATIENCE) -> RayLink:
+    """Wait until our Ray takes drivers. Raises RayUnusable with what it said."""
+    directory = Path(own.directory)
+    address_file = _temp_dir(directory) / "ray_current_cluster"
+    token = _token_path(directory)
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline and not own.leader.gone():
+        address = address_file.read_text().strip() if address_file.exists() else ""
+        if address and ask(address, token.read_text()) is Answer.WELCOME:
+            return RayLink(address, "token", str(token), own)
+        time.sleep(0.05)
+    problem = "has ended" if own.leader.gone() else f"is not ready after {patience:.0f} s"
+    last = "\n".join(log.read_text(errors="replace").strip().splitlines()[-5:])
+    raise RayUnusable(f"the Ray that Baton started {problem}; its output is {log}:\n{last}")
+
+
+def stop(own: OwnRay) -> list[int]:
+    """End our Ray, wholly, and remove its directory. Returns the pids that could not be ended: none, normally."""
+    # No SIGTERM: the head would drain for up to 30 s, and nothing of it is worth saving. The leader goes first; what
+    # the others may start while they go down belongs to the session as well.
+    left = end([own.leader], patience=0)
+    for _ in range(_ROUNDS):
+        if not (members := session_members(own.leader)):
+            break
+        left = end(members, patience=0)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(own.leader.pid, os.WNOHANG)  # where the command that started it is the one that ends it
+    if own.directory.startswith(OWN_PREFIX):
+        shutil.rmtree(own.directory, ignore_errors=True)
+    return [process.pid for process in left]
+
+
+def connect(link: RayLink, namespace: str) -> None:
+    """Make this process a driver of that Ray. Raises RayUnusable: within ray_probe.PATIENCE where nobody answers,
+    within _DRIVER_PATIENCE more where this machine is none of its nodes."""
+    if ask(link.address, _token(link)) is not Answer.WELCOME:
+        raise RayUnusable(f"Ray at {link.address} has gone, or refuses our token; see `baton doctor`")
+    os.environ["RAY_AUTH_MODE"] = link.mode
+    if link.token_path:
+        os.environ["RAY_AUTH_TOKEN_PATH"] = link.token_path
+        os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray would prefer it, and it may be another Ray's
+    if link.own is not None:
+        os.environ |= _ON_LOOPBACK
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"
+    problem: list[Exception] = []
+    thread = threading.Thread(target=_init, args=(link.address, namespace, problem), daemon=True)
+    with _native_stderr_muted():
+        thread.start()
+        thread.join(_DRIVER_PATIENCE)
+    if thread.is_alive():
+        raise RayUnusable(
+            f"Ray at {link.address} answers, but takes no drivers from this machine within {_DRIVER_PATIENCE:.0f} s; "
+            f"is this machine one of its nodes? Join it with `ray start --address={link.address}`, or restart Ray"
+        )
+    if problem:
+        raise RayUnusable(f"Ray at {link.address} can't be used: {str(problem[0]).strip()}")
+
+
+def disconnect() -> None:
+    """Stop being a driver."""
+    ray: Any = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        ray.shutdown()
+
+
+def _init(address: str, namespace: str, problem: list[Exception]) -> None:
+    try:
+        import ray
+        from ray._private import worker
+
+        ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.CRITICAL)
+        # Ray prints its opinion on every actor's death into the driver's output; the supervisor reports those.
+        worker.print_worker_logs = lambda *_args, **_kwargs: None
+    except Exception as error:  # noqa: BLE001 - whatever Ray raises is handed to the caller's thread
+        problem.append(error)
+
+
+@contextlib.contextmanager
+def _native_stderr_muted() -> Iterator[None]:
+    """Ray's C++ side writes its log to file descriptor 2 while it starts, whatever its level. Python's own stderr goes
+    where it always went."""
+    python_stderr, kept = sys.stderr, os.dup(2)
+    try:
+        with Path(os.devnull).open("w") as nowhere, os.fdopen(os.dup(kept), "w", buffering=1) as still_stderr:
+            sys.stderr = still_stderr
+            os.dup2(nowhere.fileno(), 2)
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        sys.stderr = python_stderr
+
+
+def _token(link: RayLink) -> str | None:
+    if link.mode == "disabled":
+        return None
+    if not link.token_path:
+        return os.environ.get("RAY_AUTH_TOKEN", "")
+    try:
+        return Path(link.token_path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _token_path(directory: Path) -> Path:
+    return directory / "token"
+
+
+def _temp_dir(directory: Path) -> Path:
+    return directory / "ray"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

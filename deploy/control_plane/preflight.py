@@ -1,0 +1,121 @@
+"""What can be found wrong before anything is started: cheap checks, each with what to do about it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from baton.config import Config
+from baton.errors import ConfigError, ModelNotFound, NotEnoughMemory, PortInUse, StartupError
+from baton.hosts import is_loopback
+from baton.operator_address import Loopback, parse_operator
+from baton.system_memory import Room, available_memory
+from baton.wire import Keys
+from deploy.control_plane import state_file
+from deploy.control_plane.reports import read_overview
+from deploy.control_plane.state_file import State
+from deploy.processes import session_members
+
+_PROCESS_BYTES = 300 * 2**20  # what a worker takes besides its pool and its weights, about
+
+
+def check(config: Config) -> None:
+    """Raises the error of the first thing that can't work."""
+    check_model(config.model.path)
+    check_keys(config)
+    check_ports(config)
+    check_memory(config, available_memory())
+
+
+def check_model(model: str) -> None:
+    """Whether a checkpoint lies there, as far as that can be told without loading it."""
+    if not model:
+        raise ConfigError(
+            "no model is given; say which: --model DIRECTORY, or a Hugging Face id such as Qwen/Qwen3-0.6B"
+        )
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ModelNotFound(f"{path} holds no config.json; give the directory of a Hugging Face checkpoint")
+        if not any(path.glob("*.safetensors")):
+            raise ModelNotFound(f"{path} holds no *.safetensors; Baton loads no other kind of weights")
+    elif path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelNotFound(f"{model} is not a directory; give that of a checkpoint, or a Hugging Face id (owner/name)")
+
+
+def check_keys(config: Config) -> None:
+    """Whether the cluster's keys can be used. The default file may be missing: `baton up` makes it."""
+    path = config.cluster.key_path
+    if config.cluster.key_file or path.exists():
+        Keys.read(path)
+
+
+def check_ports(config: Config) -> None:
+    """Whether the router could listen where it is to listen."""
+    router = config.router
+    ports = [
+        ("grpc_port=0", router.host, router.grpc_port),
+        ("internal_port=0", router.host, router.internal_port),
+        ("http_port=0", router.host, router.http_port),
+    ]
+    if isinstance(operator := parse_operator(router.operator), Loopback):
+        ports.append((f"operator={operator._replace(port=0)}", operator.host, operator.port))
+    for setting, host, port in ports:
+        if port:
+            try:
+                with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((host, port))
+            except OSError as error:
+                raise PortInUse(
+                    f"the router can't listen on {host}:{port} ({error.strerror}); end what listens there "
+                    f"(`ss -ltnp 'sport = :{port}'` shows it), or take another: --set router.{setting} takes any"
+                ) from None
+
+
+def check_memory(config: Config, room: Room) -> None:
+    """Whether arena, page pools and weights fit into what this machine, or our cgroup, has left. Where other nodes may
+    join, one decode worker is certain to be here; a GPU has pools and weights in a memory of its own."""
+    prefill, decode = config.cluster.prefill, config.cluster.decode
+    if not is_loopback(config.router.host):
+        prefill, decode = 0, 1
+    workers = prefill + decode
+    on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not Path("/dev/nvidiactl").exists())
+    pools = prefill * config.prefill.pool_bytes + decode * config.decode.pool_bytes if on_cpu else 0
+    weights = _weight_bytes(Path(config.model.path).expanduser()) if on_cpu else 0
+    needed = config.store.arena_bytes + pools + workers * (weights + _PROCESS_BYTES)
+    if needed > room.available:
+        raise NotEnoughMemory(
+            f"the cluster needs about {_mib(needed)}: an arena of {_mib(config.store.arena_bytes)}, page pools of "
+            f"{_mib(pools)}, and {workers} workers of {_mib(weights + _PROCESS_BYTES)} each; {_mib(room.available)} "
+            f"are left ({room.bound}). Lower store.arena_bytes, prefill.pool_bytes or decode.pool_bytes, or start "
+            "fewer workers"
+        )
+
+
+def check_name_free(folder: Path) -> None:
+    """Whether no cluster of this name is up. What a dead one left behind is not judged here."""
+
+    state = state_file.read(folder)
+    # Without an address its `up` never came to an end; and no other `up` is under way, since we hold the lock.
+    if state is not None and state.routers and _alive(folder, state):
+        raise StartupError(
+            f"a cluster named {state.name!r} is up already, at {state.target}; end it with `baton down --name "
+            f"{state.name}`, or give this one another name: --name"
+        )
+
+
+def _alive(folder: Path, state: State) -> bool:
+    overview = read_overview(folder)
+    supervisors = [state.supervisor, overview.supervisor if overview is not None else None]
+    return any(identity is not None and not identity.gone() for identity in supervisors) or (
+        state.ray.own is not None and bool(session_members(state.ray.own.leader))
+    )
+
+
+def _weight_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors")) if path.is_dir() else 0
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

@@ -1,0 +1,134 @@
+"""The supervisor's book of every process: what was seen of it, how often it crashed and why. Pure; time comes in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from deploy.control_plane.observe import Facts, observe, observe_router
+from deploy.control_plane.reconcile import (
+    JOIN_PATIENCE,
+    RESTART_PATIENCE,
+    Action,
+    Bury,
+    Condition,
+    Crashes,
+    End,
+    Seen,
+    crashed,
+    reconcile,
+)
+from deploy.control_plane.reports import Failure, View
+from deploy.desired import Spec, role_of
+from deploy.processes import Identity
+
+log = logging.getLogger(__name__)
+
+
+class Ledger:
+    """Knows what there is; decides, through `reconcile`, what is to be done. Does nothing itself."""
+
+    def __init__(self, join_patience: float = JOIN_PATIENCE, restart_patience: float = RESTART_PATIENCE) -> None:
+        """`join_patience`: seconds that a process may take until a router lists it; `restart_patience`: seconds that
+        one which has fallen silent, but exists, may take to come back."""
+        self._join_patience = join_patience
+        self._restart_patience = restart_patience
+        self._seen: dict[str, Seen] = {}
+        self._identities: dict[str, Identity | None] = {}
+        self._live_since: dict[str, float] = {}
+        self._crashes: dict[str, Crashes] = {}
+        self._failures: dict[str, Failure] = {}  # the last ones
+        self._old: set[str] = set()  # names whose failure is of an earlier process
+
+    @property
+    def names(self) -> Iterable[str]:
+        return tuple(self._seen)
+
+    def placed(self) -> dict[str, str]:
+        """The node of every process that there is."""
+        return {name: seen.node for name, seen in self._seen.items() if seen.condition is not Condition.GONE}
+
+    def started(self, name: str, node: str, now: float) -> None:
+        """A process runs under this name: just started, or found by a supervisor that was restarted itself."""
+        self._seen[name] = Seen(name, node, Condition.JOINING, now)
+        self._old.add(name)
+
+    def turn(
+        self,
+        desired: Sequence[Spec],
+        facts: Mapping[str, Facts],
+        now: float,
+        held_up: float = 0.0,
+    ) -> list[Action]:
+        """Take this turn's facts and say what to do. `held_up`: seconds for which the supervisor itself stood still;
+        nobody's patience runs out over those."""
+        for name, before in self._seen.items():
+            before = replace(before, since=before.since + held_up, missed_since=before.missed_since + held_up)
+            found = facts[name]
+            seen = (observe_router if role_of(name) == "router" else observe)(before, found, now)
+            self._note(before, seen, found, now)
+        actions = reconcile(desired, self._seen, self._crashes, now, self._join_patience, self._restart_patience)
+        for action in actions:
+            match action:
+                case End(name, why):
+                    self._failed(name, Failure("unavailable", why))
+                case Bury(name, why):
+                    self._bury(name, why, {spec.name for spec in desired}, now)
+                case _:
+                    pass
+        return actions
+
+    def views(self, desired: Sequence[Spec], now: float) -> tuple[View, ...]:
+        """Every process that shall be or still is."""
+        specs = {spec.name: spec for spec in desired}
+        extra = [Spec(name, role_of(name), seen.node) for name, seen in self._seen.items() if name not in specs]
+        return tuple(self._view(spec, now) for spec in (*desired, *extra))
+
+    def _view(self, spec: Spec, now: float) -> View:
+        seen = self._seen.get(spec.name)
+        crashes = self._crashes.get(spec.name, Crashes())
+        return View(
+            name=spec.name,
+            role=spec.role,
+            node=spec.node if seen is None else seen.node,
+            condition="waiting" if seen is None else seen.condition.value,
+            identity=self._identities.get(spec.name),
+            restarts=crashes.total,
+            retry_in=0.0 if seen is not None else max(0.0, crashes.not_before - now),
+            failure=self._failures.get(spec.name),
+        )
+
+    def _note(self, before: Seen, seen: Seen, found: Facts, now: float) -> None:
+        name = seen.name
+        self._seen[name] = seen
+        self._identities[name] = found.identity
+        if found.failure is not None:
+            self._old.add(name)
+            self._failed(name, found.failure)
+        if seen.condition is before.condition:
+            return
+        log.info("%s: %s → %s %s", name, before.condition.value, seen.condition.value, seen.why)
+        if seen.condition is Condition.LIVE:
+            self._live_since.setdefault(name, now)
+
+    def _failed(self, name: str, failure: Failure) -> None:
+        """Of one process the first reason counts: what follows from it says less."""
+        if name in self._old or name not in self._failures:
+            self._failures[name] = failure
+        self._old.discard(name)
+
+    def _bury(self, name: str, why: str, wanted: set[str], now: float) -> None:
+        del self._seen[name]
+        self._identities.pop(name, None)
+        since = self._live_since.pop(name, now)
+        if name not in wanted:
+            self._crashes.pop(name, None)
+            self._failures.pop(name, None)
+            return
+        self._failed(name, Failure("unavailable", why))
+        record = crashed(self._crashes.get(name, Crashes()), why, now - since, now)
+        self._crashes[name] = record
+        log.warning(
+            "%s is gone (%s): crash %d, starts again in %.1f s", name, why, record.total, record.not_before - now
+        )

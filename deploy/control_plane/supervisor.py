@@ -1,0 +1,221 @@
+"""The supervisor: an actor that holds the desired state and restores it, turn by turn.
+
+It decides nothing itself: the ledger does, purely, and the crew acts. Ray restarts the supervisor, and only it. A
+restart runs only `__init__` again; so the desired state lies in Ray's key-value store, and everything else is found by
+looking: the named actors of the namespace, and the record that each left of its process. Crash counts begin anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from baton import logs
+from baton.clock import PauseDetector
+from baton.config import Bytes, Config
+from baton.errors import BatonError
+from baton.v1 import cluster_pb2
+from baton.wire import Keys as ClusterKeys
+from deploy.addresses import Addresses
+from deploy.client import Client
+from deploy.control_plane.actor_registry import SUPERVISOR, Crew
+from deploy.control_plane.actors import Order
+from deploy.control_plane.kv import Keys
+from deploy.control_plane.observe import Facts, listed
+from deploy.control_plane.process_ledger import Ledger
+from deploy.control_plane.reconcile import JOIN_PATIENCE, Action, Bury, End, Retire, Start
+from deploy.control_plane.reports import OVERVIEW_FILE, Overview
+from deploy.control_plane.state_file import replace
+from deploy.desired import Scale, Spec, listening, plan, workers_on
+
+DESIRED_KEY = "desired"
+TURN = 0.25  # seconds
+_PAUSED = 5.0  # a turn that took longer means that we were held up ourselves
+
+log = logging.getLogger(__name__)
+
+
+class Desired(msgspec.Struct, frozen=True):
+    """What shall be: survives the supervisor in Ray's key-value store."""
+
+    config: Config
+    scale: Scale
+    state_dir: str  # on the router's node
+    routers: Mapping[str, Addresses] = {}  # by name; once known, a router always comes back there
+    join_patience: float = JOIN_PATIENCE  # seconds that a process may take to join
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self, enc_hook=int)
+
+    @classmethod
+    def decode(cls, text: bytes) -> Desired:
+        return msgspec.json.decode(text, type=cls, dec_hook=lambda _, value: Bytes.parse(value))
+
+
+class Supervisor:
+    """Owns the desired state. Its loop runs on a thread; its methods are called through Ray."""
+
+    def __init__(self, namespace: str, desired: Desired, cluster_keys: ClusterKeys) -> None:
+        """`desired` counts only where none is kept: at the first start. The cluster's keys come with every start, as
+        Ray repeats it: so they need not lie in Ray's key-value store, nor on this node."""
+        logs.configure(SUPERVISOR, desired.config.cluster)
+        self._namespace = namespace
+        self._cluster_keys = cluster_keys
+        self._keys = Keys(namespace)
+        kept = self._keys.get(DESIRED_KEY)
+        self._desired = Desired.decode(kept) if kept is not None else desired
+        self._keep(self._desired)
+        self._crew = Crew(namespace)
+        self._identity = self._crew.sign(SUPERVISOR)
+        restart_patience = self._desired.config.cluster.restart_patience_ms / 1_000
+        self._ledger = Ledger(self._desired.join_patience, restart_patience)
+        for name, node in self._crew.rediscover().items():
+            log.info("found %s on %s", name, node)
+            self._ledger.started(name, node, time.monotonic())
+        self._endings: dict[str, Future[bool]] = {}
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="ending")
+        self._askers = ThreadPoolExecutor(8, thread_name_prefix="asking")
+        self._pauses = PauseDetector(_PAUSED)
+        self._clients: dict[str, Client] = {}  # to routers
+        self._problem = ""
+        self._lock = threading.Lock()  # over desired state and ledger; never held while waiting for anybody
+        threading.Thread(target=self._run, name=SUPERVISOR, daemon=True).start()
+
+    # --- called through Ray ------------------------------------------------------------------------------------------
+
+    def overview(self) -> bytes:
+        with self._lock:
+            return msgspec.json.encode(self._overview())
+
+    def scale(self, prefill: int, decode: int) -> None:
+        """From now on so many workers. Returns at once; the overview tells when it has come to that."""
+        with self._lock:
+            log.info("scale: %d prefill, %d decode", prefill, decode)
+            self._keep(msgspec.structs.replace(self._desired, scale=Scale(prefill, decode)))
+
+    # --- one turn ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._turn()
+                self._problem = ""
+            except Exception as error:
+                log.exception("a turn failed; the next one tries again")
+                self._problem = f"{type(error).__name__}: {error}"
+            time.sleep(TURN)
+
+    def _turn(self) -> None:
+        statuses, answering = self._ask_routers()
+        self._crew.poll()
+        with self._lock:
+            now = time.monotonic()
+            facts = {name: self._facts(name, statuses, answering) for name in self._ledger.names}
+            actions = self._ledger.turn(self._specs(), facts, now, self._pauses.tick(now))
+            for action in actions:
+                self._do(action, now)
+            overview = self._overview()
+        replace(Path(self._desired.state_dir) / OVERVIEW_FILE, msgspec.json.encode(overview))
+
+    def _do(self, action: Action, now: float) -> None:
+        match action:
+            case Start(spec):
+                self._start(spec, now)
+            case End(name, why):
+                log.warning("ending %s: %s", name, why)
+                self._endings[name] = self._pool.submit(self._crew.end, name)
+            case Retire(name):
+                log.info("retiring %s", name)
+                self._endings[name] = self._pool.submit(self._crew.retire, name)
+            case Bury(name):
+                self._endings.pop(name, None)
+                self._crew.bury(name)
+
+    def _start(self, spec: Spec, now: float) -> None:
+        config, known = self._desired.config, self._desired.routers
+        if spec.role != "router" and len(known) < config.cluster.routers:
+            return  # it is told of all routers, or it would never find the others
+        if spec.name in known:
+            config = known[spec.name].pin(config)
+        elif spec.role == "router":
+            config = listening(config, spec.name)
+        routers = () if spec.role == "router" else tuple(router.endpoint for router in known.values())
+        workers = workers_on(spec.node, self._specs())
+        order = Order(self._namespace, spec.name, spec.role, spec.node, config, self._cluster_keys, routers, workers)
+        if self._crew.start(order):
+            log.info("started %s on %s", spec.name, spec.node)
+            self._ledger.started(spec.name, spec.node, now)
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def _ask_routers(self) -> tuple[dict[str, cluster_pb2.GetStatusResponse], set[str]]:
+        """The statuses of the routers that tell theirs, and the names of those that answer at all."""
+        asked = [name for name in self._desired.routers if name in self._ledger.names]
+        answers = dict(zip(asked, self._askers.map(self._ask_router, asked), strict=True))
+        statuses = {
+            name: answer for name, answer in answers.items() if isinstance(answer, cluster_pb2.GetStatusResponse)
+        }
+        return statuses, {name for name, answer in answers.items() if answer is not None}
+
+    def _ask_router(self, name: str) -> cluster_pb2.GetStatusResponse | Literal["alive"] | None:
+        """Its status, or none. A router whose socket for the operator was removed still serves its clients: it counts
+        as alive while its public port answers."""
+        if name not in self._clients:
+            router = self._desired.routers[name]
+            # `baton up` places the supervisor and all routers on one node, so it reaches their Unix sockets.
+            self._clients[name] = Client(router.grpc, router.operator)
+        try:
+            return self._clients[name].status(timeout=1.0)
+        except BatonError as error:
+            log.info("no answer from %s: %s", name, error)
+            return "alive" if self._clients[name].answers() else None
+
+    def _facts(self, name: str, statuses: Mapping[str, cluster_pb2.GetStatusResponse], answering: set[str]) -> Facts:
+        member = self._crew.member(name)
+        if (ending := self._endings.get(name)) is not None and ending.done() and not member.gone:
+            del self._endings[name]  # it could not be ended; the ledger will ask again
+        if member.addresses is not None and member.addresses != self._desired.routers.get(name):
+            self._learn(name, member.addresses)
+        identity = member.record.identity if member.record else None
+        return Facts(
+            gone=member.gone,
+            ending=name in self._endings,
+            failure=member.failure,
+            listed=listed(statuses.values(), name, identity),
+            answers=name in answering,
+            why_gone=member.why_gone,
+            identity=identity,
+        )
+
+    def _specs(self) -> Sequence[Spec]:
+        return plan(self._desired.config, self._desired.scale, self._crew.nodes(), self._ledger.placed())
+
+    # --- telling -----------------------------------------------------------------------------------------------------
+
+    def _keep(self, desired: Desired) -> None:
+        self._keys.put(DESIRED_KEY, desired.encode())
+        self._desired = desired
+
+    def _learn(self, router: str, addresses: Addresses) -> None:
+        """Where a router serves: there it always comes back, since those that run have been told."""
+        if (client := self._clients.pop(router, None)) is not None:
+            client.close()
+        known = sorted({**self._desired.routers, router: addresses}.items())
+        self._keep(msgspec.structs.replace(self._desired, routers=dict(known)))
+
+    def _overview(self) -> Overview:
+        return Overview(
+            cluster=self._desired.config.cluster.name,
+            supervisor=self._identity,
+            scale=self._desired.scale,
+            processes=self._ledger.views(self._specs(), time.monotonic()),
+            routers=self._desired.routers,
+            problem=self._problem,
+        )

@@ -1,0 +1,91 @@
+"""Ending a cluster, in the order that leaves nothing: the supervisor first, so that nobody restores the rest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from baton import operator_port
+from baton.errors import RayUnusable, StartupError
+from deploy.control_plane import cluster, probe, state_file
+from deploy.control_plane.reports import OVERVIEW_FILE, read_overview
+from deploy.control_plane.state_file import State
+from deploy.processes import Identity, end
+
+Say = Callable[[str], None]
+
+
+def namespace_of(cluster: str) -> str:
+    """The Ray namespace of a cluster."""
+    return f"baton-{cluster}"
+
+
+def tear_down(folder: Path, state: State, say: Say) -> None:
+    """End the cluster of that state file, and the Ray that Baton started for it. A Ray of the user's stays up.
+    Works as well when half of it, or Ray, has gone already. Raises RayUnusable where the user's Ray runs and can't be
+    asked, since it would restore what is ended behind its back; StartupError when something is left. The state file
+    stays then, so that `down` can be repeated."""
+    own = state.ray.own
+    known = _known(folder, state)
+    try:
+        cluster.connect(state.ray, namespace_of(state.name))
+    except RayUnusable as error:
+        if own is None:
+            if probe.listens(state.ray.address):
+                raise RayUnusable(f"the cluster runs on a Ray that can't be asked to end it: {error}") from None
+            say(f"Ray has gone ({error}); ending the processes that are known")
+    else:
+        say("ending the cluster's processes")
+        _end_actors(namespace_of(state.name))
+        cluster.disconnect()
+    left = [process.pid for process in end(known, patience=0)]
+    if own is not None:
+        say("ending the Ray that Baton started")
+        left += cluster.stop(own)
+    if left:
+        raise StartupError(f"processes {left} can't be ended; look at them with `ps -fp {','.join(map(str, left))}`")
+    for sockets in {operator_port.folder_of(state.name), *_sockets(folder, state)}:
+        operator_port.clear(sockets)
+    (folder / OVERVIEW_FILE).unlink(missing_ok=True)
+    if state.made_keys:
+        Path(state.key_file).unlink(missing_ok=True)
+    state_file.remove(folder)
+
+
+def _known(folder: Path, state: State) -> list[Identity]:
+    overview = read_overview(folder)
+    views = overview.processes if overview is not None else ()
+    named = [state.supervisor, overview.supervisor if overview else None, *(view.identity for view in views)]
+    return [identity for identity in named if identity is not None]
+
+
+def _sockets(folder: Path, state: State) -> list[Path]:
+    """The folders in which routers of the cluster had their sockets for the operator."""
+    overview = read_overview(folder)
+    routers = [*state.routers.values(), *(overview.routers.values() if overview is not None else ())]
+    found = [path.parent for path in operator_port.paths(router.operator for router in routers)]
+    return [path for path in found if path.name == state.name and path.parent.name.startswith("baton")]
+
+
+def _end_actors(namespace: str) -> None:
+    from deploy.control_plane.actor_registry import NODE_KEY, Crew
+    from deploy.control_plane.kv import Keys
+    from deploy.control_plane.supervisor import DESIRED_KEY
+
+    crew = Crew(namespace)
+    crew.dismiss_supervisor()
+    names = list(crew.rediscover())
+    crew.poll(1.0)
+    with ThreadPoolExecutor(max(1, len(names))) as pool:
+        gone = list(pool.map(crew.retire, names))
+    for name in itertools.compress(names, gone):
+        crew.bury(name)
+    if not all(gone):
+        left = ", ".join(name for name, ended in zip(names, gone, strict=True) if not ended)
+        raise StartupError(f"can't end {left}; repeat `baton down`, or end Ray on the nodes where they run")
+    keys = Keys(namespace)
+    for node_id, _ in list(keys.under(NODE_KEY)):
+        keys.delete(NODE_KEY + node_id)
+    keys.delete(DESIRED_KEY)

@@ -1,0 +1,162 @@
+"""From logits to tokens.
+
+Temperature, then top-k, top-p and min-p; among what is left, Gumbel-max with the noise of
+`engine.sampling.counter_rng`. Since the noise belongs to the token and not to its rank or its share of the sum, a
+last-bit difference between two workers' logits moves a draw only where two candidates were tied to that bit, or where
+one crosses a filter's edge.
+
+Sorting a whole vocabulary costs more than a small model's step, so filters first look at the likeliest `PREFIX` tokens;
+where a filter might reach beyond, they look again at all of them. Both give the same candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch import Draw, Ints, Sampled
+from engine.sampling import counter_rng
+
+PREFIX = 256
+COLDEST = 1e-6
+"""Temperatures below this one count as this one, which keeps a scaled logit finite."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    """Tokens by falling logit, ties by rising id. Logits are scaled by the temperature and relative to the largest."""
+
+    logits: Floats
+    ids: Ints
+    whole: bool  # every token of the vocabulary is here
+    log_total: float  # log of the sum of exponentials over the whole vocabulary, same scale
+
+
+def sample(
+    logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int], best: Sequence[int] | None = None
+) -> list[Sampled]:
+    """Draw one token from each row of `logits` [rows, vocab]; `positions` are those that the new tokens will have.
+
+    `best` is the likeliest token of each row, of equal logits the lowest id, if that is known already. A row that is
+    not finite gives some token of the vocabulary, which `Sampled.finite` tells apart, and touches no other row.
+    """
+    # The largest of a row is NaN where any of them is. Minus infinity is a mask's, unless it is all that there is.
+    largest: list[float] = logits.amax(dim=-1).tolist()
+    tokens: list[int] = logits.argmax(dim=-1).tolist() if best is None else list(best)
+    warm = [row for row, draw in enumerate(draws) if draw.temperature > 0]
+    if warm:
+        picked = _draw_rows(logits[warm], [draws[row] for row in warm], [positions[row] for row in warm])
+        for row, token in zip(warm, picked, strict=True):
+            tokens[row] = token
+    sampled = _report(logits, draws, tokens)
+    for row, logit in enumerate(largest):
+        if not math.isfinite(logit):
+            sampled[row] = Sampled(tokens[row], finite=False)
+    return sampled
+
+
+def _draw_rows(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
+    """As `sample`, for rows with a temperature."""
+    logits, vocab = logits.float(), logits.shape[-1]
+    heat = torch.tensor([max(draw.temperature, COLDEST) for draw in draws], dtype=torch.float32)
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / heat.to(logits.device)[:, None]
+    log_totals: list[float] = scaled.logsumexp(dim=-1).tolist()
+    best, best_ids = (part.cpu().numpy() for part in scaled.topk(min(PREFIX, vocab), dim=-1))
+    tokens: list[int] = []
+    with np.errstate(invalid="ignore"):  # said by rows that are not finite
+        for row, (draw, position) in enumerate(zip(draws, positions, strict=True)):
+            prefix = _rank(best[row], best_ids[row], len(best[row]) == vocab, log_totals[row])
+            kept, ids = _candidates(prefix, scaled[row], draw)
+            noisy = kept + counter_rng.gumbel(counter_rng.key(draw.seed, draw.index, position), ids)
+            tokens.append(int(ids[np.argmax(noisy)]))
+    return tokens
+
+
+def _candidates(prefix: _Ranked, scaled: torch.Tensor, draw: Draw) -> tuple[Floats, Ints]:
+    """Scaled logits and ids of the tokens that pass all filters; `scaled` [vocab] is what `prefix` is the best of."""
+    ranked = prefix
+    count = _keep(ranked, draw)
+    if count is None:
+        everything = scaled.cpu().numpy()
+        if not _filters(draw):
+            return everything.astype(np.float64), np.arange(len(everything))
+        ranked = _rank(everything, np.arange(len(everything)), True, prefix.log_total)
+        count = _keep(ranked, draw)
+        assert count is not None
+    return ranked.logits[:count], ranked.ids[:count]
+
+
+def _filters(draw: Draw) -> bool:
+    return draw.top_k > 0 or draw.top_p < 1 or draw.min_p > 0
+
+
+def _rank(logits: npt.NDArray[np.float32], ids: Ints, whole: bool, log_total: float) -> _Ranked:
+    """Sort by one integer made of both keys, an order of magnitude faster than by two.
+
+    The bits of a float32 that is not above zero, read as an integer, rise as the number falls; adding zero makes the
+    negative zero, which would stand apart, the plain one.
+    """
+    half = np.uint64(32)
+    keys = ((logits + np.float32(0)).view(np.uint32).astype(np.uint64) << half) | ids.astype(np.uint64)
+    keys.sort()
+    sorted_logits = (keys >> half).astype(np.uint32).view(np.float32)
+    sorted_ids = (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    return _Ranked(sorted_logits.astype(np.float64), sorted_ids, whole, log_total)
+
+
+def _keep(ranked: _Ranked, draw: Draw) -> int | None:
+    """How many of the first tokens pass all filters, at least one; None when that can't be told from a prefix."""
+    logits, kept = ranked.logits, len(ranked.logits)
+    open_end = not ranked.whole  # tokens that are not here may pass too
+    edge = logits[-1]  # of a prefix: which of the tokens with this logit are here is chance
+    log_total = ranked.log_total
+
+    if draw.top_k > 0 and (open_end or draw.top_k < kept):
+        if open_end and (draw.top_k > kept or logits[draw.top_k - 1] <= edge):
+            return None
+        kept = _count_from(logits, logits[draw.top_k - 1])  # the k-th token's equals pass with it
+        log_total = float(np.logaddexp.reduce(logits[:kept]))
+        open_end = False
+    if draw.top_p < 1:
+        cumulated = np.cumsum(np.exp(logits[:kept] - log_total))
+        nucleus = int(np.searchsorted(cumulated, draw.top_p)) + 1  # the smallest set that reaches top_p
+        if open_end and (nucleus > kept or logits[nucleus - 1] <= edge):
+            return None
+        kept = min(nucleus, kept)
+        open_end = False
+    if draw.min_p > 0:
+        limit = logits[0] + math.log(draw.min_p)
+        if open_end and limit <= edge:
+            return None
+        kept = min(kept, max(1, _count_from(logits, limit)))
+        open_end = False
+    return None if open_end else kept
+
+
+def _count_from(falling: Floats, limit: float) -> int:
+    """How many of the falling values are at least `limit`."""
+    return int(np.searchsorted(-falling, -limit, side="right"))
+
+
+def _report(logits: torch.Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[Sampled]:
+    """Tokens with the log-probabilities that their draws ask for."""
+    wanted = [(row, draw.logprobs) for row, draw in enumerate(draws) if draw.logprobs is not None]
+    sampled = [Sampled(token) for token in tokens]
+    if not wanted:
+        return sampled
+    rows = [row for row, _ in wanted]
+    logprobs = logits[rows].float().log_softmax(dim=-1)
+    most = min(max(count for _, count in wanted), logits.shape[-1])
+    best, best_ids = (part.tolist() for part in logprobs.topk(most, dim=-1))
+    chosen = logprobs[torch.arange(len(rows)), [tokens[row] for row in rows]].tolist()
+    for i, (row, count) in enumerate(wanted):
+        top = tuple(zip(best_ids[i][:count], best[i][:count], strict=True))
+        sampled[row] = Sampled(tokens[row], chosen[i], top)
+    return sampled

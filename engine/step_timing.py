@@ -1,0 +1,64 @@
+"""How long a worker's steps take: what it plans with, and what it reports.
+
+Pure: the times are given.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from baton.messages import MAX_STEP_SAMPLES, StepSample
+from baton.step_cost_model import StepPace, pairs
+from engine.batch import Chunk
+from engine.step import Plan
+
+_AT_ONCE = 8  # steps without prompts that are learned from together: they are many and alike, and a fit takes 0.2 ms
+_CHUNK = 512  # tokens of a step whose speed is told as that of computing prompts, unless none had so many
+
+
+class WorkerPace(StepPace):
+    """The fit to this worker's own steps; begins with those of its calibration."""
+
+    def __init__(self, calibration: Sequence[StepSample] = ()) -> None:
+        super().__init__()
+        self._last: deque[StepSample] = deque(maxlen=MAX_STEP_SAMPLES)
+        self._unlearned: list[StepSample] = []
+        self.calibrate(calibration)
+
+    def stepped(self, plan: Plan, seconds: float, steps: int = 1) -> StepSample:
+        """So many steps of this plan took that long, each. Returns what there is to learn of one."""
+        sample = sample_of(list(plan.values()), seconds)
+        self._last.extend([sample] * steps)
+        self._unlearned += [sample] * min(steps, _AT_ONCE)
+        if sample.tokens or len(self._unlearned) >= _AT_ONCE:
+            self.observe(*self._unlearned)
+            self._unlearned.clear()
+        return sample
+
+    @property
+    def last(self) -> tuple[StepSample, ...]:
+        """The last steps, oldest first."""
+        return tuple(self._last)
+
+    def rate(self, context: int = 0) -> float:
+        """Prompt tokens computed per second behind `context` others; 0: not known yet. Nor is it where all prompts so
+        far came in steps with rows, and the fit takes those to be all that cost anything."""
+        tokens = min(self.largest, _CHUNK)
+        seconds = self.seconds(tokens, pairs(tokens, context))
+        return tokens / seconds if seconds else 0.0
+
+
+def sample_of(chunks: Sequence[Chunk], seconds: float) -> StepSample:
+    """What a step of these chunks had to do. A chunk of one token is a row: a sequence that waits for its next one."""
+    prompts = [chunk for chunk in chunks if len(chunk.tokens) > 1]
+    rows = [chunk for chunk in chunks if len(chunk.tokens) == 1]
+    return StepSample(
+        tokens=sum(len(chunk.tokens) for chunk in prompts),
+        pairs=sum(pairs(len(chunk.tokens), chunk.start) for chunk in prompts),
+        rows=len(rows),
+        context=sum(chunk.end for chunk in rows),
+        seconds=seconds,
+    )

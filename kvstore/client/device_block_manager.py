@@ -1,0 +1,208 @@
+"""Who owns each page of a worker's device pool, and what can be found in it.
+
+    free ──take, grow──▶ private ──publish──▶ cached, referenced ⇄ cached, unreferenced ──evicted──▶ free
+      ▲                     │ free                        (free, take)
+      └─────────────────────┘
+
+A page is *private* while only its sequence knows it, *cached* once its contents are complete and it can be found by
+key. Cached pages without references stay until room is needed: then they go least recently used, leaves first.
+
+Pure: page numbers and keys, no tensors and no clock. The tree of keys is `kvstore.arena.radix_tree`, the order
+`kvstore.arena.eviction`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.arena.eviction import LeafFirstLru
+from kvstore.arena.radix_tree import Node, RadixTree
+from kvstore.events.changes import Change, ChangeLog
+from kvstore.keys import START
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPage:
+    """A page that can be found. `parent` is empty where its chain starts."""
+
+    key: bytes
+    parent: bytes
+    page: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCacheStats:
+    """Counts of pages; the last three only grow. A lookup is one page asked for by `take`."""
+
+    total: int
+    free: int
+    evictable: int
+    referenced: int
+    cached: int
+    lookups: int
+    hits: int
+    evictions: int
+
+
+class DeviceCache:
+    """The one owner of a worker's device pages. A page handed out is freed once per reference."""
+
+    def __init__(self, num_pages: int, *, tell_tokens: bool = False) -> None:
+        """`tell_tokens`: what is drained has the tokens of the pages, too."""
+        self._tell_tokens = tell_tokens
+        self._references = [0] * num_pages
+        self._nodes: list[Node[int] | None] = [None] * num_pages  # of cached pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._tree: RadixTree[int] = RadixTree()
+        self._lru: LeafFirstLru[int] = LeafFirstLru()
+        self._changes = ChangeLog()
+        self._lookups = self._hits = self._evictions = 0
+
+    @property
+    def available(self) -> int:
+        """Pages that `grow` could hand out now: free or evictable."""
+        return len(self._free) + len(self._lru)
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """How many pages at the start of `keys` are cached. Changes nothing, not even the eviction order."""
+        return len(self._tree.match(keys))
+
+    def sole(self, pages: Sequence[int]) -> int:
+        """How many of these pages, in the order of their chain, nobody but the caller refers to. What is shared comes
+        first, so the place where it ends is sought: O(log pages)."""
+        return len(pages) - bisect_left(pages, True, key=lambda page: self._references[page] == 1)
+
+    def claim(self, keys: Sequence[bytes], total: int) -> int:
+        """By how many pages `available` shrinks if `total` are taken so: the fresh ones, and the cached ones that
+        nobody refers to now."""
+        return self._claim(self._tree.match(keys[:total]), total)
+
+    def take(self, keys: Sequence[bytes], total: int) -> list[int] | None:
+        """`total` pages, all or nothing: those of the cached prefix of `keys`, in order, then fresh ones, each with
+        one reference for the caller. None, and no change, when there is no room."""
+        cached = self._tree.match(keys[:total])
+        if self._claim(cached, total) > self.available:
+            return None
+        for node in cached:
+            self._refer(node.value)
+        self._lookups += len(keys)
+        self._hits += len(cached)
+        return [node.value for node in cached] + self._allocate(total - len(cached))
+
+    def grow(self, count: int) -> list[int] | None:
+        """`count` fresh pages with one reference each, or None and no change."""
+        return self._allocate(count) if count <= self.available else None
+
+    def publish(self, key: bytes, parent: bytes, page: int, tokens: Sequence[int] = ()) -> None:
+        """The contents of `page`, which the caller refers to, are complete: from now on `key` finds it. `tokens` are
+        what it was computed from.
+
+        It stays private when `key` is cached under another page already, or when the page before it (`parent`, empty
+        at the start of a chain) is not cached: it could not be found."""
+        assert self._references[page] > 0, "published without a reference"
+        above = self._tree.find(parent) if parent != START else None
+        if key in self._tree or (above is None and parent != START):
+            return
+        assert self._nodes[page] is None, "one page under two keys"
+        node = self._tree.add(key, above, page)
+        self._lru.insert(node)
+        self._nodes[page] = node
+        self._changes.stored(key, parent, tokens if self._tell_tokens else ())
+
+    def merged(self, key: bytes, page: int) -> int:
+        """The page under which `key` is cached, in exchange for `page`, which the caller refers to and whose contents
+        are the same: two that computed the same at the same time keep it once. `page` itself where it is that one, or
+        none is."""
+        node = self._tree.find(key)
+        if node is None or node.value == page:
+            return page
+        self._refer(node.value)
+        self.free([page])
+        return node.value
+
+    def retain(self, pages: Sequence[int]) -> None:
+        """One more reference on each of `pages`, which the caller refers to already: a copy outlives its sequence."""
+        for page in pages:
+            assert self._references[page] > 0, "retained without a reference"
+            self._references[page] += 1
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Drop one reference on each. Unreferenced, a private page is free again and a cached one evictable; of pages
+        given in chain order the last is evicted first."""
+        for page in reversed(pages):
+            assert self._references[page] > 0, "freed more often than referenced"
+            self._references[page] -= 1
+            if self._references[page]:
+                continue
+            node = self._nodes[page]
+            if node is None:
+                self._free.append(page)
+            else:
+                self._lru.unpin(node)
+
+    def clear(self) -> None:
+        """Forget every cached page that nobody refers to."""
+        while len(self._lru):
+            self._evict()
+
+    def pages(self) -> list[CachedPage]:
+        """Every cached page, parents before children: what a snapshot says."""
+        return [CachedPage(node.key, node.parent_key, node.value) for node in self._tree.preorder()]
+
+    def drain_events(self) -> list[Change]:
+        """What has become findable or stopped being so since the last call, in order."""
+        return self._changes.drain()
+
+    def stats(self) -> DeviceCacheStats:
+        return DeviceCacheStats(
+            total=len(self._references),
+            free=len(self._free),
+            evictable=len(self._lru),
+            referenced=sum(count > 0 for count in self._references),
+            cached=len(self._tree),
+            lookups=self._lookups,
+            hits=self._hits,
+            evictions=self._evictions,
+        )
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        self._tree.validate()
+        self._lru.validate(self._tree)
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is free twice"
+        for page, (references, node) in enumerate(zip(self._references, self._nodes, strict=True)):
+            assert references >= 0
+            assert (page in free) == (references == 0 and node is None), "a page is lost, or free and in use"
+            if node is not None:
+                assert node.value == page
+                assert self._tree.find(node.key) is node
+                assert node.pins == (references > 0)
+        assert len(self._tree) == sum(node is not None for node in self._nodes)
+
+    def _claim(self, cached: Sequence[Node[int]], total: int) -> int:
+        return total - len(cached) + (self._lru.exempted_by(cached[-1]) if cached else 0)
+
+    def _refer(self, page: int) -> None:
+        node = self._nodes[page]
+        if node is not None and not self._references[page]:
+            self._lru.pin(node)  # however many refer to a page, its node is pinned once
+        self._references[page] += 1
+
+    def _allocate(self, count: int) -> list[int]:
+        while len(self._free) < count:
+            self._evict()
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._refer(page)
+        return pages
+
+    def _evict(self) -> None:
+        node = self._lru.pop()
+        self._tree.remove(node)
+        self._nodes[node.value] = None
+        self._free.append(node.value)
+        self._changes.removed(node.key)
+        self._evictions += 1

@@ -1,0 +1,398 @@
+"""Moving pages between a worker's device and its node's store, as pure state: what to ask, what to copy, what counts.
+
+    Lookup  what is there     Acquire ▶ Arrived, NotComing, Below (▶ Promote)         and held from then on
+    Fetch   store → device    Acquire ▶ Arrived ▶ CopyIn ▶ Release ▶ Released(held)   only then does the page count
+    Ship    device → store    Reserve ▶ Reserved ▶ CopyOut ▶ Seal ▶ Sealed            only then does the page exist
+
+All belong to one attempt of one request and name device pages that the attempt keeps reserved until they end. The
+worker's service carries out the copies between two steps of the engine and reports them back.
+
+Of a cached prefix, some may lie on tiers below the arena. Once the store has told about all of it, `runs` is what could
+be loaded; the worker's state decides how much is worth it (`kvstore.load_or_recompute`) and says so to `decide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from baton.messages import (
+    MAX_KEYS_PER_CALL,
+    Acquire,
+    Arrived,
+    Below,
+    Corrupt,
+    Forget,
+    NotComing,
+    NotReserved,
+    Promote,
+    Release,
+    Released,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    Source,
+    StoreCall,
+    StoreReply,
+    TierRun,
+)
+
+
+class Call(Struct, frozen=True):
+    """A state's command: send this to the node's store. Dropped while there is none: its loss is told by StoreLost."""
+
+    call: StoreCall
+
+
+class CopyIn(msgspec.Struct, frozen=True):
+    """Copy an arena slot into a device page."""
+
+    ticket: int
+    index: int
+    slot: int
+    page: int
+    checksum: int
+
+
+class CopyOut(msgspec.Struct, frozen=True):
+    """Copy a device page into an arena slot."""
+
+    ticket: int
+    index: int
+    page: int
+    slot: int
+
+
+class CopiedIn(Struct, frozen=True):
+    """Those pages of the ticket were copied in; `corrupt` ones did not match their checksum."""
+
+    ticket: int
+    indices: tuple[int, ...]
+    corrupt: tuple[int, ...] = ()
+
+
+class CopiedOut(Struct, frozen=True):
+    """The pages of the ticket from `first` on were copied out and have these checksums."""
+
+    ticket: int
+    first: int
+    checksums: tuple[int, ...]
+
+
+class StoreUp(Struct, frozen=True):
+    """The node's store has attached this worker; its arena has `slots` slots of `page_bytes` bytes."""
+
+    slots: int
+    page_bytes: int
+
+
+class StoreLost(Struct, frozen=True):
+    """The node's store is gone; every ticket with it."""
+
+
+Copy: TypeAlias = CopyIn | CopyOut
+TransferEvent: TypeAlias = StoreReply | CopiedIn | CopiedOut
+
+
+def batches(copies: Sequence[Copy], most: int) -> Iterator[Sequence[Copy]]:
+    """Neighbours of one kind, one ticket and consecutive indices together, at most `most`: one word tells of each."""
+    first = 0
+    for end in range(1, len(copies) + 1):
+        if end == len(copies) or end - first == most or not _follows(copies[end], copies[end - 1]):
+            yield copies[first:end]
+            first = end
+
+
+def _follows(copy: Copy, last: Copy) -> bool:
+    return copy.index == last.index + 1 and copy.ticket == last.ticket and type(copy) is type(last)
+
+
+class _Acquisition:
+    """The tickets under which one chain is acquired, and what the store has said about each."""
+
+    def __init__(
+        self,
+        tickets: Iterator[int],
+        keys: Sequence[bytes],
+        wait: bool,
+        parent: bytes,
+        sources: Sequence[Source],
+        *,
+        partial: bool = False,
+    ) -> None:
+        self._keys, self._wait, self._parent, self._sources = keys, wait, parent, sources
+        self._partial = partial  # the last one is of a partial page
+        self._bases = {next(tickets): base for base in range(0, len(keys), MAX_KEYS_PER_CALL)}
+        self._here: set[int] = set()  # pages that the arena has, or had
+        self._below: dict[int, Sequence[TierRun]] = {}  # by ticket
+        self._unanswered = set(() if wait else self._bases)  # tickets of which not everything is known yet
+        self._decided = wait
+        self.limit = len(keys)  # the first page that is known not to come
+
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        return tuple(self._bases)
+
+    def start(self) -> list[StoreCall]:
+        calls: list[StoreCall] = []
+        for ticket, base in self._bases.items():
+            keys = b"".join(self._keys[base : base + MAX_KEYS_PER_CALL])
+            parent = self._keys[base - 1] if base else self._parent
+            sources = tuple(
+                Source(source.store, source.endpoint, source.pages - base)
+                for source in self._sources
+                if source.pages > base
+            )
+            partial = self._partial and base + MAX_KEYS_PER_CALL >= len(self._keys)
+            calls.append(Acquire(ticket, keys, self._wait, parent, sources, partial))
+        return calls
+
+    def forget(self) -> list[StoreCall]:
+        return [Forget(ticket) for ticket in self._bases]
+
+    @property
+    def undecided(self) -> bool:
+        """All is known that the store can tell, and `decide` must be called."""
+        return not self._decided and not self._unanswered
+
+    @property
+    def here(self) -> int:
+        """Pages from the start that the arena has, without a gap."""
+        return self._arrived(0, len(self._keys))
+
+    @property
+    def runs(self) -> list[TierRun]:
+        """What lower tiers have after the pages that the arena has, without a gap."""
+        runs: list[TierRun] = []
+        for ticket, base in self._bases.items():
+            end = min(base + MAX_KEYS_PER_CALL, len(self._keys))
+            if self._here.issuperset(range(base, end)):
+                continue
+            runs += self._below.get(ticket, ())
+            if self._arrived(base, end) + sum(run.pages for run in self._below.get(ticket, ())) < end - base:
+                break
+        return runs
+
+    def decide(self, pages: int) -> list[StoreCall]:
+        """Load the first `pages` of `runs`; nothing after them will come."""
+        assert self.undecided
+        self._decided = True
+        here = self.here
+        until = min(self.limit, here + pages)
+        self.limit = until
+        return [
+            Promote(ticket, min(until - base, MAX_KEYS_PER_CALL))
+            for ticket, base in self._bases.items()
+            if until > max(base, here) and here < base + MAX_KEYS_PER_CALL
+        ]
+
+    def _arrived(self, first: int, last: int) -> int:
+        """How many pages from `first` on, before `last`, the arena has without a gap."""
+        return next((index for index in range(first, last) if index not in self._here), last) - first
+
+    def _hear(self, event: TransferEvent) -> None:
+        match event:
+            case Arrived(ticket=ticket, pages=pages):
+                base = self._bases[ticket]
+                self._here |= {base + page.index for page in pages}
+                if self._here.issuperset(range(base, min(base + MAX_KEYS_PER_CALL, len(self._keys)))):
+                    self._unanswered.discard(ticket)
+            case Below(ticket=ticket, runs=runs):
+                self._below[ticket] = runs
+                self._unanswered.discard(ticket)
+            case NotComing(ticket=ticket, index=index):
+                self._unanswered.discard(ticket)
+                self._stop_at(ticket, index)
+            case _:
+                pass
+
+    def _stop_at(self, ticket: int, index: int) -> None:
+        if self._decided:
+            self.limit = min(self.limit, self._bases[ticket] + index)
+
+
+class Lookup(_Acquisition):
+    """Finds, and holds, the prefix of a chain that the store has or can load."""
+
+    def __init__(self, tickets: Iterator[int], keys: Sequence[bytes], sources: Sequence[Source] = ()) -> None:
+        super().__init__(tickets, keys, False, b"", sources)
+
+    @property
+    def found(self) -> int | None:
+        """Pages of the prefix that the arena has; none until it is known how many these will be."""
+        return self.limit if self._decided and self._here.issuperset(range(self.limit)) else None
+
+    def handle(self, event: TransferEvent) -> None:
+        self._hear(event)
+
+
+class Fetch(_Acquisition):
+    """Brings the pages of `keys`, which follow `parent`, into the device pages `pages`, one for one, in order of the
+    chain. With `wait` it is a hand-off, and nothing is to be decided; the last page may be a `partial` one then."""
+
+    def __init__(
+        self,
+        tickets: Iterator[int],
+        keys: Sequence[bytes],
+        pages: Sequence[int],
+        wait: bool,
+        parent: bytes = b"",
+        sources: Sequence[Source] = (),
+        *,
+        partial: bool = False,
+    ) -> None:
+        if len(keys) != len(pages):
+            raise ValueError(f"{len(keys)} keys for {len(pages)} device pages")
+        super().__init__(tickets, keys, wait, parent, sources, partial=partial)
+        self._pages = pages
+        self._copied: set[int] = set()
+        self._counted: set[int] = set()
+        self.covered = 0  # pages from the start whose bytes count
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come: all is covered, or all up to the first page that is not coming."""
+        return self._decided and self.covered >= self.limit
+
+    @property
+    def confirming(self) -> bool:
+        """Every page that will come was copied; the store need only confirm the last of them."""
+        return self._decided and self.covered < self.limit <= len(self._copied)
+
+    @property
+    def complete(self) -> bool:
+        """Every page is here."""
+        return self.covered == len(self._keys)
+
+    def handle(self, event: TransferEvent) -> list[StoreCall | Copy]:
+        """Take an event about one of this fetch's tickets."""
+        self._hear(event)
+        match event:
+            case Arrived(ticket=ticket, pages=arrived):
+                base = self._bases[ticket]
+                return [
+                    CopyIn(ticket, page.index, page.slot, self._pages[base + page.index], page.checksum)
+                    for page in arrived
+                ]
+            case CopiedIn(ticket=ticket, indices=indices, corrupt=corrupt):
+                for index in corrupt:
+                    self._lost(ticket, index)
+                self._copied |= {self._bases[ticket] + index for index in indices}
+                calls: list[StoreCall | Copy] = [Corrupt(ticket, index) for index in corrupt]
+                return [*calls, Release(ticket, indices)] if indices else calls
+            case Released(ticket=ticket, indices=indices, held=held):
+                for index, counts in zip(indices, held, strict=True):
+                    if counts:
+                        self._counted.add(self._bases[ticket] + index)
+                    else:
+                        self._lost(ticket, index)
+                while self.covered in self._counted:
+                    self.covered += 1
+            case _:
+                pass
+        return []
+
+    def _lost(self, ticket: int, index: int) -> None:
+        """A page that had arrived is no good: nothing after it is of use."""
+        self._decided, self._unanswered = True, set()
+        self._stop_at(ticket, index)
+
+
+class Ship:
+    """Writes the device pages of `keys` (at most 1,024), which follow `parent`, into the store; the last of them may be
+    `partial`.
+
+    Pages are handed over with `ready` as their contents become complete, in any order."""
+
+    def __init__(
+        self, ticket: int, parent: bytes, keys: Sequence[bytes], hold: bool, *, partial: bool = False, prompt: int = 0
+    ) -> None:
+        """`prompt`: which prompt waits for slots; 0 if none does."""
+        if not 0 < len(keys) <= MAX_KEYS_PER_CALL:
+            raise ValueError(f"a shipment takes 1 to {MAX_KEYS_PER_CALL} pages, not {len(keys)}")
+        self.ticket = ticket
+        self._parent, self._keys, self._hold, self._partial = parent, keys, hold, partial
+        self._prompt = prompt
+        self._slots: tuple[int | None, ...] | None = None
+        self._waiting: dict[int, int] = {}  # complete pages handed over before the slots were known: index → page
+        self._missing = set(range(len(keys)))  # not known to be in the store yet
+        self.refused: str | None = None  # why the store gave no slots
+        self.written = 0  # pages sealed by this shipment
+
+    @property
+    def count(self) -> int:
+        """Pages in this shipment."""
+        return len(self._keys)
+
+    @property
+    def done(self) -> bool:
+        """Every page is in the store."""
+        return not self._missing
+
+    def start(self) -> list[StoreCall]:
+        """Ask for slots."""
+        return [Reserve(self.ticket, self._parent, b"".join(self._keys), self._partial, self._prompt)]
+
+    def ready(self, index: int, page: int) -> list[StoreCall | Copy]:
+        """The contents of page `index` lie complete in the device page `page`."""
+        if self._slots is None:
+            self._waiting[index] = page
+            return []
+        slot = self._slots[index]
+        return [] if slot is None else [CopyOut(self.ticket, index, page, slot)]
+
+    def handle(self, event: TransferEvent) -> list[StoreCall | Copy]:
+        """Take an event about this shipment's ticket."""
+        match event:
+            case Reserved(slots=slots):
+                self._slots = slots
+                self._missing -= {index for index, slot in enumerate(slots) if slot is None}
+                waiting, self._waiting = self._waiting, {}
+                return [copy for index, page in waiting.items() for copy in self.ready(index, page)]
+            case NotReserved(reason=reason):
+                self.refused = reason
+            case NotComing():
+                self.refused = "orphan"  # the chain that these pages follow has been dropped meanwhile
+            case CopiedOut(ticket=ticket, first=first, checksums=checksums):
+                return [Seal(ticket, first, checksums, self._hold)]
+            case Sealed(first=first, count=count):
+                self._missing -= set(range(first, first + count))
+                self.written += count
+            case _:
+                pass
+        return []
+
+    def forget(self) -> list[StoreCall]:
+        return [Forget(self.ticket)]
+
+
+class CopyQueue:
+    """The copies that transfers have asked for and that have not been handed out to be made."""
+
+    def __init__(self) -> None:
+        self._copies: list[Copy] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
+    def add(self, asked: Sequence[StoreCall | Copy]) -> list[Call]:
+        """Keep the copies of what a transfer asks for; the calls come back as commands."""
+        self._copies += [item for item in asked if isinstance(item, CopyIn | CopyOut)]
+        return [Call(item) for item in asked if not isinstance(item, CopyIn | CopyOut)]
+
+    def drop(self, ticket: int) -> None:
+        """The copies of that ticket are not wanted any more."""
+        self._copies = [copy for copy in self._copies if copy.ticket != ticket]
+
+    def take(self, count: int) -> list[Copy]:
+        """Hand out at most `count`, oldest first."""
+        taken, self._copies = self._copies[:count], self._copies[count:]
+        return taken
+
+    @property
+    def tickets(self) -> set[int]:
+        return {copy.ticket for copy in self._copies}

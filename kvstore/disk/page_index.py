@@ -1,0 +1,159 @@
+"""Which pages are on disk or on their way there, in which order they go, and who has been told.
+
+Pages are closed under prefix, as everywhere: each hangs from its parent, and one that goes takes its subtree along. A
+page is *placed* once its record is written, and *readable* once it and all before it are placed. A pin protects a page
+and its prefix from eviction. Where records lie in files, and what becomes of their bytes, is the index's to see to.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvstore.arena.eviction import LeafFirstLru
+from kvstore.arena.radix_tree import Node, RadixTree
+from kvstore.disk.segments import Segment
+from kvstore.events.changes import Change, ChangeLog
+from kvstore.keys import START
+
+
+class StoredPage:
+    """A page that is written or being written. `node` is none once nobody can find it any more."""
+
+    __slots__ = ("checksum", "node", "readable", "record", "segment")
+
+    def __init__(self, checksum: int) -> None:
+        self.checksum = checksum
+        self.segment: Segment[StoredPage] | None = None  # none while it is on its way
+        self.record = 0
+        self.readable = False
+        self.node: Node[StoredPage] | None = None
+
+
+class DiskPages:
+    """The tree of pages. `readable` counts those that can be read."""
+
+    def __init__(self) -> None:
+        self.readable = 0
+        self._changes = ChangeLog()
+        self._tree: RadixTree[StoredPage] = RadixTree()
+        self._lru: LeafFirstLru[StoredPage] = LeafFirstLru()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._tree
+
+    @property
+    def evictable(self) -> bool:
+        """Whether any page could go."""
+        return len(self._lru) > 0
+
+    def find(self, key: bytes) -> Node[StoredPage] | None:
+        """A page that can be read."""
+        node = self._tree.find(key)
+        return node if node is not None and node.value.readable else None
+
+    def prefix(self, keys: Sequence[bytes], parent: bytes) -> int:
+        """How many of the first `keys`, which follow `parent`, can be read."""
+        above = self._tree.find(parent) if parent != START else None
+        if above is None and parent != START:
+            return 0
+        for count, key in enumerate(keys):
+            node = self.find(key)
+            if node is None or node.parent is not above:
+                return count
+            above = node
+        return len(keys)
+
+    def can_follow(self, parent: bytes) -> bool:
+        """Whether a page may hang from `parent`."""
+        return parent == START or parent in self._tree
+
+    def plant(self, page: StoredPage, key: bytes, parent: bytes) -> None:
+        """Take on a page that is new and may follow `parent`. It is pinned once."""
+        page.node = self._tree.add(key, self._tree.find(parent) if parent != START else None, page)
+        self._lru.insert(page.node)
+
+    def placed(self, page: StoredPage) -> None:
+        """Its record is written: if all before it can be read, so can it, and what waited below it."""
+        node = page.node
+        assert node is not None
+        if node.parent is not None and not node.parent.value.readable:
+            return
+        waiting = [node]
+        while waiting:
+            here = waiting.pop()
+            here.value.readable = True
+            self.readable += 1
+            self._changes.stored(here.key, here.parent_key)
+            waiting.extend(child for child in here.children.values() if child.value.segment is not None)
+
+    def pin(self, page: StoredPage) -> None:
+        assert page.node is not None
+        self._lru.pin(page.node)
+
+    def unpin(self, page: StoredPage) -> None:
+        """Undo one pin, that of `plant` too, if the page is still here; it counts as used now."""
+        if page.node is not None:
+            self._lru.unpin(page.node)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """These pages, parents first, were useful: they go later."""
+        nodes = [node for node in map(self._tree.find, keys) if node is not None]
+        for node in reversed(nodes):  # the deepest first: it moves the others along
+            self._lru.pin(node)
+        for node in nodes:
+            self._lru.unpin(node)
+
+    def evict(self) -> StoredPage:
+        """Strike out the page that is missed least; something must be evictable."""
+        node = self._lru.pop()
+        self._strike(node)
+        return node.value
+
+    def drop(self, page: StoredPage) -> list[StoredPage]:
+        """Strike out a page and its subtree, whoever has pinned them. Returns them; none if it had gone before."""
+        if page.node is None:
+            return []
+        nodes = self._tree.subtree(page.node)
+        for node in nodes:
+            self._lru.forget(node)
+            self._strike(node)
+        return [node.value for node in nodes]
+
+    def clear(self) -> None:
+        """All pages go."""
+        for node in reversed(list(self._tree.preorder())):
+            if node.value.readable:
+                self._changes.removed(node.key)  # not Cleared, which would be of every tier
+        self._tree = RadixTree()
+        self._lru = LeafFirstLru()
+        self.readable = 0
+
+    def pages(self) -> Iterator[tuple[bytes, bytes]]:
+        """Key and parent of every page that can be read, parents first."""
+        return ((node.key, node.parent_key) for node in self._tree.preorder() if node.value.readable)
+
+    def drain_events(self) -> list[Change]:
+        """What has become readable or stopped being so since the last call, in order."""
+        return self._changes.drain()
+
+    def validate(self) -> dict[bytes, StoredPage]:
+        """Check every invariant that this can see; for tests. Returns the pages that are placed."""
+        self._tree.validate()
+        self._lru.validate(self._tree)
+        for node in self._tree.preorder():
+            page = node.value
+            assert page.node is node
+            assert page.readable == (page.segment is not None and (node.parent is None or node.parent.value.readable))
+        assert self.readable == sum(node.value.readable for node in self._tree.preorder())
+        return {node.key: node.value for node in self._tree.preorder() if node.value.segment is not None}
+
+    def _strike(self, node: Node[StoredPage]) -> None:
+        page = node.value
+        self._tree.remove(node)
+        page.node = None
+        if page.readable:
+            page.readable = False
+            self.readable -= 1
+            self._changes.removed(node.key)

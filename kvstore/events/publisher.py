@@ -1,0 +1,147 @@
+"""KV events as their publisher sends them: a worker, or a store.
+
+    changes ──publish──▶ numbered, digested ──PUB──▶ whoever follows
+                              kept                       │ missed some
+    snapshot ◀──answer──── replay socket ◀───────────────┘
+
+Any number of followers may ask, for batches that were published or for a snapshot: nothing here knows who they are.
+Each turn hears a few questions and sends a few messages, however many there are (`kvstore.events.replay`). A snapshot
+is made once for all who wait for it, and making them takes a small share of the owner's time, however often somebody
+asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from baton import hosts
+from baton.clock import Clock
+from baton.messages import PageRun
+from baton.samples import Sample
+from baton.wire import Publisher, Replayer
+from kvstore.events.changes import TierChanges, in_parts, packed_digest, snapshot_parts
+from kvstore.events.replay import Answers, End, Item, Part
+from kvstore.events.wire_format import EncodedBatch, EventLog
+
+log = logging.getLogger(__name__)
+
+_QUESTIONS = 16  # heard in one turn, of all followers together
+_SHARE = 10  # a snapshot that took a second is not followed by another within ten
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class PageEvents:
+    """One publisher's sockets, its numbered batches, and the digest that its heartbeats tell."""
+
+    def __init__(self, incarnation: str, model: str, clock: Clock, host: str = "127.0.0.1") -> None:
+        """`model`: its name. Raises PortInUse or StartupError."""
+        self._clock = clock
+        self._log = EventLog(incarnation, model, time.time())
+        self._publisher = Publisher(hosts.endpoint(host))
+        try:
+            self._replayer = Replayer(hosts.endpoint(host))
+        except BaseException:
+            self._publisher.close()
+            raise
+        self._answers = Answers(self._log)
+        self._made: tuple[bytes, ...] = ()  # the parts of a snapshot that is still true
+        self._next_snapshot = float("-inf")
+        self._corrected = 0  # times that our digest was not that of what we hold: a mistake of ours
+
+    @property
+    def endpoint(self) -> str:
+        """Of the batches: for `Hello.events`."""
+        return self._publisher.endpoint
+
+    @property
+    def replay(self) -> str:
+        """Of the replay socket: for `Hello.replay`."""
+        return self._replayer.endpoint
+
+    @property
+    def socket(self) -> Any:
+        """For a Poller: somebody asks."""
+        return self._replayer.socket
+
+    @property
+    def sequence(self) -> int:
+        """Of the last batch: for `Heartbeat.events`."""
+        return self._log.last
+
+    @property
+    def digest(self) -> int:
+        """Of all that was held once that batch had happened: for `Heartbeat.digest`."""
+        return self._log.digest
+
+    @property
+    def under_way(self) -> bool:
+        """Followers take what they asked for, and there is more: the next turn should come soon."""
+        return self._answers.under_way
+
+    @property
+    def malformed(self) -> int:
+        """Questions that were none."""
+        return self._replayer.malformed
+
+    @property
+    def figures(self) -> Mapping[str, Sample]:
+        """For the metrics page."""
+        return {"kv_event_answers_dropped": self._answers.given_up, "kv_event_digests_corrected": self._corrected}
+
+    def publish(self, changes: Sequence[TierChanges], page_size: int) -> None:
+        """What has changed since the last call, by tier, in as many batches as that takes."""
+        for part in in_parts(changes):
+            batch = self._log.append(part, page_size, time.time())
+            self._publisher.send(batch.topic, batch.sequence, batch.payload)
+            self._made = ()
+
+    def answer(self, snapshot: Callable[[], Iterable[PageRun]]) -> None:
+        """Hear what followers ask and go on answering. Call every turn, after `publish` and before anything changes:
+        `snapshot` must tell of exactly what has been published."""
+        now = self._clock.now()
+        for follower, question in self._replayer.receive(_QUESTIONS):
+            if isinstance(question, int):
+                self._answers.replay(follower, question, now)
+            else:
+                self._answers.snapshot(follower, now)
+        if self._answers.snapshot_wanted and (parts := self._snapshot(snapshot, now)):
+            self._answers.made(parts, now)
+        self._answers.turn(self._send, now)
+
+    def close(self) -> None:
+        self._publisher.close()
+        self._replayer.close()
+
+    def _send(self, follower: bytes, item: Item) -> bool | None:
+        match item:
+            case EncodedBatch(sequence=sequence, payload=payload):
+                return self._replayer.send_batch(follower, sequence, payload)
+            case End():
+                return self._replayer.send_batch(follower, -1, b"")
+            case Part(payload=payload):
+                return self._replayer.send_part(follower, self._log.topic, payload)
+
+    def _snapshot(self, snapshot: Callable[[], Iterable[PageRun]], now: float) -> tuple[bytes, ...]:
+        """One of the present; nothing if it is too early for another."""
+        if not self._made and now >= self._next_snapshot:
+            runs = list(snapshot())
+            self._check(runs)
+            self._made = tuple(_encode(part) for part in snapshot_parts(self._log.last, runs))
+            self._next_snapshot = now + _SHARE * (self._clock.now() - now)
+        return self._made
+
+    def _check(self, runs: Iterable[PageRun]) -> None:
+        """What is held is the truth. Whoever followed our events sees from the digest that they told something else."""
+        truth = 0
+        for run in runs:
+            truth ^= packed_digest(run.keys, run.medium)
+        if truth != self._log.digest:
+            log.error("the events up to %d do not add up to the pages that are held", self._log.last)
+            self._corrected += 1
+            self._log.digest = truth

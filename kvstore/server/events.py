@@ -1,0 +1,120 @@
+"""What the store's state hears, what it says, and what can be read off it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from baton.clock import Tick
+from baton.messages import FromStore, StoreCall, StoreReply, ToStore
+from kvstore.disk.interface import DiskEvent, DiskOrder
+from kvstore.disk.stats import DiskStats
+from kvstore.server.inbound_transfers import LoadStats
+from kvstore.server.outbound_transfers import ServingStats
+from kvstore.transport.interface import PeerEvent, PeerOrder
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+class Connected(Struct, frozen=True):
+    """A connection was opened by process `pid`, which runs as our own user."""
+
+    connection: int
+    pid: int
+
+
+class Heard(Struct, frozen=True):
+    """A call came in."""
+
+    connection: int
+    call: StoreCall
+
+
+class Disconnected(Struct, frozen=True):
+    """The connection has ended. Its process may live on."""
+
+    connection: int
+
+
+class WriterGone(Struct, frozen=True):
+    """The kernel says that process `pid` is gone: it will never write again."""
+
+    pid: int
+
+
+class RouterSaid(Struct, frozen=True):
+    """A router of ours said this."""
+
+    message: ToStore
+    router: str = ""  # incarnation
+
+
+Event: TypeAlias = Connected | Heard | Disconnected | WriterGone | RouterSaid | PeerEvent | DiskEvent | Tick
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+class Send(Struct, frozen=True):
+    """Send `reply`; with an `Attached` goes the arena's descriptor."""
+
+    connection: int
+    reply: StoreReply
+
+
+class Drop(Struct, frozen=True):
+    """Close this connection. What it was told and has not read yet may be lost."""
+
+    connection: int
+
+
+class TellRouter(Struct, frozen=True):
+    """Say this to one of our routers."""
+
+    message: FromStore
+    router: str = ""  # incarnation
+
+
+class Divide(Struct, frozen=True):
+    """From now on the arena is cut into slots of `page_bytes`; nothing is on its way to or from any slot."""
+
+    page_bytes: int
+
+
+Command: TypeAlias = Send | Drop | TellRouter | Divide | PeerOrder | DiskOrder
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A snapshot of the store. The first group counts what is so now, the second what has happened since the start."""
+
+    slots: int
+    page_bytes: int
+    free: int  # slots
+    evictable: int  # sealed pages that could make room
+    sealed: int  # pages that can be found
+    reserved: int  # slots
+    unproven: int  # of these, by processes that are disconnected but not known to be gone
+    held: int  # pages
+    unlisted: int  # of these, those that can't be found (any more)
+    connections: int
+    tickets: int
+    waits: int  # pages waited for
+    oldest_hold: float  # seconds since the oldest ticket that holds something was made
+    pins: int
+    pinned_bytes: int
+
+    hits: int  # pages that Acquire found
+    misses: int
+    sealed_total: int
+    duplicates: int  # pages sealed that another writer had sealed first
+    evictions: int
+    expired: int  # holds that their owner did not renew
+    corrupt: int  # pages reported
+    refusals: int  # connections closed for what they said
+    loads: LoadStats
+    serving: ServingStats
+    disk: DiskStats

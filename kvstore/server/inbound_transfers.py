@@ -1,0 +1,552 @@
+"""What a store is bringing into its arena: from its disk, and from other stores. Pure.
+
+    want ──▶ claim slots ──▶ read from disk, a share at a time ──▶ landed   or failed
+                  └────────▶ Want ──▶ Landed… (Credit…) ─────────▶ landed   or failed: the next source, or not coming
+                                  └─ Gone, silent, lost pages ──▶ retired ──Retracted──▶ its slots are free
+
+Every key is brought at most once at a time, whoever waits for it. A source may have the first pages of a fetch and not
+the others: those come from it, these from the next. A fetch from another store has slots for only so many
+of its pages at once, and grants the others as room comes free. Slots of a fetch that has ended stay reserved until the
+transport has said that it writes there no more.
+
+Words and pages are lost only with a connection. Heartbeats find each loss: the other side says (`Serving`) that it has
+sent more than has come, or does not know the fetch, and what is missing is wanted anew; so is a page whose Doubt seems
+to be lost. Credits are said again with each heartbeat, and so, by the other side, is Gone.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from baton.messages import Credit, Doubt, Gone, PageReply, Serving, Source, Unwant, Want, Wanting
+from kvstore.arena.host_page_pool import NOWHERE, Page, PageTable, Reservation
+from kvstore.disk.interface import DiskOrder, DiskTable, ReadEnded
+from kvstore.load_or_recompute import SpeedMeter
+from kvstore.transport.interface import Ask, Expect, Landed, PeerOrder, Retract
+
+STORE = "store"
+"""The writer of what the store brings in itself."""
+
+_WINDOW_BYTES = 32 * 2**20  # on their way from one store at once: enough to fill a fast link
+_WINDOW_PAGES = 16  # the least window
+_WATCHED = 0.02  # seconds over which the speed of a hand-off is taken; in less, what lay in buffers would count much
+_DOUBTS = 3  # times that one page may come damaged before its source is given up
+
+
+Link: TypeAlias = tuple[bytes, bytes]
+"""A key, and the key before it in its chain (empty where that starts)."""
+
+
+def links(keys: Sequence[bytes], parent: bytes) -> list[Link]:
+    """`keys`, each following the one before, and the first following `parent`."""
+    return list(zip(keys, (parent, *keys[:-1]), strict=True))
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a call led to: orders for the threads, pages that have landed (each held once, for the caller to unhold),
+    keys that were to be brought from a cache and are not (`failed`), that the sources of a hand-off do not have
+    (`gone`), each with the stores that were asked (`tried`), and that nobody makes here any more (`unmade`).
+    `contested`: other stores wait here for pages that this store itself only awaits from a hand-off."""
+
+    orders: list[PeerOrder | DiskOrder] = field(default_factory=list[PeerOrder | DiskOrder])
+    landed: list[Page] = field(default_factory=list[Page])
+    failed: list[bytes] = field(default_factory=list[bytes])
+    gone: list[bytes] = field(default_factory=list[bytes])
+    tried: dict[bytes, frozenset[str]] = field(default_factory=dict[bytes, frozenset[str]])
+    unmade: list[bytes] = field(default_factory=list[bytes])
+    contested: list[bytes] = field(default_factory=list[bytes])
+
+    def add(self, other: Outcome) -> None:
+        self.orders += other.orders
+        self.landed += other.landed
+        self.failed += other.failed
+        self.gone += other.gone
+        self.tried |= other.tried
+        self.unmade += other.unmade
+        self.contested += other.contested
+
+
+@dataclass(eq=False, slots=True)
+class Fetch:
+    """Pages on their way from another store; indices count in `keys`."""
+
+    number: int
+    sources: tuple[Source, ...]  # the first is asked now, the others if that fails
+    keys: list[bytes]
+    parents: list[bytes]  # of each key: some of the chain may be here, or come otherwise
+    wait: bool  # also for pages that are only being made
+    began: float
+    tried: frozenset[str] = frozenset()  # stores that had none of these
+    credit: int = 0  # pages before this index have a slot, or need none
+    slots: dict[int, Reservation] = field(default_factory=dict[int, Reservation])  # granted and not landed
+    void: list[Reservation] = field(default_factory=list[Reservation])  # the same of pages that it will not bring
+    received: int = 0  # pages that came, damaged ones too
+    vain: int = 0  # pages that will come or have come, and for which there was no slot: they were here already
+    behind: tuple[int, int] = (0, 0)  # pages sent and received, by the last Serving
+    doubts: dict[int, int] = field(default_factory=dict[int, int])
+    doubted: int = 0  # the last beat before the last doubt
+    beat: int | None = None  # the first Wanting that listed it
+    first_after: float | None = None  # seconds until the first page
+    watched: tuple[float, int] | None = None  # since when, and how many pages had come by then
+    stalled: bool = False  # at the last heartbeat it had no slot, and pages to come
+
+    @property
+    def source(self) -> Source:
+        return self.sources[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStats:
+    """Counts since the start, by tier, and what is on its way now."""
+
+    disk_pages: int
+    remote_pages: int
+    disk_seconds: float  # from asking to landing, summed over loads
+    remote_seconds: float
+    failed: int  # pages that were to come and did not
+    damaged: int  # pages that came from another store with bytes that did not match
+    lost: int  # times that pages were lost on the way and wanted anew
+    loading: int  # pages, now
+    fetches: int  # now
+
+
+class Loads:
+    """The one owner of slots that the store itself has reserved."""
+
+    def __init__(
+        self, pages: PageTable, disk: DiskTable, page_bytes: int, share: float, heartbeat: float, silence: float,
+        numbers: Iterator[int],
+    ) -> None:  # fmt: skip
+        """At most `share` of the slots are on their way in at once; a source silent for `silence` seconds is given
+        up. `page_bytes` may be 0 while there are no slots. `numbers` are for fetches, never one twice: pages of a fetch
+        that ended may still be on a wire."""
+        self._pages = pages
+        self._disk = disk
+        self._page_bytes = page_bytes
+        self._allowed = max(1, int(pages.slots * share))
+        self._window = max(_WINDOW_PAGES, _WINDOW_BYTES // max(1, page_bytes))
+        self._heartbeat = heartbeat
+        self._silence = silence
+        # By key: a reservation is of a read from disk, None of one that waits for those before it.
+        self._coming: dict[bytes, Fetch | Reservation | None] = {}
+        self._reading: dict[bytes, float] = {}  # when reads from disk began
+        self._queued: deque[Link] = deque()  # reads that wait for those before them
+        self._fetches: dict[int, Fetch] = {}
+        self._retired: dict[int, list[Reservation]] = {}  # by fetch, until Retracted
+        self._heard: dict[str, float] = {}  # when sources of fetches last said anything
+        self._reserved = 0  # slots
+        self._numbers = numbers
+        self._beats = 0
+        self._next_beat = float("-inf")
+        self._meter = SpeedMeter("remote")
+        self._disk_pages = self._remote_pages = self._failed = self._damaged = self._lost = 0
+        self._disk_seconds = self._remote_seconds = 0.0
+
+    @property
+    def remote_speed(self) -> SpeedMeter:
+        return self._meter
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is on its way, and no thread will write to a slot of ours."""
+        return not (self._coming or self._fetches or self._retired)
+
+    def coming(self, key: bytes) -> bool:
+        return key in self._coming
+
+    def fetching(self, key: bytes) -> bool:
+        """Whether the page comes from another store."""
+        return isinstance(self._coming.get(key), Fetch)
+
+    def fetch_of(self, key: bytes) -> int | None:
+        """The number of the fetch that brings the page from another store."""
+        return fetch.number if isinstance(fetch := self._coming.get(key), Fetch) else None
+
+    def handing_off(self, key: bytes) -> bool:
+        """Whether the page comes from another store, where it may still have to be made."""
+        return isinstance(fetch := self._coming.get(key), Fetch) and fetch.wait
+
+    # --- begin --------------------------------------------------------------------------------------------------
+
+    def read(self, links: Sequence[Link], now: float) -> Outcome:
+        """Bring pages that are on the disk, in the order of their chain. Those that our share has no slots for come
+        after those that are on their way; when nothing is and there is no slot, they do not come."""
+        missing = [link for link in links if self._missing(link[0])]
+        self._coming |= {key: None for key, _ in missing}
+        self._queued += missing
+        return self._read_on(now)
+
+    def _read_on(self, now: float) -> Outcome:
+        outcome = Outcome()
+        if 2 * len(self._reading) > self._allowed:
+            return outcome  # many at a time are read faster than one by one
+        batch: list[tuple[bytes, int]] = []
+        while self._queued:
+            key, parent = self._queued[0]
+            if self._pages.find(key) is not None:  # somebody has sealed it here meanwhile
+                del self._coming[key]
+            elif not self._disk.has(key):
+                outcome.failed.append(key)
+                del self._coming[key]
+            elif (reservation := self._claim(key, parent)) is not None:
+                self._coming[key] = reservation
+                self._reading[key] = now
+                batch.append((key, reservation.slot))
+            elif self._reserved:
+                break
+            else:
+                outcome.failed += [key for key, _ in self._queued]
+                for key, _ in self._queued:
+                    del self._coming[key]
+                self._queued.clear()
+                break
+            self._queued.popleft()
+        self._failed += len(outcome.failed)
+        if batch:
+            result = self._disk.read(batch)
+            outcome.orders += result.orders
+            for ended in result.ended:
+                assert isinstance(ended, ReadEnded)
+                outcome.add(self.read_ended(ended, now))
+        return outcome
+
+    def fetch(
+        self, sources: Sequence[Source], links: Sequence[Link], wait: bool, now: float,
+        tried: frozenset[str] = frozenset(),
+    ) -> Outcome:  # fmt: skip
+        """Bring pages from the first of `sources`, and if that fails from the next; `tried` are stores that have been
+        asked before. Those that are on their way already come as they come."""
+        missing = [link for link in links if self._missing(link[0])]
+        if not missing:
+            return Outcome()
+        keys, parents = [key for key, _ in missing], [parent for _, parent in missing]
+        if not sources:
+            self._failed += len(keys)
+            return Outcome(gone=keys, tried=dict.fromkeys(keys, tried)) if wait else Outcome(failed=keys)
+        fetch = Fetch(next(self._numbers), tuple(sources), keys, parents, wait, began=now, tried=tried)
+        self._fetches[fetch.number] = fetch
+        self._coming |= dict.fromkeys(keys, fetch)
+        self._heard.setdefault(fetch.source.store, now)
+        outcome = self._grant(fetch)
+        if not fetch.credit and not wait and not self._reserved:
+            self._failed += len(keys)
+            return self._end(fetch, outcome)  # no room, and cached pages are not worth waiting for it
+        want = Want(fetch.number, self._page_bytes, b"".join(keys), wait, fetch.credit)
+        outcome.orders.append(Ask(fetch.source, want))
+        return outcome
+
+    def prune(
+        self, awaited: Callable[[bytes], bool], wanted: Callable[[bytes], bool], named: Callable[[bytes, str], bool],
+        now: float,
+    ) -> Outcome:  # fmt: skip
+        """Give up reads that have not begun of pages that nobody awaits, and fetches of which no worker wants a page:
+        what other stores wait for is no reason to ask others, or two that wait for each other would do so for ever.
+        A hand-off from a store that none of those who still want it has `named` may wait for pages that nobody makes
+        there: it goes on with the next."""
+        outcome = Outcome()
+        for key, _ in self._queued:
+            if not awaited(key):
+                del self._coming[key]
+        self._queued = deque(link for link in self._queued if link[0] in self._coming)
+        for fetch in list(self._fetches.values()):
+            left = [key for key in fetch.keys if self._coming.get(key) is fetch]
+            if not any(wanted(key) for key in left):
+                outcome = self._end(fetch, outcome)
+            elif fetch.wait and not any(named(key, fetch.source.store) for key in left):
+                self._try_next(fetch, outcome, now)
+        return outcome
+
+    # --- what comes -----------------------------------------------------------------------------------------------
+
+    def landed(self, event: Landed, now: float) -> Outcome:
+        outcome = Outcome()
+        fetch = self._fetches.get(event.fetch)
+        if fetch is None:
+            return outcome
+        self._heard[fetch.source.store] = now
+        if fetch.first_after is None:
+            fetch.first_after = now - fetch.began
+        for index, checksum in event.pages:
+            fetch.received += 1
+            if (reservation := fetch.slots.pop(index, None)) is None:
+                continue
+            self._remote_pages += 1
+            del self._coming[reservation.key]
+            outcome.landed.append(self._land(reservation, checksum))
+        for index in event.damaged:
+            fetch.received += 1
+            self._damaged += 1
+            fetch.doubted = self._beats
+            fetch.doubts[index] = fetch.doubts.get(index, 0) + 1
+            if fetch.doubts[index] > _DOUBTS:
+                return self._try_next(fetch, outcome, now)
+            outcome.orders.append(Ask(fetch.source, Doubt(fetch.number, index)))
+        if fetch.wait:
+            self._watch(fetch, now)
+        return self._go_on(fetch, outcome, now)
+
+    def _watch(self, fetch: Fetch, now: float) -> None:
+        """What a hand-off shows of the link. Where nothing but hand-offs crosses it, nothing else is known."""
+        since, received = fetch.watched or (now, fetch.received)
+        if now - since >= _WATCHED:
+            self._meter.at_least(now - since, (fetch.received - received) * self._page_bytes)
+            since, received = now, fetch.received
+        fetch.watched = since, received
+
+    def answered(self, store: str, reply: PageReply, now: float) -> Outcome:
+        """Another store has said something about our fetches."""
+        outcome = Outcome()
+        if store in self._heard:
+            self._heard[store] = now
+        match reply:
+            case Gone(fetch=number, index=index):
+                fetch = self._fetches.get(number)
+                if fetch is not None and fetch.source.store == store:
+                    self._lacks_from(fetch, index, outcome, now)
+            case Serving(beat=beat, fetches=served):
+                sent = dict(served)
+                for fetch in [f for f in self._fetches.values() if f.source.store == store]:
+                    known = fetch.beat is None or fetch.beat > beat or fetch.number in sent
+                    if not known or self._lacks(fetch, sent.get(fetch.number, 0)):
+                        self._lost += 1
+                        self._anew(fetch, fetch.sources, outcome, now)
+            case _:
+                pass
+        return outcome
+
+    def retracted(self, number: int, now: float) -> Outcome:
+        """The transport writes to the slots of that fetch no more."""
+        for reservation in self._retired.pop(number, []):
+            self._reserved -= 1
+            self._pages.release(reservation)
+        return self._go_on_all(now)
+
+    def read_ended(self, event: ReadEnded, now: float) -> Outcome:
+        reservation = self._coming.pop(event.key)
+        assert isinstance(reservation, Reservation)
+        began = self._reading.pop(event.key)
+        if event.ok:
+            self._disk_pages += 1
+            self._disk_seconds += now - began
+            outcome = Outcome(landed=[self._land(reservation, event.checksum)])
+            outcome.add(self._go_on_all(now))
+            return outcome
+        self._failed += 1
+        self._reserved -= 1
+        unmade = self._pages.abort(reservation)
+        outcome = Outcome(failed=[event.key], unmade=[key for key in unmade if key != event.key])
+        outcome.add(self._go_on_all(now))
+        return outcome
+
+    def tick(self, now: float, paused: float) -> Outcome:
+        """Time has passed: heartbeats to the stores that we fetch from, silence, slots that have come free."""
+        for store in self._heard:
+            self._heard[store] += paused
+        if now < self._next_beat:
+            return Outcome()
+        self._next_beat = now + self._heartbeat
+        outcome = Outcome()
+        for fetch in list(self._fetches.values()):
+            if now - self._heard[fetch.source.store] > self._silence:
+                self._try_next(fetch, outcome, now)
+            elif self._beats > fetch.doubted + 1 and not fetch.slots.keys().isdisjoint(fetch.doubts):
+                self._lost += 1
+                self._anew(fetch, fetch.sources, outcome, now)
+        outcome.add(self._go_on_all(now))
+        self._unstall(outcome)
+        by_store: dict[str, list[Fetch]] = {}
+        for fetch in self._fetches.values():
+            by_store.setdefault(fetch.source.store, []).append(fetch)
+        self._beats += bool(by_store)
+        for fetches in by_store.values():
+            source = fetches[0].source
+            for fetch in fetches:
+                fetch.beat = self._beats if fetch.beat is None else fetch.beat
+                if fetch.slots:
+                    outcome.orders.append(Ask(source, Credit(fetch.number, fetch.credit)))
+            outcome.orders.append(Ask(source, Wanting(self._beats, tuple(f.number for f in fetches))))
+        self._heard = {store: heard for store, heard in self._heard.items() if store in by_store}
+        return outcome
+
+    # --- internals --------------------------------------------------------------------------------------------------
+
+    def _missing(self, key: bytes) -> bool:
+        return key not in self._coming and self._pages.find(key) is None
+
+    def _claim(self, key: bytes, parent: bytes) -> Reservation | None:
+        if self._reserved >= self._allowed:
+            return None
+        reservation = self._pages.claim(STORE, parent, key)
+        self._reserved += reservation is not None
+        return reservation
+
+    def _land(self, reservation: Reservation, checksum: int) -> Page:
+        self._reserved -= 1
+        return self._pages.land(reservation, checksum)
+
+    def _grant(self, fetch: Fetch, loose: bool = False) -> Outcome:
+        """Give slots to the pages that come next, as far as there are. `loose`: the next page is claimed without its
+        parent, and so are those after it; then the pages before it may make room."""
+        granted: list[tuple[int, int]] = []
+        while fetch.credit < len(fetch.keys) and len(fetch.slots) < self._window:
+            key = fetch.keys[fetch.credit]
+            if self._pages.find(key) is not None:  # somebody has sealed it here meanwhile
+                fetch.vain += 1
+                del self._coming[key]
+            elif (reservation := self._claim(key, NOWHERE if loose else fetch.parents[fetch.credit])) is not None:
+                loose = False  # the next page has no parent here anyway
+                fetch.slots[fetch.credit] = reservation
+                granted.append((fetch.credit, reservation.slot))
+            else:
+                break
+            fetch.credit += 1
+        return Outcome([Expect(fetch.number, tuple(granted))] if granted else [])
+
+    def _go_on_all(self, now: float) -> Outcome:
+        """Slots may have come free: for reads, and for fetches."""
+        outcome = self._read_on(now)
+        for fetch in list(self._fetches.values()):
+            self._extend(fetch, outcome)
+            self._end_if_over(fetch, outcome, now)
+        return outcome
+
+    def _unstall(self, outcome: Outcome) -> None:
+        """Give slots to hand-offs that have had none since the last heartbeat, at the cost of their own earlier pages.
+
+        A chain that stays whole needs a slot for each page. On two nodes that hand off to each other these slots may be
+        held by finished prompts, each of which waits until the other node has got its pages."""
+        for fetch in self._fetches.values():
+            stalled = fetch.wait and not fetch.slots and fetch.credit < len(fetch.keys)
+            if stalled and fetch.stalled:
+                self._extend(fetch, outcome, loose=True)
+            fetch.stalled = stalled
+
+    def _extend(self, fetch: Fetch, outcome: Outcome, loose: bool = False) -> None:
+        before = fetch.credit
+        outcome.add(self._grant(fetch, loose))
+        if fetch.credit > before:
+            outcome.orders.append(Ask(fetch.source, Credit(fetch.number, fetch.credit)))
+
+    def _go_on(self, fetch: Fetch, outcome: Outcome, now: float) -> Outcome:
+        if len(fetch.slots) <= self._window // 2:
+            self._extend(fetch, outcome)
+        return self._end_if_over(fetch, outcome, now)
+
+    def _end_if_over(self, fetch: Fetch, outcome: Outcome, now: float) -> Outcome:
+        """It is over when all has come; and cached pages are not worth waiting for a slot when none is coming free."""
+        if fetch.credit < len(fetch.keys):
+            return outcome if fetch.wait or self._reserved else self._end(fetch, outcome)
+        if fetch.slots:
+            return outcome
+        if not fetch.wait and fetch.first_after is not None:
+            seconds = now - fetch.began
+            # The rate is that of what came after the first page; of pages that came all at once, of all alike.
+            rest = max(seconds - fetch.first_after, seconds / fetch.received)
+            self._meter.loaded(fetch.first_after, rest, fetch.received * self._page_bytes)
+            self._remote_seconds += seconds
+        return self._end(fetch, outcome)
+
+    def _lacks(self, fetch: Fetch, sent: int) -> bool:
+        """Whether pages were lost: more were sent than came. Some may have come in vain, which nobody counts: then it
+        is believed when it is so a second time."""
+        before, fetch.behind = fetch.behind, (sent, fetch.received)
+        return sent > fetch.received and (sent > fetch.received + fetch.vain or before == fetch.behind)
+
+    def _try_next(self, fetch: Fetch, outcome: Outcome, now: float) -> Outcome:
+        """This source has no more of it."""
+        return self._anew(fetch, fetch.sources[1:], outcome, now)
+
+    def _lacks_from(self, fetch: Fetch, index: int, outcome: Outcome, now: float) -> Outcome:
+        """This source has none of it from page `index` on; those before it are still to come."""
+        if index >= len(fetch.keys):
+            return outcome  # said again
+        if not any(self._coming.get(key) is fetch for key in fetch.keys[:index]):
+            return self._try_next(fetch, outcome, now)
+        lost = list(zip(fetch.keys[index:], fetch.parents[index:], strict=True))
+        del fetch.keys[index:], fetch.parents[index:]
+        fetch.credit = min(fetch.credit, index)
+        for each in sorted((each for each in fetch.slots if each >= index), reverse=True):
+            reservation = fetch.slots.pop(each)
+            fetch.void.append(reservation)
+            outcome.unmade += [key for key in self._pages.detach(reservation) if key != reservation.key]
+        lost = [link for link in lost if self._coming.get(link[0]) is fetch]
+        for key, _ in lost:
+            del self._coming[key]
+        tried = fetch.tried | {fetch.source.store}
+        outcome.add(self.fetch(fetch.sources[1:], lost, fetch.wait, now, tried))
+        return self._end_if_over(fetch, outcome, now)
+
+    def _anew(self, fetch: Fetch, sources: Sequence[Source], outcome: Outcome, now: float) -> Outcome:
+        """What has not come is wanted again, under a new number, from the first of `sources`."""
+        ended = self._end(fetch, Outcome())
+        left = [link for link in zip(fetch.keys, fetch.parents, strict=True) if self._missing(link[0])]
+        tried = fetch.tried | {source.store for source in fetch.sources if source not in sources}
+        again = self.fetch(sources, left, fetch.wait, now, tried)
+        outcome.orders += [*ended.orders, *again.orders]
+        outcome.failed += [key for key in ended.failed if key not in self._coming]
+        outcome.gone += [key for key in ended.gone if key not in self._coming]
+        outcome.tried |= again.tried
+        outcome.unmade += ended.unmade
+        return outcome
+
+    def _end(self, fetch: Fetch, outcome: Outcome) -> Outcome:
+        """No more of this fetch: its slots are free once the transport has let go of them."""
+        del self._fetches[fetch.number]
+        lost = outcome.gone if fetch.wait else outcome.failed
+        for key in fetch.keys:
+            if self._coming.get(key) is fetch:
+                del self._coming[key]
+                lost.append(key)
+        slots = list(fetch.slots.values())
+        for reservation in reversed(slots):
+            outcome.unmade += [key for key in self._pages.detach(reservation) if key != reservation.key]
+        self._retired[fetch.number] = [*slots, *fetch.void]
+        outcome.orders += [Retract(fetch.number), Ask(fetch.source, Unwant(fetch.number))]
+        return outcome
+
+    # --- what can be read off -------------------------------------------------------------------------------------
+
+    @property
+    def reservations(self) -> Iterator[Reservation]:
+        """Every slot that the store itself has reserved."""
+        for each in self._coming.values():
+            if isinstance(each, Reservation):
+                yield each
+        for fetch in self._fetches.values():
+            yield from fetch.slots.values()
+            yield from fetch.void
+        for slots in self._retired.values():
+            yield from slots
+
+    def stats(self) -> LoadStats:
+        return LoadStats(
+            disk_pages=self._disk_pages,
+            remote_pages=self._remote_pages,
+            disk_seconds=self._disk_seconds,
+            remote_seconds=self._remote_seconds,
+            failed=self._failed,
+            damaged=self._damaged,
+            lost=self._lost,
+            loading=len(self._coming),
+            fetches=len(self._fetches),
+        )
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        reservations = list(self.reservations)
+        assert len(reservations) == self._reserved <= self._allowed
+        assert all(reservation.writer == STORE or reservation.node is None for reservation in reservations)
+        assert {key for key, _ in self._queued} == {key for key, each in self._coming.items() if each is None}
+        assert set(self._reading) == {key for key, each in self._coming.items() if isinstance(each, Reservation)}
+        for fetch in self._fetches.values():
+            assert len(fetch.keys) == len(fetch.parents)
+            assert all(self._coming[fetch.keys[index]] is fetch for index in fetch.slots)
+            assert all(index < fetch.credit for index in fetch.slots)
+        live = set(map(id, self._fetches.values()))
+        assert all(id(each) in live for each in self._coming.values() if isinstance(each, Fetch)), "nobody brings it"

@@ -1,0 +1,135 @@
+"""Tickets, the processes that own them, and who waits for which page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from baton.messages import Source
+from kvstore.arena.host_page_pool import Page, Reservation
+
+
+@dataclass(eq=False, slots=True)
+class Waiter:
+    """Somebody who wants the pages of a chain: what it still waits for, by index in `keys`."""
+
+    number: int
+    keys: list[bytes]
+    wait: bool  # also for pages that are only being made: a hand-off
+    waits: set[int] = field(default_factory=set[int], kw_only=True)
+
+
+@dataclass(eq=False, slots=True)
+class Ticket(Waiter):
+    """One reservation or acquisition of one chain by a worker: what it still reserves and holds, by index in `keys`."""
+
+    owner: Process
+    expires: float  # when its holds and waits end unless its owner renews them
+    since: float  # when it was made
+    reserving: bool  # made by Reserve, so that it may seal
+    prompt: int = 0  # which prompt of its owner's it is for, where that waits for slots
+    parent: bytes = b""  # the key before the first
+    partial: bool = False  # the last key is of a partial page
+    sources: tuple[Source, ...] = ()  # other stores that may have its pages
+    reached: int = 0  # pages before this index were granted or asked for, and never are again
+    reservations: dict[int, Reservation] = field(default_factory=dict[int, Reservation])
+    sealed: set[int] = field(default_factory=set[int])  # indices that its owner has sealed
+    holds: dict[int, Page] = field(default_factory=dict[int, Page])
+
+    def sources_of(self, index: int) -> tuple[Source, ...]:
+        """Other stores that are believed to have that page, or to be about to."""
+        return tuple(source for source in self.sources if source.pages > index)
+
+
+@dataclass(eq=False, slots=True)
+class Process:
+    """One incarnation of a worker, while it is attached or slots are reserved by it."""
+
+    pid: int
+    incarnation: str
+    connection: int | None = None
+    tickets: dict[int, Ticket] = field(default_factory=dict[int, Ticket])
+
+    @property
+    def reserved(self) -> int:
+        """Slots that it may be writing to."""
+        return sum(len(ticket.reservations) for ticket in self.tickets.values())
+
+
+class WaitingRoom:
+    """Who waits for which key."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, dict[Waiter, int]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(waiting) for waiting in self._waiting.values())
+
+    @property
+    def awaited_keys(self) -> Iterator[bytes]:
+        """Every key that is waited for."""
+        return iter(self._waiting)
+
+    def awaited(self, key: bytes) -> bool:
+        """Whether anybody waits for `key`."""
+        return key in self._waiting
+
+    def wanted(self, key: bytes) -> bool:
+        """Whether a worker waits for `key`."""
+        return any(isinstance(waiter, Ticket) for waiter in self._waiting.get(key, ()))
+
+    def named(self, key: bytes, store: str) -> bool:
+        """Whether a worker waits for `key` that names this store as one to get it from."""
+        waiting = self._waiting.get(key, {}).items()
+        return any(isinstance(t, Ticket) and any(s.store == store for s in t.sources_of(i)) for t, i in waiting)
+
+    def promised(self, key: bytes) -> bool:
+        """Return whether another store waits here for `key`."""
+        return any(not isinstance(waiter, Ticket) for waiter in self._waiting.get(key, ()))
+
+    def of(self, key: bytes) -> Mapping[Waiter, int]:
+        """Who waits for `key`, each with its index there."""
+        return self._waiting.get(key, {})
+
+    def enter(self, waiter: Waiter, index: int) -> None:
+        waiter.waits.add(index)
+        self._waiting.setdefault(waiter.keys[index], {})[waiter] = index
+
+    def leave(self, waiter: Waiter, first: int = 0) -> None:
+        """`waiter` waits no longer for its pages from index `first` on."""
+        for index in [index for index in waiter.waits if index >= first]:
+            waiter.waits.discard(index)
+            waiting = self._waiting[waiter.keys[index]]
+            del waiting[waiter]
+            if not waiting:
+                del self._waiting[waiter.keys[index]]
+
+    def call(self, key: bytes) -> list[tuple[Waiter, int]]:
+        """Everybody who waits for `key`, which has come: they wait for it no longer."""
+        called = list(self._waiting.pop(key, {}).items())
+        for waiter, index in called:
+            waiter.waits.discard(index)
+        return called
+
+    def waiters(self, keys: Iterable[bytes]) -> list[Waiter]:
+        """Everybody who waits for one of `keys`, each once."""
+        return list(dict.fromkeys(waiter for key in keys for waiter in self._waiting.get(key, ())))
+
+    def send_away(self, keys: Iterable[bytes], who: Callable[[Waiter, int], bool]) -> list[tuple[Waiter, int]]:
+        """`keys` are not coming for those `who` it concerns: whoever waits for one waits no longer for it, nor for what
+        follows it in their chain. Returns the first index concerned of each."""
+        first: dict[Waiter, int] = {}
+        for key in keys:
+            for waiter, index in self._waiting.get(key, {}).items():
+                if who(waiter, index):
+                    first[waiter] = min(index, first.get(waiter, index))
+        for waiter, index in first.items():
+            self.leave(waiter, index)
+        return list(first.items())
+
+    def validate(self, waiters: Iterable[Waiter]) -> None:
+        """Check every invariant; for tests."""
+        expected = {(waiter.keys[index], id(waiter), index) for waiter in waiters for index in waiter.waits}
+        here = {(key, id(t), index) for key, waiting in self._waiting.items() for t, index in waiting.items()}
+        assert here == expected
+        assert all(self._waiting.values())

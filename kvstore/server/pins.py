@@ -1,0 +1,87 @@
+"""Pins: prefixes that the operator wants kept, each with a time to live, on the account of a tenant. Pure.
+
+A pin belongs to the router that asked for it: that one alone can end it, and hears of it in heartbeats. Should the
+router be gone, the pin stays: it lasts until its time is over, and serves whoever asks for its pages. Where two routers
+want the same pages, each has a pin of its own, and the pages count once.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from baton.messages import AttemptHeld, Pin, Pinned
+from kvstore.arena.host_page_pool import Page, PageTable
+from kvstore.keys import split_keys
+
+
+@dataclass(slots=True)
+class _Pinning:
+    tenant: str
+    pages: list[Page]
+    expires: float
+
+
+class Pins:
+    """Holds pages against eviction until their time is over."""
+
+    def __init__(self, pages: PageTable, page_bytes: int, quota: int) -> None:
+        """`quota`: bytes that one tenant may pin."""
+        self._pages = pages
+        self._page_bytes = page_bytes
+        self._quota = quota
+        self._pins: dict[tuple[str, str], _Pinning] = {}  # by owner and name
+
+    def pin(self, order: Pin, router: str, now: float) -> tuple[Pinned, list[Page]]:
+        """Hold every page of a chain or none, for the router of that incarnation. Returns the answer, and the pages
+        that are pinned now."""
+        keys, name = split_keys(order.keys), (router, order.pin)
+        found: list[Page] = []
+        for key in keys:
+            if (page := self._pages.find(key)) is None:
+                return Pinned(order.pin, len(found), "missing"), []
+            found.append(page)
+        replaced = self._pins.get(name)
+        others = [p for other, p in self._pins.items() if other != name and p.tenant == order.tenant]
+        pinned = {id(page) for pinning in others for page in pinning.pages} | {id(page) for page in found}
+        if len(pinned) * self._page_bytes > self._quota:
+            return Pinned(order.pin, 0, "quota"), []
+        for page in found:
+            self._pages.hold(page)
+        if replaced is not None:
+            self.unpin(*name)
+        self._pins[name] = _Pinning(order.tenant, found, now + order.ttl_ms / 1_000)
+        return Pinned(order.pin, len(found)), found
+
+    def unpin(self, router: str, pin: str) -> None:
+        """End a pin; one that is not there has ended already."""
+        if (pinning := self._pins.pop((router, pin), None)) is not None:
+            for page in pinning.pages:
+                self._pages.unhold(page)
+
+    def tick(self, now: float) -> None:
+        for name in [name for name, pinning in self._pins.items() if now >= pinning.expires]:
+            self.unpin(*name)
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def listed(self, router: str) -> tuple[AttemptHeld, ...]:
+        """For the heartbeat to a router: its pins, with how many of their pages can still be found. A corrupt one
+        can't."""
+        return tuple(
+            AttemptHeld(pin, 1, sum(page.node is not None for page in pinning.pages))
+            for (owner, pin), pinning in self._pins.items()
+            if owner == router
+        )
+
+    @property
+    def held(self) -> Iterator[Page]:
+        """A page for each hold of ours."""
+        return (page for pinning in self._pins.values() for page in pinning.pages)
+
+    @property
+    def bytes(self) -> int:
+        return len({id(page) for page in self.held}) * self._page_bytes

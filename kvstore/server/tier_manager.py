@@ -1,0 +1,431 @@
+"""One store's pages on all tiers, and everybody to whom they are promised. Pure.
+
+                    Loads ── from the disk, from other stores ──▶ ┐
+    workers ──seal──────────────────────────────────────────────▶ PageTable (the arena)
+                                                                  │ WaitingRoom: whoever waits is granted the page
+    disk  ◀── used often enough (AdmissionFilter) ────────────────┤
+    other stores ◀── Server ──────────────────────────────────────┤
+    the operator ◀── Pins ────────────────────────────────────────┘
+
+`kvstore.server.state` knows processes and their tickets; this knows pages, and says to which tickets they were granted
+or refused.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from baton.config import StoreConfig
+from baton.messages import PageRun, Pin, Pinned, Source, TierRun, TierSpeed
+from baton.waits import Wait, WaitNode
+from kvstore.arena.host_page_pool import NOWHERE, Page, PageTable
+from kvstore.disk.admission_filter import AdmissionFilter
+from kvstore.disk.interface import (
+    DiskEvent,
+    DiskOrder,
+    DiskOutcome,
+    DiskPage,
+    DiskResult,
+    DiskTable,
+    ReadEnded,
+    WriteEnded,
+)
+from kvstore.events.changes import page_runs
+from kvstore.server.inbound_transfers import STORE, Link, Loads, Outcome, links
+from kvstore.server.leases import Ticket, Waiter, WaitingRoom
+from kvstore.server.outbound_transfers import PeerFetch, Server
+from kvstore.server.pins import Pins
+from kvstore.transport.interface import (
+    Checked,
+    Landed,
+    PeerAnswered,
+    PeerAsked,
+    PeerEvent,
+    PeerOrder,
+    Retracted,
+    Served,
+)
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a call led to: orders for the threads, pages that tickets hold now, and from where on they get no more."""
+
+    orders: list[PeerOrder | DiskOrder] = field(default_factory=list[PeerOrder | DiskOrder])
+    granted: dict[Ticket, list[tuple[int, Page]]] = field(default_factory=dict[Ticket, list[tuple[int, Page]]])
+    refused: list[tuple[Ticket, int]] = field(default_factory=list[tuple[Ticket, int]])
+
+    def add(self, other: Turn) -> None:
+        self.orders += other.orders
+        self.refused += other.refused
+        for ticket, pages in other.granted.items():
+            self.granted.setdefault(ticket, []).extend(pages)
+
+
+class TieredPages:
+    """The pages of one namespace in one store."""
+
+    def __init__(
+        self, settings: StoreConfig, disk: DiskTable, admission: AdmissionFilter, slots: int, page_bytes: int,
+        heartbeat: float, silence: float, numbers: Iterator[int],
+    ) -> None:  # fmt: skip
+        """`numbers`: for fetches from other stores, never one twice."""
+        self.pages = PageTable(slots)
+        self.waiting = WaitingRoom()
+        self.disk = disk
+        self.loads = Loads(self.pages, disk, page_bytes, settings.load_share, heartbeat, silence, numbers)
+        self.pins = Pins(self.pages, page_bytes, settings.pin_bytes)
+        self.server = Server(
+            self.pages, self.waiting, page_bytes, silence, self.loads.read, disk.parent,
+            lambda page: Outcome(unmade=self._bad(page)), self.loads.fetching, self.loads.handing_off,
+        )  # fmt: skip
+        self.corrupt = 0  # pages found in the arena with bytes that do not match
+        self._admission = admission
+        self._demoting: dict[bytes, Page] = {}  # on their way to the disk
+        self._forsaken: set[bytes] = set()  # keys on their way here whose makers have gone since
+        self._heartbeat = heartbeat
+        self._next_prune = float("-inf")
+
+    @property
+    def idle(self) -> bool:
+        """No thread reads or writes a slot, and nobody waits or holds but workers."""
+        return self.loads.idle and self.server.idle and not self._demoting and not len(self.pins)
+
+    # --- what workers do ------------------------------------------------------------------------------------------
+
+    def sealed(self, pages: Sequence[Page]) -> Turn:
+        """A worker has sealed these."""
+        turn = Turn()
+        for page in pages:
+            self._arrive(page, turn)
+        turn.orders += self._used([page.key for page in pages if not page.partial])
+        return turn
+
+    def used(self, keys: Sequence[bytes]) -> Turn:
+        """Somebody reuses these cached pages; those used often enough are written to the disk."""
+        self.disk.touch(keys)
+        return Turn(self._used(keys))
+
+    def unmade(self, keys: Iterable[bytes]) -> Turn:
+        """Nobody makes these here any more."""
+        turn = Turn()
+        self._refuse_all(keys, turn)
+        return turn
+
+    def drop(self, page: Page) -> Turn:
+        """A worker found that page's bytes to be wrong."""
+        return self.unmade(self._bad(page))
+
+    def below(self, ticket: Ticket, first: int) -> list[TierRun]:
+        """What lower tiers have of the ticket's pages from `first` on, without a gap."""
+        runs: list[TierRun] = []
+        parent = ticket.keys[first - 1] if first else ticket.parent
+        if on_disk := self.disk.prefix(ticket.keys[first:], parent):
+            runs.append(TierRun(self.disk.speed, on_disk))
+        most = max((source.pages for source in ticket.sources), default=0)
+        elsewhere = min(most, len(ticket.keys)) - first - on_disk
+        if elsewhere > 0:
+            runs.append(TierRun(self.loads.remote_speed.speed, elsewhere))
+        return runs
+
+    def promote(self, ticket: Ticket, until: int, now: float) -> Turn:
+        """Bring the ticket's pages before index `until` that are not here from lower tiers. The ticket does not wait
+        for a page that a hand-off brings and that another store awaits here: its maker may be the worker that asks.
+
+        A page that the ticket was granted before is not granted again, even if that hold has expired: what its reader
+        has copied meanwhile would count, under the new hold, whatever it was."""
+        first, ticket.reached = ticket.reached, max(ticket.reached, until)
+        turn = Turn()
+        for index in range(first, until):
+            if (page := self.pages.find(ticket.keys[index])) is not None:
+                self._grant(ticket, index, page, turn)
+            else:
+                self.waiting.enter(ticket, index)
+        parent = ticket.keys[first - 1] if first else ticket.parent
+        on_disk = first + self.disk.prefix(ticket.keys[first:until], parent)
+        chain = links(ticket.keys, ticket.parent)
+        turn.add(self._settle(self.loads.read(chain[first:on_disk], now), now))
+        if on_disk < until:
+            sources = [source for source in ticket.sources if source.pages > on_disk]
+            most = max((source.pages for source in sources), default=0)
+            turn.add(self._settle(self.loads.fetch(sources, chain[on_disk : min(until, most)], False, now), now))
+            if most < until:
+                self._refuse(ticket.keys[max(most, on_disk) : until], turn, lambda waiter, index: waiter is ticket)
+        contested = [key for key in ticket.keys[first:until] if self._contested(key)]
+        self._send_away(contested, turn, lambda waiter, index: waiter is ticket)
+        return turn
+
+    def hand_off(self, ticket: Ticket, now: float) -> Turn:
+        """Bring the pages that the ticket waits for: those on the own disk from there, the others from its sources.
+
+        A page on the own disk is never asked of another store: that store may await it from this one."""
+        chain, has = _chain(ticket), self.disk.has
+        turn = self._settle(self.loads.read([chain[i] for i in sorted(ticket.waits) if has(chain[i][0])], now), now)
+        turn.add(self._from_others(ticket, now))
+        return turn
+
+    def _from_others(self, ticket: Ticket, now: float) -> Turn:
+        """Pages of the ticket that are not here, and that it waits for, come from its sources as they are sealed; those
+        that no source is believed to have or make are waited for here. A partial page is loose where it is brought:
+        it is nobody else's."""
+        chain = _chain(ticket)
+        wanted: dict[tuple[Source, ...], list[Link]] = {}
+        for index in sorted(ticket.waits):
+            if sources := ticket.sources_of(index):
+                wanted.setdefault(sources, []).append(chain[index])
+        turn = Turn()
+        for sources, part in wanted.items():
+            turn.add(self._settle(self.loads.fetch(sources, part, True, now), now))
+        return turn
+
+    def prune(self, now: float) -> Turn:
+        """Stop what is being brought for nobody any more: tickets have ended, or their pages came in another way."""
+        waiting = self.waiting
+        return self._settle(self.loads.prune(waiting.awaited, waiting.wanted, waiting.named, now), now)
+
+    # --- what threads, other stores and the operator do ------------------------------------------------------------
+
+    def handle(self, event: PeerEvent | DiskEvent, now: float) -> Turn:
+        match event:
+            case Landed():
+                return self._settle(self.loads.landed(event, now), now)
+            case PeerAnswered(peer=peer, reply=reply):
+                return self._settle(self.loads.answered(peer, reply, now), now)
+            case Retracted(fetch=fetch):
+                return self._settle(self.loads.retracted(fetch, now), now)
+            case PeerAsked(peer=peer, request=request):
+                return self._settle(self.server.asked(peer, request, now), now)
+            case Served(number=number):
+                self.server.served(number)
+                return Turn()
+            case Checked(number=number, intact=intact):
+                return self._settle(self.server.checked(number, intact), now)
+            case _:
+                return self._disk_result(self.disk.handle(event), now)
+
+    def pin(self, order: Pin, router: str, now: float) -> tuple[Pinned, Turn]:
+        """What is pinned goes to the disk as well."""
+        answer, pages = self.pins.pin(order, router, now)
+        return answer, Turn(self._demote(pages))
+
+    def tick(self, now: float, paused: float) -> Turn:
+        turn = self._settle(self.loads.tick(now, paused), now)
+        self.server.tick(now, paused)
+        self.pins.tick(now)
+        if now >= self._next_prune:
+            self._next_prune = now + self._heartbeat
+            self._forsaken = {key for key in self._forsaken if self.loads.coming(key)}
+            turn.add(self.prune(now))
+        turn.add(self._disk_result(self.disk.tick(now), now))
+        return turn
+
+    def open_disk(self, namespace: bytes, page_bytes: int) -> list[PeerOrder | DiskOrder]:
+        return list(self.disk.open(namespace, page_bytes).orders)
+
+    # --- internals --------------------------------------------------------------------------------------------------
+
+    def _settle(self, outcome: Outcome, now: float) -> Turn:
+        """Tell whoever waits for it what has landed and what has failed. Whoever waits for a hand-off is not concerned
+        when a cache fails: somebody is making its pages, here or at its sources, which are asked then."""
+        turn = Turn(outcome.orders)
+        for page in outcome.landed:
+            self._arrive(page, turn)
+            self.pages.unhold(page)
+        contested = [key for key in outcome.contested if self._contested(key)]
+        self._send_away(contested, turn, lambda waiter, index: isinstance(waiter, Ticket) and not waiter.wait)
+        if not (outcome.unmade or outcome.failed or outcome.gone):
+            return turn
+        turn.add(self._ask_others(outcome, now))
+        self._refuse_all(outcome.unmade, turn)
+        self._refuse(outcome.failed, turn, lambda waiter, index: not waiter.wait)
+        for waiter in self.waiting.waiters(outcome.failed):
+            if isinstance(waiter, Ticket):
+                turn.add(self._from_others(waiter, now))  # the disk has failed, or there was no slot for what it has
+        self._refuse_all(self._forsaken.intersection(outcome.failed + outcome.gone), turn)
+        self._refuse(outcome.gone, turn, lambda waiter, index: not waiter.wait or _has_sources(waiter, index))
+        return turn
+
+    def _ask_others(self, outcome: Outcome, now: float) -> Turn:
+        """What the sources of one hand-off do not have, those of another may: prompts that begin alike are computed on
+        different nodes."""
+        wanted: dict[tuple[tuple[Source, ...], frozenset[str]], list[Link]] = {}
+        chains: dict[Ticket, list[Link]] = {}
+        for key in outcome.gone:
+            tried = outcome.tried.get(key, frozenset())
+            for ticket, index in self.waiting.of(key).items():
+                if not isinstance(ticket, Ticket) or not ticket.wait:
+                    continue
+                if sources := tuple(source for source in ticket.sources_of(index) if source.store not in tried):
+                    chain = chains[ticket] = chains.get(ticket) or _chain(ticket)
+                    wanted.setdefault((sources, tried), []).append(chain[index])
+                    break
+        turn = Turn()
+        for (sources, tried), part in wanted.items():
+            turn.add(self._settle(self.loads.fetch(sources, part, True, now, tried), now))
+        return turn
+
+    def _arrive(self, page: Page, turn: Turn) -> None:
+        for waiter, index in self.waiting.call(page.key):
+            if isinstance(waiter, Ticket):
+                self._grant(waiter, index, page, turn)
+            elif isinstance(waiter, PeerFetch):
+                turn.orders += self.server.arrived(waiter, index, page).orders
+
+    def _grant(self, ticket: Ticket, index: int, page: Page, turn: Turn) -> None:
+        self.pages.hold(page)
+        ticket.holds[index] = page
+        turn.granted.setdefault(ticket, []).append((index, page))
+
+    def _refuse_all(self, keys: Iterable[bytes], turn: Turn) -> None:
+        """Nobody makes these any more. Those that are being brought may still come; if they don't, nobody is left.
+
+        Other stores do not wait for what a hand-off brings here. That hand-off may wait for theirs."""
+        keys = list(keys)
+        self._forsaken.update(key for key in keys if self.loads.coming(key))
+        self._refuse(keys, turn, lambda waiter, index: True)
+        lost = [key for key in keys if self.loads.handing_off(key) and not self._made_here(key)]
+        self._send_away(lost, turn, lambda waiter, index: not isinstance(waiter, Ticket))
+
+    def _made_here(self, key: bytes) -> bool:
+        """Return whether a worker of this node has reserved a slot for this page."""
+        return any(writer != STORE for writer in self.pages.writers(key))
+
+    def _contested(self, key: bytes) -> bool:
+        """Return whether another store awaits here a page that only a hand-off from elsewhere brings.
+
+        A cached page is not worth waiting for then. The worker that asks for it may be the one that has to make it, and
+        the stores along the hand-off may wait for each other in a circle."""
+        return self.loads.handing_off(key) and self.waiting.promised(key) and not self._made_here(key)
+
+    def _refuse(self, keys: Iterable[bytes], turn: Turn, who: Callable[[Waiter, int], bool]) -> None:
+        """These are not coming for those `who` it concerns, unless somebody else makes or brings them."""
+        gone = [key for key in keys if not self.loads.coming(key) and not self.pages.making(key)]
+        self._send_away(gone, turn, who)
+
+    def _send_away(self, gone: Iterable[bytes], turn: Turn, who: Callable[[Waiter, int], bool]) -> None:
+        for waiter, index in self.waiting.send_away(gone, who):
+            if isinstance(waiter, Ticket):
+                turn.refused.append((waiter, index))
+            elif isinstance(waiter, PeerFetch):
+                turn.orders += self.server.not_coming(waiter, index).orders
+
+    def _bad(self, page: Page) -> list[bytes]:
+        """Returns the keys that nobody makes any more because of it."""
+        if page.dropped:
+            return []
+        self.corrupt += 1
+        return self.pages.drop(page)
+
+    def _used(self, keys: Sequence[bytes]) -> list[PeerOrder | DiskOrder]:
+        """A page goes to the disk with everything before it; the deepest tells which those are."""
+        deepest: Page | None = None
+        for key in keys:
+            if self._admission.used(key) and self.disk.wants(key) and (page := self.pages.find(key)) is not None:
+                deepest = page
+        return self._demote([] if deepest is None else self.pages.chain(deepest))
+
+    def _demote(self, chain: Sequence[Page]) -> list[PeerOrder | DiskOrder]:
+        batch: list[DiskPage] = []
+        for page in chain:
+            if page.node is None or page.key in self._demoting or not self.disk.wants(page.key):
+                continue
+            self.pages.hold(page)
+            self._demoting[page.key] = page
+            batch.append(DiskPage(page.key, page.node.parent_key, page.slot, page.checksum))
+        if not batch:
+            return []
+        result = self.disk.write(batch)
+        return self._disk_result(result, 0.0).orders
+
+    def _disk_result(self, result: DiskResult, now: float) -> Turn:
+        turn = Turn(list(result.orders))
+        for ended in result.ended:
+            turn.add(self._disk_ended(ended, now))
+        return turn
+
+    def _disk_ended(self, ended: DiskOutcome, now: float) -> Turn:
+        match ended:
+            case ReadEnded():
+                return self._settle(self.loads.read_ended(ended, now), now)
+            case WriteEnded(key=key, intact=intact):
+                page = self._demoting.pop(key)
+                turn = Turn() if intact else self.unmade(self._bad(page))
+                self.pages.unhold(page)
+                return turn
+
+    # --- what can be read off -------------------------------------------------------------------------------------
+
+    @property
+    def speeds(self) -> tuple[TierSpeed, ...]:
+        """How fast each lower tier that there is brings pages."""
+        disk = (self.disk.speed,) if self.disk.working else ()
+        return (*disk, self.loads.remote_speed.speed)
+
+    def waits(self, store: str, tickets: Sequence[Ticket]) -> Iterator[Wait]:
+        """Yield the waits for pages: of tickets, of other stores' fetches, and of the pages for what brings them."""
+        writers: dict[bytes, list[WaitNode]] = {}
+        cached: dict[bytes, list[WaitNode]] = {}
+        for ticket in tickets:
+            incarnation = ticket.owner.incarnation
+            node = ("ticket", incarnation, ticket.number)
+            for index in ticket.waits:
+                yield node, ("page", store, ticket.keys[index])
+                if not ticket.wait:
+                    cached.setdefault(ticket.keys[index], []).append(node)
+            for index, reservation in ticket.reservations.items():
+                if reservation.node is not None:
+                    writers.setdefault(ticket.keys[index], []).append(("place", incarnation, ticket.prompt))
+        for fetch in self.server.fetches:
+            for index in fetch.waits:
+                awaited = ("promise" if fetch.wait else "page", store, fetch.keys[index])
+                yield ("fetch", fetch.peer, fetch.number), awaited
+        for key in self.waiting.awaited_keys:
+            number = self.loads.fetch_of(key)
+            fetches: list[WaitNode] = [] if number is None else [("fetch", store, number)]
+            # A hand-off from elsewhere keeps no promise. It is kept by a worker here, which may be one that waits.
+            makers = cached.get(key, []) if self.loads.handing_off(key) else fetches
+            for node in writers.get(key) or fetches:
+                yield ("page", store, key), node
+            for node in writers.get(key) or makers:
+                yield ("promise", store, key), node
+
+    def snapshot(self) -> list[PageRun]:
+        """Every page that can be found here, parents first, on each tier."""
+        return [*page_runs(self.pages.pages(), "CPU"), *page_runs(self.disk.pages(), "DISK")]
+
+    def validate(self, tickets: Sequence[Ticket]) -> None:
+        """Check every invariant; for tests."""
+        self.pages.validate()
+        self.loads.validate()
+        self.disk.validate()
+        self.waiting.validate([*tickets, *self.server.fetches])
+        holds: dict[int, int] = {}
+        held = [page for ticket in tickets for page in ticket.holds.values()]
+        for page in (*held, *self.server.held, *self.pins.held, *self._demoting.values()):
+            holds[id(page)] = holds.get(id(page), 0) + 1
+            assert page.node is not None or page.dropped or page.holds
+        everything = {id(page): page for page in (*held, *self.server.held, *self.pins.held, *self._demoting.values())}
+        assert all(page.holds == holds[number] for number, page in everything.items())
+        assert len(everything) == self.pages.held
+        assert sum(page.node is None for page in everything.values()) == self.pages.unlisted
+        writers = sum(len(ticket.reservations) for ticket in tickets)
+        assert writers + sum(1 for _ in self.loads.reservations) == self.pages.reserved
+        for ticket in tickets:
+            assert ticket.waits.isdisjoint(ticket.holds)
+            for index in ticket.waits:
+                assert self.pages.find(ticket.keys[index]) is None
+
+
+def _chain(ticket: Ticket) -> list[Link]:
+    """Its pages. A partial one is loose where it is brought: it is nobody else's."""
+    chain = links(ticket.keys, ticket.parent)
+    if ticket.partial:
+        chain[-1] = ticket.keys[-1], NOWHERE
+    return chain
+
+
+def _has_sources(waiter: Waiter, index: int) -> bool:
+    return isinstance(waiter, Ticket) and bool(waiter.sources_of(index))

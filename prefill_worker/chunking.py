@@ -1,0 +1,152 @@
+"""What the next prefill step computes, and how long it may take.
+
+**Length.** A newcomer, a cancellation and pages on their way to a decode worker all wait for the end of a step, so a
+step lasts about `step` seconds while several prompts are at hand. For one alone it lasts four times that, as fewer
+steps are faster, and its pages still travel while the next ones are computed. How much that is, `baton.step_cost_model`
+learns from the steps themselves; it knows that the end of a long prompt is slower than its beginning. The steps of one
+alone are made equal, since a small rest would be computed slowly. Where a step costs much however little it computes,
+it lasts longer, so that at most a quarter is lost.
+
+**Order.** The urgent go first, and what they leave goes to the others. Those who are equally urgent share the time by
+max-min fairness: each may have an equal part, and what a short prompt leaves goes to the longer ones. So short prompts
+don't wait behind long ones, and several of them fit into one step.
+
+**Ageing.** A prompt that waits for its next part rises: `passed` counts the steps in a row in which it got less than an
+equal part, and its rank (0 first) is
+
+    rank = max(0, min(priority − most urgent priority here, LEVELS) · STEPS_PER_LEVEL − passed)
+
+Within a rank, those passed over get a page before anybody gets a second one. So whatever arrives, every prompt has its
+turn after at most LEVELS · STEPS_PER_LEVEL steps without one, and one more for each time that the prompts which have
+waited as long fill a whole step with a page each.
+
+**Lending.** A prompt that waits for pages which another one makes lends that one its rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import groupby
+from math import inf
+from typing import TypeAlias
+
+from baton.step_cost_model import StepPace, pairs
+from engine.batch import Chunk
+from engine.step import Plan
+from prefill_worker.prefill_request import Job, Phase
+
+LEVELS = 4  # a prompt that is less urgent than that many levels waits no longer for it
+STEPS_PER_LEVEL = 4
+_UNMEASURED = 256  # tokens of the first step, of which nobody knows yet how long it will take
+_GROWTH = 4  # no step is larger than the largest so far times this
+_ALONE = 4  # times as long is a step of a prompt that is alone
+_FIXED = 4.0  # a step lasts at least this many times what it costs to compute nothing
+
+Ranks: TypeAlias = Sequence[tuple[int, Sequence[Job]]]
+"""The prompts that are ready, foremost first: of each its rank, itself, and those that wait for it."""
+
+Shares: TypeAlias = Mapping[Job, int]
+"""How many pages of each prompt a step computes; of none 0."""
+
+Cost: TypeAlias = Callable[[Job, int], float]
+"""Seconds of a prompt's n-th page from now, counted from 0."""
+
+
+def plan_step(jobs: Collection[Job], pace: StepPace, step: float, most: int) -> Plan:
+    """Whole pages of the prompts that are computing: as many as fit into the seconds that a step may last, and at most
+    `most` tokens, but at least one page. Counts in each prompt how long it has been passed over."""
+    ready = [job for job in jobs if job.phase is Phase.COMPUTING and job.pending]
+    if not ready:
+        return {}
+    most = max(1, min(most, max(_UNMEASURED, _GROWTH * pace.largest)) // ready[0].page_size)
+    alone = sum(job.phase not in (Phase.SETTLING, Phase.DONE) for job in jobs) == 1
+    fixed = pace.cost.fixed
+    seconds = max(_ALONE * step if alone else step, _FIXED * fixed) - fixed
+    if alone:
+        seconds = _equal_steps(ready[0], pace, seconds)
+    cost = _cost(pace, ready[0].page_size)
+    ranks = rank(ready, [job for job in jobs if job.phase is Phase.WAITING])
+    shares = share(ranks, cost, seconds if pace.largest else inf, most)
+    _age(ranks, cost, shares)
+    return {job.name: _chunk(job, count) for job, count in shares.items()}
+
+
+def _equal_steps(job: Job, pace: StepPace, seconds: float) -> float:
+    """What the rest of a prompt takes, divided by the number of steps that comes nearest to `seconds` each."""
+    rest = pace.cost.token * job.pending + pace.cost.pair * pairs(job.pending, job.computed)
+    steps = round(rest / seconds)
+    return rest / steps if steps > 1 else inf
+
+
+def rank(ready: Collection[Job], waiting: Collection[Job]) -> Ranks:
+    """Who goes first, by the formula above; among equals those who have waited longest, then those who got least, then
+    those who came first."""
+    urgent = min(job.priority for job in (*ready, *waiting))
+    ranked: list[tuple[int, Sequence[Job]]] = []
+    for job in ready:
+        behind = [job, *(other for other in waiting if other.waits_for is job)]
+        best = min(min(each.priority - urgent, LEVELS) * STEPS_PER_LEVEL - each.passed for each in behind)
+        ranked.append((max(0, best), behind))
+    return sorted(ranked, key=_place)
+
+
+def _place(ranked: tuple[int, Sequence[Job]]) -> tuple[float, ...]:
+    of, (job, *behind) = ranked
+    return of, -max(each.passed for each in (job, *behind)), job.computed_here, job.arrival
+
+
+def share(ranks: Ranks, cost: Cost, seconds: float, most: int) -> Shares:
+    """Pages worth that time, at most `most` of them, but at least one: rank after rank, and within a rank page by page
+    to whoever will have had the least time with it."""
+    shares: dict[Job, int] = {}
+    spent: dict[Job, float] = {}
+
+    def give(job: Job) -> bool:
+        """One more page, if there is one and room for it."""
+        nonlocal seconds, most
+        count = shares.get(job, 0)
+        if not most or count == job.total - job.ready:
+            return False
+        price = cost(job, count)
+        if price > seconds and shares:
+            return False
+        seconds, most = seconds - price, most - 1
+        shares[job], spent[job] = count + 1, spent.get(job, 0.0) + price
+        return True
+
+    for _, equals in groupby(ranks, key=lambda item: item[0]):
+        served = [behind[0] for _, behind in equals]
+        for job in served:
+            if job.passed:
+                give(job)
+        queue = [(spent.get(job, 0.0) + cost(job, shares.get(job, 0)), place, job) for place, job in enumerate(served)]
+        heapify(queue)
+        while queue:
+            _, place, job = heappop(queue)
+            if give(job):
+                heappush(queue, (spent[job] + cost(job, shares[job]), place, job))
+    return shares
+
+
+def _age(ranks: Ranks, cost: Cost, shares: Shares) -> None:
+    times = {job: sum(cost(job, page) for page in range(count)) for job, count in shares.items()}
+    part = sum(times.values()) / len(ranks)
+    for _, (job, *behind) in ranks:
+        count = shares.get(job, 0)
+        served = count == job.total - job.ready or (count and times[job] + cost(job, count) > part)
+        for each in (job, *behind):
+            each.passed = 0 if served else each.passed + 1
+
+
+def _cost(pace: StepPace, page_size: int) -> Cost:
+    """By what a page makes a step longer; while nothing is known, all pages are equal."""
+    if not pace.largest:
+        return lambda job, page: 1.0
+    each = max(1e-9, pace.cost.token * page_size)  # were pages free, the first prompt would get them all
+    return lambda job, page: each + pace.cost.pair * pairs(page_size, job.computed + page * page_size)
+
+
+def _chunk(job: Job, pages: int) -> Chunk:
+    end = job.ready + pages
+    return Chunk(job.tokens[job.computed : end * job.page_size], job.computed, job.pages[:end])

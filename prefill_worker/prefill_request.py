@@ -1,0 +1,128 @@
+"""One attempt at one prompt, as the prefill worker has it.
+
+    Prefill ─▶ LOOKING ─▶ (WAITING) ─▶ (READING) ─▶ COMPUTING ─▶ SETTLING ─▶ DONE ─▶ Cancel ─▶ (forgotten)
+               what the    another      store pages   chunk by     every page   Prefilled said;
+               store has,  prompt is    that prefix   chunk        sealed       pages stay held
+               or loads    making the
+                           next page
+
+`Prefill` asks for a result: every page of the prompt sealed in the node's store. What is there already is held; what
+the device has cached is copied; the rest is computed. Slots are reserved as soon as it is known what is missing.
+Tokens at the end that fill no page are a partial one, which is in no cache.
+
+Prompts at hand that begin alike share the device pages of what they have in common, complete or not. One of them,
+reading or computing, makes the next page, and the others wait for it; should it end before, one of them goes on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.messages import MAX_KEYS_PER_CALL, AttemptHeld, AttemptName, Source
+from kvstore.client.transfer import Fetch, Lookup, Ship
+from kvstore.load_or_recompute import Loading
+
+
+class Phase(Enum):
+    LOOKING = "looking"
+    WAITING = "waiting"
+    READING = "reading"
+    COMPUTING = "computing"
+    SETTLING = "settling"
+    DONE = "done"
+
+
+@dataclass(eq=False)
+class Job:
+    """Tokens, device pages and progress of one prompt."""
+
+    name: AttemptName
+    tokens: list[int]
+    keys: list[bytes]
+    page_size: int
+    priority: int
+    arrival: float  # seconds
+    deadline: float | None
+    pages: list[int]
+    owner: str = ""  # incarnation of the router that ordered it
+    phase: Phase = Phase.LOOKING
+    stored: int = 0  # pages from the start that the store had when we looked
+    computed: int = 0  # tokens from the start whose K and V lie in `pages`
+    sources: tuple[Source, ...] = ()  # other stores that have some of its pages cached
+    waits_for: Job | None = None  # while WAITING: who makes the next page
+    passed: int = 0  # steps in a row in which it got less than its part
+    loading: Loading | None = None  # what the store was asked to bring from lower tiers
+    loaded_from: int = 0  # page from which on that was
+    lookup: Lookup | None = None
+    fetch: Fetch | None = None
+    ship: Ship | None = None
+    settled: int = 0  # pages from the start that are in the store; where the shipment begins
+    lost_at: int = 0  # the most it had there when the store gave them to others; as far it has to come to go on
+    offered: int = 0  # pages from the start that were handed to a shipment
+    window: int = MAX_KEYS_PER_CALL  # pages per shipment
+    place: int | None = None  # the number under which it waits in the store's line for slots, once it has asked for any
+    holding: list[int] = field(default_factory=list[int])  # tickets of shipments that are in the store
+    retry_at: float | None = None  # when to ask again for slots, seconds
+    refused: str | None = None  # why it was refused slots the last time
+    progress: float = 0.0  # when it last went on, seconds
+    computed_here: int = 0  # tokens
+    shipped: int = 0  # pages written to the store
+    first_step: float | None = None  # when its first chunk was planned, seconds
+
+    @property
+    def total(self) -> int:
+        return len(self.keys)
+
+    @property
+    def full(self) -> int:
+        """Pages, but for a partial one at the end."""
+        return len(self.tokens) // self.page_size
+
+    @property
+    def ready(self) -> int:
+        """Pages from the start whose contents lie complete on the device."""
+        return self.computed // self.page_size if self.pending else self.total
+
+    def has(self, pages: int) -> None:
+        """So many pages from the start lie complete on the device. The last one may be partial."""
+        self.computed = min(pages * self.page_size, len(self.tokens))
+
+    @property
+    def pending(self) -> int:
+        """Tokens still to compute."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def active(self) -> bool:
+        """Not done yet: it has device pages."""
+        return self.phase is not Phase.DONE
+
+    @property
+    def making(self) -> bool:
+        """Its next page is on its way to the device."""
+        return self.phase in (Phase.READING, Phase.COMPUTING) and self.pending > 0
+
+    @property
+    def awaits_store(self) -> bool:
+        """It can go on only when the store says something."""
+        return self.phase in (Phase.LOOKING, Phase.READING, Phase.SETTLING)
+
+    @property
+    def waits_in_line(self) -> str | None:
+        """Why it waits for slots of others; none while it does not."""
+        return self.refused if self.retry_at is not None and self.refused != "quota" else None
+
+    @property
+    def loading_now(self) -> bool:
+        """Pages of its prefix are on their way to the arena."""
+        return self.phase is Phase.LOOKING and self.loading is not None and not self.loading.seconds
+
+    def in_common(self, keys: Sequence[bytes]) -> int:
+        """How many pages at the start of `keys` are this prompt's, too. A key stands for everything before it."""
+        return bisect_left(range(min(self.total, len(keys))), True, key=lambda page: self.keys[page] != keys[page])
+
+    def held(self) -> AttemptHeld:
+        return AttemptHeld(self.name.request, self.name.attempt, self.computed, self.phase is Phase.DONE)

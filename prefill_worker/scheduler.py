@@ -1,0 +1,604 @@
+"""What a prefill worker knows and decides: which prompts it takes, what it computes next, what it ships and holds.
+
+Pure: `handle(event, now)` and `plan(now)` are called between two steps of the engine, so a device page given back here
+is touched by no step and no copy any more. The service carries out the commands, the copies and the plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from baton.clock import Tick
+from baton.config import PrefillConfig
+from baton.errors import BatonError, MalformedMessage, StoreError, StoreGone
+from baton.membership import OwnerLost, Say
+from baton.messages import (
+    MAX_KEYS_PER_CALL,
+    AttemptName,
+    Cancel,
+    Failed,
+    Forget,
+    Heartbeat,
+    Load,
+    LowerTier,
+    NotReserved,
+    Prefill,
+    Prefilled,
+    Refused,
+    RouterHeartbeat,
+    StepSample,
+    StoreCall,
+    StoreReply,
+)
+from baton.router_fairness import Turns
+from baton.waits import Wait
+from engine.step import Plan, StepDone, StepFailed
+from engine.step_timing import WorkerPace
+from kvstore.client.device_block_manager import DeviceCache
+from kvstore.client.transfer import (
+    Call,
+    CopiedIn,
+    CopiedOut,
+    Copy,
+    CopyQueue,
+    Fetch,
+    Lookup,
+    Ship,
+    StoreLost,
+    StoreUp,
+    TransferEvent,
+)
+from kvstore.keys import prompt_keys, unpack_tokens
+from kvstore.load_or_recompute import Loading, choose
+from prefill_worker import shared_prefix
+from prefill_worker.chunking import plan_step
+from prefill_worker.prefill_request import Job, Phase
+
+_SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
+_PATIENCE = 0.05  # of a step's time, at most waited for the store before it
+
+
+Command: TypeAlias = Say | Call
+Event: TypeAlias = (
+    Prefill | Cancel | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
+    | OwnerLost | Tick | StepDone | StepFailed
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PrefillStats:
+    """Counts since the start, and the present size of things."""
+
+    running: int
+    waiting: int  # of these, those that wait for pages which another prompt is making
+    holding: int  # prompts that are done and whose pages we still hold
+    pages_free: int
+    pages_total: int
+    prompts_done: int
+    tokens_computed: int
+    pages_hit: int
+    pages_hit_in_store: int  # of these, those that the store had; the device had the others
+    pages_shipped: int
+    load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
+
+
+class PrefillState:
+    """The prompts of one prefill worker and the device pages they own."""
+
+    def __init__(
+        self,
+        config: PrefillConfig,
+        page_size: int,
+        num_pages: int,
+        *,
+        event_tokens: bool = False,
+        calibration: Sequence[StepSample] = (),
+        vocab_size: int | None = None,
+    ) -> None:
+        """`calibration`: steps that were run before there was any work; `vocab_size`: no token id may be as high, where
+        it is known: one order's would fail everybody's step."""
+        self._config = config
+        self._vocab_size = vocab_size
+        self._page_size = page_size
+        self._num_pages = num_pages
+        self._cache = DeviceCache(num_pages, tell_tokens=event_tokens)
+        self._jobs: dict[str, Job] = {}  # by request: one attempt each
+        self._owners: dict[int, Job] = {}  # by ticket
+        self._turns = Turns()
+        self._copies = CopyQueue()
+        self._tickets = itertools.count(1)
+        self._window = MAX_KEYS_PER_CALL  # pages of a shipment, at most
+        self._slots = 0  # of the arena; 0 without a store
+        self._page_bytes = 0
+        self._pace = WorkerPace(calibration)
+        self._planned = 0.0  # when the step that runs was planned, seconds
+        self._regret: dict[LowerTier, float] = {}
+        self._step = 0
+        self._done = self._computed = self._hit = self._hit_in_store = self._shipped = 0
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float, router: str = "") -> list[Command]:
+        """Take one event; what it changes elsewhere comes back as commands, in order. `router`: the incarnation of the
+        router that said it, where one did; it decides about what it has ordered itself, and about nothing else."""
+        return [*self._handle(event, router, now), *self._wake(now)]
+
+    def _handle(self, event: Event, router: str, now: float) -> list[Command]:
+        match event:
+            case Prefill():
+                return self._prefill(event, router, now)
+            case Cancel(request=request, attempt=attempt):
+                job = self._jobs.get(request)
+                ours = job is not None and job.owner == router and job.name.attempt == attempt
+                return self._forget(job) if job and ours else []
+            case RouterHeartbeat(attempts=listed):
+                keep = frozenset(listed)
+                return [c for job in self._owned_by(router) if job.name not in keep for c in self._forget(job)]
+            case OwnerLost(router=owner):
+                self._turns.admitted(owner)
+                return [c for job in self._owned_by(owner) for c in self._forget(job)]
+            case StepDone(plan=plan):
+                return self._step_done(plan, now)
+            case StepFailed(plan=plan, message=message):
+                return [c for name in plan for c in self._fail(self._jobs[name.request], "internal", message)]
+            case StoreUp(slots=slots, page_bytes=page_bytes):
+                self._slots, self._page_bytes = slots, page_bytes
+                return []
+            case StoreLost():
+                self._slots = 0
+                # What was done is in that store no more either: the router must not count on it.
+                message = "the node's store is gone"
+                return [c for job in list(self._jobs.values()) for c in self._fail(job, StoreGone.reason, message)]
+            case Tick(paused=paused):
+                return self._tick(now, paused)
+            case _:
+                return self._transfer(event, now)
+
+    def _owned_by(self, router: str) -> list[Job]:
+        return [job for job in self._jobs.values() if job.owner == router]
+
+    def _prefill(self, order: Prefill, router: str, now: float) -> list[Command]:
+        name = AttemptName(order.request, order.attempt)
+        commands: list[Command] = []
+        if (old := self._jobs.get(order.request)) is not None:
+            if old.owner != router:
+                message = f"request {order.request!r} is another router's"
+                return [Say(Failed(*_named(name), MalformedMessage.reason, message), router)]
+            if old.name.attempt >= order.attempt:
+                return []
+            commands += self._forget(old)
+        try:
+            tokens = unpack_tokens(order.tokens, self._vocab_size)
+            if len(tokens) < self._page_size:
+                raise MalformedMessage(f"{len(tokens)} tokens are less than a page of {self._page_size}")
+        except BatonError as error:
+            return [*commands, Say(Failed(*_named(name), error.reason, str(error)), router)]
+        if not self._slots:
+            failed = Failed(*_named(name), StoreGone.reason, "this worker's node has no store now")
+            return [*commands, Say(failed, router)]
+        keys = prompt_keys(order.root, order.tokens, self._page_size)
+        if len(keys) > self._slots:
+            # No window helps: pages keep the pages before them, so a chain must fit as a whole.
+            message = f"the prompt takes {len(keys)} pages and the node's arena has {self._slots}"
+            return [*commands, Say(Refused(*_named(name), "too_large", message), router)]
+        if len(keys) > self._num_pages:
+            message = f"the prompt takes {len(keys)} pages and this worker has {self._num_pages}"
+            return [*commands, Say(Refused(*_named(name), "too_large", message), router)]
+        active = self._active
+        waits = self._turns.must_wait(router, Counter(job.owner for job in active), now)
+        full = waits or len(active) >= self._config.max_prompts
+        taken = None if full else shared_prefix.take(self._cache, keys, active)
+        if taken is None:
+            self._turns.refused(router, now)
+            message = f"{len(active)} prompts are being computed and {self._cache.available} pages are free"
+            return [*commands, Say(Refused(*_named(name), "busy", message), router)]
+        self._turns.admitted(router)
+        pages, complete = taken
+        job = Job(
+            name=name,
+            owner=router,
+            tokens=tokens,
+            keys=keys,
+            page_size=self._page_size,
+            priority=order.priority,
+            arrival=now,
+            deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
+            pages=pages,
+            sources=order.sources,
+            progress=now,
+            window=self._window,
+        )
+        job.has(complete)
+        self._jobs[order.request] = job
+        return commands + self._look(job)
+
+    # --- prompts that begin alike -----------------------------------------------------------------------------------
+
+    @property
+    def _active(self) -> list[Job]:
+        """The prompts that are not done, in the order in which they came."""
+        return [job for job in self._jobs.values() if job.active]
+
+    def _gained(self, job: Job, before: int) -> None:
+        """Pages of `job` from `before` on have become complete: full ones can be found, and those who share them have
+        them as well."""
+        for page in range(before, min(job.ready, job.full)):
+            tokens = job.tokens[page * self._page_size : (page + 1) * self._page_size]
+            self._cache.publish(job.keys[page], job.keys[page - 1] if page else b"", job.pages[page], tokens)
+        shared_prefix.tell(job, self._active)
+
+    def _wake(self, now: float) -> list[Command]:
+        """Those who wait for a page that is complete, or that nobody makes any more, go on; the most urgent first,
+        lest they all wait again for the least urgent one."""
+        waiting = [job for job in self._jobs.values() if job.phase is Phase.WAITING]
+        commands: list[Command] = []
+        for job in sorted(waiting, key=lambda job: (job.priority, job.arrival)):
+            job.waits_for = shared_prefix.maker(job, self._active)
+            if job.waits_for is None:
+                job.progress = now
+                commands += self._go_on(job)
+        return commands
+
+    # --- from phase to phase --------------------------------------------------------------------------------------
+
+    def _look(self, job: Job) -> list[Command]:
+        job.phase = Phase.LOOKING
+        job.lookup = Lookup(self._tickets, job.keys[: job.full], job.sources)
+        return self._ask(job, job.lookup.tickets, job.lookup.start())
+
+    def _look_on(self, job: Job, lookup: Lookup, event: TransferEvent, now: float) -> list[Command]:
+        """The store has said something about what it has, and what it could load."""
+        lookup.handle(event)
+        if job.phase is not Phase.LOOKING:
+            return []
+        commands: list[Command] = []
+        if lookup.undecided:
+            runs = lookup.runs
+            spared = max(0, shared_prefix.spared(job, self._active) - lookup.here)
+            rate = self._pace.rate(lookup.here * self._page_size)
+            choice = choose(runs, self._page_bytes, self._page_size, rate, spared)
+            commands = [Call(call) for call in lookup.decide(choice.pages)]
+            if choice.pages:
+                job.loading = Loading(choice, runs, now)
+                job.loaded_from = lookup.here
+        if (found := lookup.found) is None:
+            return commands
+        if job.loading is not None and not job.loading.seconds:
+            job.loading.end(found - job.loaded_from, now)
+            tier = job.loading.tier
+            self._regret[tier] = self._regret.get(tier, 0.0) + job.loading.regret
+        return commands + self._found(job, found, now)
+
+    def _found(self, job: Job, found: int, now: float) -> list[Command]:
+        """The store has, and holds for us, a prefix of `found` pages."""
+        job.stored = job.settled = job.offered = found
+        return self._finish(job, now) if found == job.total else self._go_on(job)
+
+    def _go_on(self, job: Job) -> list[Command]:
+        """Bring what the store has to the device, as far as computing the rest needs it, and compute the rest; unless
+        another prompt is making the same pages."""
+        job.waits_for = shared_prefix.maker(job, self._active)
+        if job.waits_for is not None:
+            job.phase = Phase.WAITING
+            return []
+        have, found = job.ready, job.stored
+        if found <= have:
+            return self._compute(job)
+        job.phase = Phase.READING
+        job.fetch = Fetch(self._tickets, job.keys[have:found], job.pages[have:found], wait=False)
+        return self._ask(job, job.fetch.tickets, job.fetch.start())
+
+    def _compute(self, job: Job) -> list[Command]:
+        job.phase = Phase.COMPUTING if job.pending else Phase.SETTLING
+        return self._reserve(job) + self._offer(job)
+
+    def _reserve(self, job: Job) -> list[Command]:
+        """Ask for slots for the next pages that the store lacks."""
+        first, last = job.settled, min(job.settled + job.window, job.total)
+        parent, keys = job.keys[first - 1] if first else b"", job.keys[first:last]
+        if job.place is None:
+            job.place = next(self._tickets)
+            self._owners[job.place] = job
+        job.ship = Ship(next(self._tickets), parent, keys, True, partial=last > job.full, prompt=job.place)
+        job.retry_at = None
+        return self._ask(job, (job.ship.ticket,), job.ship.start())
+
+    def _offer(self, job: Job) -> list[Command]:
+        """Hand the pages that are complete on the device to the shipment that covers them."""
+        ship = job.ship
+        if ship is None:
+            return []
+        commands: list[Command] = []
+        for page in range(job.offered, min(job.ready, job.settled + ship.count)):
+            commands += self._copies.add(ship.ready(page - job.settled, job.pages[page]))
+            job.offered = page + 1
+        return commands
+
+    def _shipped_window(self, job: Job, ship: Ship, now: float) -> list[Command]:
+        """Every page of a shipment is in the store: go on with the next, or be done."""
+        job.shipped += ship.written
+        job.settled += ship.count
+        job.offered = max(job.offered, job.settled)  # pages that others had sealed were never offered
+        commands: list[Command] = []
+        job.holding.append(ship.ticket)
+        job.window = min(2 * job.window, self._window)  # another prompt may have needed the share
+        job.ship = None
+        if job.settled == job.total:
+            return commands + self._finish(job, now)
+        return commands + self._reserve(job) + self._offer(job)
+
+    def _no_slots(self, job: Job, ship: Ship, now: float) -> list[Command]:
+        commands = self._drop(ship.ticket)
+        job.ship, job.offered = None, job.settled
+        if ship.refused == "quota" and job.window > 1:
+            # What our own prompts have reserved is our share. They write it without waiting for other slots, so this
+            # prompt may keep what it holds.
+            job.window = max(1, ship.count // 2)
+            return commands + self._reserve(job) + self._offer(job)
+        if ship.refused == "orphan":
+            # What we found when we looked has gone since: look again. Two that pass through the same few slots, each of
+            # them taking what the other one has written, would do so for ever, and call that progress.
+            job.lost_at = max(job.lost_at, job.settled + 1)
+            return commands + self._give_back(job) + self._look(job)
+        if ship.refused == "behind":
+            # Another prompt may wait for what this one holds. It goes first: see `kvstore.server.head_of_line`.
+            commands += self._give_back(job)
+        job.refused, job.retry_at = ship.refused, now + _SLOTS_AGAIN
+        return commands
+
+    def _give_back(self, job: Job) -> list[Command]:
+        """End the holds of this prompt on pages of the store. They stay there as long as there is room."""
+        tickets = [*job.holding, *(job.lookup.tickets if job.lookup else ())]
+        job.holding, job.lookup = [], None
+        return [c for ticket in tickets for c in self._drop(ticket)]
+
+    def _finish(self, job: Job, now: float) -> list[Command]:
+        job.phase = Phase.DONE
+        left, job.place = self._drop(job.place) if job.place is not None else [], None
+        self._cache.free(job.pages)
+        job.pages = []
+        hit = job.total - -(-job.computed_here // self._page_size)
+        self._done += 1
+        self._hit += hit
+        self._hit_in_store += min(hit, job.stored)
+        self._shipped += job.shipped
+        begun = job.first_step if job.first_step is not None else now
+        return [
+            *left,
+            Say(
+                Prefilled(
+                    *_named(job.name),
+                    computed=job.computed_here,
+                    hit=hit,
+                    shipped=job.shipped,
+                    queue_ms=int((begun - job.arrival) * 1_000),
+                    compute_ms=int((now - begun) * 1_000),
+                    predicted_ms=int(job.loading.predicted * 1_000) if job.loading else 0,
+                    load_ms=int(job.loading.seconds * 1_000) if job.loading else 0,
+                ),
+                job.owner,
+            ),
+        ]
+
+    # --- transfers ----------------------------------------------------------------------------------------------
+
+    def _transfer(self, event: TransferEvent, now: float) -> list[Command]:
+        """Something about a ticket; one that we have forgotten meanwhile means nothing any more."""
+        ticket: int = getattr(event, "ticket", 0)
+        job = self._owners.get(ticket)
+        if job is None:
+            return []
+        if not isinstance(event, NotReserved) and job.settled >= job.lost_at:
+            job.progress = now
+        if job.lookup is not None and ticket in job.lookup.tickets:
+            return self._look_on(job, job.lookup, event, now)
+        elif job.fetch is not None and ticket in job.fetch.tickets:
+            return self._fetch_went_on(job, job.fetch, event)
+        elif job.ship is not None and ticket == job.ship.ticket:
+            ship = job.ship
+            commands: list[Command] = [*self._copies.add(ship.handle(event))]
+            if ship.refused:
+                return commands + self._no_slots(job, ship, now)
+            return commands + (self._shipped_window(job, ship, now) if ship.done else [])
+        return []
+
+    def _fetch_went_on(self, job: Job, fetch: Fetch, event: TransferEvent) -> list[Command]:
+        before = fetch.covered
+        commands: list[Command] = [*self._copies.add(fetch.handle(event))]
+        if fetch.undecided:
+            fetch.decide(0)  # what was worth loading has been loaded
+        ready = job.ready
+        job.has(ready + fetch.covered - before)
+        self._gained(job, ready)
+        if fetch.ended:
+            job.fetch = None
+            commands += [c for ticket in fetch.tickets for c in self._drop(ticket)]
+            commands += self._compute(job)
+        return commands
+
+    def _ask(self, job: Job, tickets: Sequence[int], calls: Sequence[StoreCall]) -> list[Command]:
+        self._owners |= dict.fromkeys(tickets, job)
+        return [Call(call) for call in calls]
+
+    def _drop(self, ticket: int) -> list[Command]:
+        """Forget a ticket, and the copies under it that have not been handed out."""
+        self._owners.pop(ticket, None)
+        self._copies.drop(ticket)
+        return [Call(Forget(ticket))]
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def take_copies(self) -> list[Copy]:
+        """The copies to make now, at most `copies_per_step` of them. Report each as CopiedIn or CopiedOut."""
+        return self._copies.take(self._config.copies_per_step)
+
+    @property
+    def busy(self) -> bool:
+        """There is something to do without waiting for a message."""
+        return bool(self._copies) or any(job.phase is Phase.COMPUTING for job in self._jobs.values())
+
+    @property
+    def patience(self) -> float:
+        """For how many seconds the next step should wait for the store: an answer takes far less than a step. A prompt
+        that gets it now has its part in the step, instead of waiting for the next; one whose last page is sealed now
+        is done a step earlier, and its place free."""
+        active = self._active
+        if not any(job.phase is Phase.COMPUTING for job in active) or not any(map(self._answered_soon, active)):
+            return 0.0
+        return _PATIENCE * self._config.step_ms / 1_000
+
+    def _answered_soon(self, job: Job) -> bool:
+        """The store is about to say what lets it go on."""
+        if job.phase is Phase.SETTLING:
+            return job.ship is not None and job.offered == job.total and job.ship.ticket not in self._copies.tickets
+        return job.phase is Phase.READING or (job.phase is Phase.LOOKING and not job.loading_now)
+
+    def plan(self, now: float) -> Plan:
+        """The next step; empty when nothing computes."""
+        step = self._config.step_ms / 1_000
+        plan = plan_step(self._jobs.values(), self._pace, step, self._config.chunk_tokens)
+        self._planned = now
+        for name in plan:
+            job = self._jobs[name.request]
+            job.first_step = now if job.first_step is None else job.first_step
+        return plan
+
+    def _step_done(self, plan: Plan, now: float) -> list[Command]:
+        self._step += 1
+        self._pace.stepped(plan, now - self._planned)
+        commands: list[Command] = []
+        for name, chunk in plan.items():
+            job, before = self._jobs[name.request], self._jobs[name.request].ready
+            job.computed = chunk.end
+            job.computed_here += len(chunk.tokens)
+            self._computed += len(chunk.tokens)
+            job.progress = now
+            self._gained(job, before)
+            if not job.pending:
+                job.phase = Phase.SETTLING
+            commands += self._offer(job)
+        return commands
+
+    # --- ends ---------------------------------------------------------------------------------------------------
+
+    def _forget(self, job: Job) -> list[Command]:
+        """Free everything it holds. Its complete pages stay cached, here and in the store."""
+        del self._jobs[job.name.request]
+        self._cache.free(job.pages)
+        job.pages = []
+        tickets = [ticket for ticket, owner in self._owners.items() if owner is job]
+        return [c for ticket in tickets for c in self._drop(ticket)]
+
+    def _fail(self, job: Job, reason: str, message: str) -> list[Command]:
+        return [*self._forget(job), Say(Failed(*_named(job.name), reason, message), job.owner)]
+
+    def _tick(self, now: float, paused: float) -> list[Command]:
+        commands: list[Command] = []
+        for job in list(self._jobs.values()):
+            job.progress += paused
+            if job.phase is Phase.DONE:
+                continue
+            if job.deadline is not None and now > job.deadline:
+                commands += self._fail(job, "deadline", "the request's deadline has passed")
+            elif job.awaits_store and now - job.progress > self._config.store_ms / 1_000:
+                message = f"the store gave neither answers nor slots that last for {self._config.store_ms} ms"
+                commands += self._fail(job, StoreError.reason, message)
+            elif job.retry_at is not None and now >= job.retry_at:
+                commands += self._reserve(job) + self._offer(job)
+        return commands
+
+    # --- what others read ---------------------------------------------------------------------------------------
+
+    @property
+    def cache(self) -> DeviceCache:
+        """For its KV events and its snapshot; never to change it."""
+        return self._cache
+
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        """Every ticket at the store that we still care about."""
+        return tuple(self._owners)
+
+    def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
+        """For one router: what it owns, and how busy we are with all."""
+        active = self._active
+        load = replace(
+            self._load(active),
+            pages_free=self._cache.available,
+            pages_total=self._num_pages,
+            prefill_rate=self._pace.rate(),
+            steps=self._pace.last,
+        )
+        attempts = tuple(job.held() for job in self._owned_by(router))
+        others = self._load([job for job in active if job.owner != router])
+        return Heartbeat(heard, load, self._step, attempts=attempts, others=others)
+
+    def _load(self, active: Sequence[Job]) -> Load:
+        """What these prompts make of our load."""
+        running = sum(job.phase is Phase.COMPUTING for job in active)
+        queued = sum(job.pending - self._made_by_others(job) for job in active)
+        return Load(running=running, waiting=len(active) - running, tokens_queued=queued)
+
+    def _made_by_others(self, job: Job) -> int:
+        """Tokens of this prompt that another one computes."""
+        if job.waits_for is None:
+            return 0
+        return min((job.waits_for.in_common(job.keys) - job.ready) * self._page_size, job.pending)
+
+    def waits(self, me: str, store: str) -> Iterator[Wait]:
+        """Yield the edges of the wait-for graph that this worker knows; for tests. `me` and `store`: incarnations."""
+        for job in self._active:
+            prompt = ("prompt", me, job.name.request)
+            transfer = job.lookup if job.phase is Phase.LOOKING else job.fetch
+            yield from ((prompt, ("ticket", me, ticket)) for ticket in (transfer.tickets if transfer else ()))
+            yield from ((("promise", store, key), prompt) for key in job.keys[job.settled :])
+            if job.waits_for is not None:
+                yield prompt, ("prompt", me, job.waits_for.name.request)
+            if job.place is not None:
+                yield ("place", me, job.place), prompt
+                if job.waits_in_line is not None:
+                    yield prompt, ("line", store) if job.waits_in_line == "behind" else ("slots", me, job.place)
+
+    def stats(self) -> PrefillStats:
+        done = sum(job.phase is Phase.DONE for job in self._jobs.values())
+        return PrefillStats(
+            running=len(self._jobs) - done,
+            waiting=sum(job.phase is Phase.WAITING for job in self._jobs.values()),
+            holding=done,
+            pages_free=self._cache.available,
+            pages_total=self._num_pages,
+            prompts_done=self._done,
+            tokens_computed=self._computed,
+            pages_hit=self._hit,
+            pages_hit_in_store=self._hit_in_store,
+            pages_shipped=self._shipped,
+            load_regret=dict(self._regret),
+        )
+
+    def validate(self) -> None:
+        """Raise AssertionError unless every invariant holds. For tests."""
+        self._cache.validate()
+        for job in self._jobs.values():
+            assert (job.phase is Phase.DONE) == (not job.pages), job.name
+            assert job.offered >= job.settled or job.phase is Phase.DONE, job.name
+            assert job.ready <= job.total, job.name
+            assert job.pending >= 0, job.name
+            assert job.phase is not Phase.COMPUTING or job.pending, job.name
+            assert (job.phase is Phase.WAITING) == (job.waits_for is not None), job.name
+            assert (job.fetch is not None) == (job.phase is Phase.READING), job.name
+        active = self._active
+        shared_prefix.validate(active)
+        assert self._cache.stats().referenced == len({page for job in active for page in job.pages})
+        jobs = {id(job) for job in self._jobs.values()}
+        assert all(id(job) in jobs for job in self._owners.values())
+        assert self._copies.tickets <= set(self._owners)
+
+
+def _named(name: AttemptName) -> tuple[str, int]:
+    return name.request, name.attempt

@@ -1,0 +1,76 @@
+"""Prompts at hand that begin alike: they share the device pages of what they have in common, and it is made once.
+
+A key stands for a page and everything before it, so prompts with one key in common have all before it in common, too.
+Between any two prompts at hand, therefore:
+
+- what they have in common lies on the same device pages, and as much of it is complete for the one as for the other;
+- at most one of them makes the page that both lack next. The other waits, and nobody waits for one who waits, so there
+  is no circle. When the one that makes it goes, those who waited have everything that it had made, and one of them
+  makes the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import combinations, takewhile
+
+from kvstore.client.device_block_manager import DeviceCache
+from prefill_worker.prefill_request import Job
+
+
+def take(cache: DeviceCache, keys: Sequence[bytes], at_hand: Collection[Job]) -> tuple[list[int], int] | None:
+    """Device pages for a new prompt, all or nothing, and how many of them, from the start, are complete. Pages of a
+    prompt at hand are taken once more, complete or not; else those that are cached. None, and no change, when there is
+    no room."""
+    alike = max(at_hand, key=lambda job: job.in_common(keys), default=None)
+    common = alike.in_common(keys) if alike is not None else 0
+    cached = cache.match(keys)
+    if alike is None or common <= cached:
+        pages = cache.take(keys, len(keys))
+        return None if pages is None else (pages, cached)
+    shared = alike.pages[:common]
+    cache.retain(shared)
+    fresh = cache.grow(len(keys) - common)
+    if fresh is None:
+        cache.free(shared)
+        return None
+    return shared + fresh, min(alike.ready, common)
+
+
+def maker(job: Job, at_hand: Collection[Job]) -> Job | None:
+    """Who else is making the page that `job` lacks next, or at least has it loaded."""
+    alike = [other for other in at_hand if other is not job and _lack_the_same(job, other)]
+    making = (other for other in alike if other.making)
+    return next(making, None) or next((other for other in alike if other.loading_now), None)
+
+
+def spared(job: Job, at_hand: Collection[Job]) -> int:
+    """How many pages from the start `job` need not make: those that are complete, those that another prompt is making,
+    and those of prompts that came earlier (`at_hand` is in the order of arrival) and will make them."""
+    earlier = takewhile(lambda other: other is not job, at_hand)
+    others = [*earlier, maker(job, at_hand)]
+    return max([job.ready, *(other.in_common(job.keys) for other in others if other is not None)])
+
+
+def tell(job: Job, at_hand: Collection[Job]) -> None:
+    """More pages of `job` are complete: so are they for all who share them."""
+    for other in at_hand:
+        if other.ready < job.ready and _lack_the_same(other, job):
+            other.has(min(job.ready, job.in_common(other.keys)))
+
+
+def validate(at_hand: Collection[Job]) -> None:
+    """Raise AssertionError unless what stands above holds. For tests."""
+    for job in at_hand:
+        assert job.waits_for is None or job.waits_for is maker(job, at_hand), job.name
+    for job, other in combinations(at_hand, 2):
+        common = job.in_common(other.keys)
+        assert job.pages[:common] == other.pages[:common], (job.name, other.name)
+        assert min(job.ready, common) == min(other.ready, common), (job.name, other.name)
+        assert not (job.making and other.making and _lack_the_same(job, other)), (job.name, other.name)
+
+
+def _lack_the_same(job: Job, other: Job) -> bool:
+    """The page that `job` lacks next is a page of `other`."""
+    page = job.ready
+    return page < min(job.total, other.total) and job.pages[page] == other.pages[page]

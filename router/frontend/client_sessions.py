@@ -1,0 +1,336 @@
+"""Between the state and the world: feeds it events, carries out its commands, and keeps its clients' streams.
+
+Owns the state and the streams; sends through a `Wire`, which the service implements with sockets and a test with a
+list. Everything runs on one event loop, and an event is handled to its end before the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from baton.clock import Clock
+from baton.config import Config
+from baton.errors import RequestCancelled
+from baton.logs import RateLimit, RateLimitedLog, RequestLog
+from baton.messages import Load, Message, Peer, WorkerRole
+from baton.metrics import Metrics
+from baton.trace import new_mark, trace_path
+from router.events import (
+    WARM,
+    AskSnapshot,
+    Cancelled,
+    ClientGone,
+    Command,
+    Drain,
+    Emit,
+    End,
+    Event,
+    Failed,
+    Finished,
+    Forget,
+    Kept,
+    Note,
+    PinView,
+    Profile,
+    Send,
+    SetRole,
+    Shutdown,
+    StopMatched,
+    StopProfile,
+    Submit,
+    Subscribe,
+    Unsubscribe,
+    Unwarm,
+    Warm,
+    Warmed,
+)
+from router.frontend.detokenizer import TextStream
+from router.frontend.output_stream import Stream, Verdict
+from router.frontend.request_parsing import Intake, Wish
+from router.frontend.served_model import ServedModel
+from router.requests.explain import Record
+from router.state import ProcessView, RouterState
+
+log = logging.getLogger(__name__)
+limited = RateLimitedLog(log, RateLimit(burst=20))
+
+_OWN = 8  # digits of our incarnation that tell names of ours from those of any other router
+
+
+class Wire(Protocol):
+    """What reaches other processes."""
+
+    def send(self, incarnation: str, message: Message) -> None: ...
+
+    def forget(self, incarnation: str) -> None: ...
+
+    def subscribe(self, incarnation: str, endpoint: str, replay: str) -> None: ...
+
+    def ask(self, incarnation: str) -> None: ...
+
+    def unsubscribe(self, incarnation: str) -> None: ...
+
+
+class Relay:
+    """The router without its sockets."""
+
+    def __init__(
+        self, me: Peer, config: Config, model: ServedModel, wire: Wire, clock: Clock, metrics: Metrics
+    ) -> None:
+        self.me = me
+        self.config = config
+        self.model = model
+        self.state = RouterState(me, config, model.limits)
+        self.metrics = metrics
+        self.address = ""  # host:port of our own metrics
+        self.draw_seed: Callable[[], int] = partial(secrets.randbits, 63)
+        self._wire = wire
+        self._clock = clock
+        self._streams: dict[str, Stream] = {}
+        self._warming: dict[str, asyncio.Future[Kept | Failed | Cancelled]] = {}
+        self._last_token: dict[str, float] = {}
+        self._numbered = 0
+        self._events: deque[Event] = deque()
+        self._handling = False
+
+    # --- clients -----------------------------------------------------------------------------------------------------
+
+    def submit(self, intake: Intake, received: float, deadline: float | None) -> Stream:
+        """Begin with a request; its output and its end come through the stream."""
+        # A client may use a name twice, here and at another router; the cluster never does.
+        name = f"{intake.request_id}-{self._number()}"
+        silent = frozenset(intake.stop_token_ids)
+        text = TextStream(self.model.tokenizer, intake.prompt, intake.stops, silent)
+        stream = self._streams[name] = Stream(name, text)
+        self.handle(
+            Submit(
+                request=name,
+                tokens=intake.tokens,
+                sampling=intake.sampling,
+                received=received,
+                max_tokens=intake.max_tokens,
+                stop_token_ids=intake.stop_token_ids,
+                priority=intake.priority,
+                deadline=deadline,
+                ttft=intake.ttft,
+                tpot=intake.tpot,
+                affinity=intake.affinity,
+            )
+        )
+        return stream
+
+    def abandon(self, stream: Stream) -> None:
+        """The client has gone before the end."""
+        self.handle(ClientGone(stream.name))
+
+    async def warm(self, wish: Wish, deadline: float | None) -> Kept:
+        """Have a prefix computed and pinned. Raises BatonError. Whoever stops waiting for it no longer wants it."""
+        name = f"{WARM}{self._number()}"
+        answer = self._warming[name] = asyncio.get_running_loop().create_future()
+        try:
+            self.handle(Warm(name, wish.pin, wish.tokens, wish.ttl, deadline=deadline))
+            outcome = await answer
+        finally:
+            if self._warming.pop(name, None) is not None:
+                self.handle(ClientGone(name))
+        if isinstance(outcome, Failed):
+            raise outcome.error
+        if isinstance(outcome, Cancelled):
+            raise RequestCancelled(outcome.why)
+        return outcome
+
+    def unwarm(self, pin: str) -> None:
+        """End a pin. Raises PinNotFound."""
+        self.handle(Unwarm(pin))
+
+    def pins(self) -> list[PinView]:
+        """The pins of the only tenant there is while nobody authenticates."""
+        return self.state.pins("", self._clock.now())
+
+    def profile(self, process: str, steps: int) -> tuple[Path, str]:
+        """Have a worker or store trace its next steps. Returns the file that will hold them, and its node. Raises
+        ProcessNotFound, and TraceConflict while another trace is made."""
+        mark = new_mark()
+        self.handle(Profile(process, mark, steps))
+        node = next(view.peer.node for view in self.state.processes(self._clock.now()) if view.peer.name == process)
+        return trace_path(self.config.cluster.traces, process, mark), node
+
+    def stop_profile(self, process: str) -> tuple[Path, str]:
+        """End the trace that a worker or store makes. Returns the file that will hold it, and its node. Raises
+        ProcessNotFound, and TraceConflict where it makes none."""
+        mark, node = self.state.tracing(process)
+        self.handle(StopProfile(process))
+        return trace_path(self.config.cluster.traces, process, mark), node
+
+    def drain(self, worker: str, at_once: bool, undo: bool) -> ProcessView:
+        """Give a worker nothing new, or work again; returns how it is now. Raises ProcessNotFound or InvalidRequest."""
+        self.handle(Drain(worker, at_once, undo))
+        return self._view(worker)
+
+    def set_role(self, worker: str, role: WorkerRole, patience: float) -> ProcessView:
+        """Have a worker be the other kind of worker, with what it has moved elsewhere after `patience` seconds; returns
+        how it is now. Raises ProcessNotFound or InvalidRequest."""
+        self.handle(SetRole(worker, role, patience))
+        return self._view(worker)
+
+    def _view(self, name: str) -> ProcessView:
+        return next(view for view in self.state.processes(self._clock.now()) if view.peer.name == name)
+
+    def explain(self, name: str) -> tuple[Record, float]:
+        """What is remembered of a request, and the time by its clock. Raises RequestNotFound."""
+        return self.state.explain(name, ""), self._clock.now()
+
+    def recent(self, count: int) -> tuple[list[Record], float]:
+        """The last requests of the only tenant there is, newest first, and the time by their clock."""
+        return self.state.recent(count, ""), self._clock.now()
+
+    def stop(self) -> None:
+        """End every stream: whoever is served gets Unavailable, and may ask the router that comes after this one."""
+        self.handle(Shutdown())
+
+    def _number(self) -> str:
+        """What no other router has given, nor this one before."""
+        self._numbered += 1
+        return f"{self.me.incarnation[-_OWN:]}.{self._numbered:x}"
+
+    # --- the state ---------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """Tell the state, and do what it says. What comes of that is handled after it."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                for command in self.state.handle(self._events.popleft(), self._clock.now()):
+                    self._carry_out(command)
+        finally:
+            self._handling = False
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Send(incarnation=incarnation, message=message):
+                self._wire.send(incarnation, message)
+            case Emit():
+                self._emit(command)
+            case End():
+                self._end(command)
+            case Warmed(name=name, outcome=outcome):
+                if (answer := self._warming.pop(name, None)) is not None and not answer.done():
+                    answer.set_result(outcome)
+            case Note() as note:
+                _write(note)
+            case Forget(incarnation=incarnation):
+                self._wire.forget(incarnation)
+            case Subscribe(incarnation=incarnation, endpoint=endpoint, replay=replay):
+                self._wire.subscribe(incarnation, endpoint, replay)
+            case AskSnapshot(incarnation=incarnation):
+                self._wire.ask(incarnation)
+            case Unsubscribe(incarnation=incarnation):
+                self._wire.unsubscribe(incarnation)
+
+    def _emit(self, command: Emit) -> None:
+        name, now = command.request, self._clock.now()
+        if (stream := self._streams.get(name)) is None:
+            return
+        if (last := self._last_token.get(name)) is not None:
+            self.metrics.observe("inter_token_latency_seconds", now - last)
+        self._last_token[name] = now
+        match stream.emit(command.tokens, command.logprobs):
+            case Verdict.STOPPED:
+                self._events.append(StopMatched(name, stream.taken))
+            case Verdict.UNREAD:
+                self._events.append(ClientGone(name, "the client does not read its tokens"))
+            case Verdict.GOES_ON:
+                pass
+
+    def _end(self, end: End) -> None:
+        stream = self._streams.pop(end.request, None)
+        self._last_token.pop(end.request, None)
+        if stream is not None:
+            stream.end(end)
+        self._observe(end)
+
+    # --- what others read --------------------------------------------------------------------------------------------
+
+    def processes(self) -> tuple[ProcessView, list[ProcessView]]:
+        """This process, and the others by name."""
+        stats = self.state.stats()
+        load = Load(running=stats.running, waiting=stats.queued)
+        return ProcessView(self.me, load, None, 0.0, self.address, 0), self.state.processes(self._clock.now())
+
+    def publish(self, malformed: int, refused: int) -> None:
+        """Let Prometheus see the state as it is now."""
+        stats = self.state.stats()
+        errors = {(reason,): float(count) for reason, count in stats.failed.items()}
+        errors[("cancelled",)] = errors.get(("cancelled",), 0.0) + stats.cancelled
+        self.metrics.publish(
+            {
+                "num_requests_running": stats.running,
+                "num_requests_waiting": stats.queued,
+                "request_success": {(reason,): float(count) for reason, count in stats.finished.items()},
+                "request_errors": errors,
+                "request_attempts": stats.attempts,
+                "placements": {("split",): stats.placed_split, ("local",): stats.placed_local},
+                "prompt_tokens": stats.prompt_tokens,
+                "generation_tokens": stats.generated_tokens,
+                "prefix_cache_queries": stats.prompt_tokens,
+                "prefix_cache_hits": stats.cached_tokens,
+                "prefix_map_pages": stats.prefixes.pages,
+                "prefix_map_healed": {
+                    ("gap",): float(stats.prefixes.gaps),
+                    ("digest",): float(stats.prefixes.divergences),
+                },
+                "requests_waiting": {(str(level),): float(count) for level, count in stats.waiting.items()},
+                "requests_rejected": {(reason,): float(count) for reason, count in stats.rejected.items()},
+                "prediction_error": {
+                    (kind, quantile): error
+                    for kind, score in stats.scores.items()
+                    for quantile, error in (("0.5", score.median), ("0.9", score.p90))
+                },
+                "tenant_tokens": {labels: float(count) for labels, count in stats.tenant_tokens.items()},
+                "pins": {(phase,): float(count) for phase, count in stats.pins.items()},
+                "peers": {(role,): float(count) for role, count in stats.live.items()},
+                "predicted_utilisation": {}
+                if stats.utilisation is None
+                else {("prefill",): stats.utilisation.prefill, ("decode",): stats.utilisation.decode},
+                "role_advised": {
+                    (role,): float(stats.advice is not None and stats.advice.role == role)
+                    for role in ("prefill", "decode")
+                },
+                "malformed_messages": malformed,
+                "connections_refused": refused,
+            }
+        )
+
+    def _observe(self, end: End) -> None:
+        line, usage = end.summary.timeline, end.summary.usage
+        spans = {
+            "request_queue_time_seconds": line.between("received", "placed"),
+            "request_prefill_time_seconds": line.between("placed", "started"),
+            "time_to_first_token_seconds": line.ttft,
+        }
+        if isinstance(end.outcome, Finished):
+            spans["request_decode_time_seconds"] = line.between("first_token", "ended")
+            spans["request_time_per_output_token_seconds"] = line.tpot(usage.completion)
+            spans["e2e_request_latency_seconds"] = line.between("received", "ended")
+        for name, seconds in spans.items():
+            if seconds is not None:
+                self.metrics.observe(name, seconds)
+
+
+def _write(note: Note) -> None:
+    level = logging.DEBUG if note.detail else logging.WARNING if note.warning else logging.INFO
+    if note.kind:
+        limited.log(level, note.kind, f"request={note.request} {note.text}" if note.request else note.text)
+    else:
+        logger = RequestLog(log, note.request) if note.request else log
+        logger.log(level, "%s", note.text)

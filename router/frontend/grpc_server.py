@@ -1,0 +1,428 @@
+"""The gRPC front doors: `Generation` of `proto/baton/v1` for clients, `Cache` and `Cluster` for the operator.
+
+Health and reflection are on both. A server answers a call of a service that it lacks with UNIMPLEMENTED.
+
+Owns nothing but the conversation. Errors leave through one seam, `status_of` and `_abort`: a `BatonError` becomes the
+status it names; anything else is our own mistake, is logged, and shows the client no more than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton import operator_port
+from baton.clock import Clock
+from baton.errors import BatonError, Overloaded, PortInUse, RequestCancelled, shown
+from baton.hosts import bracketed
+from baton.logs import RequestLog
+from baton.operator_address import Loopback, parse_operator
+from baton.v1 import (
+    cache_pb2,
+    cache_pb2_grpc,
+    cluster_pb2,
+    cluster_pb2_grpc,
+    explain_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+)
+from router.events import Cancelled, End, Failed, Finished
+from router.frontend import responses
+from router.frontend.client_sessions import Relay
+from router.frontend.guard import Guard, looked_at
+from router.frontend.output_stream import Stream
+from router.frontend.request_parsing import Intake, Wish, name_of, pin_of, role_of, steps_of, take_in, take_in_prefix
+from router.frontend.tokenizing import Tokenizing
+from router.role_changes import PATIENCE
+
+log = logging.getLogger(__name__)
+
+REASON = "baton-reason"
+RETRY_AFTER = "retry-after-ms"
+REQUEST_ID = "x-request-id"
+_ID_BYTES = 6  # of one token id in a message: at most 5, and a tag where a client does not pack them
+_OTHER_BYTES = 128 * 2**10  # of all other fields of a message together: stop strings have up to 64,000
+_SPARE_RPCS = 1_024  # beyond router.max_concurrent_rpcs: health checks, refusals, and ends that clients do not read
+_MAX_STREAMS = 1_024  # of one connection; gRPC's clients wait with more
+_KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 60_000, 20_000  # a client whose machine or process stands still is let go
+_MAX_DETAILS = 1_000  # characters of an error: gRPC's clients take 16 KiB of headers, and one may become 12 bytes
+_LINGER = 15.0  # seconds after a request's end in which its client must read something, or its RPC is ended
+_LAST_WORDS = 1.0  # seconds that gRPC gets to pass on why
+_TEXTS = {"/baton.v1.Generation/Generate": 2, "/baton.v1.Cache/Warm": 2}  # the fields that hold a prompt's text
+_LISTED = 10  # requests, unless the client says how many
+_OPERATOR_RPCS = 256
+GENERATION, CACHE, CLUSTER = "baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster"
+
+
+def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:
+    """The status and trailing metadata that a client gets for an error."""
+    metadata = [(REASON, error.reason)]
+    if isinstance(error, Overloaded):
+        metadata.append((RETRY_AFTER, str(error.retry_after_ms)))
+    return grpc.StatusCode[error.status], tuple(metadata)
+
+
+class GenerationFront(generation_pb2_grpc.GenerationServicer):
+    """Streams of tokens."""
+
+    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing, linger: float = _LINGER) -> None:
+        self._relay = relay
+        self._clock = clock
+        self._tokenizing = tokenizing
+        self._linger = linger
+
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802 gRPC's name
+        received = self._clock.now()
+        left = context.time_remaining()
+        deadline = None if left is None else received + left
+        stream: Stream | None = None
+        request_id = ""
+        try:
+            request_id = name_of(request)
+            with _connected():
+                await context.send_initial_metadata(((REQUEST_ID, request_id),))
+            intake = await self._take_in(request, request_id)
+            stream = self._relay.submit(intake, received, deadline)
+            if not await self._pass_on(intake, stream, context):
+                await self._give_up(stream, request_id, context)
+        except BatonError as error:
+            await _abort(context, error, request_id)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:  # noqa: BLE001 whatever it is, the client gets a status and never a traceback
+            RequestLog(log, request_id).exception("failed in the router")
+            await _abort(context, BatonError("internal error; the router's log says more"), request_id)
+        finally:
+            if stream is not None and not stream.ended:
+                self._relay.abandon(stream)
+
+    async def _take_in(self, request: generation_pb2.GenerateRequest, request_id: str) -> Intake:
+        work = partial(take_in, request, request_id, self._relay.model, self._relay.draw_seed)
+        return await self._tokenizing.run(_text_bytes(request), work)
+
+    async def _pass_on(self, intake: Intake, stream: Stream, context: Any) -> bool:
+        """Write what comes, as fast as the client reads, until all is written (true), or until the request has ended
+        and the client reads nothing more of it. Raises BatonError when the request ends in one."""
+        writing = asyncio.create_task(_write_out(stream, intake.request_id, intake.sampling.seed, context))
+        writing.add_done_callback(looked_at)
+        before: tuple[bool, int] | None = None
+        try:
+            while not writing.done():
+                await asyncio.wait({writing}, timeout=self._linger)
+                now = (stream.ended, stream.reads)
+                if not writing.done() and now == before and stream.ended:
+                    return False
+                before = now
+        except asyncio.CancelledError:
+            writing.cancel()
+            raise
+        writing.result()
+        return True
+
+    async def _give_up(self, stream: Stream, request_id: str, context: Any) -> None:
+        """End an RPC whose client does not read. Neither the write nor the status that waits behind it is cancelled:
+        gRPC still holds them. They end when the client reads, or has gone, and cost no more than a piece until then."""
+        stream.drop()
+        error = RequestCancelled(f"the client has read nothing for {self._linger:g} s after its request's end")
+        aborting = asyncio.create_task(_abort(context, error, request_id))
+        aborting.add_done_callback(looked_at)
+        await asyncio.wait({aborting}, timeout=_LAST_WORDS)
+
+
+def _text_bytes(request: generation_pb2.GenerateRequest | cache_pb2.WarmRequest) -> int:
+    """About how many bytes of text there are to tokenize, without a copy of that text."""
+    return request.ByteSize() if request.WhichOneof("prompt") == "text" else 0
+
+
+async def _write_out(stream: Stream, request_id: str, seed: int, context: Any) -> None:
+    """Write what comes of a request. Raises BatonError when it ends in one."""
+    with _connected():
+        while True:
+            news = await stream.read()
+            if not isinstance(news, End):
+                await context.write(responses.delta(news))
+                continue
+            match news.outcome:
+                case Finished(reason=reason):
+                    await context.write(responses.finished(reason, news.summary, request_id, seed))
+                    return
+                case Failed(error=error):
+                    raise error
+                case Cancelled(why=why):
+                    raise RequestCancelled(why)
+
+
+class CacheFront(cache_pb2_grpc.CacheServicer):
+    """Prefixes that are to be warm."""
+
+    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing) -> None:
+        self._relay = relay
+        self._clock = clock
+        self._tokenizing = tokenizing
+
+    async def Warm(self, request: cache_pb2.WarmRequest, context: Any) -> cache_pb2.WarmResponse:  # noqa: N802
+        left = context.time_remaining()
+        deadline = None if left is None else self._clock.now() + left
+        async with _typed(context):
+            wish = await self._take_in(request, pin_of(request))
+            return responses.warmed(await self._relay.warm(wish, deadline))
+        raise AssertionError("abort returned")
+
+    async def Unpin(self, request: cache_pb2.UnpinRequest, context: Any) -> cache_pb2.UnpinResponse:  # noqa: N802
+        async with _typed(context):
+            self._relay.unwarm(request.id)
+        return cache_pb2.UnpinResponse()
+
+    async def ListPins(  # noqa: N802
+        self, request: cache_pb2.ListPinsRequest, context: Any
+    ) -> cache_pb2.ListPinsResponse:
+        return cache_pb2.ListPinsResponse(pins=map(responses.pin, self._relay.pins()))
+
+    async def _take_in(self, request: cache_pb2.WarmRequest, pin: str) -> Wish:
+        return await self._tokenizing.run(
+            _text_bytes(request), partial(take_in_prefix, request, pin, self._relay.model)
+        )
+
+
+class ClusterFront(cluster_pb2_grpc.ClusterServicer):
+    """What the cluster looks like from here."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+
+    async def GetStatus(  # noqa: N802 gRPC's name
+        self, request: cluster_pb2.GetStatusRequest, context: Any
+    ) -> cluster_pb2.GetStatusResponse:
+        relay = self._relay
+        me, others = relay.processes()
+        first = responses.process(me)
+        first.ClearField("heartbeat_age_ms")
+        card, stats = relay.state.card, relay.state.stats()
+        return cluster_pb2.GetStatusResponse(
+            processes=[first, *map(responses.process, others)],
+            model=responses.model_card(card) if card else None,
+            log_dir=str(relay.config.cluster.logs),
+            counts=responses.counts(stats),
+            bottleneck=responses.bottleneck(stats),
+            cluster=relay.config.cluster.name,
+            model_name=relay.model.name,
+        )
+
+    async def Profile(  # noqa: N802 gRPC's name
+        self, request: cluster_pb2.ProfileRequest, context: Any
+    ) -> cluster_pb2.ProfileResponse:
+        async with _typed(context):
+            steps = steps_of(request)
+            if request.stop:
+                path, node = self._relay.stop_profile(request.process)
+            else:
+                path, node = self._relay.profile(request.process, steps)
+            return cluster_pb2.ProfileResponse(path=str(path), node=node, steps=steps)
+        raise AssertionError("abort returned")
+
+    async def Drain(self, request: cluster_pb2.DrainRequest, context: Any) -> cluster_pb2.DrainResponse:  # noqa: N802
+        async with _typed(context):
+            view = self._relay.drain(request.worker, request.now, request.undo)
+            return cluster_pb2.DrainResponse(worker=responses.process(view))
+        raise AssertionError("abort returned")
+
+    async def SetRole(  # noqa: N802 gRPC's name
+        self, request: cluster_pb2.SetRoleRequest, context: Any
+    ) -> cluster_pb2.SetRoleResponse:
+        async with _typed(context):
+            patience = request.patience_ms / 1_000 if request.HasField("patience_ms") else PATIENCE
+            view = self._relay.set_role(request.worker, role_of(request), patience)
+            return cluster_pb2.SetRoleResponse(worker=responses.process(view))
+        raise AssertionError("abort returned")
+
+    async def Explain(self, request: explain_pb2.ExplainRequest, context: Any) -> explain_pb2.ExplainResponse:  # noqa: N802
+        async with _typed(context):
+            return responses.explained(*self._relay.explain(request.request_id))
+        raise AssertionError("abort returned")
+
+    async def ListRequests(  # noqa: N802 gRPC's name
+        self, request: explain_pb2.ListRequestsRequest, context: Any
+    ) -> explain_pb2.ListRequestsResponse:
+        records, now = self._relay.recent(request.last or _LISTED)
+        return explain_pb2.ListRequestsResponse(requests=[responses.request_summary(record, now) for record in records])
+
+
+class _Server:
+    """A gRPC server with health and reflection beside the services that are added to it."""
+
+    def __init__(self, own: Sequence[str], relay: Relay, max_rpcs: int) -> None:
+        """`own` are the names of its services."""
+        self._own = tuple(own)
+        limits, tokenizer = relay.model.limits, relay.model.tokenizer
+        max_bytes = _OTHER_BYTES + _ID_BYTES * limits.max_context
+        max_text = tokenizer.max_bytes(limits.max_context) if tokenizer else 0
+        self._guard = Guard(_abort, max_rpcs, max_bytes, _TEXTS)
+        self.grpc = grpc.aio.server(
+            interceptors=(self._guard,),
+            maximum_concurrent_rpcs=max_rpcs + _SPARE_RPCS,
+            options=[
+                ("grpc.max_receive_message_length", max_bytes + max_text),
+                ("grpc.max_concurrent_streams", _MAX_STREAMS),
+                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+                ("grpc.so_reuseport", 0),  # or two routers would share a port, and each get some of the requests
+            ],
+        )
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] - no stubs
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        reflection.enable_server_reflection((*own, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
+        self._serving: bool | None = None
+
+    async def start(self, address: str, remedy: str) -> int:
+        """Listen; returns the port, which is 1 for a Unix socket. Raises PortInUse, with what to do about it."""
+        try:
+            bound = self.grpc.add_insecure_port(address)
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise PortInUse(f"can't listen on {address}; {remedy}")
+        await self.set_serving(False)
+        await self.grpc.start()
+        return bound
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks are told. The router itself answers, so `Cluster` always serves."""
+        if serving == self._serving:
+            return
+        self._serving = serving
+        kinds = health_pb2.HealthCheckResponse  # pyright: ignore[reportAttributeAccessIssue] - no stubs
+        for service in ("", *self._own):
+            serves = serving or service == CLUSTER
+            await self._health.set(service, kinds.SERVING if serves else kinds.NOT_SERVING)
+
+    @property
+    def undecodable(self) -> int:
+        """Messages so far that were none."""
+        return self._guard.undecodable
+
+    async def stop(self, grace: float) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self.grpc.stop(grace)
+
+
+class Front:
+    """The public gRPC server: `Generation`, and nothing by which a client could change or watch the cluster."""
+
+    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing) -> None:
+        self._server = _Server((GENERATION,), relay, relay.config.router.max_concurrent_rpcs)
+        generation = GenerationFront(relay, clock, tokenizing)
+        generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server.grpc)
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; returns "host:port". Raises PortInUse."""
+        remedy = "stop what listens there or change router.grpc_port"
+        bound = await self._server.start(f"{bracketed(host)}:{port}", remedy)
+        return f"{bracketed(host)}:{bound}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks are told."""
+        await self._server.set_serving(serving)
+
+    @property
+    def undecodable(self) -> int:
+        """Messages so far that were none."""
+        return self._server.undecodable
+
+    async def stop(self, grace: float) -> None:
+        await self._server.stop(grace)
+
+
+class OperatorFront:
+    """The operator's gRPC servers: `Cluster` and `Cache`, on a Unix socket of this user's or on loopback.
+
+    A socket's file may be removed while the router lives, such as with $XDG_RUNTIME_DIR when the user logs out. Then
+    another server listens anew, and connections to the first one live on."""
+
+    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing) -> None:
+        self._relay = relay
+        self._cache, self._cluster = CacheFront(relay, clock, tokenizing), ClusterFront(relay)
+        self._servers: list[_Server] = []
+        self._path: Path | None = None  # of the socket
+
+    async def start(self, setting: str, cluster: str, router: str) -> str:
+        """Listen where `router.operator` says; returns the gRPC target. Raises ConfigError, StartupError, PortInUse."""
+        server = _Server((CLUSTER, CACHE), self._relay, _OPERATOR_RPCS)
+        cache_pb2_grpc.add_CacheServicer_to_server(self._cache, server.grpc)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, server.grpc)
+        remedy = "stop what listens there or change router.operator"
+        chosen = parse_operator(setting)
+        if isinstance(chosen, Loopback):
+            bound = await server.start(str(chosen), remedy)
+            target = str(chosen._replace(port=bound))
+        else:
+            path = chosen or operator_port.default_path(cluster, router)
+            operator_port.prepare(path, made_up=chosen is None)
+            target = operator_port.target(path)
+            await server.start(target, remedy)
+            with contextlib.suppress(FileNotFoundError):  # removed already; see `lost`
+                path.chmod(0o600)
+            self._path = path
+        self._servers.append(server)
+        return target
+
+    @property
+    def lost(self) -> bool:
+        """Whether the socket's file has been removed, so that no new connection finds it."""
+        return self._path is not None and not os.path.lexists(self._path)
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks are told."""
+        for server in self._servers:
+            await server.set_serving(serving)
+
+    @property
+    def undecodable(self) -> int:
+        """Messages so far that were none."""
+        return sum(server.undecodable for server in self._servers)
+
+    async def stop(self, grace: float) -> None:
+        await asyncio.gather(*(server.stop(grace) for server in self._servers))
+
+
+@contextlib.asynccontextmanager
+async def _typed(context: Any) -> AsyncIterator[None]:
+    """The seam for calls with one answer."""
+    try:
+        yield
+    except BatonError as error:
+        await _abort(context, error, "")
+    except (asyncio.CancelledError, grpc.aio.AbortError):
+        raise
+    except Exception:  # whatever it is, the client gets a status and never a traceback
+        log.exception("failed in the router")
+        await _abort(context, BatonError("internal error; the router's log says more"), "")
+
+
+async def _abort(context: Any, error: BatonError, request_id: str = "") -> NoReturn:
+    code, metadata = status_of(error)
+    details = shown(str(error), _MAX_DETAILS)
+    named = f"{details} (request {request_id})" if request_id else details
+    with _connected():
+        await context.abort(code, named, metadata)
+    raise AssertionError("abort returned")
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
+    """Take what gRPC can't write any more for what it is: the client has gone, which is no failure of the router."""
+    try:
+        yield
+    except (grpc.aio.AbortError, grpc.aio.UsageError):
+        raise
+    except grpc.aio.BaseError:
+        raise asyncio.CancelledError from None

@@ -1,0 +1,137 @@
+"""The router's HTTP port: `/metrics` for Prometheus, `/discovery` to tell it where the others are, `/healthz`.
+
+Any process that reaches the port may connect, and the loop that serves it also streams the tokens. So connections are
+bounded in number and lifetime, each carries one request, and the page of metrics is rendered on a thread, twice a
+second at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from baton.errors import PortInUse, StartupError
+from baton.metrics import PAGE_TYPE
+from router.frontend.client_sessions import Relay
+
+log = logging.getLogger(__name__)
+
+_ACCESS_LOG = None  # a line per scrape helps nobody
+MAX_CONNECTIONS = 64  # at a time
+DEADLINE = 5.0  # seconds from the start of a connection to its end, however it is used
+_BACKLOG = 16  # connections that the kernel keeps, and that asyncio accepts in one turn of the loop
+_MAX_LINE = 2_048  # bytes of the request line, and of a header
+
+
+# aiohttp writes a traceback with what was sent for every request that is none. Errors of our own are logged here.
+_OF_STRANGERS = logging.getLogger(f"{__name__}.strangers")
+_OF_STRANGERS.disabled = True
+
+
+class Http:
+    """The server; it reads the relay and changes nothing."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self._routes: dict[str, Callable[[], Awaitable[web.Response]]] = {
+            "/metrics": self._metrics,
+            "/discovery": self._discovery,
+            "/healthz": self._healthz,
+        }
+        self._runner: web.ServerRunner | None = None
+        self._rendering: asyncio.Task[bytes] | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; returns "host:port". Raises PortInUse or StartupError."""
+        server = _Server(
+            self._answer,
+            logger=_OF_STRANGERS,
+            access_log=_ACCESS_LOG,
+            keepalive_timeout=0.0,
+            lingering_time=0.0,
+            max_line_size=_MAX_LINE,
+            max_field_size=_MAX_LINE,
+        )
+        runner = self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=1.0)
+        await runner.setup()
+        site = web.TCPSite(runner, host, port, reuse_port=False, backlog=_BACKLOG)
+        try:
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            if error.errno == errno.EADDRINUSE:
+                raise PortInUse(
+                    f"{host}:{port} is in use; stop what listens there or change router.http_port"
+                ) from None
+            raise StartupError(f"can't listen on {host}:{port}: {error.strerror}") from None
+        bound: int = runner.addresses[0][1]
+        return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        route = self._routes.get(request.path)
+        if route is None:
+            response = web.Response(status=404, text="there are /metrics, /discovery and /healthz\n")
+        elif request.method not in ("GET", "HEAD"):
+            response = web.Response(status=405, headers={"Allow": "GET, HEAD"})
+        else:
+            try:
+                response = await route()
+            except Exception:
+                log.exception("failed to answer %s", request.path)
+                response = web.Response(status=500, text="failed in the router\n")
+        response.force_close()  # one request for each connection: the limits then bound requests, too
+        return response
+
+    async def _metrics(self) -> web.Response:
+        if self._rendering is None or self._rendering.done():
+            self._rendering = asyncio.create_task(asyncio.to_thread(self._relay.metrics.page))
+        return web.Response(body=await asyncio.shield(self._rendering), headers={"Content-Type": PAGE_TYPE})
+
+    async def _discovery(self) -> web.Response:
+        """Every live process's metrics address, as Prometheus' `http_sd_configs` takes it."""
+        me, others = self._relay.processes()
+        targets = [
+            {
+                "targets": [view.metrics],
+                "labels": {"role": view.peer.role, "node": view.peer.node, "name": view.peer.name},
+            }
+            for view in (me, *others)
+            if view.metrics and view.gone is None
+        ]
+        return web.json_response(targets)
+
+    async def _healthz(self) -> web.Response:
+        """200 while a request that comes now can be served."""
+        if self._relay.state.serving:
+            return web.Response(text="serving\n")
+        return web.Response(status=503, text="no decode worker is live\n")
+
+
+class _Server(web.Server):
+    """aiohttp's server, with limits that it does not have: how many connections there are, and for how long each."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._deadlines: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        loop = asyncio.get_running_loop()
+        if len(self.connections) >= MAX_CONNECTIONS:
+            loop.call_soon(transport.abort)  # not at once: aiohttp's task for it must have begun
+            return
+        self._deadlines[handler] = loop.call_later(DEADLINE, transport.abort)
+        super().connection_made(handler, transport)
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        if (deadline := self._deadlines.pop(handler, None)) is not None:
+            deadline.cancel()
+        super().connection_lost(handler, exc)

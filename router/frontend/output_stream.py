@@ -1,0 +1,131 @@
+"""One request's output on its way to its client: tokens in from the state, text and tokens out as the client reads.
+
+What a slow client has not read is merged into pieces, so it costs no more than its tokens; and there is a limit to
+those: past it the request is cancelled, since memory and decode pages are not for readers who do not come. Pieces are
+small, because gRPC keeps the one that it writes for as long as the client is connected and does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from msgspec.structs import replace
+
+from baton.messages import TokenLogprob
+from router.events import Cancelled, End, Finished, Summary
+from router.frontend.detokenizer import TextStream
+
+MAX_UNREAD = 8_192  # tokens
+MAX_UNREAD_BYTES = 4 * 2**20  # of memory, about: 1,600 tokens where each has 20 alternatives
+_PIECE_BYTES = 32 * 2**10  # of memory, about; a piece takes nothing more then
+_TOKEN_BYTES, _LOGPROB_BYTES = 40, 120  # of memory: for each token, and for each token or alternative with a logprob
+
+
+@dataclass
+class Output:
+    """New output, in order."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    size: int = 0  # bytes of memory, about
+
+
+class Verdict(Enum):
+    """What taking tokens led to."""
+
+    GOES_ON = "goes on"
+    STOPPED = "a stop string has ended the output"
+    UNREAD = "the client does not read"
+
+
+class Stream:
+    """One request's output. The router's loop puts in, its client's task takes out; both on one event loop."""
+
+    def __init__(
+        self, name: str, text: TextStream, max_unread: int = MAX_UNREAD, max_unread_bytes: int = MAX_UNREAD_BYTES
+    ) -> None:
+        self.name = name  # of the request, within the cluster
+        self._text = text
+        self._max_unread = max_unread
+        self._max_unread_bytes = max_unread_bytes
+        self._pieces = deque[Output]()
+        self._unread = 0  # tokens
+        self._unread_bytes = 0
+        self._end: End | None = None
+        self._stopped = False
+        self._news = asyncio.Event()
+        self.taken = 0  # tokens that count as output
+        self.reads = 0  # pieces that the client's task has asked for: it asks again when one is written
+
+    @property
+    def ended(self) -> bool:
+        return self._end is not None
+
+    def emit(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Verdict:
+        """Take tokens, each once and in order. After a stop string no more are taken."""
+        if self._stopped:
+            return Verdict.GOES_ON
+        piece = self._text.feed(tokens)
+        self.taken += piece.taken
+        self._put(piece.text, tokens[: piece.taken], logprobs[: piece.taken])
+        self._stopped = piece.stopped
+        self._news.set()
+        if self._stopped:
+            return Verdict.STOPPED
+        unread = self._unread > self._max_unread or self._unread_bytes > self._max_unread_bytes
+        return Verdict.UNREAD if unread else Verdict.GOES_ON
+
+    def _put(self, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        if not text and not tokens:
+            return
+        if not self._pieces or self._pieces[-1].size >= _PIECE_BYTES:
+            self._pieces.append(Output())
+        piece = self._pieces[-1]
+        piece.text += text
+        piece.tokens += tokens
+        piece.logprobs += logprobs
+        size = len(text) + _TOKEN_BYTES * len(tokens) + sum(_LOGPROB_BYTES * (1 + len(one.top)) for one in logprobs)
+        piece.size += size
+        self._unread += len(tokens)
+        self._unread_bytes += size
+
+    def end(self, end: End) -> None:
+        """The request has ended. Where the output ended at a stop string, that is what the client is told, though the
+        tokens that followed may have led the state elsewhere in the same moment."""
+        outcome, summary = end.outcome, end.summary
+        if isinstance(outcome, Finished) and not self._stopped:
+            rest = self._text.flush()
+            self._put(rest.text, (), ())
+            self._stopped = rest.stopped
+        if self._stopped and not isinstance(outcome, Cancelled):
+            outcome, summary = Finished("stop"), _cut(summary, self.taken)
+        self._end = End(end.request, outcome, summary)
+        self._news.set()
+
+    async def read(self) -> Output | End:
+        """The next piece of what is new, as soon as there is something; the end comes last."""
+        self.reads += 1
+        while True:
+            if self._pieces:
+                piece = self._pieces.popleft()
+                self._unread -= len(piece.tokens)
+                self._unread_bytes -= piece.size
+                return piece
+            if self._end is not None:
+                return self._end
+            self._news.clear()
+            await self._news.wait()
+
+    def drop(self) -> None:
+        """Forget what is unread: the client does not come for it."""
+        self._pieces.clear()
+        self._unread = self._unread_bytes = 0
+
+
+def _cut(summary: Summary, completion: int) -> Summary:
+    return replace(summary, usage=replace(summary.usage, completion=completion))

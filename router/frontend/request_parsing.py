@@ -1,0 +1,228 @@
+"""From public requests to what the state is told: every field checked, every default filled in, the seed drawn.
+
+What needs no knowledge of the cluster is checked here, by field and value; the rest is the state's to check.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from baton.errors import ContextTooLong, InvalidRequest, ModelMismatch, shown
+from baton.messages import MAX_TRACE_STEPS, Sampling, WorkerRole
+from baton.v1 import cache_pb2, cluster_pb2
+from baton.v1 import generation_pb2 as pb
+from kvstore.keys import pack_tokens
+from router.frontend.detokenizer import Tokenizer
+from router.frontend.served_model import ServedModel
+
+MAX_STOPS = 16
+_MAX_STOP_LENGTH = 1_000
+_MAX_STOP_TOKENS = 1_000
+_MAX_LOGPROBS = 20
+_BYTES_PER_TOKEN = 8  # of text; where a prompt has more it may have far too many tokens, so those are counted first
+_MAX_SEED = 2**63 - 1
+_MAX_ID = 80
+_DEFAULT_STEPS = 100
+_DEFAULT_TTL_MS = 3_600_000
+_MIN_TTL_MS, _MAX_TTL_MS = 1_000, 7 * 24 * 3_600_000
+
+
+@dataclass(frozen=True)
+class Intake:
+    """A checked request, before it has a name."""
+
+    tokens: bytes  # packed
+    prompt: Sequence[int]
+    sampling: Sampling
+    max_tokens: int | None
+    stops: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    request_id: str  # the client's name for it, or one that we made
+    priority: int
+    ttft: float | None  # objective, seconds
+    tpot: float | None  # the same
+    affinity: str  # a key, or ""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A checked prefix that is to be warm."""
+
+    tokens: bytes  # packed
+    pin: str  # the client's name for it, or one that we made
+    ttl: float  # seconds
+
+
+def name_of(request: pb.GenerateRequest) -> str:
+    """What the request is called in logs, errors and its last message. Raises InvalidRequest."""
+    return _named("request_id", request.request_id)
+
+
+def pin_of(request: cache_pb2.WarmRequest) -> str:
+    """What the pin is called. Raises InvalidRequest."""
+    return _named("id", request.id)
+
+
+def steps_of(request: cluster_pb2.ProfileRequest) -> int:
+    """How many steps to trace; 0 where a trace is to be stopped. Raises InvalidRequest."""
+    if request.stop:
+        if request.steps:
+            raise InvalidRequest(f"steps is {request.steps} beside stop; ask for steps or for a stop, not for both")
+        return 0
+    if request.steps > MAX_TRACE_STEPS:
+        raise InvalidRequest(f"steps is {request.steps}; it must be at most {MAX_TRACE_STEPS}")
+    return request.steps or _DEFAULT_STEPS
+
+
+def role_of(request: cluster_pb2.SetRoleRequest) -> WorkerRole:
+    """The role that a worker is to have. Raises InvalidRequest."""
+    match request.role:
+        case cluster_pb2.ROLE_PREFILL:
+            return "prefill"
+        case cluster_pb2.ROLE_DECODE:
+            return "decode"
+        case _:
+            raise InvalidRequest("role must be ROLE_PREFILL or ROLE_DECODE")
+
+
+def _named(field: str, given: str) -> str:
+    return _checked(field, given) or secrets.token_hex(8)
+
+
+def _checked(field: str, given: str) -> str:
+    # It may become a header of the answer, where gRPC takes nothing else.
+    if len(given) > _MAX_ID or not given.isascii() or not given.isprintable() or " " in given:
+        raise InvalidRequest(
+            f"{field} is {shown(given)!r}; it must have at most {_MAX_ID} printable ASCII characters without spaces"
+        )
+    return given
+
+
+def take_in(request: pb.GenerateRequest, request_id: str, model: ServedModel, draw_seed: Callable[[], int]) -> Intake:
+    """Check a request. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
+    _check_model(request.model, model)
+    if len(request.stop_token_ids) > _MAX_STOP_TOKENS:
+        raise InvalidRequest(
+            f"stop_token_ids has {len(request.stop_token_ids)} tokens; at most {_MAX_STOP_TOKENS} are allowed"
+        )
+    stop_ids = tuple(dict.fromkeys(request.stop_token_ids))
+    if bad := [token for token in stop_ids if token >= model.limits.vocab_size]:
+        raise InvalidRequest(f"stop_token_ids has {bad[0]}, and the vocabulary ends at {model.limits.vocab_size - 1}")
+    sampling, stops = _sampling(request, model.defaults, draw_seed), _stops(request, model)
+    prompt = _prompt(request, model)  # the only check that may take long comes last
+    eos = () if request.ignore_eos else model.eos
+    return Intake(
+        tokens=pack_tokens(prompt),
+        prompt=prompt,
+        sampling=sampling,
+        max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+        stops=stops,
+        stop_token_ids=tuple(dict.fromkeys((*eos, *stop_ids))),
+        request_id=request_id,
+        priority=request.priority,
+        ttft=_objective("ttft_ms", request),
+        tpot=_objective("tpot_ms", request),
+        affinity=_checked("affinity", request.affinity),
+    )
+
+
+def take_in_prefix(request: cache_pb2.WarmRequest, pin: str, model: ServedModel) -> Wish:
+    """Check a prefix that is to be warm. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
+    _check_model(request.model, model)
+    ttl_ms = request.ttl_ms if request.HasField("ttl_ms") else _DEFAULT_TTL_MS
+    if not _MIN_TTL_MS <= ttl_ms <= _MAX_TTL_MS:
+        raise InvalidRequest(f"ttl_ms is {ttl_ms}; it must be from {_MIN_TTL_MS} (1 second) to {_MAX_TTL_MS} (7 days)")
+    return Wish(pack_tokens(_prompt(request, model)), pin, ttl_ms / 1_000)
+
+
+def _check_model(asked: str, model: ServedModel) -> None:
+    if asked not in ("", model.name):
+        raise ModelMismatch(f"model {shown(asked)!r} is not served here; this cluster serves {model.name!r}")
+
+
+def _prompt(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedModel) -> Sequence[int]:
+    """Its tokens. Raises InvalidRequest, and ContextTooLong before anything is done with each token of a prompt that
+    would keep the router from everybody else for seconds."""
+    tokens = _tokens(request, model)
+    if len(tokens) > model.limits.max_context:
+        raise ContextTooLong(
+            f"a prompt of {len(tokens)} tokens exceeds the model's context of {model.limits.max_context}"
+        )
+    return tokens
+
+
+def _tokens(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedModel) -> Sequence[int]:
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("the request has no prompt; set text or token_ids")
+    if kind == "token_ids":
+        return request.token_ids.ids
+    if not (text := request.text):
+        raise InvalidRequest("the prompt's text is empty; send at least one character")
+    if model.tokenizer is None:
+        raise InvalidRequest(f"{model.name} has no tokenizer.json, so its prompt can't be text; send token_ids")
+    return _tokenized(text, model.tokenizer, model.limits.max_context)
+
+
+def _tokenized(text: str, tokenizer: Tokenizer, most: int) -> Sequence[int]:
+    """Its tokens. Raises ContextTooLong before it tokenizes what can't fit."""
+    bound = tokenizer.max_bytes(most)
+    size = len(text.encode())
+    if size > bound:
+        raise ContextTooLong(
+            f"a prompt of {size} bytes exceeds the model's context of {most} tokens, "
+            f"which are at most {bound} bytes; shorten it"
+        )
+    if size > most * _BYTES_PER_TOKEN and tokenizer.exceeds(text, most):
+        raise ContextTooLong(f"a prompt of {size} bytes has more tokens than the model's context of {most}; shorten it")
+    return tokenizer.encode(text)
+
+
+def _objective(field: Literal["ttft_ms", "tpot_ms"], request: pb.GenerateRequest) -> float | None:
+    """Seconds."""
+    if not request.HasField(field):
+        return None
+    if (asked := getattr(request, field)) < 1:
+        raise InvalidRequest(f"{field} is 0; it must be at least 1, or unset")
+    return asked / 1_000
+
+
+def _sampling(request: pb.GenerateRequest, defaults: Sampling, draw_seed: Callable[[], int]) -> Sampling:
+    temperature = request.temperature if request.HasField("temperature") else defaults.temperature
+    top_p = request.top_p if request.HasField("top_p") else defaults.top_p
+    min_p = request.min_p if request.HasField("min_p") else defaults.min_p
+    # Written so that NaN, which compares false with everything, is refused.
+    if not (temperature >= 0 and math.isfinite(temperature)):
+        raise InvalidRequest(f"temperature is {temperature}; it must be 0 (greedy) or a finite number above")
+    if not 0 < top_p <= 1:
+        raise InvalidRequest(f"top_p is {top_p}; it must be above 0 and at most 1")
+    if not 0 <= min_p <= 1:
+        raise InvalidRequest(f"min_p is {min_p}; it must be from 0 to 1")
+    if request.HasField("seed") and request.seed > _MAX_SEED:
+        raise InvalidRequest(f"seed is {request.seed}; it must be below 2**63")
+    if request.HasField("logprobs") and request.logprobs > _MAX_LOGPROBS:
+        raise InvalidRequest(f"logprobs is {request.logprobs}; at most {_MAX_LOGPROBS} alternatives are reported")
+    return Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=request.top_k if request.HasField("top_k") else defaults.top_k,
+        min_p=min_p,
+        seed=request.seed if request.HasField("seed") else draw_seed(),
+        logprobs=request.logprobs if request.HasField("logprobs") else None,
+    )
+
+
+def _stops(request: pb.GenerateRequest, model: ServedModel) -> tuple[str, ...]:
+    stops = tuple(dict.fromkeys(request.stop))
+    if stops and model.tokenizer is None:
+        raise InvalidRequest(f"{model.name} has no tokenizer.json, so there is no text to find stop strings in")
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed")
+    for stop in stops:
+        if not 0 < len(stop) <= _MAX_STOP_LENGTH:
+            raise InvalidRequest(f"stop has a string of {len(stop)} characters; 1 to {_MAX_STOP_LENGTH} are allowed")
+    return stops

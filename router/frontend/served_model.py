@@ -1,0 +1,110 @@
+"""What the router reads of a checkpoint: tokenizer, limits, what ends an output, how its authors want it sampled.
+
+Never the weights: those are the workers' business, and so is whether the engine can run the model at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.config import ModelConfig
+from baton.errors import ModelError, ModelNotFound
+from baton.messages import Sampling
+from router.frontend.detokenizer import Tokenizer
+from router.queueing.admission import ModelLimits
+
+_MAX_TEMPERATURE = 3e38  # what a request can ask for, as a 32-bit float
+_MAX_TOP_K = 2**32 - 1
+_READ = ["config.json", "generation_config.json", "tokenizer*"]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model as its clients see it."""
+
+    name: str
+    tokenizer: Tokenizer | None  # none: token ids only
+    limits: ModelLimits
+    eos: tuple[int, ...]
+    defaults: Sampling  # for what a request leaves open
+
+
+def load(config: ModelConfig) -> ServedModel:
+    """Read the model's files. Raises ModelNotFound or ModelError."""
+    folder = _folder(config.path)
+    settings = _object(folder / "config.json")
+    generation = _object(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    tokenizer = folder / "tokenizer.json"
+    return ServedModel(
+        name=config.served_name,
+        tokenizer=Tokenizer.load(tokenizer) if tokenizer.is_file() else None,
+        limits=ModelLimits(_count(settings, "vocab_size"), _count(settings, "max_position_embeddings")),
+        eos=_ids(generation, "eos_token_id") or _ids(settings, "eos_token_id"),
+        defaults=_defaults(generation),
+    )
+
+
+def _folder(path: str) -> Path:
+    """The checkpoint's directory; a hub id is fetched, without its weights."""
+    if not path:
+        raise ModelNotFound("model.path is empty; give the directory of a checkpoint, or a hub id")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download  # imported late: it takes a second, and is seldom needed
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=_READ))
+    except Exception as error:  # noqa: BLE001 whose HTTP errors come through depends on the library's release
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelNotFound(f"{path!r} is no directory here, and could not be fetched from the hub: {reason}") from None
+
+
+def _object(file: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ModelNotFound(f"{file} does not exist; is {file.parent} the directory of a checkpoint?") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} can't be read: {error}; fetch the checkpoint again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} holds a JSON {type(value).__name__}, not an object; fetch the checkpoint again")
+    return value
+
+
+def _count(settings: Mapping[str, Any], name: str) -> int:
+    value = settings.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{name} is {value!r} in config.json; it must be a whole number above zero")
+    return value
+
+
+def _ids(settings: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = settings.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
+        raise ModelError(f"{name} is {value!r}; it must be a token id or a list of them")
+    return tuple(ids)
+
+
+def _defaults(generation: Mapping[str, Any]) -> Sampling:
+    """What the model's authors recommend, where they recommend sampling; otherwise plain sampling at temperature 1."""
+    if not generation.get("do_sample"):
+        return Sampling()
+    given = {name: generation[name] for name in ("temperature", "top_p", "top_k", "min_p") if generation.get(name)}
+    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | given
+    # Python's JSON knows NaN and Infinity, and whole numbers of any size. NaN compares false with everything.
+    valid = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values())
+    valid = valid and 0 <= values["temperature"] <= _MAX_TEMPERATURE and values["top_k"] <= _MAX_TOP_K
+    if not valid or not 0 < values["top_p"] <= 1 or not 0 <= values["min_p"] <= 1:
+        raise ModelError(f"generation_config.json recommends {given}, which is no sampling; correct it or remove it")
+    return Sampling(
+        temperature=float(values["temperature"]),
+        top_p=float(values["top_p"]),
+        top_k=int(max(0, values["top_k"])),
+        min_p=float(values["min_p"]),
+    )

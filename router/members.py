@@ -1,0 +1,404 @@
+"""What the router knows of each process: who it is, how it is, and the work it was given.
+
+    (stranger) ──Hello──▶ live ──silent, stuck, dead or replaced──▶ gone ──Hello──▶ live
+
+Names are stable and incarnations are not. One live process has a name at a time, and the newest keeps it: newest is
+the incarnation that said its first Hello to this router last. So a process that was stopped, replaced, and wakes up
+finds its name taken and is rejected for as long as its successor lives. After a restart of the router the first
+Hellos may arrive in any order; then the older process may be the one kept, which is as sound: nothing is shared by
+name, and every message names incarnations.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from baton.errors import Incompatible
+from baton.messages import (
+    PROTOCOL_VERSION,
+    AttemptName,
+    Hello,
+    Load,
+    ModelCard,
+    Namespace,
+    Peer,
+    Role,
+)
+
+_REMEMBERED = 4_096  # incarnations; far more than processes ever start while one of them is still around
+_UNANSWERED = 16  # Decodes on their way to one worker; without a limit, a full worker would refuse a whole queue
+_SHOWN = 600.0  # seconds for which a process that went is still listed
+
+GoneReason: TypeAlias = Literal["silent", "stuck", "dead", "replaced", "rejected"]
+
+
+@dataclass
+class Work:
+    """One attempt that a worker was given and has not been told to forget. Of a decode worker, a sequence: what it is
+    going to take on average, and what it was promised."""
+
+    sequence: int  # of the message that gave it
+    pages: int  # how much work it is; 0 once it is done and merely held
+    context: float = 0.0  # tokens that a step attends to
+    taken: int = 0  # device pages that nothing had before
+    growth: float = 0.0  # device pages that its output is still expected to take
+    tpot: float | None = None  # objective, seconds
+    missing: bool = False  # the last heartbeat should have listed it, and did not
+
+
+@dataclass
+class Prompt:
+    """Tokens of one attempt that a worker is to compute, or will be."""
+
+    new: int
+    context: int = 0  # tokens before them, that need no computing
+    seconds: float = 0.0  # that the rest of it takes, as last predicted
+
+
+@dataclass(eq=False)
+class Member:
+    """A live process, or one that went. What placement reads of it changes only through methods, which leave its
+    incarnation in `changed`."""
+
+    hello: Hello
+    heard_at: float  # when it last said anything, seconds
+    load: Load = field(default_factory=Load)
+    work: dict[AttemptName, Work] = field(default_factory=dict[AttemptName, Work])
+    slots: dict[AttemptName, Prompt] = field(default_factory=dict[AttemptName, Prompt])  # prompts it is to compute
+    unanswered: set[AttemptName] = field(default_factory=set[AttemptName])  # neither accepted nor refused
+    busy_since: int | None = None  # sequence of the work it had no room for; none: it may have room
+    positions: dict[AttemptName, int] = field(default_factory=dict[AttemptName, int])  # as last reported
+    gone: GoneReason | None = None
+    draining: bool = False  # it is given nothing new
+    unresponsive: bool = False  # by its last heartbeat its main loop reads nothing, in a long step or because it hangs
+    changed: set[str] = field(default_factory=set[str], repr=False)  # incarnations, shared by all members
+    since: float = 0.0  # its prompts are being computed as from then, seconds
+    context: float = 0.0  # of all its work
+    growth: float = 0.0  # of all its work, pages
+    room: int = 0  # free device pages: told by the last heartbeat, less what it was given since; below 0 by mistake
+    strangers: int = 0  # sequences or prompts of other routers, as the last heartbeat told
+    strange_context: float = 0.0  # and tokens of theirs that run
+    strange_tokens: int = 0  # and those that are to be computed
+    tracing: str = ""  # the mark of the trace that it makes, as it was asked for or as the last heartbeat told
+    asked_to_trace: int = 0  # sequence of the message that asked; heartbeats that do not reflect it tell nothing
+
+    def __post_init__(self) -> None:
+        self.room = self.hello.model.pool_pages if self.hello.model else 0
+        self.touch()
+
+    @property
+    def peer(self) -> Peer:
+        return self.hello.peer
+
+    @property
+    def incarnation(self) -> str:
+        return self.hello.peer.incarnation
+
+    @property
+    def pages(self) -> int:
+        """How much work it has, in pages: what it has been given from here, and what other routers' prompts lack."""
+        strange = self.strange_tokens // self.hello.model.namespace.page_size if self.hello.model else 0
+        return sum(work.pages for work in self.work.values()) + strange
+
+    def touch(self) -> None:
+        """Something that placement reads is different now."""
+        self.changed.add(self.incarnation)
+
+    def drain(self, *, draining: bool) -> None:
+        """Give it nothing new, or work again."""
+        self.draining = draining
+        self.touch()
+
+    # --- work --------------------------------------------------------------------------------------------------------
+
+    def promise(self, name: AttemptName, prompt: Prompt, now: float) -> None:
+        """It is to compute a prompt, at once or when another worker has room for the pages."""
+        if not self.slots:
+            self.since = now
+        self.slots[name] = prompt
+        self.touch()
+
+    def give(self, name: AttemptName, work: Work) -> None:
+        """A message to it begins an attempt."""
+        self.work[name] = work
+        self.context += work.context
+        self.growth += work.growth
+        self.room -= work.taken
+        self.touch()
+
+    def computed(self, name: AttemptName, now: float | None = None) -> None:
+        """It has computed that prompt, at `now`, or need not any more: there is a slot for another."""
+        if (prompt := self.slots.pop(name, None)) is None:
+            return
+        if now is not None and self.peer.role == "decode":
+            self.since = now  # it never tells how far a prompt is, and what decodes beside it makes each take longer
+        else:
+            self.since += prompt.seconds  # that went into this one; the next report tells better
+        self.touch()
+
+    def drop(self, name: AttemptName) -> bool:
+        """It has nothing to do with this attempt any more. False: it was never given it."""
+        self.computed(name)
+        self.unanswered.discard(name)
+        self.positions.pop(name, None)
+        self.touch()
+        if (work := self.work.pop(name, None)) is None:
+            return False
+        self.context = self.context - work.context if self.work else 0.0
+        self.growth = self.growth - work.growth if self.work else 0.0
+        self.room += work.taken
+        return True
+
+    def answered(self, name: AttemptName) -> None:
+        """It has said whether it takes it."""
+        self.unanswered.discard(name)
+        self.touch()
+
+    def refuses(self, name: AttemptName) -> None:
+        """It had no room for this."""
+        self.busy_since = self.work[name].sequence
+        self.touch()
+
+    def may_have_room(self) -> None:
+        self.busy_since = None
+        self.touch()
+
+    @property
+    def takes_sequences(self) -> bool:
+        """Whether this decode worker may have room."""
+        return not self.unresponsive and self.busy_since is None and len(self.unanswered) < _UNANSWERED
+
+    def free_prompts(self, most: int) -> int:
+        """Return how many more prompts this worker may be given, of `most`, other routers' counted. A router without a
+        prompt there may always ask for one: after a refusal the worker keeps the next room for it
+        (`baton.router_fairness`)."""
+        if self.unresponsive or self.busy_since is not None:
+            return 0
+        return max(most - len(self.slots) - self.strangers, 0 if self.slots else 1)
+
+    def traces(self, mark: str, sequence: int) -> None:
+        """That message asks it for a trace."""
+        self.tracing, self.asked_to_trace = mark, sequence
+
+    def reports_trace(self, mark: str, heard: int) -> None:
+        """A heartbeat: which trace it makes, if any, once it has heard up to that message."""
+        if heard >= self.asked_to_trace:
+            self.tracing = mark
+
+    def reports(self, load: Load, heard: int, others: Load, now: float, *, unresponsive: bool = False) -> bool:
+        """A heartbeat: what it says of itself holds for everything that was given up to the message `heard`. `others`
+        is what other routers' work makes of `load`. Returns whether that has changed, or whether its loop goes on
+        again: there may be room then."""
+        before = (self.strangers, self.strange_context, self.strange_tokens)
+        goes_on = self.unresponsive and not unresponsive
+        self.load, self.unresponsive = load, unresponsive
+        if self.peer.role == "prefill" or not self.slots:  # how far ours are, only prefill workers tell
+            self.since = now
+        self.strangers = others.running + others.waiting
+        self.strange_context, self.strange_tokens = others.context, others.tokens_queued
+        if load.pages_total:
+            self.room = load.pages_free - sum(work.taken for work in self.work.values() if work.sequence > heard)
+        self.touch()
+        return goes_on or before != (self.strangers, self.strange_context, self.strange_tokens)
+
+
+@dataclass
+class _Acquaintance:
+    order: int  # of first Hellos
+    sent: int = 0  # messages
+
+
+class Members:
+    """Every process that said Hello. Decides who may join; what follows from a leave is its owner's business."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._live: dict[str, Member] = {}  # by incarnation
+        self._by_role: dict[Role, dict[str, Member]] = {"router": {}, "prefill": {}, "decode": {}, "store": {}}
+        self._gone: dict[str, Member] = {}  # by name, until replaced
+        self._known: dict[str, _Acquaintance] = {}  # by incarnation, oldest first
+        self._met = 0
+        self.changed: set[str] = set()  # incarnations about which placement may read something new; the reader clears
+
+    def get(self, incarnation: str) -> Member | None:
+        """The live process of that incarnation."""
+        return self._live.get(incarnation)
+
+    def live(self, incarnation: str) -> Member:
+        """The same, of one that must be live: somebody with a current attempt."""
+        member = self._live.get(incarnation)
+        assert member is not None, f"{incarnation} has an attempt and is not live"
+        return member
+
+    def __iter__(self) -> Iterator[Member]:
+        """The live ones; members may leave meanwhile."""
+        return iter(list(self._live.values()))
+
+    def of(self, role: Role) -> list[Member]:
+        return list(self._by_role[role].values())
+
+    def open(self, role: Role) -> list[Member]:
+        """The live ones that may be given something."""
+        return [member for member in self.of(role) if not member.draining]
+
+    def store_of(self, node: str) -> Member | None:
+        return next((member for member in self.of("store") if member.peer.node == node), None)
+
+    def another_prefill(self, node: str, most: int, avoid: Collection[str]) -> Member | None:
+        """Return the prefill worker of `node` with the fewest tokens to compute, of those that take a prompt now. Each
+        takes `most` prompts."""
+        able = [
+            member
+            for member in self.open("prefill")
+            if member.peer.node == node and member.incarnation not in avoid and member.free_prompts(most) > 0
+        ]
+        return min(able, key=lambda m: (sum(prompt.new for prompt in m.slots.values()), m.peer.name), default=None)
+
+    def named(self, name: str) -> Member | None:
+        """The live process of that name."""
+        return next((member for member in self._live.values() if member.peer.name == name), None)
+
+    def tracing(self) -> Member | None:
+        """A live process that makes a trace."""
+        return next((member for member in self._live.values() if member.tracing), None)
+
+    def listed(self, now: float) -> list[Member]:
+        """The live ones, and those that went not long ago and have no successor."""
+        self._gone = {name: member for name, member in self._gone.items() if now - member.heard_at < _SHOWN}
+        return sorted([*self._live.values(), *self._gone.values()], key=lambda member: member.peer.name)
+
+    def may_return(self, incarnation: str) -> bool:
+        """Whether that incarnation went and has no successor yet: it may only have been silent."""
+        return any(member.incarnation == incarnation for member in self._gone.values())
+
+    def stuck(self, incarnation: str) -> bool:
+        """Whether that incarnation went because it was stuck."""
+        return any(member.incarnation == incarnation and member.gone == "stuck" for member in self._gone.values())
+
+    @property
+    def card(self) -> ModelCard | None:
+        """The model that is served: that of the first live worker."""
+        return next((member.hello.model for member in self._live.values() if member.hello.model), None)
+
+    @property
+    def largest_pool(self) -> int | None:
+        """Pages of the largest decode worker; none while none is live."""
+        return max((m.hello.model.pool_pages for m in self.of("decode") if m.hello.model), default=None)
+
+    # --- coming and going -------------------------------------------------------------------------------------------
+
+    def check(self, hello: Hello) -> None:
+        """Raises Incompatible, naming what differs and both values, for a process that can't join."""
+        peer = hello.peer
+        if hello.protocol != PROTOCOL_VERSION:
+            raise Incompatible(f"protocol is {hello.protocol} and this cluster speaks {PROTOCOL_VERSION}")
+        if peer.role == "router":
+            raise Incompatible(f"role of {peer.name} is router, and so is mine; connect to a cluster of your own")
+        if peer.role == "store":
+            if (other := self.store_of(peer.node)) and other.peer.name != peer.name:
+                raise Incompatible(f"node {peer.node} has the store {other.peer.name}; {peer.name} would be a second")
+        elif hello.model is None:
+            raise Incompatible(f"model of {peer.name} is missing; a worker says Hello once it has loaded its model")
+        else:
+            self._check_card(hello.model)
+        known = self._live.get(peer.incarnation)
+        if known and (known.peer.role, known.peer.name, known.peer.node) != (peer.role, peer.name, peer.node):
+            raise Incompatible(
+                f"incarnation {peer.incarnation} is the {known.peer.role} {known.peer.name} on {known.peer.node} and "
+                f"can't be the {peer.role} {peer.name} on {peer.node}; a process in another role is another incarnation"
+            )
+        rival = self.named(peer.name)
+        if rival and rival.incarnation != peer.incarnation and self._older(peer.incarnation, rival.incarnation):
+            raise Incompatible(
+                f"incarnation {peer.incarnation} of {peer.name} has been replaced by {rival.incarnation}, "
+                f"pid {rival.peer.pid} on node {rival.peer.node}; end this process"
+            )
+
+    def join(self, hello: Hello, now: float) -> Member:
+        """A process that has passed `check`; again for one that is live and says Hello again."""
+        if (member := self._live.get(hello.peer.incarnation)) is not None:
+            member.hello, member.heard_at = hello, now
+            member.touch()
+            return member
+        self._meet(hello.peer.incarnation)
+        before = self._gone.pop(hello.peer.name, None)
+        member = self._live[hello.peer.incarnation] = Member(hello, now, changed=self.changed)
+        self._by_role[hello.peer.role][hello.peer.incarnation] = member
+        member.draining = before is not None and before.incarnation == member.incarnation and before.draining
+        return member
+
+    def leave(self, member: Member, why: GoneReason) -> None:
+        del self._live[member.incarnation]
+        del self._by_role[member.peer.role][member.incarnation]
+        member.gone = why
+        member.touch()
+        if why != "replaced":
+            self._gone[member.peer.name] = member
+
+    def extend(self, seconds: float) -> None:
+        """We did not listen for so long: nobody is to blame for silence."""
+        for member in self._live.values():
+            member.heard_at += seconds
+            member.since += seconds
+            member.touch()
+
+    def _check_card(self, card: ModelCard) -> None:
+        if card.namespace.page_size != self._page_size:
+            raise Incompatible(f"page_size is {card.namespace.page_size} and this cluster has {self._page_size}")
+        served = self.card
+        if served is None:
+            return
+        for field_ in Namespace.__struct_fields__:
+            theirs, ours = getattr(card.namespace, field_), getattr(served.namespace, field_)
+            if theirs != ours:
+                raise Incompatible(f"namespace.{field_} is {_shown(theirs)} and this cluster has {_shown(ours)}")
+        if card.page_bytes != served.page_bytes:
+            raise Incompatible(f"page_bytes is {card.page_bytes} and this cluster has {served.page_bytes}")
+
+    # --- counting along ---------------------------------------------------------------------------------------------
+
+    def count(self, incarnation: str) -> int | None:
+        """The sequence of the message that is sent to it now; none for a stranger."""
+        if (known := self._known.get(incarnation)) is None:
+            return None
+        known.sent += 1
+        return known.sent
+
+    def forgettable(self) -> list[str]:
+        """Incarnations that went so long ago that nothing of theirs can still be on its way; they are strangers now."""
+        excess = len(self._known) - _REMEMBERED
+        old = [incarnation for incarnation in self._known if incarnation not in self._live][: max(0, excess)]
+        for incarnation in old:
+            del self._known[incarnation]
+        return old
+
+    def _meet(self, incarnation: str) -> None:
+        # Whoever comes back keeps its order and its count: a heartbeat from before may still be on its way, and what
+        # that has heard must not pass for having heard what is sent from now on.
+        self._met += 1
+        self._known.setdefault(incarnation, _Acquaintance(self._met))
+
+    def _older(self, incarnation: str, than: str) -> bool:
+        mine, other = self._known.get(incarnation), self._known.get(than)
+        return mine is not None and other is not None and mine.order < other.order
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        names = [member.peer.name for member in self._live.values()]
+        assert len(names) == len(set(names)), f"two live processes of one name: {names}"
+        assert sum(map(len, self._by_role.values())) == len(self._live)
+        for member in self._live.values():
+            assert self._by_role[member.peer.role][member.incarnation] is member
+            assert member.gone is None
+            assert member.incarnation in self._known
+            assert member.unanswered <= set(member.work), member.unanswered
+            assert abs(member.context - sum(work.context for work in member.work.values())) < 1e-3
+            assert abs(member.growth - sum(work.growth for work in member.work.values())) < 1e-3
+
+
+def _shown(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else repr(value)

@@ -1,0 +1,144 @@
+"""How much of a prefix a worker has without computing: its own pages, its node's store, and what that can load.
+
+The workers decide with the same function when it comes to it (`kvstore.load_or_recompute.choose`), so this is a
+prediction. Pure.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+
+from msgspec import Struct
+
+from baton.messages import LowerTier, Source, TierRun, TierSpeed
+from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, choose
+from kvstore.prefix_map.prefix_map import Match
+from router.members import Member, Members
+
+_NOTHING = Match(0)
+SOURCES = 3  # other stores that are named for cached pages: the next is asked when one fails
+
+
+class Prefix(Struct, frozen=True):
+    """The pages of an attempt's tokens that caches may have: the full ones among all but the last token."""
+
+    pages: int
+    page_size: int  # tokens
+    page_bytes: int
+
+    def seconds(self, pages: int, rate: float) -> float:
+        """How long computing so many pages takes at `rate` tokens per second; 0: not measured."""
+        return pages * self.page_size / (rate or DEFAULT_PREFILL_RATE)
+
+
+class Store(Struct, frozen=True):
+    """A node's live store, and what it has of the prefix: the first `host` pages in its arena, and the next `disk`
+    ones on its disk."""
+
+    incarnation: str
+    node: str
+    endpoint: str = ""  # where it serves pages to other stores; empty: nowhere
+    host: int = 0
+    disk: int = 0
+    disk_speed: TierSpeed = DEFAULT_SPEEDS["disk"]
+    remote_speed: TierSpeed = DEFAULT_SPEEDS["remote"]  # at which it gets pages from others
+
+    @property
+    def pages(self) -> int:
+        """Of the prefix, on whatever tier."""
+        return self.host + self.disk
+
+
+class Node(Struct, frozen=True):
+    """A node with a live store. `others` serve it pages of the prefix that it does not have, the most first."""
+
+    store: Store
+    others: Sequence[Store] = ()
+
+    def sources(self, after: int, pages: int) -> tuple[Source, ...]:
+        """Where the store gets those of the first `pages` that come after the first `after`."""
+        helpers = [other for other in self.others if other.pages > after]
+        return tuple(Source(helper.incarnation, helper.endpoint, min(helper.pages, pages)) for helper in helpers)
+
+
+class Reach(Struct, frozen=True):
+    """The first `pages` of a prefix need no computing, once `loads` have come from below the arena, tier by tier."""
+
+    pages: int
+    loads: tuple[TierRun, ...] = ()
+    seconds: float = 0.0  # that the loads take
+    sources: tuple[Source, ...] = ()  # for those that come from other nodes
+
+
+def stores(members: Members, held: Mapping[str, Match], avoid: Collection[str]) -> list[Store]:
+    """The live store of each node, unless its loop hangs. Those to `avoid` serve their own node and no other."""
+    able = [member for member in members.of("store") if not member.unresponsive]
+    return [store_of(member, held, serves=member.incarnation not in avoid) for member in able]
+
+
+def store_of(member: Member, held: Mapping[str, Match], *, serves: bool) -> Store:
+    """What that store has. An arena is evicted from the leaves, so what is only on the disk follows what is in it."""
+    match = held.get(member.incarnation, _NOTHING)
+    speeds: dict[LowerTier, TierSpeed] = {**DEFAULT_SPEEDS, **{speed.tier: speed for speed in member.load.tiers}}
+    on_disk = match.tiers.get("DISK", 0)
+    return Store(
+        incarnation=member.incarnation,
+        node=member.peer.node,
+        endpoint=member.hello.data if serves else "",
+        host=match.pages - on_disk,
+        disk=on_disk,
+        disk_speed=speeds["disk"],
+        remote_speed=speeds["remote"],
+    )
+
+
+def nodes_of(stores: Sequence[Store]) -> dict[str, Node]:
+    """Every node that has a live store, with the others that can help it."""
+    serving = sorted((store for store in stores if store.endpoint), key=lambda store: (-store.pages, store.incarnation))
+    return {store.node: Node(store, _others(store, serving)) for store in stores}
+
+
+def decoder_reach(prefix: Prefix, node: Node | None, device: int, rate: float) -> Reach:
+    """Of a decode worker, which fetches only what follows the `device` pages that it has itself."""
+    if node is None:
+        return Reach(device)
+    return _reach(prefix, node, max(device, node.store.host), device, rate)
+
+
+def prefiller_reach(prefix: Prefix, node: Node, device: int, rate: float) -> Reach:
+    """Of a prefill worker. All pages must be in its node's store, so that is asked first; but those that the worker
+    has on its device need no computing, which makes loading them pay less."""
+    return _reach(prefix, node, node.store.host, device, rate)
+
+
+def _others(store: Store, serving: Sequence[Store]) -> Sequence[Store]:
+    """`serving`: the longest first."""
+    best = [other for other in serving[: SOURCES + 1] if other.node != store.node][:SOURCES]
+    return [other for other in best if other.pages > store.pages]
+
+
+def _reach(prefix: Prefix, node: Node, begin: int, device: int, rate: float) -> Reach:
+    """`begin`: the first page that must be loaded, or else computed where it is not among the first `device`."""
+    here = max(begin, node.store.pages)
+    longest = node.others[0].pages if node.others else 0
+    runs = [
+        TierRun(node.store.disk_speed, here - begin),
+        TierRun(node.store.remote_speed, max(0, min(longest, prefix.pages) - here)),
+    ]
+    runs = [run for run in runs if run.pages]
+    choice = choose(runs, prefix.page_bytes, prefix.page_size, rate, max(0, device - begin))
+    loaded = begin + choice.pages
+    starts = accumulate((run.pages for run in runs), initial=0)
+    return Reach(
+        pages=max(device, loaded),
+        loads=tuple(
+            TierRun(run.speed, min(run.pages, choice.pages - start))
+            for run, start in zip(runs, starts, strict=False)
+            if start < choice.pages
+        ),
+        seconds=choice.load_seconds,
+        sources=node.sources(here, prefix.pages) if loaded > here else (),
+    )

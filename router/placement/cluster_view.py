@@ -1,0 +1,77 @@
+"""What placement may see of the cluster: live workers with what they have been given, live stores, the time. Workers
+that drain are not seen.
+
+A policy (`router.placement.policy.Placer`) reads a `View` and changes nothing. The request manager records here what it
+carries out of a decision. Pure.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton.config import Config
+from router.members import Member, Members
+from router.placement.types import Plan, Reservation
+from router.placement.worker_table import CostModels, Floats, Rates, Table
+
+_OUTPUT = 256.0  # tokens that a request is expected to generate, until some have ended
+_WEIGHT = 0.02  # of the newest
+
+
+class View:
+    """The live processes, as the router knows them at `now`."""
+
+    def __init__(self, config: Config, members: Members, costs: CostModels | None = None) -> None:
+        """`costs`: none: nothing is known but the rates that workers tell."""
+        self.config = config
+        self.members = members
+        self.now = 0.0  # seconds
+        self.table = Table(config, members, costs or Rates(members))
+        self._claims: dict[str, float] = {}  # seconds of workers, by incarnation
+        self._output = _OUTPUT
+
+    def begin(self, now: float) -> None:
+        """Those who wait are tried anew, in order of service: nobody has a claim yet."""
+        self.now = now
+        self._claims.clear()
+
+    def reserve(self, reservation: Reservation) -> None:
+        """Count the seconds of a waiting request for the requests behind it."""
+        worker = reservation.worker
+        self._claims[worker] = self._claims.get(worker, 0.0) + reservation.seconds
+
+    def used(self, plan: Plan) -> None:
+        """Count the plan's workers as the last ones used, so that equal workers take turns."""
+        self.table.use(self.table.index[worker] for worker in (plan.prefill, plan.decode) if worker is not None)
+
+    @property
+    def claims(self) -> Floats:
+        """Seconds that have been claimed of each worker of the table."""
+        claims = np.zeros(len(self.table.workers))
+        for worker, seconds in self._claims.items():
+            if (row := self.table.index.get(worker)) is not None:
+                claims[row] = seconds
+        return claims
+
+    def refreshed(self) -> Table:
+        """The table as of now."""
+        self.table.refresh(self.now, self._output)
+        return self.table
+
+    def output(self, most: int) -> float:
+        """How many tokens a request that may generate `most` more is expected to."""
+        return min(most, self._output)
+
+    def finished(self, tokens: int) -> None:
+        """A request's whole output had so many tokens."""
+        self._output += _WEIGHT * (tokens - self._output)
+
+    @property
+    def decoders(self) -> list[Member]:
+        return self.members.open("decode")
+
+    @property
+    def prefillers(self) -> list[Member]:
+        return self.members.open("prefill")

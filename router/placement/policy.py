@@ -1,0 +1,210 @@
+"""Who shall do an attempt: a decode worker, perhaps a prefill worker beside it, and the stores their pages come from.
+
+The rule: the lowest predicted time to first token that keeps every objective for the time per output token
+(`router.placement.cost_matrix`). What follows from it, without a rule of its own:
+
+- A cached prefix is worth the time that it saves, less the time that loading it takes; so requests go where their
+  prefix is until the queue there costs more than computing or fetching it elsewhere. A hot prefix spreads.
+- What a worker was given counts at once; a fresh worker gets work until its queue is as long as the others'.
+- Waiting is a choice: where a worker that is full now would be done sooner than any that is not, the request stays in
+  the router, where it can still go elsewhere. What it waits for counts for those behind it.
+
+Predictions are not exact: among ways that take almost the same time, that one is chosen which has the fewest tokens to
+compute, then has the emptiest decode worker, then moves the fewest pages; and equals take turns.
+
+Pure. Pages are immutable and found by key, so a plan made from stale hints costs a recompute and never a wrong token.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from heapq import nlargest
+from math import inf
+from typing import Protocol
+
+from baton.messages import Source
+from router.placement.cached_prefix import SOURCES, Node, Store, decoder_reach, prefiller_reach, store_of
+from router.placement.cluster_view import View
+from router.placement.cost_matrix import Prices
+from router.placement.types import Ask, Choice, Plan, Reject, Reservation, Wait
+from router.placement.worker_table import NEVER, OPEN, Table
+
+_NEARLY = 0.02  # of the lowest time: what takes no longer than so much more is as good
+_AT_ONCE = 0.001  # seconds: the same for short times
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a policy decides about one request. The policy changes nothing: its caller carries the decision out."""
+
+    choice: Choice
+    considered: Prices | None = None  # what the choice was made from; none: there was nothing to choose from
+    reservation: Reservation | None = None  # what the request waits for
+
+
+class Placer(Protocol):
+    """A policy. `router.state.RouterState` takes one; `LowestTtft` is Baton's own."""
+
+    def place(self, ask: Ask, view: View) -> Decision: ...
+
+    def may_go(self, request: str, view: View) -> bool:
+        """Whether to try a request that waits. One that certainly can't go now is passed by, however many there are."""
+        ...
+
+    def ended(self, request: str) -> None:
+        """A request has ended, placed or not."""
+        ...
+
+
+class LowestTtft:
+    """The placement with the lowest predicted time to first token."""
+
+    def place(self, ask: Ask, view: View) -> Decision:
+        prices = _prices(ask, view)
+        if prices.decoders == 0:
+            return Decision(Wait("no decode worker is live"), prices)
+        if ask.affinity:
+            prices.keep_only(_home(ask.affinity, prices))
+        if view.config.router.split == "always":
+            prices.keep_split()
+        best = prices.lowest
+        if best == inf:
+            return Decision(Wait("no live decode worker could hold it"), prices)
+        if (problem := _misses(ask, prices)) is not None:
+            return Decision(problem, prices)
+        option = prices.ready(best + max(_AT_ONCE, _NEARLY * best))
+        if option is None:
+            maker, taker = prices.soonest
+            worker = prices.workers[taker if maker is None else maker].incarnation
+            wait = Wait(_awaits(prices, maker, taker), prices.predict(maker, taker).total)
+            return Decision(wait, prices, Reservation(worker, prices.effort(maker, taker)))
+        return Decision(_plan(ask, view, prices, *option), prices)
+
+    def may_go(self, request: str, view: View) -> bool:
+        """It may go anywhere."""
+        return True
+
+    def ended(self, request: str) -> None:
+        """Nothing is kept of any."""
+
+
+def plan_for(ask: Ask, view: View, decode: str, prefill: str | None = None) -> Decision:
+    """The plan that uses just these workers, incarnations of live ones: what is cached is fetched as far as that pays.
+    Wait: one of them takes no work now, or the two have no store between them; without `prefill`, never for the
+    latter. For policies that choose workers by rules of their own."""
+    prices = _prices(ask, view)
+    index = view.table.index
+    taker = index[decode]
+    if prices.open[taker] != OPEN:
+        return Decision(Wait("the decode worker takes no work now"), prices)
+    if prefill is None or prices.cached[taker] >= ask.prefix.pages:
+        return Decision(_plan(ask, view, prices, None, taker), prices)
+    maker = index[prefill]
+    if prices.open[maker] != OPEN or not prices.joined(maker, taker):
+        return Decision(Wait("the prefill worker takes no prompt now"), prices)
+    return Decision(_plan(ask, view, prices, maker, taker), prices)
+
+
+def _prices(ask: Ask, view: View) -> Prices:
+    return Prices(ask, view.refreshed(), view.now, view.output(ask.left), view.claims)
+
+
+def _misses(ask: Ask, prices: Prices) -> Reject | None:
+    """An objective that no placement meets."""
+    able = prices.open[: prices.decoders] > NEVER
+    if ask.tpot is not None and bool(prices.hopeless[able].all()):
+        return Reject(f"no decode worker brings a token every {ask.tpot * 1_000:.0f} ms, even with nothing else to do")
+    if ask.ttft is not None and (soonest := prices.predict(*prices.soonest).total) > ask.ttft:
+        return Reject(
+            f"the first token would come in {soonest:.3f} s, and {ask.ttft:.3f} s are left", soonest - ask.ttft
+        )
+    return None
+
+
+def _awaits(prices: Prices, maker: int | None, taker: int) -> str:
+    """Whom it waits for, and why."""
+    if maker is not None and prices.open[maker] != OPEN:
+        return f"{prices.workers[maker].peer.name} has all the prompts it takes, and is worth waiting for"
+    name = prices.workers[taker].peer.name
+    if prices.open[taker] != OPEN:
+        return f"{name} takes no more now"
+    return f"{name} has no room for it, or could not keep an objective"
+
+
+def _home(affinity: str, prices: Prices) -> int:
+    """The decode worker of a key: by rendezvous hashing (Thaler and Ravishankar, 1998), so that one that goes takes
+    only its own keys along, and they are back when one of its name is."""
+    able = [row for row in range(prices.decoders) if prices.open[row] > NEVER] or list(range(prices.decoders))
+
+    def weight(row: int) -> bytes:
+        return blake2b(f"{prices.workers[row].peer.name}\0{affinity}".encode(), digest_size=8).digest()
+
+    return max(able, key=weight)
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+def _plan(ask: Ask, view: View, prices: Prices, maker: int | None, taker: int) -> Plan:
+    decoder = prices.workers[taker]
+    predicted, tpot = prices.predict(maker, taker), float(prices.pace[taker])
+    if maker is None:
+        node = _node(ask, view, decoder.peer.node)
+        device = ask.on_device(decoder.incarnation)
+        reach = decoder_reach(ask.prefix, node, device, decoder.load.prefill_rate)
+        fetches = node is not None and reach.pages > device
+        return Plan(
+            decode=decoder.incarnation,
+            fetch=reach.pages if fetches else 0,
+            cached=reach.pages,
+            store=node.store.incarnation if node is not None and fetches else "",
+            sources=reach.sources,
+            loads=reach.loads,
+            predicted=predicted,
+            tpot=tpot,
+        )
+    worker = prices.workers[maker]
+    store, theirs = view.table.store_on[decoder.peer.node], _node(ask, view, worker.peer.node)
+    assert theirs is not None, f"no store on node {worker.peer.node}"
+    reach = prefiller_reach(ask.prefix, theirs, ask.on_device(worker.incarnation), worker.load.prefill_rate)
+    source = Source(theirs.store.incarnation, theirs.store.endpoint, ask.handed)
+    return Plan(
+        decode=decoder.incarnation,
+        prefill=worker.incarnation,
+        fetch=ask.handed,
+        cached=reach.pages,
+        store=store,
+        sources=() if theirs.store.incarnation == store else (source,),
+        prefill_sources=reach.sources,
+        loads=reach.loads,
+        predicted=predicted,
+        tpot=tpot,
+    )
+
+
+def _node(ask: Ask, view: View, name: str) -> Node | None:
+    """A node's store with those that have more of the prefix, the longest first."""
+    own = view.members.get(view.table.store_on.get(name, ""))
+    if own is None or ask.local:
+        return None
+    store = _store(ask, view, own.incarnation)
+    holders = [(held.pages, inc) for inc, held in ask.held.items() if held.pages > store.pages]
+    others = [_store(ask, view, inc) for _, inc in nlargest(SOURCES, _serving(ask, view.table, holders))]
+    return Node(store, others)
+
+
+def _serving(ask: Ask, table: Table, holders: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    return [
+        (pages, incarnation)
+        for pages, incarnation in holders
+        if (row := table.stores.get(incarnation)) is not None and table.serves[row] and incarnation not in ask.avoid
+    ]
+
+
+def _store(ask: Ask, view: View, incarnation: str) -> Store:
+    member = view.members.get(incarnation)
+    assert member is not None, incarnation
+    return store_of(member, ask.held, serves=incarnation not in ask.avoid)

@@ -1,0 +1,90 @@
+"""The router's knowledge of everybody's pages: the prefix map, and the tracker that keeps it whole. Pure."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.messages import Snapshot
+from kvstore.events.wire_format import Batch
+from kvstore.prefix_map.event_tracker import Action, Apply, Ask, EventTracker, Load, apply_events
+from kvstore.prefix_map.prefix_map import Match, PrefixMap
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixesStats:
+    """`pages` that anybody has. The others only grow: how often a holder's events were found incomplete, and how often
+    complete and wrong nevertheless; a snapshot mended either."""
+
+    pages: int
+    gaps: int
+    divergences: int
+
+
+class Prefixes:
+    """Which live holder has how much of a prefix. Calls return the holders to ask for a snapshot."""
+
+    def __init__(self) -> None:
+        self._map = PrefixMap()
+        self._tracker = EventTracker()
+
+    def follow(self, holder: str, now: float) -> list[str]:
+        return self._carry_out(self._tracker.track(holder, now), now)
+
+    def forget(self, holder: str) -> None:
+        """The holder is gone, and in the same moment no match names it."""
+        self._tracker.forget(holder)
+        self._map.remove_holder(holder)
+
+    def batch(self, batch: Batch, now: float) -> list[str]:
+        return self._carry_out(self._tracker.batch(batch, now), now)
+
+    def snapshot(self, holder: str, part: Snapshot, now: float) -> list[str]:
+        return self._carry_out(self._tracker.snapshot(holder, part, now), now)
+
+    def heartbeat(self, holder: str, sequence: int, digest: int, now: float) -> list[str]:
+        """The holder tells of its last batch, and the digest of what it had then."""
+        return self._carry_out(self._tracker.claimed(holder, sequence, digest, self._map.digest(holder), now), now)
+
+    def tick(self, now: float) -> list[str]:
+        return self._carry_out(self._tracker.tick(now), now)
+
+    def match(self, keys: Sequence[bytes]) -> dict[str, Match]:
+        return self._map.match(keys)
+
+    def pages(self, holder: str) -> int:
+        return self._map.pages(holder)
+
+    def holders(self) -> list[str]:
+        return self._map.holders()
+
+    def stats(self) -> PrefixesStats:
+        return PrefixesStats(self._map.stats().pages, self._tracker.gaps, self._tracker.divergences)
+
+    def _carry_out(self, actions: Sequence[Action], now: float) -> list[str]:
+        asks: list[str] = []
+        waiting = list(actions)[::-1]  # the next one last
+        while waiting:
+            follow: Sequence[Action] = ()
+            match waiting.pop():
+                case Ask(holder=holder):
+                    asks.append(holder)
+                case Load(holder=holder, runs=runs, first=first, sequence=sequence):
+                    load = self._map.load_snapshot if first else self._map.extend
+                    if not load(holder, runs):
+                        self._tracker.unusable(holder, now)
+                    elif sequence is not None:
+                        follow = self._tracker.applied(holder, sequence, self._map.digest(holder), now)
+                case Apply(holder=holder, events=events, sequence=sequence):
+                    if apply_events(self._map, holder, events):
+                        follow = self._tracker.applied(holder, sequence, self._map.digest(holder), now)
+                    else:
+                        follow = self._tracker.lost(holder, now)
+            waiting += follow[::-1]
+        return asks
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        self._map.validate()

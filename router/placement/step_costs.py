@@ -1,0 +1,125 @@
+"""What work costs on each worker, in seconds, as fitted to the steps that it reports.
+
+    a step that computes prompts   fixed + token · tokens + pair · pairs
+    a decode step                  fixed + row · rows + context · tokens of all its sequences
+    a step of both                 the sum of the two, with one `fixed`, and `mixed`
+
+A placement takes `fixed` for `mixed`: each step of a prompt is priced with it, wherever that is computed.
+
+A *pair* is a prompt token and a position that it attends to, itself included, which is what makes the end of a long
+prompt slower than its beginning. How the coefficients are found is `baton.step_cost_model`'s part: workers plan their
+steps with the same fit. What is known of a worker that has served nobody yet comes from its calibration, which it tells
+with its Hello, and from others of its role; all serve the same model.
+
+How fast pages come from lower tiers and other nodes is measured by the stores that bring them, and told in their
+heartbeats: see `kvstore.load_or_recompute`. Pure.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+from baton.messages import Load, Role, StepSample
+from baton.step_cost_model import StepPace, StepSeconds, pairs
+from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE
+from router.placement.prediction_error import Scores
+
+
+class PrefillCost(Struct, frozen=True):
+    """Of computing prompts on one worker: seconds of a step, of a prompt token, of a pair."""
+
+    fixed: float
+    token: float
+    pair: float
+
+    def seconds(self, new: int, context: int = 0, chunk: int | None = None) -> float:
+        """Computing `new` tokens behind `context` ones whose keys and values are there already, `chunk` tokens a step;
+        by default all in one. Nothing new takes no time."""
+        if new <= 0:
+            return 0.0
+        steps = -(-new // chunk) if chunk else 1
+        return steps * self.fixed + new * self.token + pairs(new, context) * self.pair
+
+
+class StepCost(Struct, frozen=True):
+    """Of decoding on one worker: seconds of a step, of a sequence in it, of a token of their contexts."""
+
+    fixed: float
+    row: float
+    context: float
+
+    def seconds(self, rows: int, context: int) -> float:
+        """A step of `rows` sequences of `context` tokens in all."""
+        return self.fixed + rows * self.row + context * self.context
+
+
+@dataclass
+class _Worker:
+    role: Role
+    pace: StepPace
+    step: int = 0  # the last that was learned from
+    rated: bool = False  # it has told how fast it computes prompts
+
+    @property
+    def known(self) -> bool:
+        """Whether there is any evidence of what prompts cost on it."""
+        return self.rated or self.pace.knows_prompts
+
+
+class Costs:
+    """What work costs on each live worker. Scores what it says of steps that are reported."""
+
+    def __init__(self, scores: Scores) -> None:
+        self._workers: dict[str, _Worker] = {}  # by incarnation
+        self._scores = scores
+
+    def join(self, incarnation: str, role: Role, calibration: Sequence[StepSample]) -> None:
+        """A worker is live from now on."""
+        alike = [worker.pace for worker in self._workers.values() if worker.role == role]
+        elders = [pace for pace in alike if pace.knows_anything]
+        pace = StepPace.heir(elders) if elders else StepPace(_rated(DEFAULT_PREFILL_RATE))
+        pace.calibrate(calibration)
+        self._workers[incarnation] = _Worker(role, pace)
+
+    def observe(self, incarnation: str, step: int, load: Load) -> None:
+        """A heartbeat: the worker has run so many steps, of which it tells the last. Those known are skipped. Until
+        there are any, it is as fast as it says."""
+        worker = self._workers[incarnation]
+        new = load.steps[-(step - worker.step) :] if step > worker.step else ()
+        worker.step = max(worker.step, step)
+        if new:
+            for sample in new:
+                predicted = worker.pace.cost.of(sample.tokens, sample.pairs, sample.rows, sample.context)
+                self._scores.add("prefill" if sample.tokens else "step", predicted, sample.seconds)
+            worker.pace.observe(*new)
+        elif load.prefill_rate and not worker.pace.knows_anything:
+            worker.pace, worker.rated = StepPace(_rated(load.prefill_rate)), True
+
+    def forget(self, incarnation: str) -> None:
+        """A worker has gone."""
+        self._workers.pop(incarnation, None)
+
+    def prefill(self, incarnation: str) -> PrefillCost:
+        """Of a live worker. One of which nothing is known passes for the quickest of all: or it would look slow beside
+        those that have worked, and never be given the work that tells."""
+        worker = self._workers[incarnation]
+        cost = worker.pace.cost
+        if not worker.known:
+            known = [other.pace.cost for other in self._workers.values() if other.known]
+            cost = min(known, key=lambda each: each.token, default=cost)
+        return PrefillCost(cost.fixed, cost.token, cost.pair)
+
+    def step(self, incarnation: str) -> StepCost:
+        """Of a live worker."""
+        cost = self._workers[incarnation].pace.cost
+        return StepCost(cost.fixed, cost.row, cost.context)
+
+
+def _rated(rate: float) -> StepSeconds:
+    """Of a worker of which nothing is known but the prompt tokens that it computes per second."""
+    return StepSeconds(token=1 / rate)

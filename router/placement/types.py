@@ -1,0 +1,139 @@
+"""What placement is asked and what it decides: a plan, a wait or a rejection, the prediction, and the alternatives."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from baton.messages import Source, TierRun
+from kvstore.prefix_map.prefix_map import Match
+from router.placement.cached_prefix import Prefix
+
+
+class Predicted(Struct, frozen=True):
+    """Seconds until the first token, term by term."""
+
+    queue: float = 0.0  # what the worker that computes has been given already
+    load: float = 0.0  # cached pages from the node's disk or from other nodes
+    compute: float = 0.0  # tokens that nobody has
+    transfer: float = 0.0  # what the way from one node to another adds
+    wait: float = 0.0  # for a decode worker that has no room earlier, or could not keep an objective
+    step: float = 0.0  # the decode step that brings the first token
+
+    @property
+    def total(self) -> float:
+        return self.queue + self.load + self.compute + self.transfer + self.wait + self.step
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total:.3f} s: queue {self.queue:.3f}, load {self.load:.3f}, compute {self.compute:.3f}, "
+            f"transfer {self.transfer:.3f}, wait {self.wait:.3f}, step {self.step:.3f}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One attempt. The decode worker takes the first `fetch` pages from its node's store as far as its device lacks
+    them, and computes the rest. Nobody need compute `cached` pages; `prefill`, if named, is to make the others. `loads`
+    are those cached pages that are to come from below an arena, tier by tier."""
+
+    decode: str
+    prefill: str | None = None
+    fetch: int = 0
+    cached: int = 0
+    store: str = ""  # where the decode worker fetches: its node's; empty: it needs none
+    sources: tuple[Source, ...] = ()  # where that store gets what it lacks
+    prefill_sources: tuple[Source, ...] = ()  # where the prefill worker's node's store does
+    loads: tuple[TierRun, ...] = ()
+    predicted: Predicted = field(default=Predicted(), compare=False)
+    tpot: float = field(default=0.0, compare=False)  # predicted seconds per token after the first
+
+    @property
+    def awaited(self) -> bool:
+        """Some of the pages to fetch are only being made."""
+        return self.prefill is not None
+
+
+class Wait(Struct, frozen=True):
+    """Nothing can take it now that would not be worse than waiting. `predicted`: seconds until its first token even so;
+    none: nobody knows."""
+
+    why: str
+    predicted: float | None = None
+
+
+class Reject(Struct, frozen=True):
+    """No placement meets its objectives. `retry_after`: seconds after which one might; none: nobody knows."""
+
+    why: str
+    retry_after: float | None = None
+
+
+Choice: TypeAlias = Plan | Wait | Reject
+
+
+class Ask(Struct, frozen=True):
+    """A request that wants a place, as its next attempt needs it."""
+
+    request: str
+    prefix: Prefix
+    keys: Sequence[bytes]  # of the prefix's pages
+    held: Mapping[str, Match]  # who has how much of the prefix, by incarnation
+    tokens: int  # known: the prompt, and what earlier attempts generated
+    max_tokens: int  # of output, those generated included
+    prompt: int  # tokens
+    ttft: float | None = None  # objective: seconds from now until the first token
+    tpot: float | None = None  # objective: seconds per token after the first
+    waited: float = 0.0  # seconds since it was received
+    priority: int = 0  # lower is more urgent
+    tenant: str = ""
+    avoid: Collection[str] = ()  # incarnations that have failed it
+    local: bool = False  # only a decode worker may be needed, and no store: this is how a last attempt is made
+    affinity: str = ""  # requests of one key go to one decode worker while it lives
+
+    @property
+    def needs(self) -> int:
+        """Device pages of a decode worker, for prompt and output."""
+        return -(-(self.prompt + self.max_tokens) // self.prefix.page_size)
+
+    @property
+    def rest(self) -> int:
+        """Tokens of the partial page that a prefill worker makes after the prefix: whoever decodes begins with the
+        last one then."""
+        return self.tokens - 1 - self.prefix.pages * self.prefix.page_size
+
+    @property
+    def handed(self) -> int:
+        """Pages of a hand-off."""
+        return self.prefix.pages + (self.rest > 0)
+
+    @property
+    def left(self) -> int:
+        """Tokens of output that it may still generate."""
+        return self.max_tokens - (self.tokens - self.prompt)
+
+    def on_device(self, worker: str) -> int:
+        """Pages of the prefix that this one has on its device."""
+        return match.pages if (match := self.held.get(worker)) else 0
+
+
+class Reservation(Struct, frozen=True):
+    """Seconds of a worker that a waiting request is going to take; requests behind it are priced with them."""
+
+    worker: str  # incarnation
+    seconds: float
+
+
+class Candidate(Struct, frozen=True):
+    """One way to serve an attempt."""
+
+    decode: str  # name
+    prefill: str  # name; "": the decode worker computes the prompt itself
+    cached: int  # tokens that nobody need compute
+    predicted: Predicted
+    why_not: str = ""  # it could not be chosen; "": it could

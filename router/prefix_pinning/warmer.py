@@ -1,0 +1,394 @@
+"""Warm prefixes: computed before anybody asks for them, and pinned. See `router.prefix_pinning.pin` for the automaton.
+
+Owns every prefix that is to be warm or is. An attempt is work of a prefill worker like a request's, so heartbeats list
+it and rule 2 repairs it; its name begins with `WARM`, which no request's does. The worker holds the pages until the
+store has said that they are pinned.
+
+Requests go first: a prefix is only begun while no request waits for a worker, one at a time on each prefill worker, and
+it leaves a prompt's place there free wherever there is more than one.
+
+A store answers every Pin, and is asked again when the answer does not come; its heartbeats list what it has pinned for
+us. Pins are named anew with each attempt, so a late answer never counts for another. What another router pins is its
+own: both may pin the same pages, under one name even, and neither sees or ends the other's. Pure.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from baton.config import Config
+from baton.errors import (
+    AttemptsExhausted,
+    BatonError,
+    ContextTooLong,
+    DeadlineExpired,
+    InvalidRequest,
+    Overloaded,
+    PinNotFound,
+    QuotaExceeded,
+    Unavailable,
+    shown,
+)
+from baton.messages import (
+    TOKEN_BYTES,
+    AttemptName,
+    Cancel,
+    Pin,
+    Prefill,
+    Unpin,
+)
+from kvstore.keys import namespace_root, split_keys
+from router.events import WARM, Cancelled, Failed, Kept, PinView, Unwarm, Warm, Warmed
+from router.members import Member, Members, Prompt, Work
+from router.outbox import Outbox
+from router.placement.cached_prefix import nodes_of, stores
+from router.placement.prefix_lookup import Prefixes
+from router.prefix_pinning.pin import Phase, WarmPrefix
+from router.queueing.admission import ModelLimits, check_tokens
+from router.requests.lifecycle import Life
+
+_LEAST_URGENT = 2**31 - 1  # the least urgent that a request can be
+_MOST = 4_096  # prefixes; each costs its tokens, and a moment of every tick
+
+
+class Warmer:
+    """Every prefix that is to be warm or is."""
+
+    def __init__(
+        self,
+        config: Config,
+        limits: ModelLimits,
+        members: Members,
+        pages: Prefixes,
+        life: Life,
+        outbox: Outbox,
+    ) -> None:
+        """`pages` says who has which."""
+        self._config = config
+        self._limits = limits
+        self._members = members
+        self._pages = pages
+        self._life = life
+        self._out = outbox
+        self._shut = False
+        self._arrivals = 0
+        self.prefixes: dict[str, WarmPrefix] = {}  # by name
+        self._waiting: dict[str, WarmPrefix] = {}  # by name
+        self.asked: dict[str, WarmPrefix] = {}  # by what its store calls the pin
+
+    # --- what clients want -------------------------------------------------------------------------------------------
+
+    def warm(self, order: Warm, now: float) -> None:
+        """Everything that is wrong with the wish is told by its Warmed."""
+        try:
+            self._check(order)
+        except BatonError as error:
+            self._out.put(Warmed(order.name, Failed(error)))
+            return
+        self._arrivals += 1
+        give_up = now + self._config.router.queue_ms / 1_000
+        prefix = WarmPrefix.of(order, self._arrivals, self._config.pages.page_size, give_up)
+        self.prefixes[prefix.name] = self._waiting[prefix.name] = prefix
+
+    def unwarm(self, order: Unwarm, now: float) -> None:
+        """Raises PinNotFound."""
+        found = [prefix for prefix in self.prefixes.values() if prefix.owner == (order.tenant, order.pin)]
+        if not found:
+            raise PinNotFound(
+                f"there is no pin {shown(order.pin)!r}; it may have ended, or belong to an earlier router"
+            )
+        for prefix in found:
+            self.end(prefix, Cancelled("the pin was removed"))
+
+    def abandon(self, name: str, why: str) -> None:
+        """The client has gone before the answer."""
+        if (prefix := self.prefixes.get(name)) is not None and prefix.awaited:
+            self.end(prefix, Cancelled(why))
+
+    def _check(self, order: Warm) -> None:
+        """Raises BatonError for what could not, or may not, be warmed."""
+        if self._shut:
+            raise Unavailable("this router is stopping")
+        check_tokens(order.tokens, self._limits.vocab_size)
+        tokens, size = len(order.tokens) // TOKEN_BYTES, self._config.pages.page_size
+        card = self._members.card
+        context = min(self._limits.max_context, card.max_context) if card else self._limits.max_context
+        if tokens > context:
+            raise ContextTooLong(f"a prefix of {tokens} tokens exceeds the model's context of {context}")
+        if tokens < size:
+            raise InvalidRequest(f"a prefix of {tokens} tokens has no full page of {size}; only full pages are kept")
+        if any(prefix.owner == (order.tenant, order.pin) and prefix.awaited for prefix in self.prefixes.values()):
+            raise InvalidRequest(f"pin {order.pin!r} is being made already")
+        if len(self.prefixes) >= _MOST:
+            raise QuotaExceeded(f"{_MOST} prefixes are pinned, and a router keeps no more; remove some")
+        if len(self._waiting) > self._config.router.max_queued:
+            raise Overloaded(f"{len(self._waiting)} prefixes wait to be warmed already")
+        pin_bytes = self._config.store.pin_bytes
+        if card is not None and (needed := tokens // size * card.page_bytes) > pin_bytes:
+            raise QuotaExceeded(
+                f"the prefix takes {needed} bytes, and store.pin_bytes lets a tenant pin {pin_bytes} on one node"
+            )
+        if not self._config.cluster.prefill and not self._members.of("prefill"):
+            raise Unavailable("this cluster has no prefill worker to warm a prefix with; `baton scale --prefill 1`")
+
+    # --- attempts begin ----------------------------------------------------------------------------------------------
+
+    def settle(self, now: float) -> None:
+        """Begin what can be: call when an event has been handled, after requests have been placed."""
+        if not self._waiting or len(self._life.queue):
+            return
+        for prefix in sorted(self._waiting.values(), key=lambda prefix: prefix.arrival):
+            free = self._free()
+            if not free:
+                return
+            if now >= prefix.not_before:
+                self._begin(prefix, free, now)
+
+    def _free(self) -> list[tuple[Member, Member]]:
+        """Prefill workers that may be given a prefix, each with its node's store."""
+        most = max(1, self._config.prefill.max_prompts - 1)
+        return [
+            (worker, store)
+            for worker in self._members.open("prefill")
+            if not worker.unresponsive and worker.busy_since is None and len(worker.slots) + worker.strangers < most
+            if not any(name.request.startswith(WARM) for name in worker.slots)
+            if (store := self._members.store_of(worker.peer.node)) is not None and not store.unresponsive
+        ]
+
+    def _begin(self, prefix: WarmPrefix, free: list[tuple[Member, Member]], now: float) -> None:
+        """Where most of it is already, so that little is computed and pages pinned twice count once."""
+        card, size = self._members.card, self._config.pages.page_size
+        assert card is not None, "a prefill worker without a model"
+        root = namespace_root(card.namespace, prefix.tenant)
+        prefix.derive_keys(root, size)
+        prefix.page_bytes = card.page_bytes
+        matches = self._pages.match(split_keys(prefix.keys))
+        held = {holder: match.pages for holder, match in matches.items()}
+
+        def cost(pair: tuple[Member, Member]) -> tuple[bool, int, int, str]:
+            worker, store = pair
+            return (
+                worker.incarnation in prefix.failed_on,
+                -held.get(store.incarnation, 0),
+                worker.pages,
+                worker.peer.name,
+            )
+
+        worker, store = min(free, key=cost)
+        prefix.begin(worker.incarnation, store.incarnation, store.peer.node, now)
+        del self._waiting[prefix.name]
+        here = held.get(store.incarnation, 0)
+        missing = prefix.pages - here
+        node = nodes_of(stores(self._members, matches, ()))[store.peer.node]
+        message = Prefill(
+            request=prefix.name,
+            attempt=prefix.attempts,
+            root=root,
+            tokens=prefix.tokens,
+            sources=node.sources(here, prefix.pages),
+            priority=_LEAST_URGENT,
+            deadline_ms=prefix.left_ms(now),
+        )
+        worker.promise(prefix.attempt, Prompt(missing * size, here * size), now)
+        worker.give(prefix.attempt, Work(self._out.send(worker.incarnation, message), missing))
+        self.note(prefix, f"attempt {prefix.attempts} on {worker.peer.name}: {prefix.pages} pages, {missing} missing")
+
+    # --- attempts go on ----------------------------------------------------------------------------------------------
+
+    def prefilled(self, prefix: WarmPrefix, computed: int | None, now: float) -> None:
+        """Every page is in the store, and held by the worker until it is pinned."""
+        assert prefix.worker is not None, prefix.name
+        worker = self._members.live(prefix.worker)
+        worker.computed(prefix.attempt)
+        worker.work[prefix.attempt].pages = 0
+        worker.may_have_room()
+        self._life.rounds.may_have_room()
+        prefix.phase, prefix.computed, prefix.progress, prefix.give_up = Phase.PINNING, computed, now, None
+        self._ask(prefix, now)
+
+    def _ask(self, prefix: WarmPrefix, now: float) -> None:
+        """Have it pinned. Asked again, it is the same pin, which then begins anew."""
+        assert prefix.store is not None, prefix.name
+        if prefix.awaited:
+            prefix.expires = now + prefix.ttl
+        prefix.asked = now
+        name = self._pin_name(prefix)
+        self.asked[name] = prefix
+        ttl_ms = max(1, int((prefix.expires - now) * 1_000))
+        prefix.sequence = self._out.send(prefix.store, Pin(name, prefix.tenant, prefix.keys, ttl_ms))
+
+    def keep(self, prefix: WarmPrefix, now: float) -> None:
+        """Its store has it pinned. If a client waits for that, it takes the place of what had its name before."""
+        self.release(prefix)
+        prefix.phase, prefix.failures, prefix.missed = Phase.PINNED, 0, False
+        prefix.failed_on.clear()
+        self.note(prefix, f"{prefix.pages} pages are pinned on node {prefix.node}")
+        if prefix.awaited:
+            prefix.awaited, prefix.deadline = False, None
+            self._out.put(Warmed(prefix.name, Kept(prefix.view(now), prefix.computed)))
+            for other in list(self.prefixes.values()):
+                if other.owner == prefix.owner and other is not prefix:
+                    self.end(other, Cancelled("another of its name has taken its place"))
+
+    # --- attempts end ------------------------------------------------------------------------------------------------
+
+    def member_gone(self, member: Member, now: float) -> None:
+        """`member` is no longer listed. What only it had is made anew."""
+        for prefix in list(self.prefixes.values()):
+            why = f"{member.peer.name} is gone: {member.gone}"
+            if prefix.store == member.incarnation:
+                if prefix.phase is Phase.PINNED:
+                    self.note(prefix, f"{why}; the prefix is made anew", warning=True)
+                    self.wait(prefix, now, now)
+                else:
+                    self.retry(prefix, why, now)
+            elif prefix.worker == member.incarnation:
+                if prefix.phase is Phase.PREFILLING:
+                    self.retry(prefix, why, now)
+                else:
+                    self.release(prefix)
+
+    def retry(self, prefix: WarmPrefix, why: str, now: float) -> None:
+        """The attempt has come to nothing. The next one waits a little: what a death leaves behind is noticed by one
+        process after the other, and each would fail us meanwhile."""
+        prefix.failures += 1
+        self.note(prefix, f"attempt {prefix.attempts} is over: {why}", warning=True)
+        if prefix.failures >= self._config.router.max_attempts:
+            message = f"{prefix.failures} attempts failed; the last because {why}"
+            self.end(prefix, Failed(AttemptsExhausted(message)))
+        else:
+            self.wait(prefix, now + self._patience / 2, now)
+
+    def wait(self, prefix: WarmPrefix, until: float, now: float) -> None:
+        """Back to where it came from; not to be tried before `until`."""
+        self._withdraw(prefix)
+        prefix.phase, prefix.not_before = Phase.WAITING, until
+        if prefix.awaited and prefix.give_up is None:
+            prefix.give_up = now + self._config.router.queue_ms / 1_000
+        self._waiting[prefix.name] = prefix
+
+    def _withdraw(self, prefix: WarmPrefix) -> None:
+        """Everybody involved in the current attempt forgets it."""
+        self._waiting.pop(prefix.name, None)
+        self.release(prefix)
+        pin, store, prefix.store = self._pin_name(prefix), prefix.store, None
+        if self.asked.pop(pin, None) is not None and store is not None and self._members.get(store) is not None:
+            self._out.send(store, Unpin(pin))
+
+    def release(self, prefix: WarmPrefix) -> None:
+        """The worker forgets it, done or not."""
+        incarnation, prefix.worker = prefix.worker, None
+        worker = self._members.get(incarnation) if incarnation is not None else None
+        if worker is not None and worker.drop(prefix.attempt):
+            self._out.send(worker.incarnation, Cancel(prefix.name, prefix.attempts))
+            self._life.rounds.may_have_room()
+
+    def end(self, prefix: WarmPrefix, outcome: Failed | Cancelled) -> None:
+        """The one way out. Whoever waits hears why."""
+        self._withdraw(prefix)
+        del self.prefixes[prefix.name]
+        why = str(outcome.error) if isinstance(outcome, Failed) else outcome.why
+        self.note(prefix, f"ended: {why}", warning=isinstance(outcome, Failed))
+        if prefix.awaited:
+            self._out.put(Warmed(prefix.name, outcome))
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> None:
+        """Everything that has lasted, or waited, for long enough."""
+        progress = self._config.router.progress_ms / 1_000
+        for prefix in list(self.prefixes.values()):
+            working = prefix.phase in (Phase.PREFILLING, Phase.PINNING)
+            if not prefix.awaited and now >= prefix.expires:
+                self.end(prefix, Cancelled("its time is over"))
+            elif prefix.deadline is not None and now >= prefix.deadline:
+                self.end(prefix, Failed(DeadlineExpired("the deadline passed before the prefix was pinned")))
+            elif prefix.give_up is not None and now >= prefix.give_up:
+                self.end(prefix, Failed(self._no_worker()))
+            elif working and now - prefix.progress >= progress:
+                if prefix.worker is not None:
+                    prefix.failed_on.add(prefix.worker)
+                self.retry(prefix, f"no progress for {self._config.router.progress_ms} ms", now)
+            elif prefix.phase is Phase.PINNING and now - prefix.asked >= self._patience:
+                self._ask(prefix, now)
+
+    def _no_worker(self) -> BatonError:
+        waited = f"no prefill worker took the prefix within {self._config.router.queue_ms} ms"
+        workers = self._members.of("prefill")
+        if not workers:
+            return Unavailable(f"{waited}: none is live")
+        if not any(self._members.store_of(worker.peer.node) for worker in workers):
+            return Unavailable(f"{waited}: no store is live on a node of theirs")
+        return Overloaded(waited)
+
+    def extend(self, seconds: float) -> None:
+        """We stood still for so long. Pins and clients' deadlines do not wait for us; all else does."""
+        for prefix in self.prefixes.values():
+            prefix.progress += seconds
+            prefix.asked += seconds
+            if prefix.give_up is not None:
+                prefix.give_up += seconds
+
+    def shut(self) -> None:
+        """Nobody is answered any more. What is pinned stays so, until its time is over: it serves the next router."""
+        self._shut = True
+        for prefix in list(self.prefixes.values()):
+            if prefix.phase is Phase.PINNED:
+                del self.prefixes[prefix.name], self.asked[self._pin_name(prefix)]
+            else:
+                self.end(prefix, Failed(Unavailable("this router is stopping")))
+
+    # --- what others read --------------------------------------------------------------------------------------------
+
+    def pins(self, tenant: str, now: float) -> list[PinView]:
+        """The tenant's pins by name, also those that are being made anew."""
+        kept = [prefix for prefix in self.prefixes.values() if prefix.tenant == tenant and not prefix.awaited]
+        return [prefix.view(now) for prefix in sorted(kept, key=lambda prefix: prefix.pin)]
+
+    def count(self) -> Counter[Phase]:
+        """Prefixes by phase."""
+        return Counter(prefix.phase for prefix in self.prefixes.values())
+
+    @property
+    def _patience(self) -> float:
+        """Seconds in which a live process answers."""
+        return self._config.cluster.silence_ms / 1_000
+
+    def _pin_name(self, prefix: WarmPrefix) -> str:
+        """Unlike any that another attempt has given."""
+        return f"{prefix.name}.{prefix.attempts}"
+
+    def note(self, prefix: WarmPrefix, text: str, *, warning: bool = False) -> None:
+        self._out.note(f"pin {prefix.pin}: {text}", warning=warning, kind=f"pin, {warning}")
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        at_work: set[tuple[str, AttemptName]] = set()
+        computing: set[tuple[str, AttemptName]] = set()
+        for prefix in self.prefixes.values():
+            waits = prefix.phase is Phase.WAITING
+            assert waits == (prefix.name in self._waiting), prefix.name
+            assert waits == (prefix.store is None), prefix.name
+            assert (self._pin_name(prefix) in self.asked) == (prefix.phase in (Phase.PINNING, Phase.PINNED)), (
+                prefix.name
+            )
+            assert prefix.phase is not Phase.PINNED or not prefix.awaited, prefix.name
+            assert not waits or not prefix.awaited or prefix.give_up is not None, f"{prefix.name} waits without a limit"
+            if prefix.worker is not None:
+                at_work.add((prefix.worker, prefix.attempt))
+                assert prefix.phase in (Phase.PREFILLING, Phase.PINNING), prefix.name
+            if prefix.phase is Phase.PREFILLING:
+                assert prefix.worker is not None, prefix.name
+                computing.add((prefix.worker, prefix.attempt))
+        assert len(self.asked) == sum(p.phase in (Phase.PINNING, Phase.PINNED) for p in self.prefixes.values())
+        assert at_work == {(m.incarnation, n) for m in self._members for n in _warm(m.work)}
+        assert computing == {(m.incarnation, n) for m in self._members for n in _warm(m.slots)}
+        owners = Counter(prefix.owner for prefix in self.prefixes.values() if not prefix.awaited)
+        assert not owners or max(owners.values()) == 1, owners
+
+
+def _warm(names: Collection[AttemptName]) -> list[AttemptName]:
+    return [name for name in names if name.request.startswith(WARM)]

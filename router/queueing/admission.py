@@ -1,0 +1,230 @@
+"""Who may come in, who waits, who is turned away: a request's limits, its objectives, and its tenant's due. Pure."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import ceil
+
+from baton.config import RouterConfig
+from baton.errors import ContextTooLong, InvalidRequest, ObjectiveUnreachable, Overloaded, RateLimited
+from baton.messages import TOKEN_BYTES
+from kvstore.keys import unpack_tokens
+from router.events import Usage
+from router.queueing.fairness import Fairness, Prices, TokensServed
+from router.queueing.quantile import Quantile
+from router.queueing.rate_limits import Quotas, Retries
+from router.queueing.waiting_queue import Queue
+from router.request import Request
+
+_LATE_IN_TIME = 0.9
+"""Of requests that leave the queue, so many have their first token no later than computing it and what is expected on
+top: they share their workers with others."""
+_AHEAD = 0.5  # seconds of prompts that are enough for a worker to go on with
+_LEAST_HINT, _MOST_HINT = 0.25, 30.0  # seconds after which another try is worth it
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the model's own files allow."""
+
+    vocab_size: int
+    max_context: int  # tokens, prompt and output
+
+
+def check_tokens(tokens: bytes, vocab_size: int) -> None:
+    """Raises InvalidRequest for a prompt without tokens, or with one that the model does not have."""
+    if not tokens:
+        raise InvalidRequest("the prompt has no tokens; send at least one")
+    if len(tokens) % TOKEN_BYTES:
+        raise InvalidRequest(f"the prompt's {len(tokens)} bytes are no whole tokens of {TOKEN_BYTES}")
+    highest = max(unpack_tokens(tokens))
+    if highest >= vocab_size:
+        raise InvalidRequest(f"token id {highest} is not in the model's vocabulary of {vocab_size}")
+
+
+def settle_length(prompt: int, max_tokens: int | None, max_context: int, pool_tokens: int | None) -> int:
+    """How many tokens may be generated: what was asked for, or else all that fit. `pool_tokens` is what the largest
+    decode worker's pages hold; none: no worker is known. Raises InvalidRequest or ContextTooLong."""
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1")
+    wanted = prompt + (max_tokens or 1)
+    if wanted > max_context:
+        raise ContextTooLong(
+            f"a prompt of {prompt} tokens and {max_tokens or 1} to generate exceed the model's context of {max_context}"
+        )
+    if pool_tokens is not None and wanted > pool_tokens:
+        raise ContextTooLong(
+            f"a prompt of {prompt} tokens and {max_tokens or 1} to generate exceed the {pool_tokens} tokens that the "
+            "largest decode worker has pages for; ask for less, or raise decode.pool_bytes"
+        )
+    if max_tokens is not None:
+        return max_tokens
+    return min(max_context, pool_tokens or max_context) - prompt
+
+
+class Admission:
+    """The queue, and the accounts that decide about it. Its owner ends the requests that it turns away.
+
+    In order: a request's quota (`router.queueing.rate_limits`); a place at once; for one with an objective, whether the
+    queue will have been served in time; and room in the queue (`router.queueing.waiting_queue`), whose least urgent has
+    to go where it is full. Whom a worker has accepted once is never turned away: what has been begun is worth more than
+    what has not."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._prices = Prices(config.cached_weight, config.output_weight)
+        self._quotas = Quotas(config.tenants)
+        self._retries = Retries(config.retry_share, config.retries_per_s)
+        self._fairness = Fairness(self._quotas.weight)
+        self._late = Quantile(_LATE_IN_TIME, least=0.05)
+        self.queue = Queue(self._fairness, config.ageing_ms / 1_000)
+        self.served = TokensServed()
+        self.rejected: Counter[str] = Counter()  # by reason
+        self._here: Counter[tuple[str, int]] = Counter()  # requests that have not ended, by tenant and level
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def promise(self, request: Request) -> None:
+        """What a request does not ask for itself, its class does."""
+        promised = self._config.classes.get(request.priority)
+        if promised is not None and request.ttft is None and promised.ttft_ms:
+            request.ttft = promised.ttft_ms / 1_000
+        if promised is not None and request.tpot is None and promised.tpot_ms:
+            request.tpot = promised.tpot_ms / 1_000
+
+    def enter(self, request: Request, output: float, now: float) -> None:
+        """A request that may come in as far as its quota goes; it is expected to generate `output` tokens. Raises
+        RateLimited."""
+        tokens = request.prompt + ceil(output)
+        try:
+            self._quotas.enter(request.tenant, tokens, now)
+        except RateLimited:
+            self.rejected["rate_limited"] += 1
+            raise
+        request.quota = tokens
+        self._here[request.tenant, request.level] += 1
+
+    def wait(self, request: Request, now: float) -> None:
+        """It waits for a worker, with a limit. Whoever comes back unaccepted goes on with the wait it had."""
+        if request.give_up is None:
+            request.give_up = now + self._config.queue_ms / 1_000
+        self.queue.add(request, now)
+
+    def waits_on(self, request: Request, work: int, seconds: float, now: float) -> Overloaded | None:
+        """A newcomer could not be placed at once. It has `work` tokens to compute, which takes `seconds` at least.
+        Returns an error where it would wait in vain, and sets the limit of its wait where it would not."""
+        self.queue.weigh(request, work)
+        if request.give_up is None:
+            return None
+        if request.ttft is not None:
+            limit = request.timeline.received + request.ttft - seconds - self._late.seconds
+            request.give_up = min(request.give_up, limit)
+        wait = self.queue.wait(request, now)
+        if now + wait + self.queue.doubt(request, wait, request.give_up - now) < request.give_up:
+            request.least = seconds
+            request.forecast = now + wait if wait else None
+            return None
+        late = max(0.0, now + wait - request.give_up)
+        self.queue.refuse(request, now)
+        if request.ttft is None:
+            self.rejected["no_worker"] += 1
+            return Overloaded(f"the queue would take {wait:.1f} s, longer than any request may wait", _hint(late))
+        self.rejected["objective"] += 1
+        message = f"the queue would bring the first token {late:.1f} s after the {request.ttft:.1f} s it may take"
+        return ObjectiveUnreachable(message, _hint(late))
+
+    def too_early(self, request: Request, ahead: float) -> bool:
+        """Whether it should wait here rather than at a worker that has prompts to compute for `ahead` seconds: here
+        turns are kept. Where all are of one tenant and one level it makes no difference."""
+        return ahead > _AHEAD and len(self._here) > 1 and not request.begun
+
+    def overfull(self, now: float) -> tuple[Request, Overloaded] | None:
+        """Who must go because too many wait; none: nobody, so far."""
+        count, tokens = len(self.queue), self.queue.tokens
+        if count <= self._config.max_queued and (tokens <= self._config.max_queued_tokens or count == 1):
+            return None
+        if (request := self.queue.last(now)) is None:
+            return None
+        self.rejected["queue_full"] += 1
+        self.queue.refuse(request, now)
+        message = f"{count - 1} requests with {tokens - request.known} tokens wait for a worker already"
+        return request, Overloaded(message, _hint(self.queue.wait(request, now)))
+
+    def unreachable(self, request: Request, why: str, retry_after: float | None, now: float) -> ObjectiveUnreachable:
+        """Placement says that no worker meets the request's objectives."""
+        self.queue.learn(request, now)
+        self.rejected["objective"] += 1
+        return ObjectiveUnreachable(why, _hint(self.queue.wait(request, now) if retry_after is None else retry_after))
+
+    def gives_up(self, request: Request, now: float) -> Overloaded:
+        """It has waited for as long as it could."""
+        self.queue.learn(request, now)
+        waited = now - request.submitted
+        self.queue.refuse(request, now)
+        hint = _hint(waited)
+        if request.ttft is not None and not request.begun and waited < self._config.queue_ms / 1_000:
+            self.rejected["objective_while_waiting"] += 1
+            message = f"after {waited:.1f} s in the queue the first token can't come within {request.ttft:.1f} s"
+            return ObjectiveUnreachable(message, hint)
+        self.rejected["no_worker"] += 1
+        return Overloaded(f"no worker took the request within {self._config.queue_ms} ms", hint)
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def held_back(self, request: Request, now: float) -> bool:
+        """It would repeat a failed attempt, and too many have been repeated lately."""
+        return request.repeats and not self._retries.allow(now)
+
+    def placed(self, request: Request, cached: int, now: float) -> None:
+        """It begins an attempt, with so many of its prompt's tokens cached. A tenant pays for the first only."""
+        self.queue.discard(request, now, placed=True)
+        self.queue.learn(request, now)
+        if request.repeats:
+            self._retries.take(now)
+            request.repeats = False
+        elif request.attempts == 1:
+            self._retries.first(now)
+        if not request.charged:
+            request.charged = self._prices.prompt(request.prompt, cached)
+            self._charge(request.tenant, request.charged)
+
+    def began(self, request: Request, now: float) -> None:
+        """Its first token is here."""
+        if request.least is not None and request.timeline.placed is not None and request.attempts == 1:
+            self._late.learn(now - request.timeline.placed - request.least)
+
+    def generated(self, request: Request, tokens: int) -> None:
+        self._charge(request.tenant, self._prices.output * tokens)
+
+    def ended(self, request: Request, usage: Usage, now: float) -> None:
+        """Estimates become what it was."""
+        self.queue.discard(request, now)
+        tenant, begun = request.tenant, request.begun
+        if request.charged:
+            cost = self._prices.prompt(usage.prompt, usage.cached) if begun else 0.0
+            self._charge(tenant, cost - request.charged)
+        if request.quota is not None:
+            self._here -= Counter({(tenant, request.level): 1})
+            used = usage.prompt + usage.completion if begun else None
+            self._quotas.leave(tenant, request.quota, used, now)
+        if begun:
+            self.served.add(tenant, "computed", usage.prompt - usage.cached)
+            self.served.add(tenant, "cached", usage.cached)
+            self.served.add(tenant, "generated", usage.completion)
+
+    def _charge(self, tenant: str, cost: float) -> None:
+        self._fairness.charge(tenant, cost)
+        self.queue.served(cost)
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        self.queue.validate()
+        self._fairness.validate()
+
+
+def _hint(seconds: float) -> int:
+    """Milliseconds until another try is worth it."""
+    return int(1_000 * min(_MOST_HINT, max(_LEAST_HINT, seconds)))

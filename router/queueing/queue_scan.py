@@ -1,0 +1,81 @@
+"""Which queued requests are tried, and when: the first few whenever there may be room, the others by and by.
+
+To try everybody after every event would cost more than it is worth: mostly the first can't be placed, and those behind
+them wait for the same. But what one prompt waits for (a prefill slot) another may not need, so with each tick a few of
+those further behind are tried, until everybody has been since there last was room.
+
+Pure.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from router.queueing.waiting_queue import Queue
+from router.request import Request
+
+_FIRST = 8  # requests that are tried in a round before the first ones are known to wait for something
+_BEHIND = 8  # and with a tick so many of those behind them
+
+
+class Rounds:
+    """Goes through a queue in rounds."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._room = False
+        self._ticked = False  # since the last round, and somebody is to be tried again, or further
+        self._behind: list[Request] = []  # who has still to be tried, the next one last
+        self._missed = False  # there has been room since these were listed
+        self._tried: set[str] = set()  # in this round, and can't be placed
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a round."""
+        return self._room or self._ticked
+
+    @property
+    def room(self) -> bool:
+        """Whether something has changed since the last round that may let a queued request be placed."""
+        return self._room
+
+    def may_have_room(self) -> None:
+        """Something has changed that may let a queued request be placed."""
+        self._room = True
+
+    def tick(self, again: bool) -> None:
+        """Time passes; `again`: that alone may let the first ones be placed."""
+        self._ticked = again or self._missed or bool(self._behind)
+
+    def round(self, now: float) -> Iterator[Request]:
+        """Whom to try, in order of service; tell of each `in_vain` before the next one is asked for. A round that is
+        left early is taken up with the next tick."""
+        behind = self._ticked
+        self._missed |= self._room
+        self._room = self._ticked = False
+        self._tried = set()
+        for request in self._queue.in_order(now):
+            if len(self._tried) >= _FIRST:
+                if behind:
+                    yield from self._further(now)
+                return
+            yield request
+        self._behind, self._missed = [], False
+
+    def in_vain(self, request: Request) -> None:
+        """It can't be placed now."""
+        self._tried.add(request.name)
+
+    def _further(self, now: float) -> Iterator[Request]:
+        """From where the last round ended."""
+        if not self._behind and self._missed:
+            self._behind = [*self._queue.in_order(now)][::-1]
+            self._missed = False
+        enough = len(self._tried) + _BEHIND
+        while self._behind and len(self._tried) < enough:
+            request = self._behind[-1]
+            if request in self._queue and request.name not in self._tried:
+                yield request
+            self._behind.pop()

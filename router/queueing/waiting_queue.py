@@ -1,0 +1,343 @@
+"""Who waits for a worker, in what order they are served, and whom a full queue turns away.
+
+Requests wait in lines, one for each level of urgency and tenant, oldest first. The next is found in three steps:
+
+1. Those whom a worker had accepted before: a client may be in the middle of their output. And last of all the tenants
+   that have had more than their share by some seconds of service: so much may a tenant get ahead by being urgent.
+2. The most urgent level. Waiting raises a request, one level for each `ageing` seconds, up to the most urgent level
+   that somebody waits at and no higher: what is old must not stand above everything that comes, or whoever sends most
+   would be served most.
+3. Of those, the tenant that has been served least (`router.queueing.fairness`), and of its lines the one whose first
+   request is the oldest, a level being worth `ageing` seconds.
+
+Pure.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
+from math import exp, inf
+
+from router.queueing.fairness import Fairness
+from router.queueing.quantile import Spread
+from router.request import Request
+
+_HORIZON = 10.0  # seconds of draining after which they count a third
+_MEMORY = 60.0  # seconds for which an empty line's past is kept
+_TRUST = 2.0  # seconds of draining that outweigh what was expected of a line
+_ENOUGH = 1.0  # seconds of draining that must have been seen before they say anything
+_FURTHEST = 10.0  # times the draining that was seen: so far ahead anything is said
+
+_LEAD = 5.0  # seconds of service, of all tenants together, that urgency may put a tenant ahead of its share
+_SAVINGS = 10.0  # seconds of its share that a tenant has left over at most, from when it asked for nothing
+_ROUGHLY = 2.0  # seconds: errors of forecasts are in proportion to these and the forecast
+_MOST_DOUBT = 0.8
+"""Of the time that a request may wait: who is forecast to need a fifth of it is let wait, or nothing would be learned
+any more."""
+
+_Rank = tuple[bool, bool, int, float, float, int]
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
+
+
+@dataclass
+class _Line:
+    """Requests of one tenant and level. The oldest is first."""
+
+    tenant: str
+    level: int
+    newcomers: bool  # no worker has accepted any of them
+    requests: list[Request] = field(default_factory=list[Request])
+    work: int = 0  # tokens to compute, for all of them
+    past: Past = field(default_factory=lambda: Past())
+
+
+class Queue:
+    """Requests without an attempt. It turns nobody away itself."""
+
+    def __init__(self, fairness: Fairness, ageing: float) -> None:
+        """`ageing`: seconds of waiting that one level is worth."""
+        self._fairness = fairness
+        self._ageing = ageing
+        self._lines: dict[tuple[str, int, bool], _Line] = {}
+        self._pasts: dict[tuple[str, int], Past] = {}  # of newcomers' lines, by tenant and level
+        self._places: dict[str, tuple[_Line, int, float]] = {}  # line, work and since when, by request
+        self._refused: dict[str, float] = {}  # tenants that were turned away lately, and when
+        self.tokens = 0  # known ones, of all that wait
+        self.outflow = Outflow()  # prompt tokens to compute
+        self._service = Outflow()  # what tenants are charged for
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.name in self._places
+
+    @property
+    def begun(self) -> bool:
+        """Whether somebody waits whom a worker had accepted before."""
+        return any(not line.newcomers for line in self._lines.values())
+
+    def levels(self) -> Mapping[int, int]:
+        """How many wait, by level."""
+        levels: Counter[int] = Counter()
+        for line in self._lines.values():
+            levels[line.level] += len(line.requests)
+        return levels
+
+    def add(self, request: Request, now: float) -> None:
+        self._until(now, waiting=bool(self))
+        key = (request.tenant, request.level, not request.begun)
+        if (line := self._lines.get(key)) is None:
+            line = self._lines[key] = _Line(*key)
+            if line.newcomers:
+                line.past = self._remembered(request.tenant, request.level, now)
+        line.past.outflow.until(now, waiting=bool(line.requests))
+        insort(line.requests, request, key=_arrival)
+        self._places[request.name] = (line, 0, now)
+        self.tokens += request.known
+        self._waits(request.tenant)
+        for tenant in [tenant for tenant, at in self._refused.items() if now - at > _HORIZON]:
+            del self._refused[tenant]
+            self._fairness.waits_no_more(tenant)
+        self.weigh(request, request.known)
+
+    def weigh(self, request: Request, work: int) -> None:
+        """So many tokens must be computed for it: those that nobody has cached."""
+        line, before, since = self._places[request.name]
+        self._places[request.name] = (line, work, since)
+        line.work += work - before
+
+    def discard(self, request: Request, now: float, *, placed: bool = False) -> None:
+        """It waits no longer, having been placed or not; nothing happens if it did not wait."""
+        if (place := self._places.pop(request.name, None)) is None:
+            return
+        self._until(now, waiting=True)
+        line, work, since = place
+        line.past.outflow.until(now, waiting=True)
+        if placed and (self._places or now > since):
+            self.outflow.took(work)
+            line.past.outflow.took(work)
+        del line.requests[bisect_left(line.requests, request.arrival, key=_arrival)]
+        line.work -= work
+        if not line.requests:
+            del self._lines[line.tenant, line.level, line.newcomers]
+        self.tokens -= request.known
+        self._fairness.waits_no_more(request.tenant)
+
+    def refuse(self, request: Request, now: float) -> None:
+        """One that waits is turned away. Its tenant counts for a while as if it went on waiting: who has nobody in the
+        queue because the queue takes nobody has saved nothing up, and keeps what it is due."""
+        if request.tenant not in self._refused:
+            self._waits(request.tenant)
+        self._refused[request.tenant] = now
+
+    def _waits(self, tenant: str) -> None:
+        self._fairness.waits(tenant, _SAVINGS * self._service.rate)
+
+    def served(self, cost: float) -> None:
+        """Some tenant was charged for so much."""
+        if self._places:
+            self._service.took(cost)
+
+    # --- order -------------------------------------------------------------------------------------------------------
+
+    def in_order(self, now: float) -> Iterator[Request]:
+        """In order of service. Requests may be discarded meanwhile, and tenants charged: that counts at once."""
+        if not self._lines:
+            return  # mostly: after every event somebody asks
+        top, leaders = self._top(), self._leaders()
+        heap = [(self._rank(line, 0, top, leaders, now), line, 0) for line in self._lines.values()]
+        heapify(heap)  # ranks differ: each has its request's arrival
+        while heap:
+            rank, line, index = heap[0]
+            if index < len(line.requests):
+                if (current := self._rank(line, index, top, leaders, now)) != rank:
+                    heapreplace(heap, (current, line, index))
+                    continue
+                request = line.requests[index]
+                yield request
+                if index < len(line.requests) and line.requests[index] is request:
+                    index += 1
+            if index < len(line.requests):
+                heapreplace(heap, (self._rank(line, index, top, leaders, now), line, index))
+            else:
+                heappop(heap)
+
+    def first(self, now: float) -> Request | None:
+        """The next; none: nobody waits."""
+        return next(self.in_order(now), None)
+
+    def last(self, now: float) -> Request | None:
+        """Who is turned away when somebody must be: the newest of a tenant far ahead of its share, or else of the least
+        urgent line, and there of the tenant that would be served last if all it waits for were served, so that no flood
+        leaves the others without a place. None: nobody waits but those that a worker had accepted, and they stay."""
+        top, leaders = self._top(), self._leaders()
+        backlog: Counter[str] = Counter()
+        for line in self._lines.values():
+            backlog[line.tenant] += line.work
+        lines = [line for line in self._lines.values() if line.newcomers]
+        return max(
+            (line.requests[-1] for line in lines),
+            key=lambda request: (
+                request.tenant in leaders,
+                self._level(request, top, now),
+                self._fairness.counter(request.tenant) + backlog[request.tenant] / self._weight(request.tenant),
+                self._due(request),
+                request.arrival,
+            ),
+            default=None,
+        )
+
+    def _top(self) -> int:
+        return min((line.level for line in self._lines.values() if line.newcomers), default=0)
+
+    def _leaders(self) -> frozenset[str]:
+        rate = self._service.rate
+        return self._fairness.leaders(_LEAD * rate) if rate else frozenset()
+
+    def _level(self, request: Request, top: int, now: float) -> int:
+        return max(top, request.level - int((now - request.submitted) / self._ageing))
+
+    def _due(self, request: Request) -> float:
+        return request.submitted + request.level * self._ageing
+
+    def _rank(self, line: _Line, index: int, top: int, leaders: frozenset[str], now: float) -> _Rank:
+        request = line.requests[index]
+        leads, level = False, 0
+        if line.newcomers:
+            leads, level = line.tenant in leaders, self._level(request, top, now)
+        return (line.newcomers, leads, level, self._fairness.counter(line.tenant), self._due(request), request.arrival)
+
+    def _weight(self, tenant: str) -> float:
+        return self._fairness.weight(tenant)
+
+    # --- forecast ----------------------------------------------------------------------------------------------------
+
+    def wait(self, request: Request, now: float) -> float:
+        """Seconds until a newcomer that waits, the last of its line, will be placed, if others go on being placed as
+        lately; 0: nobody knows. Before it are its own line, all that is more urgent, and of other tenants as urgent as
+        it what they will be served until it has had its turn. So much is known of those that wait; who will come
+        meanwhile and be served first is learned from how fast its own line has been drained so far. Its own work is
+        part of that, but for the one that is next: a tenant that asks for less than its share is not to lose its long
+        prompts. A queue that has just formed says nothing of half a minute: the few prompts that have left it may have
+        been short ones, or slow to leave."""
+        self._until(now, waiting=True)
+        if not (rate := self.outflow.rate):
+            return 0.0
+        line = self._lines[request.tenant, request.level, True]
+        line.past.outflow.until(now, waiting=True)
+        own = self._places[request.name][1] if self._is_next(request) else 0
+        work = line.work - own
+        expected = (self._ahead(request, work) - own) / rate
+        if expected > 0 and work > 0:
+            expected = work / line.past.outflow.rate_given(work / expected)
+        return min(expected, _FURTHEST * self.outflow.seconds)
+
+    def doubt(self, request: Request, wait: float, limit: float) -> float:
+        """Seconds by which it may wait longer than the `wait` that was forecast, where `limit` are all that it has.
+        Others come who go before it, and being told at once is better than being turned away after a wait."""
+        longer = self._lines[request.tenant, request.level, True].past.longer.most
+        return min(longer * (wait + _ROUGHLY), _MOST_DOUBT * limit)
+
+    def learn(self, request: Request, now: float) -> None:
+        """A newcomer has waited for so long at least."""
+        past = self._pasts.get((request.tenant, request.level))
+        if past is not None and request.forecast is not None:
+            wait = request.forecast - request.submitted
+            past.longer.learn((now - request.forecast) / (wait + _ROUGHLY))
+        request.forecast = None
+
+    def _until(self, now: float, *, waiting: bool) -> None:
+        self.outflow.until(now, waiting=waiting)
+        self._service.until(now, waiting=waiting)
+
+    def _is_next(self, request: Request) -> bool:
+        """Whether others wait, but nobody else of its tenant, and that one is not far ahead of its share."""
+        if len(self._places) == 1 or request.tenant in self._leaders():
+            return False
+        return sum(len(line.requests) for line in self._lines.values() if line.tenant == request.tenant) == 1
+
+    def _ahead(self, request: Request, mine: int) -> float:
+        """`mine`: tokens of its own line."""
+        until = self._fairness.counter(request.tenant) + mine / self._weight(request.tenant)
+        ahead = 0.0
+        for line in self._lines.values():
+            same_level = line.newcomers and line.level == request.level
+            if not line.newcomers or line.level < request.level or (same_level and line.tenant == request.tenant):
+                ahead += line.work
+            elif same_level:
+                turn = (until - self._fairness.counter(line.tenant)) * self._weight(line.tenant)
+                ahead += min(line.work, max(0.0, turn))
+        return ahead
+
+    def _remembered(self, tenant: str, level: int, now: float) -> Past:
+        """Of a line that begins anew. What it was like long ago says nothing."""
+        found = self._pasts.get((tenant, level))
+        if found is None or found.outflow.idle(now) > _MEMORY:
+            found = self._pasts[tenant, level] = Past()
+            if len(self._pasts) > 2 * len(self._lines) + 64:
+                self._pasts = {key: past for key, past in self._pasts.items() if past.outflow.idle(now) <= _MEMORY}
+        return found
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        waiting = [request for line in self._lines.values() for request in line.requests]
+        assert sorted(request.name for request in waiting) == sorted(self._places)
+        assert self.tokens == sum(request.known for request in waiting)
+        for key, line in self._lines.items():
+            assert line.requests, f"line {key} is empty"
+            assert line.work == sum(self._places[request.name][1] for request in line.requests)
+            assert line.requests == sorted(line.requests, key=_arrival)
+
+
+class Past:
+    """What was seen of a line: how fast it was drained, and by which part of it, and of `_ROUGHLY`, waits were longer
+    than their forecast."""
+
+    def __init__(self) -> None:
+        self.outflow = Outflow()
+        self.longer = Spread()
+
+
+class Outflow:
+    """How fast work leaves the queue while there is some: tokens per second, those long ago forgotten exponentially."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # seen, at most `_HORIZON`
+        self._tokens = 0.0
+        self._at = inf
+
+    @property
+    def rate(self) -> float:
+        """0: too little has been seen."""
+        return self._tokens / self.seconds if self.seconds >= _ENOUGH else 0.0
+
+    def rate_given(self, expected: float) -> float:
+        """The same where something else is expected until enough has been seen."""
+        return (self._tokens + _TRUST * expected) / (self.seconds + _TRUST)
+
+    def idle(self, now: float) -> float:
+        """Seconds since anything was told of it."""
+        return now - self._at
+
+    def until(self, now: float, *, waiting: bool) -> None:
+        """Time has passed, with or without somebody in the queue."""
+        passed = max(0.0, now - self._at)
+        self._at = now
+        if waiting and passed:
+            fade = exp(-passed / _HORIZON)
+            self.seconds = self.seconds * fade + _HORIZON * (1 - fade)
+            self._tokens *= fade
+
+    def took(self, tokens: float) -> None:
+        """So many left the queue for a worker."""
+        self._tokens += tokens

@@ -1,0 +1,495 @@
+"""The life of requests: coming in, being placed, losing an attempt, ending. See `router.request` for the automaton.
+
+Owns the requests and their queue; gives work to members and takes it back. What workers say about an attempt is
+`router.requests.worker_messages`' part; who is live, and what a heartbeat lacks, is `router.state`'s. Pure.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import inf
+
+from baton.config import Config
+from baton.errors import (
+    AttemptsExhausted,
+    BatonError,
+    DeadlineExpired,
+    InvalidRequest,
+    Unavailable,
+)
+from baton.messages import AttemptName, Cancel, Decode
+from kvstore.keys import namespace_root
+from router.events import WARM, Cancelled, End, Failed, Finished, Outcome, Submit
+from router.members import Member, Members, Prompt, Work
+from router.outbox import Outbox
+from router.placement.cached_prefix import Prefix
+from router.placement.cluster_view import View
+from router.placement.cost_matrix import Prices
+from router.placement.policy import Placer
+from router.placement.prefix_lookup import Prefixes
+from router.placement.step_costs import Costs
+from router.placement.types import Ask, Plan, Reject, Reservation
+from router.placement.utilization import Bottleneck
+from router.queueing.admission import Admission, ModelLimits, check_tokens, settle_length
+from router.queueing.queue_scan import Rounds
+from router.request import Attempt, Phase, Request
+from router.requests.explain import Explanations, Weighed
+
+
+@dataclass
+class Counts:
+    """What has happened since the start."""
+
+    attempts: int = 0
+    split: int = 0
+    local: int = 0
+    resends: int = 0
+    prompt_tokens: int = 0  # of requests that finished
+    cached_tokens: int = 0  # of requests that finished
+    generated_tokens: int = 0
+
+
+class Life:
+    """Every request that has not ended."""
+
+    def __init__(
+        self,
+        config: Config,
+        limits: ModelLimits,
+        members: Members,
+        prefixes: Prefixes,
+        costs: Costs,
+        outbox: Outbox,
+        placer: Placer,
+    ) -> None:
+        self._config = config
+        self._placer = placer
+        self._view = View(config, members, costs)
+        self._costs = costs
+        self._limits = limits
+        self._members = members
+        self._prefixes = prefixes
+        self._out = outbox
+        self._arrivals = 0
+        self._shut = False
+        self.requests: dict[str, Request] = {}
+        self.admission = Admission(config.router)
+        self.queue = self.admission.queue
+        self.rounds = Rounds(self.queue)
+        self._held = False  # somebody waits here who might as well wait at a worker
+        self._expires = -inf  # until then no request has waited for too long
+        self.counts = Counts()
+        self.bottleneck = Bottleneck()
+        self.recent = Explanations(config.router.explain_requests)
+        self.finished: Counter[str] = Counter()  # by reason
+        self.failed: Counter[str] = Counter()  # by reason
+        self.cancelled = 0
+
+    # --- coming in ---------------------------------------------------------------------------------------------------
+
+    def submit(self, submit: Submit, now: float) -> None:
+        """Raises InvalidRequest for a name in use, since no outcome could be told apart then; everything else that is
+        wrong with a request ends it as Failed."""
+        if submit.request in self.requests:
+            raise InvalidRequest(f"request {submit.request!r} is being served already")
+        self._arrivals += 1
+        request = Request.from_submit(submit, self._arrivals, now)
+        self.admission.promise(request)
+        self.requests[request.name] = request
+        self.recent.submitted(request)
+        try:
+            if self._shut:
+                raise Unavailable("this router is stopping")
+            check_tokens(submit.tokens, self._limits.vocab_size)
+            self._settle_length(request)
+            self.admission.enter(request, submit.max_tokens or self._view.output(self._limits.max_context), now)
+        except BatonError as error:
+            self.end(request, Failed(error), now)
+            return
+        self.admission.wait(request, now)
+        if self.rounds.room:
+            self.settle(now)
+        elif self._open() and (not self._held or self.queue.first(now) is request):  # nothing new for those who wait
+            self._view.now = now
+            self._place(request, now)
+        if request in self.queue:
+            self._wait(request, now)
+        self._expires_with(request)
+
+    def _wait(self, request: Request, now: float) -> None:
+        """A newcomer was not placed at once: it may not be worth its while to wait, or somebody else's."""
+        work, seconds = request.prompt, 0.0
+        if (card := self._members.card) is not None:
+            request.derive_keys(namespace_root(card.namespace, request.tenant), self._config.pages.page_size)
+            held = self._prefixes.match(request.keys).values()
+            work -= max((match.pages for match in held), default=0) * self._config.pages.page_size
+            rates = [m.load.prefill_rate for m in self._view.prefillers or self._view.decoders]
+            seconds = work / rate if (rate := max(rates, default=0.0)) else 0.0
+        if (error := self.admission.waits_on(request, work, seconds, now)) is not None:
+            self.end(request, Failed(error), now)
+        while (surplus := self.admission.overfull(now)) is not None:
+            self.end(surplus[0], Failed(surplus[1]), now)
+
+    def _settle_length(self, request: Request) -> None:
+        """Raises InvalidRequest or ContextTooLong. Without a worker, an open length stays open."""
+        card, pool = self._members.card, self._members.largest_pool
+        context = min(self._limits.max_context, card.max_context) if card else self._limits.max_context
+        pool_tokens = None if pool is None else pool * self._config.pages.page_size
+        length = settle_length(request.prompt, request.max_tokens, context, pool_tokens)
+        if pool is not None:
+            request.max_tokens = length
+
+    # --- placing -----------------------------------------------------------------------------------------------------
+
+    def settle(self, now: float) -> None:
+        """Place what can be placed, if there may be room now: call when an event has been handled."""
+        if not self.rounds.due:
+            return
+        self._view.begin(now)
+        self._held = False
+        for request in self.rounds.round(now):
+            if not self._open():
+                return
+            if not self._placer.may_go(request.name, self._view) or self.admission.held_back(request, now):
+                continue
+            if not self._place(request, now):
+                self.rounds.in_vain(request)
+
+    def _open(self) -> bool:
+        """Whether anything can be placed at all."""
+        return any(member.takes_sequences for member in self._members.open("decode"))
+
+    def _place(self, request: Request, now: float) -> bool:
+        card = self._members.card
+        if card is None:
+            return False
+        root = namespace_root(card.namespace, request.tenant)
+        if request.generated and root != request.root:
+            message = "the model was replaced while this request was being served"
+            self.end(request, Failed(Unavailable(message)), now)
+            return True
+        if request.max_tokens is None:
+            try:
+                self._settle_length(request)
+            except BatonError as error:
+                self.end(request, Failed(error), now)
+                return True
+        request.derive_keys(root, self._config.pages.page_size)
+        final = request.failures >= self._config.router.max_attempts - 1
+        assert request.max_tokens is not None, request.name
+        ask = Ask(
+            request=request.name,
+            prefix=Prefix(len(request.keys), self._config.pages.page_size, card.page_bytes),
+            keys=request.keys,
+            held=self._prefixes.match(request.keys),
+            tokens=request.known,
+            max_tokens=request.max_tokens,
+            prompt=request.prompt,
+            ttft=None if request.ttft is None or request.begun else request.ttft - (now - request.timeline.received),
+            tpot=request.tpot,
+            waited=now - request.submitted,
+            priority=request.priority,
+            tenant=request.tenant,
+            avoid=request.failed_on,
+            local=final or request.local,
+            affinity=request.affinity,
+        )
+        decision = self._placer.place(ask, self._view)
+        choice, considered = decision.choice, _weighed(decision.considered)
+        if decision.reservation is not None:
+            self._view.reserve(decision.reservation)
+        if isinstance(choice, Plan):
+            self._view.used(choice)
+            if self._too_early(request, choice, considered):
+                return False
+            self._begin(request, ask, choice, considered, now)
+            return True
+        self.recent.waits(request, choice.why, considered)
+        if isinstance(choice, Reject) and not request.begun:
+            error = self.admission.unreachable(request, choice.why, choice.retry_after, now)
+            self.end(request, Failed(error), now)
+            return True
+        return False
+
+    def _too_early(self, request: Request, plan: Plan, considered: Weighed | None) -> bool:
+        """Whether it waits here, since its worker has prompts enough; for those behind it that counts like a prompt."""
+        worker = self._members.live(plan.prefill or plan.decode)
+        prompts = worker.slots.values()
+        enough = len(prompts) >= self._config.prefill.max_prompts
+        if not enough or not self.admission.too_early(request, sum(prompt.seconds for prompt in prompts)):
+            return False
+        self._view.reserve(Reservation(worker.incarnation, plan.predicted.load + plan.predicted.compute))
+        self.recent.waits(request, f"{worker.peer.name} has prompts enough", considered)
+        self._held = True
+        return True
+
+    def _begin(self, request: Request, ask: Ask, plan: Plan, considered: Weighed | None, now: float) -> None:
+        request.attempts += 1
+        self.admission.placed(request, min(request.prompt, plan.cached * ask.prefix.page_size), now)
+        name = AttemptName(request.name, request.attempts)
+        request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill)
+        _start_over(request, now)
+        self.counts.attempts += 1
+        self.counts.split += plan.prefill is not None
+        self.counts.local += plan.prefill is None
+        decoder = self._members.live(plan.decode)
+        known, left = plan.cached * ask.prefix.page_size, self._view.output(ask.max_tokens - request.generated)
+        if plan.prefill is not None:
+            prompt = Prompt(ask.tokens - 1 - known, known)
+            self._members.live(plan.prefill).promise(name, prompt, now)
+        else:
+            prompt = Prompt(request.known - known, known)
+            decoder.promise(name, prompt, now)
+        cost = self._costs.prefill(plan.prefill or plan.decode)
+        self.bottleneck.prompt(cost.seconds(prompt.new, prompt.context, self._config.prefill.chunk_tokens))
+        prefill = self._members.live(plan.prefill).peer.name if plan.prefill else ""
+        cached = min(request.known, plan.cached * self._config.pages.page_size)
+        self.recent.placed(request, decoder.peer.name, prefill, cached, considered)
+        if request.decode_workers[-1:] != [decoder.peer.name]:
+            request.decode_workers.append(decoder.peer.name)
+        assert request.max_tokens is not None, request.name
+        message = Decode(
+            request=request.name,
+            attempt=name.attempt,
+            root=request.root,
+            tokens=bytes(request.tokens),
+            prompt=request.prompt,
+            max_tokens=request.max_tokens,
+            sampling=request.sampling,
+            stop_token_ids=request.stop_token_ids,
+            fetch=plan.fetch,
+            awaited=plan.awaited,
+            sources=plan.sources,
+            priority=request.priority,
+            deadline_ms=request.left_ms(now),
+        )
+        pages = -(-request.known // self._config.pages.page_size)
+        work = Work(
+            self._out.send(plan.decode, message),
+            pages,
+            context=request.known + left / 2,
+            taken=pages - ask.on_device(plan.decode),
+            growth=left / self._config.pages.page_size,
+            tpot=request.tpot,
+        )
+        decoder.give(name, work)
+        decoder.unanswered.add(name)
+        split = f", prefill by {prefill}" if prefill else ""
+        loads = "".join(f", {run.pages} from {run.speed.tier}" for run in plan.loads)
+        self._out.note(
+            f"attempt {name.attempt} on {decoder.peer.name}{split}: {len(request.keys)} pages, {plan.cached} cached"
+            f"{loads}, {plan.fetch} to fetch; predicted {plan.predicted}",
+            request.name,
+            detail=True,
+        )
+
+    # --- attempts end ------------------------------------------------------------------------------------------------
+
+    def member_gone(self, member: Member, now: float) -> None:
+        """`member` is no longer listed; whatever it had is placed anew."""
+        names = {*member.work, *member.slots}
+        if member.peer.role == "store":
+            names = {name for name, attempt in self._attempts() if member.incarnation in attempt.stores}
+        for name in sorted(names):
+            member.drop(name)
+            request = self.requests.get(name.request)
+            if request is None or request.attempt is None or request.attempt.name != name:
+                continue
+            attempt = request.attempt
+            needed = member.incarnation != attempt.prefill or attempt.needs_prefill
+            if member.incarnation == attempt.prefill:
+                attempt.prefill = None
+            if needed:
+                # One that fell silent before it was chosen has not been silenced by this attempt: when a link breaks,
+                # many do at once, and are noticed one after the other.
+                placed = request.timeline.placed
+                before = member.gone == "silent" and placed is not None and member.heard_at < placed
+                self.retry(request, f"{member.peer.name} is gone: {member.gone}", now, free=before, death=True)
+
+    def clear(self, member: Member, now: float) -> None:
+        """What somebody still needs of a live worker is placed anew, at nobody's cost."""
+        for name in sorted({*member.work, *member.slots}):
+            request = self.requests.get(name.request)
+            if request is None or request.attempt is None or request.attempt.name != name:
+                continue
+            if request.attempt.decode == member.incarnation or request.attempt.needs_prefill:
+                self.retry(request, f"{member.peer.name} drains", now, free=True)
+
+    def _attempts(self) -> list[tuple[AttemptName, Attempt]]:
+        return [(r.attempt.name, r.attempt) for r in self.requests.values() if r.attempt is not None]
+
+    def retry(
+        self, request: Request, why: str, now: float, *, free: bool = False, blame: bool = False, death: bool = False
+    ) -> None:
+        """The current attempt is over; the next one knows every token so far. `free`: it does not count against the
+        request's budget; `blame`: its decode worker is chosen again only if there is no other; `death`: a process that
+        it needed has gone. What live ones make of it counts against everybody's budget, too; one that is gone can't
+        fail what it is given next."""
+        attempt = request.attempt
+        assert attempt is not None, request.name
+        self._out.note(f"attempt {attempt.name.attempt} is over: {why}", request.name, warning=not free, kind="attempt")
+        if blame:
+            request.failed_on.add(attempt.decode)
+        failed = attempt.phase is not Phase.PLACED and not free
+        request.failures += failed
+        request.repeats = failed and not death
+        self.recent.over(request, why, now)
+        self.withdraw(request)
+        if request.failures >= self._config.router.max_attempts:
+            message = f"{request.attempts} attempts failed; the last because {why}"
+            self.end(request, Failed(AttemptsExhausted(message)), now)
+            return
+        self.enqueue(request, now)
+
+    def release_prefill(self, request: Request, attempt: Attempt) -> None:
+        """The prefill worker forgets this attempt, done or not."""
+        prefill, attempt.prefill = attempt.prefill, None
+        self.rounds.may_have_room()
+        if prefill is None or (member := self._members.get(prefill)) is None:
+            return
+        if member.drop(attempt.name):
+            self._out.send(prefill, Cancel(request.name, attempt.name.attempt))
+
+    def enqueue(self, request: Request, now: float) -> None:
+        """Wait for a worker."""
+        self.admission.wait(request, now)
+        self._expires_with(request)
+        self.rounds.may_have_room()
+
+    def withdraw(self, request: Request) -> None:
+        """Everybody involved in the current attempt forgets it."""
+        attempt, request.attempt = request.attempt, None
+        if attempt is None:
+            return
+        request.unreported += attempt.predicted
+        self.release_prefill(request, attempt)
+        decoder = self._members.get(attempt.decode)
+        if decoder is not None and decoder.drop(attempt.name):
+            self._out.send(attempt.decode, Cancel(request.name, attempt.name.attempt))
+            if attempt.phase is not Phase.PLACED:
+                decoder.may_have_room()  # it has given pages back
+        self.rounds.may_have_room()
+
+    # --- requests end ------------------------------------------------------------------------------------------------
+
+    def end(self, request: Request, outcome: Outcome, now: float, completion: int | None = None) -> None:
+        """The one way out. `completion`: how many tokens count, if not all."""
+        request.timeline.ended = now
+        summary = request.summary(completion)
+        self.recent.ended(request, outcome, summary, now)
+        self.withdraw(request)
+        self.admission.ended(request, summary.usage, now)
+        self._placer.ended(request.name)
+        del self.requests[request.name]
+        match outcome:
+            case Finished(reason=reason):
+                self.finished[reason] += 1
+                self._view.finished(request.generated)
+                self.counts.prompt_tokens += summary.usage.prompt
+                self.counts.cached_tokens += summary.usage.cached
+                usage = summary.usage
+                tokens = f"{usage.prompt} prompt tokens, {usage.cached} cached, {usage.completion} generated"
+                self._out.note(f"finished: {reason}, {tokens}", request.name)
+            case Failed(error=error):
+                self.failed[error.reason] += 1
+                self._out.note(
+                    f"failed: {error.reason}: {error}",
+                    request.name,
+                    warning=not isinstance(error, InvalidRequest),
+                    kind=f"failed: {error.reason}",
+                )
+            case Cancelled(why=why):
+                self.cancelled += 1
+                self._out.note(f"cancelled: {why}", request.name, kind="cancelled")
+        self._out.put(End(request.name, outcome, summary))
+
+    def expire(self, now: float) -> None:
+        """Everything that has waited for too long: a client, a place in the queue, an attempt."""
+        self.rounds.tick(again=self.queue.begun or self._held)
+        if now < self._expires:
+            return
+        progress = self._config.router.progress_ms / 1_000
+        self._expires = now + progress  # attempts that are made from now on
+        late: list[Request] = []
+        for request in self.requests.values():
+            if now >= request.until(progress):
+                late.append(request)
+            else:
+                self._expires_with(request)
+        for request in late:
+            if request.deadline is not None and now >= request.deadline:
+                message = f"the deadline passed after {request.generated} of {request.max_tokens} tokens"
+                self.end(request, Failed(DeadlineExpired(message)), now)
+            elif request.give_up is not None and now >= request.give_up:
+                self.end(request, Failed(self._no_place(request, now)), now)
+            else:
+                self.retry(request, f"no progress for {self._config.router.progress_ms} ms", now, blame=True)
+
+    def _expires_with(self, request: Request) -> None:
+        """There is a new limit to what it waits for."""
+        self._expires = min(self._expires, request.until(self._config.router.progress_ms / 1_000))
+
+    def shut(self, now: float) -> None:
+        """Nobody is served any more, and the workers need not find that out by our silence."""
+        self._shut = True
+        for request in list(self.requests.values()):
+            self.end(request, Failed(Unavailable("this router is stopping")), now)
+
+    def _no_place(self, request: Request, now: float) -> BatonError:
+        if not self._members.of("decode"):
+            return Unavailable("the request could not wait any longer, and no decode worker is live")
+        return self.admission.gives_up(request, now)
+
+    def extend(self, seconds: float) -> None:
+        """We stood still for so long. What a client asked for does not wait for us; all else does."""
+        for request in self.requests.values():
+            if request.give_up is not None:
+                request.give_up += seconds
+            if request.attempt is not None:
+                request.attempt.progress += seconds
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        self.admission.validate()
+        expected: dict[str, set[AttemptName]] = {member.incarnation: set() for member in self._members}
+        slots: dict[str, set[AttemptName]] = {member.incarnation: set() for member in self._members}
+        for request in self.requests.values():
+            attempt = request.attempt
+            assert (attempt is None) == (request in self.queue), request.name
+            limit = request.until(self._config.router.progress_ms / 1_000)
+            assert self._expires <= limit < inf, f"{request.name} waits without a limit"
+            if attempt is None:
+                continue
+            expected[attempt.decode].add(attempt.name)
+            for store in attempt.stores:
+                assert self._members.get(store) is not None, f"{attempt.name} waits for pages of a store that is gone"
+            if attempt.prefill is not None:
+                if attempt.prefill_sent:
+                    expected[attempt.prefill].add(attempt.name)
+                if not attempt.prefilled:
+                    slots[attempt.prefill].add(attempt.name)
+            if attempt.plan.prefill is None and request.known == attempt.start:
+                slots[attempt.decode].add(attempt.name)
+        for member in self._members:
+            work = {name for name in member.work if not name.request.startswith(WARM)}
+            assert work == expected[member.incarnation], member.peer.name
+            taken = {name for name in member.slots if not name.request.startswith(WARM)}
+            assert taken == slots[member.incarnation], member.peer.name
+
+
+def _start_over(request: Request, now: float) -> None:
+    """A new attempt overwrites the instants between `placed` and `started`."""
+    line = request.timeline
+    line.placed = now
+    line.accepted = line.prefill_sent = line.prefilled = line.started = None
+    request.prefill_worker = ""
+    request.prefill_queue_ms = request.prefill_compute_ms = None
+    request.pages_on_device = request.pages_fetched = 0
+    request.predicted_ms = request.load_ms = 0
+
+
+def _weighed(considered: Prices | None) -> Weighed | None:
+    return None if considered is None else Weighed(len(considered.workers), considered.candidates)

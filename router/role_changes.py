@@ -1,0 +1,139 @@
+"""Role changes: a worker that is to be the other kind of worker.
+
+    (serves) ──SetRole──▶ drains ──nothing left, or the time is up──▶ told to Become ──▶ gone, replaced by its new
+        ▲                   │                                            │ repeated       incarnation in the new role
+        └──────undone───────┘                                            ▼ until it is gone
+
+What it has goes on there for a while, then elsewhere as with `baton drain --now`. The wish is for one incarnation:
+should that die meanwhile, its successor begins in the role that it is configured with. Should this router die, the
+worker goes on as it is, or as what it has become; a router that comes later learns that from its Hello.
+
+Other routers are not asked. Their attempts are waited for like our own; what is left of them when the time is up is
+lost as by a death, and they place it anew. Pure.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.config import Config
+from baton.errors import InvalidRequest
+from baton.messages import Become, WorkerRole
+from router.events import SetRole
+from router.members import Member, Members
+from router.outbox import Outbox
+from router.placement.step_costs import Costs, StepCost
+from router.placement.utilization import Advice, Sides, Utilisation
+from router.requests.lifecycle import Life
+
+PATIENCE = 30.0  # seconds that a worker gets to finish what it has
+_LOOK = 1.0  # seconds between two looks at what is asked of the cluster
+
+
+@dataclass
+class _Change:
+    role: WorkerRole
+    until: float  # when what is left goes elsewhere, seconds
+    told: float = float("-inf")  # when it was last told
+
+
+class Roles:
+    """The changes that are under way, and the one that is advised."""
+
+    def __init__(self, config: Config, members: Members, costs: Costs, life: Life, out: Outbox) -> None:
+        self._again = config.cluster.heartbeat_ms / 1_000  # seconds until a worker is told again
+        self._auto = config.router.roles == "auto"
+        self._page_size = config.pages.page_size
+        tpots = [each.tpot_ms / 1_000 for each in config.router.classes.values() if each.tpot_ms]
+        self._tpot = min(tpots, default=None)
+        self._costs = costs
+        self._next_look = float("-inf")
+        self.advice: Advice | None = None
+        self._members = members
+        self._life = life
+        self._out = out
+        self._changes: dict[str, _Change] = {}  # by incarnation
+
+    def ask(self, wish: SetRole, member: Member, now: float) -> None:
+        """Begin with a change, or change its time limit. Raises InvalidRequest where the worker has that role, can't
+        have it, or is the last decode worker that takes work."""
+        name, role = member.peer.name, member.peer.role
+        if role == wish.role:
+            raise InvalidRequest(f"{name} is a {role} worker already")
+        if wish.role == "decode" and not (member.hello.model and member.hello.model.head):
+            raise InvalidRequest(f"{name} has loaded no output head; start it anew with prefill.head=true")
+        if self._is_last(member):
+            raise InvalidRequest(f"no decode worker but {name} takes work: nobody would be left to generate tokens")
+        member.drain(draining=True)
+        self._changes[member.incarnation] = _Change(wish.role, now + wish.patience)
+        self._out.note(f"{name} drains, and is a {wish.role} worker then", kind="role")
+
+    def becoming(self, incarnation: str) -> WorkerRole | None:
+        """What this incarnation is to become, if anything."""
+        change = self._changes.get(incarnation)
+        return None if change is None else change.role
+
+    def settle(self, now: float) -> None:
+        """Tell those that are empty, or whose time is up: call when an event has been handled."""
+        for incarnation, change in list(self._changes.items()):
+            member = self._members.get(incarnation)
+            if member is None:
+                if not self._members.may_return(incarnation):
+                    del self._changes[incarnation]
+            elif not member.draining:  # that has been undone
+                del self._changes[incarnation]
+            elif self._is_last(member):
+                del self._changes[incarnation]
+                member.drain(draining=False)
+                self._life.rounds.may_have_room()
+                self._out.note(
+                    f"{member.peer.name} stays a decode worker: there is no other now", warning=True, kind="role kept"
+                )
+            elif now >= change.told + self._again and (now >= change.until or _is_empty(member)):
+                self._life.clear(member, now)
+                self._out.send(incarnation, Become(change.role))
+                change.told = now
+
+    # --- advice ------------------------------------------------------------------------------------------------------
+
+    @property
+    def utilisation(self) -> Utilisation | None:
+        """Of both sides lately; none before there has been a worker of each kind."""
+        return self._life.bottleneck.now
+
+    def tick(self, now: float) -> None:
+        """Look, once a second, whether another role for some worker would help; with `router.roles: auto`, see to
+        it."""
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK
+        prefill, decode = self._members.open("prefill"), self._members.open("decode")
+        self.advice = None
+        if not prefill or not decode or self._changes:
+            self._life.bottleneck.demand(now)  # what was asked of one role alone fades as well
+            return
+        steps = [self._costs.step(member.incarnation) for member in decode]
+        pools = [member.hello.model.pool_pages for member in decode if member.hello.model]
+        mean = StepCost(
+            sum(step.fixed for step in steps) / len(steps),
+            sum(step.row for step in steps) / len(steps),
+            sum(step.context for step in steps) / len(steps),
+        )
+        pool = sum(pools) / len(decode) * self._page_size
+        self.advice = self._life.bottleneck.look(Sides(len(prefill), len(decode), mean, pool, self._tpot), now)
+        if self.advice is None or not self._auto:
+            return
+        able = decode if self.advice.role == "prefill" else [m for m in prefill if m.hello.model and m.hello.model.head]
+        if able:
+            member = min(able, key=lambda member: (member.pages, member.peer.name))
+            self.ask(SetRole(member.peer.name, self.advice.role, PATIENCE), member, now)
+
+    def _is_last(self, member: Member) -> bool:
+        """Whether no other decode worker takes work."""
+        return member.peer.role == "decode" and all(other is member for other in self._members.open("decode"))
+
+
+def _is_empty(member: Member) -> bool:
+    return not (member.work or member.slots or member.strangers)

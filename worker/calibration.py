@@ -1,0 +1,59 @@
+"""A few steps of several sizes, run before there is any work: how fast a worker is that has served nobody yet.
+
+Small ones come first, since a slow machine gets no further than its time allows. Each is run twice while there is time,
+and the quicker one counts: what is done once for each size is part of no later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from baton.messages import MAX_STEP_SAMPLES, StepSample
+from engine.batch import Chunk, Draw
+from engine.step_timing import sample_of
+
+SECONDS = 0.2  # for all of it; the step that is running then is still finished
+
+_ROWS = ((1, 16), (8, 64), (1, 1_024), (32, 64), (8, 512), (32, 512))  # how many, and tokens of each
+_PROMPTS = ((16, 0), (64, 0), (32, 1_024), (128, 0), (64, 2_048), (256, 0))  # tokens, and how many come before them
+_TOKEN = 1
+
+
+def calibrate(
+    step: Callable[[Sequence[Chunk]], object],
+    now: Callable[[], float],
+    page_size: int,
+    num_pages: int,
+    max_context: int,
+    *,
+    decodes: bool,
+) -> tuple[StepSample, ...]:
+    """Run `step` on chunks of all sizes that fit into `num_pages` pages, with rows if the worker `decodes`. What is in
+    the pages is read as if it were computed, and written over. `now` tells seconds."""
+    samples: list[StepSample] = []
+    until = now() + SECONDS
+    for chunks in _sizes(page_size, decodes):
+        fits = max(max(chunk.pages) for chunk in chunks) < num_pages and max(c.end for c in chunks) <= max_context
+        if not fits:
+            continue
+        if now() >= until:
+            break
+        times: list[float] = []
+        while len(times) < 2 and (now() < until or not times):
+            began = now()
+            step(chunks)
+            times.append(now() - began)
+        samples.append(sample_of(chunks, min(times)))
+    assert len(samples) <= MAX_STEP_SAMPLES
+    return tuple(samples)
+
+
+def _sizes(page_size: int, decodes: bool) -> Iterator[list[Chunk]]:
+    for rows, prompt in zip(_ROWS, _PROMPTS, strict=True):
+        if decodes:
+            count, tokens = rows
+            each = -(-tokens // page_size)
+            draw = Draw(temperature=0)
+            yield [Chunk([_TOKEN], tokens - 1, range(i * each, (i + 1) * each), draw) for i in range(count)]
+        tokens, context = prompt
+        yield [Chunk([_TOKEN] * tokens, context, range(-(-(context + tokens) // page_size)))]

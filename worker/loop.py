@@ -1,0 +1,423 @@
+"""What surrounds a worker's state, prefill or decode: its links, heart, store and engine, and the turns of its loop.
+
+    events ──▶ state.handle ──▶ do            everything that has come in, then a Tick
+               state.take_copies ──▶ copy     pages between device and arena
+               state.plan ──▶ step            the engine
+                                publish       heartbeat, KV events, metrics
+
+All of it runs on one thread, so a state never changes while a step or a copy touches its pages; the heart alone has a
+thread of its own. A service's loop calls these in that order, within a `turn`, and shows what its worker adds. Each is
+a span of the worker's trace (`baton.trace`): of the scheduler, the engine, page copies or sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import msgspec
+import torch
+
+from baton.clock import PauseDetector, Tick
+from baton.config import Config
+from baton.errors import NotEnoughMemory, StoreError
+from baton.logs import RateLimit, RateLimitedLog
+from baton.membership import Say
+from baton.messages import (
+    Become,
+    Heartbeat,
+    Hello,
+    Holding,
+    ModelCard,
+    Namespace,
+    Peer,
+    StopTrace,
+    ToDecode,
+    ToPrefill,
+    Trace,
+    WorkerRole,
+)
+from baton.metrics import Metrics
+from baton.monotonic_clock import MonotonicClock
+from baton.router_links import Routers, Said
+from baton.samples import Sample
+from baton.system_memory import available_memory
+from baton.trace import new_mark
+from baton.unix import readable
+from baton.wire import Poller, refused
+from engine.checkpoint import hub
+from engine.engine import Engine, layout_of
+from engine.models.config import ModelConfig
+from engine.step import Plan, StepDone, StepFailed
+from kvstore.checksum import page_checksum
+from kvstore.client.connection import StoreClient, store_address
+from kvstore.client.device_block_manager import DeviceCache
+from kvstore.client.transfer import Call, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, StoreLost, StoreUp, batches
+from kvstore.events.changes import page_runs
+from kvstore.events.publisher import PageEvents
+from kvstore.layout import PageLayout
+from worker.calibration import calibrate
+
+log = logging.getLogger(__name__)
+of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a router or store can trigger
+
+_IDLE = 0.05  # seconds between two turns of a loop that has nothing to do
+_ANSWERING = 0.002  # the same while followers of its KV events read what they asked for
+_CONNECT_AGAIN = 0.05  # seconds between two tries to reach the store
+_COPIES_PER_WORD = 64  # pages that one message to the store tells of; more would keep their readers waiting
+_HEARS: Mapping[WorkerRole, Any] = {"prefill": ToPrefill, "decode": ToDecode}  # what routers say to it
+_PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nobody for it
+
+
+class WorkerState(Protocol):
+    """What the loop needs of a state."""
+
+    @property
+    def busy(self) -> bool: ...
+    @property
+    def patience(self) -> float: ...
+    @property
+    def cache(self) -> DeviceCache: ...
+    @property
+    def tickets(self) -> tuple[int, ...]: ...
+    def handle(self, event: Any, now: float, router: str = "") -> Sequence[Say | Call]: ...
+    def take_copies(self) -> list[Copy]: ...
+    def plan(self, now: float) -> Plan: ...
+    def heartbeat(self, heard: int, router: str = "") -> Heartbeat: ...
+
+
+class Worker:
+    """One incarnation of a worker process, but for its decisions."""
+
+    def __init__(
+        self,
+        config: Config,
+        role: WorkerRole,
+        name: str,
+        node: str,
+        routers: Sequence[str],
+        host: str,
+        engine: Engine,
+    ) -> None:
+        """Connect. `routers`: their ZMQ endpoints; `host`: where our own sockets listen, the address of this node;
+        `engine`: as `load` made it, and used by no other. Raises PortInUse or StartupError."""
+        self.clock = MonotonicClock()
+        self.peer = Peer(role, name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
+        self.becomes: WorkerRole | None = None  # what a router wants this process to be from now on
+        self.engine = engine
+        namespace = _namespace(self.engine, config.pages.page_size)
+        layout = self.engine.layout
+        self.num_pages = len(self.engine.pool)
+        self.calibration = calibrate(
+            *(self.engine.step, self.clock.now, config.pages.page_size, self.num_pages),
+            self.engine.config.max_positions,
+            decodes=role == "decode",
+        )
+        self._page_size = config.pages.page_size
+        self._verify = config.store.verify_pages
+        self._model = config.model.served_name
+        self.metrics = Metrics()
+        self._events = PageEvents(self.peer.incarnation, self._model, self.clock, host)
+        card = ModelCard(
+            namespace,
+            layout.page_bytes,
+            self.engine.config.vocab_size,
+            self.engine.config.max_positions,
+            self.num_pages,
+            self.calibration,
+            self.engine.has_head,
+        )
+        hello = Hello(
+            self.peer,
+            model=card,
+            events=self._events.endpoint,
+            replay=self._events.replay,
+            metrics=self.metrics.serve(host),
+        )
+        self._routers = Routers(routers, hello, _HEARS[role], self.clock)
+        self._store = StoreClient(
+            store_address(config.cluster.name, node), self.peer, namespace, layout.page_bytes,
+            config.cluster.silence_ms / 1_000,
+        )  # fmt: skip
+        self._connect_at = 0.0
+        self._joined = False  # routers may know of us
+        self._join_by = self.clock.now() + config.cluster.silence_ms / 1_000  # with a store or without
+        self._poller = Poller()
+        for link in self._routers.links:
+            self._poller.add(link)
+        self._poller.add(self._events)
+        self._pauses = PauseDetector(_PAUSE)
+        self._step_started: float | None = None
+        self._stepped = False  # in this turn
+        self._next_beat = 0.0
+        self.pages_in = self.pages_out = self.corrupt = 0
+        self._traces = config.cluster.traces
+        self.tracer = self.engine.tracer
+        self.tracer.process = name
+        self.tracer.keep = config.cluster.kept_traces
+        if config.cluster.trace_steps:
+            self.tracer.start(self._traces, new_mark(), config.cluster.trace_steps)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.tracer.close()
+        self._routers.close()
+        self._events.close()
+        self._store.leave()
+        self.metrics.close()
+
+    def turn(self) -> AbstractContextManager[None]:
+        """One turn of the loop."""
+        return self.tracer.turn()
+
+    # --- in ---------------------------------------------------------------------------------------------------------
+
+    def events(self, state: WorkerState) -> Iterator[Any]:
+        """Wait until there is something to do, then everything that has come in (what routers say as `Said`), then a
+        Tick."""
+        with self.tracer.span("wait", "sockets"):
+            self._poller.wait(0.0 if state.busy else _ANSWERING if self._events.under_way else _IDLE)
+        now = self.clock.now()
+        paused = self._pauses.tick(now)
+        yield from self._from_store(now)
+        # Routers send work at once, and its pages could not be fetched before the store has taken us in.
+        self._joined = self._joined or self._store.connected or now >= self._join_by
+        with self.tracer.span("read the routers", "sockets"):
+            heard = list(self._routers.receive(now, paused)) if self._joined else []
+        for event in heard:
+            match event:
+                case Said(message=Trace(mark=mark, steps=steps)):
+                    self.tracer.start(self._traces, mark, steps)
+                case Said(message=StopTrace(mark=mark)):
+                    self.tracer.stop(mark)
+                case Said(message=Become(role=role)):
+                    self._become(role)
+                case _:
+                    yield event
+        yield Tick(paused)
+
+    def _become(self, role: WorkerRole) -> None:
+        if role == "decode" and not self.engine.has_head:
+            of_peers.warning("can't become a decode worker without an output head (prefill.head)")
+        elif role != self.peer.role:
+            of_peers.info("becomes a %s worker; all work here is forgotten", role)
+            self.becomes = role
+
+    def hear_store(self, state: WorkerState, *, copying: bool) -> None:
+        """Before a step is planned, hear what the store is about to say, for as long as `state` has patience: a round
+        trip to the store is much shorter than a step. `copying`: make the copies that follow from it at once."""
+        until = self.clock.now() + state.patience
+        while self._store.connected and state.patience and (left := until - self.clock.now()) > 0:
+            with self.tracer.span("wait for the store", "sockets"):
+                readable(self._store.fileno(), left)
+            for event in self._from_store(self.clock.now()):
+                self.handle(state, event)
+            if copying:
+                self.copy(state)
+
+    def _from_store(self, now: float) -> Iterator[Any]:
+        if not self._store.connected:
+            if now >= self._connect_at:
+                self._connect_at = now + _CONNECT_AGAIN
+                try:
+                    self._store.connect()
+                except StoreError as error:
+                    log.debug("no store yet: %s", error)
+                else:
+                    self._poller.add(self._store.fileno())
+                    of_peers.info("attached to the store, incarnation %s", self._store.incarnation)
+                    yield StoreUp(self._store.slots, self.engine.layout.page_bytes)
+            return
+        try:
+            with self.tracer.span("read the store", "sockets"):
+                replies = self._store.receive()
+            yield from replies
+            self._store.tick(now)
+        except StoreError as error:
+            of_peers.warning("lost the store: %s", error)
+            self._poller.remove(self._store.fileno())
+            self._store.disconnect()
+            yield StoreLost()
+
+    # --- out --------------------------------------------------------------------------------------------------------
+
+    def handle(self, state: WorkerState, event: Any) -> None:
+        """Tell the state, and do what it says."""
+        router, event = (event.router, event.message) if isinstance(event, Said) else ("", event)
+        with self.tracer.span(f"handle {type(event).__name__}", "scheduler"):
+            commands = state.handle(event, self.clock.now(), router)
+        self.do(commands)
+
+    def do(self, commands: Sequence[Say | Call]) -> None:
+        """Carry out a state's commands. What is for a router or store that is not there is dropped: the state hears
+        of the loss and starts over."""
+        for command in commands:
+            match command:
+                case Say(message=message, router=router):
+                    with self.tracer.span("tell the router", "sockets"):
+                        self._routers.say(message, router)
+                case Call(call=call):
+                    if self._store.connected:
+                        with self.tracer.span("call the store", "sockets"):
+                            self._store.call(call)
+
+    def copy(self, state: WorkerState) -> None:
+        """Make the copies that are due and report them to the state."""
+        if not self._store.connected:
+            return
+        with self.tracer.span("take copies", "scheduler"):
+            copies = state.take_copies()
+        for batch in batches(copies, _COPIES_PER_WORD):
+            ticket, first = batch[0].ticket, batch[0].index
+            if isinstance(batch[0], CopyOut):
+                with self.tracer.span("copy out", "copies", pages=len(batch)):
+                    event = CopiedOut(ticket, first, tuple(map(self._copy_out, batch)))
+            else:
+                with self.tracer.span("copy in", "copies", pages=len(batch)):
+                    good = [self._copy_in(copy) for copy in batch]
+                indices = tuple(copy.index for copy, intact in zip(batch, good, strict=True) if intact)
+                corrupt = tuple(copy.index for copy, intact in zip(batch, good, strict=True) if not intact)
+                event = CopiedIn(ticket, indices, corrupt)
+            self.handle(state, event)
+
+    def _copy_out(self, copy: Copy) -> int:
+        """Returns the checksum of what lies in the slot then, read while the copy is still in the cache."""
+        slot = self._store.slot(copy.slot)
+        self.engine.pages.copy_out(copy.page, slot)
+        self.pages_out += 1
+        return page_checksum(slot)
+
+    def _copy_in(self, copy: Copy) -> bool:
+        """Returns whether the page is intact, as far as that is to be verified."""
+        slot = self._store.slot(copy.slot)
+        if self._verify and isinstance(copy, CopyIn):
+            intact = self.engine.pages.copy_in_checked(slot, copy.page) == copy.checksum
+        else:
+            self.engine.pages.copy_in(slot, copy.page)
+            intact = True
+        self.pages_in += 1
+        self.corrupt += not intact
+        return intact
+
+    def plan(self, state: WorkerState) -> Plan:
+        """What the state would have the engine do next: nothing, perhaps."""
+        with self.tracer.span("plan", "scheduler"):
+            return state.plan(self.clock.now())
+
+    def step(self, state: WorkerState, plan: Plan) -> StepDone | StepFailed:
+        """Run one step of the engine. While it runs, the heart tells how old it is."""
+        self.tracer.count()
+        self._stepped = True
+        self._step_started = self.clock.now()
+        with self.tracer.span("heartbeat", "sockets"):
+            self._beat(state)
+        chunks = list(plan.values())
+        size = {"chunks": len(chunks), "tokens": sum(len(chunk.tokens) for chunk in chunks)} if self.tracer.on else {}
+        try:
+            with self.tracer.span("step", "engine", **size):
+                return StepDone(plan, self.engine.step(chunks))
+        except Exception as error:  # one bad batch must not end the worker; its requests hear of it
+            log.exception("request=%s a step failed", ",".join(name.request for name in plan))
+            return StepFailed(plan, f"{type(error).__name__}: {error}")
+        finally:
+            self.metrics.observe("step_seconds", self.clock.now() - self._step_started)
+            self._step_started = None
+            self._routers.step_ended()  # what holds the loop up from now on is no step
+
+    def publish(self, state: WorkerState, values: Callable[[], Mapping[str, Sample]]) -> None:
+        """After a turn: the heartbeat's snapshot and KV events; `values`, for the metrics page, once a heartbeat."""
+        now = self.clock.now()
+        next_step_tells = self._stepped and state.busy  # in a moment: its heartbeat's snapshot is as good
+        self._stepped = False
+        with self.tracer.span("publish changes", "sockets"):
+            self._publish_changes(state.cache)
+        if not next_step_tells:
+            with self.tracer.span("heartbeat", "sockets"):
+                self._beat(state)
+        if now >= self._next_beat:
+            self._next_beat = now + self._routers.heartbeat
+            with self.tracer.span("publish metrics", "sockets"):
+                self.metrics.publish({**values(), **self._moved()})
+            if self._store.connected:
+                self._store.call(Holding(state.tickets))
+
+    def _beat(self, state: WorkerState) -> None:
+        events, digest, tracing = self._events.sequence, self._events.digest, self.tracer.mark
+        self._routers.beat(
+            lambda heard, router: msgspec.structs.replace(
+                state.heartbeat(heard, router), events=events, digest=digest, tracing=tracing
+            ),
+            self._step_started,
+        )
+
+    def _publish_changes(self, cache: DeviceCache) -> None:
+        self._events.publish([("GPU", cache.drain_events())], self._page_size)
+        self._events.answer(lambda: page_runs(((page.key, page.parent) for page in cache.pages()), "GPU"))
+
+    def _moved(self) -> Mapping[str, Sample]:
+        page_bytes = self.engine.layout.page_bytes
+        moved = {("in",): float(self.pages_in), ("out",): float(self.pages_out)}
+        return {
+            **self._events.figures,
+            "pages_moved": moved,
+            "bytes_moved": {direction: pages * page_bytes for direction, pages in moved.items()},
+            "checksum_failures": {("host",): self.corrupt},
+            "connections_refused": refused(),
+            "malformed_messages": self._routers.malformed + self._events.malformed,
+        }
+
+
+def load(config: Config, role: WorkerRole) -> Engine:
+    """The model with a page pool, as a worker needs them that begins as `role`. Raises ModelError or
+    NotEnoughMemory."""
+    own = config.decode if role == "decode" else config.prefill
+    head = role == "decode" or config.prefill.head
+    path = hub.resolve(config.model.path)
+    model = ModelConfig.from_directory(path)
+    layout = layout_of(model, config.model.dtype, config.pages.page_size)
+    num_pages = pool_pages(own.pool_bytes, layout)
+    room = available_memory()
+    on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())
+    if on_cpu and own.pool_bytes > room.available:
+        raise NotEnoughMemory(
+            f"the page pool takes {own.pool_bytes} bytes and {room.bound} leaves {room.available}; lower pool_bytes"
+        )
+    settings = config.model
+    return Engine.load(
+        path,
+        settings.dtype,
+        settings.device,
+        num_pages,
+        config.pages.page_size,
+        head,
+        own.threads or None,
+        settings.native,
+    )
+
+
+def pool_pages(pool_bytes: int, layout: PageLayout) -> int:
+    """How many pages the pool has. They fill its memory but for less than a page: to within 1 % wherever it holds a
+    hundred; where that is not so, the log says what stays unused. Raises NotEnoughMemory for a pool below one page."""
+    pages = Engine.pages_for(pool_bytes, layout)
+    if pages < 1:
+        raise NotEnoughMemory(f"a page takes {layout.page_bytes} bytes and the pool {pool_bytes}; raise pool_bytes")
+    if (unused := pool_bytes - pages * layout.page_bytes) > pool_bytes / 100:
+        log.warning(
+            "%d of the pool's %d bytes stay unused: a page takes %d; set pool_bytes to a multiple of that",
+            *(unused, pool_bytes, layout.page_bytes),
+        )
+    return pages
+
+
+def _namespace(engine: Engine, page_size: int) -> Namespace:
+    layout = engine.layout
+    return Namespace(engine.fingerprint, engine.numerics_version, layout.dtype, page_size, layout.version)

@@ -1,0 +1,131 @@
+"""A worker's life: the model is loaded once, and what is served around it may change.
+
+    load ──▶ incarnation, prefill ──Become──▶ incarnation, decode ──Become──▶ …
+
+Each role is a new incarnation: whatever is still on its way to the one before is dropped, as after a restart, and
+routers hear of it as of any process that joins. Only what is dear stays: the weights, the page pool with the size that
+it was given at the start, the engine's threads. What the pool held is forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from baton.config import Config
+from baton.hosts import LOOPBACK
+from baton.messages import WorkerRole
+from baton.process import settle
+from baton.samples import Sample
+from decode_worker.scheduler import DecodeState, DecodeStats
+from prefill_worker.scheduler import PrefillState, PrefillStats
+from worker.loop import Worker, load
+
+log = logging.getLogger(__name__)
+
+
+def run(
+    role: WorkerRole,
+    config: Config,
+    name: str,
+    node: str,
+    routers: Sequence[str],
+    stop: threading.Event,
+    host: str = LOOPBACK,
+) -> None:
+    """Serve until `stop` is set, at first as `role`. `routers` are ZMQ endpoints, `node` names the store to use, `host`
+    is this node's address. Raises ModelError, NotEnoughMemory or StartupError when it can't start."""
+    engine = load(config, role)
+    serves: WorkerRole | None = role
+    while serves is not None:
+        with Worker(config, serves, name, node, routers, host, engine) as worker:
+            settle()
+            log.info("%s worker %s serves with %d pages", serves, worker.peer.incarnation, worker.num_pages)
+            _SERVE[serves](worker, config, stop)
+            serves = None if stop.is_set() else worker.becomes
+
+
+def _serve_prefill(worker: Worker, config: Config, stop: threading.Event) -> None:
+    """Serve until `stop` is set or the worker is to become something else."""
+    state = PrefillState(
+        config.prefill,
+        config.pages.page_size,
+        worker.num_pages,
+        event_tokens=config.store.event_tokens,
+        calibration=worker.calibration,
+        vocab_size=worker.engine.config.vocab_size,
+    )
+    while not (stop.is_set() or worker.becomes):
+        with worker.turn():
+            for event in worker.events(state):
+                worker.handle(state, event)
+            worker.copy(state)
+            worker.hear_store(state, copying=True)
+            if plan := worker.plan(state):
+                worker.handle(state, worker.step(state, plan))
+                worker.copy(state)  # somebody may wait for what this step has made
+            worker.publish(state, lambda: _prefill_samples(state.stats()))
+
+
+def _prefill_samples(stats: PrefillStats) -> Mapping[str, Sample]:
+    used = stats.pages_total - stats.pages_free
+    return {
+        "num_requests_running": stats.running - stats.waiting,
+        "num_requests_waiting": stats.waiting,
+        "kv_cache_usage_perc": {("device",): used / stats.pages_total},
+        "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
+        "prompt_tokens_computed": stats.tokens_computed,
+        "load_regret_seconds": {(tier,): seconds for tier, seconds in stats.load_regret.items()},
+        "prompt_pages_cached": {
+            ("device",): stats.pages_hit - stats.pages_hit_in_store,
+            ("host",): stats.pages_hit_in_store,
+        },
+    }
+
+
+def _serve_decode(worker: Worker, config: Config, stop: threading.Event) -> None:
+    """Serve until `stop` is set or the worker is to become something else."""
+    state = DecodeState(
+        config.decode,
+        config.pages.page_size,
+        worker.num_pages,
+        event_tokens=config.store.event_tokens,
+        calibration=worker.calibration,
+        vocab_size=worker.engine.config.vocab_size,
+    )
+    while not (stop.is_set() or worker.becomes):
+        with worker.turn():
+            for event in worker.events(state):
+                worker.handle(state, event)
+            worker.copy(state)
+            worker.hear_store(state, copying=False)
+            with worker.tracer.span("prepare", "scheduler"):
+                worker.do(state.prepare(worker.clock.now()))
+            if plan := worker.plan(state):
+                worker.handle(state, worker.step(state, plan))
+            worker.publish(state, lambda: _decode_samples(state.stats()))
+
+
+def _decode_samples(stats: DecodeStats) -> Mapping[str, Sample]:
+    used = stats.pages_total - stats.pages_free
+    return {
+        "num_requests_running": stats.running,
+        "num_requests_waiting": stats.waiting,
+        "kv_cache_usage_perc": {("device",): used / stats.pages_total},
+        "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
+        "num_preemptions": stats.preemptions,
+        "headroom_pages": stats.headroom,
+        "generation_tokens": stats.tokens_generated,
+        "prompt_tokens_computed": stats.prompt_tokens_computed,
+        "load_regret_seconds": {(tier,): seconds for tier, seconds in stats.load_regret.items()},
+        "prompt_pages_cached": {("device",): stats.prompt_pages_device, ("host",): stats.prompt_pages_fetched},
+        "fetches_short": stats.fetches_short,
+        "pages_not_written": stats.ships_refused,
+    }
+
+
+_SERVE: Mapping[WorkerRole, Callable[[Worker, Config, threading.Event], None]] = {
+    "prefill": _serve_prefill,
+    "decode": _serve_decode,
+}
