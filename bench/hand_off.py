@@ -24,13 +24,12 @@ import torch
 
 from baton.config import Bytes, ClusterConfig, Config, StoreConfig, dump
 from baton.errors import StoreGone
-from baton.messages import (
+from baton.messages import Namespace, Peer
+from baton.store_protocol import (
     Acquire,
     Arrived,
     Attached,
     Forget,
-    Namespace,
-    Peer,
     Refusal,
     Release,
     Released,

@@ -31,7 +31,8 @@ from typing import Self
 
 import zmq
 
-from baton.messages import Credit, Peer, SentPage, Source, Want
+from baton.messages import Peer, Source
+from baton.peer_protocol import Credit, SentPage, Want
 from baton.wire import Keys, use_keys
 from baton.wire.sockets import bind, connect
 from bench import report

@@ -37,11 +37,11 @@ from baton.messages import (
     Source,
     Started,
     StepSample,
-    StoreReply,
     TokenLogprob,
     Tokens,
 )
 from baton.router_fairness import Turns
+from baton.store_protocol import StoreReply
 from baton.waits import Wait
 from decode_worker.admission import Admission
 from decode_worker.batching import Budget, grain, plan_step

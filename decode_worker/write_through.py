@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton.messages import MAX_KEYS_PER_CALL, Forget
+from baton.messages import MAX_KEYS_PER_CALL
+from baton.store_protocol import Forget
 from decode_worker.sequence import Sequence
 from kvstore.client.device_block_manager import DeviceCache
 from kvstore.client.transfer import Call, Copy, CopyQueue, Ship, TransferEvent

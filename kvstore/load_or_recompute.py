@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.messages import LowerTier, TierRun, TierSpeed
+from baton.messages import LowerTier, TierSpeed
+from baton.store_protocol import TierRun
 
 DEFAULT_SPEEDS: Mapping[LowerTier, TierSpeed] = {
     "disk": TierSpeed("disk", latency=0.002, bytes_per_second=1e9),

@@ -29,25 +29,12 @@ from baton.clock import PauseDetector, Tick
 from baton.config import Config
 from baton.errors import MalformedMessage, StoreGone
 from baton.logs import RateLimit, RateLimitedLog
-from baton.messages import (
-    Attach,
-    Attached,
-    Departed,
-    Heartbeat,
-    Hello,
-    Peer,
-    Pin,
-    Refusal,
-    StopTrace,
-    StoreCall,
-    ToStore,
-    Trace,
-    Unpin,
-)
+from baton.messages import Departed, Heartbeat, Hello, Peer, Pin, StopTrace, ToStore, Trace, Unpin
 from baton.metrics import Metrics
 from baton.monotonic_clock import MonotonicClock
 from baton.process import settle
 from baton.router_links import Routers, Said
+from baton.store_protocol import Attach, Attached, Refusal, StoreCall
 from baton.trace import Tracer, new_mark
 from baton.unix import OutOfDescriptors, UnixListener, UnixSocket, readable
 from baton.wire import Poller, refused

@@ -23,20 +23,17 @@ from baton.messages import (
     AttemptName,
     Cancel,
     Failed,
-    Forget,
     Heartbeat,
     Load,
     LowerTier,
-    NotReserved,
     Prefill,
     Prefilled,
     Refused,
     RouterHeartbeat,
     StepSample,
-    StoreCall,
-    StoreReply,
 )
 from baton.router_fairness import Turns
+from baton.store_protocol import Forget, NotReserved, StoreCall, StoreReply
 from baton.waits import Wait
 from engine.step import Plan, StepDone, StepFailed
 from engine.step_timing import WorkerPace

@@ -13,24 +13,10 @@ from typing import Any
 
 from baton.clock import Tick
 from baton.config import Config
-from baton.messages import (
-    Attach,
-    Attached,
-    Departed,
-    Envelope,
-    Heartbeat,
-    Hello,
-    Namespace,
-    PageReply,
-    PageRequest,
-    Pages,
-    Peer,
-    Pin,
-    Snapshot,
-    StoreHeartbeat,
-    Unpin,
-)
+from baton.messages import Departed, Envelope, Heartbeat, Hello, Namespace, Peer, Pin, Snapshot, Unpin
+from baton.peer_protocol import PageReply, PageRequest, Pages
 from baton.router_links import Said
+from baton.store_protocol import Attach, Attached, StoreHeartbeat
 from kvstore.client.transfer import StoreUp
 from kvstore.disk.interface import DiskOrder
 from kvstore.server.events import (

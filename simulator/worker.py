@@ -26,7 +26,6 @@ from baton.messages import (
     Envelope,
     Heartbeat,
     Hello,
-    Holding,
     ModelCard,
     Peer,
     RouterHeartbeat,
@@ -34,6 +33,7 @@ from baton.messages import (
     WorkerRole,
 )
 from baton.router_links import Said
+from baton.store_protocol import Holding
 from decode_worker.scheduler import DecodeState
 from engine.batch import Sampled
 from engine.step import Plan, StepDone

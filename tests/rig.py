@@ -15,24 +15,9 @@ from typing import Any
 
 from baton.config import Bytes, DecodeConfig, PrefillConfig, StoreConfig
 from baton.membership import Say
-from baton.messages import (
-    Attach,
-    Attached,
-    Credit,
-    Doubt,
-    Holding,
-    Message,
-    Namespace,
-    PageReply,
-    PageRequest,
-    Pages,
-    Peer,
-    Role,
-    Source,
-    Unwant,
-    Want,
-    Wanting,
-)
+from baton.messages import Message, Namespace, Peer, Role, Source
+from baton.peer_protocol import Credit, Doubt, PageReply, PageRequest, Pages, Unwant, Want, Wanting
+from baton.store_protocol import Attach, Attached, Holding
 from decode_worker.scheduler import DecodeState
 from engine.batch import Chunk, Sampled
 from engine.step import StepDone

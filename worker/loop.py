@@ -32,7 +32,6 @@ from baton.messages import (
     Become,
     Heartbeat,
     Hello,
-    Holding,
     ModelCard,
     Namespace,
     Peer,
@@ -46,6 +45,7 @@ from baton.metrics import Metrics
 from baton.monotonic_clock import MonotonicClock
 from baton.router_links import Routers, Said
 from baton.samples import Sample
+from baton.store_protocol import Holding
 from baton.system_memory import available_memory
 from baton.trace import new_mark
 from baton.unix import readable

@@ -26,7 +26,8 @@ import msgspec
 import zmq
 
 from baton.errors import StartupError
-from baton.messages import UNREADABLE, Envelope, Message, PageReply, PageRequest, Pages
+from baton.messages import UNREADABLE, Envelope, Message
+from baton.peer_protocol import PageReply, PageRequest, Pages
 from baton.wire.sockets import Revival, bind, configure, connect
 
 _IO_THREADS = 2  # so that one can send while the other receives, and encryption has two cores

@@ -18,17 +18,8 @@ import time
 
 from baton.clock import PauseDetector
 from baton.errors import MalformedMessage, StoreError, StoreGone
-from baton.messages import (
-    MAX_KEYS_PER_CALL,
-    Attach,
-    Attached,
-    Holding,
-    Namespace,
-    Peer,
-    Refusal,
-    StoreCall,
-    StoreReply,
-)
+from baton.messages import MAX_KEYS_PER_CALL, Namespace, Peer
+from baton.store_protocol import Attach, Attached, Holding, Refusal, StoreCall, StoreReply
 from baton.unix import UnixSocket
 from kvstore.arena.memory import Arena
 

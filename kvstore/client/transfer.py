@@ -19,8 +19,8 @@ from typing import TypeAlias
 import msgspec
 from msgspec import Struct
 
-from baton.messages import (
-    MAX_KEYS_PER_CALL,
+from baton.messages import MAX_KEYS_PER_CALL, Source
+from baton.store_protocol import (
     Acquire,
     Arrived,
     Below,
@@ -35,7 +35,6 @@ from baton.messages import (
     Reserved,
     Seal,
     Sealed,
-    Source,
     StoreCall,
     StoreReply,
     TierRun,

@@ -8,7 +8,8 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from baton.clock import Tick
-from baton.messages import FromStore, StoreCall, StoreReply, ToStore
+from baton.messages import FromStore, ToStore
+from baton.store_protocol import StoreCall, StoreReply
 from kvstore.disk.interface import DiskEvent, DiskOrder
 from kvstore.disk.stats import DiskStats
 from kvstore.server.inbound_transfers import LoadStats

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from baton.messages import Credit, Doubt, Gone, PageReply, Serving, Source, Unwant, Want, Wanting
+from baton.messages import Source
+from baton.peer_protocol import Credit, Doubt, Gone, PageReply, Serving, Unwant, Want, Wanting
 from kvstore.arena.host_page_pool import NOWHERE, Page, PageTable, Reservation
 from kvstore.disk.interface import DiskOrder, DiskTable, ReadEnded
 from kvstore.load_or_recompute import SpeedMeter

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.errors import MalformedMessage
-from baton.messages import Credit, Doubt, Gone, PageRequest, SentPage, Serving, Unwant, Want, Wanting
+from baton.peer_protocol import Credit, Doubt, Gone, PageRequest, SentPage, Serving, Unwant, Want, Wanting
 from kvstore.arena.host_page_pool import Page, PageTable
 from kvstore.keys import split_keys
 from kvstore.server.inbound_transfers import Link, Outcome

@@ -36,23 +36,27 @@ from baton.errors import Incompatible, MalformedMessage, ProtocolError
 from baton.messages import (
     KEY_BYTES,
     PROTOCOL_VERSION,
+    AttemptHeld,
+    Load,
+    Medium,
+    Namespace,
+    PageRun,
+    Peer,
+    Pin,
+    ToStore,
+    Unpin,
+)
+from baton.store_protocol import (
     Acquire,
     Arrived,
     Attach,
     Attached,
-    AttemptHeld,
     Below,
     Corrupt,
     Forget,
     Holding,
-    Load,
-    Medium,
-    Namespace,
     NotComing,
     NotReserved,
-    PageRun,
-    Peer,
-    Pin,
     Promote,
     Refusal,
     Release,
@@ -64,10 +68,8 @@ from baton.messages import (
     StoreCall,
     StoreHeartbeat,
     StoreReply,
-    ToStore,
-    Unpin,
 )
-from baton.messages import Page as PageAt
+from baton.store_protocol import Page as PageAt
 from baton.waits import Wait
 from kvstore.arena.host_page_pool import Page, PageTable
 from kvstore.disk.admission_filter import AdmissionFilter

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.config import StoreConfig
-from baton.messages import PageRun, Pin, Pinned, Source, TierRun, TierSpeed
+from baton.messages import PageRun, Pin, Pinned, Source, TierSpeed
+from baton.store_protocol import TierRun
 from baton.waits import Wait, WaitNode
 from kvstore.arena.host_page_pool import NOWHERE, Page, PageTable
 from kvstore.disk.admission_filter import AdmissionFilter

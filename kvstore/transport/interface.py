@@ -12,7 +12,8 @@ from typing import Protocol, TypeAlias
 
 from msgspec import Struct
 
-from baton.messages import PageReply, PageRequest, SentPage, Source
+from baton.messages import Source
+from baton.peer_protocol import PageReply, PageRequest, SentPage
 
 
 class Expect(Struct, frozen=True):

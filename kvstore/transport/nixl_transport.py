@@ -31,7 +31,7 @@ from typing import Any
 from baton import hosts
 from baton.errors import StartupError
 from baton.logs import RateLimit, RateLimitedLog
-from baton.messages import NixlReply, NixlRequest, Offer, PageReply, Pages, SentPage, Taken
+from baton.peer_protocol import NixlReply, NixlRequest, Offer, PageReply, Pages, SentPage, Taken
 from baton.wire.pages import PageSockets
 from kvstore.transport.interface import PeerAnswered, Serve, Served
 from kvstore.transport.zmq_transport import Carrier, Mailbox, ZmqTransport

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from baton.errors import StartupError
-from baton.messages import PageReply, PageRequest, Pages, Peer, SentPage
+from baton.messages import Peer
+from baton.peer_protocol import PageReply, PageRequest, Pages, SentPage
 from baton.wire.pages import PageSockets, Sending
 from kvstore.checksum import copy_page, page_checksum
 from kvstore.transport.interface import (

@@ -13,7 +13,8 @@ from itertools import accumulate
 
 from msgspec import Struct
 
-from baton.messages import LowerTier, Source, TierRun, TierSpeed
+from baton.messages import LowerTier, Source, TierSpeed
+from baton.store_protocol import TierRun
 from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, choose
 from kvstore.prefix_map.prefix_map import Match
 from router.members import Member, Members

@@ -10,7 +10,8 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from baton.messages import Source, TierRun
+from baton.messages import Source
+from baton.store_protocol import TierRun
 from kvstore.prefix_map.prefix_map import Match
 from router.placement.cached_prefix import Prefix
 

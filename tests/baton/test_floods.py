@@ -17,7 +17,8 @@ import msgspec
 import pytest
 import zmq
 
-from baton.messages import Cancel, Envelope, Hello, Peer, StoreCall, ToDecode
+from baton.messages import Cancel, Envelope, Hello, Peer, ToDecode
+from baton.store_protocol import StoreCall
 from baton.unix import OutOfDescriptors, UnixListener, readable
 from baton.wire import Link, Listener, Subscriber, sockets
 from tests import cluster_keys

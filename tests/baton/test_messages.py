@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton import messages
+from baton import messages, peer_protocol, store_protocol
 from baton.messages import AttemptHeld, Delta, Envelope, Heartbeat, Load, Message, StepSample, TokenLogprob, Tokens
 from tests import messages_strategy
 
-LINKS = (
-    "ToDecode ToPrefill ToStore FromDecode FromPrefill FromStore ToRouter StoreCall StoreReply PageRequest PageReply"
-    " NixlRequest NixlReply "
-    "ToPublisher FromPublisher"
-)
-UNIONS = {name: getattr(messages, name) for name in LINKS.split()}
+LINKS = {
+    messages: "ToDecode ToPrefill ToStore FromDecode FromPrefill FromStore ToRouter ToPublisher FromPublisher",
+    store_protocol: "StoreCall StoreReply",
+    peer_protocol: "PageRequest PageReply NixlRequest NixlReply",
+}
+UNIONS = {name: getattr(module, name) for module, names in LINKS.items() for name in names.split()}
 
 
 def members(union: Any) -> tuple[type[Message], ...]:

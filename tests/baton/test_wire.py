@@ -19,21 +19,9 @@ import zmq
 
 from baton.clock import VirtualClock
 from baton.errors import MalformedMessage, PortInUse, StoreGone
-from baton.messages import (
-    Cancel,
-    Forget,
-    Heartbeat,
-    Hello,
-    Holding,
-    Load,
-    Peer,
-    Refusal,
-    StoreCall,
-    StoreHeartbeat,
-    StoreReply,
-    ToDecode,
-)
+from baton.messages import Cancel, Heartbeat, Hello, Load, Peer, ToDecode
 from baton.monotonic_clock import MonotonicClock
+from baton.store_protocol import Forget, Holding, Refusal, StoreCall, StoreHeartbeat, StoreReply
 from baton.unix import UnixListener, UnixSocket
 from baton.wire import Heart, Link, Listener, Poller, Publisher, Subscriber
 from tests import cluster_keys

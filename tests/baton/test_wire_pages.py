@@ -10,7 +10,8 @@ import pytest
 import zmq
 
 from baton.errors import PortInUse, StartupError
-from baton.messages import Envelope, Gone, PageReply, PageRequest, Pages, SentPage, Serving, Wanting
+from baton.messages import Envelope
+from baton.peer_protocol import Gone, PageReply, PageRequest, Pages, SentPage, Serving, Wanting
 from baton.wire.pages import PageLink, PageSockets, Sending
 from tests import cluster_keys
 

@@ -19,18 +19,8 @@ from typing import TypeVar
 
 from baton.config import Bytes, ClusterConfig, Config, StoreConfig, dump
 from baton.errors import StoreError, StoreGone
-from baton.messages import (
-    Attach,
-    Holding,
-    Peer,
-    Reserve,
-    Reserved,
-    Seal,
-    Sealed,
-    StoreCall,
-    StoreHeartbeat,
-    StoreReply,
-)
+from baton.messages import Peer
+from baton.store_protocol import Attach, Holding, Reserve, Reserved, Seal, Sealed, StoreCall, StoreHeartbeat, StoreReply
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
 from tests import cluster_keys

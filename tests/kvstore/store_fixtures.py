@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from baton.config import Bytes, StoreConfig
-from baton.messages import (
-    Attach,
-    Attached,
-    Forget,
-    Namespace,
-    Peer,
-    Reserve,
-    Reserved,
-    Seal,
-    Sealed,
-    StoreCall,
-    StoreReply,
-)
+from baton.messages import Namespace, Peer
+from baton.store_protocol import Attach, Attached, Forget, Reserve, Reserved, Seal, Sealed, StoreCall, StoreReply
 from kvstore.events.changes import Change
 from kvstore.server.events import Command, Connected, Event, Heard, Send
 from kvstore.server.state import StoreState

@@ -11,17 +11,8 @@ from typing import Any
 import pytest
 
 from baton.errors import StoreError, StoreGone
-from baton.messages import (
-    MAX_KEYS_PER_CALL,
-    Acquire,
-    Attach,
-    Attached,
-    Message,
-    Peer,
-    Refusal,
-    StoreCall,
-    StoreHeartbeat,
-)
+from baton.messages import MAX_KEYS_PER_CALL, Message, Peer
+from baton.store_protocol import Acquire, Attach, Attached, Refusal, StoreCall, StoreHeartbeat
 from baton.unix import UnixListener, UnixSocket
 from kvstore.arena.memory import Arena
 from kvstore.client.connection import StoreClient, store_address

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.messages import TierRun, TierSpeed
+from baton.messages import TierSpeed
+from baton.store_protocol import TierRun
 from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, Loading, SpeedMeter, choose, load_seconds
 
 PAGE_BYTES, PAGE_SIZE, RATE = 1_000_000, 16, 1_600.0  # a page is computed in 10 ms

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.messages import Forget, Holding, NotReserved, Reserve, StoreReply
+from baton.store_protocol import Forget, Holding, NotReserved, Reserve, StoreReply
 from kvstore.server.events import Disconnected
 from tests.kvstore.chains import keys
 from tests.kvstore.store_fixtures import Rig

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from baton.messages import Credit, Doubt, Gone, PageRequest, Serving, Source, Unwant, Want, Wanting
+from baton.messages import Source
+from baton.peer_protocol import Credit, Doubt, Gone, PageRequest, Serving, Unwant, Want, Wanting
 from kvstore.arena.host_page_pool import PageTable, Reservation
 from kvstore.disk.interface import DiskPage, ReadEnded
 from kvstore.server.inbound_transfers import Loads, Outcome, links

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 from msgspec.structs import replace
 
-from baton.messages import Credit
+from baton.peer_protocol import Credit
 from kvstore.arena.eviction import LeafFirstLru
 from kvstore.arena.host_page_pool import Page, PageTable, Reservation
 from kvstore.disk.interface import WriteEnded

@@ -11,7 +11,8 @@ from contextlib import ExitStack
 import pytest
 
 from baton.errors import StartupError
-from baton.messages import Gone, Offer, Peer, SentPage, Serving, Wanting
+from baton.messages import Peer
+from baton.peer_protocol import Gone, Offer, SentPage, Serving, Wanting
 from kvstore.checksum import page_checksum
 from kvstore.transport.interface import Answer, Landed, PeerAnswered, PeerAsked, Retract, Retracted, Serve, Served
 from kvstore.transport.nixl_transport import NixlTransport

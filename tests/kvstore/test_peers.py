@@ -18,21 +18,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.messages import (
-    Credit,
-    Doubt,
-    Envelope,
-    Gone,
-    PageReply,
-    Pages,
-    Peer,
-    SentPage,
-    Serving,
-    Source,
-    Unwant,
-    Want,
-    Wanting,
-)
+from baton.messages import Envelope, Peer, Source
+from baton.peer_protocol import Credit, Doubt, Gone, PageReply, Pages, SentPage, Serving, Unwant, Want, Wanting
 from kvstore.checksum import page_checksum
 from kvstore.transport.interface import (
     Answer,

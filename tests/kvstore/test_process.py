@@ -19,23 +19,20 @@ import msgspec
 import pytest
 
 from baton.errors import PortInUse, StoreError, StoreGone
-from baton.messages import (
+from baton.messages import Heartbeat, Hello, Peer, Welcome
+from baton.store_protocol import (
     Acquire,
     Arrived,
     Attach,
     Forget,
-    Heartbeat,
-    Hello,
     Holding,
     NotComing,
     NotReserved,
-    Peer,
     Release,
     Released,
     Reserve,
     Reserved,
     StoreHeartbeat,
-    Welcome,
 )
 from baton.wire import Asker, Listener, Subscriber
 from kvstore.checksum import page_checksum

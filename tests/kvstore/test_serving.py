@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.messages import Credit, Doubt, Gone, PageRequest, SentPage, Serving, Unwant, Want, Wanting
+from baton.peer_protocol import Credit, Doubt, Gone, PageRequest, SentPage, Serving, Unwant, Want, Wanting
 from kvstore.arena.host_page_pool import PageTable, Reservation
 from kvstore.server.inbound_transfers import Outcome
 from kvstore.server.leases import WaitingRoom

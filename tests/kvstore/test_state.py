@@ -9,20 +9,19 @@ import pytest
 
 from baton.clock import Tick
 from baton.config import Bytes, DiskConfig, StoreConfig
-from baton.messages import (
+from baton.messages import Namespace, Peer, Source
+from baton.peer_protocol import Gone, Want
+from baton.store_protocol import (
     Acquire,
     Arrived,
     Attach,
     Attached,
     Corrupt,
     Forget,
-    Gone,
     Holding,
-    Namespace,
     NotComing,
     NotReserved,
     Page,
-    Peer,
     Refusal,
     Release,
     Released,
@@ -30,10 +29,8 @@ from baton.messages import (
     Reserved,
     Seal,
     Sealed,
-    Source,
     StoreCall,
     StoreHeartbeat,
-    Want,
 )
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.orders import Found, FoundRecord, FoundSegment, Opened, Scanned

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.clock import Tick
-from baton.messages import (
+from baton.messages import Peer
+from baton.store_protocol import (
     Acquire,
     Arrived,
     Attach,
@@ -26,7 +27,6 @@ from baton.messages import (
     Holding,
     NotComing,
     NotReserved,
-    Peer,
     Refusal,
     Release,
     Released,

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from baton.messages import (
+from baton.messages import Source
+from baton.store_protocol import (
     Acquire,
     Arrived,
     Below,
@@ -20,7 +21,6 @@ from baton.messages import (
     Reserved,
     Seal,
     Sealed,
-    Source,
     TierRun,
 )
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut, Fetch, Lookup, Ship

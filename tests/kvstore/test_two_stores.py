@@ -15,14 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from baton.messages import (
+from baton.messages import Hello, Peer, Source
+from baton.store_protocol import (
     Acquire,
     Arrived,
     Below,
     Forget,
-    Hello,
     NotComing,
-    Peer,
     Promote,
     Release,
     Released,
@@ -30,7 +29,6 @@ from baton.messages import (
     Reserved,
     Seal,
     Sealed,
-    Source,
 )
 from baton.wire import Listener
 from kvstore.checksum import page_checksum

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.messages import Gone, Source
+from baton.messages import Source
+from baton.peer_protocol import Gone
 from kvstore.server.leases import Ticket
 from kvstore.transport.interface import Answer
 from tests.kvstore.chains import key, keys

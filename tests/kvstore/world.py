@@ -18,7 +18,9 @@ from zlib import crc32
 import msgspec
 
 from baton.clock import Tick
-from baton.messages import (
+from baton.messages import Medium, Peer, Pin, Pinned, Source, Unpin
+from baton.peer_protocol import PageReply, PageRequest, Pages
+from baton.store_protocol import (
     Acquire,
     Arrived,
     Attach,
@@ -26,13 +28,6 @@ from baton.messages import (
     Corrupt,
     Forget,
     Holding,
-    Medium,
-    PageReply,
-    PageRequest,
-    Pages,
-    Peer,
-    Pin,
-    Pinned,
     Promote,
     Refusal,
     Release,
@@ -40,10 +35,8 @@ from baton.messages import (
     Reserve,
     Reserved,
     Seal,
-    Source,
     StoreCall,
     StoreReply,
-    Unpin,
 )
 from baton.waits import Wait
 from kvstore.arena.host_page_pool import Page

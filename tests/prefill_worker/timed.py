@@ -11,21 +11,9 @@ from dataclasses import dataclass, field
 from baton.clock import Tick
 from baton.config import PrefillConfig
 from baton.membership import Say
-from baton.messages import (
-    Acquire,
-    Failed,
-    Message,
-    NotComing,
-    Prefill,
-    Prefilled,
-    Reserve,
-    Reserved,
-    Seal,
-    Sealed,
-    StoreCall,
-    StoreReply,
-)
+from baton.messages import Failed, Message, Prefill, Prefilled
 from baton.step_cost_model import pairs
+from baton.store_protocol import Acquire, NotComing, Reserve, Reserved, Seal, Sealed, StoreCall, StoreReply
 from engine.step import Plan, StepDone
 from kvstore.client.transfer import Call, CopiedOut, CopyOut, StoreUp, batches
 from kvstore.keys import pack_tokens

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from baton import config
 from baton.errors import BatonError, ContextTooLong, InvalidRequest, ModelMismatch, NonFiniteLogits, StartupError
-from baton.messages import Reserve
+from baton.store_protocol import Reserve
 from baton.unix import UnixSocket
 from baton.v1 import generation_pb2
 from baton.wire import Keys

@@ -16,7 +16,8 @@ import psutil
 import pytest
 import zmq
 
-from baton.messages import Delta, Envelope, Hello, Message, Peer, Tokens, Want
+from baton.messages import Delta, Envelope, Hello, Message, Peer, Tokens
+from baton.peer_protocol import Want
 from baton.v1 import cluster_pb2
 from baton.wire import Keys
 from deploy.client import Client

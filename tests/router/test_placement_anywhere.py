@@ -11,7 +11,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from baton.messages import AttemptName, TierRun
+from baton.messages import AttemptName
+from baton.store_protocol import TierRun
 from kvstore.prefix_map.prefix_map import Match
 from router.members import Prompt
 from router.placement.cost_matrix import Prices

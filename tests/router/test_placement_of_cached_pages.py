@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from baton.messages import Load, Source, TierRun, TierSpeed
+from baton.messages import Load, Source, TierSpeed
+from baton.store_protocol import TierRun
 from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE
 from kvstore.prefix_map.prefix_map import Match
 from router.placement.cluster_view import View

@@ -1,0 +1,103 @@
+"""The messages between two stores.
+
+A fetch, numbered by the store that wants the pages, is a chain of keys. Indices count within it. Page bytes travel as
+frames of their own behind a Pages message, one frame for each page, in the message's order."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Struct
+
+from baton.messages import Checksum, Count, Message, Name, PackedKeys
+
+
+class Want(Message, frozen=True):
+    """Send the pages of `keys` in order, those before index `credit` for now. With `wait`, also those that are only
+    sealed later."""
+
+    fetch: Count
+    page_bytes: Annotated[int, Meta(ge=1)]
+    keys: PackedKeys
+    wait: bool
+    credit: Count
+
+
+class Credit(Message, frozen=True):
+    """There is room for the pages before index `credit` now."""
+
+    fetch: Count
+    credit: Count
+
+
+class Doubt(Message, frozen=True):
+    """That page's bytes did not match its checksum: check yours, and if it is intact send it again."""
+
+    fetch: Count
+    index: Count
+
+
+class Unwant(Message, frozen=True):
+    """No more pages of this fetch, please."""
+
+    fetch: Count
+
+
+class Wanting(Message, frozen=True):
+    """The wanting store's heartbeat, numbered: every fetch it still expects something of. Others are forgotten."""
+
+    beat: Count
+    fetches: tuple[int, ...] = ()
+
+
+class SentPage(Struct, frozen=True, array_like=True):
+    """A page in the frame at the same place: its index within the fetch, and the checksum it was sealed with."""
+
+    index: Count
+    checksum: Checksum
+
+
+class Pages(Message, frozen=True):
+    """The pages that come as frames behind this message."""
+
+    fetch: Count
+    pages: tuple[SentPage, ...]
+
+
+class Gone(Message, frozen=True):
+    """From `index` on, the pages of this fetch are neither here nor being made."""
+
+    fetch: Count
+    index: Count
+
+
+class Serving(Message, frozen=True):
+    """The answer to Wanting: every fetch it knows of this peer, with how many pages it has sent, repeated ones
+    included. It comes behind the pages, so whoever has received fewer has lost some, and wants them anew."""
+
+    beat: Count
+    fetches: tuple[tuple[int, int], ...] = ()
+
+
+class Offer(Message, frozen=True):
+    """These pages of a fetch can be read at these addresses of an agent, by whoever gives its metadata to NIXL."""
+
+    offer: Count
+    agent: Name
+    metadata: bytes
+    fetch: Count
+    page_bytes: Count
+    pages: tuple[SentPage, ...]
+    addresses: tuple[Count, ...]
+
+
+class Taken(Message, frozen=True):
+    """Nobody reads the pages of that offer any more."""
+
+    offer: Count
+
+
+PageRequest: TypeAlias = Want | Credit | Doubt | Unwant | Wanting
+PageReply: TypeAlias = Pages | Gone | Serving
+NixlRequest: TypeAlias = PageRequest | Taken
+NixlReply: TypeAlias = PageReply | Offer

@@ -1,0 +1,194 @@
+"""The messages between a worker and its node's store, over a Unix socket.
+
+A lease, numbered by the worker, names one reservation or acquisition of one chain of keys. Indices count within it. The
+calls follow Plasma's create, seal, get and release."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+
+from baton.messages import (
+    MAX_KEYS_PER_CALL,
+    PROTOCOL_VERSION,
+    Checksum,
+    Count,
+    Message,
+    Namespace,
+    PackedKeys,
+    Peer,
+    Source,
+    TierSpeed,
+)
+
+
+class Attach(Message, frozen=True):
+    """First words on the Unix socket. The store checks the peer's uid, takes a pidfd, and answers with its arena."""
+
+    peer: Peer
+    namespace: Namespace
+    page_bytes: Annotated[int, Meta(ge=1)]
+    protocol: int = PROTOCOL_VERSION
+
+
+class Attached(Message, frozen=True):
+    """The arena's memfd travels beside this message: `slots` slots of `page_bytes` bytes."""
+
+    store: Peer
+    slots: Count
+    page_bytes: Count
+
+
+class Refusal(Message, frozen=True):
+    """The store will not serve this peer; it closes the connection after saying why."""
+
+    reason: str
+    message: str
+
+
+class Reserve(Message, frozen=True):
+    """Slots for `keys`, which follow `parent` (empty at the start of a chain). All or nothing."""
+
+    ticket: Count
+    parent: bytes
+    keys: PackedKeys
+    partial: bool = False  # the last one is of a partial page: nobody is told of it, and it goes with its last hold
+    prompt: Count = 0  # which prompt of this writer asks; it waits for slots. 0: a write-through, which does not
+
+
+class Reserved(Message, frozen=True):
+    """A slot to write for each key; none where the page is sealed already and nothing need be written."""
+
+    ticket: Count
+    slots: tuple[int | None, ...]
+
+
+class NotReserved(Message, frozen=True):
+    """`full`: no slots free now; `orphan`: the parent isn't here; `quota`: too much reserved by this writer; `behind`:
+    another prompt waits for slots, and this one must hold nothing while it does (`kvstore.server.head_of_line`)."""
+
+    ticket: Count
+    reason: Literal["full", "orphan", "quota", "behind"]
+
+
+class Seal(Message, frozen=True):
+    """The pages `[first, first + len(checksums))` of this ticket are written; XXH3-64 of each. With `hold` the ticket
+    holds them from now on, so that they outlast eviction until released."""
+
+    ticket: Count
+    first: Count
+    checksums: tuple[Checksum, ...]
+    hold: bool = False
+
+
+class Sealed(Message, frozen=True):
+    """Those pages exist now."""
+
+    ticket: Count
+    first: Count
+    count: Count
+
+
+class Acquire(Message, frozen=True):
+    """Hold the pages of `keys`, which follow `parent` (empty at the start of a chain), and say where they are.
+
+    With `wait` this is a hand-off: pages that are not here yet are brought from the `sources`, or waited for until
+    somebody seals them here. Without, `Below` tells what lower tiers have, for the worker to decide about."""
+
+    ticket: Count
+    keys: PackedKeys
+    wait: bool = False
+    parent: bytes = b""
+    sources: tuple[Source, ...] = ()  # their `pages` count from the ticket's first key
+    partial: bool = False  # the last one is of a partial page: what is brought from elsewhere is for this ticket alone
+
+
+class Page(Struct, frozen=True, array_like=True):
+    """A readable page: `index` within the ticket, its slot, and the checksum it was sealed with."""
+
+    index: Count
+    slot: Count
+    checksum: Checksum
+
+
+class Arrived(Message, frozen=True):
+    """These pages of the ticket are held for it and readable."""
+
+    ticket: Count
+    pages: tuple[Page, ...]
+
+
+class TierRun(Struct, frozen=True, array_like=True):
+    """So many consecutive pages that a tier below the arena has, and how fast it brings them."""
+
+    speed: TierSpeed
+    pages: Count
+
+
+class Below(Message, frozen=True):
+    """The pages of the ticket from `first` on that lower tiers have, in order: Promote those worth it."""
+
+    ticket: Count
+    first: Count
+    runs: tuple[TierRun, ...]
+
+
+class Promote(Message, frozen=True):
+    """Bring the pages of the ticket before index `until` into the arena; Arrived and NotComing tell of each."""
+
+    ticket: Count
+    until: Count
+
+
+class NotComing(Message, frozen=True):
+    """From `index` on, the pages of this ticket are neither here nor being made (or their maker has gone)."""
+
+    ticket: Count
+    index: Count
+
+
+class Release(Message, frozen=True):
+    """Done with the pages `indices` of this ticket."""
+
+    ticket: Count
+    indices: Annotated[tuple[int, ...], Meta(max_length=MAX_KEYS_PER_CALL)]
+
+
+class Released(Message, frozen=True):
+    """`held` tells, for each index, whether the hold had lasted until now: only then do the bytes read count."""
+
+    ticket: Count
+    indices: tuple[int, ...]
+    held: tuple[bool, ...]
+
+
+class Forget(Message, frozen=True):
+    """Give up everything under this ticket: unsealed reservations (the writer will not write again), holds, waits."""
+
+    ticket: Count
+
+
+class Corrupt(Message, frozen=True):
+    """A page's bytes did not match its checksum: drop it."""
+
+    ticket: Count
+    index: Count
+
+
+class Holding(Message, frozen=True):
+    """A worker's heartbeat to its store: every ticket it still cares about. The others are forgotten."""
+
+    tickets: tuple[int, ...] = ()
+
+
+class StoreHeartbeat(Message, frozen=True):
+    """The store's heartbeat to a worker: every ticket it knows of this worker."""
+
+    tickets: tuple[int, ...] = ()
+
+
+StoreCall: TypeAlias = Attach | Reserve | Seal | Acquire | Promote | Release | Forget | Corrupt | Holding
+StoreReply: TypeAlias = (
+    Attached | Refusal | Reserved | NotReserved | Sealed | Arrived | Below | NotComing | Released | StoreHeartbeat
+)
