@@ -12,25 +12,25 @@ from __future__ import annotations
 from msgspec import Struct
 
 from baton.errors import BatonError, from_reason
-from baton.messages import Envelope, Hello, Introduce, Message, Rejected, Welcome
+from baton.messages import Envelope, Hello, Message, Rejected, RequestHello, Welcome
 
 _HELLO_AGAIN = 1.0  # seconds between two Hellos that nobody answered
 
 
-class Say(Struct, frozen=True):
+class SendToRouter(Struct, frozen=True):
     """A state's command: send this to the router that owns what it is about."""
 
     message: Message
     router: str = ""  # incarnation; empty where no router has a name, as in a test of one state
 
 
-class OwnerLost(Struct, frozen=True):
+class RouterLost(Struct, frozen=True):
     """A router whose work we do is gone, or has been replaced: what it owns is to be forgotten."""
 
     router: str = ""  # incarnation
 
 
-class Verdict(Struct, frozen=True):
+class MembershipChange(Struct, frozen=True):
     """What a call changed. `lost`: the incarnation of the router that is gone; forget its work.
     `deliver`: the message is from our router and meant for the state behind."""
 
@@ -52,7 +52,7 @@ class Membership:
         self._next_hello = float("-inf")
         self.rejected: BatonError | None = None  # why the router will not have us
 
-    def handle(self, envelope: Envelope[Message], now: float) -> Verdict:
+    def handle(self, envelope: Envelope[Message], now: float) -> MembershipChange:
         """Take an envelope that is addressed to this incarnation."""
         match envelope.message:
             case Welcome(router=router, heartbeat_ms=heartbeat_ms, silence_ms=silence_ms):
@@ -60,29 +60,29 @@ class Membership:
                 self.router, self.heard = router.incarnation, envelope.sequence
                 self.heartbeat, self._silence = heartbeat_ms / 1_000, silence_ms / 1_000
                 self._last_heard, self.rejected = now, None
-                return Verdict(lost=lost)
+                return MembershipChange(lost=lost)
             case Rejected(reason=reason, message=message):
                 self.rejected = from_reason(reason, message)
-                return Verdict(lost=self._leave())
-            case Introduce():
+                return MembershipChange(lost=self._leave())
+            case RequestHello():
                 # It has forgotten us or is new: either way it owns nothing of what we hold.
                 lost = self._leave()
                 self._next_hello = now + _HELLO_AGAIN
-                return Verdict(send=(self._hello,), lost=lost)
+                return MembershipChange(send=(self._hello,), lost=lost)
             case _ if envelope.sender != self.router:
-                return Verdict()
+                return MembershipChange()
             case _:
                 self._last_heard, self.heard = now, envelope.sequence
-                return Verdict(deliver=True)
+                return MembershipChange(deliver=True)
 
-    def tick(self, now: float, paused: float = 0.0) -> Verdict:
+    def tick(self, now: float, paused: float = 0.0) -> MembershipChange:
         """Call every turn. `paused`: seconds by which our own loop was held up; nobody is blamed for those."""
         self._last_heard += paused
         lost = self._leave() if now - self._last_heard > self._silence else None
         if self.router is None and now >= self._next_hello:
             self._next_hello = now + _HELLO_AGAIN
-            return Verdict(send=(self._hello,), lost=lost)
-        return Verdict(lost=lost)
+            return MembershipChange(send=(self._hello,), lost=lost)
+        return MembershipChange(lost=lost)
 
     def _leave(self) -> str | None:
         left, self.router = self.router, None

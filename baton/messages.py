@@ -142,11 +142,11 @@ class Rejected(Message, frozen=True):
     message: str
 
 
-class Introduce(Message, frozen=True):
+class RequestHello(Message, frozen=True):
     """The router heard from an incarnation it does not know: say Hello."""
 
 
-class Trace(Message, frozen=True):
+class StartTrace(Message, frozen=True):
     """Write down where the time of the next `steps` goes; `mark` tells the file from others. See `baton.trace`."""
 
     mark: Annotated[str, Meta(pattern=r"^[0-9a-f]{1,16}$")]
@@ -171,7 +171,7 @@ class AttemptName(Struct, frozen=True, order=True):
 
 class AttemptHeld(Struct, frozen=True):
     """One attempt as its worker has it: `position` is how many tokens (prompt included) it knows, of which `computed`
-    have their keys and values. `short`: its fetch ended short, as Have says, and it waits for the router."""
+    have their keys and values. `short`: its fetch ended short, as FetchIncomplete says, and it waits for the router."""
 
     request: Name
     attempt: Annotated[int, Meta(ge=1)]
@@ -191,7 +191,7 @@ class TierSpeed(Struct, frozen=True):
     measured: bool = False
 
 
-class Load(Struct, frozen=True):
+class LoadReport(Struct, frozen=True):
     """How busy a process is, and how fast. For a store, pages are arena slots and `tiers` are below it; a worker tells
     the rate at which it computes prompts (0: not measured yet), and what its last steps, oldest first, had to do and
     took. The last of them is the heartbeat's `step`: who remembers that of the heartbeat before knows which are new."""
@@ -217,14 +217,14 @@ class Heartbeat(Message, frozen=True):
     it: what this one has ordered it knows sooner than any heartbeat."""
 
     heard: Count
-    load: Load
+    load: LoadReport
     step: Count = 0
     step_age_ms: Count = 0
     loop_age_ms: Count = 0
     attempts: tuple[AttemptHeld, ...] = ()
     events: Count = 0  # the sequence of its last batch of KV events,
     digest: Checksum = 0  # and the digest of all that it held then: see `kvstore.events.changes`
-    others: Load = Load()  # running, waiting, tokens_queued and context
+    others: LoadReport = LoadReport()  # running, waiting, tokens_queued and context
     tracing: str = ""  # the mark of the trace that this process makes or writes; none: it may be asked for one
 
 
@@ -237,7 +237,7 @@ class RouterHeartbeat(Message, frozen=True):
 # --- router → workers ----------------------------------------------------------------------------------------------
 
 
-class Sampling(Struct, frozen=True):
+class SamplingParams(Struct, frozen=True):
     """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 means no limit; `logprobs` counts the alternatives
     reported with each token, none for no report."""
 
@@ -249,7 +249,7 @@ class Sampling(Struct, frozen=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
-class Source(Struct, frozen=True):
+class PageSource(Struct, frozen=True):
     """A store of another node to get pages from. It is believed to have, or to be about to have, the first `pages` of
     the chain at hand; `endpoint` is where it serves pages (`Hello.data`)."""
 
@@ -271,11 +271,11 @@ class Decode(Message, frozen=True):
     tokens: PackedTokens
     prompt: Annotated[int, Meta(ge=1)]
     max_tokens: Annotated[int, Meta(ge=1)]
-    sampling: Sampling
+    sampling: SamplingParams
     stop_token_ids: tuple[int, ...] = ()
     fetch: Count = 0  # pages
     awaited: bool = False  # some of the pages to fetch are only being made: wait for them
-    sources: tuple[Source, ...] = ()  # in the order in which to ask them
+    sources: tuple[PageSource, ...] = ()  # in the order in which to ask them
     priority: int = 0  # lower is more urgent
     deadline_ms: Count | None = None
 
@@ -288,7 +288,7 @@ class Prefill(Message, frozen=True):
     attempt: Annotated[int, Meta(ge=1)]
     root: Key
     tokens: PackedTokens
-    sources: tuple[Source, ...] = ()  # of pages that are cached elsewhere, in the order in which to ask them
+    sources: tuple[PageSource, ...] = ()  # of pages that are cached elsewhere, in the order in which to ask them
     priority: int = 0
     deadline_ms: Count | None = None
 
@@ -308,7 +308,7 @@ class Resend(Message, frozen=True):
     position: Count
 
 
-class Become(Message, frozen=True):
+class ChangeRole(Message, frozen=True):
     """Be the other kind of worker from now on: a new incarnation around the same loaded model. All work that this one
     has, whoever ordered it, is forgotten, and whatever is still on its way to it is lost."""
 
@@ -335,7 +335,7 @@ class Refused(Message, frozen=True):
     message: str = ""
 
 
-class Have(Message, frozen=True):
+class FetchIncomplete(Message, frozen=True):
     """A fetch ended short: only the first `pages` pages are here, the others are not coming."""
 
     request: Name
@@ -396,7 +396,7 @@ class Prefilled(Message, frozen=True):
     load_ms: Count = 0  # and how long it took
 
 
-class Failed(Message, frozen=True):
+class AttemptFailed(Message, frozen=True):
     """The worker could not do it: `reason` is an error's label. The router decides whether to try again."""
 
     request: Name
@@ -405,7 +405,7 @@ class Failed(Message, frozen=True):
     message: str
 
 
-class Departed(Message, frozen=True):
+class WorkerDied(Message, frozen=True):
     """A store's word that a worker of its node is gone: the kernel told it so, within a millisecond (pidfd)."""
 
     incarnation: Name
@@ -415,9 +415,9 @@ class Departed(Message, frozen=True):
 # --- pins -------------------------------------------------------------------------------------------------------------
 
 
-class Pin(Message, frozen=True):
-    """Keep these pages, a chain from its start, for `ttl_ms`, on the account of `tenant`. `pin` names it; a second Pin
-    of that name replaces the first."""
+class PinPages(Message, frozen=True):
+    """Keep these pages, a chain from its start, for `ttl_ms`, on the account of `tenant`. `pin` names it; a second
+    PinPages of that name replaces the first."""
 
     pin: Name
     tenant: str
@@ -425,15 +425,15 @@ class Pin(Message, frozen=True):
     ttl_ms: Annotated[int, Meta(ge=1)]
 
 
-class Unpin(Message, frozen=True):
+class UnpinPages(Message, frozen=True):
     """End a pin before its time."""
 
     pin: Name
 
 
-class Pinned(Message, frozen=True):
-    """The answer to Pin: these pages are kept. With a `reason` none are: `missing`, only the first `pages` are here;
-    `quota`, they are more than this tenant may pin."""
+class PagesPinned(Message, frozen=True):
+    """The answer to PinPages: these pages are kept. With a `reason` none are: `missing`, only the first `pages` are
+    here; `quota`, they are more than this tenant may pin."""
 
     pin: Name
     pages: Count
@@ -447,7 +447,7 @@ class SnapshotRequest(Message, frozen=True):
     """A follower's copy of this holder's pages has a gap, or never existed."""
 
 
-class PageRun(Struct, frozen=True, array_like=True):
+class PageSegment(Struct, frozen=True, array_like=True):
     """Consecutive pages of one chain, oldest first; `parent` is empty where the chain starts."""
 
     parent: bytes
@@ -460,22 +460,32 @@ class Snapshot(Message, frozen=True):
     A large one comes in parts, of which only the last says `last`."""
 
     sequence: Count
-    runs: tuple[PageRun, ...]
+    runs: tuple[PageSegment, ...]
     part: Count = 0
     last: bool = True
 
 
 # --- one union per direction ------------------------------------------------------------------------------------------
 
-ToAny: TypeAlias = Welcome | Rejected | Introduce | RouterHeartbeat | Trace | StopTrace
-ToDecode: TypeAlias = ToAny | Decode | Cancel | Resend | Become
-ToPrefill: TypeAlias = ToAny | Prefill | Cancel | Become
-ToStore: TypeAlias = ToAny | Pin | Unpin
-FromDecode: TypeAlias = Hello | Heartbeat | Accepted | Refused | Have | Started | Tokens | Failed
-FromPrefill: TypeAlias = Hello | Heartbeat | Refused | Prefilled | Failed
-FromStore: TypeAlias = Hello | Heartbeat | Departed | Pinned
+ToAny: TypeAlias = Welcome | Rejected | RequestHello | RouterHeartbeat | StartTrace | StopTrace
+ToDecode: TypeAlias = ToAny | Decode | Cancel | Resend | ChangeRole
+ToPrefill: TypeAlias = ToAny | Prefill | Cancel | ChangeRole
+ToStore: TypeAlias = ToAny | PinPages | UnpinPages
+FromDecode: TypeAlias = Hello | Heartbeat | Accepted | Refused | FetchIncomplete | Started | Tokens | AttemptFailed
+FromPrefill: TypeAlias = Hello | Heartbeat | Refused | Prefilled | AttemptFailed
+FromStore: TypeAlias = Hello | Heartbeat | WorkerDied | PagesPinned
 ToRouter: TypeAlias = (
-    Hello | Heartbeat | Departed | Pinned | Accepted | Refused | Have | Started | Tokens | Prefilled | Failed
+    Hello
+    | Heartbeat
+    | WorkerDied
+    | PagesPinned
+    | Accepted
+    | Refused
+    | FetchIncomplete
+    | Started
+    | Tokens
+    | Prefilled
+    | AttemptFailed
 )  # a router hears all three on one socket
 ToPublisher: TypeAlias = SnapshotRequest
 FromPublisher: TypeAlias = Snapshot

@@ -24,7 +24,7 @@ from baton.samples import Sample
 
 
 @dataclass(frozen=True)
-class Entry:
+class MetricSpec:
     """One row of the table. A counter's name gets `_total` from Prometheus."""
 
     kind: Literal["gauge", "counter", "seconds"]
@@ -32,75 +32,91 @@ class Entry:
     labels: tuple[str, ...] = ()
 
 
-TABLE: Mapping[str, Entry] = {
+TABLE: Mapping[str, MetricSpec] = {
     # router
-    "time_to_first_token_seconds": Entry("seconds", "Request received to first token sent."),
-    "inter_token_latency_seconds": Entry("seconds", "Gap between two streamed tokens."),
-    "request_time_per_output_token_seconds": Entry("seconds", "(end - first token) / (tokens - 1)."),
-    "e2e_request_latency_seconds": Entry("seconds", "Request received to its end."),
-    "request_queue_time_seconds": Entry("seconds", "Request received to placed on a worker."),
-    "request_prefill_time_seconds": Entry("seconds", "Placed to the prompt covered."),
-    "request_decode_time_seconds": Entry("seconds", "First token to the end."),
-    "request_success": Entry("counter", "Requests finished.", ("finished_reason",)),
-    "request_errors": Entry("counter", "Requests failed or cancelled.", ("reason",)),
-    "request_attempts": Entry("counter", "Attempts at requests; more than requests when something died."),
-    "placements": Entry("counter", "Placements decided.", ("kind",)),
-    "requests_waiting": Entry("gauge", "Requests in the router's queue, by level of priority.", ("priority",)),
-    "requests_rejected": Entry("counter", "Requests turned away before a worker had begun them.", ("reason",)),
-    "tenant_tokens": Entry("counter", "Tokens of requests that ended; late tenants are other.", ("tenant", "kind")),
-    "prediction_error": Entry("gauge", "|ln(actual / predicted)| of the last predictions.", ("kind", "quantile")),
-    "predicted_utilisation": Entry("gauge", "Work lately over what the workers of a role can do.", ("role",)),
-    "role_advised": Entry("gauge", "1 where one worker of the other kind should have this role.", ("role",)),
-    "prompt_tokens": Entry("counter", "Prompt tokens of finished requests."),
-    "generation_tokens": Entry("counter", "Tokens generated."),
-    "prefix_cache_queries": Entry("counter", "Prompt tokens looked up."),
-    "prefix_cache_hits": Entry("counter", "Prompt tokens that nobody had to compute."),
-    "prefix_map_pages": Entry("gauge", "Different pages that somebody has, as far as the router knows."),
-    "prefix_map_healed": Entry("counter", "Holders whose pages were found known wrongly and asked for.", ("found_by",)),
-    "pins": Entry("gauge", "Prefixes that are kept warm, or are on their way to it.", ("phase",)),
-    "peers": Entry("gauge", "Live processes.", ("role",)),
+    "time_to_first_token_seconds": MetricSpec("seconds", "Request received to first token sent."),
+    "inter_token_latency_seconds": MetricSpec("seconds", "Gap between two streamed tokens."),
+    "request_time_per_output_token_seconds": MetricSpec("seconds", "(end - first token) / (tokens - 1)."),
+    "e2e_request_latency_seconds": MetricSpec("seconds", "Request received to its end."),
+    "request_queue_time_seconds": MetricSpec("seconds", "Request received to placed on a worker."),
+    "request_prefill_time_seconds": MetricSpec("seconds", "Placed to the prompt covered."),
+    "request_decode_time_seconds": MetricSpec("seconds", "First token to the end."),
+    "request_success": MetricSpec("counter", "Requests finished.", ("finished_reason",)),
+    "request_errors": MetricSpec("counter", "Requests failed or cancelled.", ("reason",)),
+    "request_attempts": MetricSpec("counter", "Attempts at requests; more than requests when something died."),
+    "placements": MetricSpec("counter", "Placements decided.", ("kind",)),
+    "requests_waiting": MetricSpec("gauge", "Requests in the router's queue, by level of priority.", ("priority",)),
+    "requests_rejected": MetricSpec("counter", "Requests turned away before a worker had begun them.", ("reason",)),
+    "tenant_tokens": MetricSpec(
+        "counter", "Tokens of requests that ended; late tenants are other.", ("tenant", "kind")
+    ),
+    "prediction_error": MetricSpec("gauge", "|ln(actual / predicted)| of the last predictions.", ("kind", "quantile")),
+    "predicted_utilisation": MetricSpec("gauge", "Work lately over what the workers of a role can do.", ("role",)),
+    "role_advised": MetricSpec("gauge", "1 where one worker of the other kind should have this role.", ("role",)),
+    "prompt_tokens": MetricSpec("counter", "Prompt tokens of finished requests."),
+    "generation_tokens": MetricSpec("counter", "Tokens generated."),
+    "prefix_cache_queries": MetricSpec("counter", "Prompt tokens looked up."),
+    "prefix_cache_hits": MetricSpec("counter", "Prompt tokens that nobody had to compute."),
+    "prefix_map_pages": MetricSpec("gauge", "Different pages that somebody has, as far as the router knows."),
+    "prefix_map_healed": MetricSpec(
+        "counter", "Holders whose pages were found known wrongly and asked for.", ("found_by",)
+    ),
+    "pins": MetricSpec("gauge", "Prefixes that are kept warm, or are on their way to it.", ("phase",)),
+    "peers": MetricSpec("gauge", "Live processes.", ("role",)),
     # workers and stores, about their KV events
-    "kv_event_answers_dropped": Entry("counter", "Snapshots and replays that a follower asked for and did not take."),
-    "kv_event_digests_corrected": Entry("counter", "Digests that were not those of what is held: a mistake of ours."),
+    "kv_event_answers_dropped": MetricSpec(
+        "counter", "Snapshots and replays that a follower asked for and did not take."
+    ),
+    "kv_event_digests_corrected": MetricSpec(
+        "counter", "Digests that were not those of what is held: a mistake of ours."
+    ),
     # router and workers
-    "num_requests_running": Entry("gauge", "Requests in the running batch."),
-    "num_requests_waiting": Entry("gauge", "Requests that wait."),
-    "malformed_messages": Entry("counter", "Frames and requests dropped because they are no message of their link."),
-    "connections_refused": Entry("counter", "Connections refused: without the cluster's keys, or of another user."),
+    "num_requests_running": MetricSpec("gauge", "Requests in the running batch."),
+    "num_requests_waiting": MetricSpec("gauge", "Requests that wait."),
+    "malformed_messages": MetricSpec(
+        "counter", "Frames and requests dropped because they are no message of their link."
+    ),
+    "connections_refused": MetricSpec(
+        "counter", "Connections refused: without the cluster's keys, or of another user."
+    ),
     # workers and stores
-    "kv_cache_usage_perc": Entry("gauge", "Share of the pages in use, 0 to 1.", ("tier",)),
-    "kv_pages": Entry("gauge", "Pages by what they are.", ("tier", "state")),
-    "pages_moved": Entry("counter", "Pages copied between device and arena.", ("direction",)),
-    "bytes_moved": Entry("counter", "Bytes copied between device and arena.", ("direction",)),
-    "num_preemptions": Entry("counter", "Sequences whose device pages were taken."),
-    "headroom_pages": Entry("gauge", "Device pages that admission leaves to those that have some already."),
-    "prompt_tokens_computed": Entry("counter", "Prompt tokens computed by this worker."),
-    "prompt_pages_cached": Entry("counter", "Prompt pages found instead of computed.", ("tier",)),
-    "fetches_short": Entry("counter", "Fetches that ended before every page was here."),
-    "pages_not_written": Entry("counter", "Write-throughs that the store had no room for."),
-    "step_seconds": Entry("seconds", "Time of an engine step."),
-    "checksum_failures": Entry("counter", "Pages dropped because their bytes did not match.", ("tier",)),
-    "page_evictions": Entry("counter", "Pages evicted.", ("tier",)),
-    "load_regret_seconds": Entry("counter", "Time lost to loads slower than computing.", ("tier",)),
-    "tier_bytes": Entry("gauge", "Bytes taken.", ("tier",)),
-    "tier_hits": Entry("counter", "Pages found there by those who asked.", ("tier",)),
-    "tier_loads": Entry("counter", "Pages brought up from there.", ("tier",)),
-    "tier_load_seconds": Entry("counter", "Time from asking to landing, over loads.", ("tier",)),
-    "tier_loads_failed": Entry("counter", "Pages that were to come from a lower tier and did not."),
-    "pages_sent": Entry("counter", "Pages sent to other stores."),
-    "pages_unexpected": Entry("counter", "Pages of other stores that came when nobody waited for them (any more)."),
-    "peer_links": Entry("gauge", "Other stores that are connected."),
-    "peer_messages_dropped": Entry("counter", "Messages between stores not sent, or for somebody else."),
-    "disk_up": Entry("gauge", "1 while the disk tier works; 0 without one, and once it has failed."),
-    "disk_writes_dropped": Entry("counter", "Pages not written to disk: no room, no time, or the disk has failed."),
-    "disk_torn_records": Entry("counter", "Records found at start whose writing was cut off."),
-    "store_misses": Entry("counter", "Pages asked for that were not in the arena."),
-    "store_calls": Entry("counter", "Calls from workers.", ("call",)),
-    "store_waits": Entry("gauge", "Pages that somebody waits for."),
-    "unproven_reservations": Entry("gauge", "Slots reserved by a writer that left without proof of its death."),
-    "oldest_hold_seconds": Entry("gauge", "Age of the oldest ticket that holds pages."),
-    "holds_expired": Entry("counter", "Holds that their owner did not renew."),
-    "pinned_bytes": Entry("gauge", "Bytes kept because somebody pinned them."),
+    "kv_cache_usage_perc": MetricSpec("gauge", "Share of the pages in use, 0 to 1.", ("tier",)),
+    "kv_pages": MetricSpec("gauge", "Pages by what they are.", ("tier", "state")),
+    "pages_moved": MetricSpec("counter", "Pages copied between device and arena.", ("direction",)),
+    "bytes_moved": MetricSpec("counter", "Bytes copied between device and arena.", ("direction",)),
+    "num_preemptions": MetricSpec("counter", "Sequences whose device pages were taken."),
+    "headroom_pages": MetricSpec("gauge", "Device pages that admission leaves to those that have some already."),
+    "prompt_tokens_computed": MetricSpec("counter", "Prompt tokens computed by this worker."),
+    "prompt_pages_cached": MetricSpec("counter", "Prompt pages found instead of computed.", ("tier",)),
+    "fetches_short": MetricSpec("counter", "Fetches that ended before every page was here."),
+    "pages_not_written": MetricSpec("counter", "Write-throughs that the store had no room for."),
+    "step_seconds": MetricSpec("seconds", "Time of an engine step."),
+    "checksum_failures": MetricSpec("counter", "Pages dropped because their bytes did not match.", ("tier",)),
+    "page_evictions": MetricSpec("counter", "Pages evicted.", ("tier",)),
+    "load_regret_seconds": MetricSpec("counter", "Time lost to loads slower than computing.", ("tier",)),
+    "tier_bytes": MetricSpec("gauge", "Bytes taken.", ("tier",)),
+    "tier_hits": MetricSpec("counter", "Pages found there by those who asked.", ("tier",)),
+    "tier_loads": MetricSpec("counter", "Pages brought up from there.", ("tier",)),
+    "tier_load_seconds": MetricSpec("counter", "Time from asking to landing, over loads.", ("tier",)),
+    "tier_loads_failed": MetricSpec("counter", "Pages that were to come from a lower tier and did not."),
+    "pages_sent": MetricSpec("counter", "Pages sent to other stores."),
+    "pages_unexpected": MetricSpec(
+        "counter", "Pages of other stores that came when nobody waited for them (any more)."
+    ),
+    "peer_links": MetricSpec("gauge", "Other stores that are connected."),
+    "peer_messages_dropped": MetricSpec("counter", "Messages between stores not sent, or for somebody else."),
+    "disk_up": MetricSpec("gauge", "1 while the disk tier works; 0 without one, and once it has failed."),
+    "disk_writes_dropped": MetricSpec(
+        "counter", "Pages not written to disk: no room, no time, or the disk has failed."
+    ),
+    "disk_torn_records": MetricSpec("counter", "Records found at start whose writing was cut off."),
+    "store_misses": MetricSpec("counter", "Pages asked for that were not in the arena."),
+    "store_calls": MetricSpec("counter", "Calls from workers.", ("call",)),
+    "store_waits": MetricSpec("gauge", "Pages that somebody waits for."),
+    "unproven_reservations": MetricSpec("gauge", "Slots reserved by a writer that left without proof of its death."),
+    "oldest_hold_seconds": MetricSpec("gauge", "Age of the oldest ticket that holds pages."),
+    "holds_expired": MetricSpec("counter", "Holds that their owner did not renew."),
+    "pinned_bytes": MetricSpec("gauge", "Bytes kept because somebody pinned them."),
 }
 
 PAGE_TYPE = "text/plain; version=0.0.4; charset=utf-8"

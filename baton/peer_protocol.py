@@ -1,7 +1,8 @@
 """The messages between two stores.
 
 A fetch, numbered by the store that wants the pages, is a chain of keys. Indices count within it. Page bytes travel as
-frames of their own behind a Pages message, one frame for each page, in the message's order."""
+frames of their own behind a FetchedPages message, one frame for each page, in the message's order.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from msgspec import Meta, Struct
 from baton.messages import Checksum, Count, Message, Name, PackedKeys
 
 
-class Want(Message, frozen=True):
+class FetchPages(Message, frozen=True):
     """Send the pages of `keys` in order, those before index `credit` for now. With `wait`, also those that are only
     sealed later."""
 
@@ -23,27 +24,27 @@ class Want(Message, frozen=True):
     credit: Count
 
 
-class Credit(Message, frozen=True):
+class FetchCredit(Message, frozen=True):
     """There is room for the pages before index `credit` now."""
 
     fetch: Count
     credit: Count
 
 
-class Doubt(Message, frozen=True):
+class ChecksumMismatch(Message, frozen=True):
     """That page's bytes did not match its checksum: check yours, and if it is intact send it again."""
 
     fetch: Count
     index: Count
 
 
-class Unwant(Message, frozen=True):
+class CancelFetch(Message, frozen=True):
     """No more pages of this fetch, please."""
 
     fetch: Count
 
 
-class Wanting(Message, frozen=True):
+class FetchHeartbeat(Message, frozen=True):
     """The wanting store's heartbeat, numbered: every fetch it still expects something of. Others are forgotten."""
 
     beat: Count
@@ -57,29 +58,29 @@ class SentPage(Struct, frozen=True, array_like=True):
     checksum: Checksum
 
 
-class Pages(Message, frozen=True):
+class FetchedPages(Message, frozen=True):
     """The pages that come as frames behind this message."""
 
     fetch: Count
     pages: tuple[SentPage, ...]
 
 
-class Gone(Message, frozen=True):
+class FetchUnavailable(Message, frozen=True):
     """From `index` on, the pages of this fetch are neither here nor being made."""
 
     fetch: Count
     index: Count
 
 
-class Serving(Message, frozen=True):
-    """The answer to Wanting: every fetch it knows of this peer, with how many pages it has sent, repeated ones
+class FetchStatus(Message, frozen=True):
+    """The answer to FetchHeartbeat: every fetch it knows of this peer, with how many pages it has sent, repeated ones
     included. It comes behind the pages, so whoever has received fewer has lost some, and wants them anew."""
 
     beat: Count
     fetches: tuple[tuple[int, int], ...] = ()
 
 
-class Offer(Message, frozen=True):
+class NixlOffer(Message, frozen=True):
     """These pages of a fetch can be read at these addresses of an agent, by whoever gives its metadata to NIXL."""
 
     offer: Count
@@ -91,13 +92,13 @@ class Offer(Message, frozen=True):
     addresses: tuple[Count, ...]
 
 
-class Taken(Message, frozen=True):
+class NixlOfferDone(Message, frozen=True):
     """Nobody reads the pages of that offer any more."""
 
     offer: Count
 
 
-PageRequest: TypeAlias = Want | Credit | Doubt | Unwant | Wanting
-PageReply: TypeAlias = Pages | Gone | Serving
-NixlRequest: TypeAlias = PageRequest | Taken
-NixlReply: TypeAlias = PageReply | Offer
+PageRequest: TypeAlias = FetchPages | FetchCredit | ChecksumMismatch | CancelFetch | FetchHeartbeat
+PageReply: TypeAlias = FetchedPages | FetchUnavailable | FetchStatus
+NixlRequest: TypeAlias = PageRequest | NixlOfferDone
+NixlReply: TypeAlias = PageReply | NixlOffer

@@ -17,7 +17,7 @@ from baton import config, logs
 from baton.config import Config
 from baton.errors import BatonError, ConfigError, KeysUnusable
 from baton.hosts import LOOPBACK, host_of, is_loopback, is_wildcard
-from baton.wire import Keys, use_keys
+from baton.wire import ClusterKeys, use_keys
 
 _DESCRIPTORS = 65_536
 
@@ -53,11 +53,11 @@ def parse(program: str, argv: Sequence[str] | None, needs_router: bool) -> Argum
     return Arguments(settings, given.name, given.node, routers, given.host)
 
 
-def cluster_keys(settings: Config, host: str = LOOPBACK, routers: Sequence[str] = ()) -> Keys:
+def cluster_keys(settings: Config, host: str = LOOPBACK, routers: Sequence[str] = ()) -> ClusterKeys:
     """Return the cluster's keys for a process on `host` behind those routers. A cluster on one machine needs no
     cluster.key_file: its first process makes the default file. Raises KeysUnusable."""
     if settings.cluster.key_file:
-        return Keys.read(settings.cluster.key_path)
+        return ClusterKeys.read(settings.cluster.key_path)
     inner = host if is_wildcard(settings.router.host) else settings.router.host
     for address in (host, inner, *map(host_of, routers)):
         if not is_loopback(address):
@@ -72,7 +72,7 @@ def cluster_keys(settings: Config, host: str = LOOPBACK, routers: Sequence[str] 
             "there is no home directory for the cluster's keys: make them with `baton keys FILE` and set "
             "cluster.key_file to that file"
         ) from None
-    return Keys.read_or_make(path)
+    return ClusterKeys.read_or_make(path)
 
 
 Run = Callable[[Config, str, str, tuple[str, ...], threading.Event, str], None]

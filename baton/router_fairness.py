@@ -16,7 +16,7 @@ from collections.abc import Mapping
 _KEPT = 1.0  # seconds for which room is kept; a few heartbeats
 
 
-class Turns:
+class RouterFairness:
     """Which routers were refused not long ago."""
 
     def __init__(self) -> None:

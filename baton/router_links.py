@@ -21,16 +21,16 @@ from msgspec import Struct
 
 from baton.clock import Clock
 from baton.logs import RateLimit, RateLimitedLog
-from baton.membership import Membership, OwnerLost, Verdict
+from baton.membership import Membership, MembershipChange, RouterLost
 from baton.messages import Heartbeat, Hello, Message
-from baton.wire import Heart, Link
+from baton.wire import Heart, RouterSocket
 
 log = RateLimitedLog(logging.getLogger(__name__), RateLimit(burst=10))
 
 _UNTOLD = 0.25  # seconds between heartbeats, while no router has said how many
 
 
-class Said(Struct, frozen=True):
+class RouterMessage(Struct, frozen=True):
     """A router whose work we do said this."""
 
     router: str  # incarnation
@@ -38,24 +38,26 @@ class Said(Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class _Router:
-    link: Link[Any]
+class _RouterLink:
+    link: RouterSocket[Any]
     heart: Heart
     membership: Membership
 
 
-class Routers:
+class RouterLinks:
     """A process's ends of all its links to routers."""
 
     def __init__(self, endpoints: Sequence[str], hello: Hello, receives: Any, clock: Clock) -> None:
         """Connect to each of `endpoints`; `receives` is the union of messages that may come in, such as `ToDecode`."""
         self._routers = [
-            _Router(Link(endpoint, hello.peer, receives), Heart(endpoint, hello.peer, clock), Membership(hello))
+            _RouterLink(
+                RouterSocket(endpoint, hello.peer, receives), Heart(endpoint, hello.peer, clock), Membership(hello)
+            )
             for endpoint in dict.fromkeys(endpoints)
         ]
 
     @property
-    def links(self) -> list[Link[Any]]:
+    def links(self) -> list[RouterSocket[Any]]:
         """To be polled."""
         return [router.link for router in self._routers]
 
@@ -70,7 +72,7 @@ class Routers:
         """Messages dropped because they were none."""
         return sum(router.link.malformed for router in self._routers)
 
-    def receive(self, now: float, paused: float) -> Iterator[Said | OwnerLost]:
+    def receive(self, now: float, paused: float) -> Iterator[RouterMessage | RouterLost]:
         """What has come in of those whose work we do, and which of them have gone. `paused`: seconds by which our own
         loop was held up."""
         for router in self._routers:
@@ -78,7 +80,7 @@ class Routers:
                 verdict = router.membership.handle(envelope, now)
                 yield from _follow(router, verdict)
                 if verdict.deliver:
-                    yield Said(envelope.sender, envelope.message)
+                    yield RouterMessage(envelope.sender, envelope.message)
             yield from _follow(router, router.membership.tick(now, paused))
 
     def say(self, message: Message, incarnation: str) -> None:
@@ -113,10 +115,10 @@ class Routers:
             router.link.close()
 
 
-def _follow(router: _Router, verdict: Verdict) -> Iterator[OwnerLost]:
+def _follow(router: _RouterLink, verdict: MembershipChange) -> Iterator[RouterLost]:
     for message in verdict.send:
         router.link.send("", message)
     if verdict.lost is not None:
         log.warning("lost the router %s at %s; its work is forgotten", verdict.lost, router.link.endpoint)
         router.heart.quiet()
-        yield OwnerLost(verdict.lost)
+        yield RouterLost(verdict.lost)

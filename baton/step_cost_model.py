@@ -54,7 +54,7 @@ _SHORTEST, _LONGEST = 1e-9, 1e9  # seconds of any step
 
 
 @dataclass(frozen=True, slots=True)
-class StepSeconds:
+class StepCoefficients:
     """The coefficients of the formula above, each in seconds."""
 
     fixed: float = 0.0
@@ -76,14 +76,14 @@ class StepSeconds:
         return self.fixed + prompts + rows * self.row + context * self.context + both
 
 
-class StepPace:
+class StepCostModel:
     """The fit. Knows nothing until the first `observe`, unless it has `cost` to begin with."""
 
-    def __init__(self, cost: StepSeconds | None = None) -> None:
-        self.cost = cost or StepSeconds()
+    def __init__(self, cost: StepCoefficients | None = None) -> None:
+        self.cost = cost or StepCoefficients()
         self.largest = 0  # prompt tokens of the largest step so far; what is said of far larger ones is a guess
         # The steps that are remembered: without prompts, and with.
-        self._amounts: _Array = np.zeros((2, _REMEMBERED, len(fields(StepSeconds))))
+        self._amounts: _Array = np.zeros((2, _REMEMBERED, len(fields(StepCoefficients))))
         self._seconds: _Array = np.ones((2, _REMEMBERED))
         self._weights: _Array = np.zeros((2, _REMEMBERED))
         self._oldest = [0, 0]  # of each kind
@@ -93,7 +93,7 @@ class StepPace:
         and how many times as long they took."""
 
     @classmethod
-    def heir(cls, elders: Sequence[StepPace]) -> StepPace:
+    def heir(cls, elders: Sequence[StepCostModel]) -> StepCostModel:
         """One that begins with what others remember, as if from a few steps of its own."""
         heir = cls(elders[0].cost)
         heir.largest = max(elder.largest for elder in elders)
@@ -196,7 +196,7 @@ class StepPace:
         unit[unit == 0] = 1.0  # `near` alone speaks for what no step had any of
         matrix = moments / (unit * unit[:, None]) + _NEAR * np.eye(len(unit))
         least = _least(matrix, weighted @ seconds / unit + _NEAR * unit * cost)
-        self.cost = StepSeconds(*(least / unit).tolist())
+        self.cost = StepCoefficients(*(least / unit).tolist())
 
 
 def _least(matrix: _Array, vector: _Array) -> _Array:

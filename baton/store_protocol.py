@@ -1,7 +1,8 @@
 """The messages between a worker and its node's store, over a Unix socket.
 
 A lease, numbered by the worker, names one reservation or acquisition of one chain of keys. Indices count within it. The
-calls follow Plasma's create, seal, get and release."""
+calls follow Plasma's create, seal, get and release.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from baton.messages import (
     Message,
     Namespace,
     PackedKeys,
+    PageSource,
     Peer,
-    Source,
     TierSpeed,
 )
 
@@ -40,7 +41,7 @@ class Attached(Message, frozen=True):
     page_bytes: Count
 
 
-class Refusal(Message, frozen=True):
+class AttachRefused(Message, frozen=True):
     """The store will not serve this peer; it closes the connection after saying why."""
 
     reason: str
@@ -94,17 +95,17 @@ class Acquire(Message, frozen=True):
     """Hold the pages of `keys`, which follow `parent` (empty at the start of a chain), and say where they are.
 
     With `wait` this is a hand-off: pages that are not here yet are brought from the `sources`, or waited for until
-    somebody seals them here. Without, `Below` tells what lower tiers have, for the worker to decide about."""
+    somebody seals them here. Without, `LowerTierHits` tells what lower tiers have, for the worker to decide about."""
 
     ticket: Count
     keys: PackedKeys
     wait: bool = False
     parent: bytes = b""
-    sources: tuple[Source, ...] = ()  # their `pages` count from the ticket's first key
+    sources: tuple[PageSource, ...] = ()  # their `pages` count from the ticket's first key
     partial: bool = False  # the last one is of a partial page: what is brought from elsewhere is for this ticket alone
 
 
-class Page(Struct, frozen=True, array_like=True):
+class LeasedPage(Struct, frozen=True, array_like=True):
     """A readable page: `index` within the ticket, its slot, and the checksum it was sealed with."""
 
     index: Count
@@ -112,36 +113,37 @@ class Page(Struct, frozen=True, array_like=True):
     checksum: Checksum
 
 
-class Arrived(Message, frozen=True):
+class PagesReady(Message, frozen=True):
     """These pages of the ticket are held for it and readable."""
 
     ticket: Count
-    pages: tuple[Page, ...]
+    pages: tuple[LeasedPage, ...]
 
 
-class TierRun(Struct, frozen=True, array_like=True):
+class TierPages(Struct, frozen=True, array_like=True):
     """So many consecutive pages that a tier below the arena has, and how fast it brings them."""
 
     speed: TierSpeed
     pages: Count
 
 
-class Below(Message, frozen=True):
+class LowerTierHits(Message, frozen=True):
     """The pages of the ticket from `first` on that lower tiers have, in order: Promote those worth it."""
 
     ticket: Count
     first: Count
-    runs: tuple[TierRun, ...]
+    runs: tuple[TierPages, ...]
 
 
 class Promote(Message, frozen=True):
-    """Bring the pages of the ticket before index `until` into the arena; Arrived and NotComing tell of each."""
+    """Bring the pages of the ticket before index `until` into the arena; PagesReady and PagesUnavailable tell of
+    each."""
 
     ticket: Count
     until: Count
 
 
-class NotComing(Message, frozen=True):
+class PagesUnavailable(Message, frozen=True):
     """From `index` on, the pages of this ticket are neither here nor being made (or their maker has gone)."""
 
     ticket: Count
@@ -163,20 +165,20 @@ class Released(Message, frozen=True):
     held: tuple[bool, ...]
 
 
-class Forget(Message, frozen=True):
+class EndLease(Message, frozen=True):
     """Give up everything under this ticket: unsealed reservations (the writer will not write again), holds, waits."""
 
     ticket: Count
 
 
-class Corrupt(Message, frozen=True):
+class PageCorrupt(Message, frozen=True):
     """A page's bytes did not match its checksum: drop it."""
 
     ticket: Count
     index: Count
 
 
-class Holding(Message, frozen=True):
+class LeaseHeartbeat(Message, frozen=True):
     """A worker's heartbeat to its store: every ticket it still cares about. The others are forgotten."""
 
     tickets: tuple[int, ...] = ()
@@ -188,7 +190,16 @@ class StoreHeartbeat(Message, frozen=True):
     tickets: tuple[int, ...] = ()
 
 
-StoreCall: TypeAlias = Attach | Reserve | Seal | Acquire | Promote | Release | Forget | Corrupt | Holding
+StoreCall: TypeAlias = Attach | Reserve | Seal | Acquire | Promote | Release | EndLease | PageCorrupt | LeaseHeartbeat
 StoreReply: TypeAlias = (
-    Attached | Refusal | Reserved | NotReserved | Sealed | Arrived | Below | NotComing | Released | StoreHeartbeat
+    Attached
+    | AttachRefused
+    | Reserved
+    | NotReserved
+    | Sealed
+    | PagesReady
+    | LowerTierHits
+    | PagesUnavailable
+    | Released
+    | StoreHeartbeat
 )

@@ -7,30 +7,30 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class AvailableMemory:
     """Bytes that may still be taken, and what sets that bound, in words."""
 
     available: int
     bound: str
 
 
-def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Room:
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> AvailableMemory:
     """The tightest bound found; the arguments are for tests. What can't be read does not bound."""
     rooms = [room for room in (_machine(proc), *_cgroups(proc, cgroup)) if room is not None]
-    return min(rooms, key=lambda room: room.available, default=Room(2**63 - 1, "nothing that can be read"))
+    return min(rooms, key=lambda room: room.available, default=AvailableMemory(2**63 - 1, "nothing that can be read"))
 
 
-def _machine(proc: Path) -> Room | None:
+def _machine(proc: Path) -> AvailableMemory | None:
     for line in _read(proc / "meminfo").splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            return Room(int(value.split()[0]) * 1_024, f"MemAvailable of {proc}/meminfo")
+            return AvailableMemory(int(value.split()[0]) * 1_024, f"MemAvailable of {proc}/meminfo")
     return None
 
 
-def _cgroups(proc: Path, root: Path) -> list[Room]:
+def _cgroups(proc: Path, root: Path) -> list[AvailableMemory]:
     """The room left in every cgroup from our own up: a limit on a parent binds as well."""
-    rooms: list[Room] = []
+    rooms: list[AvailableMemory] = []
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -57,7 +57,7 @@ def _cgroups(proc: Path, root: Path) -> list[Room]:
     return rooms
 
 
-def _group(folder: Path, limit: str, usage: str, cache: str) -> Room | None:
+def _group(folder: Path, limit: str, usage: str, cache: str) -> AvailableMemory | None:
     allowed, used = _read(folder / limit).strip(), _read(folder / usage).strip()
     if not allowed.isdigit() or not used.isdigit() or int(allowed) >= 2**60:
         return None  # "max", or version 1's way of saying so
@@ -66,7 +66,7 @@ def _group(folder: Path, limit: str, usage: str, cache: str) -> Room | None:
         name, _, value = line.partition(" ")
         if name == cache:
             droppable = int(value)
-    return Room(max(0, int(allowed) - int(used) + droppable), f"{limit} of {folder}")
+    return AvailableMemory(max(0, int(allowed) - int(used) + droppable), f"{limit} of {folder}")
 
 
 def _read(path: Path) -> str:

@@ -18,7 +18,7 @@ Python's lock no longer than such a part takes. A tracer has one trace at a time
 
 Owns what was recorded and the file that it becomes; a file that can't be written is a line in the log and no more.
 The folder keeps a bounded number of files and bytes (`TraceLimits`): the oldest traces are removed, whichever process
-wrote them. The format is the JSON array of "complete" events of Google's Trace Event Format.
+wrote them. The format is the JSON array of "complete" events of Google's StartTrace Event Format.
 """
 
 from __future__ import annotations

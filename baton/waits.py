@@ -24,5 +24,5 @@ from __future__ import annotations
 from typing import TypeAlias
 
 WaitNode: TypeAlias = tuple[str | int | bytes, ...]
-Wait: TypeAlias = tuple[WaitNode, WaitNode]
+WaitEdge: TypeAlias = tuple[WaitNode, WaitNode]
 """The waiter, and what it waits for."""

@@ -29,7 +29,7 @@ from bench.figures import Outcome
 from bench.workload import Lengths, Planned, Workload, poisson
 from deploy.client import Client
 from simulator import timing
-from simulator.cluster import Cluster, Layout
+from simulator.cluster import Layout, SimulatedCluster
 from simulator.workloads import Arrival
 
 _TOLERANCE = 0.2  # of the real median
@@ -105,7 +105,9 @@ def _simulate(planned: Sequence[Planned], layout: Layout, asked: argparse.Namesp
     """The medians that the simulator foresees."""
     model = timing.read(asked.timing)
     config = model.configuration(_PAGE_SIZE, dict(map(parse_override, asked.set)))
-    world = Cluster(Layout(layout.prefill, layout.decode, layout.prefill + layout.decode), model, config, seed=1)
+    world = SimulatedCluster(
+        Layout(layout.prefill, layout.decode, layout.prefill + layout.decode), model, config, seed=1
+    )
     table = world.run(_arrivals(planned)).table()
     return {name: float(statistics.median(table[name])) for name in ("ttft", "tpot")}
 

@@ -25,11 +25,11 @@ import msgspec
 from msgspec import Struct
 
 from baton.errors import StartupError
-from engine.batch import Chunk, Draw
+from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
 
 _PAGE_SIZE, _PAGES, _STEP_TOKENS = 16, 512, 512
-_GREEDY = Draw(temperature=0)
+_GREEDY = TokenDraw(temperature=0)
 
 
 class Steps(Struct, frozen=True):

@@ -33,7 +33,7 @@ import msgspec
 import zmq
 
 from baton.messages import Delta, Envelope, Tokens
-from baton.wire import Keys, use_keys
+from baton.wire import ClusterKeys, use_keys
 from baton.wire.sockets import bind, configure, connect
 from bench import models, report
 from bench.bare import BareEngine
@@ -102,7 +102,7 @@ class _Ends:
     def __init__(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         (self._sender, its_sender), (self._receiver, its_receiver) = spawn.Pipe(), spawn.Pipe()
-        self._keys = Keys.generate().secret
+        self._keys = ClusterKeys.generate().secret
         self._folder = tempfile.TemporaryDirectory(prefix="curve-")
         self._sides = [
             spawn.Process(target=_send, args=(its_sender, self._keys)),
@@ -141,7 +141,7 @@ def message(sequences: int, step: int) -> bytes:
 
 
 def _send(parent: Connection, keys: str) -> None:
-    use_keys(Keys(keys))
+    use_keys(ClusterKeys(keys))
     sockets: dict[str, zmq.Socket[bytes]] = {}
     for way, endpoint in parent.recv().items():
         socket = sockets[way] = configure(zmq.Context.instance().socket(zmq.DEALER))
@@ -160,7 +160,7 @@ def _send(parent: Connection, keys: str) -> None:
 
 
 def _receive(parent: Connection, keys: str, folder: str) -> None:
-    use_keys(Keys(keys))
+    use_keys(ClusterKeys(keys))
     sockets = {way: configure(zmq.Context.instance().socket(zmq.ROUTER)) for way in (_TCP, _CURVE, _IPC)}
     sockets[_TCP].bind("tcp://127.0.0.1:*")
     sockets[_IPC].bind(f"ipc://{Path(folder) / str(os.getpid())}")

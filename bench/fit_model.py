@@ -28,9 +28,9 @@ from dataclasses import asdict, astuple, dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.step_cost_model import StepSeconds, pairs
+from baton.step_cost_model import StepCoefficients, pairs
 from bench import models, report
-from engine.batch import Chunk, Draw
+from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
 
 _PAGE_SIZE = 16
@@ -50,7 +50,7 @@ _MIXED = (
 _CHECKED = ((64, 0, 4, 512), (256, 0, 4, 64), (256, 1_024, 4, 2_000), (512, 1_024, 16, 512))
 _HUBER = 3.0  # times the typical error: from here on an error counts linearly
 _ROUNDS = 20  # of reweighting; the coefficients have settled long before
-_GREEDY = Draw(temperature=0)
+_GREEDY = TokenDraw(temperature=0)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Step:
 
     @property
     def features(self) -> list[float]:
-        """What each coefficient of `StepSeconds` is multiplied with."""
+        """What each coefficient of `StepCoefficients` is multiplied with."""
         return [1.0, *self.amounts, float(self.tokens > 0 and self.rows > 0)]
 
     def chunks(self) -> Iterator[Chunk]:
@@ -90,7 +90,7 @@ def grid(quick: bool = False) -> tuple[list[Step], list[Step]]:
     return (fitted[::3], checked[:1]) if quick else (fitted, checked)
 
 
-def fit(steps: Sequence[Step], seconds: Sequence[float]) -> StepSeconds:
+def fit(steps: Sequence[Step], seconds: Sequence[float]) -> StepCoefficients:
     """The coefficients that explain `seconds`, all positive, of at least six different steps best."""
     measured = np.array(seconds)
     features = np.array([step.features for step in steps]) / measured[:, None]  # so that errors are relative
@@ -103,7 +103,7 @@ def fit(steps: Sequence[Step], seconds: Sequence[float]) -> StepSeconds:
         errors = np.abs(features / scale @ found - 1.0)
         limit = _HUBER * max(float(np.median(errors)), 1e-9)
         weights = np.minimum(1.0, limit / np.maximum(errors, 1e-300))
-    return StepSeconds(*(found / scale).tolist())
+    return StepCoefficients(*(found / scale).tolist())
 
 
 def _nonnegative(matrix: npt.NDArray[np.float64], target: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -117,7 +117,7 @@ def _nonnegative(matrix: npt.NDArray[np.float64], target: npt.NDArray[np.float64
         free &= found > 0
 
 
-def errors(model: StepSeconds, steps: Iterable[Step], seconds: Iterable[float]) -> list[float]:
+def errors(model: StepCoefficients, steps: Iterable[Step], seconds: Iterable[float]) -> list[float]:
     """Of each step, relative to what was measured."""
     return [model.of(*step.amounts) / measured - 1 for step, measured in zip(steps, seconds, strict=True)]
 

@@ -1,8 +1,8 @@
 """The store on one node: what a hand-off costs beside copying the same bytes, and how many calls it answers.
 
-A hand-off is what two workers do with a prompt's pages: device page → arena slot, checksum, Seal; Arrived, arena slot →
-device page, Release. It goes through a real store process, with the transfers that workers use; its limit is copying
-the same bytes twice between the same memories, without anything else.
+A hand-off is what two workers do with a prompt's pages: device page → arena slot, checksum, Seal; PagesReady, arena
+slot → device page, Release. It goes through a real store process, with the transfers that workers use; its limit is
+copying the same bytes twice between the same memories, without anything else.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from baton.errors import StoreGone
 from baton.messages import Namespace, Peer
 from baton.store_protocol import (
     Acquire,
-    Arrived,
     Attached,
-    Forget,
-    Refusal,
+    AttachRefused,
+    EndLease,
+    PagesReady,
     Release,
     Released,
     Reserve,
@@ -41,11 +41,11 @@ from baton.store_protocol import (
     StoreHeartbeat,
     StoreReply,
 )
-from baton.wire import Keys
+from baton.wire import ClusterKeys
 from engine.page_pool import PagePool
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
-from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, Fetch, Ship, batches
+from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, PageFetch, StorePages, batches
 
 _PATIENCE = 30.0  # seconds
 _PAGES = 512  # in one hand-off, of prompts with
@@ -69,7 +69,7 @@ def store_process(arena_bytes: int) -> Iterator[str]:
     config = Config(cluster=ClusterConfig(name=name), store=StoreConfig(Bytes(arena_bytes), writer_share=1.0))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
-        Keys.generate().write(Path(folder) / "cluster.key")
+        ClusterKeys.generate().write(Path(folder) / "cluster.key")
         text = dump(config).replace("key_file: ''", f"key_file: {folder}/cluster.key")
         path.write_text(text.replace("log_dir: ''", f"log_dir: {folder}"))
         command = [sys.executable, "-m", "kvstore", "--config", str(path), "--name", "store-0", "--node", "bench"]
@@ -160,10 +160,10 @@ def round_trips(calls: int) -> dict[str, list[float]]:
                 key, writing, reading = secrets.token_bytes(16), next(worker.tickets), next(worker.tickets)
                 timed("Reserve", Reserve(writing, b"", key), Reserved)
                 timed("Seal", Seal(writing, 0, (1,)), Sealed)
-                timed("Acquire", Acquire(reading, key), Arrived)
+                timed("Acquire", Acquire(reading, key), PagesReady)
                 timed("Release", Release(reading, (0,)), Released)
-                worker.store.call(Forget(writing))
-                worker.store.call(Forget(reading))
+                worker.store.call(EndLease(writing))
+                worker.store.call(EndLease(reading))
             return times
         finally:
             worker.close()
@@ -183,8 +183,8 @@ def _hand_off(
     """Every prompt is known from the start, as to workers with a queue: the store reserves the slots of one while the
     pages of another are copied."""
     starts = range(0, _PAGES, _PROMPT)
-    fetches = [Fetch(reader.tickets, keys[at : at + _PROMPT], range(at, at + _PROMPT), wait=True) for at in starts]
-    ships = [Ship(next(writer.tickets), b"", keys[at : at + _PROMPT], hold=True) for at in starts]
+    fetches = [PageFetch(reader.tickets, keys[at : at + _PROMPT], range(at, at + _PROMPT), wait=True) for at in starts]
+    ships = [StorePages(next(writer.tickets), b"", keys[at : at + _PROMPT], hold=True) for at in starts]
     fetching = {ticket: fetch for fetch in fetches for ticket in fetch.tickets}
     shipping = {ship.ticket: ship for ship in ships}
     for ship, at in zip(ships, starts, strict=True):
@@ -211,7 +211,7 @@ def _hand_off(
 
 
 def _ticket(reply: StoreReply) -> int:
-    assert not isinstance(reply, Attached | Refusal | StoreHeartbeat)
+    assert not isinstance(reply, Attached | AttachRefused | StoreHeartbeat)
     return reply.ticket
 
 

@@ -34,7 +34,7 @@ from bench.neighbours import Neighbours
 from bench.streams import Gap, Prompts, Router, Streams, first_token
 from deploy.client import Client
 from deploy.local import LocalCluster
-from engine.batch import Chunk, Draw
+from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
 
 PROMPT = 2_000  # tokens
@@ -103,7 +103,7 @@ class Bare:
         steps: list[float] = []
         for position in range(len(prompt), len(prompt) + _STEPS):
             start = time.perf_counter()
-            self._engine.step([Chunk([prompt[0]], position, self._pages, Draw(temperature=0))])
+            self._engine.step([Chunk([prompt[0]], position, self._pages, TokenDraw(temperature=0))])
             steps.append(time.perf_counter() - start)
         return prefill + 2 * median(steps)
 
@@ -115,7 +115,7 @@ class Bare:
         begin = time.perf_counter()
         for start in range(0, len(prompt), step_tokens):
             end = min(start + step_tokens, len(prompt))
-            draw = Draw(temperature=0) if end == len(prompt) else None
+            draw = TokenDraw(temperature=0) if end == len(prompt) else None
             self._engine.step([Chunk(prompt[start:end], start, self._pages, draw)])
         return time.perf_counter() - begin
 

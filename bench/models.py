@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from deploy.commands import demo_model
-from engine.models.config import ModelConfig
+from engine.models.config import ModelSpec
 from engine.models.weights import expected_tensors
 
 SEED = 20_260_201
@@ -74,7 +74,7 @@ def write_100m(folder: Path) -> Path:
         if name.endswith("norm.weight")
         # Wide enough that greedy output does not end up repeating one token.
         else torch.randn(shape, generator=generator).mul_(0.1).bfloat16()
-        for name, shape in expected_tensors(ModelConfig.from_dict(LLAMA_100M)).items()
+        for name, shape in expected_tensors(ModelSpec.from_dict(LLAMA_100M)).items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(LLAMA_100M, indent=2))

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 import bench  # noqa: F401 - first, as a script must: see there
 from simulator import timing
-from simulator.cluster import Cluster, Layout
+from simulator.cluster import Layout, SimulatedCluster
 from simulator.lengths import Lengths
 from simulator.workloads import Arrival, Random, Wishes
 
@@ -107,7 +107,9 @@ def offer(setting: Setting, rate: float) -> Outcome:
         "router.tenants": {name: {"weight": weight} for name, weight in weights.items()},
         "router.output_weight": _OUTPUT_COST,
     }  # fmt: skip
-    cluster = Cluster(Layout.parse(setting.cluster), model, model.configuration(_PAGE_SIZE, settings), setting.seed)
+    cluster = SimulatedCluster(
+        Layout.parse(setting.cluster), model, model.configuration(_PAGE_SIZE, settings), setting.seed
+    )
     arrivals: list[Arrival] = []
     ended: list[int] = []  # places in `arrivals`, in the order of the ends
     cluster.measures.watch = lambda request, tenant, ttft: ended.append(int(request[1:]) - 1)

@@ -31,13 +31,13 @@ from typing import Self
 
 import zmq
 
-from baton.messages import Peer, Source
-from baton.peer_protocol import Credit, SentPage, Want
-from baton.wire import Keys, use_keys
+from baton.messages import PageSource, Peer
+from baton.peer_protocol import FetchCredit, FetchPages, SentPage
+from baton.wire import ClusterKeys, use_keys
 from baton.wire.sockets import bind, connect
 from bench import report
 from kvstore.checksum import page_checksum
-from kvstore.transport.interface import Ask, Expect, Landed, PeerAsked, Serve
+from kvstore.transport.interface import AskPeer, ExpectPages, PagesLanded, PeerRequested, SendPages
 from kvstore.transport.zmq_transport import ZmqTransport
 
 PAGES = (128 * 1024, 2**20)  # bytes
@@ -79,7 +79,7 @@ def measure(turns: int) -> list[report.Result]:
 def _turns(page: int, turns: int) -> dict[str, list[float]]:
     """GB/s of each turn, by kind."""
     spawn = multiprocessing.get_context("spawn")
-    keys = Keys.generate().secret
+    keys = ClusterKeys.generate().secret
     (sender, its_sender), (receiver, its_receiver) = spawn.Pipe(), spawn.Pipe()
     sides = [
         spawn.Process(target=_send_all, args=(its_sender, page, keys)),
@@ -109,7 +109,7 @@ def _turns(page: int, turns: int) -> dict[str, list[float]]:
 
 
 def _send_all(parent: Connection, page_bytes: int, keys: str) -> None:
-    use_keys(Keys(keys))
+    use_keys(ClusterKeys(keys))
     memory = _memory()
     with _Served(memory, page_bytes) as store, zmq.Context() as context, context.socket(zmq.PUSH) as bare:
         bare.setsockopt(zmq.SNDHWM, _QUEUE // page_bytes)
@@ -128,7 +128,7 @@ def _send_all(parent: Connection, page_bytes: int, keys: str) -> None:
 
 
 def _receive_all(parent: Connection, page_bytes: int, keys: str) -> None:
-    use_keys(Keys(keys))
+    use_keys(ClusterKeys(keys))
     memory = _memory()
     served, sent = parent.recv()
     with ExitStack() as cleanup:
@@ -144,7 +144,7 @@ def _receive_all(parent: Connection, page_bytes: int, keys: str) -> None:
             if kind == _STORES:
                 fetch += 1
                 start = time.perf_counter()
-                _fetch(transport, Source("sender", served, 0), fetch, page_bytes)
+                _fetch(transport, PageSource("sender", served, 0), fetch, page_bytes)
                 parent.send(time.perf_counter() - start)
             else:
                 parent.send(_read_bare(bare, memory, page_bytes, copy=kind == _BARE))
@@ -179,27 +179,27 @@ class _Served:
 
     def serve(self) -> None:
         for event in self.transport.poll():
-            if isinstance(event, PeerAsked) and isinstance(event.request, Want | Credit):
+            if isinstance(event, PeerRequested) and isinstance(event.request, FetchPages | FetchCredit):
                 fetch, credit = event.request.fetch, event.request.credit
                 first, self._sent[fetch] = self._sent.get(fetch, 0), credit
                 self._number += 1
                 slots = tuple(range(first, credit))
-                self.transport.submit(Serve(self._number, event.peer, fetch, self._pages[first:credit], slots))
+                self.transport.submit(SendPages(self._number, event.peer, fetch, self._pages[first:credit], slots))
 
 
-def _fetch(transport: ZmqTransport, source: Source, fetch: int, page_bytes: int) -> None:
+def _fetch(transport: ZmqTransport, source: PageSource, fetch: int, page_bytes: int) -> None:
     """Get every page, granting credit as they land."""
     pages, window, step = (size // page_bytes for size in (ROUND, WINDOW, STEP))
     landed = credit = 0
     while landed < pages:
         if landed + window >= min(pages, credit + step) and credit < pages:
             first, credit = credit, min(pages, landed + window)
-            transport.submit(Expect(fetch, tuple((index, index) for index in range(first, credit))))
-            request = Credit(fetch, credit) if first else Want(fetch, page_bytes, b"", True, credit)
-            transport.submit(Ask(source, request))
+            transport.submit(ExpectPages(fetch, tuple((index, index) for index in range(first, credit))))
+            request = FetchCredit(fetch, credit) if first else FetchPages(fetch, page_bytes, b"", True, credit)
+            transport.submit(AskPeer(source, request))
         select.select([transport], [], [])
         for event in transport.poll():
-            if isinstance(event, Landed):
+            if isinstance(event, PagesLanded):
                 assert not event.damaged
                 landed += len(event.pages)
 

@@ -14,15 +14,15 @@ import time
 from dataclasses import replace
 
 from baton.config import Config
-from baton.messages import AttemptName, Hello, Load, ModelCard, Namespace, Peer
+from baton.messages import AttemptName, Hello, LoadReport, ModelCard, Namespace, Peer
 from bench import report
-from kvstore.prefix_map.prefix_map import Match
-from router.members import Members, Prompt, Work
-from router.placement.cached_prefix import Prefix
-from router.placement.cluster_view import View
+from kvstore.prefix_map.prefix_map import PrefixMatch
+from router.members import AssignedAttempt, ClusterMembership, PendingPrefill
+from router.placement.cached_prefix import CacheablePrefix
+from router.placement.cluster_view import ClusterView
 from router.placement.policy import LowestTtft
-from router.placement.step_costs import PrefillCost, StepCost
-from router.placement.types import Ask, Plan
+from router.placement.step_costs import DecodeCost, PrefillCost
+from router.placement.types import Placement, PlacementRequest
 
 SIZES = (2, 8, 64, 256, 1_000)
 _GOALS = {64: 100.0, 1_000: 500.0}  # µs
@@ -36,23 +36,23 @@ class _Costs:
     def prefill(self, incarnation: str) -> PrefillCost:
         return PrefillCost(0.02, 1.2e-4, 2e-9)
 
-    def step(self, incarnation: str) -> StepCost:
-        return StepCost(0.02, 1e-4, 3e-8)
+    def step(self, incarnation: str) -> DecodeCost:
+        return DecodeCost(0.02, 1e-4, 3e-8)
 
 
 def measure(workers: int, decisions: int, seed: int = 0) -> list[float]:
     """Seconds of each decision."""
     draw = random.Random(seed)
-    members = Members(16)
+    members = ClusterMembership(16)
     card = ModelCard(_NAMESPACE, 5_242_880, 32_000, 131_072, 200_000)
     for node in range(-(-workers // 8)):
         members.join(Hello(Peer("store", f"store-{node}", f"n{node}", f"s{node}", 1), data=f"tcp://n{node}"), 0.0)
     for index in range(workers):
         role = "decode" if index % 2 else "prefill"
         hello = Hello(Peer(role, f"w{index}", f"n{index // 8}", f"w{index}", 1), model=card)
-        members.join(hello, 0.0).reports(Load(prefill_rate=8_000.0), 0, Load(), 0.0)
-    view, placer = View(Config(), members, _Costs()), LowestTtft()
-    running: list[tuple[float, Plan, AttemptName]] = []
+        members.join(hello, 0.0).reports(LoadReport(prefill_rate=8_000.0), 0, LoadReport(), 0.0)
+    view, placer = ClusterView(Config(), members, _Costs()), LowestTtft()
+    running: list[tuple[float, Placement, AttemptName]] = []
     taken: list[float] = []
     for number in range(decisions):
         now = number * 8.0 / workers
@@ -61,29 +61,35 @@ def measure(workers: int, decisions: int, seed: int = 0) -> list[float]:
             for incarnation in filter(None, (plan.decode, plan.prefill)):
                 members.live(incarnation).drop(name)
         tokens = _PAGES * 16 + 10
-        ask = Ask(f"r{number}", Prefix(_PAGES, 16, 5_242_880), (), _held(draw, workers), tokens, tokens + 300, tokens)
+        ask = PlacementRequest(
+            f"r{number}", CacheablePrefix(_PAGES, 16, 5_242_880), (), _held(draw, workers), tokens, tokens + 300, tokens
+        )
         begin = time.perf_counter()
         view.begin(now)
         choice = placer.place(ask, view).choice
         taken.append(time.perf_counter() - begin)
-        if isinstance(choice, Plan):
+        if isinstance(choice, Placement):
             view.used(choice)
             name = AttemptName(ask.request, 1)
-            members.live(choice.prefill or choice.decode).promise(name, Prompt((_PAGES - choice.cached) * 16), now)
-            members.live(choice.decode).give(name, Work(number, _PAGES, tokens + 150.0, taken=_PAGES, tpot=0.1))
+            members.live(choice.prefill or choice.decode).promise(
+                name, PendingPrefill((_PAGES - choice.cached) * 16), now
+            )
+            members.live(choice.decode).give(
+                name, AssignedAttempt(number, _PAGES, tokens + 150.0, taken=_PAGES, tpot=0.1)
+            )
             running.append((now + 20.0, choice, name))
     return taken[decisions // 10 :]
 
 
-def _held(draw: random.Random, workers: int) -> dict[str, Match]:
+def _held(draw: random.Random, workers: int) -> dict[str, PrefixMatch]:
     """Who has how much of a prefix."""
     kind = draw.randrange(3)
     having = [] if kind == 0 else [draw.randrange(workers)] if kind == 1 else range(draw.randrange(4), workers, 4)
-    held: dict[str, Match] = {}
+    held: dict[str, PrefixMatch] = {}
     for worker in having:
         pages = draw.randrange(1, _PAGES)
-        held[f"w{worker}"] = Match(pages, {"GPU": pages})
-        held[f"s{worker // 8}"] = Match(pages, {"CPU": pages})
+        held[f"w{worker}"] = PrefixMatch(pages, {"GPU": pages})
+        held[f"s{worker // 8}"] = PrefixMatch(pages, {"CPU": pages})
     return held
 
 

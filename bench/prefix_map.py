@@ -25,9 +25,9 @@ import msgspec
 from baton.messages import Medium, Snapshot
 from bench import report
 from bench.neighbours import Neighbours
-from kvstore.events.changes import Change, Removed, Stored, page_runs, snapshot_parts
-from kvstore.events.wire_format import EncodedBatch, EventLog, decode
-from router.placement.prefix_lookup import Prefixes
+from kvstore.events.changes import CacheChange, PagesRemoved, PagesStored, page_runs, snapshot_parts
+from kvstore.events.wire_format import EncodedKvEventBatch, KvEventLog, decode
+from router.placement.prefix_lookup import KvIndex
 
 _PROMPT = 131_072 // 16  # pages of 128k tokens
 _PAGES_AN_EVENT, _EVENTS_A_BATCH = 64, 16
@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(world: World, runs: int, events: int, random_: random.Random) -> Iterator[report.Result]:
     report.say("restoring it")
     taken: list[tuple[float, float]] = []
-    full = Prefixes()
+    full = KvIndex()
     for _ in range(runs):
-        full = Prefixes()  # the last one goes before the next is made
+        full = KvIndex()  # the last one goes before the next is made
         taken.append(restore(full, world))
     walls, cpus = zip(*taken, strict=True)
     yield _judged(report.median_of("prefix_map", "restore from snapshots", "s", walls), 5.0, "low")
@@ -80,7 +80,7 @@ def measure(world: World, runs: int, events: int, random_: random.Random) -> Ite
     report.say("removing holders")
     removals = [_timed(partial(full.forget, holder)) for holder in list(world.snapshots)[: 2 * runs]]
     yield _judged(report.median_of("prefix_map", "removal of a holder", "s", removals), 1.0, "low")
-    full = Prefixes()
+    full = KvIndex()
     report.say("weighing it")
     yield _judged(report.Result("prefix_map", "memory a page (tracemalloc)", weigh(world), "bytes"), 300, "low")
 
@@ -88,7 +88,7 @@ def measure(world: World, runs: int, events: int, random_: random.Random) -> Ite
 # --- the cases --------------------------------------------------------------------------------------------------------
 
 
-def restore(prefixes: Prefixes, world: World) -> tuple[float, float]:
+def restore(prefixes: KvIndex, world: World) -> tuple[float, float]:
     """Seconds until an empty map knows everybody's pages, and how many of them we had a CPU for."""
     gc.collect()
     for holder in world.snapshots:
@@ -100,7 +100,7 @@ def restore(prefixes: Prefixes, world: World) -> tuple[float, float]:
     return time.perf_counter() - started, time.process_time() - busy
 
 
-def matches(prefixes: Prefixes, holders: Sequence[str], random_: random.Random) -> Iterator[report.Result]:
+def matches(prefixes: KvIndex, holders: Sequence[str], random_: random.Random) -> Iterator[report.Result]:
     """The longest match of a long prompt: where holders have more or less of it, and where tiers change at every page,
     so that there is nothing to compress."""
     for name, scattered, target in (
@@ -125,15 +125,15 @@ def matches(prefixes: Prefixes, holders: Sequence[str], random_: random.Random) 
 
 
 def event_rates(
-    prefixes: Prefixes, holders: Sequence[str], pages: int, runs: int, random_: random.Random
+    prefixes: KvIndex, holders: Sequence[str], pages: int, runs: int, random_: random.Random
 ) -> dict[str, list[float]]:
     """Pages a second, in batches as a busy publisher sends them: chains of pages of its own, pages that another holder
     has as well, and both removed again, children first."""
     rates: dict[str, list[float]] = {}
     for _ in range(runs):
         chains = [chain(_PAGES_AN_EVENT, random_) for _ in range(pages // _PAGES_AN_EVENT)]
-        stored: list[Change] = [Stored(b"", tuple(each)) for each in chains]
-        removed: list[Change] = [Removed(tuple(reversed(each))) for each in chains]
+        stored: list[CacheChange] = [PagesStored(b"", tuple(each)) for each in chains]
+        removed: list[CacheChange] = [PagesRemoved(tuple(reversed(each))) for each in chains]
         for name, holder, changes in (
             ("events in batches, stored", holders[0], stored),
             ("events in batches, stored where another has them", holders[1], stored),
@@ -146,7 +146,7 @@ def event_rates(
 
 
 def single_rates(
-    prefixes: Prefixes, holders: Sequence[str], pages: int, runs: int, random_: random.Random
+    prefixes: KvIndex, holders: Sequence[str], pages: int, runs: int, random_: random.Random
 ) -> dict[str, list[float]]:
     """The same where each batch has one event of one page: all that it costs is overhead."""
     rates: dict[str, list[float]] = {}
@@ -155,8 +155,8 @@ def single_rates(
         for _ in range(pages // _PAGES_AN_EVENT):
             keys = chain(_PAGES_AN_EVENT, random_)
             told_of += zip([b"", *keys], keys, strict=False)
-        stored = [[Stored(above, (key,))] for above, key in told_of]
-        removed = [[Removed((key,))] for _, key in reversed(told_of)]
+        stored = [[PagesStored(above, (key,))] for above, key in told_of]
+        removed = [[PagesRemoved((key,))] for _, key in reversed(told_of)]
         for name, holder, batches in (
             ("single-page events, stored", holders[0], stored),
             ("single-page events, stored where another has them", holders[1], stored),
@@ -173,7 +173,7 @@ def weigh(world: World) -> float:
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        prefixes = Prefixes()
+        prefixes = KvIndex()
         restore(prefixes, world)
         gc.collect()
         after = tracemalloc.get_traced_memory()[0]
@@ -211,12 +211,12 @@ def chain(pages: int, random_: random.Random) -> list[bytes]:
     return [packed[at : at + 16] for at in range(0, len(packed), 16)]
 
 
-def encoded(holder: str, batches: Iterable[Sequence[Change]]) -> list[EncodedBatch]:
-    log = EventLog(holder, "model", 0.0)
+def encoded(holder: str, batches: Iterable[Sequence[CacheChange]]) -> list[EncodedKvEventBatch]:
+    log = KvEventLog(holder, "model", 0.0)
     return [log.append([("CPU", changes)], 16, 0.0) for changes in batches]
 
 
-def told(prefixes: Prefixes, batches: Sequence[EncodedBatch]) -> float:
+def told(prefixes: KvIndex, batches: Sequence[EncodedKvEventBatch]) -> float:
     """Seconds until the map has taken these."""
     gc.collect()
     holder = decode(batches[0].topic, 0, batches[0].payload).holder

@@ -31,7 +31,7 @@ from msgspec import Struct
 from baton.errors import BatonError, ConfigError
 from bench import report
 from simulator import mooncake, timing
-from simulator.cluster import Cluster, Layout
+from simulator.cluster import Layout, SimulatedCluster
 from simulator.policies import OWN, POLICIES, placer
 from simulator.workloads import Wishes, trace
 
@@ -85,7 +85,7 @@ def run(cell: Cell, path: Path) -> Result:
     """Simulate a cell, whose trace is in `path`. Raises ConfigError."""
     began, commit = time.monotonic(), report.commit()
     times = timing.read(cell.model)
-    cluster = Cluster(
+    cluster = SimulatedCluster(
         Layout.parse(cell.cluster), times, times.configuration(_PAGE_SIZE, {}), cell.seed,
         placer(cell.policy, cell.seed, times.prefill_cost, times.step_cost, times.network),
     )  # fmt: skip

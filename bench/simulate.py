@@ -30,7 +30,7 @@ from baton.v1.explain_pb2 import ExplainResponse
 from deploy.commands import explain
 from router.frontend.responses import explained
 from simulator import faults, mooncake, policies, timing
-from simulator.cluster import Cluster, Layout
+from simulator.cluster import Layout, SimulatedCluster
 from simulator.lengths import Lengths
 from simulator.measure import Measures
 from simulator.workloads import Arrival, Bursts, Random, Wishes, trace
@@ -39,7 +39,7 @@ from simulator.workloads import Arrival, Bursts, Random, Wishes, trace
 class Slowest:
     """Explains the requests whose first tokens came last, as `baton explain` does."""
 
-    def __init__(self, cluster: Cluster, count: int) -> None:
+    def __init__(self, cluster: SimulatedCluster, count: int) -> None:
         self._cluster, self._count = cluster, count
         self._heap: list[tuple[float, str, ExplainResponse]] = []  # the quickest of them first
         cluster.measures.watch = self._ended
@@ -79,7 +79,9 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[ExplainResp
     config = model.configuration(args.page_size, dict(map(parse_override, args.set)))
     layout = Layout.parse(args.cluster, args.per_node)
     placer = policies.placer(args.policy, args.seed, model.prefill_cost, model.step_cost, model.network)
-    cluster = Cluster(layout, model, config, args.seed, placer, runs=not args.single_steps, routers=args.routers)
+    cluster = SimulatedCluster(
+        layout, model, config, args.seed, placer, runs=not args.single_steps, routers=args.routers
+    )
     faults.Faults(
         args.deaths, args.store_deaths, args.router_deaths, args.splits, args.split_seconds, args.loss, args.slow
     ).inject(cluster, args.seed)
@@ -102,7 +104,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[ExplainResp
     return result, found
 
 
-def report(cluster: Cluster, measures: Measures) -> dict[str, Any]:
+def report(cluster: SimulatedCluster, measures: Measures) -> dict[str, Any]:
     """All figures of a run; they depend on nothing but its arguments."""
     return {
         **measures.report(),

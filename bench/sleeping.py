@@ -28,7 +28,7 @@ def sleeping(times: timing.StepTimes) -> type[Engine]:
 
     class SleepingEngine(Engine):
         def step(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
-            time.sleep(timing.Work.of(chunks).seconds(times))
+            time.sleep(timing.StepWork.of(chunks).seconds(times))
             return [Sampled(1) if chunk.sample else None for chunk in chunks]
 
     return SleepingEngine

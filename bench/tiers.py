@@ -27,9 +27,9 @@ from baton import config
 from baton.errors import BatonError
 from bench import load, models, report
 from bench.workload import Planned
-from deploy.local import LocalCluster, Node
+from deploy.local import LocalCluster, LocalNode
 from engine.engine import layout_of
-from engine.models.config import ModelConfig
+from engine.models.config import ModelSpec
 
 PAGE_SIZE = 16
 COSTS_AT_MOST = 1.03
@@ -118,7 +118,7 @@ def _ask(address: str, plan: Sequence[Planned]) -> float:
 def _cluster(case: Case, directory: Path, disk: Path | None) -> LocalCluster:
     """Room for a third of the prefixes on the devices and in the arena."""
     path = models.directory(case.model)
-    model = ModelConfig.from_directory(path)
+    model = ModelSpec.from_directory(path)
     room = case.prefixes // 3 * (case.tokens // PAGE_SIZE + 2) * layout_of(model, "auto", PAGE_SIZE).page_bytes
     settings: dict[str, object] = {
         "model.path": str(path),
@@ -130,7 +130,7 @@ def _cluster(case: Case, directory: Path, disk: Path | None) -> LocalCluster:
         "decode.pool_bytes": room,
         "disk.path": str(disk) if disk else "",
     }
-    node = Node("local", enter=(sys.executable, "-m", "bench.throttled", *_SLOW) if case.slow and disk else ())
+    node = LocalNode("local", enter=(sys.executable, "-m", "bench.throttled", *_SLOW) if case.slow and disk else ())
     return LocalCluster(config.load(None, settings), directory, nodes=[node])
 
 

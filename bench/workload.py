@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from simulator.lengths import Lengths
-from simulator.mooncake import BLOCK, Line
+from simulator.mooncake import BLOCK, TraceLine
 
 _ARRIVALS, _PROMPTS, _OUTPUTS, _GROUPS, _TOKENS, _PREFIXES = range(6)  # names of the streams
 
@@ -73,7 +73,7 @@ def expand(hash_ids: Iterator[int] | Sequence[int], block: int, length: int, voc
 
 
 def from_trace(
-    lines: Iterable[Line], vocab: int, seed: int, time_scale: float, length_scale: float
+    lines: Iterable[TraceLine], vocab: int, seed: int, time_scale: float, length_scale: float
 ) -> Iterator[Planned]:
     """The trace's requests with their times and lengths multiplied. A hash id stands for `length_scale` times as many
     tokens too, so that the shared part of two prompts keeps its share."""

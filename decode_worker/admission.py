@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from decode_worker.growth_reserve import Headroom, Outlook
-from decode_worker.sequence import Phase, Sequence
-from kvstore.client.device_block_manager import DeviceCache
+from decode_worker.growth_reserve import GrowthOutlook, GrowthReserve
+from decode_worker.sequence import Sequence, SequencePhase
+from kvstore.client.device_block_manager import DeviceBlockManager
 
 
-class Admission:
+class SequenceAdmission:
     """Of newcomers, and of preempted sequences that are to be resumed."""
 
-    def __init__(self, cache: DeviceCache, headroom: Headroom, page_size: int) -> None:
+    def __init__(self, cache: DeviceBlockManager, headroom: GrowthReserve, page_size: int) -> None:
         self._cache, self._headroom, self._page_size = cache, headroom, page_size
 
     def displaced_by(
@@ -27,7 +27,7 @@ class Admission:
         """Which of the others must be preempted before `newcomer` has room, last in rank first; most often nobody. They
         are less urgent than it and come after it in rank. `spare` pages more than now would be available before that.
         None: there is no room, or one that was preempted and comes before it in rank has still to be resumed."""
-        if any(s.phase is Phase.PREEMPTED and s.rank < newcomer.rank for s in sequences):
+        if any(s.phase is SequencePhase.PREEMPTED and s.rank < newcomer.rank for s in sequences):
             return None
         staying = sorted((s for s in sequences if s.pages), key=lambda s: s.rank)
         leaving: list[Sequence] = []
@@ -63,10 +63,10 @@ class Admission:
         if sequence.generated > begun:
             self._headroom.ended(begun, sequence.generated, cut)
 
-    def _outlook(self, holder: Sequence) -> Outlook:
+    def _outlook(self, holder: Sequence) -> GrowthOutlook:
         return _outlook(holder, len(holder.pages), self._cache.sole(holder.pages))
 
 
-def _outlook(sequence: Sequence, pages: int, own: int) -> Outlook:
+def _outlook(sequence: Sequence, pages: int, own: int) -> GrowthOutlook:
     generated = sequence.generated
-    return Outlook(generated, sequence.max_tokens - generated, len(sequence.tokens), pages, own)
+    return GrowthOutlook(generated, sequence.max_tokens - generated, len(sequence.tokens), pages, own)

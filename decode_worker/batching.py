@@ -24,14 +24,14 @@ from __future__ import annotations
 from msgspec import Struct
 
 from decode_worker.sequence import Sequence
-from engine.batch import Chunk, Draw
-from engine.step import Plan
+from engine.batch import Chunk, TokenDraw
+from engine.step import ScheduledBatch
 
 _STRETCH = 4.0  # seconds that a long tail may be overtaken for each second that it takes
 _GRAIN = 128  # tokens: products have whole tiles, and two of them take less than most objectives for a step allow
 
 
-class Budget(Struct, frozen=True):
+class BatchBudget(Struct, frozen=True):
     """What a step may hold. `prompts` are tokens of tails, at least two grains, and `tails` those where all are short;
     `tokens` those of the whole step, except that tails always get two grains. `overdue`: since when a short tail must
     have waited to go before everything else; `rate`: prompt tokens computed per second; `grain`: tokens of which chunks
@@ -51,7 +51,7 @@ def grain(page_size: int) -> int:
     return min(page_size, _GRAIN)
 
 
-def plan_step(decoding: list[Sequence], tails: list[Sequence], budget: Budget) -> Plan:
+def plan_step(decoding: list[Sequence], tails: list[Sequence], budget: BatchBudget) -> ScheduledBatch:
     """Chunks for the running sequences, each of which must hold the pages that its known tokens need: those with one
     token to compute, and those with more."""
     if len(decoding) > budget.tokens:
@@ -62,7 +62,7 @@ def plan_step(decoding: list[Sequence], tails: list[Sequence], budget: Budget) -
     return plan
 
 
-def _share(tails: list[Sequence], budget: Budget, room: int) -> list[tuple[Sequence, int]]:
+def _share(tails: list[Sequence], budget: BatchBudget, room: int) -> list[tuple[Sequence, int]]:
     """How many tokens of which tails. `room` is what the step has left for them."""
     whole = budget.grain
     short = sorted((s for s in tails if s.pending <= whole), key=lambda s: s.rank)
@@ -103,9 +103,9 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
     return Chunk(sequence.tokens[start:end], start, sequence.pages, draw)
 
 
-def _draw(sequence: Sequence) -> Draw:
+def _draw(sequence: Sequence) -> TokenDraw:
     wanted = sequence.sampling
-    return Draw(
+    return TokenDraw(
         temperature=wanted.temperature,
         top_p=wanted.top_p,
         top_k=wanted.top_k,

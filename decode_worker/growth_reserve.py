@@ -43,7 +43,7 @@ _HORIZONS = 32  # moments at which the pool is looked at
 _MARGIN = 1.0  # standard deviations: z
 
 
-class Outlook(Struct, frozen=True):
+class GrowthOutlook(Struct, frozen=True):
     """A sequence that holds pages, as far as its future is concerned."""
 
     generated: int  # output tokens it has
@@ -53,19 +53,19 @@ class Outlook(Struct, frozen=True):
     own: int  # of these, what nobody else refers to
 
 
-class Headroom(Protocol):
+class GrowthReserve(Protocol):
     """A rule for the pages to keep free; tests compare others with ours."""
 
     def ended(self, begun: int, generated: int, cut: bool) -> None:
         """A sequence that began with `begun` output tokens has ended with `generated`; `cut`: it would have gone on."""
         ...
 
-    def needed(self, holders: Sequence[Outlook], page_size: int) -> int:
+    def needed(self, holders: Sequence[GrowthOutlook], page_size: int) -> int:
         """Pages that should be free for what these sequences are going to take."""
         ...
 
 
-class LearnedHeadroom:
+class LearnedGrowthReserve:
     """Outputs that ended, and the rule."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class LearnedHeadroom:
         self._widths: _Vector = np.append(widths, np.inf)
 
     def ended(self, begun: int, generated: int, cut: bool) -> None:
-        """See `Headroom`."""
+        """See `GrowthReserve`."""
         keep = 1 - 1 / _REMEMBERED
         self._ends *= keep
         self._seen *= keep
@@ -88,8 +88,8 @@ class LearnedHeadroom:
         if not cut:
             self._ends[np.searchsorted(_EDGES, generated, side="left") - 1 if generated else 0] += 1
 
-    def needed(self, holders: Sequence[Outlook], page_size: int) -> int:
-        """See `Headroom`. O(sequences · horizons)."""
+    def needed(self, holders: Sequence[GrowthOutlook], page_size: int) -> int:
+        """See `GrowthReserve`. O(sequences · horizons)."""
         if not holders:
             return 0
         columns = np.array([(o.generated, o.left, o.known, o.pages, o.own) for o in holders], dtype=np.float64)

@@ -18,61 +18,61 @@ from msgspec.structs import replace
 from baton.clock import Tick
 from baton.config import DecodeConfig
 from baton.errors import BatonError, MalformedMessage, NonFiniteLogits
-from baton.membership import OwnerLost, Say
+from baton.membership import RouterLost, SendToRouter
 from baton.messages import (
     Accepted,
+    AttemptFailed,
     AttemptName,
     Cancel,
     Decode,
     Delta,
-    Failed,
+    FetchIncomplete,
     FinishReason,
-    Have,
     Heartbeat,
-    Load,
+    LoadReport,
     LowerTier,
+    PageSource,
     Refused,
     Resend,
     RouterHeartbeat,
-    Source,
     Started,
     StepSample,
     TokenLogprob,
     Tokens,
 )
-from baton.router_fairness import Turns
+from baton.router_fairness import RouterFairness
 from baton.store_protocol import StoreReply
-from baton.waits import Wait
-from decode_worker.admission import Admission
-from decode_worker.batching import Budget, grain, plan_step
-from decode_worker.growth_reserve import Headroom, LearnedHeadroom
-from decode_worker.sequence import Phase, Sequence
-from decode_worker.step_budget import Rows, Tempo
-from decode_worker.write_through import Shipments
+from baton.waits import WaitEdge
+from decode_worker.admission import SequenceAdmission
+from decode_worker.batching import BatchBudget, grain, plan_step
+from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
+from decode_worker.sequence import Sequence, SequencePhase
+from decode_worker.step_budget import DecodeRows, StepBudget
+from decode_worker.write_through import WriteThrough
 from engine.batch import Sampled
-from engine.step import Plan, StepDone, StepFailed
-from engine.step_timing import WorkerPace
-from kvstore.client.device_block_manager import DeviceCache
+from engine.step import ScheduledBatch, StepDone, StepFailed
+from engine.step_timing import WorkerStepTimes
+from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import (
-    Call,
+    CallStore,
     CopiedIn,
     CopiedOut,
     Copy,
     CopyQueue,
-    Fetch,
+    PageFetch,
     StoreLost,
     StoreUp,
     TransferEvent,
 )
 from kvstore.keys import unpack_tokens
-from kvstore.load_or_recompute import Loading, choose
+from kvstore.load_or_recompute import LoadInProgress, choose
 
 _LEVELS = 8  # of priority to either side of 0; beyond them no request is more, or less, urgent
 
-Command: TypeAlias = Say | Call
-Event: TypeAlias = (
+DecodeCommand: TypeAlias = SendToRouter | CallStore
+DecodeEvent: TypeAlias = (
     Decode | Cancel | Resend | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
-    | OwnerLost | Tick | StepDone | StepFailed
+    | RouterLost | Tick | StepDone | StepFailed
 )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ class DecodeStats:
     load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
 
 
-class DecodeState:
+class DecodeScheduler:
     """The sequences of one decode worker and the device pages they own."""
 
     def __init__(
@@ -107,7 +107,7 @@ class DecodeState:
         num_pages: int,
         *,
         event_tokens: bool = False,
-        headroom: Headroom | None = None,
+        headroom: GrowthReserve | None = None,
         calibration: Items[StepSample] = (),
         vocab_size: int | None = None,
     ) -> None:
@@ -117,17 +117,17 @@ class DecodeState:
         self._config = config
         self._vocab_size = vocab_size
         self._page_size, self._grain = page_size, grain(page_size)
-        self._cache = DeviceCache(num_pages, tell_tokens=event_tokens)
+        self._cache = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
         self._sequences: dict[str, Sequence] = {}  # by request: one attempt each
-        self._admission = Admission(self._cache, headroom or LearnedHeadroom(), page_size)
-        self._turns = Turns()
-        self._pace = WorkerPace(calibration)
-        self._tempo = Tempo(config, self._pace)
+        self._admission = SequenceAdmission(self._cache, headroom or LearnedGrowthReserve(), page_size)
+        self._turns = RouterFairness()
+        self._pace = WorkerStepTimes(calibration)
+        self._tempo = StepBudget(config, self._pace)
         self._fetching: dict[int, Sequence] = {}  # by ticket
         self._copies = CopyQueue()  # of fetches
         self._tickets = itertools.count(1)
-        self._shipments = Shipments(self._cache, self._tickets, page_size)
+        self._shipments = WriteThrough(self._cache, self._tickets, page_size)
         self._arrivals = itertools.count()
         self._store_up = False
         self._page_bytes = 0
@@ -142,7 +142,7 @@ class DecodeState:
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float, router: str = "") -> list[Command]:
+    def handle(self, event: DecodeEvent, now: float, router: str = "") -> list[DecodeCommand]:
         """Take one event; what it changes elsewhere comes back as commands, in order. `router`: the incarnation of the
         router that said it, where one did; it decides about what it has ordered itself, and about nothing else."""
         match event:
@@ -158,7 +158,7 @@ class DecodeState:
                 keep = frozenset(listed)
                 gone = [s for s in self._owned_by(router) if s.name not in keep]
                 return [command for sequence in gone for command in self._forget(sequence, cut=False)]
-            case OwnerLost(router=owner):
+            case RouterLost(router=owner):
                 self._turns.admitted(owner)
                 gone = list(self._owned_by(owner))
                 return [command for sequence in gone for command in self._forget(sequence, cut=True)]
@@ -184,15 +184,15 @@ class DecodeState:
         sequence = self._sequences.get(name.request)
         return sequence if sequence is not None and sequence.name == name and sequence.owner == router else None
 
-    def _decode(self, order: Decode, router: str, now: float) -> list[Command]:
+    def _decode(self, order: Decode, router: str, now: float) -> list[DecodeCommand]:
         name = AttemptName(order.request, order.attempt)
-        commands: list[Command] = []
+        commands: list[DecodeCommand] = []
         priority = max(-_LEVELS, min(order.priority, _LEVELS))
         urgency = now + priority * self._config.ageing_ms / 1_000
         if (old := self._sequences.get(order.request)) is not None:
             if old.owner != router:
                 message = f"request {order.request!r} is another router's"
-                return [Say(Failed(*_named(name), MalformedMessage.reason, message), router)]
+                return [SendToRouter(AttemptFailed(*_named(name), MalformedMessage.reason, message), router)]
             if old.name.attempt >= order.attempt:
                 return []
             commands += self._forget(old, cut=True)
@@ -200,10 +200,10 @@ class DecodeState:
         try:
             tokens = unpack_tokens(order.tokens, self._vocab_size)
         except BatonError as error:
-            return [*commands, Say(Failed(*_named(name), error.reason, str(error)), router)]
+            return [*commands, SendToRouter(AttemptFailed(*_named(name), error.reason, str(error)), router)]
         if not order.prompt <= len(tokens) < order.prompt + order.max_tokens:
             message = f"{len(tokens)} tokens with a prompt of {order.prompt} and {order.max_tokens} to generate"
-            return [*commands, Say(Failed(*_named(name), MalformedMessage.reason, message), router)]
+            return [*commands, SendToRouter(AttemptFailed(*_named(name), MalformedMessage.reason, message), router)]
         sequence = Sequence(
             name=name,
             owner=router,
@@ -227,22 +227,25 @@ class DecodeState:
         most = -(-(order.prompt + order.max_tokens) // self._page_size)
         if most > self._num_pages:
             message = f"prompt and output take up to {most} pages and this worker has {self._num_pages}"
-            return [*commands, Say(Refused(*_named(name), "too_large", message), router)]
+            return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
         waits = self._turns.must_wait(router, self._held(), now)
         if waits or (made := self._make_room(sequence)) is None:
             self._turns.refused(router, now)
-            return [*commands, Say(Refused(*_named(name), "busy", f"{self._cache.available} pages are free"), router)]
+            return [
+                *commands,
+                SendToRouter(Refused(*_named(name), "busy", f"{self._cache.available} pages are free"), router),
+            ]
         commands += made
         self._turns.admitted(router)
         self._sequences[order.request] = sequence
         sequence.device_pages = sequence.computed // self._page_size
         self._device_pages += sequence.device_pages
-        commands.append(Say(Accepted(*_named(name), sequence.device_pages), router))
+        commands.append(SendToRouter(Accepted(*_named(name), sequence.device_pages), router))
         return commands + self._begin(sequence, order.fetch, now)
 
     # --- admission ----------------------------------------------------------------------------------------------
 
-    def _make_room(self, newcomer: Sequence) -> list[Command] | None:
+    def _make_room(self, newcomer: Sequence) -> list[DecodeCommand] | None:
         """Reserve pages for a newcomer, if need be those of less urgent sequences; none, and no change, if there is no
         room."""
         leaving = self._admission.displaced_by(newcomer, self._sequences.values(), self._shipments.spare)
@@ -263,7 +266,7 @@ class DecodeState:
     def _holders(self) -> list[Sequence]:
         return [s for s in self._sequences.values() if s.pages]
 
-    def _give_up_shipment(self) -> list[Command]:
+    def _give_up_shipment(self) -> list[DecodeCommand]:
         """What is written through only for others' sake makes room."""
         given_up = self._shipments.give_up()
         assert given_up is not None, "there is room, and nothing holds it"
@@ -282,7 +285,7 @@ class DecodeState:
         sequence.shipped = max(sequence.shipped, cached)
         return True
 
-    def _begin(self, sequence: Sequence, goal: int, now: float) -> list[Command]:
+    def _begin(self, sequence: Sequence, goal: int, now: float) -> list[DecodeCommand]:
         """Fetch the pages from the cached prefix up to `goal`, or run at once where no full one is to be fetched."""
         have, full = sequence.computed // self._page_size, len(sequence.reusable_keys())
         keys = sequence.fetchable_keys()[have:goal]
@@ -290,27 +293,27 @@ class DecodeState:
             return self._run(sequence, now)
         if not self._store_up:
             return self._end_fetch(sequence, "the node's store is gone", now)
-        sources = [Source(s.store, s.endpoint, s.pages - have) for s in sequence.sources if s.pages > have]
+        sources = [PageSource(s.store, s.endpoint, s.pages - have) for s in sequence.sources if s.pages > have]
         pages = sequence.pages[have : have + len(keys)]
         partial = have + len(keys) > full
         parent = sequence.parent_of(have)
-        fetch = Fetch(self._tickets, keys, pages, sequence.awaited, parent, sources, partial=partial)
-        sequence.phase, sequence.fetch, sequence.progress = Phase.FETCHING, fetch, now
+        fetch = PageFetch(self._tickets, keys, pages, sequence.awaited, parent, sources, partial=partial)
+        sequence.phase, sequence.fetch, sequence.progress = SequencePhase.FETCHING, fetch, now
         self._fetching |= dict.fromkeys(fetch.tickets, sequence)
-        return [Call(call) for call in fetch.start()]
+        return [CallStore(call) for call in fetch.start()]
 
-    def _run(self, sequence: Sequence, now: float) -> list[Command]:
-        sequence.phase = Phase.RUNNING
+    def _run(self, sequence: Sequence, now: float) -> list[DecodeCommand]:
+        sequence.phase = SequencePhase.RUNNING
         sequence.joined, sequence.tail = now, sequence.pending
         loading = sequence.loading
         predicted, took = (loading.predicted, loading.seconds) if loading else (0.0, 0.0)
         pages = (sequence.device_pages, sequence.fetched_pages)
         started = Started(*_named(sequence.name), *pages, int(predicted * 1_000), int(took * 1_000))
-        return [Say(started, sequence.owner)]
+        return [SendToRouter(started, sequence.owner)]
 
     # --- transfers ----------------------------------------------------------------------------------------------
 
-    def _transfer(self, event: TransferEvent, now: float) -> list[Command]:
+    def _transfer(self, event: TransferEvent, now: float) -> list[DecodeCommand]:
         """Something about a ticket; one that we have forgotten meanwhile means nothing any more."""
         ticket = getattr(event, "ticket", 0)
         if isinstance(event, CopiedIn | CopiedOut):
@@ -319,7 +322,7 @@ class DecodeState:
             self._copying = now
         if (sequence := self._fetching.get(ticket)) is not None and sequence.fetch is not None:
             fetch, before = sequence.fetch, sequence.fetch.covered
-            commands: list[Command] = [*self._copies.add(fetch.handle(event))]
+            commands: list[DecodeCommand] = [*self._copies.add(fetch.handle(event))]
             sequence.progress = now
             self._count_fetched(sequence, fetch.covered - before)
             if fetch.undecided:
@@ -327,14 +330,14 @@ class DecodeState:
             return commands + (self._end_fetch(sequence, "the store has no more", now) if fetch.ended else [])
         return [*self._shipments.handle(ticket, event)]
 
-    def _decide(self, sequence: Sequence, fetch: Fetch, now: float) -> list[Command]:
+    def _decide(self, sequence: Sequence, fetch: PageFetch, now: float) -> list[DecodeCommand]:
         """How much of a cached prefix that lower tiers have is worth loading."""
         runs = fetch.runs
         choice = choose(runs, self._page_bytes, self._page_size, self._pace.rate(sequence.computed))
         if choice.pages:
-            sequence.loading = Loading(choice, runs, now)
+            sequence.loading = LoadInProgress(choice, runs, now)
             sequence.loaded_from = fetch.here
-        return [Call(call) for call in fetch.decide(choice.pages)]
+        return [CallStore(call) for call in fetch.decide(choice.pages)]
 
     def _count_fetched(self, sequence: Sequence, count: int) -> None:
         if not count:
@@ -346,7 +349,7 @@ class DecodeState:
         sequence.fetched_pages += count
         self._fetched_pages += count
 
-    def _end_fetch(self, sequence: Sequence, why: str, now: float) -> list[Command]:
+    def _end_fetch(self, sequence: Sequence, why: str, now: float) -> list[DecodeCommand]:
         """No more pages will come. A prefix that was merely cached is computed instead, as is the rest of a page; full
         pages that a prefill worker was to make are the router's to decide about."""
         complete = sequence.fetch is not None and sequence.fetch.complete
@@ -359,11 +362,11 @@ class DecodeState:
         full = sequence.computed // self._page_size == len(sequence.reusable_keys())
         if complete or full or not sequence.awaited:
             return commands + self._run(sequence, now)
-        sequence.phase = Phase.SHORT
-        have = Have(*_named(sequence.name), sequence.computed // self._page_size, why)
-        return [*commands, Say(have, sequence.owner)]
+        sequence.phase = SequencePhase.SHORT
+        have = FetchIncomplete(*_named(sequence.name), sequence.computed // self._page_size, why)
+        return [*commands, SendToRouter(have, sequence.owner)]
 
-    def _drop_fetch(self, sequence: Sequence) -> list[Command]:
+    def _drop_fetch(self, sequence: Sequence) -> list[DecodeCommand]:
         """Stop a fetch: its copies that have not been handed out are not made."""
         fetch, sequence.fetch = sequence.fetch, None
         if fetch is None:
@@ -371,11 +374,11 @@ class DecodeState:
         for ticket in fetch.tickets:
             del self._fetching[ticket]
             self._copies.drop(ticket)
-        return [Call(call) for call in fetch.forget()]
+        return [CallStore(call) for call in fetch.forget()]
 
-    def _store_lost(self, now: float) -> list[Command]:
+    def _store_lost(self, now: float) -> list[DecodeCommand]:
         self._store_up = False
-        commands: list[Command] = [*self._shipments.end_all()]
+        commands: list[DecodeCommand] = [*self._shipments.end_all()]
         for sequence in self._sequences.values():
             if sequence.fetch is not None:
                 commands += self._end_fetch(sequence, "the node's store is gone", now)
@@ -403,23 +406,23 @@ class DecodeState:
     @property
     def busy(self) -> bool:
         """There is something to do without waiting for a message."""
-        running = any(s.phase is Phase.RUNNING for s in self._sequences.values())
+        running = any(s.phase is SequencePhase.RUNNING for s in self._sequences.values())
         return running or bool(self._copies) or self._shipments.copying
 
-    def prepare(self, now: float) -> list[Command]:
+    def prepare(self, now: float) -> list[DecodeCommand]:
         """Before a plan: give every running sequence the pages that its known tokens need, at the cost of the last in
         rank where none are left; then resume preempted ones, in order of rank, as far as there is room."""
-        commands: list[Command] = []
-        lacking = [s for s in self._sequences.values() if s.phase is Phase.RUNNING and s.needs > len(s.pages)]
+        commands: list[DecodeCommand] = []
+        lacking = [s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.needs > len(s.pages)]
         for sequence in sorted(lacking, key=lambda s: s.rank):
-            while sequence.phase is Phase.RUNNING and (missing := sequence.needs - len(sequence.pages)):
+            while sequence.phase is SequencePhase.RUNNING and (missing := sequence.needs - len(sequence.pages)):
                 if (grown := self._cache.grow(missing)) is not None:
                     sequence.pages += grown
                 elif (given_up := self._shipments.give_up()) is not None:
                     commands += given_up
                 else:
                     commands += self._preempt(max(self._holders(), key=lambda s: s.rank))
-        preempted = (s for s in self._sequences.values() if s.phase is Phase.PREEMPTED)
+        preempted = (s for s in self._sequences.values() if s.phase is SequencePhase.PREEMPTED)
         for sequence in sorted(preempted, key=lambda s: s.rank):
             if not self._admission.fits(sequence, self._holders()):
                 break
@@ -428,39 +431,39 @@ class DecodeState:
             commands += self._begin(sequence, len(sequence.keys) if self._store_up else 0, now)
         return commands
 
-    def plan(self, now: float) -> Plan:
+    def plan(self, now: float) -> ScheduledBatch:
         """The next step; empty when nothing runs."""
         self._planned = now
         decoding: list[Sequence] = []
         tails: list[Sequence] = []
         for sequence in self._sequences.values():
-            if sequence.phase is Phase.RUNNING:
+            if sequence.phase is SequencePhase.RUNNING:
                 (decoding if sequence.pending == 1 else tails).append(sequence)
         if not tails:
             self._put_off = False
-            return plan_step(decoding, tails, Budget(self._config.step_tokens))
+            return plan_step(decoding, tails, BatchBudget(self._config.step_tokens))
         rows = _rows(decoding)
         context = max(s.computed for s in tails)
         prompts = self._tempo.prompt_tokens(rows, context, self._grain)
         self._put_off = not self._put_off and self._tempo.holds_up(rows, now - self._stepped)
         parts = 0 if self._put_off else self._tempo.tail_tokens(rows, context, self._grain)
         overdue = now - self._config.first_step_ms / 1_000
-        budget = Budget(self._config.step_tokens, prompts, parts, overdue, self._pace.rate(), self._grain)
+        budget = BatchBudget(self._config.step_tokens, prompts, parts, overdue, self._pace.rate(), self._grain)
         return plan_step(decoding, tails, budget)
 
-    def alike(self, plan: Plan) -> int:
+    def alike(self, plan: ScheduledBatch) -> int:
         """How many steps in a row may run this plan, each row feeding on its own last token, and come to the same as if
         each had been planned by itself, while nothing comes in and no stop token is drawn: nobody waits for a turn, a
         copy or its first token, or comes to the end of its page or to `max_tokens`."""
-        waits = any(s.phase is Phase.RUNNING and s.name not in plan for s in self._sequences.values())
+        waits = any(s.phase is SequencePhase.RUNNING and s.name not in plan for s in self._sequences.values())
         if waits or self._copies or self._shipments.copying:
             return 1
         return min(self._sequences[name.request].steps_alike(chunk.end) for name, chunk in plan.items())
 
-    def _decoding(self) -> Rows:
-        return _rows([s for s in self._sequences.values() if s.phase is Phase.RUNNING and s.pending == 1])
+    def _decoding(self) -> DecodeRows:
+        return _rows([s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.pending == 1])
 
-    def _preempt(self, sequence: Sequence) -> list[Command]:
+    def _preempt(self, sequence: Sequence) -> list[DecodeCommand]:
         """Forget its device pages. What was published stays cached as long as there is room, and in the store. One
         whose fetch ended short waits for the router all the same."""
         commands = self._drop_fetch(sequence)
@@ -468,14 +471,14 @@ class DecodeState:
         self._cache.free(sequence.pages)
         sequence.pages = []
         sequence.computed = sequence.published = 0
-        if sequence.phase is Phase.SHORT:
+        if sequence.phase is SequencePhase.SHORT:
             return commands
-        sequence.phase = Phase.PREEMPTED
+        sequence.phase = SequencePhase.PREEMPTED
         sequence.sources, sequence.loading = (), None
         sequence.awaited = False  # what the store has by then is taken, the rest is computed here
         return commands
 
-    def _step_done(self, done: StepDone, now: float) -> list[Command]:
+    def _step_done(self, done: StepDone, now: float) -> list[DecodeCommand]:
         plan, steps = done.plan, 1 + len(done.more)
         seconds = (now - self._planned) / steps
         self._step += steps
@@ -484,7 +487,7 @@ class DecodeState:
         if all(len(chunk.tokens) <= self._grain for chunk in plan.values()):
             self._tempo.stepped(sample, steps)
         deltas: dict[str, list[Delta]] = {}  # by owner
-        commands: list[Command] = []
+        commands: list[DecodeCommand] = []
         for index, ((name, chunk), drawn) in enumerate(zip(plan.items(), done.sampled, strict=True)):
             sequence = self._sequences[name.request]
             if chunk.start < sequence.prompt:
@@ -495,7 +498,9 @@ class DecodeState:
             if drawn is not None and not all(each.finite for each in (drawn, *(step[index] for step in done.more))):
                 commands += self._forget(sequence, cut=True)  # none of this step's pages is cached
                 message = f"the logits of token {chunk.end} are not finite; look at the checkpoint and its dtype"
-                commands.append(Say(Failed(*_named(name), NonFiniteLogits.reason, message), sequence.owner))
+                commands.append(
+                    SendToRouter(AttemptFailed(*_named(name), NonFiniteLogits.reason, message), sequence.owner)
+                )
                 continue
             if drawn is None:
                 sequence.computed = chunk.end
@@ -508,10 +513,10 @@ class DecodeState:
                 commands += self._shipments.ship(sequence)
             if sequence.finish is not None:
                 self._admission.ended(sequence, cut=sequence.finish == "length")
-                sequence.phase = Phase.ENDED
+                sequence.phase = SequencePhase.ENDED
                 self._cache.free(sequence.pages)
                 sequence.pages = []
-        return [*(Say(Tokens(self._step, tuple(each)), owner) for owner, each in deltas.items()), *commands]
+        return [*(SendToRouter(Tokens(self._step, tuple(each)), owner) for owner, each in deltas.items()), *commands]
 
     def _append(self, sequence: Sequence, drawn: Items[Sampled]) -> Delta:
         """What was drawn belongs to the sequence up to the token that ends it."""
@@ -539,17 +544,17 @@ class DecodeState:
             sequence.pages[page] = self._cache.merged(key, sequence.pages[page])
             sequence.published = page + 1
 
-    def _step_failed(self, plan: Plan, message: str) -> list[Command]:
-        commands: list[Command] = []
+    def _step_failed(self, plan: ScheduledBatch, message: str) -> list[DecodeCommand]:
+        commands: list[DecodeCommand] = []
         for name in plan:
             sequence = self._sequences[name.request]
             commands += self._forget(sequence, cut=True)
-            commands.append(Say(Failed(*_named(name), "internal", message), sequence.owner))
+            commands.append(SendToRouter(AttemptFailed(*_named(name), "internal", message), sequence.owner))
         return commands
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
-    def _resend(self, sequence: Sequence, position: int) -> list[Command]:
+    def _resend(self, sequence: Sequence, position: int) -> list[DecodeCommand]:
         position = min(max(position, sequence.first_new), len(sequence.tokens))
         tokens = tuple(sequence.tokens[position:])
         if not tokens and sequence.finish is None:
@@ -557,28 +562,28 @@ class DecodeState:
         logprobs = tuple(sequence.logprobs[position - sequence.first_new :])
         computed = sequence.prompt_computed if position == sequence.first_new else 0
         delta = Delta(*_named(sequence.name), position, tokens, logprobs, sequence.finish, computed)
-        return [Say(Tokens(self._step, (delta,)), sequence.owner)]
+        return [SendToRouter(Tokens(self._step, (delta,)), sequence.owner)]
 
-    def _forget(self, sequence: Sequence, cut: bool) -> list[Command]:
+    def _forget(self, sequence: Sequence, cut: bool) -> list[DecodeCommand]:
         """Free everything it holds. Its complete pages stay cached, which is what makes a new attempt cheap. `cut`: its
         request goes on elsewhere, so its output would have been longer."""
         commands = self._drop_fetch(sequence)
-        if sequence.phase is not Phase.ENDED:
+        if sequence.phase is not SequencePhase.ENDED:
             self._admission.ended(sequence, cut)
         self._cache.free(sequence.pages)
         sequence.pages = []
         del self._sequences[sequence.name.request]
         return commands
 
-    def _tick(self, now: float, paused: float) -> list[Command]:
+    def _tick(self, now: float, paused: float) -> list[DecodeCommand]:
         self._copying = now
-        commands: list[Command] = []
+        commands: list[DecodeCommand] = []
         for sequence in list(self._sequences.values()):
             sequence.progress += paused
-            if sequence.deadline is not None and now > sequence.deadline and sequence.phase is not Phase.ENDED:
+            if sequence.deadline is not None and now > sequence.deadline and sequence.phase is not SequencePhase.ENDED:
                 commands += self._forget(sequence, cut=False)
-                failed = Failed(*_named(sequence.name), "deadline", "the request's deadline has passed")
-                commands.append(Say(failed, sequence.owner))
+                failed = AttemptFailed(*_named(sequence.name), "deadline", "the request's deadline has passed")
+                commands.append(SendToRouter(failed, sequence.owner))
             elif sequence.fetch is not None and now - sequence.progress > self._config.fetch_ms / 1_000:
                 commands += self._end_fetch(sequence, f"no page came for {self._config.fetch_ms} ms", now)
         return commands
@@ -586,13 +591,13 @@ class DecodeState:
     # --- what others read ---------------------------------------------------------------------------------------
 
     @property
-    def cache(self) -> DeviceCache:
+    def cache(self) -> DeviceBlockManager:
         """For its KV events and its snapshot; never to change it."""
         return self._cache
 
     def attempts(self, router: str) -> frozenset[AttemptName]:
         """Those of this router that have not ended."""
-        return frozenset(s.name for s in self._owned_by(router) if s.phase is not Phase.ENDED)
+        return frozenset(s.name for s in self._owned_by(router) if s.phase is not SequencePhase.ENDED)
 
     @property
     def tickets(self) -> tuple[int, ...]:
@@ -613,22 +618,24 @@ class DecodeState:
         others = _load([sequence for sequence in sequences if sequence.owner != router])
         return Heartbeat(heard, load, self._step, attempts=attempts, others=others)
 
-    def waits(self, me: str) -> Iterator[Wait]:
+    def waits(self, me: str) -> Iterator[WaitEdge]:
         """Yield the edges of the wait-for graph that this worker knows; for tests. `me`: its incarnation."""
         holders = [sequence.name.request for sequence in self._holders()]
         for sequence in self._sequences.values():
             node = ("sequence", me, sequence.name.request)
             if sequence.fetch is not None:
                 yield from ((node, ("ticket", me, ticket)) for ticket in sequence.fetch.tickets)
-            elif sequence.phase is Phase.PREEMPTED:
+            elif sequence.phase is SequencePhase.PREEMPTED:
                 yield from ((node, ("sequence", me, other)) for other in holders)
 
     def stats(self) -> DecodeStats:
         phases = [s.phase for s in self._sequences.values()]
         return DecodeStats(
-            running=sum(phase is Phase.RUNNING for phase in phases),
-            waiting=sum(phase in (Phase.FETCHING, Phase.SHORT, Phase.PREEMPTED) for phase in phases),
-            ended=sum(phase is Phase.ENDED for phase in phases),
+            running=sum(phase is SequencePhase.RUNNING for phase in phases),
+            waiting=sum(
+                phase in (SequencePhase.FETCHING, SequencePhase.SHORT, SequencePhase.PREEMPTED) for phase in phases
+            ),
+            ended=sum(phase is SequencePhase.ENDED for phase in phases),
             pages_free=self._cache.available,
             pages_total=self._num_pages,
             preemptions=self._preemptions,
@@ -649,29 +656,31 @@ class DecodeState:
         for sequence in self._sequences.values():
             assert sequence.computed <= len(sequence.tokens), sequence.name
             assert sequence.computed <= len(sequence.pages) * self._page_size or not sequence.pages, sequence.name
-            assert (sequence.phase is Phase.FETCHING) == (sequence.fetch is not None), sequence.name
-            if sequence.phase in (Phase.PREEMPTED, Phase.ENDED):
+            assert (sequence.phase is SequencePhase.FETCHING) == (sequence.fetch is not None), sequence.name
+            if sequence.phase in (SequencePhase.PREEMPTED, SequencePhase.ENDED):
                 assert not sequence.pages, sequence.name
-            if sequence.phase in (Phase.FETCHING, Phase.RUNNING):
+            if sequence.phase in (SequencePhase.FETCHING, SequencePhase.RUNNING):
                 assert sequence.pages, sequence.name
         assert set(self._fetching) == {t for s in self._sequences.values() if s.fetch for t in s.fetch.tickets}
         assert self._copies.tickets <= set(self._fetching)
         self._shipments.validate()
 
 
-def _load(sequences: Collection[Sequence]) -> Load:
+def _load(sequences: Collection[Sequence]) -> LoadReport:
     """What these make of our load."""
-    running = [s for s in sequences if s.phase is Phase.RUNNING]
-    return Load(
+    running = [s for s in sequences if s.phase is SequencePhase.RUNNING]
+    return LoadReport(
         running=len(running),
-        waiting=sum(s.phase in (Phase.FETCHING, Phase.SHORT, Phase.PREEMPTED) for s in sequences),
-        tokens_queued=sum(s.pending for s in sequences if s.phase is not Phase.ENDED and s.pending > 1),
+        waiting=sum(
+            s.phase in (SequencePhase.FETCHING, SequencePhase.SHORT, SequencePhase.PREEMPTED) for s in sequences
+        ),
+        tokens_queued=sum(s.pending for s in sequences if s.phase is not SequencePhase.ENDED and s.pending > 1),
         context=sum(len(s.tokens) for s in running),
     )
 
 
-def _rows(decoding: Collection[Sequence]) -> Rows:
-    return Rows(len(decoding), sum([len(s.tokens) for s in decoding]))
+def _rows(decoding: Collection[Sequence]) -> DecodeRows:
+    return DecodeRows(len(decoding), sum([len(s.tokens) for s in decoding]))
 
 
 def _finish(sequence: Sequence, token: int) -> FinishReason | None:

@@ -20,13 +20,13 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.messages import AttemptHeld, AttemptName, FinishReason, Sampling, Source, TokenLogprob
-from kvstore.client.transfer import Fetch
+from baton.messages import AttemptHeld, AttemptName, FinishReason, PageSource, SamplingParams, TokenLogprob
+from kvstore.client.transfer import PageFetch
 from kvstore.keys import cacheable_pages, pack_tokens, page_keys, partial_key, split_keys
-from kvstore.load_or_recompute import Loading
+from kvstore.load_or_recompute import LoadInProgress
 
 
-class Phase(Enum):
+class SequencePhase(Enum):
     FETCHING = "fetching"
     SHORT = "short"
     RUNNING = "running"
@@ -43,7 +43,7 @@ class Sequence:
     tokens: list[int]
     prompt: int  # how many of the tokens are the prompt
     max_tokens: int  # output tokens over all attempts
-    sampling: Sampling
+    sampling: SamplingParams
     stop_token_ids: frozenset[int]
     urgency: float  # seconds: when its request came here, later by `decode.ageing_ms` for each level of priority
     priority: int
@@ -51,7 +51,7 @@ class Sequence:
     page_size: int
     owner: str = ""  # incarnation of the router that ordered it
     deadline: float | None = None
-    phase: Phase = Phase.FETCHING
+    phase: SequencePhase = SequencePhase.FETCHING
     pages: list[int] = field(default_factory=list[int])
     keys: list[bytes] = field(default_factory=list[bytes])  # of the full pages of `tokens`
     computed: int = 0  # tokens from the start whose K and V lie in `pages`
@@ -60,10 +60,10 @@ class Sequence:
     ships: bool = True  # write-through goes on; false once the store refused a page, since its children are orphans
     device_pages: int = 0  # prompt pages found on the device
     fetched_pages: int = 0  # prompt pages that came from the store
-    fetch: Fetch | None = None
+    fetch: PageFetch | None = None
     awaited: bool = False  # a prefill worker makes the pages to fetch
-    sources: tuple[Source, ...] = ()  # other stores to get them from
-    loading: Loading | None = None  # what the store was asked to bring from lower tiers
+    sources: tuple[PageSource, ...] = ()  # other stores to get them from
+    loading: LoadInProgress | None = None  # what the store was asked to bring from lower tiers
     loaded_from: int = 0  # page of the fetch from which on that was
     progress: float = 0.0  # when the fetch last went on
     joined: float = 0.0  # when it last began to run
@@ -127,6 +127,6 @@ class Sequence:
         return keys
 
     def held(self) -> AttemptHeld:
-        ended = self.phase is Phase.ENDED
-        short = self.phase is Phase.SHORT
+        ended = self.phase is SequencePhase.ENDED
+        short = self.phase is SequencePhase.SHORT
         return AttemptHeld(self.name.request, self.name.attempt, len(self.tokens), ended, self.computed, short)

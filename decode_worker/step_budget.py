@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from baton.config import DecodeConfig
 from baton.messages import StepSample
-from engine.step_timing import WorkerPace
+from engine.step_timing import WorkerStepTimes
 
 _MIXED = 8.0
 """Times a step that only decodes: what one with prompts in it may take, unless `decode.itl_ms` says. With 3, on
@@ -31,17 +31,17 @@ _WEIGHT = 0.2  # of the newest measurement
 _FAR = 4.0  # times the average: so much counts of a copy that took longer, since the process may have stood still
 
 
-class Rows(Struct, frozen=True):
+class DecodeRows(Struct, frozen=True):
     """Sequences that wait for their next token, and how many tokens they have together."""
 
     count: int
     context: int
 
 
-class Tempo:
+class StepBudget:
     """What steps and copies take, and what follows from it."""
 
-    def __init__(self, config: DecodeConfig, pace: WorkerPace) -> None:
+    def __init__(self, config: DecodeConfig, pace: WorkerStepTimes) -> None:
         self._config = config
         self._pace = pace
         self._copy_seconds = 0.0  # for a page; 0: not measured yet
@@ -72,7 +72,7 @@ class Tempo:
         old = self._tail_shares.get(magnitude, _UNKNOWN_SHARE)
         self._tail_shares[magnitude] = old + _WEIGHT * (share - old)
 
-    def prompt_tokens(self, rows: Rows, context: int, grain: int) -> int:
+    def prompt_tokens(self, rows: DecodeRows, context: int, grain: int) -> int:
         """How many prompt tokens, that attend to `context` positions before them, a step with these rows may have. At
         least two grains, so that both short and long tails of prompts get on."""
         room = self._config.step_tokens - rows.count
@@ -81,7 +81,7 @@ class Tempo:
             room = min(room, self._config.step_tokens // _UNKNOWN if within is None else within)
         return max(room, 2 * grain)
 
-    def tail_tokens(self, rows: Rows, context: int, grain: int) -> int:
+    def tail_tokens(self, rows: DecodeRows, context: int, grain: int) -> int:
         """The same where no prompt has more than a grain left."""
         most = self.prompt_tokens(rows, context, grain)
         if not rows.count:
@@ -89,27 +89,27 @@ class Tempo:
         share = self._tail_shares.get(_magnitude(context), _UNKNOWN_SHARE)
         return min(most, max(int((_TAIL - 1) / max(share, _FREE)), _LEAST_TAIL))
 
-    def holds_up(self, rows: Rows, seconds: float) -> bool:
+    def holds_up(self, rows: DecodeRows, seconds: float) -> bool:
         """Whether so much between two steps keeps those who decode waiting long enough as it is."""
         return rows.count > 0 and seconds > _BESIDES * self._seconds(rows) > 0
 
-    def copies(self, rows: Rows) -> int:
+    def copies(self, rows: DecodeRows) -> int:
         """How many pages may be copied before a step of these rows; at least one."""
         most = self._config.copies_per_step
         if not rows.count or not self._copy_seconds:
             return most
         return max(1, min(most, int(self._config.copy_share * self._seconds(rows) / self._copy_seconds)))
 
-    def longest_step(self, rows: Rows) -> float:
+    def longest_step(self, rows: DecodeRows) -> float:
         """Seconds that a step with prompts in it may take; 0 while nothing is known."""
         return self._config.itl_ms / 1_000 or _MIXED * self._seconds(rows)
 
-    def patience(self, rows: Rows) -> float:
+    def patience(self, rows: DecodeRows) -> float:
         """Seconds that a step may be put off for the store's word on pages that were copied: less than they would wait
         for the end of that step."""
         return self._config.copy_share * self._seconds(rows) / 2
 
-    def _seconds(self, rows: Rows) -> float:
+    def _seconds(self, rows: DecodeRows) -> float:
         """Of a step without prompts."""
         return self._pace.seconds(rows=rows.count, context=rows.context)
 

@@ -12,27 +12,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.messages import MAX_KEYS_PER_CALL
-from baton.store_protocol import Forget
+from baton.store_protocol import EndLease
 from decode_worker.sequence import Sequence
-from kvstore.client.device_block_manager import DeviceCache
-from kvstore.client.transfer import Call, Copy, CopyQueue, Ship, TransferEvent
+from kvstore.client.device_block_manager import DeviceBlockManager
+from kvstore.client.transfer import CallStore, Copy, CopyQueue, StorePages, TransferEvent
 
 
 @dataclass
-class _Shipment:
+class _PageWrite:
     """With the device pages that stay referenced until it ends."""
 
-    ship: Ship
+    ship: StorePages
     pages: list[int]
     sequence: Sequence
 
 
-class Shipments:
+class WriteThrough:
     """All that are under way."""
 
-    def __init__(self, cache: DeviceCache, tickets: Iterator[int], page_size: int) -> None:
+    def __init__(self, cache: DeviceBlockManager, tickets: Iterator[int], page_size: int) -> None:
         self._cache, self._numbers, self._page_size = cache, tickets, page_size
-        self._under_way: dict[int, _Shipment] = {}  # by ticket, oldest first
+        self._under_way: dict[int, _PageWrite] = {}  # by ticket, oldest first
         self._copies = CopyQueue()
         self.written = 0  # pages that were sealed
         self.refused = 0  # shipments that the store had no room for
@@ -46,25 +46,25 @@ class Shipments:
         """Copies wait to be made."""
         return bool(self._copies)
 
-    def ship(self, sequence: Sequence) -> list[Call]:
+    def ship(self, sequence: Sequence) -> list[CallStore]:
         """Write the pages of `sequence` that have filled up since the last time."""
         full = sequence.computed // self._page_size
         first, sequence.shipped = sequence.shipped, max(sequence.shipped, full)
         if not sequence.ships:
             return []
-        calls: list[Call] = []
+        calls: list[CallStore] = []
         for start in range(first, full, MAX_KEYS_PER_CALL):
             end = min(start + MAX_KEYS_PER_CALL, full)
-            ship = Ship(next(self._numbers), sequence.parent_of(start), sequence.keys[start:end], hold=False)
+            ship = StorePages(next(self._numbers), sequence.parent_of(start), sequence.keys[start:end], hold=False)
             pages = sequence.pages[start:end]
             self._cache.retain(pages)
-            self._under_way[ship.ticket] = _Shipment(ship, pages, sequence)
+            self._under_way[ship.ticket] = _PageWrite(ship, pages, sequence)
             calls += self._copies.add(ship.start())
             for index, page in enumerate(pages):
                 calls += self._copies.add(ship.ready(index, page))
         return calls
 
-    def handle(self, ticket: int, event: TransferEvent) -> list[Call]:
+    def handle(self, ticket: int, event: TransferEvent) -> list[CallStore]:
         """Something about a shipment; one that has ended means nothing any more."""
         shipment = self._under_way.get(ticket)
         if shipment is None:
@@ -86,14 +86,14 @@ class Shipments:
         """Device pages that would be available if all were given up whose sequences have let go of theirs."""
         return sum(self._cache.sole(each.pages) for each in self._under_way.values() if not each.sequence.pages)
 
-    def give_up(self) -> list[Call] | None:
+    def give_up(self) -> list[CallStore] | None:
         """End the oldest shipment of a sequence that has let go of its pages; none: there is no such shipment."""
         for ticket, shipment in self._under_way.items():
             if not shipment.sequence.pages:
                 return self._end(ticket)
         return None
 
-    def end_all(self) -> list[Call]:
+    def end_all(self) -> list[CallStore]:
         """The store is gone."""
         return [call for ticket in self.tickets for call in self._end(ticket)]
 
@@ -101,9 +101,9 @@ class Shipments:
         """Raise AssertionError unless every invariant holds. For tests."""
         assert self._copies.tickets <= set(self._under_way)
 
-    def _end(self, ticket: int) -> list[Call]:
+    def _end(self, ticket: int) -> list[CallStore]:
         shipment = self._under_way.pop(ticket)
         self.written += shipment.ship.written
         self._copies.drop(ticket)
         self._cache.free(shipment.pages)
-        return [Call(Forget(ticket))]
+        return [CallStore(EndLease(ticket))]

@@ -11,7 +11,7 @@ from baton.config import Config
 from baton.errors import Unavailable
 
 
-class Addresses(msgspec.Struct, frozen=True):
+class ServiceAddresses(msgspec.Struct, frozen=True):
     """What a router says once it serves: host:port for clients, a ZMQ endpoint for workers and stores, host:port of its
     metrics, and a gRPC target for the operator, which is good on the router's host only."""
 
@@ -28,13 +28,13 @@ class Addresses(msgspec.Struct, frozen=True):
             pinned = msgspec.structs.replace(pinned, operator=self.operator)
         return msgspec.structs.replace(config, router=pinned)
 
-    def reached_at(self, ip: str) -> Addresses:
+    def reached_at(self, ip: str) -> ServiceAddresses:
         """The same with `ip` in place of "every interface", which means nothing on another machine."""
         wildcards = ("0.0.0.0", "[::]", "*")  # noqa: S104 - recognised here, not listened on
         fixed = {kind: getattr(self, kind) for kind in ("grpc", "internal", "http")}
         for wildcard in wildcards:
             fixed = {kind: address.replace(f"{wildcard}:", f"{ip}:") for kind, address in fixed.items()}
-        return Addresses(**fixed, operator=self.operator)
+        return ServiceAddresses(**fixed, operator=self.operator)
 
     @property
     def endpoint(self) -> str:
@@ -42,13 +42,13 @@ class Addresses(msgspec.Struct, frozen=True):
         return self.internal if "://" in self.internal else f"tcp://{self.internal}"
 
 
-def target(routers: Iterable[Addresses]) -> str:
+def target(routers: Iterable[ServiceAddresses]) -> str:
     """What gRPC calls a target: a channel to it goes to the first of these routers, and on to the next one where that
     can't be reached. They listen on one host. Raises Unavailable where that has a name which nobody knows."""
     return _joined([router.grpc for router in routers])
 
 
-def operator_target(routers: Iterable[Addresses]) -> str:
+def operator_target(routers: Iterable[ServiceAddresses]) -> str:
     """The same of the routers' ports for the operator, which are all sockets or all ports. Raises Unavailable."""
     return _joined([router.operator for router in routers])
 

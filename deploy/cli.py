@@ -61,7 +61,7 @@ class WorkerKind(StrEnum):
     DECODE = "decode"
 
 
-class RayChoice(StrEnum):
+class RayOption(StrEnum):
     """Which Ray to run on."""
 
     AUTO = "auto"
@@ -126,8 +126,8 @@ def up(
     config: ConfigFile = None,
     settings: Settings = None,
     ray: Annotated[
-        RayChoice, typer.Option(help="join a running Ray, start our own, or whichever fits.")
-    ] = RayChoice.AUTO,
+        RayOption, typer.Option(help="join a running Ray, start our own, or whichever fits.")
+    ] = RayOption.AUTO,
     dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard along with our own Ray.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds until the cluster must serve.")] = 900.0,
     as_json: Json = False,
@@ -248,7 +248,7 @@ def warm(
         for pin in remove or ():
             client.unpin(pin)
         pins = client.pins() if list_ else []
-        outcomes: list[warming.Outcome] = []
+        outcomes: list[warming.PinOutcome] = []
         for outcome in warming.warm(client, lines, ttl_ms, timeout):
             outcomes.append(outcome)
             if not as_json:
@@ -498,9 +498,9 @@ def keys(
     as_json: Json = False,
 ) -> None:
     """Make a key pair for a cluster: whoever has the file may speak in it. Name it in cluster.key_file."""
-    from baton.wire import Keys
+    from baton.wire import ClusterKeys
 
-    Keys.generate().write(file)
+    ClusterKeys.generate().write(file)
     if as_json:
         _print_json({"key_file": str(file)})
     else:

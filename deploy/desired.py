@@ -25,7 +25,7 @@ _FIRST = "router"  # its name; the next one is router-1
 
 
 @dataclass(frozen=True)
-class Spec:
+class ProcessSpec:
     """One process that shall run: its name is stable over restarts."""
 
     name: str
@@ -34,7 +34,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Scale:
+class ClusterScale:
     """How many workers of each kind."""
 
     prefill: int
@@ -46,8 +46,8 @@ def role_of(name: str) -> Role:
     return cast(Role, name.partition("-")[0])
 
 
-def scale_of(config: Config) -> Scale:
-    return Scale(config.cluster.prefill, config.cluster.decode)
+def scale_of(config: Config) -> ClusterScale:
+    return ClusterScale(config.cluster.prefill, config.cluster.decode)
 
 
 def reachable_nodes(config: Config, nodes: Sequence[str]) -> Sequence[str]:
@@ -57,12 +57,12 @@ def reachable_nodes(config: Config, nodes: Sequence[str]) -> Sequence[str]:
 
 def plan(
     config: Config,
-    scale: Scale,
+    scale: ClusterScale,
     nodes: Sequence[str],
     placed: Mapping[str, str] | None = None,
     *,
     one_machine: bool = False,
-) -> list[Spec]:
+) -> list[ProcessSpec]:
     """Every process of the cluster in start order. `placed` says where processes run now, or shall run (name → node):
     as long as that node is still here they stay where they are. `one_machine`: the nodes are names on one machine, so
     that a router on loopback is reached from each."""
@@ -73,17 +73,17 @@ def plan(
     ordered = [router_node, *(node for node in nodes if node != router_node)]
     usable = ordered if one_machine else reachable_nodes(config, ordered)
 
-    def worker(role: Role, index: int, turn: int) -> Spec:
+    def worker(role: Role, index: int, turn: int) -> ProcessSpec:
         there = placed.get(f"{role}-{index}", "")
-        return Spec(f"{role}-{index}", role, there if there in usable else usable[turn % len(usable)])
+        return ProcessSpec(f"{role}-{index}", role, there if there in usable else usable[turn % len(usable)])
 
     decode = [worker("decode", index, index) for index in range(scale.decode)]
     prefill = [worker("prefill", index, scale.decode + index) for index in range(scale.prefill)]
     workers = [*prefill, *decode]
     # A store is named after its node's place in the list, and keeps its name while it runs.
     stores = _stores(usable, {w.node for w in workers}, placed)
-    others = [Spec(f"{_FIRST}-{index}", "router", router_node) for index in range(1, config.cluster.routers)]
-    return [Spec(_FIRST, "router", router_node), *others, *stores, *workers]
+    others = [ProcessSpec(f"{_FIRST}-{index}", "router", router_node) for index in range(1, config.cluster.routers)]
+    return [ProcessSpec(_FIRST, "router", router_node), *others, *stores, *workers]
 
 
 def listening(config: Config, router: str) -> Config:
@@ -95,12 +95,12 @@ def listening(config: Config, router: str) -> Config:
     return msgspec.structs.replace(config, router=anywhere)
 
 
-def workers_on(node: str, specs: Iterable[Spec]) -> int:
+def workers_on(node: str, specs: Iterable[ProcessSpec]) -> int:
     """How many workers share a node's cores."""
     return sum(spec.node == node and spec.role in ("prefill", "decode") for spec in specs)
 
 
-def _stores(nodes: Sequence[str], used: set[str], placed: Mapping[str, str]) -> list[Spec]:
+def _stores(nodes: Sequence[str], used: set[str], placed: Mapping[str, str]) -> list[ProcessSpec]:
     names = {node: name for name, node in placed.items() if name.startswith("store-") and node in used}
     free = (name for index in range(len(nodes) + len(names)) if (name := f"store-{index}") not in names.values())
-    return [Spec(names.get(node) or next(free), "store", node) for node in nodes if node in used]
+    return [ProcessSpec(names.get(node) or next(free), "store", node) for node in nodes if node in used]

@@ -9,8 +9,8 @@ One machine may stand in for several nodes, each with a store of its own:
 
     LocalCluster(config, nodes=["a", "b"], placed={"prefill-0": "a", "decode-0": "b"})
 
-A `Node` may also say where it really is: at which address, and by which command another command is started there, such
-as in a network namespace. The files below `directory` must be the same everywhere, and process numbers too.
+A `LocalNode` may also say where it really is: at which address, and by which command another command is started there,
+such as in a network namespace. The files below `directory` must be the same everywhere, and process numbers too.
 
 Several routers may share the workers: with `cluster.routers` 2 there is "router-1" beside "router", each with front
 doors of its own (`address_of`).
@@ -44,11 +44,11 @@ from baton.hosts import LOOPBACK
 from baton.operator_address import operator_of_router
 from baton.operator_port import MAX_PATH_BYTES
 from baton.v1 import cluster_pb2
-from baton.wire import Keys
-from deploy.addresses import Addresses
+from baton.wire import ClusterKeys
+from deploy.addresses import ServiceAddresses
 from deploy.client import UP, Client
 from deploy.cpu_shares import share_cores
-from deploy.desired import Scale, Spec, listening, plan, scale_of, workers_on
+from deploy.desired import ClusterScale, ProcessSpec, listening, plan, scale_of, workers_on
 from deploy.processes import Identity, end
 
 _POLL = 0.05
@@ -61,7 +61,7 @@ _MODULES: Mapping[str, Sequence[str]] = {
 
 
 @dataclass(frozen=True)
-class Node:
+class LocalNode:
     """One of the nodes of a cluster that is started from here."""
 
     name: str
@@ -83,7 +83,7 @@ class LocalCluster:
         config: Config,
         directory: Path | None = None,
         *,
-        nodes: Sequence[str | Node] = (),
+        nodes: Sequence[str | LocalNode] = (),
         placed: Mapping[str, str] | None = None,
         reach: Callable[[str], str] = str,
         patience: float = 90.0,
@@ -97,7 +97,9 @@ class LocalCluster:
         if directory is None:
             directory = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
         self.directory = directory
-        self._nodes = {node.name: node for node in (Node(n) if isinstance(n, str) else n for n in nodes or ["local"])}
+        self._nodes = {
+            node.name: node for node in (LocalNode(n) if isinstance(n, str) else n for n in nodes or ["local"])
+        }
         self.nodes = list(self._nodes)
         self.reach = reach
         if strange := set((placed or {}).values()) - set(self.nodes):
@@ -112,7 +114,7 @@ class LocalCluster:
         router = msgspec.structs.replace(config.router, operator=self._operator(config.router.operator))
         self.config = msgspec.structs.replace(config, cluster=own, router=router)
         self.patience = patience
-        self._addresses: dict[str, Addresses] = {}  # of every router that has served
+        self._addresses: dict[str, ServiceAddresses] = {}  # of every router that has served
         planned = plan(self.config, scale_of(config), self.nodes, placed, one_machine=True)
         self._specs = {spec.name: spec for spec in planned}
         self._running: dict[str, _Running] = {}
@@ -127,7 +129,7 @@ class LocalCluster:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if self.config.cluster.key_path == self.directory / "cluster.key":
-                Keys.read_or_make(self.config.cluster.key_path)
+                ClusterKeys.read_or_make(self.config.cluster.key_path)
             for name in self._routers:
                 self.start(name)
             for spec in self._specs.values():
@@ -184,7 +186,7 @@ class LocalCluster:
         return self._addresses[router].operator
 
     @property
-    def addresses(self) -> Addresses | None:
+    def addresses(self) -> ServiceAddresses | None:
         """Where the first router answers; none before it does."""
         return self._addresses.get("router")
 
@@ -264,7 +266,7 @@ class LocalCluster:
 
     # --- internals ---------------------------------------------------------------------------------------------------
 
-    def _place(self, name: str, node: str) -> list[Spec]:
+    def _place(self, name: str, node: str) -> list[ProcessSpec]:
         """Give a worker a place, `node` if that says one. Returns the stores that must start for it."""
         role, _, index = name.rpartition("-")
         if role not in ("prefill", "decode") or not index.isdigit():
@@ -275,7 +277,7 @@ class LocalCluster:
         placed |= {name: node} if node else {}
         numbered = [known for known in (name, *placed) if known not in self._routers]
         count = max(int(known.rpartition("-")[2]) for known in numbered) + 1
-        planned = plan(self.config, Scale(count, count), self.nodes, placed, one_machine=True)
+        planned = plan(self.config, ClusterScale(count, count), self.nodes, placed, one_machine=True)
         worker = next(spec for spec in planned if spec.name == name)
         served = {spec.node for spec in self._specs.values() if spec.role == "store"}
         lacks_store = worker.node not in served
@@ -283,7 +285,7 @@ class LocalCluster:
         self._specs |= {spec.name: spec for spec in (*stores, worker)}
         return stores
 
-    def _spawn(self, spec: Spec) -> int:
+    def _spawn(self, spec: ProcessSpec) -> int:
         config = self.directory / ("config.yaml" if spec.role != "router" else f"{spec.name}.yaml")
         # All nodes are this machine.
         workers = sum(workers_on(node, self._specs.values()) for node in self.nodes)
@@ -302,7 +304,7 @@ class LocalCluster:
         self._running[spec.name] = _Running(process, Identity.of(process.pid))
         return process.pid
 
-    def _config_of(self, spec: Spec) -> Config:
+    def _config_of(self, spec: ProcessSpec) -> Config:
         """A router that has served comes back at its addresses."""
         if (known := self._addresses.get(spec.name)) is not None:
             return known.pin(self.config)
@@ -327,13 +329,13 @@ class LocalCluster:
             ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
             raise StartupError("\n".join([f"{name} {ending}; its output is {self.log(name)}", *said]))
 
-    def _read_addresses(self, router: str) -> Addresses:
+    def _read_addresses(self, router: str) -> ServiceAddresses:
         output = self.directory / f"{router}.out"
         deadline = time.monotonic() + self.patience
         while time.monotonic() < deadline:
             line, newline, _ = output.read_text().partition("\n")
             if newline:
-                return msgspec.json.decode(line, type=Addresses)
+                return msgspec.json.decode(line, type=ServiceAddresses)
             self._check_running(router)
             time.sleep(_POLL)
         raise StartupError(f"{router} did not say its addresses within {self.patience} s; see {self.log(router)}")

@@ -15,7 +15,7 @@ from msgspec import Struct
 Ints = npt.NDArray[np.int64]
 
 
-class Draw(Struct, frozen=True, gc=False):
+class TokenDraw(Struct, frozen=True, gc=False):
     """How to choose a token, and which random numbers to choose it with.
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 filter nothing. `index` tells apart the outputs that one
@@ -55,7 +55,7 @@ class Chunk(Struct, frozen=True, gc=False):
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
-    sample: Draw | None = None
+    sample: TokenDraw | None = None
 
     @property
     def end(self) -> int:

@@ -20,10 +20,10 @@ from engine import huge_pages
 from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import Batch, Chunk, Sampled, flatten
 from engine.cpu import build, decode, prefill
-from engine.cpu.thread_pool import Pool
+from engine.cpu.thread_pool import ThreadPool
 from engine.models import weights
-from engine.models.config import DTYPES, ModelConfig
-from engine.models.llama import NUMERICS_VERSION, Model
+from engine.models.config import DTYPES, ModelSpec
+from engine.models.llama import NUMERICS_VERSION, LlamaModel
 from engine.models.weights import TORCH_DTYPES, ModelWeights
 from engine.page_pool import PagePool
 from engine.sampling import sampler
@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelSpec,
         model_weights: ModelWeights,
         fingerprint: bytes,
         layout: PageLayout,
@@ -58,13 +58,13 @@ class Engine:
         self.pages = PagePool(pool, layout.page_bytes)
         self._num_pages = len(pool)
         self.tracer = Tracer()  # of whoever runs the steps
-        self._model = Model(config, model_weights, TorchAttention(pool, layout))
+        self._model = LlamaModel(config, model_weights, TorchAttention(pool, layout))
         self._few: decode.NativeDecode | None = None
-        self._many: prefill.NativePrefill | Model = self._model
+        self._many: prefill.NativePrefill | LlamaModel = self._model
         if not native or pool.device.type != "cpu" or (library := build.library()) is None:
             return
         if decode.runs(config, model_weights, threads):
-            self._few = decode.NativeDecode(library, Pool(library, threads), config, model_weights, layout, pool)
+            self._few = decode.NativeDecode(library, ThreadPool(library, threads), config, model_weights, layout, pool)
         if prefill.runs(config, model_weights):
             self._many = prefill.NativePrefill(library, threads, config, model_weights, layout, pool, self.tracer)
 
@@ -90,7 +90,7 @@ class Engine:
         # Ray sets OMP_NUM_THREADS to 1 in its actors, so leaving it to torch would use one core.
         threads = threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(threads)
-        config = ModelConfig.from_directory(path)
+        config = ModelSpec.from_directory(path)
         layout = layout_of(config, dtype, page_size)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -164,7 +164,7 @@ class Engine:
             return self._many.logits(hidden)
 
 
-def layout_of(config: ModelConfig, dtype: str, page_size: int) -> PageLayout:
+def layout_of(config: ModelSpec, dtype: str, page_size: int) -> PageLayout:
     """The pages of a model that runs in `dtype`; "auto" is the checkpoint's own. Raises ModelError for others."""
     if dtype == "auto":
         dtype = config.dtype or "float32"

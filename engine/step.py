@@ -10,7 +10,7 @@ from msgspec import Struct
 from baton.messages import AttemptName
 from engine.batch import Chunk, Sampled
 
-Plan: TypeAlias = dict[AttemptName, Chunk]
+ScheduledBatch: TypeAlias = dict[AttemptName, Chunk]
 """One chunk for each attempt in the step, in the order in which they are run."""
 
 
@@ -20,7 +20,7 @@ class StepDone(Struct, frozen=True):
     `more`: it went on for as many steps without asking what has come in meanwhile, each row feeding on its own last
     token, and this is what each of them drew. No more of them than the state said would be alike."""
 
-    plan: Plan
+    plan: ScheduledBatch
     sampled: Sequence[Sampled | None]
     more: Sequence[Sequence[Sampled]] = ()
 
@@ -28,5 +28,5 @@ class StepDone(Struct, frozen=True):
 class StepFailed(Struct, frozen=True):
     """The engine raised while running the plan."""
 
-    plan: Plan
+    plan: ScheduledBatch
     message: str

@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.messages import MAX_STEP_SAMPLES, StepSample
-from baton.step_cost_model import StepPace, pairs
+from baton.step_cost_model import StepCostModel, pairs
 from engine.batch import Chunk
-from engine.step import Plan
+from engine.step import ScheduledBatch
 
 _AT_ONCE = 8  # steps without prompts that are learned from together: they are many and alike, and a fit takes 0.2 ms
 _CHUNK = 512  # tokens of a step whose speed is told as that of computing prompts, unless none had so many
 
 
-class WorkerPace(StepPace):
+class WorkerStepTimes(StepCostModel):
     """The fit to this worker's own steps; begins with those of its calibration."""
 
     def __init__(self, calibration: Sequence[StepSample] = ()) -> None:
@@ -28,7 +28,7 @@ class WorkerPace(StepPace):
         self._unlearned: list[StepSample] = []
         self.calibrate(calibration)
 
-    def stepped(self, plan: Plan, seconds: float, steps: int = 1) -> StepSample:
+    def stepped(self, plan: ScheduledBatch, seconds: float, steps: int = 1) -> StepSample:
         """So many steps of this plan took that long, each. Returns what there is to learn of one."""
         sample = sample_of(list(plan.values()), seconds)
         self._last.extend([sample] * steps)

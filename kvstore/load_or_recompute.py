@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.messages import LowerTier, TierSpeed
-from baton.store_protocol import TierRun
+from baton.store_protocol import TierPages
 
 DEFAULT_SPEEDS: Mapping[LowerTier, TierSpeed] = {
     "disk": TierSpeed("disk", latency=0.002, bytes_per_second=1e9),
@@ -37,7 +37,7 @@ _WEIGHT = 0.2  # of the newest measurement
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LoadChoice:
     """Load the first `pages` of what lower tiers have. Predicted seconds of doing so, and of computing those pages
     instead; both 0 where nothing is loaded."""
 
@@ -46,27 +46,29 @@ class Choice:
     compute_seconds: float
 
 
-def choose(runs: Sequence[TierRun], page_bytes: int, page_size: int, prefill_rate: float, on_device: int = 0) -> Choice:
+def choose(
+    runs: Sequence[TierPages], page_bytes: int, page_size: int, prefill_rate: float, on_device: int = 0
+) -> LoadChoice:
     """How far to load. `runs` lie one after the other in the chain; `page_size` in tokens, `prefill_rate` in tokens
     per second (0: not measured); the first `on_device` pages need not be computed, whatever is loaded. Ties go to
     computing, which depends on nobody. Of a tier that has not been measured, a few pages are chosen in any case."""
     seconds_per_page = page_size / (prefill_rate or DEFAULT_PREFILL_RATE)
-    best, chosen = Choice(0, 0.0, 0.0), 0
+    best, chosen = LoadChoice(0, 0.0, 0.0), 0
     pages, load = 0, 0.0
     for count, run in enumerate(runs, 1):
         pages += run.pages
         load += load_seconds(run, page_bytes)
         compute = max(0, pages - on_device) * seconds_per_page
         if load - compute < best.load_seconds - best.compute_seconds:
-            best, chosen = Choice(pages, load, compute), count
+            best, chosen = LoadChoice(pages, load, compute), count
     if chosen < len(runs) and not runs[chosen].speed.measured and best.pages >= on_device:
-        few = TierRun(runs[chosen].speed, min(runs[chosen].pages, max(1, _TRIAL // page_size)))
+        few = TierPages(runs[chosen].speed, min(runs[chosen].pages, max(1, _TRIAL // page_size)))
         compute = best.compute_seconds + few.pages * seconds_per_page
-        return Choice(best.pages + few.pages, best.load_seconds + load_seconds(few, page_bytes), compute)
+        return LoadChoice(best.pages + few.pages, best.load_seconds + load_seconds(few, page_bytes), compute)
     return best
 
 
-def load_seconds(run: TierRun, page_bytes: int) -> float:
+def load_seconds(run: TierPages, page_bytes: int) -> float:
     """Seconds until the last page of a run is here."""
     return run.speed.latency + run.pages * page_bytes / run.speed.bytes_per_second
 
@@ -96,10 +98,10 @@ class SpeedMeter:
             self.speed = TierSpeed(old.tier, old.latency, rate, old.measured)
 
 
-class Loading:
+class LoadInProgress:
     """One load that was chosen, until it has ended: what it was to take, and what it took."""
 
-    def __init__(self, choice: Choice, runs: Sequence[TierRun], began: float) -> None:
+    def __init__(self, choice: LoadChoice, runs: Sequence[TierPages], began: float) -> None:
         self._choice = choice
         self._began = began
         self.tier: LowerTier = _most_of(runs, choice.pages)
@@ -119,7 +121,7 @@ class Loading:
         self.regret = max(0.0, self.seconds - saved)
 
 
-def _most_of(runs: Sequence[TierRun], pages: int) -> LowerTier:
+def _most_of(runs: Sequence[TierPages], pages: int) -> LowerTier:
     """The tier that most of the first `pages` of these runs are on."""
     on: dict[LowerTier, int] = {}
     for run in runs:

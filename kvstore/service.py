@@ -29,12 +29,12 @@ from baton.clock import PauseDetector, Tick
 from baton.config import Config
 from baton.errors import MalformedMessage, StoreGone
 from baton.logs import RateLimit, RateLimitedLog
-from baton.messages import Departed, Heartbeat, Hello, Peer, Pin, StopTrace, ToStore, Trace, Unpin
+from baton.messages import Heartbeat, Hello, Peer, PinPages, StartTrace, StopTrace, ToStore, UnpinPages, WorkerDied
 from baton.metrics import Metrics
 from baton.monotonic_clock import MonotonicClock
 from baton.process import settle
-from baton.router_links import Routers, Said
-from baton.store_protocol import Attach, Attached, Refusal, StoreCall
+from baton.router_links import RouterLinks, RouterMessage
+from baton.store_protocol import Attach, Attached, AttachRefused, StoreCall
 from baton.trace import Tracer, new_mark
 from baton.unix import OutOfDescriptors, UnixListener, UnixSocket, readable
 from baton.wire import Poller, refused
@@ -43,19 +43,19 @@ from kvstore.client.connection import store_address
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.interface import DiskOrder
 from kvstore.disk.io_threads import DiskTier
-from kvstore.events.publisher import PageEvents
+from kvstore.events.publisher import KvEventPublisher
 from kvstore.server.events import (
-    Command,
+    CallReceived,
+    CloseConnection,
     Connected,
     Disconnected,
-    Divide,
-    Drop,
-    Event,
-    Heard,
-    RouterSaid,
-    Send,
+    DivideArena,
+    RouterMessageReceived,
+    SendReply,
+    StoreCommand,
+    StoreEvent,
     TellRouter,
-    WriterGone,
+    WriterDied,
 )
 from kvstore.server.metrics import figures
 from kvstore.server.state import StoreState
@@ -80,7 +80,7 @@ def run(
 ) -> None:
     """Serve until `stop` is set. `routers` are ZMQ endpoints (none: serve workers without one), `node` the machine
     whose workers find this store. Raises NotEnoughMemory or PortInUse when it can't start."""
-    with Store(config, name, node, routers, host) as store:
+    with StoreService(config, name, node, routers, host) as store:
         settle()
         log.info("store %s serves %d bytes at %s", store.me.incarnation, config.store.arena_bytes, store.address)
         while not stop.is_set():
@@ -94,7 +94,7 @@ class _Connection:
     fd: int
 
 
-class Store:
+class StoreService:
     """The process around the state."""
 
     def __init__(self, config: Config, name: str, node: str, routers: Sequence[str], host: str = "127.0.0.1") -> None:
@@ -118,7 +118,7 @@ class Store:
             if config.disk.path:
                 disk = self._disk = DiskTier(Path(config.disk.path) / node, self._arena.slot)
                 cleanup.callback(disk.close)
-            self._events = PageEvents(self.me.incarnation, config.model.served_name, self._clock, host)
+            self._events = KvEventPublisher(self.me.incarnation, config.model.served_name, self._clock, host)
             cleanup.callback(self._events.close)
             self._metrics = Metrics()
             cleanup.callback(self._metrics.close)
@@ -129,7 +129,7 @@ class Store:
                 metrics=self._metrics.serve(host),
                 data=self._transport.endpoint,
             )
-            self._routers = Routers(routers, hello, ToStore, self._clock)
+            self._routers = RouterLinks(routers, hello, ToStore, self._clock)
             cleanup.callback(self._routers.close)
             self._poller = Poller()
             self._poller.add(self._listener.fileno())
@@ -269,7 +269,7 @@ class Store:
                 self._malformed += 1
                 of_peers.warning("closing the connection of process %d: %s", connection.socket.pid, error)
                 with contextlib.suppress(StoreGone):
-                    connection.socket.send(Refusal(error.reason, str(error)[:_MAX_REFUSAL]))
+                    connection.socket.send(AttachRefused(error.reason, str(error)[:_MAX_REFUSAL]))
                 self._lose(connection)
                 return
             if received is None:
@@ -280,17 +280,17 @@ class Store:
             self._calls[type(call).__name__] += 1
             if isinstance(call, Attach):
                 self._workers.setdefault(connection.socket.pid, set()).add(call.peer.incarnation)
-            self._handle(Heard(connection.number, call))
+            self._handle(CallReceived(connection.number, call))
 
     def _bury(self, pid: int) -> None:
         """The kernel has told of a process's end; what it had said before still counts."""
         for connection in [each for each in self._connections.values() if each.socket.pid == pid]:
             self._hear(connection)
-        self._handle(WriterGone(pid))
+        self._handle(WriterDied(pid))
         self._unwatch(pid)
         for incarnation in self._workers.pop(pid, ()):
             of_peers.info("process %d, %s, is gone", pid, incarnation)
-            self._routers.tell_all(Departed(incarnation, pid))
+            self._routers.tell_all(WorkerDied(incarnation, pid))
 
     def _lose(self, connection: _Connection) -> None:
         self._close(connection)
@@ -314,12 +314,14 @@ class Store:
 
     # --- the state's commands ---------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: StoreEvent) -> None:
         with self._tracer.span(_name_of(event), "scheduler"):
-            waiting: deque[Command] = deque(self._state.handle(event, self._clock.now()))
+            waiting: deque[StoreCommand] = deque(self._state.handle(event, self._clock.now()))
         while waiting:
             match waiting.popleft():
-                case Send(connection=number, reply=reply) if (connection := self._connections.get(number)) is not None:
+                case SendReply(connection=number, reply=reply) if (
+                    connection := self._connections.get(number)
+                ) is not None:
                     try:
                         with self._tracer.span("reply", "sockets"):
                             connection.socket.send(reply, [self._arena.fd] if isinstance(reply, Attached) else ())
@@ -328,14 +330,14 @@ class Store:
                         self._close(connection)
                         waiting += self._state.handle(Disconnected(number), self._clock.now())
                         self._unwatch_if_done(connection.socket.pid)
-                case Drop(connection=number) if (connection := self._connections.get(number)) is not None:
+                case CloseConnection(connection=number) if (connection := self._connections.get(number)) is not None:
                     self._close(connection)
                     self._unwatch_if_done(connection.socket.pid)
-                case Send() | Drop():
+                case SendReply() | CloseConnection():
                     pass  # the connection has ended meanwhile
                 case TellRouter(message=message, router=router):
                     self._routers.say(message, router)
-                case Divide(page_bytes=page_bytes):
+                case DivideArena(page_bytes=page_bytes):
                     self._arena.divide(page_bytes)
                     self._transport.use(self._arena.view, page_bytes)
                 case DiskOrder() as order:
@@ -361,12 +363,12 @@ class Store:
         """A router that is lost leaves nothing to forget here: pages are everybody's, and pins end with their time."""
         for event in self._routers.receive(now, paused):
             match event:
-                case Said(message=Trace(mark=mark, steps=steps)):
+                case RouterMessage(message=StartTrace(mark=mark, steps=steps)):
                     self._tracer.start(self._traces, mark, steps)
-                case Said(message=StopTrace(mark=mark)):
+                case RouterMessage(message=StopTrace(mark=mark)):
                     self._tracer.stop(mark)
-                case Said(router=router, message=Pin() | Unpin() as message):
-                    self._handle(RouterSaid(message, router))
+                case RouterMessage(router=router, message=PinPages() | UnpinPages() as message):
+                    self._handle(RouterMessageReceived(message, router))
                 case _:
                     pass
         self._routers.beat(self._heartbeat, None)
@@ -404,6 +406,6 @@ class Store:
             )
 
 
-def _name_of(event: Event) -> str:
+def _name_of(event: StoreEvent) -> str:
     """What a trace calls it: for what a worker said, the call."""
-    return type(event.call if isinstance(event, Heard) else event).__name__
+    return type(event.call if isinstance(event, CallReceived) else event).__name__

@@ -31,10 +31,10 @@ from itertools import groupby
 from math import inf
 from typing import TypeAlias
 
-from baton.step_cost_model import StepPace, pairs
+from baton.step_cost_model import StepCostModel, pairs
 from engine.batch import Chunk
-from engine.step import Plan
-from prefill_worker.prefill_request import Job, Phase
+from engine.step import ScheduledBatch
+from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
 
 LEVELS = 4  # a prompt that is less urgent than that many levels waits no longer for it
 STEPS_PER_LEVEL = 4
@@ -43,47 +43,47 @@ _GROWTH = 4  # no step is larger than the largest so far times this
 _ALONE = 4  # times as long is a step of a prompt that is alone
 _FIXED = 4.0  # a step lasts at least this many times what it costs to compute nothing
 
-Ranks: TypeAlias = Sequence[tuple[int, Sequence[Job]]]
+Ranks: TypeAlias = Sequence[tuple[int, Sequence[PrefillRequest]]]
 """The prompts that are ready, foremost first: of each its rank, itself, and those that wait for it."""
 
-Shares: TypeAlias = Mapping[Job, int]
+Shares: TypeAlias = Mapping[PrefillRequest, int]
 """How many pages of each prompt a step computes; of none 0."""
 
-Cost: TypeAlias = Callable[[Job, int], float]
+PageSeconds: TypeAlias = Callable[[PrefillRequest, int], float]
 """Seconds of a prompt's n-th page from now, counted from 0."""
 
 
-def plan_step(jobs: Collection[Job], pace: StepPace, step: float, most: int) -> Plan:
+def plan_step(jobs: Collection[PrefillRequest], pace: StepCostModel, step: float, most: int) -> ScheduledBatch:
     """Whole pages of the prompts that are computing: as many as fit into the seconds that a step may last, and at most
     `most` tokens, but at least one page. Counts in each prompt how long it has been passed over."""
-    ready = [job for job in jobs if job.phase is Phase.COMPUTING and job.pending]
+    ready = [job for job in jobs if job.phase is PrefillPhase.COMPUTING and job.pending]
     if not ready:
         return {}
     most = max(1, min(most, max(_UNMEASURED, _GROWTH * pace.largest)) // ready[0].page_size)
-    alone = sum(job.phase not in (Phase.SETTLING, Phase.DONE) for job in jobs) == 1
+    alone = sum(job.phase not in (PrefillPhase.SETTLING, PrefillPhase.DONE) for job in jobs) == 1
     fixed = pace.cost.fixed
     seconds = max(_ALONE * step if alone else step, _FIXED * fixed) - fixed
     if alone:
         seconds = _equal_steps(ready[0], pace, seconds)
     cost = _cost(pace, ready[0].page_size)
-    ranks = rank(ready, [job for job in jobs if job.phase is Phase.WAITING])
+    ranks = rank(ready, [job for job in jobs if job.phase is PrefillPhase.WAITING])
     shares = share(ranks, cost, seconds if pace.largest else inf, most)
     _age(ranks, cost, shares)
     return {job.name: _chunk(job, count) for job, count in shares.items()}
 
 
-def _equal_steps(job: Job, pace: StepPace, seconds: float) -> float:
+def _equal_steps(job: PrefillRequest, pace: StepCostModel, seconds: float) -> float:
     """What the rest of a prompt takes, divided by the number of steps that comes nearest to `seconds` each."""
     rest = pace.cost.token * job.pending + pace.cost.pair * pairs(job.pending, job.computed)
     steps = round(rest / seconds)
     return rest / steps if steps > 1 else inf
 
 
-def rank(ready: Collection[Job], waiting: Collection[Job]) -> Ranks:
+def rank(ready: Collection[PrefillRequest], waiting: Collection[PrefillRequest]) -> Ranks:
     """Who goes first, by the formula above; among equals those who have waited longest, then those who got least, then
     those who came first."""
     urgent = min(job.priority for job in (*ready, *waiting))
-    ranked: list[tuple[int, Sequence[Job]]] = []
+    ranked: list[tuple[int, Sequence[PrefillRequest]]] = []
     for job in ready:
         behind = [job, *(other for other in waiting if other.waits_for is job)]
         best = min(min(each.priority - urgent, LEVELS) * STEPS_PER_LEVEL - each.passed for each in behind)
@@ -91,18 +91,18 @@ def rank(ready: Collection[Job], waiting: Collection[Job]) -> Ranks:
     return sorted(ranked, key=_place)
 
 
-def _place(ranked: tuple[int, Sequence[Job]]) -> tuple[float, ...]:
+def _place(ranked: tuple[int, Sequence[PrefillRequest]]) -> tuple[float, ...]:
     of, (job, *behind) = ranked
     return of, -max(each.passed for each in (job, *behind)), job.computed_here, job.arrival
 
 
-def share(ranks: Ranks, cost: Cost, seconds: float, most: int) -> Shares:
+def share(ranks: Ranks, cost: PageSeconds, seconds: float, most: int) -> Shares:
     """Pages worth that time, at most `most` of them, but at least one: rank after rank, and within a rank page by page
     to whoever will have had the least time with it."""
-    shares: dict[Job, int] = {}
-    spent: dict[Job, float] = {}
+    shares: dict[PrefillRequest, int] = {}
+    spent: dict[PrefillRequest, float] = {}
 
-    def give(job: Job) -> bool:
+    def give(job: PrefillRequest) -> bool:
         """One more page, if there is one and room for it."""
         nonlocal seconds, most
         count = shares.get(job, 0)
@@ -129,7 +129,7 @@ def share(ranks: Ranks, cost: Cost, seconds: float, most: int) -> Shares:
     return shares
 
 
-def _age(ranks: Ranks, cost: Cost, shares: Shares) -> None:
+def _age(ranks: Ranks, cost: PageSeconds, shares: Shares) -> None:
     times = {job: sum(cost(job, page) for page in range(count)) for job, count in shares.items()}
     part = sum(times.values()) / len(ranks)
     for _, (job, *behind) in ranks:
@@ -139,7 +139,7 @@ def _age(ranks: Ranks, cost: Cost, shares: Shares) -> None:
             each.passed = 0 if served else each.passed + 1
 
 
-def _cost(pace: StepPace, page_size: int) -> Cost:
+def _cost(pace: StepCostModel, page_size: int) -> PageSeconds:
     """By what a page makes a step longer; while nothing is known, all pages are equal."""
     if not pace.largest:
         return lambda job, page: 1.0
@@ -147,6 +147,6 @@ def _cost(pace: StepPace, page_size: int) -> Cost:
     return lambda job, page: each + pace.cost.pair * pairs(page_size, job.computed + page * page_size)
 
 
-def _chunk(job: Job, pages: int) -> Chunk:
+def _chunk(job: PrefillRequest, pages: int) -> Chunk:
     end = job.ready + pages
     return Chunk(job.tokens[job.computed : end * job.page_size], job.computed, job.pages[:end])

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.messages import MAX_KEYS_PER_CALL, AttemptHeld, AttemptName, Source
-from kvstore.client.transfer import Fetch, Lookup, Ship
-from kvstore.load_or_recompute import Loading
+from baton.messages import MAX_KEYS_PER_CALL, AttemptHeld, AttemptName, PageSource
+from kvstore.client.transfer import PageFetch, PrefixLookup, StorePages
+from kvstore.load_or_recompute import LoadInProgress
 
 
-class Phase(Enum):
+class PrefillPhase(Enum):
     LOOKING = "looking"
     WAITING = "waiting"
     READING = "reading"
@@ -36,7 +36,7 @@ class Phase(Enum):
 
 
 @dataclass(eq=False)
-class Job:
+class PrefillRequest:
     """Tokens, device pages and progress of one prompt."""
 
     name: AttemptName
@@ -48,17 +48,17 @@ class Job:
     deadline: float | None
     pages: list[int]
     owner: str = ""  # incarnation of the router that ordered it
-    phase: Phase = Phase.LOOKING
+    phase: PrefillPhase = PrefillPhase.LOOKING
     stored: int = 0  # pages from the start that the store had when we looked
     computed: int = 0  # tokens from the start whose K and V lie in `pages`
-    sources: tuple[Source, ...] = ()  # other stores that have some of its pages cached
-    waits_for: Job | None = None  # while WAITING: who makes the next page
+    sources: tuple[PageSource, ...] = ()  # other stores that have some of its pages cached
+    waits_for: PrefillRequest | None = None  # while WAITING: who makes the next page
     passed: int = 0  # steps in a row in which it got less than its part
-    loading: Loading | None = None  # what the store was asked to bring from lower tiers
+    loading: LoadInProgress | None = None  # what the store was asked to bring from lower tiers
     loaded_from: int = 0  # page from which on that was
-    lookup: Lookup | None = None
-    fetch: Fetch | None = None
-    ship: Ship | None = None
+    lookup: PrefixLookup | None = None
+    fetch: PageFetch | None = None
+    ship: StorePages | None = None
     settled: int = 0  # pages from the start that are in the store; where the shipment begins
     lost_at: int = 0  # the most it had there when the store gave them to others; as far it has to come to go on
     offered: int = 0  # pages from the start that were handed to a shipment
@@ -98,17 +98,17 @@ class Job:
     @property
     def active(self) -> bool:
         """Not done yet: it has device pages."""
-        return self.phase is not Phase.DONE
+        return self.phase is not PrefillPhase.DONE
 
     @property
     def making(self) -> bool:
         """Its next page is on its way to the device."""
-        return self.phase in (Phase.READING, Phase.COMPUTING) and self.pending > 0
+        return self.phase in (PrefillPhase.READING, PrefillPhase.COMPUTING) and self.pending > 0
 
     @property
     def awaits_store(self) -> bool:
         """It can go on only when the store says something."""
-        return self.phase in (Phase.LOOKING, Phase.READING, Phase.SETTLING)
+        return self.phase in (PrefillPhase.LOOKING, PrefillPhase.READING, PrefillPhase.SETTLING)
 
     @property
     def waits_in_line(self) -> str | None:
@@ -118,11 +118,11 @@ class Job:
     @property
     def loading_now(self) -> bool:
         """Pages of its prefix are on their way to the arena."""
-        return self.phase is Phase.LOOKING and self.loading is not None and not self.loading.seconds
+        return self.phase is PrefillPhase.LOOKING and self.loading is not None and not self.loading.seconds
 
     def in_common(self, keys: Sequence[bytes]) -> int:
         """How many pages at the start of `keys` are this prompt's, too. A key stands for everything before it."""
         return bisect_left(range(min(self.total, len(keys))), True, key=lambda page: self.keys[page] != keys[page])
 
     def held(self) -> AttemptHeld:
-        return AttemptHeld(self.name.request, self.name.attempt, self.computed, self.phase is Phase.DONE)
+        return AttemptHeld(self.name.request, self.name.attempt, self.computed, self.phase is PrefillPhase.DONE)

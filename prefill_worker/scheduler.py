@@ -17,14 +17,14 @@ from msgspec.structs import replace
 from baton.clock import Tick
 from baton.config import PrefillConfig
 from baton.errors import BatonError, MalformedMessage, StoreError, StoreGone
-from baton.membership import OwnerLost, Say
+from baton.membership import RouterLost, SendToRouter
 from baton.messages import (
     MAX_KEYS_PER_CALL,
+    AttemptFailed,
     AttemptName,
     Cancel,
-    Failed,
     Heartbeat,
-    Load,
+    LoadReport,
     LowerTier,
     Prefill,
     Prefilled,
@@ -32,39 +32,39 @@ from baton.messages import (
     RouterHeartbeat,
     StepSample,
 )
-from baton.router_fairness import Turns
-from baton.store_protocol import Forget, NotReserved, StoreCall, StoreReply
-from baton.waits import Wait
-from engine.step import Plan, StepDone, StepFailed
-from engine.step_timing import WorkerPace
-from kvstore.client.device_block_manager import DeviceCache
+from baton.router_fairness import RouterFairness
+from baton.store_protocol import EndLease, NotReserved, StoreCall, StoreReply
+from baton.waits import WaitEdge
+from engine.step import ScheduledBatch, StepDone, StepFailed
+from engine.step_timing import WorkerStepTimes
+from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import (
-    Call,
+    CallStore,
     CopiedIn,
     CopiedOut,
     Copy,
     CopyQueue,
-    Fetch,
-    Lookup,
-    Ship,
+    PageFetch,
+    PrefixLookup,
     StoreLost,
+    StorePages,
     StoreUp,
     TransferEvent,
 )
 from kvstore.keys import prompt_keys, unpack_tokens
-from kvstore.load_or_recompute import Loading, choose
+from kvstore.load_or_recompute import LoadInProgress, choose
 from prefill_worker import shared_prefix
 from prefill_worker.chunking import plan_step
-from prefill_worker.prefill_request import Job, Phase
+from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
 
 _SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
 _PATIENCE = 0.05  # of a step's time, at most waited for the store before it
 
 
-Command: TypeAlias = Say | Call
-Event: TypeAlias = (
+PrefillCommand: TypeAlias = SendToRouter | CallStore
+PrefillEvent: TypeAlias = (
     Prefill | Cancel | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
-    | OwnerLost | Tick | StepDone | StepFailed
+    | RouterLost | Tick | StepDone | StepFailed
 )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ class PrefillStats:
     load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
 
 
-class PrefillState:
+class PrefillScheduler:
     """The prompts of one prefill worker and the device pages they own."""
 
     def __init__(
@@ -104,16 +104,16 @@ class PrefillState:
         self._vocab_size = vocab_size
         self._page_size = page_size
         self._num_pages = num_pages
-        self._cache = DeviceCache(num_pages, tell_tokens=event_tokens)
-        self._jobs: dict[str, Job] = {}  # by request: one attempt each
-        self._owners: dict[int, Job] = {}  # by ticket
-        self._turns = Turns()
+        self._cache = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
+        self._jobs: dict[str, PrefillRequest] = {}  # by request: one attempt each
+        self._owners: dict[int, PrefillRequest] = {}  # by ticket
+        self._turns = RouterFairness()
         self._copies = CopyQueue()
         self._tickets = itertools.count(1)
         self._window = MAX_KEYS_PER_CALL  # pages of a shipment, at most
         self._slots = 0  # of the arena; 0 without a store
         self._page_bytes = 0
-        self._pace = WorkerPace(calibration)
+        self._pace = WorkerStepTimes(calibration)
         self._planned = 0.0  # when the step that runs was planned, seconds
         self._regret: dict[LowerTier, float] = {}
         self._step = 0
@@ -121,12 +121,12 @@ class PrefillState:
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float, router: str = "") -> list[Command]:
+    def handle(self, event: PrefillEvent, now: float, router: str = "") -> list[PrefillCommand]:
         """Take one event; what it changes elsewhere comes back as commands, in order. `router`: the incarnation of the
         router that said it, where one did; it decides about what it has ordered itself, and about nothing else."""
         return [*self._handle(event, router, now), *self._wake(now)]
 
-    def _handle(self, event: Event, router: str, now: float) -> list[Command]:
+    def _handle(self, event: PrefillEvent, router: str, now: float) -> list[PrefillCommand]:
         match event:
             case Prefill():
                 return self._prefill(event, router, now)
@@ -137,7 +137,7 @@ class PrefillState:
             case RouterHeartbeat(attempts=listed):
                 keep = frozenset(listed)
                 return [c for job in self._owned_by(router) if job.name not in keep for c in self._forget(job)]
-            case OwnerLost(router=owner):
+            case RouterLost(router=owner):
                 self._turns.admitted(owner)
                 return [c for job in self._owned_by(owner) for c in self._forget(job)]
             case StepDone(plan=plan):
@@ -157,16 +157,16 @@ class PrefillState:
             case _:
                 return self._transfer(event, now)
 
-    def _owned_by(self, router: str) -> list[Job]:
+    def _owned_by(self, router: str) -> list[PrefillRequest]:
         return [job for job in self._jobs.values() if job.owner == router]
 
-    def _prefill(self, order: Prefill, router: str, now: float) -> list[Command]:
+    def _prefill(self, order: Prefill, router: str, now: float) -> list[PrefillCommand]:
         name = AttemptName(order.request, order.attempt)
-        commands: list[Command] = []
+        commands: list[PrefillCommand] = []
         if (old := self._jobs.get(order.request)) is not None:
             if old.owner != router:
                 message = f"request {order.request!r} is another router's"
-                return [Say(Failed(*_named(name), MalformedMessage.reason, message), router)]
+                return [SendToRouter(AttemptFailed(*_named(name), MalformedMessage.reason, message), router)]
             if old.name.attempt >= order.attempt:
                 return []
             commands += self._forget(old)
@@ -175,18 +175,18 @@ class PrefillState:
             if len(tokens) < self._page_size:
                 raise MalformedMessage(f"{len(tokens)} tokens are less than a page of {self._page_size}")
         except BatonError as error:
-            return [*commands, Say(Failed(*_named(name), error.reason, str(error)), router)]
+            return [*commands, SendToRouter(AttemptFailed(*_named(name), error.reason, str(error)), router)]
         if not self._slots:
-            failed = Failed(*_named(name), StoreGone.reason, "this worker's node has no store now")
-            return [*commands, Say(failed, router)]
+            failed = AttemptFailed(*_named(name), StoreGone.reason, "this worker's node has no store now")
+            return [*commands, SendToRouter(failed, router)]
         keys = prompt_keys(order.root, order.tokens, self._page_size)
         if len(keys) > self._slots:
             # No window helps: pages keep the pages before them, so a chain must fit as a whole.
             message = f"the prompt takes {len(keys)} pages and the node's arena has {self._slots}"
-            return [*commands, Say(Refused(*_named(name), "too_large", message), router)]
+            return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
         if len(keys) > self._num_pages:
             message = f"the prompt takes {len(keys)} pages and this worker has {self._num_pages}"
-            return [*commands, Say(Refused(*_named(name), "too_large", message), router)]
+            return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
         active = self._active
         waits = self._turns.must_wait(router, Counter(job.owner for job in active), now)
         full = waits or len(active) >= self._config.max_prompts
@@ -194,10 +194,10 @@ class PrefillState:
         if taken is None:
             self._turns.refused(router, now)
             message = f"{len(active)} prompts are being computed and {self._cache.available} pages are free"
-            return [*commands, Say(Refused(*_named(name), "busy", message), router)]
+            return [*commands, SendToRouter(Refused(*_named(name), "busy", message), router)]
         self._turns.admitted(router)
         pages, complete = taken
-        job = Job(
+        job = PrefillRequest(
             name=name,
             owner=router,
             tokens=tokens,
@@ -218,11 +218,11 @@ class PrefillState:
     # --- prompts that begin alike -----------------------------------------------------------------------------------
 
     @property
-    def _active(self) -> list[Job]:
+    def _active(self) -> list[PrefillRequest]:
         """The prompts that are not done, in the order in which they came."""
         return [job for job in self._jobs.values() if job.active]
 
-    def _gained(self, job: Job, before: int) -> None:
+    def _gained(self, job: PrefillRequest, before: int) -> None:
         """Pages of `job` from `before` on have become complete: full ones can be found, and those who share them have
         them as well."""
         for page in range(before, min(job.ready, job.full)):
@@ -230,11 +230,11 @@ class PrefillState:
             self._cache.publish(job.keys[page], job.keys[page - 1] if page else b"", job.pages[page], tokens)
         shared_prefix.tell(job, self._active)
 
-    def _wake(self, now: float) -> list[Command]:
+    def _wake(self, now: float) -> list[PrefillCommand]:
         """Those who wait for a page that is complete, or that nobody makes any more, go on; the most urgent first,
         lest they all wait again for the least urgent one."""
-        waiting = [job for job in self._jobs.values() if job.phase is Phase.WAITING]
-        commands: list[Command] = []
+        waiting = [job for job in self._jobs.values() if job.phase is PrefillPhase.WAITING]
+        commands: list[PrefillCommand] = []
         for job in sorted(waiting, key=lambda job: (job.priority, job.arrival)):
             job.waits_for = shared_prefix.maker(job, self._active)
             if job.waits_for is None:
@@ -244,25 +244,27 @@ class PrefillState:
 
     # --- from phase to phase --------------------------------------------------------------------------------------
 
-    def _look(self, job: Job) -> list[Command]:
-        job.phase = Phase.LOOKING
-        job.lookup = Lookup(self._tickets, job.keys[: job.full], job.sources)
+    def _look(self, job: PrefillRequest) -> list[PrefillCommand]:
+        job.phase = PrefillPhase.LOOKING
+        job.lookup = PrefixLookup(self._tickets, job.keys[: job.full], job.sources)
         return self._ask(job, job.lookup.tickets, job.lookup.start())
 
-    def _look_on(self, job: Job, lookup: Lookup, event: TransferEvent, now: float) -> list[Command]:
+    def _look_on(
+        self, job: PrefillRequest, lookup: PrefixLookup, event: TransferEvent, now: float
+    ) -> list[PrefillCommand]:
         """The store has said something about what it has, and what it could load."""
         lookup.handle(event)
-        if job.phase is not Phase.LOOKING:
+        if job.phase is not PrefillPhase.LOOKING:
             return []
-        commands: list[Command] = []
+        commands: list[PrefillCommand] = []
         if lookup.undecided:
             runs = lookup.runs
             spared = max(0, shared_prefix.spared(job, self._active) - lookup.here)
             rate = self._pace.rate(lookup.here * self._page_size)
             choice = choose(runs, self._page_bytes, self._page_size, rate, spared)
-            commands = [Call(call) for call in lookup.decide(choice.pages)]
+            commands = [CallStore(call) for call in lookup.decide(choice.pages)]
             if choice.pages:
-                job.loading = Loading(choice, runs, now)
+                job.loading = LoadInProgress(choice, runs, now)
                 job.loaded_from = lookup.here
         if (found := lookup.found) is None:
             return commands
@@ -272,57 +274,57 @@ class PrefillState:
             self._regret[tier] = self._regret.get(tier, 0.0) + job.loading.regret
         return commands + self._found(job, found, now)
 
-    def _found(self, job: Job, found: int, now: float) -> list[Command]:
+    def _found(self, job: PrefillRequest, found: int, now: float) -> list[PrefillCommand]:
         """The store has, and holds for us, a prefix of `found` pages."""
         job.stored = job.settled = job.offered = found
         return self._finish(job, now) if found == job.total else self._go_on(job)
 
-    def _go_on(self, job: Job) -> list[Command]:
+    def _go_on(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Bring what the store has to the device, as far as computing the rest needs it, and compute the rest; unless
         another prompt is making the same pages."""
         job.waits_for = shared_prefix.maker(job, self._active)
         if job.waits_for is not None:
-            job.phase = Phase.WAITING
+            job.phase = PrefillPhase.WAITING
             return []
         have, found = job.ready, job.stored
         if found <= have:
             return self._compute(job)
-        job.phase = Phase.READING
-        job.fetch = Fetch(self._tickets, job.keys[have:found], job.pages[have:found], wait=False)
+        job.phase = PrefillPhase.READING
+        job.fetch = PageFetch(self._tickets, job.keys[have:found], job.pages[have:found], wait=False)
         return self._ask(job, job.fetch.tickets, job.fetch.start())
 
-    def _compute(self, job: Job) -> list[Command]:
-        job.phase = Phase.COMPUTING if job.pending else Phase.SETTLING
+    def _compute(self, job: PrefillRequest) -> list[PrefillCommand]:
+        job.phase = PrefillPhase.COMPUTING if job.pending else PrefillPhase.SETTLING
         return self._reserve(job) + self._offer(job)
 
-    def _reserve(self, job: Job) -> list[Command]:
+    def _reserve(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Ask for slots for the next pages that the store lacks."""
         first, last = job.settled, min(job.settled + job.window, job.total)
         parent, keys = job.keys[first - 1] if first else b"", job.keys[first:last]
         if job.place is None:
             job.place = next(self._tickets)
             self._owners[job.place] = job
-        job.ship = Ship(next(self._tickets), parent, keys, True, partial=last > job.full, prompt=job.place)
+        job.ship = StorePages(next(self._tickets), parent, keys, True, partial=last > job.full, prompt=job.place)
         job.retry_at = None
         return self._ask(job, (job.ship.ticket,), job.ship.start())
 
-    def _offer(self, job: Job) -> list[Command]:
+    def _offer(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Hand the pages that are complete on the device to the shipment that covers them."""
         ship = job.ship
         if ship is None:
             return []
-        commands: list[Command] = []
+        commands: list[PrefillCommand] = []
         for page in range(job.offered, min(job.ready, job.settled + ship.count)):
             commands += self._copies.add(ship.ready(page - job.settled, job.pages[page]))
             job.offered = page + 1
         return commands
 
-    def _shipped_window(self, job: Job, ship: Ship, now: float) -> list[Command]:
+    def _shipped_window(self, job: PrefillRequest, ship: StorePages, now: float) -> list[PrefillCommand]:
         """Every page of a shipment is in the store: go on with the next, or be done."""
         job.shipped += ship.written
         job.settled += ship.count
         job.offered = max(job.offered, job.settled)  # pages that others had sealed were never offered
-        commands: list[Command] = []
+        commands: list[PrefillCommand] = []
         job.holding.append(ship.ticket)
         job.window = min(2 * job.window, self._window)  # another prompt may have needed the share
         job.ship = None
@@ -330,7 +332,7 @@ class PrefillState:
             return commands + self._finish(job, now)
         return commands + self._reserve(job) + self._offer(job)
 
-    def _no_slots(self, job: Job, ship: Ship, now: float) -> list[Command]:
+    def _no_slots(self, job: PrefillRequest, ship: StorePages, now: float) -> list[PrefillCommand]:
         commands = self._drop(ship.ticket)
         job.ship, job.offered = None, job.settled
         if ship.refused == "quota" and job.window > 1:
@@ -349,14 +351,14 @@ class PrefillState:
         job.refused, job.retry_at = ship.refused, now + _SLOTS_AGAIN
         return commands
 
-    def _give_back(self, job: Job) -> list[Command]:
+    def _give_back(self, job: PrefillRequest) -> list[PrefillCommand]:
         """End the holds of this prompt on pages of the store. They stay there as long as there is room."""
         tickets = [*job.holding, *(job.lookup.tickets if job.lookup else ())]
         job.holding, job.lookup = [], None
         return [c for ticket in tickets for c in self._drop(ticket)]
 
-    def _finish(self, job: Job, now: float) -> list[Command]:
-        job.phase = Phase.DONE
+    def _finish(self, job: PrefillRequest, now: float) -> list[PrefillCommand]:
+        job.phase = PrefillPhase.DONE
         left, job.place = self._drop(job.place) if job.place is not None else [], None
         self._cache.free(job.pages)
         job.pages = []
@@ -368,7 +370,7 @@ class PrefillState:
         begun = job.first_step if job.first_step is not None else now
         return [
             *left,
-            Say(
+            SendToRouter(
                 Prefilled(
                     *_named(job.name),
                     computed=job.computed_here,
@@ -385,7 +387,7 @@ class PrefillState:
 
     # --- transfers ----------------------------------------------------------------------------------------------
 
-    def _transfer(self, event: TransferEvent, now: float) -> list[Command]:
+    def _transfer(self, event: TransferEvent, now: float) -> list[PrefillCommand]:
         """Something about a ticket; one that we have forgotten meanwhile means nothing any more."""
         ticket: int = getattr(event, "ticket", 0)
         job = self._owners.get(ticket)
@@ -399,15 +401,15 @@ class PrefillState:
             return self._fetch_went_on(job, job.fetch, event)
         elif job.ship is not None and ticket == job.ship.ticket:
             ship = job.ship
-            commands: list[Command] = [*self._copies.add(ship.handle(event))]
+            commands: list[PrefillCommand] = [*self._copies.add(ship.handle(event))]
             if ship.refused:
                 return commands + self._no_slots(job, ship, now)
             return commands + (self._shipped_window(job, ship, now) if ship.done else [])
         return []
 
-    def _fetch_went_on(self, job: Job, fetch: Fetch, event: TransferEvent) -> list[Command]:
+    def _fetch_went_on(self, job: PrefillRequest, fetch: PageFetch, event: TransferEvent) -> list[PrefillCommand]:
         before = fetch.covered
-        commands: list[Command] = [*self._copies.add(fetch.handle(event))]
+        commands: list[PrefillCommand] = [*self._copies.add(fetch.handle(event))]
         if fetch.undecided:
             fetch.decide(0)  # what was worth loading has been loaded
         ready = job.ready
@@ -419,15 +421,15 @@ class PrefillState:
             commands += self._compute(job)
         return commands
 
-    def _ask(self, job: Job, tickets: Sequence[int], calls: Sequence[StoreCall]) -> list[Command]:
+    def _ask(self, job: PrefillRequest, tickets: Sequence[int], calls: Sequence[StoreCall]) -> list[PrefillCommand]:
         self._owners |= dict.fromkeys(tickets, job)
-        return [Call(call) for call in calls]
+        return [CallStore(call) for call in calls]
 
-    def _drop(self, ticket: int) -> list[Command]:
+    def _drop(self, ticket: int) -> list[PrefillCommand]:
         """Forget a ticket, and the copies under it that have not been handed out."""
         self._owners.pop(ticket, None)
         self._copies.drop(ticket)
-        return [Call(Forget(ticket))]
+        return [CallStore(EndLease(ticket))]
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -438,7 +440,7 @@ class PrefillState:
     @property
     def busy(self) -> bool:
         """There is something to do without waiting for a message."""
-        return bool(self._copies) or any(job.phase is Phase.COMPUTING for job in self._jobs.values())
+        return bool(self._copies) or any(job.phase is PrefillPhase.COMPUTING for job in self._jobs.values())
 
     @property
     def patience(self) -> float:
@@ -446,17 +448,17 @@ class PrefillState:
         that gets it now has its part in the step, instead of waiting for the next; one whose last page is sealed now
         is done a step earlier, and its place free."""
         active = self._active
-        if not any(job.phase is Phase.COMPUTING for job in active) or not any(map(self._answered_soon, active)):
+        if not any(job.phase is PrefillPhase.COMPUTING for job in active) or not any(map(self._answered_soon, active)):
             return 0.0
         return _PATIENCE * self._config.step_ms / 1_000
 
-    def _answered_soon(self, job: Job) -> bool:
+    def _answered_soon(self, job: PrefillRequest) -> bool:
         """The store is about to say what lets it go on."""
-        if job.phase is Phase.SETTLING:
+        if job.phase is PrefillPhase.SETTLING:
             return job.ship is not None and job.offered == job.total and job.ship.ticket not in self._copies.tickets
-        return job.phase is Phase.READING or (job.phase is Phase.LOOKING and not job.loading_now)
+        return job.phase is PrefillPhase.READING or (job.phase is PrefillPhase.LOOKING and not job.loading_now)
 
-    def plan(self, now: float) -> Plan:
+    def plan(self, now: float) -> ScheduledBatch:
         """The next step; empty when nothing computes."""
         step = self._config.step_ms / 1_000
         plan = plan_step(self._jobs.values(), self._pace, step, self._config.chunk_tokens)
@@ -466,10 +468,10 @@ class PrefillState:
             job.first_step = now if job.first_step is None else job.first_step
         return plan
 
-    def _step_done(self, plan: Plan, now: float) -> list[Command]:
+    def _step_done(self, plan: ScheduledBatch, now: float) -> list[PrefillCommand]:
         self._step += 1
         self._pace.stepped(plan, now - self._planned)
-        commands: list[Command] = []
+        commands: list[PrefillCommand] = []
         for name, chunk in plan.items():
             job, before = self._jobs[name.request], self._jobs[name.request].ready
             job.computed = chunk.end
@@ -478,13 +480,13 @@ class PrefillState:
             job.progress = now
             self._gained(job, before)
             if not job.pending:
-                job.phase = Phase.SETTLING
+                job.phase = PrefillPhase.SETTLING
             commands += self._offer(job)
         return commands
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
-    def _forget(self, job: Job) -> list[Command]:
+    def _forget(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Free everything it holds. Its complete pages stay cached, here and in the store."""
         del self._jobs[job.name.request]
         self._cache.free(job.pages)
@@ -492,14 +494,14 @@ class PrefillState:
         tickets = [ticket for ticket, owner in self._owners.items() if owner is job]
         return [c for ticket in tickets for c in self._drop(ticket)]
 
-    def _fail(self, job: Job, reason: str, message: str) -> list[Command]:
-        return [*self._forget(job), Say(Failed(*_named(job.name), reason, message), job.owner)]
+    def _fail(self, job: PrefillRequest, reason: str, message: str) -> list[PrefillCommand]:
+        return [*self._forget(job), SendToRouter(AttemptFailed(*_named(job.name), reason, message), job.owner)]
 
-    def _tick(self, now: float, paused: float) -> list[Command]:
-        commands: list[Command] = []
+    def _tick(self, now: float, paused: float) -> list[PrefillCommand]:
+        commands: list[PrefillCommand] = []
         for job in list(self._jobs.values()):
             job.progress += paused
-            if job.phase is Phase.DONE:
+            if job.phase is PrefillPhase.DONE:
                 continue
             if job.deadline is not None and now > job.deadline:
                 commands += self._fail(job, "deadline", "the request's deadline has passed")
@@ -513,7 +515,7 @@ class PrefillState:
     # --- what others read ---------------------------------------------------------------------------------------
 
     @property
-    def cache(self) -> DeviceCache:
+    def cache(self) -> DeviceBlockManager:
         """For its KV events and its snapshot; never to change it."""
         return self._cache
 
@@ -536,23 +538,23 @@ class PrefillState:
         others = self._load([job for job in active if job.owner != router])
         return Heartbeat(heard, load, self._step, attempts=attempts, others=others)
 
-    def _load(self, active: Sequence[Job]) -> Load:
+    def _load(self, active: Sequence[PrefillRequest]) -> LoadReport:
         """What these prompts make of our load."""
-        running = sum(job.phase is Phase.COMPUTING for job in active)
+        running = sum(job.phase is PrefillPhase.COMPUTING for job in active)
         queued = sum(job.pending - self._made_by_others(job) for job in active)
-        return Load(running=running, waiting=len(active) - running, tokens_queued=queued)
+        return LoadReport(running=running, waiting=len(active) - running, tokens_queued=queued)
 
-    def _made_by_others(self, job: Job) -> int:
+    def _made_by_others(self, job: PrefillRequest) -> int:
         """Tokens of this prompt that another one computes."""
         if job.waits_for is None:
             return 0
         return min((job.waits_for.in_common(job.keys) - job.ready) * self._page_size, job.pending)
 
-    def waits(self, me: str, store: str) -> Iterator[Wait]:
+    def waits(self, me: str, store: str) -> Iterator[WaitEdge]:
         """Yield the edges of the wait-for graph that this worker knows; for tests. `me` and `store`: incarnations."""
         for job in self._active:
             prompt = ("prompt", me, job.name.request)
-            transfer = job.lookup if job.phase is Phase.LOOKING else job.fetch
+            transfer = job.lookup if job.phase is PrefillPhase.LOOKING else job.fetch
             yield from ((prompt, ("ticket", me, ticket)) for ticket in (transfer.tickets if transfer else ()))
             yield from ((("promise", store, key), prompt) for key in job.keys[job.settled :])
             if job.waits_for is not None:
@@ -563,10 +565,10 @@ class PrefillState:
                     yield prompt, ("line", store) if job.waits_in_line == "behind" else ("slots", me, job.place)
 
     def stats(self) -> PrefillStats:
-        done = sum(job.phase is Phase.DONE for job in self._jobs.values())
+        done = sum(job.phase is PrefillPhase.DONE for job in self._jobs.values())
         return PrefillStats(
             running=len(self._jobs) - done,
-            waiting=sum(job.phase is Phase.WAITING for job in self._jobs.values()),
+            waiting=sum(job.phase is PrefillPhase.WAITING for job in self._jobs.values()),
             holding=done,
             pages_free=self._cache.available,
             pages_total=self._num_pages,
@@ -582,13 +584,13 @@ class PrefillState:
         """Raise AssertionError unless every invariant holds. For tests."""
         self._cache.validate()
         for job in self._jobs.values():
-            assert (job.phase is Phase.DONE) == (not job.pages), job.name
-            assert job.offered >= job.settled or job.phase is Phase.DONE, job.name
+            assert (job.phase is PrefillPhase.DONE) == (not job.pages), job.name
+            assert job.offered >= job.settled or job.phase is PrefillPhase.DONE, job.name
             assert job.ready <= job.total, job.name
             assert job.pending >= 0, job.name
-            assert job.phase is not Phase.COMPUTING or job.pending, job.name
-            assert (job.phase is Phase.WAITING) == (job.waits_for is not None), job.name
-            assert (job.fetch is not None) == (job.phase is Phase.READING), job.name
+            assert job.phase is not PrefillPhase.COMPUTING or job.pending, job.name
+            assert (job.phase is PrefillPhase.WAITING) == (job.waits_for is not None), job.name
+            assert (job.fetch is not None) == (job.phase is PrefillPhase.READING), job.name
         active = self._active
         shared_prefix.validate(active)
         assert self._cache.stats().referenced == len({page for job in active for page in job.pages})

@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import combinations, takewhile
 
-from kvstore.client.device_block_manager import DeviceCache
-from prefill_worker.prefill_request import Job
+from kvstore.client.device_block_manager import DeviceBlockManager
+from prefill_worker.prefill_request import PrefillRequest
 
 
-def take(cache: DeviceCache, keys: Sequence[bytes], at_hand: Collection[Job]) -> tuple[list[int], int] | None:
+def take(
+    cache: DeviceBlockManager, keys: Sequence[bytes], at_hand: Collection[PrefillRequest]
+) -> tuple[list[int], int] | None:
     """Device pages for a new prompt, all or nothing, and how many of them, from the start, are complete. Pages of a
     prompt at hand are taken once more, complete or not; else those that are cached. None, and no change, when there is
     no room."""
@@ -37,14 +39,14 @@ def take(cache: DeviceCache, keys: Sequence[bytes], at_hand: Collection[Job]) ->
     return shared + fresh, min(alike.ready, common)
 
 
-def maker(job: Job, at_hand: Collection[Job]) -> Job | None:
+def maker(job: PrefillRequest, at_hand: Collection[PrefillRequest]) -> PrefillRequest | None:
     """Who else is making the page that `job` lacks next, or at least has it loaded."""
     alike = [other for other in at_hand if other is not job and _lack_the_same(job, other)]
     making = (other for other in alike if other.making)
     return next(making, None) or next((other for other in alike if other.loading_now), None)
 
 
-def spared(job: Job, at_hand: Collection[Job]) -> int:
+def spared(job: PrefillRequest, at_hand: Collection[PrefillRequest]) -> int:
     """How many pages from the start `job` need not make: those that are complete, those that another prompt is making,
     and those of prompts that came earlier (`at_hand` is in the order of arrival) and will make them."""
     earlier = takewhile(lambda other: other is not job, at_hand)
@@ -52,14 +54,14 @@ def spared(job: Job, at_hand: Collection[Job]) -> int:
     return max([job.ready, *(other.in_common(job.keys) for other in others if other is not None)])
 
 
-def tell(job: Job, at_hand: Collection[Job]) -> None:
+def tell(job: PrefillRequest, at_hand: Collection[PrefillRequest]) -> None:
     """More pages of `job` are complete: so are they for all who share them."""
     for other in at_hand:
         if other.ready < job.ready and _lack_the_same(other, job):
             other.has(min(job.ready, job.in_common(other.keys)))
 
 
-def validate(at_hand: Collection[Job]) -> None:
+def validate(at_hand: Collection[PrefillRequest]) -> None:
     """Raise AssertionError unless what stands above holds. For tests."""
     for job in at_hand:
         assert job.waits_for is None or job.waits_for is maker(job, at_hand), job.name
@@ -70,7 +72,7 @@ def validate(at_hand: Collection[Job]) -> None:
         assert not (job.making and other.making and _lack_the_same(job, other)), (job.name, other.name)
 
 
-def _lack_the_same(job: Job, other: Job) -> bool:
+def _lack_the_same(job: PrefillRequest, other: PrefillRequest) -> bool:
     """The page that `job` lacks next is a page of `other`."""
     page = job.ready
     return page < min(job.total, other.total) and job.pages[page] == other.pages[page]

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from baton.errors import BatonError
 from baton.process import Arguments, parse
-from router.service import Addresses, serve
+from router.service import RouterAddresses, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ async def _serve(given: Arguments) -> None:
     await serve(given.config, given.name, given.node, stop, _say, given.host)
 
 
-def _say(addresses: Addresses) -> None:
+def _say(addresses: RouterAddresses) -> None:
     print(json.dumps(asdict(addresses)), flush=True)  # noqa: T201
 
 

@@ -1,7 +1,8 @@
 """What the router's state is told, and what it tells: events in, commands out.
 
-Every request that was submitted ends in exactly one `End`, whose outcome is `Finished`, `Failed` or `Cancelled`. Every
-prefix that is to be warmed is answered by exactly one `Warmed`, whose outcome is `Kept`, `Failed` or `Cancelled`.
+Every request that was submitted ends in exactly one `RequestEnded`, whose outcome is `Finished`, `Failed` or
+`Cancelled`. Every prefix that is to be warmed is answered by exactly one `PinAnswered`, whose outcome is `Pinned`,
+`Failed` or `Cancelled`.
 """
 
 # pyright: strict
@@ -14,9 +15,9 @@ from msgspec import Struct, field
 
 from baton.clock import Tick
 from baton.errors import BatonError
-from baton.messages import Envelope, FinishReason, Message, Sampling, Snapshot, TokenLogprob, ToRouter, WorkerRole
+from baton.messages import Envelope, FinishReason, Message, SamplingParams, Snapshot, TokenLogprob, ToRouter, WorkerRole
 from baton.timeline import Timeline
-from kvstore.events.wire_format import Batch
+from kvstore.events.wire_format import KvEventBatch
 
 # --- events --------------------------------------------------------------------------------------------------------
 
@@ -29,7 +30,7 @@ class Submit(Struct, frozen=True):
 
     request: str
     tokens: bytes  # packed
-    sampling: Sampling
+    sampling: SamplingParams
     received: float  # when the front end got it, seconds
     max_tokens: int | None = None  # none: as many as fit
     stop_token_ids: tuple[int, ...] = ()  # the model's own end-of-sequence tokens among them, unless ignored
@@ -41,7 +42,7 @@ class Submit(Struct, frozen=True):
     affinity: str = ""  # requests of one key go to one decode worker while it lives
 
 
-class Warm(Struct, frozen=True):
+class PinPrefix(Struct, frozen=True):
     """A client's wish that a prefix be computed and pinned, validated as far as that needs no knowledge of the cluster.
 
     `name` is as unique as a request's and begins with `WARM`: its attempts are listed among those of requests, none of
@@ -58,14 +59,14 @@ class Warm(Struct, frozen=True):
 WARM = "warm "
 
 
-class Unwarm(Struct, frozen=True):
+class UnpinPrefix(Struct, frozen=True):
     """A client's wish that a pin end now."""
 
     pin: str
     tenant: str = ""  # from the authenticated identity
 
 
-class Profile(Struct, frozen=True):
+class ProfileProcess(Struct, frozen=True):
     """A client's wish that a worker or store trace its next steps."""
 
     process: str  # its name
@@ -79,7 +80,7 @@ class StopProfile(Struct, frozen=True):
     process: str  # its name
 
 
-class Drain(Struct, frozen=True):
+class DrainWorker(Struct, frozen=True):
     """A client's wish that a worker be given nothing new, or (`undo`) be given work again. `at_once`: what it has goes
     elsewhere."""
 
@@ -112,7 +113,7 @@ class StopMatched(Struct, frozen=True):
     completion: int
 
 
-class Heard(Struct, frozen=True):
+class MessageReceived(Struct, frozen=True):
     """A message came in on the internal socket."""
 
     envelope: Envelope[ToRouter]
@@ -121,7 +122,7 @@ class Heard(Struct, frozen=True):
 class KvEvents(Struct, frozen=True):
     """A batch of KV events came in."""
 
-    batch: Batch
+    batch: KvEventBatch
 
 
 class KvSnapshot(Struct, frozen=True):
@@ -135,17 +136,17 @@ class Shutdown(Struct, frozen=True):
     """This router is about to stop: end everything, and let nothing in."""
 
 
-Event: TypeAlias = (
+RouterEvent: TypeAlias = (
     Submit
-    | Warm
-    | Unwarm
-    | Profile
+    | PinPrefix
+    | UnpinPrefix
+    | ProfileProcess
     | StopProfile
-    | Drain
+    | DrainWorker
     | SetRole
     | ClientGone
     | StopMatched
-    | Heard
+    | MessageReceived
     | KvEvents
     | KvSnapshot
     | Tick
@@ -173,7 +174,7 @@ class Cancelled(Struct, frozen=True):
     why: str
 
 
-Outcome: TypeAlias = Finished | Failed | Cancelled
+RequestOutcome: TypeAlias = Finished | Failed | Cancelled
 
 
 class Usage(Struct, frozen=True):
@@ -184,7 +185,7 @@ class Usage(Struct, frozen=True):
     completion: int = 0
 
 
-class Served(Struct, frozen=True):
+class ServingAccount(Struct, frozen=True):
     """Who served a request, by name, and what that took."""
 
     attempts: int = 0
@@ -207,7 +208,7 @@ class Summary(Struct, frozen=True):
     timeline: Timeline
     submitted: float
     usage: Usage = field(default_factory=Usage)
-    served: Served = field(default_factory=Served)
+    served: ServingAccount = field(default_factory=ServingAccount)
 
 
 class PinView(Struct, frozen=True):
@@ -221,7 +222,7 @@ class PinView(Struct, frozen=True):
     left: float  # seconds
 
 
-class Kept(Struct, frozen=True):
+class Pinned(Struct, frozen=True):
     """A prefix is warm: its pages are pinned. `computed`: tokens that had to be computed; none: nobody knows."""
 
     view: PinView
@@ -231,14 +232,14 @@ class Kept(Struct, frozen=True):
 # --- commands ------------------------------------------------------------------------------------------------------
 
 
-class Send(Struct, frozen=True):
+class SendMessage(Struct, frozen=True):
     """Send to that peer. The order of commands is the order on the link, and the state counts along."""
 
     incarnation: str
     message: Message
 
 
-class Forget(Struct, frozen=True):
+class ForgetPeer(Struct, frozen=True):
     """Count messages to that peer from 1 again: it is a stranger, or long gone."""
 
     incarnation: str
@@ -252,19 +253,19 @@ class Emit(Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class End(Struct, frozen=True):
+class RequestEnded(Struct, frozen=True):
     """The last that is heard of a request."""
 
     request: str
-    outcome: Outcome
+    outcome: RequestOutcome
     summary: Summary
 
 
-class Warmed(Struct, frozen=True):
-    """The answer to a Warm."""
+class PinAnswered(Struct, frozen=True):
+    """The answer to a PinPrefix."""
 
     name: str
-    outcome: Kept | Failed | Cancelled
+    outcome: Pinned | Failed | Cancelled
 
 
 class Subscribe(Struct, frozen=True):
@@ -287,7 +288,7 @@ class Unsubscribe(Struct, frozen=True):
     incarnation: str
 
 
-class Note(Struct, frozen=True):
+class Log(Struct, frozen=True):
     """A line for the log. Lines of one kind are rate-limited; those without a kind are all written."""
 
     text: str
@@ -297,4 +298,6 @@ class Note(Struct, frozen=True):
     detail: bool = False  # of interest only at level DEBUG: `Explain` tells it, too
 
 
-Command: TypeAlias = Send | Forget | Emit | End | Warmed | Subscribe | AskSnapshot | Unsubscribe | Note
+RouterCommand: TypeAlias = (
+    SendMessage | ForgetPeer | Emit | RequestEnded | PinAnswered | Subscribe | AskSnapshot | Unsubscribe | Log
+)

@@ -22,7 +22,7 @@ from baton.messages import (
     PROTOCOL_VERSION,
     AttemptName,
     Hello,
-    Load,
+    LoadReport,
     ModelCard,
     Namespace,
     Peer,
@@ -37,7 +37,7 @@ GoneReason: TypeAlias = Literal["silent", "stuck", "dead", "replaced", "rejected
 
 
 @dataclass
-class Work:
+class AssignedAttempt:
     """One attempt that a worker was given and has not been told to forget. Of a decode worker, a sequence: what it is
     going to take on average, and what it was promised."""
 
@@ -51,7 +51,7 @@ class Work:
 
 
 @dataclass
-class Prompt:
+class PendingPrefill:
     """Tokens of one attempt that a worker is to compute, or will be."""
 
     new: int
@@ -60,15 +60,17 @@ class Prompt:
 
 
 @dataclass(eq=False)
-class Member:
+class MemberRecord:
     """A live process, or one that went. What placement reads of it changes only through methods, which leave its
     incarnation in `changed`."""
 
     hello: Hello
     heard_at: float  # when it last said anything, seconds
-    load: Load = field(default_factory=Load)
-    work: dict[AttemptName, Work] = field(default_factory=dict[AttemptName, Work])
-    slots: dict[AttemptName, Prompt] = field(default_factory=dict[AttemptName, Prompt])  # prompts it is to compute
+    load: LoadReport = field(default_factory=LoadReport)
+    work: dict[AttemptName, AssignedAttempt] = field(default_factory=dict[AttemptName, AssignedAttempt])
+    slots: dict[AttemptName, PendingPrefill] = field(
+        default_factory=dict[AttemptName, PendingPrefill]
+    )  # prompts it is to compute
     unanswered: set[AttemptName] = field(default_factory=set[AttemptName])  # neither accepted nor refused
     busy_since: int | None = None  # sequence of the work it had no room for; none: it may have room
     positions: dict[AttemptName, int] = field(default_factory=dict[AttemptName, int])  # as last reported
@@ -115,14 +117,14 @@ class Member:
 
     # --- work --------------------------------------------------------------------------------------------------------
 
-    def promise(self, name: AttemptName, prompt: Prompt, now: float) -> None:
+    def promise(self, name: AttemptName, prompt: PendingPrefill, now: float) -> None:
         """It is to compute a prompt, at once or when another worker has room for the pages."""
         if not self.slots:
             self.since = now
         self.slots[name] = prompt
         self.touch()
 
-    def give(self, name: AttemptName, work: Work) -> None:
+    def give(self, name: AttemptName, work: AssignedAttempt) -> None:
         """A message to it begins an attempt."""
         self.work[name] = work
         self.context += work.context
@@ -189,7 +191,9 @@ class Member:
         if heard >= self.asked_to_trace:
             self.tracing = mark
 
-    def reports(self, load: Load, heard: int, others: Load, now: float, *, unresponsive: bool = False) -> bool:
+    def reports(
+        self, load: LoadReport, heard: int, others: LoadReport, now: float, *, unresponsive: bool = False
+    ) -> bool:
         """A heartbeat: what it says of itself holds for everything that was given up to the message `heard`. `others`
         is what other routers' work makes of `load`. Returns whether that has changed, or whether its loop goes on
         again: there may be room then."""
@@ -212,43 +216,43 @@ class _Acquaintance:
     sent: int = 0  # messages
 
 
-class Members:
+class ClusterMembership:
     """Every process that said Hello. Decides who may join; what follows from a leave is its owner's business."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._live: dict[str, Member] = {}  # by incarnation
-        self._by_role: dict[Role, dict[str, Member]] = {"router": {}, "prefill": {}, "decode": {}, "store": {}}
-        self._gone: dict[str, Member] = {}  # by name, until replaced
+        self._live: dict[str, MemberRecord] = {}  # by incarnation
+        self._by_role: dict[Role, dict[str, MemberRecord]] = {"router": {}, "prefill": {}, "decode": {}, "store": {}}
+        self._gone: dict[str, MemberRecord] = {}  # by name, until replaced
         self._known: dict[str, _Acquaintance] = {}  # by incarnation, oldest first
         self._met = 0
         self.changed: set[str] = set()  # incarnations about which placement may read something new; the reader clears
 
-    def get(self, incarnation: str) -> Member | None:
+    def get(self, incarnation: str) -> MemberRecord | None:
         """The live process of that incarnation."""
         return self._live.get(incarnation)
 
-    def live(self, incarnation: str) -> Member:
+    def live(self, incarnation: str) -> MemberRecord:
         """The same, of one that must be live: somebody with a current attempt."""
         member = self._live.get(incarnation)
         assert member is not None, f"{incarnation} has an attempt and is not live"
         return member
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[MemberRecord]:
         """The live ones; members may leave meanwhile."""
         return iter(list(self._live.values()))
 
-    def of(self, role: Role) -> list[Member]:
+    def of(self, role: Role) -> list[MemberRecord]:
         return list(self._by_role[role].values())
 
-    def open(self, role: Role) -> list[Member]:
+    def open(self, role: Role) -> list[MemberRecord]:
         """The live ones that may be given something."""
         return [member for member in self.of(role) if not member.draining]
 
-    def store_of(self, node: str) -> Member | None:
+    def store_of(self, node: str) -> MemberRecord | None:
         return next((member for member in self.of("store") if member.peer.node == node), None)
 
-    def another_prefill(self, node: str, most: int, avoid: Collection[str]) -> Member | None:
+    def another_prefill(self, node: str, most: int, avoid: Collection[str]) -> MemberRecord | None:
         """Return the prefill worker of `node` with the fewest tokens to compute, of those that take a prompt now. Each
         takes `most` prompts."""
         able = [
@@ -258,15 +262,15 @@ class Members:
         ]
         return min(able, key=lambda m: (sum(prompt.new for prompt in m.slots.values()), m.peer.name), default=None)
 
-    def named(self, name: str) -> Member | None:
+    def named(self, name: str) -> MemberRecord | None:
         """The live process of that name."""
         return next((member for member in self._live.values() if member.peer.name == name), None)
 
-    def tracing(self) -> Member | None:
+    def tracing(self) -> MemberRecord | None:
         """A live process that makes a trace."""
         return next((member for member in self._live.values() if member.tracing), None)
 
-    def listed(self, now: float) -> list[Member]:
+    def listed(self, now: float) -> list[MemberRecord]:
         """The live ones, and those that went not long ago and have no successor."""
         self._gone = {name: member for name, member in self._gone.items() if now - member.heard_at < _SHOWN}
         return sorted([*self._live.values(), *self._gone.values()], key=lambda member: member.peer.name)
@@ -318,7 +322,7 @@ class Members:
                 f"pid {rival.peer.pid} on node {rival.peer.node}; end this process"
             )
 
-    def join(self, hello: Hello, now: float) -> Member:
+    def join(self, hello: Hello, now: float) -> MemberRecord:
         """A process that has passed `check`; again for one that is live and says Hello again."""
         if (member := self._live.get(hello.peer.incarnation)) is not None:
             member.hello, member.heard_at = hello, now
@@ -326,12 +330,12 @@ class Members:
             return member
         self._meet(hello.peer.incarnation)
         before = self._gone.pop(hello.peer.name, None)
-        member = self._live[hello.peer.incarnation] = Member(hello, now, changed=self.changed)
+        member = self._live[hello.peer.incarnation] = MemberRecord(hello, now, changed=self.changed)
         self._by_role[hello.peer.role][hello.peer.incarnation] = member
         member.draining = before is not None and before.incarnation == member.incarnation and before.draining
         return member
 
-    def leave(self, member: Member, why: GoneReason) -> None:
+    def leave(self, member: MemberRecord, why: GoneReason) -> None:
         del self._live[member.incarnation]
         del self._by_role[member.peer.role][member.incarnation]
         member.gone = why

@@ -5,26 +5,26 @@
 from __future__ import annotations
 
 from baton.messages import Message
-from router.events import Command, Forget, Note, Send
-from router.members import Members
+from router.events import ForgetPeer, Log, RouterCommand, SendMessage
+from router.members import ClusterMembership
 
 
 class Outbox:
     """The commands of the event that is being handled."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: ClusterMembership) -> None:
         self._members = members
-        self._commands: list[Command] = []
+        self._commands: list[RouterCommand] = []
 
-    def put(self, command: Command) -> None:
+    def put(self, command: RouterCommand) -> None:
         self._commands.append(command)
 
     def send(self, incarnation: str, message: Message) -> int:
         """Send a message; returns its sequence on that link."""
-        self._commands.append(Send(incarnation, message))
+        self._commands.append(SendMessage(incarnation, message))
         sequence = self._members.count(incarnation)
         if sequence is None:  # nobody's count goes on from what a stranger is told
-            self._commands.append(Forget(incarnation))
+            self._commands.append(ForgetPeer(incarnation))
             return 0
         return sequence
 
@@ -32,9 +32,9 @@ class Outbox:
         self, text: str, request: str = "", *, warning: bool = False, kind: str = "", detail: bool = False
     ) -> None:
         """A line for the log. `kind`: a peer or client can cause it, so lines of this kind are rate-limited."""
-        self._commands.append(Note(text, request, warning, kind, detail))
+        self._commands.append(Log(text, request, warning, kind, detail))
 
-    def take(self) -> list[Command]:
+    def take(self) -> list[RouterCommand]:
         """Everything since the last call."""
         commands, self._commands = self._commands, []
         return commands

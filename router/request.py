@@ -18,16 +18,16 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 
-from baton.messages import TOKEN_BYTES, AttemptName, Sampling
+from baton.messages import TOKEN_BYTES, AttemptName, SamplingParams
 from baton.timeline import Timeline
 from kvstore.keys import cacheable_pages, pack_tokens, page_keys, split_keys
-from router.events import Served, Submit, Summary, Usage
-from router.placement.types import Plan
+from router.events import ServingAccount, Submit, Summary, Usage
+from router.placement.types import Placement
 
 _LEVELS = 8  # of priority, to either side of 0
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     PLACED = "placed"
     PREPARING = "preparing"
     RUNNING = "running"
@@ -38,12 +38,12 @@ class Attempt:
     """The one active attempt of a request. Who is not named here has no say in it."""
 
     name: AttemptName
-    plan: Plan
+    plan: Placement
     start: int  # tokens known when it began
     progress: float  # when it last got on, seconds
     decode: str  # incarnation
     prefill: str | None  # incarnation that is to make the pages: its slot is taken; none once it has nothing of ours
-    phase: Phase = Phase.PLACED
+    phase: RequestPhase = RequestPhase.PLACED
     predicted: int = 0  # prompt tokens that its prefill worker has been asked to compute, until it says how many it did
     prefill_sent: bool = False
     prefilled: bool = False
@@ -57,12 +57,12 @@ class Attempt:
     @property
     def needs_prefill(self) -> bool:
         """Somebody still waits for pages of its prefill worker. Afterwards that one is only listened to."""
-        return not self.prefilled and self.phase is not Phase.RUNNING
+        return not self.prefilled and self.phase is not RequestPhase.RUNNING
 
     @property
     def stores(self) -> set[str]:
         """Incarnations of the stores that pages of this attempt are still to come through."""
-        if self.phase is Phase.RUNNING or not self.plan.fetch:
+        if self.phase is RequestPhase.RUNNING or not self.plan.fetch:
             return set()
         prefills = self.prefill is not None and self.needs_prefill
         sources = self.plan.sources + (self.plan.prefill_sources if prefills else ())
@@ -77,7 +77,7 @@ class Request:
     arrival: int  # order of submission
     prompt: int  # tokens
     tokens: bytearray  # packed: the prompt and everything emitted
-    sampling: Sampling
+    sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     tenant: str
     priority: int
@@ -190,7 +190,7 @@ class Request:
         computed = self.prefill_computed + predicted + (self.decode_computed or 0)
         cached = 0 if self.decode_computed is None else max(0, self.prompt - computed)
         usage = Usage(self.prompt, cached, self.generated if completion is None else completion)
-        served = Served(
+        served = ServingAccount(
             attempts=self.attempts,
             prefill_worker=self.prefill_worker,
             decode_workers=tuple(self.decode_workers),

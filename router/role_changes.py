@@ -1,8 +1,8 @@
 """Role changes: a worker that is to be the other kind of worker.
 
-    (serves) ──SetRole──▶ drains ──nothing left, or the time is up──▶ told to Become ──▶ gone, replaced by its new
-        ▲                   │                                            │ repeated       incarnation in the new role
-        └──────undone───────┘                                            ▼ until it is gone
+    (serves) ──SetRole──▶ drains ──empty, or the time is up──▶ told to ChangeRole ──▶ gone: a new incarnation serves
+        ▲                   │                                      │ repeated
+        └──────undone───────┘                                      ▼ until it is gone
 
 What it has goes on there for a while, then elsewhere as with `baton drain --now`. The wish is for one incarnation:
 should that die meanwhile, its successor begins in the role that it is configured with. Should this router die, the
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 from baton.config import Config
 from baton.errors import InvalidRequest
-from baton.messages import Become, WorkerRole
+from baton.messages import ChangeRole, WorkerRole
 from router.events import SetRole
-from router.members import Member, Members
+from router.members import ClusterMembership, MemberRecord
 from router.outbox import Outbox
-from router.placement.step_costs import Costs, StepCost
-from router.placement.utilization import Advice, Sides, Utilisation
-from router.requests.lifecycle import Life
+from router.placement.step_costs import DecodeCost, FittedCosts
+from router.placement.utilization import PoolCapacity, PoolUtilization, RoleAdvice
+from router.requests.lifecycle import RequestManager
 
 PATIENCE = 30.0  # seconds that a worker gets to finish what it has
 _LOOK = 1.0  # seconds between two looks at what is asked of the cluster
@@ -39,10 +39,12 @@ class _Change:
     told: float = float("-inf")  # when it was last told
 
 
-class Roles:
+class RoleChanges:
     """The changes that are under way, and the one that is advised."""
 
-    def __init__(self, config: Config, members: Members, costs: Costs, life: Life, out: Outbox) -> None:
+    def __init__(
+        self, config: Config, members: ClusterMembership, costs: FittedCosts, life: RequestManager, out: Outbox
+    ) -> None:
         self._again = config.cluster.heartbeat_ms / 1_000  # seconds until a worker is told again
         self._auto = config.router.roles == "auto"
         self._page_size = config.pages.page_size
@@ -50,13 +52,13 @@ class Roles:
         self._tpot = min(tpots, default=None)
         self._costs = costs
         self._next_look = float("-inf")
-        self.advice: Advice | None = None
+        self.advice: RoleAdvice | None = None
         self._members = members
         self._life = life
         self._out = out
         self._changes: dict[str, _Change] = {}  # by incarnation
 
-    def ask(self, wish: SetRole, member: Member, now: float) -> None:
+    def ask(self, wish: SetRole, member: MemberRecord, now: float) -> None:
         """Begin with a change, or change its time limit. Raises InvalidRequest where the worker has that role, can't
         have it, or is the last decode worker that takes work."""
         name, role = member.peer.name, member.peer.role
@@ -93,13 +95,13 @@ class Roles:
                 )
             elif now >= change.told + self._again and (now >= change.until or _is_empty(member)):
                 self._life.clear(member, now)
-                self._out.send(incarnation, Become(change.role))
+                self._out.send(incarnation, ChangeRole(change.role))
                 change.told = now
 
     # --- advice ------------------------------------------------------------------------------------------------------
 
     @property
-    def utilisation(self) -> Utilisation | None:
+    def utilisation(self) -> PoolUtilization | None:
         """Of both sides lately; none before there has been a worker of each kind."""
         return self._life.bottleneck.now
 
@@ -116,13 +118,13 @@ class Roles:
             return
         steps = [self._costs.step(member.incarnation) for member in decode]
         pools = [member.hello.model.pool_pages for member in decode if member.hello.model]
-        mean = StepCost(
+        mean = DecodeCost(
             sum(step.fixed for step in steps) / len(steps),
             sum(step.row for step in steps) / len(steps),
             sum(step.context for step in steps) / len(steps),
         )
         pool = sum(pools) / len(decode) * self._page_size
-        self.advice = self._life.bottleneck.look(Sides(len(prefill), len(decode), mean, pool, self._tpot), now)
+        self.advice = self._life.bottleneck.look(PoolCapacity(len(prefill), len(decode), mean, pool, self._tpot), now)
         if self.advice is None or not self._auto:
             return
         able = decode if self.advice.role == "prefill" else [m for m in prefill if m.hello.model and m.hello.model.head]
@@ -130,10 +132,10 @@ class Roles:
             member = min(able, key=lambda member: (member.pages, member.peer.name))
             self.ask(SetRole(member.peer.name, self.advice.role, PATIENCE), member, now)
 
-    def _is_last(self, member: Member) -> bool:
+    def _is_last(self, member: MemberRecord) -> bool:
         """Whether no other decode worker takes work."""
         return member.peer.role == "decode" and all(other is member for other in self._members.open("decode"))
 
 
-def _is_empty(member: Member) -> bool:
+def _is_empty(member: MemberRecord) -> bool:
     return not (member.work or member.slots or member.strangers)

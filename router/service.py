@@ -26,14 +26,14 @@ from baton.messages import Message, Peer
 from baton.metrics import Metrics
 from baton.monotonic_clock import MonotonicClock
 from baton.process import settle
-from baton.wire import Asker, Listener, Subscriber, refused
+from baton.wire import Listener, ReplayClient, Subscriber, refused
 from kvstore.events.wire_format import decode, publisher_of
-from router.events import Heard, KvEvents, KvSnapshot
-from router.frontend.client_sessions import Relay
-from router.frontend.grpc_server import Front, OperatorFront
-from router.frontend.http_server import Http
+from router.events import KvEvents, KvSnapshot, MessageReceived
+from router.frontend.client_sessions import RouterDriver
+from router.frontend.grpc_server import ClientServer, OperatorServer
+from router.frontend.http_server import HttpServer
 from router.frontend.served_model import load
-from router.frontend.tokenizing import Tokenizing
+from router.frontend.tokenizing import TokenizerThreads
 
 log = logging.getLogger(__name__)
 of_peers = RateLimitedLog(log)  # lines that a peer can trigger
@@ -45,7 +45,7 @@ _BATCHES = 1_000  # batches of KV events waiting to be read; more wait in their 
 
 
 @dataclass(frozen=True)
-class Addresses:
+class RouterAddresses:
     """Where the router listens, once it does. `grpc` and `http` are host:port, `internal` is a ZMQ endpoint, `operator`
     a gRPC target."""
 
@@ -60,7 +60,7 @@ async def serve(
     name: str,
     node: str,
     stop: asyncio.Event,
-    ready: Callable[[Addresses], object],
+    ready: Callable[[RouterAddresses], object],
     host: str = hosts.LOOPBACK,
 ) -> None:
     """Serve until `stop` is set; `ready` is called once every port listens, and again if the operator's has moved.
@@ -73,15 +73,15 @@ async def serve(
         inner = host if hosts.is_wildcard(router.host) else router.host
         listener = Listener(hosts.endpoint(inner, router.internal_port), me)
         cleanup.callback(listener.close)
-        sockets = Sockets(listener)
+        sockets = RouterSockets(listener)
         cleanup.push_async_callback(sockets.close)
-        relay = Relay(me, config, model, sockets, clock, Metrics())
-        http = Http(relay)
+        relay = RouterDriver(me, config, model, sockets, clock, Metrics())
+        http = HttpServer(relay)
         cleanup.push_async_callback(http.stop)
         http_address = await http.start(router.host, router.http_port)
-        tokenizing = Tokenizing()
+        tokenizing = TokenizerThreads()
         cleanup.callback(tokenizing.close)
-        front, operator = Front(relay, clock, tokenizing), OperatorFront(relay, clock, tokenizing)
+        front, operator = ClientServer(relay, clock, tokenizing), OperatorServer(relay, clock, tokenizing)
         cleanup.push_async_callback(_stop, front, operator)
         grpc_address = await front.start(router.host, router.grpc_port)
         operator_address = await operator.start(router.operator, config.cluster.name, name)
@@ -90,7 +90,7 @@ async def serve(
         settle()
         log.info("router %s serves %s: gRPC %s, http %s", me.incarnation, model.name, grpc_address, http_address)
         log.info("the operator is served at %s", operator_address)
-        addresses = Addresses(grpc_address, listener.endpoint, http_address, operator_address)
+        addresses = RouterAddresses(grpc_address, listener.endpoint, http_address, operator_address)
         ready(addresses)
         again = _listen_again(relay, operator, lambda target: ready(replace(addresses, operator=target)))
         loops = (
@@ -115,18 +115,20 @@ async def _until_stopped(stop: asyncio.Event, *loops: Coroutine[Any, Any, None])
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _listen(relay: Relay, listener: Listener) -> None:
+async def _listen(relay: RouterDriver, listener: Listener) -> None:
     """Hand every message from workers and stores to the state. The listener itself yields to other tasks."""
     while True:
-        relay.handle(Heard(await listener.receive()))
+        relay.handle(MessageReceived(await listener.receive()))
 
 
-async def _stop(front: Front, operator: OperatorFront) -> None:
+async def _stop(front: ClientServer, operator: OperatorServer) -> None:
     """End both servers in the same time."""
     await asyncio.gather(front.stop(_GRACE), operator.stop(_GRACE))
 
 
-async def _watch(relay: Relay, fronts: tuple[Front, OperatorFront], listener: Listener, clock: Clock) -> None:
+async def _watch(
+    relay: RouterDriver, fronts: tuple[ClientServer, OperatorServer], listener: Listener, clock: Clock
+) -> None:
     """Time, for the state: and whether this loop was itself held up, which is nobody else's fault (rule 6)."""
     beat = relay.config.cluster.heartbeat_ms / 1_000
     pauses = PauseDetector(tolerance=beat)
@@ -138,7 +140,7 @@ async def _watch(relay: Relay, fronts: tuple[Front, OperatorFront], listener: Li
         await asyncio.sleep(beat / 5)
 
 
-async def _listen_again(relay: Relay, operator: OperatorFront, moved: Callable[[str], object]) -> None:
+async def _listen_again(relay: RouterDriver, operator: OperatorServer, moved: Callable[[str], object]) -> None:
     """Look after the operator's socket: where its file has been removed, listen anew."""
     while True:
         await asyncio.sleep(_LOOK)
@@ -154,7 +156,7 @@ async def _listen_again(relay: Relay, operator: OperatorFront, moved: Callable[[
             moved(target)
 
 
-async def _follow(relay: Relay, sockets: Sockets) -> None:
+async def _follow(relay: RouterDriver, sockets: RouterSockets) -> None:
     """Hand every batch of KV events, and every part of a snapshot, to the state."""
     while True:
         for _ in range(_TURN):
@@ -162,13 +164,13 @@ async def _follow(relay: Relay, sockets: Sockets) -> None:
         await asyncio.sleep(0)
 
 
-class Sockets:
+class RouterSockets:
     """The relay's wire: one listener for all messages, one subscription for each holder of pages."""
 
     def __init__(self, listener: Listener) -> None:
         self.pages: asyncio.Queue[KvEvents | KvSnapshot] = asyncio.Queue(_BATCHES)
         self._listener = listener
-        self._askers: dict[str, Asker] = {}
+        self._askers: dict[str, ReplayClient] = {}
         self._ears: dict[str, list[asyncio.Task[None]]] = {}
 
     def send(self, incarnation: str, message: Message) -> None:
@@ -182,7 +184,7 @@ class Sockets:
         try:
             subscriber = Subscriber(endpoint)
             self._ears[incarnation] = [asyncio.create_task(self._hear(incarnation, subscriber))]
-            asker = self._askers[incarnation] = Asker(replay)
+            asker = self._askers[incarnation] = ReplayClient(replay)
             self._ears[incarnation].append(asyncio.create_task(self._catch_up(incarnation, asker)))
         except Exception as error:  # noqa: BLE001 only baton.wire knows the errors of its sockets
             of_peers.warning("can't follow the KV events of %s at %r and %r: %s", incarnation, endpoint, replay, error)
@@ -217,7 +219,7 @@ class Sockets:
                 if batch.holder == incarnation:  # an endpoint may have passed to somebody else
                     await self.pages.put(KvEvents(batch))
 
-    async def _catch_up(self, incarnation: str, asker: Asker) -> None:
+    async def _catch_up(self, incarnation: str, asker: ReplayClient) -> None:
         """Queue the snapshots that one holder was asked for."""
         with contextlib.closing(asker):
             while True:

@@ -22,61 +22,61 @@ from baton.messages import (
     Envelope,
     Heartbeat,
     Hello,
-    Introduce,
-    Load,
+    LoadReport,
     ModelCard,
     Peer,
     Rejected,
+    RequestHello,
     Role,
     RouterHeartbeat,
+    StartTrace,
     StopTrace,
     ToRouter,
-    Trace,
     Welcome,
     WorkerRole,
 )
-from baton.waits import Wait
+from baton.waits import WaitEdge
 from router.events import (
     WARM,
     AskSnapshot,
     Cancelled,
     ClientGone,
-    Command,
-    Drain,
-    Event,
+    DrainWorker,
     Finished,
-    Forget,
-    Heard,
+    ForgetPeer,
     KvEvents,
     KvSnapshot,
+    MessageReceived,
+    PinPrefix,
     PinView,
-    Profile,
+    ProfileProcess,
+    RouterCommand,
+    RouterEvent,
     SetRole,
     Shutdown,
     StopMatched,
     StopProfile,
     Submit,
     Subscribe,
+    UnpinPrefix,
     Unsubscribe,
-    Unwarm,
-    Warm,
 )
-from router.members import GoneReason, Member, Members
+from router.members import ClusterMembership, GoneReason, MemberRecord
 from router.outbox import Outbox
-from router.placement.policy import LowestTtft, Placer
-from router.placement.prediction_error import Kind, Score, Scores
-from router.placement.prefix_lookup import Prefixes, PrefixesStats
-from router.placement.step_costs import Costs
-from router.placement.utilization import Advice, Utilisation
-from router.prefix_pinning.pin import Phase as PinPhase
-from router.prefix_pinning.warmer import Warmer
-from router.prefix_pinning.worker_messages import WarmAnswers
+from router.placement.policy import LowestTtft, PlacementPolicy
+from router.placement.prediction_error import PredictionError, PredictionErrors, PredictionKind
+from router.placement.prefix_lookup import KvIndex, KvIndexStats
+from router.placement.step_costs import FittedCosts
+from router.placement.utilization import PoolUtilization, RoleAdvice
+from router.prefix_pinning.pin import PinPhase as PinPhase
+from router.prefix_pinning.warmer import PrefixPinner
+from router.prefix_pinning.worker_messages import PinMessageHandler
 from router.queueing.admission import ModelLimits
-from router.request import Attempt, Phase, Request
-from router.requests.explain import Record
-from router.requests.lifecycle import Life
-from router.requests.worker_messages import Answers
-from router.role_changes import Roles
+from router.request import Attempt, Request, RequestPhase
+from router.requests.explain import RequestRecord
+from router.requests.lifecycle import RequestManager
+from router.requests.worker_messages import WorkerMessageHandler
+from router.role_changes import RoleChanges
 
 _SIGHTINGS = 2  # heartbeats after which we no longer wait for the message that would have said the same
 
@@ -86,7 +86,7 @@ class ProcessView:
     """One process, as the router sees it."""
 
     peer: Peer
-    load: Load
+    load: LoadReport
     gone: GoneReason | None
     heartbeat_age: float  # seconds
     metrics: str  # host:port
@@ -115,42 +115,42 @@ class RouterStats:
     prompt_tokens: int  # of finished requests
     cached_tokens: int  # of finished requests
     generated_tokens: int
-    prefixes: PrefixesStats
+    prefixes: KvIndexStats
     pins: Mapping[str, int]  # prefixes that are kept warm, or are to be, by phase
     waiting: Mapping[int, int]  # in the queue, by level of priority
     rejected: Mapping[str, int]  # requests that no worker had begun, by reason
     tenant_tokens: Mapping[tuple[str, str], int]  # by tenant (a bounded number) and kind
-    scores: Mapping[Kind, Score]  # of predictions
-    utilisation: Utilisation | None  # of prefill and decode workers; none: not known yet
-    advice: Advice | None  # another role for one of them
+    scores: Mapping[PredictionKind, PredictionError]  # of predictions
+    utilisation: PoolUtilization | None  # of prefill and decode workers; none: not known yet
+    advice: RoleAdvice | None  # another role for one of them
 
 
 class RouterState:
     """One router's whole knowledge."""
 
-    def __init__(self, me: Peer, config: Config, limits: ModelLimits, placer: Placer | None = None) -> None:
+    def __init__(self, me: Peer, config: Config, limits: ModelLimits, placer: PlacementPolicy | None = None) -> None:
         """`placer`: the policy that says who shall do what; Baton's own unless told otherwise."""
         self._me = me
         self._config = config
-        self._members = Members(config.pages.page_size)
-        self._prefixes = Prefixes()
+        self._members = ClusterMembership(config.pages.page_size)
+        self._prefixes = KvIndex()
         self._out = Outbox(self._members)
-        self._scores = Scores()
-        self._costs = Costs(self._scores)
+        self._scores = PredictionErrors()
+        self._costs = FittedCosts(self._scores)
         placer = placer or LowestTtft()
-        self._life = Life(config, limits, self._members, self._prefixes, self._costs, self._out, placer)
-        self._answers = Answers(config, limits, self._members, self._life, self._scores, self._out)
-        self._warmer = Warmer(config, limits, self._members, self._prefixes, self._life, self._out)
-        self._warm_answers = WarmAnswers(config, self._warmer, self._out)
-        self._roles = Roles(config, self._members, self._costs, self._life, self._out)
+        self._life = RequestManager(config, limits, self._members, self._prefixes, self._costs, self._out, placer)
+        self._answers = WorkerMessageHandler(config, limits, self._members, self._life, self._scores, self._out)
+        self._warmer = PrefixPinner(config, limits, self._members, self._prefixes, self._life, self._out)
+        self._warm_answers = PinMessageHandler(config, self._warmer, self._out)
+        self._roles = RoleChanges(config, self._members, self._costs, self._life, self._out)
         self._next_beat = float("-inf")
 
-    def handle(self, event: Event, now: float) -> list[Command]:
+    def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
         """Take one event; returns what is to be done, in order. Raises InvalidRequest for a Submit whose name is in
-        use and for a Drain or SetRole that can't be, PinNotFound for an Unwarm, and ProcessNotFound where a Profile,
-        Drain or SetRole names what there is not."""
+        use and for a DrainWorker or SetRole that can't be, PinNotFound for an UnpinPrefix, and ProcessNotFound where a
+        ProfileProcess, Drain or SetRole names what there is not."""
         match event:
-            case Heard(envelope=envelope):
+            case MessageReceived(envelope=envelope):
                 self._heard(envelope, now)
             case KvEvents(batch=batch):
                 self._ask(self._prefixes.batch(batch, now))
@@ -158,15 +158,15 @@ class RouterState:
                 self._ask(self._prefixes.snapshot(holder, part, now))
             case Submit():
                 self._life.submit(event, now)
-            case Warm():
+            case PinPrefix():
                 self._warmer.warm(event, now)
-            case Unwarm():
+            case UnpinPrefix():
                 self._warmer.unwarm(event, now)
-            case Profile():
+            case ProfileProcess():
                 self._profile(event)
             case StopProfile(process=process):
                 self._stop_profile(process)
-            case Drain():
+            case DrainWorker():
                 self._drain(event, now)
             case SetRole():
                 self._roles.ask(event, self._worker(event.worker), now)
@@ -198,7 +198,7 @@ class RouterState:
         if member is None:
             still_stuck = self._members.stuck(sender) and self._is_stuck(message)
             if not still_stuck:  # it could not answer
-                self._out.send(sender, Introduce())
+                self._out.send(sender, RequestHello())
             return
         if envelope.addressee != self._me.incarnation:
             return
@@ -206,14 +206,16 @@ class RouterState:
         match message:
             case Heartbeat():
                 self._heartbeat(member, message, now)
-            case messages.Departed(incarnation=incarnation, pid=pid):
+            case messages.WorkerDied(incarnation=incarnation, pid=pid):
                 departed = self._members.get(incarnation)
                 of_its_node = departed is not None and departed.peer.node == member.peer.node
                 if departed is not None and of_its_node and departed.peer.pid == pid:
                     self._gone(departed, "dead", now)
-            case messages.Pinned():
+            case messages.PagesPinned():
                 self._warm_answers.pinned(member, message, now)
-            case messages.Prefilled() | messages.Refused() | messages.Failed() if message.request.startswith(WARM):
+            case messages.Prefilled() | messages.Refused() | messages.AttemptFailed() if message.request.startswith(
+                WARM
+            ):
                 self._warm_answers.answer(member, message, now)
             case messages.Tokens(deltas=deltas):
                 for delta in deltas:
@@ -224,13 +226,13 @@ class RouterState:
 
     def _about_attempt(
         self,
-        member: Member,
+        member: MemberRecord,
         message: messages.Accepted
         | messages.Refused
-        | messages.Have
+        | messages.FetchIncomplete
         | messages.Started
         | messages.Prefilled
-        | messages.Failed,
+        | messages.AttemptFailed,
         now: float,
     ) -> None:
         if found := self._current(member, message.request, message.attempt, "decode"):
@@ -242,9 +244,9 @@ class RouterState:
                     self._answers.refused(request, attempt, message, now)
                 case messages.Started():
                     self._answers.started(request, attempt, message, now)
-                case messages.Have():
+                case messages.FetchIncomplete():
                     self._answers.short(request, attempt, message, now)
-                case messages.Failed():
+                case messages.AttemptFailed():
                     self._answers.worker_failed(request, attempt, member, message, now)
                 case messages.Prefilled():
                     pass
@@ -254,12 +256,12 @@ class RouterState:
                     self._answers.prefilled(*found, message, now)
                 case messages.Refused():
                     self._answers.prefill_refused(*found, message, now)
-                case messages.Failed():
+                case messages.AttemptFailed():
                     self._answers.worker_failed(*found, member, message, now)
                 case _:
                     pass
 
-    def _current(self, member: Member, request: str, attempt: int, role: Role) -> tuple[Request, Attempt] | None:
+    def _current(self, member: MemberRecord, request: str, attempt: int, role: Role) -> tuple[Request, Attempt] | None:
         """The request and its attempt, if this member has a say in it in this role; all else is dropped (rule 1)."""
         found = self._life.requests.get(request)
         if found is None or found.attempt is None or found.attempt.name.attempt != attempt:
@@ -303,7 +305,7 @@ class RouterState:
                 self._ask(self._prefixes.follow(sender, now))
             self._life.rounds.may_have_room()
 
-    def _gone(self, member: Member, why: GoneReason, now: float) -> None:
+    def _gone(self, member: MemberRecord, why: GoneReason, now: float) -> None:
         """In one step it is no candidate any more, nothing of it is in the map, and its work goes elsewhere."""
         self._out.note(
             f"{member.peer.role} {member.peer.name} ({member.incarnation}) is gone: {why}", warning=True, kind="gone"
@@ -323,7 +325,7 @@ class RouterState:
 
     # --- heartbeats --------------------------------------------------------------------------------------------------
 
-    def _heartbeat(self, member: Member, beat: Heartbeat, now: float) -> None:
+    def _heartbeat(self, member: MemberRecord, beat: Heartbeat, now: float) -> None:
         """Compare what it has with what it should have, and repair the difference."""
         member.reports_trace(beat.tracing, beat.heard)
         standing = max(beat.step_age_ms, beat.loop_age_ms) > self._config.cluster.silence_ms
@@ -360,7 +362,7 @@ class RouterState:
             member.may_have_room()
             self._life.rounds.may_have_room()
 
-    def _listed(self, member: Member, name: AttemptName, held: AttemptHeld, now: float) -> None:
+    def _listed(self, member: MemberRecord, name: AttemptName, held: AttemptHeld, now: float) -> None:
         """It has the attempt: take from that what messages should have told and perhaps did not."""
         if name.request.startswith(WARM):
             self._warm_answers.listed(member, name, held, now)
@@ -371,10 +373,12 @@ class RouterState:
             if held.short:
                 if attempt.shorts >= _SIGHTINGS:
                     pages = held.computed // self._config.pages.page_size
-                    have = messages.Have(name.request, name.attempt, pages, "its heartbeats say that it waits")
+                    have = messages.FetchIncomplete(
+                        name.request, name.attempt, pages, "its heartbeats say that it waits"
+                    )
                     self._answers.short(request, attempt, have, now)
                 return
-            if attempt.phase is Phase.PLACED:
+            if attempt.phase is RequestPhase.PLACED:
                 attempt.sightings += 1
                 if attempt.sightings >= _SIGHTINGS:
                     self._answers.accepted(request, attempt, 0, now)
@@ -397,7 +401,7 @@ class RouterState:
             if found[1].ends >= _SIGHTINGS:
                 self._answers.prefill_ended(*found, now)
 
-    def _lost(self, member: Member, name: AttemptName, now: float) -> None:
+    def _lost(self, member: MemberRecord, name: AttemptName, now: float) -> None:
         if name.request.startswith(WARM):
             self._warm_answers.lost(member, name, now)
             return
@@ -411,7 +415,7 @@ class RouterState:
             else:
                 self._life.retry(request, f"{member.peer.name} does not have it", now)
 
-    def _unread(self, member: Member, name: AttemptName, now: float, *, hangs: bool) -> None:
+    def _unread(self, member: MemberRecord, name: AttemptName, now: float, *, hangs: bool) -> None:
         """Its loop has stood still for cluster.silence_ms and has not read this order: another worker gets it.
 
         A worker in a long step reads the order when the step ends, so its orders stay where no other worker could take
@@ -435,7 +439,7 @@ class RouterState:
 
     # --- draining ----------------------------------------------------------------------------------------------------
 
-    def _drain(self, wish: Drain, now: float) -> None:
+    def _drain(self, wish: DrainWorker, now: float) -> None:
         member = self._worker(wish.worker)
         others = [other for other in self._members.open("decode") if other is not member]
         if wish.at_once and not wish.undo and member.peer.role == "decode" and not others:
@@ -447,7 +451,7 @@ class RouterState:
         elif wish.at_once:
             self._life.clear(member, now)
 
-    def _worker(self, name: str) -> Member:
+    def _worker(self, name: str) -> MemberRecord:
         """The live worker of that name."""
         member = self._members.named(name)
         if member is None or member.peer.role == "store":
@@ -466,7 +470,7 @@ class RouterState:
             )
         return member.tracing, member.peer.node
 
-    def _profile(self, wish: Profile) -> None:
+    def _profile(self, wish: ProfileProcess) -> None:
         member = self._traceable(wish.process)
         if (busy := self._members.tracing()) is not None:
             name = busy.peer.name
@@ -474,13 +478,13 @@ class RouterState:
                 f"{name} makes a trace already ({name}-{busy.tracing}.json), and a cluster makes one at a time; wait "
                 f"until it has ended, or end it with `baton profile {name} --stop`"
             )
-        member.traces(wish.mark, self._out.send(member.incarnation, Trace(wish.mark, wish.steps)))
+        member.traces(wish.mark, self._out.send(member.incarnation, StartTrace(wish.mark, wish.steps)))
 
     def _stop_profile(self, process: str) -> None:
         mark, _ = self.tracing(process)
         self._out.send(self._traceable(process).incarnation, StopTrace(mark))
 
-    def _traceable(self, name: str) -> Member:
+    def _traceable(self, name: str) -> MemberRecord:
         """The live worker or store of that name."""
         member = self._members.named(name)
         if member is None:
@@ -510,7 +514,7 @@ class RouterState:
             for member in self._members:
                 self._out.send(member.incarnation, RouterHeartbeat(tuple(member.work)))
             for incarnation in self._members.forgettable():
-                self._out.put(Forget(incarnation))
+                self._out.put(ForgetPeer(incarnation))
 
     def _ask(self, holders: list[str]) -> None:
         for holder in holders:
@@ -551,14 +555,14 @@ class RouterState:
         """The prefixes that are kept warm for a tenant."""
         return self._warmer.pins(tenant, now)
 
-    def explain(self, name: str, tenant: str) -> Record:
+    def explain(self, name: str, tenant: str) -> RequestRecord:
         """What is remembered of a tenant's request. Raises RequestNotFound."""
         if (record := self._life.recent.find(name, tenant)) is None:
             most = self._config.router.explain_requests
             raise RequestNotFound(f"no request {shown(name)!r} is among the last {most} (router.explain_requests)")
         return record
 
-    def recent(self, count: int, tenant: str) -> list[Record]:
+    def recent(self, count: int, tenant: str) -> list[RequestRecord]:
         """A tenant's last requests, newest first."""
         return self._life.recent.last(count, tenant)
 
@@ -589,7 +593,7 @@ class RouterState:
             advice=self._roles.advice,
         )
 
-    def waits(self) -> Iterator[Wait]:
+    def waits(self) -> Iterator[WaitEdge]:
         """Yield the edges of the wait-for graph that this router knows; for tests."""
         for request in self._life.requests.values():
             node, attempt = ("request", self._me.incarnation, request.name), request.attempt

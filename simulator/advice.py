@@ -50,7 +50,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Served:
+class TrialResult:
     """What came of a trial. Seconds are those of requests that finished: median and 99th percentile."""
 
     rate: float  # requests a second that came
@@ -72,7 +72,7 @@ class Served:
         return self.rate * self.attained
 
 
-Evaluate: TypeAlias = Callable[[Sequence[Trial]], Iterable[Served]]
+Evaluate: TypeAlias = Callable[[Sequence[Trial]], Iterable[TrialResult]]
 """Simulates each of several trials; they may run side by side."""
 
 
@@ -110,8 +110,8 @@ class Break:
 
     layout: Layout
     best: Trial | None
-    served: Served | None
-    beyond: Served | None
+    served: TrialResult | None
+    beyond: TrialResult | None
 
     @property
     def goodput(self) -> float:
@@ -131,7 +131,7 @@ class Search:
         self._workers, self._predict = workers, predict
         self._attainment, self._evaluate = attainment, evaluate
         self._brackets: dict[Layout, Bracket] = {}
-        self.served: dict[Trial, Served] = {}
+        self.served: dict[Trial, TrialResult] = {}
 
     def run(self) -> tuple[Break, list[Break]]:
         """The colocated cluster, and splits, the best first: without any if there is but one worker."""
@@ -202,7 +202,7 @@ def name(layout: Layout) -> str:
     return f"{layout.prefill}P+{layout.decode}D" if layout.prefill else f"{layout.decode} colocated"
 
 
-def breaks_by(layout: Layout, beyond: Served | None) -> str:
+def breaks_by(layout: Layout, beyond: TrialResult | None) -> str:
     """What gives way first, judged by a trial in which too few requests met their objectives."""
     if beyond is None:
         return "nothing, at the speeds tried"

@@ -47,7 +47,7 @@ class Agenda:
             do(*args)
 
 
-class Process:
+class VirtualProcess:
     """A body that runs on an agenda."""
 
     def __init__(self, agenda: Agenda, body: Body) -> None:

@@ -14,24 +14,24 @@ from functools import partial
 
 from baton.config import Config
 from baton.errors import ConfigError
-from baton.messages import ModelCard, Namespace, Peer, Role, Sampling, WorkerRole
-from router.events import End, Submit
-from router.placement.policy import Placer
+from baton.messages import ModelCard, Namespace, Peer, Role, SamplingParams, WorkerRole
+from router.events import RequestEnded, Submit
+from router.placement.policy import PlacementPolicy
 from router.queueing.admission import ModelLimits
 from simulator.clock import Agenda
-from simulator.disk import Disk
+from simulator.disk import SimulatedDisk
 from simulator.measure import Measures
-from simulator.network import Network
-from simulator.router import Router
-from simulator.store import Store
+from simulator.network import SimulatedNetwork
+from simulator.router import SimulatedRouter
+from simulator.store import SimulatedStore
 from simulator.timing import Noise, Timing, calibration
-from simulator.worker import Worker
+from simulator.worker import SimulatedWorker
 from simulator.workloads import VOCAB, Arrival
 
 _ASK_AGAIN = 0.5  # seconds after which a client whose router is gone asks another one
 _BEGIN = 2.0  # seconds until the first request comes: everybody has joined by then
 _STOPS = (VOCAB - 1,)
-_SAMPLING = Sampling(temperature=0.0)
+_SAMPLING = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Layout:
                 yield "decode", f"decode-{place - self.prefill:04}", node
 
 
-class Cluster:
+class SimulatedCluster:
     """Everything that lives. Names stay, processes come and go."""
 
     def __init__(
-        self, layout: Layout, timing: Timing, config: Config, seed: int, placer: Placer | None = None, *,
+        self, layout: Layout, timing: Timing, config: Config, seed: int, placer: PlacementPolicy | None = None, *,
         runs: bool = True, routers: int = 1,
     ) -> None:  # fmt: skip
         """`runs`: decode steps that are alike are run in a row, which is much faster and hardly different. `routers`
@@ -76,7 +76,7 @@ class Cluster:
         self.layout, self.timing, self.config = layout, timing, config
         self._seed, self._runs = seed, runs
         self._rng = random.Random(seed)
-        self.network = Network(self.agenda, timing, random.Random(seed + 1))
+        self.network = SimulatedNetwork(self.agenda, timing, random.Random(seed + 1))
         self.measures = Measures(self.agenda)
         self._page_bytes = page_bytes = config.pages.page_size * timing.token_bytes
         self._namespace = Namespace(b"simulated model.", 1, "bfloat16", config.pages.page_size, 1)
@@ -89,11 +89,11 @@ class Cluster:
         self._numbers = itertools.count(1)
         self._places: dict[str, tuple[WorkerRole, str]] = {name: (role, node) for role, name, node in layout.workers}
         nodes = sorted({node for _, node in self._places.values()})
-        self._disks = {node: Disk(config.disk, timing.disk, self.agenda) for node in nodes}
+        self._disks = {node: SimulatedDisk(config.disk, timing.disk, self.agenda) for node in nodes}
         self._slowness: dict[str, float] = {}  # of workers, by name; 1 where nothing is said
         self.ends = 0  # of processes
-        self.stores: dict[str, Store] = {}  # by node
-        self.workers: dict[str, Worker] = {}  # by name
+        self.stores: dict[str, SimulatedStore] = {}  # by node
+        self.workers: dict[str, SimulatedWorker] = {}  # by name
         self.busy = dict.fromkeys(self._places, 0.0)  # seconds in steps, of processes that are gone
         self._limits, self._placer = ModelLimits(VOCAB, timing.max_context), placer
         self._router_names = [f"router-{place}" if place else "router" for place in range(routers)]
@@ -101,7 +101,7 @@ class Cluster:
         self._homes: dict[str, str] = {}  # the routers of requests that have not ended, by name
         self._ended_placed: Counter[str] = Counter()  # by routers that are gone
         self._asked = itertools.count(1)
-        self.routers: dict[str, Router] = {}  # by name
+        self.routers: dict[str, SimulatedRouter] = {}  # by name
         for name in self._router_names:
             self.start_router(name)
         self._queued: list[int] = []
@@ -114,11 +114,11 @@ class Cluster:
     # --- starting and ending ------------------------------------------------------------------------------------------
 
     @property
-    def router(self) -> Router:
+    def router(self) -> SimulatedRouter:
         """The first that lives."""
         return next(iter(self.routers.values()))
 
-    def router_of(self, request: str) -> Router:
+    def router_of(self, request: str) -> SimulatedRouter:
         """The one that a request which has not ended, or ends right now, is with."""
         return self.routers[self._homes[request]]
 
@@ -127,7 +127,7 @@ class Cluster:
             return
         peer = self._peer("router", name, f"node-{name}")
         place = self._router_names.index(name)
-        router = Router(
+        router = SimulatedRouter(
             place, peer, self.config, self._limits, self._placer, self.agenda, self.network, self,
         )  # fmt: skip
         self.routers[name] = router
@@ -146,7 +146,7 @@ class Cluster:
             del self._homes[request]
             self.agenda.after(_ASK_AGAIN, self._ask_again, request)
 
-    def _at(self, name: str) -> Router | None:
+    def _at(self, name: str) -> SimulatedRouter | None:
         return self.routers.get(name)
 
     def start_worker(self, name: str, role: WorkerRole | None = None) -> None:
@@ -158,7 +158,7 @@ class Cluster:
         peer = self._peer(role, name, node)
         noise = Noise(self.timing.noise, (self._seed, peer.pid))
         noise.slowness = self._slowness.get(name, 1.0)
-        worker = Worker(
+        worker = SimulatedWorker(
             role, peer, self._cards[role], self.config, self.timing, self.agenda, self.network, self._addresses,
             self.measures.outputs, noise, partial(self.agenda.after, 0.0, self._change_role, name), runs=self._runs,
         )  # fmt: skip
@@ -189,7 +189,7 @@ class Cluster:
             store.worker_left(worker)
         self.start_worker(name, role)
 
-    def _leave(self, worker: Worker) -> None:
+    def _leave(self, worker: SimulatedWorker) -> None:
         worker.end()
         self.busy[worker.peer.name] += worker.busy
         self.network.leave(worker.peer.incarnation)
@@ -198,7 +198,7 @@ class Cluster:
         if node in self.stores:
             return
         peer = self._peer("store", f"store-{node}", node)
-        store = Store(
+        store = SimulatedStore(
             peer, self.config, self._namespace, self._page_bytes, self.agenda, self.network, self._addresses,
             self._disks[node],
         )  # fmt: skip
@@ -294,7 +294,7 @@ class Cluster:
         """See `simulator.router.Clients`."""
         self.measures.tokens(request, count, spacing)
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: RequestEnded) -> None:
         """The same."""
         self.measures.ended(end)
         self._homes.pop(end.request, None)
@@ -329,7 +329,7 @@ class Cluster:
         return {what: sum(each) / len(each) / seconds for what, each in sorted(busy.items())}
 
 
-def _placed(router: Router) -> dict[str, int]:
+def _placed(router: SimulatedRouter) -> dict[str, int]:
     stats = router.state.stats()
     return {"split": stats.placed_split, "local": stats.placed_local}
 

@@ -39,7 +39,7 @@ from simulator.clock import Agenda
 from simulator.timing import DiskTimes
 
 
-class Disk:
+class SimulatedDisk:
     """The records on a disk, by segment and place; and when its threads are done with what."""
 
     def __init__(self, config: DiskConfig, times: DiskTimes | None, agenda: Agenda) -> None:

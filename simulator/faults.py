@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from simulator.cluster import Cluster
+from simulator.cluster import SimulatedCluster
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Faults:
     slow: float = 0.0  # share of the workers that take twice as long for everything
     calm: float = 5.0  # seconds at the start in which nothing happens but loss
 
-    def inject(self, cluster: Cluster, seed: int) -> None:
+    def inject(self, cluster: SimulatedCluster, seed: int) -> None:
         """Plan all that goes wrong. Call before the cluster runs."""
         rng = random.Random(seed + 2)
         cluster.network.loss = self.loss
@@ -44,7 +44,7 @@ class Faults:
         self._strikes(cluster, self.splits, split, rng)
 
     def _kill(
-        self, cluster: Cluster, rate: float, names: Sequence[str], end: Callable[[str], None],
+        self, cluster: SimulatedCluster, rate: float, names: Sequence[str], end: Callable[[str], None],
         start: Callable[[str], None], rng: random.Random,
     ) -> None:  # fmt: skip
         """One after the other; who is dead already is spared."""
@@ -56,7 +56,7 @@ class Faults:
 
         self._strikes(cluster, rate, strike, rng)
 
-    def _strikes(self, cluster: Cluster, rate: float, strike: Callable[[], None], rng: random.Random) -> None:
+    def _strikes(self, cluster: SimulatedCluster, rate: float, strike: Callable[[], None], rng: random.Random) -> None:
         """A Poisson process of so many a minute."""
         if not rate:
             return

@@ -6,9 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from baton.messages import Medium, PageRun, Snapshot
-from kvstore.events.changes import Change, Cleared, Removed, Stored, TierChanges, digest, in_parts, snapshot_parts
-from kvstore.events.wire_format import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event
+from baton.messages import Medium, PageSegment, Snapshot
+from kvstore.events.changes import (
+    CacheChange,
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+    TierChanges,
+    digest,
+    in_parts,
+    snapshot_parts,
+)
+from kvstore.events.wire_format import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
 
 
 class Feed:
@@ -19,26 +28,26 @@ class Feed:
         self.sequence = 0  # of the last batch: for `Heartbeat.events`
         self.digest = 0  # for `Heartbeat.digest`
 
-    def batches(self, changes: Sequence[TierChanges]) -> Iterator[Batch]:
+    def batches(self, changes: Sequence[TierChanges]) -> Iterator[KvEventBatch]:
         """What has changed since the last call."""
         for part in in_parts(changes):
-            events: list[Event] = []
+            events: list[KvEvent] = []
             for medium, of_tier in part:
                 for change in of_tier:
                     events.append(self._event(change, medium))
-                    self.digest = 0 if isinstance(change, Cleared) else self.digest ^ digest(change.keys, medium)
+                    self.digest = 0 if isinstance(change, PagesCleared) else self.digest ^ digest(change.keys, medium)
             self.sequence += 1
-            yield Batch(self._holder, self.sequence, tuple(events))
+            yield KvEventBatch(self._holder, self.sequence, tuple(events))
 
-    def snapshot(self, runs: Iterable[PageRun]) -> list[Snapshot]:
+    def snapshot(self, runs: Iterable[PageSegment]) -> list[Snapshot]:
         """Of `runs`, which must be exactly what the batches so far add up to."""
         return snapshot_parts(self.sequence, runs)
 
-    def _event(self, change: Change, medium: Medium) -> Event:
+    def _event(self, change: CacheChange, medium: Medium) -> KvEvent:
         match change:
-            case Stored(parent=parent, keys=keys):
+            case PagesStored(parent=parent, keys=keys):
                 return BlockStored(keys, parent or None, (), self._page_size, None, medium, None)
-            case Removed(keys=keys):
+            case PagesRemoved(keys=keys):
                 return BlockRemoved(keys, medium)
-            case Cleared():
+            case PagesCleared():
                 return AllBlocksCleared()

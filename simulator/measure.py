@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.batch import Sampled
-from router.events import Cancelled, End, Failed, Finished
+from router.events import Cancelled, Failed, Finished, RequestEnded
 from simulator.clock import Agenda
-from simulator.worker import Output
+from simulator.worker import ScriptedOutput
 from simulator.workloads import Arrival
 
 _PERCENTILES = (50, 90, 95, 99)
@@ -44,7 +44,7 @@ class Measures:
     def __init__(self, agenda: Agenda) -> None:
         self._agenda = agenda
         self._live: dict[str, _Live] = {}
-        self.outputs: dict[str, Output] = {}  # of those who live: what the model is going to say
+        self.outputs: dict[str, ScriptedOutput] = {}  # of those who live: what the model is going to say
         self._columns = {name: array("d") for name in _COLUMNS}
         self._tenants: list[str] = []
         self.arrived = self.over = 0
@@ -58,7 +58,7 @@ class Measures:
 
     def begin(self, name: str, arrival: Arrival) -> None:
         self._live[name] = _Live(arrival, self._agenda.now)
-        self.outputs[name] = Output(arrival.prompt + arrival.output, Sampled(1 + self.arrived % 60_000))
+        self.outputs[name] = ScriptedOutput(arrival.prompt + arrival.output, Sampled(1 + self.arrived % 60_000))
         self.arrived += 1
 
     def ask_again(self, name: str, again: str) -> Arrival:
@@ -84,7 +84,7 @@ class Measures:
         live.last = now
         live.tokens += count
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: RequestEnded) -> None:
         live = self._live.pop(end.request, None)
         if live is None:
             self.ended_twice.append(end.request)
@@ -149,7 +149,7 @@ class Measures:
         return dict(sorted(total.items()))
 
 
-def _outcome(end: End) -> str:
+def _outcome(end: RequestEnded) -> str:
     match end.outcome:
         case Finished():
             return "finished"

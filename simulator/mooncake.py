@@ -18,7 +18,7 @@ from baton.errors import ConfigError
 BLOCK = 512  # tokens to a hash id
 
 
-class Line(Struct, frozen=True):
+class TraceLine(Struct, frozen=True):
     """One request of a trace."""
 
     timestamp: Annotated[float, Meta(ge=0)]
@@ -27,11 +27,11 @@ class Line(Struct, frozen=True):
     hash_ids: tuple[int, ...]
 
 
-def read(path: Path, count: int | None = None) -> list[Line]:
+def read(path: Path, count: int | None = None) -> list[TraceLine]:
     """The first `count` requests, in order of time. Raises ConfigError, also for a trace without any."""
     if count is not None and count < 1:
         raise ConfigError(f"{count} requests of {path} are asked for; ask for at least one")
-    lines: list[Line] = []
+    lines: list[TraceLine] = []
     try:
         with path.open("rb") as file:
             for number, text in enumerate(file, 1):
@@ -46,8 +46,8 @@ def read(path: Path, count: int | None = None) -> list[Line]:
     return sorted(lines, key=lambda line: line.timestamp)
 
 
-def _decode(text: bytes, path: Path, number: int) -> Line:
+def _decode(text: bytes, path: Path, number: int) -> TraceLine:
     try:
-        return msgspec.json.decode(text, type=Line)
+        return msgspec.json.decode(text, type=TraceLine)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}, line {number}: {error}") from None

@@ -17,7 +17,7 @@ from simulator.clock import Agenda
 from simulator.timing import Timing
 
 
-class Network:
+class SimulatedNetwork:
     """All the links of a cluster."""
 
     def __init__(self, agenda: Agenda, timing: Timing, rng: random.Random) -> None:

@@ -8,26 +8,26 @@ from typing import Any, Protocol
 from baton.clock import Tick
 from baton.config import Config
 from baton.messages import Envelope, Peer, Snapshot
-from kvstore.events.wire_format import Batch
+from kvstore.events.wire_format import KvEventBatch
 from router.events import (
     AskSnapshot,
     Emit,
-    End,
-    Event,
-    Forget,
-    Heard,
+    ForgetPeer,
     KvEvents,
     KvSnapshot,
-    Send,
+    MessageReceived,
+    RequestEnded,
+    RouterEvent,
+    SendMessage,
     Submit,
     Subscribe,
     Unsubscribe,
 )
-from router.placement.policy import Placer
+from router.placement.policy import PlacementPolicy
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from simulator.clock import Agenda
-from simulator.network import Network
+from simulator.network import SimulatedNetwork
 
 
 class Clients(Protocol):
@@ -37,15 +37,15 @@ class Clients(Protocol):
         """Tokens come in; all but the first of them came `spacing` seconds after the one before."""
         ...
 
-    def ended(self, end: End) -> None: ...
+    def ended(self, end: RequestEnded) -> None: ...
 
 
-class Router:
+class SimulatedRouter:
     """One router process."""
 
     def __init__(
-        self, place: int, peer: Peer, config: Config, limits: ModelLimits, placer: Placer | None, agenda: Agenda,
-        network: Network, clients: Clients,
+        self, place: int, peer: Peer, config: Config, limits: ModelLimits, placer: PlacementPolicy | None,
+        agenda: Agenda, network: SimulatedNetwork, clients: Clients,
     ) -> None:  # fmt: skip
         """`place`: of its address among those that workers and stores are told of."""
         self.place, self.peer = place, peer
@@ -60,9 +60,9 @@ class Router:
 
     def hear(self, envelope: Envelope[Any], spacing: float) -> None:
         """A worker or store says something; the tokens in it came `spacing` seconds after each other."""
-        self._handle(Heard(envelope), spacing)
+        self._handle(MessageReceived(envelope), spacing)
 
-    def hear_events(self, batch: Batch) -> None:
+    def hear_events(self, batch: KvEventBatch) -> None:
         self._handle(KvEvents(batch))
 
     def hear_snapshot(self, holder: str, part: Snapshot) -> None:
@@ -73,17 +73,17 @@ class Router:
         self._handle(Tick())
         return self._tick
 
-    def _handle(self, event: Event, spacing: float = 0.0) -> None:
+    def _handle(self, event: RouterEvent, spacing: float = 0.0) -> None:
         for command in self.state.handle(event, self._agenda.now):
             match command:
-                case Send(incarnation=to, message=message):
+                case SendMessage(incarnation=to, message=message):
                     self._sent[to] += 1
                     if (process := self._network.process(to)) is not None:
                         envelope = Envelope(self.incarnation, to, self._sent[to], message)
                         self._network.message(self.incarnation, to, process.hear_router, self.place, envelope)
                 case Emit(request=request, tokens=tokens):
                     self._clients.tokens(request, len(tokens), spacing)
-                case End():
+                case RequestEnded():
                     self._clients.ended(command)
                 case Subscribe(incarnation=holder):
                     if (process := self._network.process(holder)) is not None:
@@ -93,7 +93,7 @@ class Router:
                 case Unsubscribe(incarnation=holder):
                     if (process := self._network.process(holder)) is not None:
                         process.followers.pop(self.incarnation, None)
-                case Forget(incarnation=stranger):
+                case ForgetPeer(incarnation=stranger):
                     del self._sent[stranger]
                 case _:  # notes, and pins that nobody has asked for
                     pass

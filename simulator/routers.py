@@ -8,32 +8,32 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from baton.membership import Membership, OwnerLost, Verdict
+from baton.membership import Membership, MembershipChange, RouterLost
 from baton.messages import Envelope, Heartbeat, Hello, Message
-from baton.router_links import Said
-from kvstore.events.wire_format import Batch
-from simulator.network import Network
+from baton.router_links import RouterMessage
+from kvstore.events.wire_format import KvEventBatch
+from simulator.network import SimulatedNetwork
 
 _UNTOLD = 0.25  # seconds between heartbeats, while no router has said how many
 
 
-class Router(Protocol):
+class RouterEndpoint(Protocol):
     """A router, as others see it."""
 
     @property
     def incarnation(self) -> str: ...
     def hear(self, envelope: Envelope[Any], spacing: float) -> None: ...
-    def hear_events(self, batch: Batch) -> None: ...
+    def hear_events(self, batch: KvEventBatch) -> None: ...
 
 
-RouterAddress: TypeAlias = Callable[[], Router | None]
+RouterAddress: TypeAlias = Callable[[], RouterEndpoint | None]
 """What answers at a router's address now."""
 
 
-class Routers:
+class SimulatedRouterLinks:
     """A process's ends of all its links to routers, which are known by their place in the list of addresses."""
 
-    def __init__(self, addresses: Sequence[RouterAddress], hello: Hello, network: Network) -> None:
+    def __init__(self, addresses: Sequence[RouterAddress], hello: Hello, network: SimulatedNetwork) -> None:
         self._me = hello.peer.incarnation
         self._network = network
         self._links = [(address, Membership(hello)) for address in addresses]
@@ -45,15 +45,15 @@ class Routers:
         """Seconds between two heartbeats of ours to the router that wants most."""
         return min((each.heartbeat for _, each in self._links if each.router is not None), default=_UNTOLD)
 
-    def hear(self, place: int, envelope: Envelope[Any], now: float) -> Iterator[Said | OwnerLost]:
+    def hear(self, place: int, envelope: Envelope[Any], now: float) -> Iterator[RouterMessage | RouterLost]:
         """A router has said something; what comes of it for our state."""
         address, membership = self._links[place]
         verdict = membership.handle(envelope, now)
         yield from self._follow(address, verdict)
         if verdict.deliver:
-            yield Said(envelope.sender, envelope.message)
+            yield RouterMessage(envelope.sender, envelope.message)
 
-    def tick(self, now: float) -> Iterator[OwnerLost]:
+    def tick(self, now: float) -> Iterator[RouterLost]:
         """Time has passed."""
         for address, membership in self._links:
             yield from self._follow(address, membership.tick(now))
@@ -77,13 +77,13 @@ class Routers:
             if membership.router is not None:
                 self.say(heartbeat(membership.heard, membership.router), membership.router)
 
-    def _follow(self, address: RouterAddress, verdict: Verdict) -> Iterator[OwnerLost]:
+    def _follow(self, address: RouterAddress, verdict: MembershipChange) -> Iterator[RouterLost]:
         for message in verdict.send:
             if (router := address()) is not None:
                 self._post(router, "", message)
         if verdict.lost is not None:
-            yield OwnerLost(verdict.lost)
+            yield RouterLost(verdict.lost)
 
-    def _post(self, router: Router, addressee: str, message: Message) -> None:
+    def _post(self, router: RouterEndpoint, addressee: str, message: Message) -> None:
         envelope = Envelope(self._me, addressee, next(self._sequence), message)
         self._network.message(self._me, router.incarnation, router.hear, envelope, self.spacing)

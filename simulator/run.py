@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-from engine.step import Plan
+from engine.step import ScheduledBatch
 
 
-class Run:
+class StepRun:
     """Steps in a row; each takes `growth` longer than the one before."""
 
-    def __init__(self, plan: Plan, began: float, first: float, growth: float) -> None:
+    def __init__(self, plan: ScheduledBatch, began: float, first: float, growth: float) -> None:
         self.plan, self.began, self._first, self._growth = plan, began, first, growth
         self.steps = 1
 

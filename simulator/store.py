@@ -13,55 +13,55 @@ from typing import Any
 
 from baton.clock import Tick
 from baton.config import Config
-from baton.messages import Departed, Envelope, Heartbeat, Hello, Namespace, Peer, Pin, Snapshot, Unpin
-from baton.peer_protocol import PageReply, PageRequest, Pages
-from baton.router_links import Said
+from baton.messages import Envelope, Heartbeat, Hello, Namespace, Peer, PinPages, Snapshot, UnpinPages, WorkerDied
+from baton.peer_protocol import FetchedPages, PageReply, PageRequest
+from baton.router_links import RouterMessage
 from baton.store_protocol import Attach, Attached, StoreHeartbeat
 from kvstore.client.transfer import StoreUp
 from kvstore.disk.interface import DiskOrder
 from kvstore.server.events import (
-    Command,
+    CallReceived,
+    CloseConnection,
     Connected,
     Disconnected,
-    Drop,
-    Event,
-    Heard,
-    RouterSaid,
-    Send,
+    RouterMessageReceived,
+    SendReply,
+    StoreCommand,
+    StoreEvent,
     TellRouter,
-    WriterGone,
+    WriterDied,
 )
 from kvstore.server.state import StoreState
 from kvstore.transport.interface import (
-    Answer,
-    Ask,
-    Check,
-    Checked,
-    Expect,
-    Landed,
-    PeerAnswered,
-    PeerAsked,
-    Retract,
-    Retracted,
-    Serve,
-    Served,
+    AnswerPeer,
+    AskPeer,
+    ExpectPages,
+    FetchRetracted,
+    PagesLanded,
+    PagesSent,
+    PeerReplied,
+    PeerRequested,
+    RetractFetch,
+    SendPages,
+    SlotVerified,
+    VerifySlot,
 )
 from simulator.clock import Agenda
-from simulator.disk import Disk
+from simulator.disk import SimulatedDisk
 from simulator.feed import Feed
-from simulator.network import Network
-from simulator.routers import Router, RouterAddress, Routers
-from simulator.worker import Worker
+from simulator.network import SimulatedNetwork
+from simulator.routers import RouterAddress, RouterEndpoint, SimulatedRouterLinks
+from simulator.worker import SimulatedWorker
 
 _MESSAGE_BYTES = 256 * 2**20  # of pages that travel together; many small pages are one event
 
 
-class Store:
+class SimulatedStore:
     """One store process, from its start to its end."""
 
     def __init__(
-        self, peer: Peer, config: Config, namespace: Namespace, page_bytes: int, agenda: Agenda, network: Network,
-        routers: Sequence[RouterAddress], disk: Disk,
+        self, peer: Peer, config: Config, namespace: Namespace, page_bytes: int, agenda: Agenda,
+        network: SimulatedNetwork, routers: Sequence[RouterAddress], disk: SimulatedDisk,
     ) -> None:  # fmt: skip
         """`disk` stays when the process goes."""
         self.peer = peer
@@ -71,19 +71,19 @@ class Store:
         beat, silence = config.cluster.heartbeat_ms / 1_000, config.cluster.silence_ms / 1_000
         self.state = StoreState(peer, config.store, self._disk.index, config.disk.admit_after, beat, silence)
         hello = Hello(peer, events="events", replay="replay", data=f"sim://{peer.incarnation}")
-        self._routers = Routers(routers, hello, network)
+        self._routers = SimulatedRouterLinks(routers, hello, network)
         self.feed = Feed(peer.incarnation, config.pages.page_size)
-        self.followers: dict[str, Router] = {}
+        self.followers: dict[str, RouterEndpoint] = {}
         self._connections = itertools.count(1)
-        self._workers: dict[int, Worker] = {}  # by connection
+        self._workers: dict[int, SimulatedWorker] = {}  # by connection
         self._expected: dict[int, set[int]] = {}  # indices by fetch
-        self._events: deque[Event] = deque()
-        self._serves: dict[tuple[str, int], list[Serve]] = {}  # by peer and fetch; ordered, not yet on their way
+        self._events: deque[StoreEvent] = deque()
+        self._serves: dict[tuple[str, int], list[SendPages]] = {}  # by peer and fetch; ordered, not yet on their way
         self._handling = False
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
-    def attach(self, worker: Worker) -> int:
+    def attach(self, worker: SimulatedWorker) -> int:
         """A worker connects. Returns the connection."""
         connection = next(self._connections)
         self._workers[connection] = worker
@@ -91,38 +91,38 @@ class Store:
         self.hear(connection, Attach(worker.peer, self._namespace, self._page_bytes))
         return connection
 
-    def call(self, worker: Worker, call: Any) -> None:
+    def call(self, worker: SimulatedWorker, call: Any) -> None:
         """A worker says something."""
         self._network.call(self.peer.incarnation, self.hear, worker.connection, call)
 
     def hear(self, connection: int, call: Any) -> None:
         """What a worker said has come."""
-        self._handle(Heard(connection, call))
+        self._handle(CallReceived(connection, call))
 
-    def worker_gone(self, worker: Worker) -> None:
+    def worker_gone(self, worker: SimulatedWorker) -> None:
         """The kernel tells of its end; what it had said before still counts."""
         self._network.call(self.peer.incarnation, self._bury, worker)
 
-    def worker_left(self, worker: Worker) -> None:
+    def worker_left(self, worker: SimulatedWorker) -> None:
         """It closes its connection; its process lives on."""
         self._network.call(self.peer.incarnation, self._disconnect, worker)
 
-    def _disconnect(self, worker: Worker) -> None:
+    def _disconnect(self, worker: SimulatedWorker) -> None:
         if self._workers.pop(worker.connection, None) is not None:
             self._handle(Disconnected(worker.connection))
 
-    def _bury(self, worker: Worker) -> None:
+    def _bury(self, worker: SimulatedWorker) -> None:
         self._disconnect(worker)
-        self._handle(WriterGone(worker.peer.pid))
-        self._routers.tell_all(Departed(worker.peer.incarnation, worker.peer.pid))
+        self._handle(WriterDied(worker.peer.pid))
+        self._routers.tell_all(WorkerDied(worker.peer.incarnation, worker.peer.pid))
 
     # --- routers ------------------------------------------------------------------------------------------------------
 
     def hear_router(self, place: int, envelope: Envelope[Any]) -> None:
         """A router says something. One that is lost leaves nothing to forget here: pins end with their time."""
         for said in self._routers.hear(place, envelope, self._agenda.now):
-            if isinstance(said, Said) and isinstance(said.message, Pin | Unpin):
-                self._handle(RouterSaid(said.message, said.router))
+            if isinstance(said, RouterMessage) and isinstance(said.message, PinPages | UnpinPages):
+                self._handle(RouterMessageReceived(said.message, said.router))
 
     def beat(self) -> float:
         """A turn of its loop with nothing to do, and its heartbeat. Returns the seconds until the next."""
@@ -148,7 +148,7 @@ class Store:
 
     # --- the state ----------------------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: StoreEvent) -> None:
         """Take an event and all that follows from it at once. Whoever is dead hears nothing."""
         if self._network.process(self.peer.incarnation) is not self:
             return
@@ -164,31 +164,31 @@ class Store:
         self._handling = False
         self._publish()
 
-    def _do(self, command: Command) -> None:
+    def _do(self, command: StoreCommand) -> None:
         match command:
-            case Send(reply=StoreHeartbeat()):
+            case SendReply(reply=StoreHeartbeat()):
                 pass  # a sign of life; here a store's end is told at once
-            case Send(connection=connection, reply=reply):
+            case SendReply(connection=connection, reply=reply):
                 if (worker := self._workers.get(connection)) is not None:
                     said = StoreUp(reply.slots, reply.page_bytes) if isinstance(reply, Attached) else reply
                     self._network.call(worker.peer.incarnation, worker.hear_store, said, connection)
-            case Drop(connection=connection):
+            case CloseConnection(connection=connection):
                 raise AssertionError(f"the store dropped the well-behaved {self._workers.get(connection)}")
             case TellRouter(message=message, router=router):
                 self._routers.say(message, router)
-            case Ask(source=source, request=request):
+            case AskPeer(source=source, request=request):
                 self._tell(source.store, "asked", request)
-            case Answer(peer=peer, reply=reply):
+            case AnswerPeer(peer=peer, reply=reply):
                 self._tell(peer, "answered", reply)
-            case Expect(fetch=fetch, slots=slots):
+            case ExpectPages(fetch=fetch, slots=slots):
                 self._expected.setdefault(fetch, set()).update(index for index, _ in slots)
-            case Retract(fetch=fetch):
+            case RetractFetch(fetch=fetch):
                 self._expected.pop(fetch, None)
-                self._events.append(Retracted(fetch))
-            case Serve(peer=peer, fetch=fetch):
+                self._events.append(FetchRetracted(fetch))
+            case SendPages(peer=peer, fetch=fetch):
                 self._serves.setdefault((peer, fetch), []).append(command)
-            case Check(number=number):
-                self._events.append(Checked(number, intact=True))
+            case VerifySlot(number=number):
+                self._events.append(SlotVerified(number, intact=True))
             case DiskOrder():
                 self._disk.submit(command)
             case _:  # Divide: there is no memory to divide
@@ -202,20 +202,20 @@ class Store:
     # --- other stores -------------------------------------------------------------------------------------------------
 
     def asked(self, peer: str, request: PageRequest) -> None:
-        self._handle(PeerAsked(peer, request))
+        self._handle(PeerRequested(peer, request))
 
     def answered(self, peer: str, reply: PageReply) -> None:
-        self._handle(PeerAnswered(peer, reply))
+        self._handle(PeerReplied(peer, reply))
 
-    def landed(self, sent: Pages) -> None:
+    def landed(self, sent: FetchedPages) -> None:
         """Pages come; those that nobody expects (any more) are thrown away."""
         expected = self._expected.get(sent.fetch, set())
         pages = tuple((page.index, page.checksum) for page in sent.pages if page.index in expected)
         expected.difference_update(index for index, _ in pages)
-        self._handle(Landed(sent.fetch, pages))
+        self._handle(PagesLanded(sent.fetch, pages))
 
     def _tell(self, peer: str, how: str, words: PageRequest | PageReply) -> None:
-        if isinstance(store := self._network.process(peer), Store):
+        if isinstance(store := self._network.process(peer), SimulatedStore):
             deliver = getattr(store, how)
             self._network.pages(self._place, store._place, 0, _nothing, deliver, self.peer.incarnation, words)
 
@@ -224,19 +224,19 @@ class Store:
         serves, self._serves = self._serves, {}
         for (peer, fetch), orders in serves.items():
             store = self._network.process(peer)
-            if not isinstance(store, Store):
-                self._events.extend(Served(order.number) for order in orders)
+            if not isinstance(store, SimulatedStore):
+                self._events.extend(PagesSent(order.number) for order in orders)
                 continue
             for part in _parts(orders, _MESSAGE_BYTES // self._page_bytes):
                 pages = tuple(page for order in part for page in order.pages)
                 self._network.pages(
                     self._place, store._place, len(pages) * self._page_bytes, partial(self._served, part),
-                    store.landed, Pages(fetch, pages),
+                    store.landed, FetchedPages(fetch, pages),
                 )  # fmt: skip
 
-    def _served(self, orders: Iterable[Serve]) -> None:
+    def _served(self, orders: Iterable[SendPages]) -> None:
         for order in orders:
-            self._handle(Served(order.number))
+            self._handle(PagesSent(order.number))
 
     @property
     def _place(self) -> tuple[str, str]:
@@ -247,9 +247,9 @@ def _nothing() -> None:
     pass
 
 
-def _parts(orders: Iterable[Serve], most: int) -> Iterator[list[Serve]]:
+def _parts(orders: Iterable[SendPages], most: int) -> Iterator[list[SendPages]]:
     """In their order, as many together as have `most` pages; each at least by itself."""
-    part: list[Serve] = []
+    part: list[SendPages] = []
     pages = 0
     for order in orders:
         if part and pages + len(order.pages) > most:

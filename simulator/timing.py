@@ -21,7 +21,7 @@ from baton.config import Config, load
 from baton.errors import ConfigError
 from baton.messages import StepSample
 from engine.batch import Chunk
-from router.placement.step_costs import PrefillCost, StepCost, pairs
+from router.placement.step_costs import DecodeCost, PrefillCost, pairs
 
 MODELS = Path(__file__).parent / "models"
 
@@ -80,9 +80,9 @@ class Timing(Struct, frozen=True, forbid_unknown_fields=True):
         return PrefillCost(self.prefill.fixed, self.prefill.token, self.prefill.pair)
 
     @property
-    def step_cost(self) -> StepCost:
+    def step_cost(self) -> DecodeCost:
         """The same of a decode step."""
-        return StepCost(self.decode.fixed, self.decode.row, self.decode.context)
+        return DecodeCost(self.decode.fixed, self.decode.row, self.decode.context)
 
     def configuration(self, page_size: int, overrides: Mapping[str, object]) -> Config:
         """That of a cluster of such workers. Raises ConfigError."""
@@ -98,7 +98,7 @@ class Timing(Struct, frozen=True, forbid_unknown_fields=True):
         return load(None, {**own, **self.config, **overrides})
 
 
-class Work(Struct, frozen=True):
+class StepWork(Struct, frozen=True):
     """What a step has to do."""
 
     tokens: int
@@ -107,7 +107,7 @@ class Work(Struct, frozen=True):
     context: int
 
     @classmethod
-    def of(cls, chunks: Iterable[Chunk]) -> Work:
+    def of(cls, chunks: Iterable[Chunk]) -> StepWork:
         tokens = attended = rows = context = 0
         for chunk in chunks:
             count = len(chunk.tokens)
@@ -131,7 +131,7 @@ class Work(Struct, frozen=True):
 
 def calibration(times: StepTimes) -> tuple[StepSample, ...]:
     """The steps that a worker runs while it starts."""
-    works = [Work(tokens, pairs(tokens), rows, rows * _CALIBRATION_CONTEXT) for tokens, rows in _CALIBRATION]
+    works = [StepWork(tokens, pairs(tokens), rows, rows * _CALIBRATION_CONTEXT) for tokens, rows in _CALIBRATION]
     return tuple(work.sample(times) for work in works)
 
 

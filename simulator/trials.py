@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from baton.config import Config
 from baton.errors import InvalidRequest
-from simulator.advice import Objectives, Served, Trial
-from simulator.cluster import Cluster, Layout
+from simulator.advice import Objectives, Trial, TrialResult
+from simulator.cluster import Layout, SimulatedCluster
 from simulator.mooncake import BLOCK
 from simulator.timing import Timing
 from simulator.workloads import Arrival
@@ -33,7 +33,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Demand:
+class WorkDemand:
     """What a load takes if nothing waits and nothing is computed twice, in seconds of one worker."""
 
     prefill: float
@@ -48,7 +48,7 @@ class Demand:
         return self.span * min(layout.prefill / self.prefill, layout.decode / self.decode)
 
 
-def demand(setting: Setting) -> Demand:
+def demand(setting: Setting) -> WorkDemand:
     """Raises InvalidRequest if the load is empty, or comes all at once, so that it has no speed.
 
     Decoding is counted at the largest batch whose step keeps the objective and whose pages fit: that is what a token
@@ -75,7 +75,7 @@ def demand(setting: Setting) -> Demand:
     lengths = np.array([arrival.prompt + arrival.output for arrival in load])
     within = (np.array(computing) + steps <= objectives.ttft) & (lengths <= timing.max_context)
     within &= (steps <= objectives.tpot) | (outputs == 1)
-    return Demand(
+    return WorkDemand(
         prefill=sum(computing),
         decode=float(outputs.sum()) * (timing.decode.fixed / batch + each),
         span=load[-1].at - load[0].at,
@@ -83,9 +83,9 @@ def demand(setting: Setting) -> Demand:
     )
 
 
-def serve(setting: Setting, trial: Trial) -> Served:
+def serve(setting: Setting, trial: Trial) -> TrialResult:
     """Simulate a trial."""
-    cluster = Cluster(trial.layout, setting.timing, setting.config, setting.seed)
+    cluster = SimulatedCluster(trial.layout, setting.timing, setting.config, setting.seed)
     speed, objectives = trial.speed, setting.objectives
     wishes = (
         replace(arrival, at=arrival.at / speed, ttft=objectives.ttft, tpot=objectives.tpot) for arrival in setting.load
@@ -98,7 +98,9 @@ def serve(setting: Setting, trial: Trial) -> Served:
     return judged(table, objectives, busy)
 
 
-def judged(table: Mapping[str, npt.NDArray[np.float64]], objectives: Objectives, busy: Mapping[str, float]) -> Served:
+def judged(
+    table: Mapping[str, npt.NDArray[np.float64]], objectives: Objectives, busy: Mapping[str, float]
+) -> TrialResult:
     """What came of the requests of a `Measures.table`, without those that warmed up."""
     arrived = np.sort(table["arrived"])
     arrived = arrived[min(int(WARM_UP * len(arrived)), len(arrived) - 2) :]
@@ -107,7 +109,7 @@ def judged(table: Mapping[str, npt.NDArray[np.float64]], objectives: Objectives,
     early = finished & (rows["ttft"] <= objectives.ttft)
     slow = early & (rows["tpot"] > objectives.tpot)  # NaN, of a single token, is not slow
     prompts = float(rows["prompt"][finished].sum())
-    return Served(
+    return TrialResult(
         rate=(len(arrived) - 1) / float(arrived[-1] - arrived[0]),
         late=float(1 - early.mean()),
         slow=float(slow.mean()),

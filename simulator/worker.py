@@ -2,8 +2,8 @@
 
     everything that has come in ──▶ copies ──▶ a word with the store ──▶ plan ──▶ step ──▶ KV events
 
-Where a decode worker's next steps are alike (`DecodeState.alike`) they are run in a row, which is cut off at the end of
-the step during which a message comes in. So a run costs the simulator one step and nobody can tell; only the
+Where a decode worker's next steps are alike (`DecodeScheduler.alike`) they are run in a row, which is cut off at the
+end of the step during which a message comes in. So a run costs the simulator one step and nobody can tell; only the
 randomness of steps is drawn for each run rather than for each step.
 """
 
@@ -18,11 +18,11 @@ import msgspec
 
 from baton.clock import Tick
 from baton.config import Config
-from baton.membership import Say
+from baton.membership import SendToRouter
 from baton.messages import (
     AttemptName,
-    Become,
     Cancel,
+    ChangeRole,
     Envelope,
     Heartbeat,
     Hello,
@@ -32,20 +32,20 @@ from baton.messages import (
     Snapshot,
     WorkerRole,
 )
-from baton.router_links import Said
-from baton.store_protocol import Holding
-from decode_worker.scheduler import DecodeState
+from baton.router_links import RouterMessage
+from baton.store_protocol import LeaseHeartbeat
+from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Sampled
-from engine.step import Plan, StepDone
-from kvstore.client.transfer import Call, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, batches
+from engine.step import ScheduledBatch, StepDone
+from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, batches
 from kvstore.events.changes import page_runs
-from prefill_worker.scheduler import PrefillState
-from simulator.clock import Agenda, Body, Process
+from prefill_worker.scheduler import PrefillScheduler
+from simulator.clock import Agenda, Body, VirtualProcess
 from simulator.feed import Feed
-from simulator.network import Network
-from simulator.routers import Router, RouterAddress, Routers
-from simulator.run import Run
-from simulator.timing import Noise, Timing, Work
+from simulator.network import SimulatedNetwork
+from simulator.routers import RouterAddress, RouterEndpoint, SimulatedRouterLinks
+from simulator.run import StepRun
+from simulator.timing import Noise, StepWork, Timing
 
 _IDLE = 0.05  # seconds between two turns while somebody waits for the store, as in `worker.loop`
 _COPIES_PER_WORD = 64  # pages, as there
@@ -54,17 +54,17 @@ END = Sampled(65_535)
 """The token with which every output ends."""
 
 
-class Store(Protocol):
+class StoreEndpoint(Protocol):
     """The store of this worker's node, when it is up."""
 
-    def attach(self, worker: Worker) -> int:
+    def attach(self, worker: SimulatedWorker) -> int:
         """Returns the connection."""
         ...
 
-    def call(self, worker: Worker, call: Any) -> None: ...
+    def call(self, worker: SimulatedWorker, call: Any) -> None: ...
 
 
-class Output(NamedTuple):
+class ScriptedOutput(NamedTuple):
     """What the model is going to say to a request: `token` over and over, and at last, as token number `end` of prompt
     and output together, `END`."""
 
@@ -72,16 +72,16 @@ class Output(NamedTuple):
     token: Sampled
 
 
-_STRANGER = Output(inf, Sampled(0))  # a request that has ended, as its worker has not yet heard
+_STRANGER = ScriptedOutput(inf, Sampled(0))  # a request that has ended, as its worker has not yet heard
 
 
-class Worker:
+class SimulatedWorker:
     """One worker process, from its start to its end."""
 
     def __init__(
         self, role: WorkerRole, peer: Peer, card: ModelCard, config: Config, timing: Timing, agenda: Agenda,
-        network: Network, routers: Sequence[RouterAddress], outputs: Mapping[str, Output], noise: Noise,
-        become: Callable[[WorkerRole], None], *, runs: bool = True,
+        network: SimulatedNetwork, routers: Sequence[RouterAddress], outputs: Mapping[str, ScriptedOutput],
+        noise: Noise, become: Callable[[WorkerRole], None], *, runs: bool = True,
     ) -> None:  # fmt: skip
         """`become`: replaces this incarnation by one of another role; `runs`: steps that are alike are run in a row."""
         self.role, self.peer = role, peer
@@ -91,22 +91,24 @@ class Worker:
         self._longest = _LONGEST_RUN if runs else 0.0
         page_size, pages = config.pages.page_size, card.pool_pages
         self._copy_seconds = card.page_bytes / timing.copy
-        self.state: DecodeState | PrefillState = (
-            DecodeState(config.decode, page_size, pages, calibration=card.steps)
+        self.state: DecodeScheduler | PrefillScheduler = (
+            DecodeScheduler(config.decode, page_size, pages, calibration=card.steps)
             if role == "decode"
-            else PrefillState(config.prefill, page_size, pages, calibration=card.steps)
+            else PrefillScheduler(config.prefill, page_size, pages, calibration=card.steps)
         )
-        self._routers = Routers(routers, Hello(peer, model=card, events="events", replay="replay"), network)
+        self._routers = SimulatedRouterLinks(
+            routers, Hello(peer, model=card, events="events", replay="replay"), network
+        )
         self.feed = Feed(peer.incarnation, page_size)
-        self.followers: dict[str, Router] = {}  # routers that follow our KV events, by incarnation
+        self.followers: dict[str, RouterEndpoint] = {}  # routers that follow our KV events, by incarnation
         self._inbox: deque[tuple[int, Envelope[Any]]] = deque()  # with the places of those who sent it
         self._from_store: deque[Any] = deque()
-        self._store: Store | None = None
+        self._store: StoreEndpoint | None = None
         self.connection = 0
         self._listens = ""  # to whom, while the body sleeps: "", "store" or "all"
-        self._run: Run | None = None
+        self._run: StepRun | None = None
         self.busy = 0.0  # seconds spent in steps
-        self._process = Process(agenda, self._body())
+        self._process = VirtualProcess(agenda, self._body())
 
     # --- what others do to it -----------------------------------------------------------------------------------------
 
@@ -122,7 +124,7 @@ class Worker:
             self._from_store.append(reply)
             self._arrived("store")
 
-    def store_up(self, store: Store) -> None:
+    def store_up(self, store: StoreEndpoint) -> None:
         """The node's store is there."""
         self._store = store
         self.connection = store.attach(self)
@@ -141,7 +143,7 @@ class Worker:
         """Its heart, which is a thread of its own. Returns the seconds until the next beat."""
         now = self._agenda.now
         self._routers.beat(self._heartbeat)
-        self._call(Holding(self.state.tickets))
+        self._call(LeaseHeartbeat(self.state.tickets))
         if self._listens == "all":
             self._process.wake(now)
         return self._routers.heartbeat
@@ -155,7 +157,7 @@ class Worker:
         """It dies. What it had said is said."""
         if (
             self._run is not None
-            and isinstance(self.state, DecodeState)
+            and isinstance(self.state, DecodeScheduler)
             and (done := self._run.ended(self._agenda.now))
         ):
             self._finish(self._run, done)
@@ -174,7 +176,7 @@ class Worker:
                 self._handle(event)
             copied = yield from self._copy()
             copied |= yield from self._wait_for_store()
-            if isinstance(self.state, DecodeState):
+            if isinstance(self.state, DecodeScheduler):
                 self._do(self.state.prepare(self._agenda.now))
             plan = self.state.plan(self._agenda.now)
             if plan:
@@ -186,14 +188,14 @@ class Worker:
                 self._listens = ""
 
     def _events(self) -> Iterator[Any]:
-        """Everything that has come in, what routers say as `Said`, then a Tick."""
+        """Everything that has come in, what routers say as `RouterMessage`, then a Tick."""
         now = self._agenda.now
         while self._from_store:
             yield self._from_store.popleft()
         while self._inbox:
             for said in self._routers.hear(*self._inbox.popleft(), now):
                 match said:
-                    case Said(message=Become(role=role)):
+                    case RouterMessage(message=ChangeRole(role=role)):
                         self._become(role)
                     case _:
                         yield said
@@ -209,7 +211,7 @@ class Worker:
         return bool(copies)
 
     def _wait_for_store(self) -> Generator[float, None, bool]:
-        """As `worker.loop.Worker.hear_store`. Tells whether anything was copied."""
+        """As `worker.loop.SimulatedWorker.hear_store`. Tells whether anything was copied."""
         copied = False
         until = self._agenda.now + self.state.patience
         while self._store is not None and self._agenda.now < until and self.state.patience:
@@ -223,19 +225,19 @@ class Worker:
                 copied |= yield from self._copy()
         return copied
 
-    def _step(self, plan: Plan) -> Body:
-        work = Work.of(plan.values())
+    def _step(self, plan: ScheduledBatch) -> Body:
+        work = StepWork.of(plan.values())
         noise = self._noise.draw()
         first = (work.seconds(self._times) + self._timing.turn) * noise
-        run = self._run = Run(plan, self._agenda.now, first, self._times.context * work.rows * noise)
-        if isinstance(self.state, DecodeState) and work.rows == len(plan) and self._longest:
+        run = self._run = StepRun(plan, self._agenda.now, first, self._times.context * work.rows * noise)
+        if isinstance(self.state, DecodeScheduler) and work.rows == len(plan) and self._longest:
             left = min(self._output(name).end - chunk.end for name, chunk in plan.items())
             run.steps = int(max(1, min(self.state.alike(plan), left, self._longest / first)))
         yield run.end
         self._run = None
         self._finish(run, run.steps)
 
-    def _finish(self, run: Run, steps: int) -> None:
+    def _finish(self, run: StepRun, steps: int) -> None:
         self.busy += run.seconds(steps)
         self._routers.spacing = run.seconds(steps) / steps
         plan = run.plan
@@ -250,21 +252,21 @@ class Worker:
         drawn = [token if chunk.sample else None for token, chunk in zip(first, plan.values(), strict=True)]
         self._handle(StepDone(plan, drawn, [rows] * (steps - 2) + [last] if steps > 1 else ()))
 
-    def _output(self, name: AttemptName) -> Output:
+    def _output(self, name: AttemptName) -> ScriptedOutput:
         return self._outputs.get(name.request, _STRANGER)
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
     def _handle(self, event: Any) -> None:
-        router, event = (event.router, event.message) if isinstance(event, Said) else ("", event)
+        router, event = (event.router, event.message) if isinstance(event, RouterMessage) else ("", event)
         self._do(self.state.handle(event, self._agenda.now, router))
 
-    def _do(self, commands: Iterable[Say | Call]) -> None:
+    def _do(self, commands: Iterable[SendToRouter | CallStore]) -> None:
         for command in commands:
             match command:
-                case Say(message=message, router=router):
+                case SendToRouter(message=message, router=router):
                     self._routers.say(message, router)
-                case Call(call=call):
+                case CallStore(call=call):
                     self._call(call)
 
     def _call(self, call: Any) -> None:
@@ -286,7 +288,7 @@ class Worker:
 
     def _can_wait(self, envelope: Envelope[Any]) -> bool:
         """A message that changes nothing for those who run need not end a run."""
-        if not isinstance(self.state, DecodeState):
+        if not isinstance(self.state, DecodeScheduler):
             return False
         match envelope.message:
             case RouterHeartbeat(attempts=listed):

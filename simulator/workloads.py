@@ -18,7 +18,7 @@ import numpy as np
 
 from baton.errors import ConfigError
 from simulator.lengths import Lengths
-from simulator.mooncake import BLOCK, Line
+from simulator.mooncake import BLOCK, TraceLine
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class Wishes:
         )  # fmt: skip
 
 
-def trace(lines: Sequence[Line], speed: float, wishes: Wishes, seed: int) -> Iterator[Arrival]:
+def trace(lines: Sequence[TraceLine], speed: float, wishes: Wishes, seed: int) -> Iterator[Arrival]:
     """A trace, `speed` times as fast as it was. Raises ConfigError for a prompt that its blocks don't cover: what is
     filled up with the same for all would count as shared."""
     for line in lines:
@@ -80,7 +80,7 @@ def trace(lines: Sequence[Line], speed: float, wishes: Wishes, seed: int) -> Ite
     return _arrivals(lines, speed, wishes, seed)
 
 
-def _arrivals(lines: Sequence[Line], speed: float, wishes: Wishes, seed: int) -> Iterator[Arrival]:
+def _arrivals(lines: Sequence[TraceLine], speed: float, wishes: Wishes, seed: int) -> Iterator[Arrival]:
     rng = random.Random(seed)
     start: float | None = None
     for line in lines:

@@ -8,9 +8,9 @@ from typing import Any
 
 import zmq
 
-from baton.wire import Keys
+from baton.wire import ClusterKeys
 
-KEYS = Keys(os.environ.setdefault("BATON_TESTS_KEYS", Keys.generate().secret))
+KEYS = ClusterKeys(os.environ.setdefault("BATON_TESTS_KEYS", ClusterKeys.generate().secret))
 
 
 def key_file(folder: Path) -> Path:
@@ -21,7 +21,7 @@ def key_file(folder: Path) -> Path:
     return path
 
 
-def client(socket: Any, keys: Keys = KEYS) -> Any:
+def client(socket: Any, keys: ClusterKeys = KEYS) -> Any:
     """Give a socket that is not ours the keys, to connect with."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
@@ -29,7 +29,7 @@ def client(socket: Any, keys: Keys = KEYS) -> Any:
     return socket
 
 
-def server(socket: Any, keys: Keys = KEYS) -> Any:
+def server(socket: Any, keys: ClusterKeys = KEYS) -> Any:
     """Give a socket that is not ours the keys, to listen with."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from deploy.local import Node
+from deploy.local import LocalNode
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _ROOT = Path(__file__).parents[1]
@@ -103,9 +103,9 @@ class Hosts:
     # --- for LocalCluster -------------------------------------------------------------------------------------------
 
     @property
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[LocalNode]:
         """Both as the nodes of a cluster, "one" and "two"."""
-        return [Node(name, host.address, host.enter) for name, host in (("one", self.one), ("two", self.two))]
+        return [LocalNode(name, host.address, host.enter) for name, host in (("one", self.one), ("two", self.two))]
 
     def reach(self, address: str) -> str:
         """Where this process reaches host:port of either: at a Unix socket, which something in there forwards."""

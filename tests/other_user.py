@@ -24,7 +24,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from baton.wire import Keys
+from baton.wire import ClusterKeys
 
 UID = 65534
 _ROOT = Path(__file__).parents[1]
@@ -144,7 +144,7 @@ class _Side:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._monitor: Any = self._socket.get_monitor_socket(_FAILED)
         if job.keys:
-            keys = Keys(job.keys)
+            keys = ClusterKeys(job.keys)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, job.keys.encode())
             if job.listens:
                 self._socket.setsockopt(zmq.CURVE_SERVER, 1)

@@ -14,31 +14,49 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.config import Bytes, DecodeConfig, PrefillConfig, StoreConfig
-from baton.membership import Say
-from baton.messages import Message, Namespace, Peer, Role, Source
-from baton.peer_protocol import Credit, Doubt, PageReply, PageRequest, Pages, Unwant, Want, Wanting
-from baton.store_protocol import Attach, Attached, Holding
-from decode_worker.scheduler import DecodeState
+from baton.membership import SendToRouter
+from baton.messages import Message, Namespace, PageSource, Peer, Role
+from baton.peer_protocol import (
+    CancelFetch,
+    ChecksumMismatch,
+    FetchCredit,
+    FetchedPages,
+    FetchHeartbeat,
+    FetchPages,
+    PageReply,
+    PageRequest,
+)
+from baton.store_protocol import Attach, Attached, LeaseHeartbeat
+from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Chunk, Sampled
 from engine.step import StepDone
-from kvstore.client.transfer import Call, CopiedIn, CopiedOut, CopyIn, StoreLost, StoreUp
-from kvstore.server.events import Connected, Disconnected, Drop, Heard, Send, TellRouter, Tick, WriterGone
+from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, CopyIn, StoreLost, StoreUp
+from kvstore.server.events import (
+    CallReceived,
+    CloseConnection,
+    Connected,
+    Disconnected,
+    SendReply,
+    TellRouter,
+    Tick,
+    WriterDied,
+)
 from kvstore.server.state import StoreState
 from kvstore.transport.interface import (
-    Answer,
-    Ask,
-    Check,
-    Checked,
-    Expect,
-    Landed,
-    PeerAnswered,
-    PeerAsked,
-    Retract,
-    Retracted,
-    Serve,
-    Served,
+    AnswerPeer,
+    AskPeer,
+    ExpectPages,
+    FetchRetracted,
+    PagesLanded,
+    PagesSent,
+    PeerReplied,
+    PeerRequested,
+    RetractFetch,
+    SendPages,
+    SlotVerified,
+    VerifySlot,
 )
-from prefill_worker.scheduler import PrefillState
+from prefill_worker.scheduler import PrefillScheduler
 from tests.support.fake_disk import FakeDisk, Finished, Read, Write
 
 PAGE = 4
@@ -98,16 +116,16 @@ class RigWorker:
         self.num_pages = num_pages
         self.device = Device(num_pages)
         self.state: Any = (
-            DecodeState(config, PAGE, num_pages)
+            DecodeScheduler(config, PAGE, num_pages)
             if isinstance(config, DecodeConfig)
-            else PrefillState(config, PAGE, num_pages)
+            else PrefillScheduler(config, PAGE, num_pages)
         )
         self.pid = next(rig.ids)
         self.connection = 0
         self.peer = Peer(role, f"{role}-{self.pid}", node.name, f"{role}-{self.pid}", self.pid)
         self.inbox: deque[Message] = deque()  # from the store
         self.said: list[Message] = []
-        self.letters: list[Say] = []  # the same, each with whom it is for
+        self.letters: list[SendToRouter] = []  # the same, each with whom it is for
 
     def handle(self, event: Any, router: str = "") -> None:
         self._do(self.state.handle(event, self.rig.now, router))
@@ -116,10 +134,10 @@ class RigWorker:
     def _do(self, commands: Sequence[Any]) -> None:
         for command in commands:
             match command:
-                case Say(message=message):
+                case SendToRouter(message=message):
                     self.said.append(message)
                     self.letters.append(command)
-                case Call(call=call):
+                case CallStore(call=call):
                     self.rig.call(self, call)
 
     def attach(self) -> None:
@@ -149,7 +167,7 @@ class RigWorker:
 
     def step(self) -> bool:
         """Plan and run a step; whether there was one."""
-        if isinstance(self.state, PrefillState):
+        if isinstance(self.state, PrefillScheduler):
             plan = self.state.plan(self.rig.now)
             for name, chunk in plan.items():
                 self.device.run(self.state._jobs[name.request].tokens, chunk)
@@ -172,7 +190,7 @@ class RigWorker:
 
     def heartbeat(self) -> None:
         if self.connection:
-            self.rig.call(self, Holding(self.state.tickets))
+            self.rig.call(self, LeaseHeartbeat(self.state.tickets))
 
 
 @dataclass
@@ -208,10 +226,10 @@ class RigStore:
         self.told: list[TellRouter] = []  # to routers
         self.outgoing: dict[str, deque[Parcel]] = {}  # by incarnation of the receiving store, in order
         self.disk_orders: deque[Write | Read] = deque()
-        self.checks: deque[Check] = deque()
+        self.checks: deque[VerifySlot] = deque()
 
-    def source(self, pages: int) -> Source:
-        return Source(self.incarnation, "inproc", pages)
+    def source(self, pages: int) -> PageSource:
+        return PageSource(self.incarnation, "inproc", pages)
 
     def handle(self, event: Any) -> None:
         commands = self.state.handle(event, self.rig.now)
@@ -221,26 +239,26 @@ class RigStore:
 
     def _do(self, command: Any) -> None:
         match command:
-            case Send(connection=connection, reply=reply):
+            case SendReply(connection=connection, reply=reply):
                 if (worker := self.rig.workers.get(connection)) is not None:
                     worker.inbox.append(reply)
-            case Drop(connection=connection):
+            case CloseConnection(connection=connection):
                 worker = self.rig.workers.get(connection)
                 raise AssertionError(f"the store dropped a well-behaved worker {worker}")
-            case Expect(fetch=fetch, slots=slots):
+            case ExpectPages(fetch=fetch, slots=slots):
                 self.expected.setdefault(fetch, {}).update(dict(slots))
-            case Retract(fetch=fetch):
+            case RetractFetch(fetch=fetch):
                 self.expected.pop(fetch, None)
-                self.handle(Retracted(fetch))
-            case Ask(source=source, request=request):
+                self.handle(FetchRetracted(fetch))
+            case AskPeer(source=source, request=request):
                 self._post(source.store, Parcel(request))
-            case Answer(peer=peer, reply=reply):
+            case AnswerPeer(peer=peer, reply=reply):
                 self._post(peer, Parcel(reply))
-            case Serve(number=number, peer=peer, fetch=fetch, pages=pages, slots=slots):
+            case SendPages(number=number, peer=peer, fetch=fetch, pages=pages, slots=slots):
                 contents = tuple(list(self.arena[slot]) for slot in slots)
-                self._post(peer, Parcel(Pages(fetch, pages), contents))
-                self.handle(Served(number))
-            case Check():
+                self._post(peer, Parcel(FetchedPages(fetch, pages), contents))
+                self.handle(PagesSent(number))
+            case VerifySlot():
                 self.checks.append(command)
             case Write() | Read():
                 self.disk_orders.append(command)
@@ -269,7 +287,7 @@ class RigStore:
 
     def receive(self, sender: str, parcel: Parcel, damage: bool) -> None:
         match parcel.message:
-            case Pages(fetch=fetch, pages=pages):
+            case FetchedPages(fetch=fetch, pages=pages):
                 expected = self.expected.get(fetch, {})
                 landed: list[tuple[int, int]] = []
                 damaged: list[int] = []
@@ -283,11 +301,11 @@ class RigStore:
                         continue
                     self.arena[expected.pop(page.index)] = contents
                     landed.append((page.index, page.checksum))
-                self.handle(Landed(fetch, tuple(landed), tuple(damaged)))
-            case Want() | Credit() | Doubt() | Unwant() | Wanting():
-                self.handle(PeerAsked(sender, parcel.message))
+                self.handle(PagesLanded(fetch, tuple(landed), tuple(damaged)))
+            case FetchPages() | FetchCredit() | ChecksumMismatch() | CancelFetch() | FetchHeartbeat():
+                self.handle(PeerRequested(sender, parcel.message))
             case _:
-                self.handle(PeerAnswered(sender, parcel.message))
+                self.handle(PeerReplied(sender, parcel.message))
 
     def lose(self) -> None:
         """A connection breaks: what is on its way is lost."""
@@ -296,7 +314,7 @@ class RigStore:
     def work(self, ok: bool = True) -> bool:
         """The threads carry out one order, or (`ok` False) fail to."""
         if self.checks:
-            self.handle(Checked(self.checks.popleft().number, ok))
+            self.handle(SlotVerified(self.checks.popleft().number, ok))
             return True
         if not self.disk_orders:
             return False
@@ -350,12 +368,12 @@ class Rig:
 
     def call(self, worker: RigWorker, call: Any) -> None:
         if worker.connection:
-            worker.node.handle(Heard(worker.connection, call))
+            worker.node.handle(CallReceived(worker.connection, call))
 
     def kill(self, worker: RigWorker) -> None:
         self.workers.pop(worker.connection, None)
         worker.node.handle(Disconnected(worker.connection))
-        worker.node.handle(WriterGone(worker.pid))
+        worker.node.handle(WriterDied(worker.pid))
         worker.connection = 0
 
     def tick(self, seconds: float) -> None:

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.batch import Chunk, Draw
+from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
 
 NOTED = 0.1  # seconds: shorter gaps are not kept
@@ -68,7 +68,7 @@ def bare_engine(model: Path) -> None:
     gaps: list[tuple[float, float]] = []
     last = time.monotonic()
     while not closed.wait(_STEP):
-        engine.step([Chunk([5], 0, range(1), Draw(temperature=0))])
+        engine.step([Chunk([5], 0, range(1), TokenDraw(temperature=0))])
         now = time.monotonic()
         if now - last > NOTED:
             gaps.append((last, now))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 
-from baton.waits import Wait, WaitNode
-from decode_worker.scheduler import DecodeState
+from baton.waits import WaitEdge, WaitNode
+from decode_worker.scheduler import DecodeScheduler
 from tests.rig import Rig
 
 
@@ -14,7 +14,7 @@ class WaitCycle(AssertionError):
     """Processes wait for each other in a circle, which only a deadline ends."""
 
 
-def assert_no_cycle(waits: Iterable[Wait]) -> None:
+def assert_no_cycle(waits: Iterable[WaitEdge]) -> None:
     """Raise WaitCycle if a waiter waits, through others, for itself."""
     graph: TopologicalSorter[WaitNode] = TopologicalSorter()
     for waiter, awaited in waits:
@@ -26,13 +26,13 @@ def assert_no_cycle(waits: Iterable[Wait]) -> None:
         raise WaitCycle("\n  waits for ".join(map(repr, reversed(error.args[1])))) from None
 
 
-def waits_of_rig(rig: Rig) -> Iterator[Wait]:
+def waits_of_rig(rig: Rig) -> Iterator[WaitEdge]:
     """Stores and workers."""
     for store in rig.stores.values():
         yield from store.state.waits()
     for worker in rig.workers.values():
         me = worker.peer.incarnation
-        if isinstance(worker.state, DecodeState):
+        if isinstance(worker.state, DecodeScheduler):
             yield from worker.state.waits(me)
         else:
             yield from worker.state.waits(me, worker.node.incarnation)

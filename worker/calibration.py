@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from baton.messages import MAX_STEP_SAMPLES, StepSample
-from engine.batch import Chunk, Draw
+from engine.batch import Chunk, TokenDraw
 from engine.step_timing import sample_of
 
 SECONDS = 0.2  # for all of it; the step that is running then is still finished
@@ -53,7 +53,7 @@ def _sizes(page_size: int, decodes: bool) -> Iterator[list[Chunk]]:
         if decodes:
             count, tokens = rows
             each = -(-tokens // page_size)
-            draw = Draw(temperature=0)
+            draw = TokenDraw(temperature=0)
             yield [Chunk([_TOKEN], tokens - 1, range(i * each, (i + 1) * each), draw) for i in range(count)]
         tokens, context = prompt
         yield [Chunk([_TOKEN] * tokens, context, range(-(-(context + tokens) // page_size)))]

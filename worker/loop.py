@@ -27,39 +27,39 @@ from baton.clock import PauseDetector, Tick
 from baton.config import Config
 from baton.errors import NotEnoughMemory, StoreError
 from baton.logs import RateLimit, RateLimitedLog
-from baton.membership import Say
+from baton.membership import SendToRouter
 from baton.messages import (
-    Become,
+    ChangeRole,
     Heartbeat,
     Hello,
     ModelCard,
     Namespace,
     Peer,
+    StartTrace,
     StopTrace,
     ToDecode,
     ToPrefill,
-    Trace,
     WorkerRole,
 )
 from baton.metrics import Metrics
 from baton.monotonic_clock import MonotonicClock
-from baton.router_links import Routers, Said
+from baton.router_links import RouterLinks, RouterMessage
 from baton.samples import Sample
-from baton.store_protocol import Holding
+from baton.store_protocol import LeaseHeartbeat
 from baton.system_memory import available_memory
 from baton.trace import new_mark
 from baton.unix import readable
 from baton.wire import Poller, refused
 from engine.checkpoint import hub
 from engine.engine import Engine, layout_of
-from engine.models.config import ModelConfig
-from engine.step import Plan, StepDone, StepFailed
+from engine.models.config import ModelSpec
+from engine.step import ScheduledBatch, StepDone, StepFailed
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
-from kvstore.client.device_block_manager import DeviceCache
-from kvstore.client.transfer import Call, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, StoreLost, StoreUp, batches
+from kvstore.client.device_block_manager import DeviceBlockManager
+from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, StoreLost, StoreUp, batches
 from kvstore.events.changes import page_runs
-from kvstore.events.publisher import PageEvents
+from kvstore.events.publisher import KvEventPublisher
 from kvstore.layout import PageLayout
 from worker.calibration import calibrate
 
@@ -74,7 +74,7 @@ _HEARS: Mapping[WorkerRole, Any] = {"prefill": ToPrefill, "decode": ToDecode}  #
 _PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nobody for it
 
 
-class WorkerState(Protocol):
+class WorkerScheduler(Protocol):
     """What the loop needs of a state."""
 
     @property
@@ -82,16 +82,16 @@ class WorkerState(Protocol):
     @property
     def patience(self) -> float: ...
     @property
-    def cache(self) -> DeviceCache: ...
+    def cache(self) -> DeviceBlockManager: ...
     @property
     def tickets(self) -> tuple[int, ...]: ...
-    def handle(self, event: Any, now: float, router: str = "") -> Sequence[Say | Call]: ...
+    def handle(self, event: Any, now: float, router: str = "") -> Sequence[SendToRouter | CallStore]: ...
     def take_copies(self) -> list[Copy]: ...
-    def plan(self, now: float) -> Plan: ...
+    def plan(self, now: float) -> ScheduledBatch: ...
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat: ...
 
 
-class Worker:
+class WorkerLoop:
     """One incarnation of a worker process, but for its decisions."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Worker:
         self._verify = config.store.verify_pages
         self._model = config.model.served_name
         self.metrics = Metrics()
-        self._events = PageEvents(self.peer.incarnation, self._model, self.clock, host)
+        self._events = KvEventPublisher(self.peer.incarnation, self._model, self.clock, host)
         card = ModelCard(
             namespace,
             layout.page_bytes,
@@ -139,7 +139,7 @@ class Worker:
             replay=self._events.replay,
             metrics=self.metrics.serve(host),
         )
-        self._routers = Routers(routers, hello, _HEARS[role], self.clock)
+        self._routers = RouterLinks(routers, hello, _HEARS[role], self.clock)
         self._store = StoreClient(
             store_address(config.cluster.name, node), self.peer, namespace, layout.page_bytes,
             config.cluster.silence_ms / 1_000,
@@ -181,9 +181,9 @@ class Worker:
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
-    def events(self, state: WorkerState) -> Iterator[Any]:
-        """Wait until there is something to do, then everything that has come in (what routers say as `Said`), then a
-        Tick."""
+    def events(self, state: WorkerScheduler) -> Iterator[Any]:
+        """Wait until there is something to do, then everything that has come in (what routers say as `RouterMessage`),
+        then a Tick."""
         with self.tracer.span("wait", "sockets"):
             self._poller.wait(0.0 if state.busy else _ANSWERING if self._events.under_way else _IDLE)
         now = self.clock.now()
@@ -195,11 +195,11 @@ class Worker:
             heard = list(self._routers.receive(now, paused)) if self._joined else []
         for event in heard:
             match event:
-                case Said(message=Trace(mark=mark, steps=steps)):
+                case RouterMessage(message=StartTrace(mark=mark, steps=steps)):
                     self.tracer.start(self._traces, mark, steps)
-                case Said(message=StopTrace(mark=mark)):
+                case RouterMessage(message=StopTrace(mark=mark)):
                     self.tracer.stop(mark)
-                case Said(message=Become(role=role)):
+                case RouterMessage(message=ChangeRole(role=role)):
                     self._become(role)
                 case _:
                     yield event
@@ -212,7 +212,7 @@ class Worker:
             of_peers.info("becomes a %s worker; all work here is forgotten", role)
             self.becomes = role
 
-    def hear_store(self, state: WorkerState, *, copying: bool) -> None:
+    def hear_store(self, state: WorkerScheduler, *, copying: bool) -> None:
         """Before a step is planned, hear what the store is about to say, for as long as `state` has patience: a round
         trip to the store is much shorter than a step. `copying`: make the copies that follow from it at once."""
         until = self.clock.now() + state.patience
@@ -250,27 +250,27 @@ class Worker:
 
     # --- out --------------------------------------------------------------------------------------------------------
 
-    def handle(self, state: WorkerState, event: Any) -> None:
+    def handle(self, state: WorkerScheduler, event: Any) -> None:
         """Tell the state, and do what it says."""
-        router, event = (event.router, event.message) if isinstance(event, Said) else ("", event)
+        router, event = (event.router, event.message) if isinstance(event, RouterMessage) else ("", event)
         with self.tracer.span(f"handle {type(event).__name__}", "scheduler"):
             commands = state.handle(event, self.clock.now(), router)
         self.do(commands)
 
-    def do(self, commands: Sequence[Say | Call]) -> None:
+    def do(self, commands: Sequence[SendToRouter | CallStore]) -> None:
         """Carry out a state's commands. What is for a router or store that is not there is dropped: the state hears
         of the loss and starts over."""
         for command in commands:
             match command:
-                case Say(message=message, router=router):
+                case SendToRouter(message=message, router=router):
                     with self.tracer.span("tell the router", "sockets"):
                         self._routers.say(message, router)
-                case Call(call=call):
+                case CallStore(call=call):
                     if self._store.connected:
                         with self.tracer.span("call the store", "sockets"):
                             self._store.call(call)
 
-    def copy(self, state: WorkerState) -> None:
+    def copy(self, state: WorkerScheduler) -> None:
         """Make the copies that are due and report them to the state."""
         if not self._store.connected:
             return
@@ -308,12 +308,12 @@ class Worker:
         self.corrupt += not intact
         return intact
 
-    def plan(self, state: WorkerState) -> Plan:
+    def plan(self, state: WorkerScheduler) -> ScheduledBatch:
         """What the state would have the engine do next: nothing, perhaps."""
         with self.tracer.span("plan", "scheduler"):
             return state.plan(self.clock.now())
 
-    def step(self, state: WorkerState, plan: Plan) -> StepDone | StepFailed:
+    def step(self, state: WorkerScheduler, plan: ScheduledBatch) -> StepDone | StepFailed:
         """Run one step of the engine. While it runs, the heart tells how old it is."""
         self.tracer.count()
         self._stepped = True
@@ -333,7 +333,7 @@ class Worker:
             self._step_started = None
             self._routers.step_ended()  # what holds the loop up from now on is no step
 
-    def publish(self, state: WorkerState, values: Callable[[], Mapping[str, Sample]]) -> None:
+    def publish(self, state: WorkerScheduler, values: Callable[[], Mapping[str, Sample]]) -> None:
         """After a turn: the heartbeat's snapshot and KV events; `values`, for the metrics page, once a heartbeat."""
         now = self.clock.now()
         next_step_tells = self._stepped and state.busy  # in a moment: its heartbeat's snapshot is as good
@@ -348,9 +348,9 @@ class Worker:
             with self.tracer.span("publish metrics", "sockets"):
                 self.metrics.publish({**values(), **self._moved()})
             if self._store.connected:
-                self._store.call(Holding(state.tickets))
+                self._store.call(LeaseHeartbeat(state.tickets))
 
-    def _beat(self, state: WorkerState) -> None:
+    def _beat(self, state: WorkerScheduler) -> None:
         events, digest, tracing = self._events.sequence, self._events.digest, self.tracer.mark
         self._routers.beat(
             lambda heard, router: msgspec.structs.replace(
@@ -359,7 +359,7 @@ class Worker:
             self._step_started,
         )
 
-    def _publish_changes(self, cache: DeviceCache) -> None:
+    def _publish_changes(self, cache: DeviceBlockManager) -> None:
         self._events.publish([("GPU", cache.drain_events())], self._page_size)
         self._events.answer(lambda: page_runs(((page.key, page.parent) for page in cache.pages()), "GPU"))
 
@@ -382,7 +382,7 @@ def load(config: Config, role: WorkerRole) -> Engine:
     own = config.decode if role == "decode" else config.prefill
     head = role == "decode" or config.prefill.head
     path = hub.resolve(config.model.path)
-    model = ModelConfig.from_directory(path)
+    model = ModelSpec.from_directory(path)
     layout = layout_of(model, config.model.dtype, config.pages.page_size)
     num_pages = pool_pages(own.pool_bytes, layout)
     room = available_memory()

@@ -1,6 +1,6 @@
 """A worker's life: the model is loaded once, and what is served around it may change.
 
-    load ──▶ incarnation, prefill ──Become──▶ incarnation, decode ──Become──▶ …
+    load ──▶ incarnation, prefill ──ChangeRole──▶ incarnation, decode ──ChangeRole──▶ …
 
 Each role is a new incarnation: whatever is still on its way to the one before is dropped, as after a restart, and
 routers hear of it as of any process that joins. Only what is dear stays: the weights, the page pool with the size that
@@ -18,9 +18,9 @@ from baton.hosts import LOOPBACK
 from baton.messages import WorkerRole
 from baton.process import settle
 from baton.samples import Sample
-from decode_worker.scheduler import DecodeState, DecodeStats
-from prefill_worker.scheduler import PrefillState, PrefillStats
-from worker.loop import Worker, load
+from decode_worker.scheduler import DecodeScheduler, DecodeStats
+from prefill_worker.scheduler import PrefillScheduler, PrefillStats
+from worker.loop import WorkerLoop, load
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +39,16 @@ def run(
     engine = load(config, role)
     serves: WorkerRole | None = role
     while serves is not None:
-        with Worker(config, serves, name, node, routers, host, engine) as worker:
+        with WorkerLoop(config, serves, name, node, routers, host, engine) as worker:
             settle()
             log.info("%s worker %s serves with %d pages", serves, worker.peer.incarnation, worker.num_pages)
             _SERVE[serves](worker, config, stop)
             serves = None if stop.is_set() else worker.becomes
 
 
-def _serve_prefill(worker: Worker, config: Config, stop: threading.Event) -> None:
+def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) -> None:
     """Serve until `stop` is set or the worker is to become something else."""
-    state = PrefillState(
+    state = PrefillScheduler(
         config.prefill,
         config.pages.page_size,
         worker.num_pages,
@@ -84,9 +84,9 @@ def _prefill_samples(stats: PrefillStats) -> Mapping[str, Sample]:
     }
 
 
-def _serve_decode(worker: Worker, config: Config, stop: threading.Event) -> None:
+def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> None:
     """Serve until `stop` is set or the worker is to become something else."""
-    state = DecodeState(
+    state = DecodeScheduler(
         config.decode,
         config.pages.page_size,
         worker.num_pages,
@@ -125,7 +125,7 @@ def _decode_samples(stats: DecodeStats) -> Mapping[str, Sample]:
     }
 
 
-_SERVE: Mapping[WorkerRole, Callable[[Worker, Config, threading.Event], None]] = {
+_SERVE: Mapping[WorkerRole, Callable[[WorkerLoop, Config, threading.Event], None]] = {
     "prefill": _serve_prefill,
     "decode": _serve_decode,
 }

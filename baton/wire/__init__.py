@@ -1,33 +1,33 @@
 """Sockets that speak messages over ZMQ, and the only importer of zmq. (The local store link is `baton.unix`.)
 
-`links`     the router and everybody else: `Listener`, `Link`, `Heart`
-`events`    KV events, and what of them was missed: `Publisher`, `Subscriber`, `Replayer`, `Asker`
+`links`     the router and everybody else: `Listener`, `RouterSocket`, `Heart`
+`events`    KV events, and what of them was missed: `Publisher`, `Subscriber`, `ReplayServer`, `ReplayClient`
 `poller`    waits for links and plain file descriptors together: `Poller`
 `sockets`   what all of them have in common: `use_keys`
-`keys`      the cluster's key pair: `Keys`
+`keys`      the cluster's key pair: `ClusterKeys`
 `guard`     who may connect to an encrypted socket: `refused`
 
 Sockets bind to loopback unless told otherwise, and all of them are encrypted. Nothing is unpickled: every frame goes
 through a typed decoder, and what does not decode is counted and dropped.
 """
 
-from baton.wire.events import Asker, Publisher, Replayer, Subscriber
+from baton.wire.events import Publisher, ReplayClient, ReplayServer, Subscriber
 from baton.wire.guard import refused
-from baton.wire.keys import Keys
-from baton.wire.links import Heart, Link, Listener
+from baton.wire.keys import ClusterKeys
+from baton.wire.links import Heart, Listener, RouterSocket
 from baton.wire.poller import Poller
 from baton.wire.sockets import MAX_MESSAGE_BYTES, use_keys
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
-    "Asker",
+    "ClusterKeys",
     "Heart",
-    "Keys",
-    "Link",
     "Listener",
     "Poller",
     "Publisher",
-    "Replayer",
+    "ReplayClient",
+    "ReplayServer",
+    "RouterSocket",
     "Subscriber",
     "refused",
     "use_keys",

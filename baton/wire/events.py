@@ -1,7 +1,7 @@
 """KV events from whoever owns pages to whoever follows them.
 
-    `Publisher`  ──PUB────▶ `Subscriber`   batches: [topic, sequence, payload], as vLLM's
-    `Replayer`   ◀─ROUTER─▶ `Asker`        what was missed: older batches, as vLLM's replay, or a whole snapshot
+    `Publisher`      ──PUB────▶ `Subscriber`     batches: [topic, sequence, payload], as vLLM's
+    `ReplayServer`   ◀─ROUTER─▶ `ReplayClient`   older batches, as vLLM's replay, or a whole snapshot
 
 Of a replay socket a follower may ask two things, in a frame behind an empty one: eight bytes, the first sequence wanted
 (big-endian), or a `SnapshotRequest`. Batches come back as [empty, sequence, payload], and [empty, -1, empty] ends them.
@@ -71,7 +71,7 @@ class Subscriber:
         self._socket.close(0)
 
 
-class Replayer:
+class ReplayServer:
     """The publisher's end of its replay socket. Never blocks; what a follower does not read, it keeps little of."""
 
     def __init__(self, endpoint: str = "tcp://127.0.0.1:0") -> None:
@@ -126,7 +126,7 @@ class Replayer:
         self.socket.close(0)
 
 
-class Asker:
+class ReplayClient:
     """A follower's end of one publisher's replay socket: asyncio."""
 
     def __init__(self, endpoint: str) -> None:

@@ -28,17 +28,17 @@ _NEWS = 500  # milliseconds until a socket that was just bound is watched; its e
 _SILENCE = 10.0  # seconds between two lines about refusals
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
-_guards: dict[int, Guard] = {}
+_guards: dict[int, ConnectionGuard] = {}
 _lock = threading.Lock()
 _numbers = itertools.count()
 
 
-def guard_of(context: zmq.Context[Any], accepted: Callable[[], bytes | None]) -> Guard:
+def guard_of(context: zmq.Context[Any], accepted: Callable[[], bytes | None]) -> ConnectionGuard:
     """The guard of that context, started when there is none yet. asyncio's context is another than the plain one."""
     with _lock:
         guard = _guards.get(context.underlying)
         if guard is None or not guard.alive:
-            guard = _guards[context.underlying] = Guard(context, accepted)
+            guard = _guards[context.underlying] = ConnectionGuard(context, accepted)
         return guard
 
 
@@ -47,7 +47,7 @@ def refused() -> int:
     return sum(guard.refused for guard in list(_guards.values()))
 
 
-class Guard:
+class ConnectionGuard:
     """Answers ZMQ until the context ends. `accepted` says whose public key is taken now; none: nobody's."""
 
     def __init__(self, context: zmq.Context[Any], accepted: Callable[[], bytes | None]) -> None:

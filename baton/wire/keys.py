@@ -24,7 +24,7 @@ _SECRET_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
-class Keys:
+class ClusterKeys:
     """One pair. Its text never holds the secret, so that no log does."""
 
     secret: str = field(repr=False)
@@ -39,7 +39,7 @@ class Keys:
             raise KeysUnusable("a key is 40 characters of ZMQ's Z85 alphabet, and this is none") from None
 
     @classmethod
-    def generate(cls) -> Keys:
+    def generate(cls) -> ClusterKeys:
         _, secret = zmq.curve_keypair()
         return cls(secret.decode())
 
@@ -54,7 +54,7 @@ class Keys:
         return z85.decode(self.public)
 
     @classmethod
-    def read(cls, path: Path) -> Keys:
+    def read(cls, path: Path) -> ClusterKeys:
         """Raises KeysUnusable when the file is missing, not for its owner alone, or no key."""
         try:
             with path.open() as file:
@@ -79,7 +79,7 @@ class Keys:
             ) from None
 
     @classmethod
-    def read_or_make(cls, path: Path) -> Keys:
+    def read_or_make(cls, path: Path) -> ClusterKeys:
         """Read the pair in `path`, after making it if there is no such file.
 
         Several processes may do this at once: all of them get the same pair. Raises KeysUnusable, also where another

@@ -1,7 +1,7 @@
 """Links between the router and everybody else.
 
 `Listener`   the router's end of every link: asyncio, one ROUTER socket
-`Link`       a worker's or store's end: synchronous and never blocking, one DEALER socket
+`RouterSocket`       a worker's or store's end: synchronous and never blocking, one DEALER socket
 `Heart`      a thread that sends the worker's heartbeat whatever its main loop is doing
 
 A DEALER that reconnects hands queued messages to whoever listens there now, and a ROUTER drops what is for a peer that
@@ -85,7 +85,7 @@ class Listener:
         self._socket.close(0)
 
 
-class Link(Generic[M]):
+class RouterSocket(Generic[M]):
     """A worker's (or store's) socket to one router. Every method returns at once."""
 
     def __init__(self, endpoint: str, me: Peer, receives: Any) -> None:

@@ -27,7 +27,7 @@ import zmq
 
 from baton.errors import StartupError
 from baton.messages import UNREADABLE, Envelope, Message
-from baton.peer_protocol import PageReply, PageRequest, Pages
+from baton.peer_protocol import FetchedPages, PageReply, PageRequest
 from baton.wire.sockets import Revival, bind, configure, connect
 
 _IO_THREADS = 2  # so that one can send while the other receives, and encryption has two cores
@@ -127,7 +127,7 @@ class PageServer:
         """Send words to the store of that incarnation. False when it is not connected, or has not read for long."""
         return self._start(peer, reply, 0)
 
-    def send_pages(self, peer: str, reply: Pages, pages: Iterable[memoryview], sending: Sending) -> bool:
+    def send_pages(self, peer: str, reply: FetchedPages, pages: Iterable[memoryview], sending: Sending) -> bool:
         """The same, with the bytes of its pages behind it. The caller keeps none of the views."""
         if not self._start(peer, reply, zmq.SNDMORE):
             return False
@@ -194,7 +194,8 @@ class PageLink:
             self._revival.try_again()
 
     def receive(self, limit: int) -> Iterator[tuple[Any, list[memoryview]]]:
-        """At most `limit` of the replies that are here; with `Pages` as many frames, each the bytes of a page."""
+        """At most `limit` of the replies that are here; with `FetchedPages` as many frames, each the bytes of a
+        page."""
         for _ in range(limit):
             try:
                 body, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -205,7 +206,7 @@ class PageLink:
                     raise ValueError(f"a reply of {len(body)} bytes")
                 envelope = self._decoder.decode(body.buffer)
                 message = envelope.message
-                if len(frames) != (len(message.pages) if isinstance(message, Pages) else 0):
+                if len(frames) != (len(message.pages) if isinstance(message, FetchedPages) else 0):
                     raise ValueError(f"{len(frames)} frames behind {type(message).__name__}")
             except UNREADABLE:
                 self._losses.malformed += 1

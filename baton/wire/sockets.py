@@ -15,7 +15,7 @@ import zmq
 from baton import hosts
 from baton.errors import PortInUse, StartupError
 from baton.wire.guard import DOMAIN, guard_of
-from baton.wire.keys import Keys
+from baton.wire.keys import ClusterKeys
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _QUEUE = 100_000  # messages kept for a peer that does not read; past it they are dropped and heartbeats repair
@@ -29,10 +29,10 @@ _HANDSHAKE = 5_000  # milliseconds for a connection's handshake; one that never 
 _REVIVAL = 0.25  # seconds between two times that a socket is connected anew
 _NO_NETWORK = ("inproc:", "ipc:")  # endpoints that need no keys
 
-_keys: Keys | None = None
+_keys: ClusterKeys | None = None
 
 
-def use_keys(keys: Keys | None) -> None:
+def use_keys(keys: ClusterKeys | None) -> None:
     """From now on this process speaks with these keys, and only with those who have them. Sockets that are connected
     already stay as they are; those that are bound take nobody without the new keys any more."""
     global _keys
@@ -133,7 +133,7 @@ def _leaves_machine(endpoint: str) -> bool:
     return not endpoint.startswith(_NO_NETWORK) and not hosts.is_loopback(hosts.host_of(endpoint))
 
 
-def _needed(endpoint: str) -> Keys:
+def _needed(endpoint: str) -> ClusterKeys:
     if _keys is None:
         raise StartupError(
             f"{endpoint} needs the cluster's keys and this process has none: read them from cluster.key_file and hand "

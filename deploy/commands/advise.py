@@ -21,9 +21,9 @@ from rich.table import Table
 from baton.errors import InvalidRequest
 from deploy.commands import chart
 from simulator import mooncake, timing
-from simulator.advice import Break, Evaluate, Objectives, Search, Served, Trial, breaks_by, name, pays, sentence
+from simulator.advice import Break, Evaluate, Objectives, Search, Trial, TrialResult, breaks_by, name, pays, sentence
 from simulator.lengths import Lengths
-from simulator.trials import Demand, Setting, demand, serve
+from simulator.trials import Setting, WorkDemand, demand, serve
 from simulator.workloads import Arrival, Random, Wishes, trace
 
 _PAGE_SIZE = mooncake.BLOCK // 4  # tokens; smaller ones take longer to simulate and change little
@@ -48,16 +48,16 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Advice:
+class AdviceResult:
     """What was found. Splits come the best first."""
 
     workers: int
     gpus: int  # of a worker
     objectives: Objectives
-    demand: Demand
+    demand: WorkDemand
     colocated: Break
     splits: Sequence[Break]
-    trials: Sequence[tuple[Trial, Served]]
+    trials: Sequence[tuple[Trial, TrialResult]]
 
     @property
     def sentence(self) -> str:
@@ -103,7 +103,7 @@ class Advice:
         }
 
 
-def advise(question: Question, say: Callable[[str], object]) -> Advice:
+def advise(question: Question, say: Callable[[str], object]) -> AdviceResult:
     """Find out; `say` hears of every simulation. Raises InvalidRequest and ConfigError."""
     objectives = question.objectives
     if min(objectives.ttft, objectives.tpot) <= 0 or not 0 < objectives.attainment <= 1:
@@ -124,10 +124,10 @@ def advise(question: Question, say: Callable[[str], object]) -> Advice:
     with _evaluating(setting, question.jobs, say) as evaluate:
         search = Search(workers, wanted.speed, objectives.attainment, evaluate)
         colocated, splits = search.run()
-    return Advice(workers, model.gpus, objectives, wanted, colocated, splits, list(search.served.items()))
+    return AdviceResult(workers, model.gpus, objectives, wanted, colocated, splits, list(search.served.items()))
 
 
-def show(console: Console, advice: Advice) -> None:
+def show(console: Console, advice: AdviceResult) -> None:
     """For people: a table, a plot, and the advice."""
     kind = "worker" if advice.gpus == 1 else f"worker of {advice.gpus} GPUs"
     console.print(f"{advice.workers} × {kind}; rates are requests a second\n")
@@ -154,7 +154,7 @@ def show(console: Console, advice: Advice) -> None:
         console.print(f"[dim]{escape(note)}[/]")
 
 
-def plot(advice: Advice, path: Path) -> None:
+def plot(advice: AdviceResult, path: Path) -> None:
     """Raises InvalidRequest if the file can't be written."""
     picture = chart.svg(
         _lines(advice), advice.objectives.attainment, "requests a second", "requests that meet both objectives"
@@ -182,7 +182,7 @@ def _load(question: Question) -> list[Arrival]:
 def _evaluating(setting: Setting, jobs: int, say: Callable[[str], object]) -> Iterator[Evaluate]:
     """Trials in so many processes; in this one where one will do."""
 
-    def told(run: Callable[[Sequence[Trial]], Iterable[Served]], trials: Sequence[Trial]) -> Iterator[Served]:
+    def told(run: Callable[[Sequence[Trial]], Iterable[TrialResult]], trials: Sequence[Trial]) -> Iterator[TrialResult]:
         for trial, served in zip(trials, run(trials), strict=True):
             say(
                 f"{name(trial.layout)} at {trial.speed:.2f} times the load's speed, {served.rate:.2f} requests a "
@@ -206,7 +206,7 @@ def _begin(setting: Setting) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once
 
 
-def _serve(trial: Trial) -> Served:
+def _serve(trial: Trial) -> TrialResult:
     assert _setting is not None
     return serve(_setting, trial)
 
@@ -219,7 +219,7 @@ def default_jobs() -> int:
 # --- how it looks -----------------------------------------------------------------------------------------------------
 
 
-def _cells(served: Served | None) -> list[str]:
+def _cells(served: TrialResult | None) -> list[str]:
     if served is None:
         return ["none found", *[""] * 6]
     ttft, tpot = served.ttft, served.tpot
@@ -234,10 +234,10 @@ def _cells(served: Served | None) -> list[str]:
     ]
 
 
-def _lines(advice: Advice) -> list[chart.Line]:
+def _lines(advice: AdviceResult) -> list[chart.ChartLine]:
     layouts = [each.layout for each in (advice.colocated, *advice.splits[:_CURVES])]
     return [
-        chart.Line(
+        chart.ChartLine(
             name(layout),
             sorted((served.rate, served.attained) for trial, served in advice.trials if trial.layout == layout),
         )
@@ -249,7 +249,7 @@ def _cluster(prefill: int, decode: int) -> dict[str, int]:
     return {"prefill": prefill, "decode": decode}
 
 
-def _served(served: Served) -> dict[str, Any]:
+def _served(served: TrialResult) -> dict[str, Any]:
     def spread(values: tuple[float, float] | None) -> dict[str, float] | None:
         return dict(zip(("p50", "p99"), values, strict=True)) if values else None
 

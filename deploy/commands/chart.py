@@ -15,14 +15,14 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 720, 400, 60, 20, 170, 50  # pix
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """Points (x, share), x from 0 on; a line goes through them in order of x."""
 
     name: str
     points: Sequence[tuple[float, float]]
 
 
-def text(lines: Sequence[Line], wanted: float, x_name: str) -> str:
+def text(lines: Sequence[ChartLine], wanted: float, x_name: str) -> str:
     """For a terminal. A row of dots shows the share that is `wanted`; where lines meet, the first is seen."""
     most = _most(lines)
     grid = [[" "] * (_COLUMNS + 1) for _ in range(_ROWS)]
@@ -39,7 +39,7 @@ def text(lines: Sequence[Line], wanted: float, x_name: str) -> str:
     return "\n".join([*rows, axis, scale, f"{'':8}{legend}"])
 
 
-def svg(lines: Sequence[Line], wanted: float, x_name: str, y_name: str) -> str:
+def svg(lines: Sequence[ChartLine], wanted: float, x_name: str, y_name: str) -> str:
     """A picture that needs nothing else: no script, no font, no style sheet."""
     most = _most(lines)
 
@@ -52,7 +52,7 @@ def svg(lines: Sequence[Line], wanted: float, x_name: str, y_name: str) -> str:
     def words(at: float, level: float, content: str, anchor: str = "middle", more: str = "") -> str:
         return f'<text x="{at}" y="{level}" text-anchor="{anchor}"{more}>{escape(content)}</text>'
 
-    def drawn(number: int, line: Line) -> Iterable[str]:
+    def drawn(number: int, line: ChartLine) -> Iterable[str]:
         colour = _COLOURS[number % len(_COLOURS)]
         path = " ".join(f"{x(at)},{y(share)}" for at, share in sorted(line.points))
         yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
@@ -75,7 +75,7 @@ def svg(lines: Sequence[Line], wanted: float, x_name: str, y_name: str) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _most(lines: Sequence[Line]) -> float:
+def _most(lines: Sequence[ChartLine]) -> float:
     return max((x for line in lines for x, _ in line.points), default=1.0) or 1.0
 
 

@@ -138,9 +138,9 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def main() -> None:
-    """`python -m deploy.demo_model DIRECTORY`: make the model where the demo's commands can be tried by hand."""
+    """`python -m deploy.commands.demo_model DIRECTORY`: write the demo's model for commands that are tried by hand."""
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m deploy.demo_model DIRECTORY")
+        sys.exit("usage: python -m deploy.commands.demo_model DIRECTORY")
     write(Path(sys.argv[1]))
 
 

@@ -9,7 +9,7 @@ from typing import Self
 from rich.console import Console
 from rich.markup import escape
 
-from deploy.control_plane.reports import Overview
+from deploy.control_plane.reports import ClusterOverview
 
 _HAPPENED = {"live": "is live", "failed": "has failed", "silent": "has gone silent", "stuck": "is stuck"}
 
@@ -37,7 +37,7 @@ class Progress:
         self._status.update(escape(text))
         self._console.print(f"[dim]{time.monotonic() - self._begin:5.1f} s[/]  {escape(text)}")
 
-    def watch(self, overview: Overview) -> None:
+    def watch(self, overview: ClusterOverview) -> None:
         """Tell what has changed since the last time."""
         for view in overview.processes:
             if self._told.get(view.name) != view.condition:

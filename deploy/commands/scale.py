@@ -9,16 +9,16 @@ from baton.errors import ConfigError, StartupError
 from deploy.client import UP, Client
 from deploy.control_plane import cluster
 from deploy.control_plane.bring_up import Watch, ask_overview, why_failed
-from deploy.control_plane.reports import Overview
+from deploy.control_plane.reports import ClusterOverview
 from deploy.control_plane.state_file import State
 from deploy.control_plane.teardown import namespace_of
-from deploy.desired import Scale
+from deploy.desired import ClusterScale
 
 _POLL = 0.25
 _PATIENCE = 10.0  # seconds, for one answer of the supervisor
 
 
-def rescale(state: State, prefill: int | None, decode: int | None, patience: float, watch: Watch) -> Scale:
+def rescale(state: State, prefill: int | None, decode: int | None, patience: float, watch: Watch) -> ClusterScale:
     """Raises ConfigError for an impossible scale, StartupError when it does not come to it in time (the supervisor
     goes on trying), RayUnusable and Unavailable when it can't be asked."""
     if prefill is None and decode is None:
@@ -28,7 +28,7 @@ def rescale(state: State, prefill: int | None, decode: int | None, patience: flo
     cluster.connect(state.ray, namespace_of(state.name))
     before = ask_overview(state.name, _PATIENCE)
     watch(before)
-    wanted = Scale(
+    wanted = ClusterScale(
         before.scale.prefill if prefill is None else prefill, before.scale.decode if decode is None else decode
     )
     _tell(state.name, wanted)
@@ -44,7 +44,7 @@ def rescale(state: State, prefill: int | None, decode: int | None, patience: flo
     raise StartupError(f"it has not come to that after {patience:.0f} s; `baton status` shows what is missing")
 
 
-def _mourned(state: State, overview: Overview) -> set[str]:
+def _mourned(state: State, overview: ClusterOverview) -> set[str]:
     """Retired processes that the router still takes for live: until it has missed their heartbeats for
     cluster.silence_ms it may still place work on them."""
     with Client(operator=state.operator) as client:
@@ -53,7 +53,7 @@ def _mourned(state: State, overview: Overview) -> set[str]:
     return live - {view.name for view in overview.processes}
 
 
-def _tell(name: str, wanted: Scale) -> None:
+def _tell(name: str, wanted: ClusterScale) -> None:
     import ray
 
     from deploy.control_plane.actor_registry import SUPERVISOR

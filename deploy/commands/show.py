@@ -12,7 +12,7 @@ from rich.table import Table
 
 from baton.v1.cache_pb2 import Pin
 from deploy.commands.doctor import Finding
-from deploy.commands.warm import Outcome
+from deploy.commands.warm import PinOutcome
 
 _COLOURS = {"live": "green", "ok": "green", "warn": "yellow", "bad": "red"}
 
@@ -145,7 +145,7 @@ def findings(console: Console, found: Sequence[Finding]) -> None:
             console.print(f"      → {escape(finding.advice)}")
 
 
-def warmed(console: Console, errors: Console, source: str, outcome: Outcome) -> None:
+def warmed(console: Console, errors: Console, source: str, outcome: PinOutcome) -> None:
     """What became of one prefix, in one line."""
     if outcome.warmed is None:
         errors.print(f"[red]{escape(source)}:{outcome.line}[/] {escape(str(outcome.error))}")
@@ -158,7 +158,7 @@ def warmed(console: Console, errors: Console, source: str, outcome: Outcome) -> 
     )
 
 
-def warmed_all(console: Console, outcomes: Sequence[Outcome]) -> None:
+def warmed_all(console: Console, outcomes: Sequence[PinOutcome]) -> None:
     """The sum of them. Pages that two of them share count twice."""
     pins = [outcome.warmed.pin for outcome in outcomes if outcome.warmed is not None]
     failed = len(outcomes) - len(pins)

@@ -12,7 +12,7 @@ from baton.v1 import cluster_pb2
 from deploy.client import UP, Client
 from deploy.commands import figures
 from deploy.control_plane import state_file
-from deploy.control_plane.reports import Overview, View, read_overview
+from deploy.control_plane.reports import ClusterOverview, SupervisedProcess, read_overview
 from deploy.control_plane.state_file import State
 
 
@@ -64,7 +64,7 @@ def collect(folder: Path) -> dict[str, Any]:
     }
 
 
-def _processes(status: cluster_pb2.GetStatusResponse | None, overview: Overview | None) -> list[dict[str, Any]]:
+def _processes(status: cluster_pb2.GetStatusResponse | None, overview: ClusterOverview | None) -> list[dict[str, Any]]:
     views = {view.name: view for view in overview.processes} if overview is not None else {}
     listed = {process.name: process for process in status.processes} if status is not None else {}
     rows: list[dict[str, Any]] = []
@@ -110,7 +110,7 @@ def _with_tiers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _condition(view: View | None) -> str:
+def _condition(view: SupervisedProcess | None) -> str:
     """The supervisor's word, which is stale once the supervisor has gone as well."""
     if view is None:
         return ""

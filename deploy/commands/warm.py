@@ -25,7 +25,7 @@ _FIELDS = {"text", "token_ids", "id", "ttl"}
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PinOutcome:
     """What became of one prefix. `line` counts from 1."""
 
     line: int
@@ -103,11 +103,11 @@ def parse(line: str, ttl_ms: int | None) -> pb.WarmRequest:
 
 def warm(
     client: Client, lines: list[tuple[int, str]], ttl_ms: int | None, timeout: float | None = None
-) -> Iterator[Outcome]:
+) -> Iterator[PinOutcome]:
     """Warm them in their order, one at a time, so that they hardly stand in the way of requests. `timeout` is how many
     seconds each may take."""
     for number, line in lines:
         try:
-            yield Outcome(number, warmed=client.warm(parse(line, ttl_ms), timeout))
+            yield PinOutcome(number, warmed=client.warm(parse(line, ttl_ms), timeout))
         except BatonError as error:
-            yield Outcome(number, error=error)
+            yield PinOutcome(number, error=error)

@@ -16,10 +16,10 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deploy.addresses import Addresses
+from deploy.addresses import ServiceAddresses
 from deploy.control_plane.actors import PROCESS_KEY, STOP_PATIENCE, Host, Order, end_here
-from deploy.control_plane.kv import Keys
-from deploy.control_plane.reports import Failure, Record, Report
+from deploy.control_plane.kv import RayKvKeys
+from deploy.control_plane.reports import Failure, ProcessRecord, Report
 from deploy.processes import Identity
 
 SUPERVISOR = "supervisor"
@@ -31,15 +31,15 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Member:
+class ActorRecord:
     """One actor and what is known of its process."""
 
     name: str
     node: str
     handle: Any = None  # none: only its record was found
-    record: Record | None = None
+    record: ProcessRecord | None = None
     failure: Failure | None = None
-    addresses: Addresses | None = None
+    addresses: ServiceAddresses | None = None
     asked: Any = None  # a report under way
     lost: str = ""  # what Ray said when its actor died
     ending: bool = False  # by us: that it dies is no failure of its own
@@ -47,17 +47,17 @@ class Member:
     why_gone: str = ""
 
 
-class Crew:
+class ActorRegistry:
     """Every actor of one namespace, by name."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
-        self._keys = Keys(namespace)
-        self._members: dict[str, Member] = {}
+        self._keys = RayKvKeys(namespace)
+        self._members: dict[str, ActorRecord] = {}
         self._here = ray.get_runtime_context().get_node_id()
         self._names = {node_id: name.decode() for node_id, name in self._keys.under(NODE_KEY)}
 
-    def member(self, name: str) -> Member:
+    def member(self, name: str) -> ActorRecord:
         return self._members[name]
 
     def nodes(self) -> list[str]:
@@ -69,19 +69,19 @@ class Crew:
         the node of each."""
         listed: Any = ray.util.list_named_actors(all_namespaces=True)
         names = {actor["name"] for actor in listed if actor["namespace"] == self._namespace}
-        records = {n: msgspec.json.decode(value, type=Record) for n, value in self._keys.under(PROCESS_KEY)}
+        records = {n: msgspec.json.decode(value, type=ProcessRecord) for n, value in self._keys.under(PROCESS_KEY)}
         for name in sorted((names | set(records)) - {SUPERVISOR}):
             record = records.get(name)
             handle = None
             with contextlib.suppress(ValueError):
                 handle = ray.get_actor(name, namespace=self._namespace)
             node = record.node if record else self.nodes()[0]
-            self._members[name] = Member(name, node, handle, record)
+            self._members[name] = ActorRecord(name, node, handle, record)
         return {name: member.node for name, member in self._members.items()}
 
     def sign(self, name: str) -> Identity:
         """Write down that the calling process is `name`."""
-        record = Record(Identity.mine(), "", self._here)
+        record = ProcessRecord(Identity.mine(), "", self._here)
         self._keys.put(PROCESS_KEY + name, msgspec.json.encode(record))
         return record.identity
 
@@ -104,7 +104,7 @@ class Crew:
         except ValueError as error:
             log.info("%s can't start yet: %s", order.name, error)
             return False
-        self._members[order.name] = Member(order.name, order.node, handle)
+        self._members[order.name] = ActorRecord(order.name, order.node, handle)
         return True
 
     def poll(self, patience: float = 0.2) -> None:
@@ -162,7 +162,7 @@ class Crew:
 
     def dismiss_supervisor(self) -> None:
         """End the supervisor for good, stopped or not, so that nobody restores what is being taken down."""
-        supervisor = Member(SUPERVISOR, "", record=self._kept_record(SUPERVISOR))
+        supervisor = ActorRecord(SUPERVISOR, "", record=self._kept_record(SUPERVISOR))
         self._kill_actor(supervisor)  # also tells Ray not to restart it
         record = supervisor.record
         if record is not None and not (record.node_id == self._here and record.identity.wait(1.0)):
@@ -182,11 +182,11 @@ class Crew:
         self._names |= new
         return {self._names[node_id]: node_id for node_id in hostnames}
 
-    def _kept_record(self, name: str) -> Record | None:
+    def _kept_record(self, name: str) -> ProcessRecord | None:
         kept = self._keys.get(PROCESS_KEY + name)
-        return None if kept is None else msgspec.json.decode(kept, type=Record)
+        return None if kept is None else msgspec.json.decode(kept, type=ProcessRecord)
 
-    def _take(self, member: Member, answer: Any) -> None:
+    def _take(self, member: ActorRecord, answer: Any) -> None:
         try:
             report = msgspec.json.decode(ray.get(answer), type=Report)
         except ActorUnavailableError as error:
@@ -203,13 +203,13 @@ class Crew:
         else:
             member.record, member.failure, member.addresses = report.record, report.failure, report.addresses
 
-    def _proven_gone(self, record: Record) -> bool:
+    def _proven_gone(self, record: ProcessRecord) -> bool:
         if record.node_id == self._here:
             return record.identity.gone()
         # A node that Ray has given up takes its workers with it; on a live node only a look can tell (`end`).
         return record.node_id not in self._node_ids().values()
 
-    def _end_process(self, record: Record) -> bool:
+    def _end_process(self, record: ProcessRecord) -> bool:
         if record.node_id == self._here:
             return end_here(record.identity)
         if self._proven_gone(record):
@@ -222,7 +222,7 @@ class Crew:
             log.warning("can't end %s on %s: %s", record.identity, record.node, first_line(error))
             return False
 
-    def _kill_actor(self, member: Member) -> None:
+    def _kill_actor(self, member: ActorRecord) -> None:
         handle = member.handle
         if handle is None:
             with contextlib.suppress(ValueError):

@@ -25,10 +25,10 @@ from baton.errors import BatonError
 from baton.hosts import LOOPBACK, is_loopback
 from baton.messages import Role
 from baton.process import raise_descriptor_limit
-from baton.wire import Keys, use_keys
-from deploy.addresses import Addresses
-from deploy.control_plane.kv import Keys as RayKeys
-from deploy.control_plane.reports import Failure, Record, Report
+from baton.wire import ClusterKeys, use_keys
+from deploy.addresses import ServiceAddresses
+from deploy.control_plane.kv import RayKvKeys as RayKeys
+from deploy.control_plane.reports import Failure, ProcessRecord, Report
 from deploy.cpu_shares import share_cores
 from deploy.processes import Identity, end
 
@@ -46,7 +46,7 @@ class Order(msgspec.Struct, frozen=True):
     role: Role
     node: str
     config: Config
-    keys: Keys  # handed over in memory: a node needs no copy of the file
+    keys: ClusterKeys  # handed over in memory: a node needs no copy of the file
     routers: tuple[str, ...] = ()  # where workers and stores connect; none for a router
     workers: int = 1  # that share the node's cores
 
@@ -57,7 +57,7 @@ class Service:
     def __init__(self, order: Order, host: str) -> None:
         """`host` is this node's address."""
         self.failure: Failure | None = None
-        self.addresses: Addresses | None = None
+        self.addresses: ServiceAddresses | None = None
         self._order = order
         self._host = host
         use_keys(order.keys)
@@ -110,7 +110,7 @@ class Service:
         self._stop_router = lambda: loop.call_soon_threadsafe(stop.set)
 
         def ready(addresses: Any) -> None:
-            self.addresses = Addresses(addresses.grpc, addresses.internal, addresses.http, addresses.operator)
+            self.addresses = ServiceAddresses(addresses.grpc, addresses.internal, addresses.http, addresses.operator)
 
         await serve(self._order.config, self._order.name, self._order.node, stop, ready, self._host)
 
@@ -120,7 +120,7 @@ class Host:
 
     def __init__(self, order: Order) -> None:
         node_id = ray.get_runtime_context().get_node_id()
-        self._record = Record(Identity.mine(), order.node, node_id)
+        self._record = ProcessRecord(Identity.mine(), order.node, node_id)
         RayKeys(order.namespace).put(PROCESS_KEY + order.name, msgspec.json.encode(self._record))
         _ordinary_priority()
         alone = is_loopback(order.config.router.host)  # no other node reaches its router

@@ -12,18 +12,18 @@ import msgspec
 
 from baton.config import Config
 from baton.errors import BatonError, RayUnusable, StartupError, Unavailable
-from baton.wire import Keys
-from deploy.addresses import Addresses
+from baton.wire import ClusterKeys
+from deploy.addresses import ServiceAddresses
 from deploy.client import Client
 from deploy.control_plane import cluster, preflight, probe, state_file
 from deploy.control_plane.reconcile import JOIN_PATIENCE
-from deploy.control_plane.reports import Overview
+from deploy.control_plane.reports import ClusterOverview
 from deploy.control_plane.state_file import RayLink, State
 from deploy.control_plane.teardown import Say, namespace_of, tear_down
 from deploy.desired import scale_of
 
 RayChoice: TypeAlias = Literal["auto", "own", "join"]
-Watch: TypeAlias = Callable[[Overview], None]
+Watch: TypeAlias = Callable[[ClusterOverview], None]
 
 _POLL = 0.2
 _SUPERVISOR_PATIENCE = 60.0  # seconds until its first word
@@ -45,7 +45,7 @@ def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float
     try:
         state = _on_ray(config, folder, choice, dashboard, made_keys, say)
         # The processes get the keys from memory: their nodes need no copy of the file.
-        keys = (Keys.read if named else Keys.read_or_make)(Path(config.cluster.key_file))
+        keys = (ClusterKeys.read if named else ClusterKeys.read_or_make)(Path(config.cluster.key_file))
         _start_supervisor(config, folder, keys, patience)
         say("starting the cluster's processes")
         overview = _wait_serving(state.name, patience, watch)
@@ -138,12 +138,12 @@ def _check_namespace_free(name: str) -> None:
         )
 
 
-def _start_supervisor(config: Config, folder: Path, keys: Keys, patience: float) -> None:
+def _start_supervisor(config: Config, folder: Path, keys: ClusterKeys, patience: float) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from deploy.control_plane.actor_registry import SUPERVISOR
-    from deploy.control_plane.supervisor import Desired, Supervisor
+    from deploy.control_plane.supervisor import DesiredCluster, Supervisor
 
     # On this node, where the router will be as well, so that the addresses it says are good here. Not softly: Ray 2.60
     # then takes any node for an actor, and with this one the router is lost anyway.
@@ -156,11 +156,11 @@ def _start_supervisor(config: Config, folder: Path, keys: Keys, patience: float)
         "max_concurrency": 4,
         "scheduling_strategy": here,
     }
-    desired = Desired(config, scale_of(config), str(folder), join_patience=max(JOIN_PATIENCE, patience))
+    desired = DesiredCluster(config, scale_of(config), str(folder), join_patience=max(JOIN_PATIENCE, patience))
     ray.remote(Supervisor).options(**options).remote(namespace_of(config.cluster.name), desired, keys)
 
 
-def ask_overview(name: str, patience: float) -> Overview:
+def ask_overview(name: str, patience: float) -> ClusterOverview:
     """What the supervisor says now. Raises Unavailable when it does not answer in time, RayUnusable when it can't
     run, StartupError when there is none."""
     import ray
@@ -170,7 +170,7 @@ def ask_overview(name: str, patience: float) -> Overview:
 
     try:
         supervisor: Any = ray.get_actor(SUPERVISOR, namespace=namespace_of(name))
-        return msgspec.json.decode(bytes(ray.get(supervisor.overview.remote(), timeout=patience)), type=Overview)
+        return msgspec.json.decode(bytes(ray.get(supervisor.overview.remote(), timeout=patience)), type=ClusterOverview)
     except ValueError:
         raise StartupError(f"this Ray runs no cluster named {name!r}") from None
     except GetTimeoutError:
@@ -182,7 +182,7 @@ def ask_overview(name: str, patience: float) -> Overview:
         ) from None
 
 
-def _wait_serving(name: str, patience: float, watch: Watch) -> Overview:
+def _wait_serving(name: str, patience: float, watch: Watch) -> ClusterOverview:
     deadline = time.monotonic() + patience
     overview = ask_overview(name, _SUPERVISOR_PATIENCE)
     while time.monotonic() < deadline:
@@ -200,12 +200,12 @@ def _wait_serving(name: str, patience: float, watch: Watch) -> Overview:
     )
 
 
-def _serves(router: Addresses) -> bool:
+def _serves(router: ServiceAddresses) -> bool:
     with Client(router.grpc) as client:
         return client.serving()
 
 
-def why_failed(overview: Overview, before: Overview | None = None) -> BatonError | None:
+def why_failed(overview: ClusterOverview, before: ClusterOverview | None = None) -> BatonError | None:
     """Why a cluster that is starting, or changing since `before`, can't come to that, or none as long as it may. A
     process that said why it failed would fail again; one that merely died gets another chance."""
     then = {view.name: view for view in before.processes} if before is not None else {}
@@ -220,5 +220,5 @@ def why_failed(overview: Overview, before: Overview | None = None) -> BatonError
     return None
 
 
-def _complete(state: State, overview: Overview) -> State:
+def _complete(state: State, overview: ClusterOverview) -> State:
     return msgspec.structs.replace(state, routers=overview.routers, supervisor=overview.supervisor)

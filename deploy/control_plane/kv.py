@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ray.experimental import internal_kv
 
 
-class Keys:
+class RayKvKeys:
     """The keys of one cluster."""
 
     def __init__(self, namespace: str) -> None:

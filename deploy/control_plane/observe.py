@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from baton.v1 import cluster_pb2
-from deploy.control_plane.reconcile import Condition, Seen
+from deploy.control_plane.reconcile import Condition, ObservedProcess
 from deploy.control_plane.reports import Failure
 from deploy.processes import Identity
 
@@ -67,7 +67,7 @@ def _listed(status: cluster_pb2.GetStatusResponse, name: str, pid: int) -> Liste
     return "absent"
 
 
-def observe(before: Seen, facts: Facts, now: float) -> Seen:
+def observe(before: ObservedProcess, facts: Facts, now: float) -> ObservedProcess:
     """The process as seen now."""
     why = facts.failure.message if facts.failure else before.why
     if facts.gone:
@@ -87,7 +87,7 @@ def observe(before: Seen, facts: Facts, now: float) -> Seen:
     )
 
 
-def observe_router(before: Seen, facts: Facts, now: float) -> Seen:
+def observe_router(before: ObservedProcess, facts: Facts, now: float) -> ObservedProcess:
     """A router, whose witness is whether it answers. Probes are counted as well as timed: had we been paused ourselves,
     a long time without an answer would prove nothing."""
     seen = observe(before, replace(facts, listed="live" if facts.answers else "unknown"), now)

@@ -9,8 +9,8 @@ from baton.config import Config
 from baton.errors import ConfigError, ModelNotFound, NotEnoughMemory, PortInUse, StartupError
 from baton.hosts import is_loopback
 from baton.operator_address import Loopback, parse_operator
-from baton.system_memory import Room, available_memory
-from baton.wire import Keys
+from baton.system_memory import AvailableMemory, available_memory
+from baton.wire import ClusterKeys
 from deploy.control_plane import state_file
 from deploy.control_plane.reports import read_overview
 from deploy.control_plane.state_file import State
@@ -47,7 +47,7 @@ def check_keys(config: Config) -> None:
     """Whether the cluster's keys can be used. The default file may be missing: `baton up` makes it."""
     path = config.cluster.key_path
     if config.cluster.key_file or path.exists():
-        Keys.read(path)
+        ClusterKeys.read(path)
 
 
 def check_ports(config: Config) -> None:
@@ -73,7 +73,7 @@ def check_ports(config: Config) -> None:
                 ) from None
 
 
-def check_memory(config: Config, room: Room) -> None:
+def check_memory(config: Config, room: AvailableMemory) -> None:
     """Whether arena, page pools and weights fit into what this machine, or our cgroup, has left. Where other nodes may
     join, one decode worker is certain to be here; a GPU has pools and weights in a memory of its own."""
     prefill, decode = config.cluster.prefill, config.cluster.decode

@@ -27,7 +27,7 @@ _GCS_ADDRESS = re.compile(r"--gcs-address=([^\s\"]+:\d+)")
 _PING = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 
-class Answer(Enum):
+class RayAnswer(Enum):
     """What a Ray says to a caller."""
 
     WELCOME = "welcome"
@@ -62,21 +62,21 @@ def find(environment: Mapping[str, str] = os.environ) -> str | None:
 def link(address: str, environment: Mapping[str, str] = os.environ) -> RayLink:
     """How to reach the Ray at `address`. Raises RayUnusable, with the command that mends it."""
     match ask(address, None):
-        case Answer.WELCOME:
+        case RayAnswer.WELCOME:
             return RayLink(address, "disabled")
-        case Answer.SILENT:
+        case RayAnswer.SILENT:
             raise RayUnusable(
                 f"Ray at {address} does not answer within {PATIENCE:.0f} s; start it with `ray start --head`, or let "
                 "Baton start one of its own: `baton up --ray own`"
             )
-        case Answer.REFUSED:
+        case RayAnswer.REFUSED:
             found = token(environment)
             if found is None:
                 raise RayUnusable(
                     f"Ray at {address} asks for a token and there is none in ~/.ray/auth_token; copy it from the "
                     "head node (`ray get-auth-token` prints it there), or export RAY_AUTH_TOKEN_PATH=FILE"
                 )
-            if ask(address, found.text) is not Answer.WELCOME:
+            if ask(address, found.text) is not RayAnswer.WELCOME:
                 raise RayUnusable(
                     f"Ray at {address} refuses the token in {found.path or 'RAY_AUTH_TOKEN'}; it was started with "
                     "another one: restart it (`ray stop`, `ray start --head`), or copy the token it runs with"
@@ -84,7 +84,7 @@ def link(address: str, environment: Mapping[str, str] = os.environ) -> RayLink:
             return RayLink(address, "token", found.path)
 
 
-def ask(address: str, token: str | None, patience: float = PATIENCE) -> Answer:
+def ask(address: str, token: str | None, patience: float = PATIENCE) -> RayAnswer:
     """Make one call that changes nothing."""
     metadata = (("authorization", f"Bearer {token}"),) if token is not None else None
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
@@ -96,8 +96,8 @@ def ask(address: str, token: str | None, patience: float = PATIENCE) -> Answer:
                 grpc.StatusCode.UNAUTHENTICATED,
                 grpc.StatusCode.PERMISSION_DENIED,
             )
-            return Answer.REFUSED if refused else Answer.SILENT
-    return Answer.WELCOME
+            return RayAnswer.REFUSED if refused else RayAnswer.SILENT
+    return RayAnswer.WELCOME
 
 
 def listens(address: str, patience: float = PATIENCE) -> bool:

@@ -10,23 +10,23 @@ from deploy.control_plane.observe import Facts, observe, observe_router
 from deploy.control_plane.reconcile import (
     JOIN_PATIENCE,
     RESTART_PATIENCE,
-    Action,
-    Bury,
     Condition,
     Crashes,
-    End,
-    Seen,
+    KillProcess,
+    ObservedProcess,
+    ReapProcess,
+    SupervisorAction,
     crashed,
     reconcile,
 )
-from deploy.control_plane.reports import Failure, View
-from deploy.desired import Spec, role_of
+from deploy.control_plane.reports import Failure, SupervisedProcess
+from deploy.desired import ProcessSpec, role_of
 from deploy.processes import Identity
 
 log = logging.getLogger(__name__)
 
 
-class Ledger:
+class ProcessLedger:
     """Knows what there is; decides, through `reconcile`, what is to be done. Does nothing itself."""
 
     def __init__(self, join_patience: float = JOIN_PATIENCE, restart_patience: float = RESTART_PATIENCE) -> None:
@@ -34,7 +34,7 @@ class Ledger:
         one which has fallen silent, but exists, may take to come back."""
         self._join_patience = join_patience
         self._restart_patience = restart_patience
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, ObservedProcess] = {}
         self._identities: dict[str, Identity | None] = {}
         self._live_since: dict[str, float] = {}
         self._crashes: dict[str, Crashes] = {}
@@ -51,16 +51,16 @@ class Ledger:
 
     def started(self, name: str, node: str, now: float) -> None:
         """A process runs under this name: just started, or found by a supervisor that was restarted itself."""
-        self._seen[name] = Seen(name, node, Condition.JOINING, now)
+        self._seen[name] = ObservedProcess(name, node, Condition.JOINING, now)
         self._old.add(name)
 
     def turn(
         self,
-        desired: Sequence[Spec],
+        desired: Sequence[ProcessSpec],
         facts: Mapping[str, Facts],
         now: float,
         held_up: float = 0.0,
-    ) -> list[Action]:
+    ) -> list[SupervisorAction]:
         """Take this turn's facts and say what to do. `held_up`: seconds for which the supervisor itself stood still;
         nobody's patience runs out over those."""
         for name, before in self._seen.items():
@@ -71,24 +71,24 @@ class Ledger:
         actions = reconcile(desired, self._seen, self._crashes, now, self._join_patience, self._restart_patience)
         for action in actions:
             match action:
-                case End(name, why):
+                case KillProcess(name, why):
                     self._failed(name, Failure("unavailable", why))
-                case Bury(name, why):
+                case ReapProcess(name, why):
                     self._bury(name, why, {spec.name for spec in desired}, now)
                 case _:
                     pass
         return actions
 
-    def views(self, desired: Sequence[Spec], now: float) -> tuple[View, ...]:
+    def views(self, desired: Sequence[ProcessSpec], now: float) -> tuple[SupervisedProcess, ...]:
         """Every process that shall be or still is."""
         specs = {spec.name: spec for spec in desired}
-        extra = [Spec(name, role_of(name), seen.node) for name, seen in self._seen.items() if name not in specs]
+        extra = [ProcessSpec(name, role_of(name), seen.node) for name, seen in self._seen.items() if name not in specs]
         return tuple(self._view(spec, now) for spec in (*desired, *extra))
 
-    def _view(self, spec: Spec, now: float) -> View:
+    def _view(self, spec: ProcessSpec, now: float) -> SupervisedProcess:
         seen = self._seen.get(spec.name)
         crashes = self._crashes.get(spec.name, Crashes())
-        return View(
+        return SupervisedProcess(
             name=spec.name,
             role=spec.role,
             node=spec.node if seen is None else seen.node,
@@ -99,7 +99,7 @@ class Ledger:
             failure=self._failures.get(spec.name),
         )
 
-    def _note(self, before: Seen, seen: Seen, found: Facts, now: float) -> None:
+    def _note(self, before: ObservedProcess, seen: ObservedProcess, found: Facts, now: float) -> None:
         name = seen.name
         self._seen[name] = seen
         self._identities[name] = found.identity

@@ -1,11 +1,11 @@
 """What the supervisor does next, decided purely from what shall run and what it found.
 
-                  Start                        a router lists it
+               StartProcess                    a router lists it
     (nothing) ──────────▶ JOINING ───────────────────────────────▶ LIVE
         ▲                    │ typed failure, or silent for too long │ SILENT, STUCK or FAILED
         │ after its          ▼                                       ▼
-        │ back-off        End: SIGKILL, and wait for the proof that the process is gone
-        └──────────────── Bury: forget the actor, count the crash ◀── GONE
+        │ back-off        KillProcess: SIGKILL, and wait for the proof that the process is gone
+        └──────────────── ReapProcess: forget the actor, count the crash ◀── GONE
 
 A silent process that still exists may be stopped for a moment (swap, a live migration, a frozen cgroup), and comes
 back with its weights and its cache. So it is given `cluster.restart_patience_ms`, as is a router that does not answer.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias
 
-from deploy.desired import Spec
+from deploy.desired import ProcessSpec
 
 RESTART_PATIENCE = 30.0  # seconds, unless configured (cluster.restart_patience_ms)
 JOIN_PATIENCE = 900.0  # seconds from start until the router lists it: large weights load slowly
@@ -45,7 +45,7 @@ class Condition(Enum):
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObservedProcess:
     """One process as found this turn."""
 
     name: str
@@ -69,14 +69,14 @@ class Crashes:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartProcess:
     """Start this process: nothing runs under its name."""
 
-    spec: Spec
+    spec: ProcessSpec
 
 
 @dataclass(frozen=True)
-class End:
+class KillProcess:
     """SIGKILL it and wait for the proof. It is to be replaced."""
 
     name: str
@@ -84,7 +84,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Bury:
+class ReapProcess:
     """It is gone: forget its actor and count the crash."""
 
     name: str
@@ -92,34 +92,34 @@ class Bury:
 
 
 @dataclass(frozen=True)
-class Retire:
-    """It is wanted no longer: let it stop by itself, then End it."""
+class StopProcess:
+    """It is wanted no longer: let it stop by itself, then KillProcess it."""
 
     name: str
 
 
-Action: TypeAlias = Start | End | Bury | Retire
+SupervisorAction: TypeAlias = StartProcess | KillProcess | ReapProcess | StopProcess
 
 
 def reconcile(
-    desired: Sequence[Spec],
-    actual: Mapping[str, Seen],
+    desired: Sequence[ProcessSpec],
+    actual: Mapping[str, ObservedProcess],
     crashes: Mapping[str, Crashes],
     now: float,
     join_patience: float = JOIN_PATIENCE,
     restart_patience: float = RESTART_PATIENCE,
-) -> list[Action]:
+) -> list[SupervisorAction]:
     """The actions of this turn, at most one for each name. `desired` stands in start order."""
-    actions: list[Action] = []
+    actions: list[SupervisorAction] = []
     wanted = {spec.name for spec in desired}
     for seen in actual.values():
         if seen.condition is Condition.GONE:
-            actions.append(Bury(seen.name, seen.why))
+            actions.append(ReapProcess(seen.name, seen.why))
         elif seen.condition is not Condition.ENDING:
             if seen.name not in wanted:
-                actions.append(Retire(seen.name))
+                actions.append(StopProcess(seen.name))
             elif why := verdict(seen, now, join_patience, restart_patience):
-                actions.append(End(seen.name, why))
+                actions.append(KillProcess(seen.name, why))
     # Workers and stores are told the routers' addresses when they start, so those come first. A worker finds its store
     # whenever that appears; started right after it, both load at the same time.
     serving = any(
@@ -130,12 +130,12 @@ def reconcile(
         if spec.name in actual or now < crashes.get(spec.name, Crashes()).not_before:
             continue
         if spec.role == "router" or serving:
-            actions.append(Start(spec))
+            actions.append(StartProcess(spec))
     return actions
 
 
 def verdict(
-    seen: Seen, now: float, join_patience: float = JOIN_PATIENCE, restart_patience: float = RESTART_PATIENCE
+    seen: ObservedProcess, now: float, join_patience: float = JOIN_PATIENCE, restart_patience: float = RESTART_PATIENCE
 ) -> str:
     """Why this process must be replaced; empty when it need not."""
     elapsed = now - seen.since

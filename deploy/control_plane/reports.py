@@ -9,12 +9,12 @@ import msgspec
 
 from baton.errors import BatonError, from_reason
 from baton.messages import Role
-from deploy.addresses import Addresses
-from deploy.desired import Scale
+from deploy.addresses import ServiceAddresses
+from deploy.desired import ClusterScale
 from deploy.processes import Identity
 
 
-class Record(msgspec.Struct, frozen=True):
+class ProcessRecord(msgspec.Struct, frozen=True):
     """Which process an actor runs in: kept where it outlives the actor."""
 
     identity: Identity
@@ -37,12 +37,12 @@ class Failure(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """An actor's answer when asked how it is."""
 
-    record: Record
+    record: ProcessRecord
     failure: Failure | None = None
-    addresses: Addresses | None = None  # a router's, once it serves
+    addresses: ServiceAddresses | None = None  # a router's, once it serves
 
 
-class View(msgspec.Struct, frozen=True):
+class SupervisedProcess(msgspec.Struct, frozen=True):
     """One process as its supervisor sees it."""
 
     name: str
@@ -55,14 +55,14 @@ class View(msgspec.Struct, frozen=True):
     failure: Failure | None = None  # the last one
 
 
-class Overview(msgspec.Struct, frozen=True):
+class ClusterOverview(msgspec.Struct, frozen=True):
     """The whole cluster as its supervisor sees it."""
 
     cluster: str
     supervisor: Identity
-    scale: Scale
-    processes: tuple[View, ...]
-    routers: Mapping[str, Addresses] = {}  # those that have served, by name; the first comes first
+    scale: ClusterScale
+    processes: tuple[SupervisedProcess, ...]
+    routers: Mapping[str, ServiceAddresses] = {}  # those that have served, by name; the first comes first
     problem: str = ""  # what the supervisor itself stumbled over in its last turn
 
     @property
@@ -74,9 +74,9 @@ class Overview(msgspec.Struct, frozen=True):
 OVERVIEW_FILE = "supervisor.json"
 
 
-def read_overview(folder: Path) -> Overview | None:
+def read_overview(folder: Path) -> ClusterOverview | None:
     """What the supervisor wrote last, or none: it runs on another machine, or has not come to it."""
     try:
-        return msgspec.json.decode((folder / OVERVIEW_FILE).read_bytes(), type=Overview)
+        return msgspec.json.decode((folder / OVERVIEW_FILE).read_bytes(), type=ClusterOverview)
     except (OSError, msgspec.MsgspecError):
         return None

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from baton.errors import StartupError
-from deploy.addresses import Addresses, operator_target, target
+from deploy.addresses import ServiceAddresses, operator_target, target
 from deploy.processes import Identity
 
 
@@ -42,7 +42,7 @@ class State(msgspec.Struct, frozen=True):
     name: str
     ray: RayLink
     log_dir: str
-    routers: Mapping[str, Addresses] = {}  # by name, the first one first; none until they serve
+    routers: Mapping[str, ServiceAddresses] = {}  # by name, the first one first; none until they serve
     model: str = ""
     supervisor: Identity | None = None
     created: str = ""
@@ -50,7 +50,7 @@ class State(msgspec.Struct, frozen=True):
     made_keys: bool = False  # by `baton up`, for this cluster: they end with it
 
     @property
-    def first(self) -> Addresses:
+    def first(self) -> ServiceAddresses:
         """Of the first router."""
         return next(iter(self.routers.values()))
 

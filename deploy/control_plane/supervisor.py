@@ -22,18 +22,25 @@ from baton.clock import PauseDetector
 from baton.config import Bytes, Config
 from baton.errors import BatonError
 from baton.v1 import cluster_pb2
-from baton.wire import Keys as ClusterKeys
-from deploy.addresses import Addresses
+from baton.wire import ClusterKeys as ClusterKeys
+from deploy.addresses import ServiceAddresses
 from deploy.client import Client
-from deploy.control_plane.actor_registry import SUPERVISOR, Crew
+from deploy.control_plane.actor_registry import SUPERVISOR, ActorRegistry
 from deploy.control_plane.actors import Order
-from deploy.control_plane.kv import Keys
+from deploy.control_plane.kv import RayKvKeys
 from deploy.control_plane.observe import Facts, listed
-from deploy.control_plane.process_ledger import Ledger
-from deploy.control_plane.reconcile import JOIN_PATIENCE, Action, Bury, End, Retire, Start
-from deploy.control_plane.reports import OVERVIEW_FILE, Overview
+from deploy.control_plane.process_ledger import ProcessLedger
+from deploy.control_plane.reconcile import (
+    JOIN_PATIENCE,
+    KillProcess,
+    ReapProcess,
+    StartProcess,
+    StopProcess,
+    SupervisorAction,
+)
+from deploy.control_plane.reports import OVERVIEW_FILE, ClusterOverview
 from deploy.control_plane.state_file import replace
-from deploy.desired import Scale, Spec, listening, plan, workers_on
+from deploy.desired import ClusterScale, ProcessSpec, listening, plan, workers_on
 
 DESIRED_KEY = "desired"
 TURN = 0.25  # seconds
@@ -42,40 +49,40 @@ _PAUSED = 5.0  # a turn that took longer means that we were held up ourselves
 log = logging.getLogger(__name__)
 
 
-class Desired(msgspec.Struct, frozen=True):
+class DesiredCluster(msgspec.Struct, frozen=True):
     """What shall be: survives the supervisor in Ray's key-value store."""
 
     config: Config
-    scale: Scale
+    scale: ClusterScale
     state_dir: str  # on the router's node
-    routers: Mapping[str, Addresses] = {}  # by name; once known, a router always comes back there
+    routers: Mapping[str, ServiceAddresses] = {}  # by name; once known, a router always comes back there
     join_patience: float = JOIN_PATIENCE  # seconds that a process may take to join
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self, enc_hook=int)
 
     @classmethod
-    def decode(cls, text: bytes) -> Desired:
+    def decode(cls, text: bytes) -> DesiredCluster:
         return msgspec.json.decode(text, type=cls, dec_hook=lambda _, value: Bytes.parse(value))
 
 
 class Supervisor:
     """Owns the desired state. Its loop runs on a thread; its methods are called through Ray."""
 
-    def __init__(self, namespace: str, desired: Desired, cluster_keys: ClusterKeys) -> None:
+    def __init__(self, namespace: str, desired: DesiredCluster, cluster_keys: ClusterKeys) -> None:
         """`desired` counts only where none is kept: at the first start. The cluster's keys come with every start, as
         Ray repeats it: so they need not lie in Ray's key-value store, nor on this node."""
         logs.configure(SUPERVISOR, desired.config.cluster)
         self._namespace = namespace
         self._cluster_keys = cluster_keys
-        self._keys = Keys(namespace)
+        self._keys = RayKvKeys(namespace)
         kept = self._keys.get(DESIRED_KEY)
-        self._desired = Desired.decode(kept) if kept is not None else desired
+        self._desired = DesiredCluster.decode(kept) if kept is not None else desired
         self._keep(self._desired)
-        self._crew = Crew(namespace)
+        self._crew = ActorRegistry(namespace)
         self._identity = self._crew.sign(SUPERVISOR)
         restart_patience = self._desired.config.cluster.restart_patience_ms / 1_000
-        self._ledger = Ledger(self._desired.join_patience, restart_patience)
+        self._ledger = ProcessLedger(self._desired.join_patience, restart_patience)
         for name, node in self._crew.rediscover().items():
             log.info("found %s on %s", name, node)
             self._ledger.started(name, node, time.monotonic())
@@ -98,7 +105,7 @@ class Supervisor:
         """From now on so many workers. Returns at once; the overview tells when it has come to that."""
         with self._lock:
             log.info("scale: %d prefill, %d decode", prefill, decode)
-            self._keep(msgspec.structs.replace(self._desired, scale=Scale(prefill, decode)))
+            self._keep(msgspec.structs.replace(self._desired, scale=ClusterScale(prefill, decode)))
 
     # --- one turn ----------------------------------------------------------------------------------------------------
 
@@ -124,21 +131,21 @@ class Supervisor:
             overview = self._overview()
         replace(Path(self._desired.state_dir) / OVERVIEW_FILE, msgspec.json.encode(overview))
 
-    def _do(self, action: Action, now: float) -> None:
+    def _do(self, action: SupervisorAction, now: float) -> None:
         match action:
-            case Start(spec):
+            case StartProcess(spec):
                 self._start(spec, now)
-            case End(name, why):
+            case KillProcess(name, why):
                 log.warning("ending %s: %s", name, why)
                 self._endings[name] = self._pool.submit(self._crew.end, name)
-            case Retire(name):
+            case StopProcess(name):
                 log.info("retiring %s", name)
                 self._endings[name] = self._pool.submit(self._crew.retire, name)
-            case Bury(name):
+            case ReapProcess(name):
                 self._endings.pop(name, None)
                 self._crew.bury(name)
 
-    def _start(self, spec: Spec, now: float) -> None:
+    def _start(self, spec: ProcessSpec, now: float) -> None:
         config, known = self._desired.config, self._desired.routers
         if spec.role != "router" and len(known) < config.cluster.routers:
             return  # it is told of all routers, or it would never find the others
@@ -194,24 +201,24 @@ class Supervisor:
             identity=identity,
         )
 
-    def _specs(self) -> Sequence[Spec]:
+    def _specs(self) -> Sequence[ProcessSpec]:
         return plan(self._desired.config, self._desired.scale, self._crew.nodes(), self._ledger.placed())
 
     # --- telling -----------------------------------------------------------------------------------------------------
 
-    def _keep(self, desired: Desired) -> None:
+    def _keep(self, desired: DesiredCluster) -> None:
         self._keys.put(DESIRED_KEY, desired.encode())
         self._desired = desired
 
-    def _learn(self, router: str, addresses: Addresses) -> None:
+    def _learn(self, router: str, addresses: ServiceAddresses) -> None:
         """Where a router serves: there it always comes back, since those that run have been told."""
         if (client := self._clients.pop(router, None)) is not None:
             client.close()
         known = sorted({**self._desired.routers, router: addresses}.items())
         self._keep(msgspec.structs.replace(self._desired, routers=dict(known)))
 
-    def _overview(self) -> Overview:
-        return Overview(
+    def _overview(self) -> ClusterOverview:
+        return ClusterOverview(
             cluster=self._desired.config.cluster.name,
             supervisor=self._identity,
             scale=self._desired.scale,

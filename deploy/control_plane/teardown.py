@@ -70,11 +70,11 @@ def _sockets(folder: Path, state: State) -> list[Path]:
 
 
 def _end_actors(namespace: str) -> None:
-    from deploy.control_plane.actor_registry import NODE_KEY, Crew
-    from deploy.control_plane.kv import Keys
+    from deploy.control_plane.actor_registry import NODE_KEY, ActorRegistry
+    from deploy.control_plane.kv import RayKvKeys
     from deploy.control_plane.supervisor import DESIRED_KEY
 
-    crew = Crew(namespace)
+    crew = ActorRegistry(namespace)
     crew.dismiss_supervisor()
     names = list(crew.rediscover())
     crew.poll(1.0)
@@ -85,7 +85,7 @@ def _end_actors(namespace: str) -> None:
     if not all(gone):
         left = ", ".join(name for name, ended in zip(names, gone, strict=True) if not ended)
         raise StartupError(f"can't end {left}; repeat `baton down`, or end Ray on the nodes where they run")
-    keys = Keys(namespace)
+    keys = RayKvKeys(namespace)
     for node_id, _ in list(keys.under(NODE_KEY)):
         keys.delete(NODE_KEY + node_id)
     keys.delete(DESIRED_KEY)

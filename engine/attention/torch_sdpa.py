@@ -85,7 +85,7 @@ class _Singles:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _PageRange:
     """Several new tokens of one sequence."""
 
     rows: slice
@@ -99,7 +99,7 @@ class TorchStep:
     def __init__(self, backend: TorchAttention, batch: Batch) -> None:
         self._backend = backend
         self._batch = batch
-        self._plans: dict[int | None, list[_Singles | _Run]] = {}
+        self._plans: dict[int | None, list[_Singles | _PageRange]] = {}
         layout = backend.layout
         rows = backend.page_row(batch.pages[:, None])[..., 0] * layout.page_size + batch.offsets[:, None]
         self._slots = self._tensor(rows.reshape(-1))  # [tokens · kv_heads], rows of `token_rows` for K of layer 0
@@ -132,7 +132,7 @@ class TorchStep:
         pages = functional.embedding(rows + 2 * layer, self._backend.page_rows)
         return pages.view(*rows.shape[:-1], -1, self._backend.layout.head_dim)
 
-    def _plan(self, window: int | None, dtype: torch.dtype) -> Iterator[_Singles | _Run]:
+    def _plan(self, window: int | None, dtype: torch.dtype) -> Iterator[_Singles | _PageRange]:
         singles: list[Span] = []
         for span in self._batch.spans:
             if len(span) == 1:
@@ -164,14 +164,14 @@ class TorchStep:
             mask=self._mask(tokens, firsts, width, window, dtype)[:, None, None],
         )
 
-    def _run(self, span: Span, window: int | None, dtype: torch.dtype) -> _Run:
+    def _run(self, span: Span, window: int | None, dtype: torch.dtype) -> _PageRange:
         pages = self._visible(span, window)
         plain = span.start == 0 and (window is None or span.end <= window)
         mask = None
         if not plain:
             firsts = np.array([self._first_visible(span, window)])
             mask = self._mask(np.arange(span.start, span.end), firsts, len(pages), window, dtype)
-        return _Run(slice(span.first, span.last), self._kv_rows(pages), mask)
+        return _PageRange(slice(span.first, span.last), self._kv_rows(pages), mask)
 
     def _kv_rows(self, pages: Ints) -> torch.Tensor:
         keys = self._backend.page_row(pages)

@@ -39,11 +39,11 @@ COMPILE_SECONDS = 300
 Library = ctypes.CDLL
 
 
-class NoLibrary(Exception):  # stays in this package: what it tells is logged, and torch does the work
+class LibraryUnavailable(Exception):  # stays in this package: what it tells is logged, and torch does the work
     """Why there can be none here."""
 
 
-class NotOurs(NoLibrary):
+class LibraryUntrusted(LibraryUnavailable):
     """Another user could have written what lies there."""
 
 
@@ -51,7 +51,7 @@ def can_compile() -> bool:
     """Whether this machine is one that kernels are made for: its CPU and a compiler."""
     try:
         find_compiler()
-    except NoLibrary:
+    except LibraryUnavailable:
         return False
     return set(cpu_description().split()) >= NEEDED
 
@@ -62,30 +62,33 @@ def library() -> Library | None:
     try:
         try:
             return load(SOURCES, cache_root())
-        except NotOurs as reason:
+        except LibraryUntrusted as reason:
             log.warning("native kernels are compiled for this process alone: %s", reason)
             with tempfile.TemporaryDirectory(prefix="baton-native-") as folder:
                 return load(SOURCES, Path(folder))
-    except NoLibrary as reason:
+    except LibraryUnavailable as reason:
         log.info("no native kernels: %s; torch does their work", reason)
         return None
 
 
 def cache_root() -> Path:
-    """Where this user's libraries are kept, each in a directory of its own. Raises NotOurs where there is no home."""
+    """Where this user's libraries are kept, each in a directory of its own. Raises LibraryUntrusted where there is
+    no home."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
-        raise NotOurs(f"user {os.geteuid()} has no home directory; set XDG_CACHE_HOME to keep the library") from None
+        raise LibraryUntrusted(
+            f"user {os.geteuid()} has no home directory; set XDG_CACHE_HOME to keep the library"
+        ) from None
     return Path(base) / "baton" / "native"
 
 
 def load(sources: Path, root: Path) -> Library:
-    """The library of the C++ files in `sources`, from `root` or compiled into it. Raises NoLibrary, and NotOurs
-    where another user may write to it or above it."""
+    """The library of the C++ files in `sources`, from `root` or compiled into it. Raises LibraryUnavailable, and
+    LibraryUntrusted where another user may write to it or above it."""
     cpu = cpu_description()
     if missing := NEEDED - set(cpu.split()):
-        raise NoLibrary(f"this CPU lacks {', '.join(sorted(missing))}")
+        raise LibraryUnavailable(f"this CPU lacks {', '.join(sorted(missing))}")
     compiler = find_compiler()
     files = sorted([*sources.glob("*.cpp"), *sources.glob("*.h")])
     directory = root / _digest(files, compiler, cpu)
@@ -100,7 +103,7 @@ def load(sources: Path, root: Path) -> Library:
         _refuse_strangers(target)
         return ctypes.CDLL(str(target))
     except OSError as error:
-        raise NoLibrary(f"{target}: {error}") from error
+        raise LibraryUnavailable(f"{target}: {error}") from error
 
 
 def cpu_description() -> str:
@@ -130,18 +133,18 @@ def first_level_cache(told_in: Path = Path("/sys/devices/system/cpu/cpu0/cache/i
 def find_compiler() -> list[str]:
     """The command of a C++ compiler: $CXX, one on the PATH, or the one that PyPI's `ziglang` brings.
 
-    Raises NoLibrary.
+    Raises LibraryUnavailable.
     """
     if chosen := shlex.split(os.environ.get("CXX", "")):
         if shutil.which(chosen[0]) is None:
-            raise NoLibrary(f"CXX names {chosen[0]}, which is not there")
+            raise LibraryUnavailable(f"CXX names {chosen[0]}, which is not there")
         return chosen
     for name in ("c++", "g++", "clang++"):
         if found := shutil.which(name):
             return [found]
     if importlib.util.find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "c++"]
-    raise NoLibrary("no C++ compiler; install g++, clang++ or the PyPI package ziglang")
+    raise LibraryUnavailable("no C++ compiler; install g++, clang++ or the PyPI package ziglang")
 
 
 def _flags() -> list[str]:
@@ -152,7 +155,7 @@ def _digest(files: Sequence[Path], compiler: Sequence[str], cpu: str) -> str:
     try:
         told = subprocess.run([*compiler, "--version"], capture_output=True, timeout=60, check=False).stdout  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoLibrary(f"{compiler[0]} does not run: {error}") from error
+        raise LibraryUnavailable(f"{compiler[0]} does not run: {error}") from error
     parts = [cpu.encode(), told, "\0".join([*compiler, *_flags()]).encode()]
     for file in files:
         parts += [file.name.encode(), file.read_bytes()]
@@ -174,7 +177,7 @@ def _alone(directory: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise NoLibrary(f"another process keeps {directory} locked") from None
+                    raise LibraryUnavailable(f"another process keeps {directory} locked") from None
                 time.sleep(0.05)
         yield
 
@@ -199,10 +202,10 @@ def _run(command: Sequence[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)  # noqa: S603
     except subprocess.TimeoutExpired as error:
-        raise NoLibrary(f"{command[0]} took longer than {COMPILE_SECONDS} s") from error
+        raise LibraryUnavailable(f"{command[0]} took longer than {COMPILE_SECONDS} s") from error
     if done.returncode:
         said = " | ".join(line for line in done.stderr.splitlines() if "error" in line)[:500]
-        raise NoLibrary(f"{command[0]} failed: {said or done.stderr[:500]}")
+        raise LibraryUnavailable(f"{command[0]} failed: {said or done.stderr[:500]}")
 
 
 def _make(directory: Path) -> None:
@@ -214,7 +217,7 @@ def _make(directory: Path) -> None:
 
 
 def _refuse_strangers(path: Path) -> None:
-    """Raises NotOurs where another user could write to `path`, or exchange it or a folder above it."""
+    """Raises LibraryUntrusted where another user could write to `path`, or exchange it or a folder above it."""
     _refuse_writers(path, frozenset({os.geteuid()}))
     # The path as it was given, whose links could be exchanged, and the path that it comes to.
     for above in {*path.absolute().parents, *path.resolve().parents}:
@@ -227,7 +230,7 @@ def _refuse_writers(path: Path, owners: frozenset[int]) -> None:
     if stat.S_ISLNK(found.st_mode) or (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX):
         writers = 0  # a link has no mode; in a sticky directory (/tmp) others can't move what is ours
     if found.st_uid not in owners or writers:
-        raise NotOurs(
+        raise LibraryUntrusted(
             f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, so another user could "
             "exchange the library; make it yours alone, or remove it"
         )

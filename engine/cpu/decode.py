@@ -15,9 +15,9 @@ import torch
 
 from engine.batch import Batch
 from engine.cpu.build import Library
-from engine.cpu.thread_pool import Pool
+from engine.cpu.thread_pool import ThreadPool
 from engine.layers import rotary
-from engine.models.config import ModelConfig
+from engine.models.config import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
 from kvstore.layout import PageLayout
 
@@ -51,7 +51,7 @@ class _Model(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _Step(ctypes.Structure):
+class _DecodeStep(ctypes.Structure):
     _fields_ = [
         ("rows", _Count), ("sample_count", _Count), ("begun_count", _Count), ("ints", _Pointer),
         ("logits", _Pointer), ("best", _Pointer),
@@ -72,8 +72,8 @@ class NativeDecode:
     def __init__(
         self,
         library: Library,
-        threads: Pool,
-        config: ModelConfig,
+        threads: ThreadPool,
+        config: ModelSpec,
         weights: ModelWeights,
         layout: PageLayout,
         pool: torch.Tensor,
@@ -108,11 +108,11 @@ class NativeDecode:
         """Compute the batch's K and V into their pages, and logits of its `sample_rows`."""
         assert batch.rows <= MOST_ROWS
         ints = batch.ints.__array_interface__["data"][0]
-        step = _Step(batch.rows, batch.samples, batch.begins, ints, self._logits_at, self._best_at)
+        step = _DecodeStep(batch.rows, batch.samples, batch.begins, ints, self._logits_at, self._best_at)
         self._run(self._model_at, ctypes.byref(step), MOST_ROWS, self._threads.handle, self._memory)
         return Decoded(self._logits[batch.samples], self._best[: batch.samples].tolist())
 
-    def _describe(self, config: ModelConfig, weights: ModelWeights, layout: PageLayout, pool: torch.Tensor) -> _Model:
+    def _describe(self, config: ModelSpec, weights: ModelWeights, layout: PageLayout, pool: torch.Tensor) -> _Model:
         assert weights.norm is not None
         assert weights.head is not None
         layers = (_Layer * config.num_layers)()
@@ -146,7 +146,7 @@ class NativeDecode:
         return tensor.data_ptr()
 
 
-def runs(config: ModelConfig, weights: ModelWeights, threads: int) -> bool:
+def runs(config: ModelSpec, weights: ModelWeights, threads: int) -> bool:
     """Whether there are kernels for such a model: with a head, in float32 or bfloat16, on a CPU."""
     embedding = weights.embedding
     return (

@@ -23,7 +23,7 @@ from engine.cpu import build
 from engine.cpu.build import Library
 from engine.layers import rotary
 from engine.layers.linear import Linear
-from engine.models.config import ModelConfig
+from engine.models.config import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
 from kvstore.layout import PageLayout
 
@@ -72,7 +72,7 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _PrefillStep:
     """What all layers of a step share."""
 
     blocks: Sequence[_Block]
@@ -84,14 +84,14 @@ class _Step:
 
 
 class NativePrefill:
-    """A forward pass as `engine.models.llama.Model` makes it, for batches of any size. One thread calls it at a
+    """A forward pass as `engine.models.llama.LlamaModel` makes it, for batches of any size. One thread calls it at a
     time."""
 
     def __init__(
         self,
         library: Library,
         threads: int,
-        config: ModelConfig,
+        config: ModelSpec,
         weights: ModelWeights,
         layout: PageLayout,
         pool: torch.Tensor,
@@ -136,7 +136,7 @@ class NativePrefill:
         assert self._weights.head is not None
         return self._products.plain(self._weights.head, hidden)
 
-    def _last(self, batch: Batch, x: torch.Tensor, normed: torch.Tensor, step: _Step) -> torch.Tensor | None:
+    def _last(self, batch: Batch, x: torch.Tensor, normed: torch.Tensor, step: _PrefillStep) -> torch.Tensor | None:
         """The last layer: K and V of all rows, and the rest of it for those that a token is drawn from."""
         weights, last = self._weights.layers[-1], self._config.num_layers - 1
         queries: list[torch.Tensor] = []
@@ -157,7 +157,7 @@ class NativePrefill:
             self._finish(weights, x[rows], attended, self._weights.norm, hidden[rows])
         return hidden
 
-    def _last_key_value(self, normed: torch.Tensor, step: _Step) -> None:
+    def _last_key_value(self, normed: torch.Tensor, step: _PrefillStep) -> None:
         w, last = self._weights.last_kv, self._config.num_layers - 1
         assert w is not None
         for block in step.blocks:
@@ -165,12 +165,16 @@ class NativePrefill:
             kv = self._products.plain(w.kv, normed[rows])
             self._kernels.write(last, kv, 0, step.cos[rows], step.sin[rows], self._last_norm, step.slots[rows])
 
-    def _attend(self, layer: int, w: LayerWeights, normed: torch.Tensor, step: _Step, block: _Block) -> torch.Tensor:
+    def _attend(
+        self, layer: int, w: LayerWeights, normed: torch.Tensor, step: _PrefillStep, block: _Block
+    ) -> torch.Tensor:
         qkv = self._write(layer, w, normed, step, block)
         with self._span("attention", "engine"):
             return self._kernels.attend(layer, qkv, step.pages, block.pieces, self._config.windows[layer])
 
-    def _write(self, layer: int, w: LayerWeights, normed: torch.Tensor, step: _Step, block: _Block) -> torch.Tensor:
+    def _write(
+        self, layer: int, w: LayerWeights, normed: torch.Tensor, step: _PrefillStep, block: _Block
+    ) -> torch.Tensor:
         """Write K and V; return [rows, (heads + 2 · kv_heads) · head_dim], of which the queries are rotated."""
         with self._span("products", "engine"):
             rows, qkv = slice(block.first, block.last), self._products.plain(w.qkv, normed)
@@ -187,7 +191,7 @@ class NativePrefill:
             self._products.add(w.output, attended, x, w.mlp_norm, normed)
             self._products.add(w.down, self._products.gated(w.gate_up, normed), x, next_norm, normed)
 
-    def _begin(self, batch: Batch) -> _Step:
+    def _begin(self, batch: Batch) -> _PrefillStep:
         layout, spans = self._layout, batch.spans
         # What is left of the page's last owner is never attended to here, but behind a mask in torch: see TorchStep.
         if len(batch.begun):
@@ -197,7 +201,7 @@ class NativePrefill:
         sampled = set(batch.sample_rows.tolist())
         drawn = [span for span in spans if span.last - 1 in sampled]
         tails = [Span(i, i + 1, span.end - 1, span.end, span.table) for i, span in enumerate(drawn)]
-        return _Step(
+        return _PrefillStep(
             blocks=list(self._blocks(spans)),
             samples=list(self._blocks(tails)),
             cos=cos,
@@ -288,7 +292,7 @@ class Kernels:
     """The functions of `prefill.cpp`, for one model and pool, on tensors and arrays; all contiguous."""
 
     def __init__(
-        self, library: Library, threads: int, config: ModelConfig, layout: PageLayout, pool: torch.Tensor
+        self, library: Library, threads: int, config: ModelSpec, layout: PageLayout, pool: torch.Tensor
     ) -> None:
         parallel = parallel_function()
         assert parallel is not None
@@ -380,7 +384,7 @@ class Kernels:
         return Pieces(table, int(units.sum()), lanes)
 
 
-def runs(config: ModelConfig, weights: ModelWeights) -> bool:
+def runs(config: ModelSpec, weights: ModelWeights) -> bool:
     """Whether there are kernels for such a model, in float32 or bfloat16 on a CPU, and threads to run them on."""
     embedding = weights.embedding
     return (

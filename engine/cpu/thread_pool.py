@@ -8,7 +8,7 @@ import weakref
 from engine.cpu.build import Library
 
 
-class Pool:
+class ThreadPool:
     """`threads` threads, of which the caller of a kernel is one. One caller at a time; never fork while it lives."""
 
     def __init__(self, library: Library, threads: int) -> None:

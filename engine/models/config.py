@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelSpec:
     """A dense decoder-only transformer of the Llama family tree.
 
     `windows[i]` is the number of positions that layer i attends to, the token's own included; None means all of them.
@@ -57,7 +57,7 @@ class ModelConfig:
     """The config as canonical JSON, less what names its origin: the part of the fingerprint that is no weight."""
 
     @classmethod
-    def from_directory(cls, path: Path) -> ModelConfig:
+    def from_directory(cls, path: Path) -> ModelSpec:
         """Read `config.json`, and `generation_config.json` where there is one.
 
         Raises ModelNotFound when there is no such directory or no config in it, UnsupportedModel for what the engine
@@ -72,7 +72,7 @@ class ModelConfig:
         return cls.from_dict(raw, _read_object(generation) if generation.is_file() else {})
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    def from_dict(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
         """As `from_directory`, for parsed files."""
         family = _family(raw)
         if (quantization := raw.get("quantization_config")) is not None:

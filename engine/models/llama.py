@@ -12,7 +12,7 @@ from torch.nn import functional
 from engine.attention.torch_sdpa import AttentionBackend, AttentionStep
 from engine.batch import Batch
 from engine.layers import rotary
-from engine.models.config import ModelConfig
+from engine.models.config import ModelSpec
 from engine.models.weights import KeyValueWeights, LayerWeights, ModelWeights
 
 NUMERICS_VERSION = 1
@@ -21,10 +21,10 @@ NUMERICS_VERSION = 1
 Turn = tuple[torch.Tensor, torch.Tensor]
 
 
-class Model:
+class LlamaModel:
     """A forward pass over a batch, writing K and V as it goes. Without a head it can do nothing but that."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, attention: AttentionBackend) -> None:
+    def __init__(self, config: ModelSpec, weights: ModelWeights, attention: AttentionBackend) -> None:
         self._config = config
         self._weights = weights
         self._attention = attention

@@ -15,7 +15,7 @@ import torch
 from baton.errors import CorruptWeights
 from engine.checkpoint.safetensors_reader import TensorFiles
 from engine.layers.linear import TILE, Linear, stacked
-from engine.models.config import ModelConfig
+from engine.models.config import ModelSpec
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,14 +54,14 @@ class ModelWeights:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """Weights in memory, with the digest of the checkpoint they came from."""
 
     weights: ModelWeights
     fingerprint: bytes
 
 
-def load(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, head: bool) -> Loaded:
+def load(path: Path, config: ModelSpec, dtype: torch.dtype, device: torch.device, head: bool) -> LoadedCheckpoint:
     """Read the checkpoint in `path`.
 
     Without `head`, what a prefill worker never uses is digested but not kept: final norm, output head, and of the last
@@ -79,10 +79,10 @@ def load(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.devi
         weights = _assemble(read, config, head)
         for name in sorted(expected.keys() - files.seen):
             files.read(name, expected[name])
-        return Loaded(weights, files.fingerprint(config.canonical))
+        return LoadedCheckpoint(weights, files.fingerprint(config.canonical))
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def expected_tensors(config: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint with this config must hold."""
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
@@ -93,7 +93,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer_tensors(config: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield "input_layernorm.weight", (hidden,)
@@ -116,7 +116,7 @@ def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]
         yield "self_attn.k_norm.weight", (config.head_dim,)
 
 
-def _refuse_unforeseen(names: frozenset[str], expected: dict[str, tuple[int, ...]], config: ModelConfig) -> None:
+def _refuse_unforeseen(names: frozenset[str], expected: dict[str, tuple[int, ...]], config: ModelSpec) -> None:
     """A tensor that nobody multiplies with (a bias, a scale) means that this is another model than its config says."""
     unforeseen = {name for name in names - expected.keys() if not name.endswith("rotary_emb.inv_freq")}
     if config.tied_embeddings:
@@ -125,7 +125,7 @@ def _refuse_unforeseen(names: frozenset[str], expected: dict[str, tuple[int, ...
         raise CorruptWeights(f"the checkpoint holds {min(unforeseen)}, which its config has no place for")
 
 
-def _assemble(read: Callable[[str], torch.Tensor], config: ModelConfig, head: bool) -> ModelWeights:
+def _assemble(read: Callable[[str], torch.Tensor], config: ModelSpec, head: bool) -> ModelWeights:
     embedding = read("model.embed_tokens.weight")
     last = config.num_layers - 1
     layers = [_layer(read, config, f"model.layers.{layer}.") for layer in range(last + head)]
@@ -140,7 +140,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _layer(read: Callable[[str], torch.Tensor], config: ModelConfig, prefix: str) -> LayerWeights:
+def _layer(read: Callable[[str], torch.Tensor], config: ModelSpec, prefix: str) -> LayerWeights:
     def product(names: tuple[str, ...], bias: bool, pad: Callable[[torch.Tensor], torch.Tensor] = _as_it_is) -> Linear:
         return _product(read, tuple(prefix + name for name in names), bias, pad)
 
@@ -163,7 +163,7 @@ def _layer(read: Callable[[str], torch.Tensor], config: ModelConfig, prefix: str
     )
 
 
-def _key_value(read: Callable[[str], torch.Tensor], config: ModelConfig, prefix: str) -> KeyValueWeights:
+def _key_value(read: Callable[[str], torch.Tensor], config: ModelSpec, prefix: str) -> KeyValueWeights:
     return KeyValueWeights(
         input_norm=read(prefix + "input_layernorm.weight"),
         kv=_product(read, (prefix + "self_attn.k_proj", prefix + "self_attn.v_proj"), config.qkv_bias),

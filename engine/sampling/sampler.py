@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import Draw, Ints, Sampled
+from engine.batch import Ints, Sampled, TokenDraw
 from engine.sampling import counter_rng
 
 PREFIX = 256
@@ -40,7 +40,7 @@ class _Ranked:
 
 
 def sample(
-    logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int], best: Sequence[int] | None = None
+    logits: torch.Tensor, draws: Sequence[TokenDraw], positions: Sequence[int], best: Sequence[int] | None = None
 ) -> list[Sampled]:
     """Draw one token from each row of `logits` [rows, vocab]; `positions` are those that the new tokens will have.
 
@@ -62,7 +62,7 @@ def sample(
     return sampled
 
 
-def _draw_rows(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
+def _draw_rows(logits: torch.Tensor, draws: Sequence[TokenDraw], positions: Sequence[int]) -> list[int]:
     """As `sample`, for rows with a temperature."""
     logits, vocab = logits.float(), logits.shape[-1]
     heat = torch.tensor([max(draw.temperature, COLDEST) for draw in draws], dtype=torch.float32)
@@ -79,7 +79,7 @@ def _draw_rows(logits: torch.Tensor, draws: Sequence[Draw], positions: Sequence[
     return tokens
 
 
-def _candidates(prefix: _Ranked, scaled: torch.Tensor, draw: Draw) -> tuple[Floats, Ints]:
+def _candidates(prefix: _Ranked, scaled: torch.Tensor, draw: TokenDraw) -> tuple[Floats, Ints]:
     """Scaled logits and ids of the tokens that pass all filters; `scaled` [vocab] is what `prefix` is the best of."""
     ranked = prefix
     count = _keep(ranked, draw)
@@ -93,7 +93,7 @@ def _candidates(prefix: _Ranked, scaled: torch.Tensor, draw: Draw) -> tuple[Floa
     return ranked.logits[:count], ranked.ids[:count]
 
 
-def _filters(draw: Draw) -> bool:
+def _filters(draw: TokenDraw) -> bool:
     return draw.top_k > 0 or draw.top_p < 1 or draw.min_p > 0
 
 
@@ -111,7 +111,7 @@ def _rank(logits: npt.NDArray[np.float32], ids: Ints, whole: bool, log_total: fl
     return _Ranked(sorted_logits.astype(np.float64), sorted_ids, whole, log_total)
 
 
-def _keep(ranked: _Ranked, draw: Draw) -> int | None:
+def _keep(ranked: _Ranked, draw: TokenDraw) -> int | None:
     """How many of the first tokens pass all filters, at least one; None when that can't be told from a prefix."""
     logits, kept = ranked.logits, len(ranked.logits)
     open_end = not ranked.whole  # tokens that are not here may pass too
@@ -145,7 +145,7 @@ def _count_from(falling: Floats, limit: float) -> int:
     return int(np.searchsorted(-falling, -limit, side="right"))
 
 
-def _report(logits: torch.Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[Sampled]:
+def _report(logits: torch.Tensor, draws: Sequence[TokenDraw], tokens: Sequence[int]) -> list[Sampled]:
     """Tokens with the log-probabilities that their draws ask for."""
     wanted = [(row, draw.logprobs) for row, draw in enumerate(draws) if draw.logprobs is not None]
     sampled = [Sampled(token) for token in tokens]

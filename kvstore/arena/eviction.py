@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-from kvstore.arena.radix_tree import Node, RadixTree
+from kvstore.arena.radix_tree import RadixNode, RadixTree
 
 V = TypeVar("V")
 
@@ -23,12 +23,12 @@ class LeafFirstLru(Generic[V]):
     """The eviction order over the nodes of a tree. `len()` is how many could be evicted, one after another."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[bytes, Node[V]] = OrderedDict()
+        self._order: OrderedDict[bytes, RadixNode[V]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def insert(self, node: Node[V]) -> None:
+    def insert(self, node: RadixNode[V]) -> None:
         """Take on a node that is new in the tree. It starts with one pin: an unpinned one would stand behind its
         parent in the order."""
         assert not node.pins
@@ -36,40 +36,40 @@ class LeafFirstLru(Generic[V]):
         self._pin_above(node)
         node.pins = 1
 
-    def pin(self, node: Node[V]) -> None:
+    def pin(self, node: RadixNode[V]) -> None:
         """Protect `node` and what is above it, until as many calls of `unpin`."""
         if not _pinned(node):
             del self._order[node.key]
             self._pin_above(node)
         node.pins += 1
 
-    def unpin(self, node: Node[V]) -> None:
+    def unpin(self, node: RadixNode[V]) -> None:
         """Undo one `pin`. The last makes the node, and what above it was pinned only through it, evictable."""
         assert node.pins > 0
         node.pins -= 1
-        here: Node[V] | None = node
+        here: RadixNode[V] | None = node
         while here is not None and not _pinned(here):
             self._order[here.key] = here
             here = here.parent
             if here is not None:
                 here.pinned_children -= 1
 
-    def exempted_by(self, node: Node[V]) -> int:
+    def exempted_by(self, node: RadixNode[V]) -> int:
         """How many evictable nodes would stop being so if `node` were pinned."""
         count = 0
-        here: Node[V] | None = node
+        here: RadixNode[V] | None = node
         while here is not None and not _pinned(here):
             count += 1
             here = here.parent
         return count
 
-    def pop(self) -> Node[V]:
+    def pop(self) -> RadixNode[V]:
         """Strike the next one to evict off the order; the caller removes it from the tree. Something must be there."""
         _, node = self._order.popitem(last=False)
         assert not node.children
         return node
 
-    def forget(self, node: Node[V]) -> None:
+    def forget(self, node: RadixNode[V]) -> None:
         """Strike a leaf off whatever pins it has; the caller removes it from the tree."""
         assert not node.children
         if node.pins:
@@ -89,7 +89,7 @@ class LeafFirstLru(Generic[V]):
                 assert all(place[child] < place[node.key] for child in node.children), "a parent before its child"
         assert all(key in tree for key in place)
 
-    def _pin_above(self, node: Node[V]) -> None:
+    def _pin_above(self, node: RadixNode[V]) -> None:
         here = node.parent
         while here is not None:
             was_pinned = _pinned(here)
@@ -100,5 +100,5 @@ class LeafFirstLru(Generic[V]):
             here = here.parent
 
 
-def _pinned(node: Node[V]) -> bool:
+def _pinned(node: RadixNode[V]) -> bool:
     return node.pins > 0 or node.pinned_children > 0

@@ -26,26 +26,26 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Literal
 
 from kvstore.arena.eviction import LeafFirstLru
-from kvstore.arena.radix_tree import Node, RadixTree
-from kvstore.events.changes import Change, ChangeLog
+from kvstore.arena.radix_tree import RadixNode, RadixTree
+from kvstore.events.changes import CacheChange, ChangeLog
 from kvstore.keys import START
 
 NOWHERE = b"-"
 """Stands for a parent that is never here: what is claimed after it is loose."""
 
 
-class Page:
+class HostPage:
     """A sealed page. `node` is none when it is loose, or has been `dropped`: it lives only for those who hold it."""
 
     __slots__ = ("checksum", "dropped", "holds", "key", "node", "slot")
 
-    def __init__(self, key: bytes, slot: int, checksum: int, node: Node[Entry] | None) -> None:
+    def __init__(self, key: bytes, slot: int, checksum: int, node: RadixNode[HostPageEntry] | None) -> None:
         self.key = key
         self.slot = slot
         self.checksum = checksum
         self.holds = 0
         self.dropped = False
-        self.node: Node[Entry] | None = node
+        self.node: RadixNode[HostPageEntry] | None = node
 
     @property
     def partial(self) -> bool:
@@ -53,31 +53,31 @@ class Page:
         return self.node is not None and self.node.value.partial
 
 
-class Reservation:
+class SlotReservation:
     """A slot that `writer` may be writing to. `node` is none when it is detached or loose."""
 
     __slots__ = ("key", "node", "slot", "writer")
 
-    def __init__(self, key: bytes, slot: int, writer: Hashable, node: Node[Entry] | None) -> None:
+    def __init__(self, key: bytes, slot: int, writer: Hashable, node: RadixNode[HostPageEntry] | None) -> None:
         self.key = key
         self.slot = slot
         self.writer = writer
-        self.node: Node[Entry] | None = node
+        self.node: RadixNode[HostPageEntry] | None = node
 
 
-class Entry:
+class HostPageEntry:
     """What a key in the tree stands for. `whole`: its page and all before it are sealed, so others were told of it."""
 
     __slots__ = ("page", "partial", "reservations", "whole")
 
     def __init__(self, partial: bool) -> None:
-        self.page: Page | None = None
+        self.page: HostPage | None = None
         self.partial = partial
-        self.reservations: list[Reservation] = []
+        self.reservations: list[SlotReservation] = []
         self.whole = False
 
 
-class PageTable:
+class HostPagePool:
     """The owner of all slots of one arena."""
 
     def __init__(self, slots: int) -> None:
@@ -87,8 +87,8 @@ class PageTable:
         self.unlisted = 0  # slots of pages that can't be found, dropped or loose, and that somebody still holds
         self.held = 0  # slots with at least one hold, dropped ones included
         self._free = list(range(slots - 1, -1, -1))
-        self._tree: RadixTree[Entry] = RadixTree()
-        self._lru: LeafFirstLru[Entry] = LeafFirstLru()
+        self._tree: RadixTree[HostPageEntry] = RadixTree()
+        self._lru: LeafFirstLru[HostPageEntry] = LeafFirstLru()
         self._changes = ChangeLog()
 
     @property
@@ -106,7 +106,7 @@ class PageTable:
         """Pages that can be found."""
         return self.slots - len(self._free) - self.reserved - self.unlisted
 
-    def find(self, key: bytes) -> Page | None:
+    def find(self, key: bytes) -> HostPage | None:
         """The sealed page of `key`."""
         node = self._tree.find(key)
         return None if node is None else node.value.page
@@ -117,13 +117,13 @@ class PageTable:
 
     def reserve(
         self, writer: Hashable, parent: bytes, keys: Sequence[bytes], *, partial: bool = False
-    ) -> list[Page | Reservation] | Literal["orphan", "full"]:
+    ) -> list[HostPage | SlotReservation] | Literal["orphan", "full"]:
         """All or nothing: for each of `keys` its sealed page, now held once more, or a slot reserved for `writer`.
         `partial`: the last one is of a partial page.
 
         "orphan": `parent` is neither sealed nor reserved by the same writer, or one of `keys` is here after another
         parent, which no honest chain of keys brings about. "full": not enough slots are free or evictable."""
-        above: Node[Entry] | None = None
+        above: RadixNode[HostPageEntry] | None = None
         if parent != START:
             above = self._tree.find(parent)
             if above is None or not _may_follow(above.value, writer):
@@ -139,36 +139,36 @@ class PageTable:
             self._lru.pin(deepest)  # lest making room takes what this chain stands on
         while len(self._free) < wanted:
             self._evict()
-        result: list[Page | Reservation] = []
+        result: list[HostPage | SlotReservation] = []
         last = above
         for place, key in enumerate(keys):
             if place < len(known):
                 last = known[place]
                 self._lru.pin(last)
             else:
-                last = self._tree.add(key, last, Entry(partial and place == len(keys) - 1))
+                last = self._tree.add(key, last, HostPageEntry(partial and place == len(keys) - 1))
                 self._lru.insert(last)
             result.append(self._claim(last, writer))
         if deepest is not None:
             self._lru.unpin(deepest)
         return result
 
-    def claim(self, writer: Hashable, parent: bytes, key: bytes) -> Reservation | None:
+    def claim(self, writer: Hashable, parent: bytes, key: bytes) -> SlotReservation | None:
         """A slot for a page that is not here, below `parent` if that is sealed or claimed by the same writer, else
         loose. None when no slot is free or evictable."""
         result = self.reserve(writer, parent, [key])
         if isinstance(result, list):
             (reservation,) = result
-            assert isinstance(reservation, Reservation), "claimed a page that is here"
+            assert isinstance(reservation, SlotReservation), "claimed a page that is here"
             return reservation
         if result == "full" or not (self._free or len(self._lru)):
             return None
         if not self._free:
             self._evict()
         self.reserved += 1
-        return Reservation(key, self._free.pop(), writer, None)
+        return SlotReservation(key, self._free.pop(), writer, None)
 
-    def land(self, reservation: Reservation, checksum: int) -> Page:
+    def land(self, reservation: SlotReservation, checksum: int) -> HostPage:
         """What was claimed has come. Returns the page, held once for the caller: the one that its key has now, or a
         loose one."""
         if reservation.node is not None:
@@ -176,13 +176,13 @@ class PageTable:
             assert page is not None
             return page
         self._end(reservation)
-        page = Page(reservation.key, reservation.slot, checksum, None)
+        page = HostPage(reservation.key, reservation.slot, checksum, None)
         page.holds = 1
         self.held += 1
         self.unlisted += 1
         return page
 
-    def seal(self, reservation: Reservation, checksum: int, hold: bool) -> Page | None:
+    def seal(self, reservation: SlotReservation, checksum: int, hold: bool) -> HostPage | None:
         """The writer is done. Returns the page that its key has now (another writer's, if that was first), held once
         more with `hold`; none when the reservation is detached. In both those cases the slot is free again."""
         node = self._end(reservation)
@@ -192,20 +192,20 @@ class PageTable:
         if (page := node.value.page) is not None:
             self._free.append(reservation.slot)
         else:
-            page = node.value.page = Page(reservation.key, reservation.slot, checksum, node)
+            page = node.value.page = HostPage(reservation.key, reservation.slot, checksum, node)
             self._tell(node)
         if hold:
             self.hold(page)
         self._lru.unpin(node)
         return page
 
-    def abort(self, reservation: Reservation) -> list[bytes]:
+    def abort(self, reservation: SlotReservation) -> list[bytes]:
         """The writer gives up, or is gone. Returns the keys that nobody is making any more because of it."""
         unmade = self.detach(reservation)
         self.release(reservation)
         return unmade
 
-    def detach(self, reservation: Reservation) -> list[bytes]:
+    def detach(self, reservation: SlotReservation) -> list[bytes]:
         """The first half of `abort`: nothing will come of it, but its writer may still write to the slot."""
         node, reservation.node = reservation.node, None
         if node is None:
@@ -216,7 +216,7 @@ class PageTable:
         self._lru.unpin(node)
         return []
 
-    def release(self, reservation: Reservation) -> None:
+    def release(self, reservation: SlotReservation) -> None:
         """The second half: its writer writes no more, and the slot is free."""
         assert reservation.node is None
         self.reserved -= 1
@@ -232,9 +232,9 @@ class PageTable:
         node = self._tree.find(key)
         return [] if node is None else [reservation.writer for reservation in node.value.reservations]
 
-    def chain(self, page: Page) -> list[Page]:
+    def chain(self, page: HostPage) -> list[HostPage]:
         """This page and those before it, first one first, as far as they are sealed; empty if one is not."""
-        chain: list[Page] = []
+        chain: list[HostPage] = []
         node = page.node
         while node is not None:
             if (here := node.value.page) is None:
@@ -243,7 +243,7 @@ class PageTable:
             node = node.parent
         return chain[::-1]
 
-    def hold(self, page: Page) -> None:
+    def hold(self, page: HostPage) -> None:
         """Keep a page that was just found, or is held, from being evicted, until as many calls of `unhold`."""
         assert page.node is not None or page.holds
         if page.node is not None:
@@ -251,7 +251,7 @@ class PageTable:
         page.holds += 1
         self.held += page.holds == 1
 
-    def unhold(self, page: Page) -> None:
+    def unhold(self, page: HostPage) -> None:
         """Undo one `hold`, or the one that `reserve` or `seal` took."""
         assert page.holds > 0
         page.holds -= 1
@@ -264,7 +264,7 @@ class PageTable:
             self.unlisted -= 1
             self._free.append(page.slot)
 
-    def drop(self, page: Page) -> list[bytes]:
+    def drop(self, page: HostPage) -> list[bytes]:
         """The page is no good: it and its subtree go. Returns the keys that nobody is making any more."""
         page.dropped = True
         return [] if page.node is None else self._drop(page.node)
@@ -281,7 +281,7 @@ class PageTable:
         """Key and parent of every page that others were told of, parents first."""
         return ((node.key, node.parent_key) for node in self._tree.preorder() if node.value.whole)
 
-    def drain_events(self) -> list[Change]:
+    def drain_events(self) -> list[CacheChange]:
         """What has become findable or stopped being so since the last call, in order."""
         return self._changes.drain()
 
@@ -309,18 +309,18 @@ class PageTable:
         assert len(used) + self.unlisted + self.reserved - attached == self.slots, "a slot is lost"
         assert self.sealed == sum(node.value.page is not None for node in self._tree.preorder())
 
-    def _claim(self, node: Node[Entry], writer: Hashable) -> Page | Reservation:
+    def _claim(self, node: RadixNode[HostPageEntry], writer: Hashable) -> HostPage | SlotReservation:
         """Turn a pin on `node` into a hold of its page, or into a reservation."""
         if (page := node.value.page) is not None:
             page.holds += 1
             self.held += page.holds == 1
             return page
-        reservation = Reservation(node.key, self._free.pop(), writer, node)
+        reservation = SlotReservation(node.key, self._free.pop(), writer, node)
         node.value.reservations.append(reservation)
         self.reserved += 1
         return reservation
 
-    def _end(self, reservation: Reservation) -> Node[Entry] | None:
+    def _end(self, reservation: SlotReservation) -> RadixNode[HostPageEntry] | None:
         """The slot is no longer reserved; what becomes of it, and of the pin on the node, is the caller's."""
         self.reserved -= 1
         node, reservation.node = reservation.node, None
@@ -328,7 +328,7 @@ class PageTable:
             node.value.reservations.remove(reservation)
         return node
 
-    def _tell(self, node: Node[Entry]) -> None:
+    def _tell(self, node: RadixNode[HostPageEntry]) -> None:
         """`node` was sealed: if all before it is, it and the sealed pages that waited below it are whole now."""
         if node.value.partial or (node.parent is not None and not node.parent.value.whole):
             return
@@ -340,7 +340,7 @@ class PageTable:
             below = (child for child in here.children.values() if not child.value.partial)
             waiting.extend(child for child in below if child.value.page is not None)
 
-    def _drop(self, top: Node[Entry]) -> list[bytes]:
+    def _drop(self, top: RadixNode[HostPageEntry]) -> list[bytes]:
         unmade: list[bytes] = []
         for node in self._tree.subtree(top):
             entry = node.value
@@ -373,5 +373,5 @@ class PageTable:
         self.evictions += 1
 
 
-def _may_follow(entry: Entry, writer: Hashable) -> bool:
+def _may_follow(entry: HostPageEntry, writer: Hashable) -> bool:
     return entry.page is not None or any(reservation.writer == writer for reservation in entry.reservations)

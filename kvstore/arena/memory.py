@@ -12,7 +12,7 @@ import mmap
 import os
 
 from baton.errors import NotEnoughMemory
-from baton.system_memory import Room, available_memory
+from baton.system_memory import AvailableMemory, available_memory
 
 _POPULATED = 16 * 2**30  # bytes; mapping them takes about half a second
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -30,7 +30,7 @@ class Arena:
         self._view = _map(fd, slots * page_bytes)
 
     @classmethod
-    def create(cls, size: int, room: Room | None = None) -> Arena:
+    def create(cls, size: int, room: AvailableMemory | None = None) -> Arena:
         """Allocate `size` bytes. Raises NotEnoughMemory, before taking any, when the machine or the cgroup has not
         that much left. `room` is for tests."""
         room = room or available_memory()

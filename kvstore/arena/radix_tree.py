@@ -17,16 +17,16 @@ from kvstore.keys import START
 V = TypeVar("V")
 
 
-class Node(Generic[V]):
+class RadixNode(Generic[V]):
     """One key in the tree. `pins` and `pinned_children` are kept by `kvstore.arena.eviction`."""
 
     __slots__ = ("children", "key", "parent", "pinned_children", "pins", "value")
 
-    def __init__(self, key: bytes, parent: Node[V] | None, value: V) -> None:
+    def __init__(self, key: bytes, parent: RadixNode[V] | None, value: V) -> None:
         self.key = key
         self.parent = parent
         self.value = value
-        self.children: dict[bytes, Node[V]] = {}
+        self.children: dict[bytes, RadixNode[V]] = {}
         self.pins = 0
         self.pinned_children = 0
 
@@ -39,7 +39,7 @@ class RadixTree(Generic[V]):
     """Keys with their parents. Every node's parent is in the tree or the start of a chain: no orphans."""
 
     def __init__(self) -> None:
-        self._nodes: dict[bytes, Node[V]] = {}
+        self._nodes: dict[bytes, RadixNode[V]] = {}
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -47,12 +47,12 @@ class RadixTree(Generic[V]):
     def __contains__(self, key: bytes) -> bool:
         return key in self._nodes
 
-    def find(self, key: bytes) -> Node[V] | None:
+    def find(self, key: bytes) -> RadixNode[V] | None:
         return self._nodes.get(key)
 
-    def match(self, keys: Sequence[bytes], under: Node[V] | None = None) -> list[Node[V]]:
+    def match(self, keys: Sequence[bytes], under: RadixNode[V] | None = None) -> list[RadixNode[V]]:
         """The nodes of the longest prefix of `keys` that hangs, link by link, below `under` (none: a chain's start)."""
-        found: list[Node[V]] = []
+        found: list[RadixNode[V]] = []
         parent = under
         for key in keys:
             node = self._nodes.get(key)
@@ -62,27 +62,27 @@ class RadixTree(Generic[V]):
             parent = node
         return found
 
-    def add(self, key: bytes, parent: Node[V] | None, value: V) -> Node[V]:
+    def add(self, key: bytes, parent: RadixNode[V] | None, value: V) -> RadixNode[V]:
         """Hang a new key below `parent` (none: it starts a chain)."""
         assert key not in self._nodes
-        node = Node(key, parent, value)
+        node = RadixNode(key, parent, value)
         self._nodes[key] = node
         if parent is not None:
             parent.children[key] = node
         return node
 
-    def remove(self, node: Node[V]) -> None:
+    def remove(self, node: RadixNode[V]) -> None:
         """Take a leaf away."""
         assert not node.children
         del self._nodes[node.key]
         if node.parent is not None:
             del node.parent.children[node.key]
 
-    def subtree(self, node: Node[V]) -> list[Node[V]]:
+    def subtree(self, node: RadixNode[V]) -> list[RadixNode[V]]:
         """`node` and everything below it, children before parents."""
         return list(self._walk([node]))[::-1]
 
-    def preorder(self) -> Iterator[Node[V]]:
+    def preorder(self) -> Iterator[RadixNode[V]]:
         """Every node, parents before children, each chain in one piece as far as it goes."""
         return self._walk([node for node in self._nodes.values() if node.parent is None])
 
@@ -97,7 +97,7 @@ class RadixTree(Generic[V]):
         assert sum(1 for _ in self.preorder()) == len(self._nodes), "a cycle"
 
     @staticmethod
-    def _walk(waiting: list[Node[V]]) -> Iterator[Node[V]]:
+    def _walk(waiting: list[RadixNode[V]]) -> Iterator[RadixNode[V]]:
         while waiting:
             node = waiting.pop()
             yield node

@@ -19,7 +19,7 @@ import time
 from baton.clock import PauseDetector
 from baton.errors import MalformedMessage, StoreError, StoreGone
 from baton.messages import MAX_KEYS_PER_CALL, Namespace, Peer
-from baton.store_protocol import Attach, Attached, Holding, Refusal, StoreCall, StoreReply
+from baton.store_protocol import Attach, Attached, AttachRefused, LeaseHeartbeat, StoreCall, StoreReply
 from baton.unix import UnixSocket
 from kvstore.arena.memory import Arena
 
@@ -105,7 +105,7 @@ class StoreClient:
             reply, descriptors = received
             _close(descriptors)
             self._heard = True
-            if isinstance(reply, Refusal):
+            if isinstance(reply, AttachRefused):
                 self._failure = StoreGone(f"the store refused ({reply.reason}): {reply.message}")
             else:
                 replies.append(reply)
@@ -161,7 +161,7 @@ class StoreClient:
     def leave(self) -> None:
         """End this worker's time at the store: nothing that it reserved is going to be written any more. Without this
         word, slots reserved by a process that goes on would stay so until it ends."""
-        self.call(Holding())
+        self.call(LeaseHeartbeat())
         until = time.monotonic() + _LAST_WORD
         while self._socket is not None and self._failure is None and time.monotonic() < until:
             try:
@@ -203,7 +203,7 @@ class StoreClient:
         if not isinstance(reply, Attached) or len(descriptors) != 1:
             _close(descriptors)
             self._give_up()
-            reason = f"{reply.reason}: {reply.message}" if isinstance(reply, Refusal) else f"it said {reply}"
+            reason = f"{reply.reason}: {reply.message}" if isinstance(reply, AttachRefused) else f"it said {reply}"
             if reason != self._refusal:
                 log.warning("the store does not attach us: %s", reason)
                 self._refusal = reason

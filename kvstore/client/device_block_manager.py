@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.arena.eviction import LeafFirstLru
-from kvstore.arena.radix_tree import Node, RadixTree
-from kvstore.events.changes import Change, ChangeLog
+from kvstore.arena.radix_tree import RadixNode, RadixTree
+from kvstore.events.changes import CacheChange, ChangeLog
 from kvstore.keys import START
 
 
@@ -33,7 +33,7 @@ class CachedPage:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceCacheStats:
+class DeviceBlockStats:
     """Counts of pages; the last three only grow. A lookup is one page asked for by `take`."""
 
     total: int
@@ -46,14 +46,14 @@ class DeviceCacheStats:
     evictions: int
 
 
-class DeviceCache:
+class DeviceBlockManager:
     """The one owner of a worker's device pages. A page handed out is freed once per reference."""
 
     def __init__(self, num_pages: int, *, tell_tokens: bool = False) -> None:
         """`tell_tokens`: what is drained has the tokens of the pages, too."""
         self._tell_tokens = tell_tokens
         self._references = [0] * num_pages
-        self._nodes: list[Node[int] | None] = [None] * num_pages  # of cached pages
+        self._nodes: list[RadixNode[int] | None] = [None] * num_pages  # of cached pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._tree: RadixTree[int] = RadixTree()
         self._lru: LeafFirstLru[int] = LeafFirstLru()
@@ -151,12 +151,12 @@ class DeviceCache:
         """Every cached page, parents before children: what a snapshot says."""
         return [CachedPage(node.key, node.parent_key, node.value) for node in self._tree.preorder()]
 
-    def drain_events(self) -> list[Change]:
+    def drain_events(self) -> list[CacheChange]:
         """What has become findable or stopped being so since the last call, in order."""
         return self._changes.drain()
 
-    def stats(self) -> DeviceCacheStats:
-        return DeviceCacheStats(
+    def stats(self) -> DeviceBlockStats:
+        return DeviceBlockStats(
             total=len(self._references),
             free=len(self._free),
             evictable=len(self._lru),
@@ -182,7 +182,7 @@ class DeviceCache:
                 assert node.pins == (references > 0)
         assert len(self._tree) == sum(node is not None for node in self._nodes)
 
-    def _claim(self, cached: Sequence[Node[int]], total: int) -> int:
+    def _claim(self, cached: Sequence[RadixNode[int]], total: int) -> int:
         return total - len(cached) + (self._lru.exempted_by(cached[-1]) if cached else 0)
 
     def _refer(self, page: int) -> None:

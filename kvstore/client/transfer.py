@@ -1,8 +1,11 @@
 """Moving pages between a worker's device and its node's store, as pure state: what to ask, what to copy, what counts.
 
-    Lookup  what is there     Acquire ▶ Arrived, NotComing, Below (▶ Promote)         and held from then on
-    Fetch   store → device    Acquire ▶ Arrived ▶ CopyIn ▶ Release ▶ Released(held)   only then does the page count
-    Ship    device → store    Reserve ▶ Reserved ▶ CopyOut ▶ Seal ▶ Sealed            only then does the page exist
+    PrefixLookup  what is there    Acquire ▶ PagesReady, PagesUnavailable, LowerTierHits (▶ Promote)
+    PageFetch     store → device   Acquire ▶ PagesReady ▶ CopyIn ▶ Release ▶ Released(held)
+    StorePages    device → store   Reserve ▶ Reserved ▶ CopyOut ▶ Seal ▶ Sealed
+
+A page that a lookup finds is held from then on. A fetched page counts after Released. A stored page exists after
+Sealed.
 
 All belong to one attempt of one request and name device pages that the attempt keeps reserved until they end. The
 worker's service carries out the copies between two steps of the engine and reports them back.
@@ -19,15 +22,15 @@ from typing import TypeAlias
 import msgspec
 from msgspec import Struct
 
-from baton.messages import MAX_KEYS_PER_CALL, Source
+from baton.messages import MAX_KEYS_PER_CALL, PageSource
 from baton.store_protocol import (
     Acquire,
-    Arrived,
-    Below,
-    Corrupt,
-    Forget,
-    NotComing,
+    EndLease,
+    LowerTierHits,
     NotReserved,
+    PageCorrupt,
+    PagesReady,
+    PagesUnavailable,
     Promote,
     Release,
     Released,
@@ -37,11 +40,11 @@ from baton.store_protocol import (
     Sealed,
     StoreCall,
     StoreReply,
-    TierRun,
+    TierPages,
 )
 
 
-class Call(Struct, frozen=True):
+class CallStore(Struct, frozen=True):
     """A state's command: send this to the node's store. Dropped while there is none: its loss is told by StoreLost."""
 
     call: StoreCall
@@ -119,7 +122,7 @@ class _Acquisition:
         keys: Sequence[bytes],
         wait: bool,
         parent: bytes,
-        sources: Sequence[Source],
+        sources: Sequence[PageSource],
         *,
         partial: bool = False,
     ) -> None:
@@ -127,7 +130,7 @@ class _Acquisition:
         self._partial = partial  # the last one is of a partial page
         self._bases = {next(tickets): base for base in range(0, len(keys), MAX_KEYS_PER_CALL)}
         self._here: set[int] = set()  # pages that the arena has, or had
-        self._below: dict[int, Sequence[TierRun]] = {}  # by ticket
+        self._below: dict[int, Sequence[TierPages]] = {}  # by ticket
         self._unanswered = set(() if wait else self._bases)  # tickets of which not everything is known yet
         self._decided = wait
         self.limit = len(keys)  # the first page that is known not to come
@@ -142,7 +145,7 @@ class _Acquisition:
             keys = b"".join(self._keys[base : base + MAX_KEYS_PER_CALL])
             parent = self._keys[base - 1] if base else self._parent
             sources = tuple(
-                Source(source.store, source.endpoint, source.pages - base)
+                PageSource(source.store, source.endpoint, source.pages - base)
                 for source in self._sources
                 if source.pages > base
             )
@@ -151,7 +154,7 @@ class _Acquisition:
         return calls
 
     def forget(self) -> list[StoreCall]:
-        return [Forget(ticket) for ticket in self._bases]
+        return [EndLease(ticket) for ticket in self._bases]
 
     @property
     def undecided(self) -> bool:
@@ -164,9 +167,9 @@ class _Acquisition:
         return self._arrived(0, len(self._keys))
 
     @property
-    def runs(self) -> list[TierRun]:
+    def runs(self) -> list[TierPages]:
         """What lower tiers have after the pages that the arena has, without a gap."""
-        runs: list[TierRun] = []
+        runs: list[TierPages] = []
         for ticket, base in self._bases.items():
             end = min(base + MAX_KEYS_PER_CALL, len(self._keys))
             if self._here.issuperset(range(base, end)):
@@ -195,15 +198,15 @@ class _Acquisition:
 
     def _hear(self, event: TransferEvent) -> None:
         match event:
-            case Arrived(ticket=ticket, pages=pages):
+            case PagesReady(ticket=ticket, pages=pages):
                 base = self._bases[ticket]
                 self._here |= {base + page.index for page in pages}
                 if self._here.issuperset(range(base, min(base + MAX_KEYS_PER_CALL, len(self._keys)))):
                     self._unanswered.discard(ticket)
-            case Below(ticket=ticket, runs=runs):
+            case LowerTierHits(ticket=ticket, runs=runs):
                 self._below[ticket] = runs
                 self._unanswered.discard(ticket)
-            case NotComing(ticket=ticket, index=index):
+            case PagesUnavailable(ticket=ticket, index=index):
                 self._unanswered.discard(ticket)
                 self._stop_at(ticket, index)
             case _:
@@ -214,10 +217,10 @@ class _Acquisition:
             self.limit = min(self.limit, self._bases[ticket] + index)
 
 
-class Lookup(_Acquisition):
+class PrefixLookup(_Acquisition):
     """Finds, and holds, the prefix of a chain that the store has or can load."""
 
-    def __init__(self, tickets: Iterator[int], keys: Sequence[bytes], sources: Sequence[Source] = ()) -> None:
+    def __init__(self, tickets: Iterator[int], keys: Sequence[bytes], sources: Sequence[PageSource] = ()) -> None:
         super().__init__(tickets, keys, False, b"", sources)
 
     @property
@@ -229,7 +232,7 @@ class Lookup(_Acquisition):
         self._hear(event)
 
 
-class Fetch(_Acquisition):
+class PageFetch(_Acquisition):
     """Brings the pages of `keys`, which follow `parent`, into the device pages `pages`, one for one, in order of the
     chain. With `wait` it is a hand-off, and nothing is to be decided; the last page may be a `partial` one then."""
 
@@ -240,7 +243,7 @@ class Fetch(_Acquisition):
         pages: Sequence[int],
         wait: bool,
         parent: bytes = b"",
-        sources: Sequence[Source] = (),
+        sources: Sequence[PageSource] = (),
         *,
         partial: bool = False,
     ) -> None:
@@ -271,7 +274,7 @@ class Fetch(_Acquisition):
         """Take an event about one of this fetch's tickets."""
         self._hear(event)
         match event:
-            case Arrived(ticket=ticket, pages=arrived):
+            case PagesReady(ticket=ticket, pages=arrived):
                 base = self._bases[ticket]
                 return [
                     CopyIn(ticket, page.index, page.slot, self._pages[base + page.index], page.checksum)
@@ -281,7 +284,7 @@ class Fetch(_Acquisition):
                 for index in corrupt:
                     self._lost(ticket, index)
                 self._copied |= {self._bases[ticket] + index for index in indices}
-                calls: list[StoreCall | Copy] = [Corrupt(ticket, index) for index in corrupt]
+                calls: list[StoreCall | Copy] = [PageCorrupt(ticket, index) for index in corrupt]
                 return [*calls, Release(ticket, indices)] if indices else calls
             case Released(ticket=ticket, indices=indices, held=held):
                 for index, counts in zip(indices, held, strict=True):
@@ -301,7 +304,7 @@ class Fetch(_Acquisition):
         self._stop_at(ticket, index)
 
 
-class Ship:
+class StorePages:
     """Writes the device pages of `keys` (at most 1,024), which follow `parent`, into the store; the last of them may be
     `partial`.
 
@@ -354,7 +357,7 @@ class Ship:
                 return [copy for index, page in waiting.items() for copy in self.ready(index, page)]
             case NotReserved(reason=reason):
                 self.refused = reason
-            case NotComing():
+            case PagesUnavailable():
                 self.refused = "orphan"  # the chain that these pages follow has been dropped meanwhile
             case CopiedOut(ticket=ticket, first=first, checksums=checksums):
                 return [Seal(ticket, first, checksums, self._hold)]
@@ -366,7 +369,7 @@ class Ship:
         return []
 
     def forget(self) -> list[StoreCall]:
-        return [Forget(self.ticket)]
+        return [EndLease(self.ticket)]
 
 
 class CopyQueue:
@@ -378,10 +381,10 @@ class CopyQueue:
     def __bool__(self) -> bool:
         return bool(self._copies)
 
-    def add(self, asked: Sequence[StoreCall | Copy]) -> list[Call]:
+    def add(self, asked: Sequence[StoreCall | Copy]) -> list[CallStore]:
         """Keep the copies of what a transfer asks for; the calls come back as commands."""
         self._copies += [item for item in asked if isinstance(item, CopyIn | CopyOut)]
-        return [Call(item) for item in asked if not isinstance(item, CopyIn | CopyOut)]
+        return [CallStore(item) for item in asked if not isinstance(item, CopyIn | CopyOut)]
 
     def drop(self, ticket: int) -> None:
         """The copies of that ticket are not wanted any more."""

@@ -55,7 +55,7 @@ from kvstore.disk.page_index import DiskPages, StoredPage
 from kvstore.disk.record_format import MAX_NAMESPACE, RecordLayout
 from kvstore.disk.segments import Segment, Segments
 from kvstore.disk.stats import DiskCounters, DiskStats
-from kvstore.events.changes import Change
+from kvstore.events.changes import CacheChange
 from kvstore.keys import START
 from kvstore.load_or_recompute import SpeedMeter
 
@@ -153,7 +153,7 @@ class DiskIndex:
         """Key and parent of every page that can be read, parents first."""
         return self._pages.pages()
 
-    def drain_events(self) -> list[Change]:
+    def drain_events(self) -> list[CacheChange]:
         """What has become readable or stopped being so since the last call, in order."""
         return self._pages.drain_events()
 

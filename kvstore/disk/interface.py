@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from baton.messages import TierSpeed
 from kvstore.disk.stats import DiskStats
-from kvstore.events.changes import Change
+from kvstore.events.changes import CacheChange
 
 
 class DiskPage(Struct, frozen=True):
@@ -69,7 +69,7 @@ class DiskResult(Struct, frozen=True):
     ended: Sequence[DiskOutcome] = ()
 
 
-class DiskTable(Protocol):
+class DiskPageIndex(Protocol):
     """What is on the disk, as the store's state asks it: `kvstore.disk.index`. Pure; it never waits for anything."""
 
     @property
@@ -114,7 +114,7 @@ class DiskTable(Protocol):
 
     def tick(self, now: float) -> DiskResult: ...
 
-    def drain_events(self) -> list[Change]: ...
+    def drain_events(self) -> list[CacheChange]: ...
 
     def pages(self) -> Iterator[tuple[bytes, bytes]]:
         """Key and parent of every page that can be read, parents first."""

@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _WriteRun:
     """Part of a Write, checked and ready to be appended; `room`, which its headers lie in, is used again after that."""
 
     epoch: int
@@ -81,7 +81,7 @@ class _Run:
     room: HeaderRoom | None = None
 
 
-class _Fetch:
+class _ReadOrder:
     """A Read on its way: the threads that fetch take its runs from it, one after another."""
 
     def __init__(self, order: Read) -> None:
@@ -94,7 +94,7 @@ class _Fetch:
 
 
 @dataclass(slots=True)
-class _Folder:
+class _OpenNamespace:
     """An opened namespace: what each thread needs of it. Made by the thread that appends, before anybody knows of a
     record in it."""
 
@@ -112,7 +112,7 @@ class _Folder:
     broken: dict[int, OSError] = field(default_factory=dict[int, OSError])  # segments that could not be written
 
 
-_Append: TypeAlias = "Open | _Run | Move | Finish | Delete | DeleteFolder | Invalidate"
+_Append: TypeAlias = "Open | _WriteRun | Move | Finish | Delete | DeleteFolder | Invalidate"
 
 
 class DiskTier:
@@ -123,7 +123,7 @@ class DiskTier:
         self._path = directory
         self._arena = arena
         self._directory: NodeDirectory | None = None
-        self._folder: _Folder | None = None
+        self._folder: _OpenNamespace | None = None
         self._epoch = 0  # of the latest Open
         self._closing = False
         self._failure: BaseException | None = None  # what one of the threads has died of
@@ -132,7 +132,7 @@ class DiskTier:
         self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._to_check: SimpleQueue[Write | _Append | None] = SimpleQueue()
         self._to_append: SimpleQueue[_Append | None] = SimpleQueue()
-        self._to_fetch: SimpleQueue[_Fetch | None] = SimpleQueue()
+        self._to_fetch: SimpleQueue[_ReadOrder | None] = SimpleQueue()
         self._threads = [
             self._thread("check", self._to_check, self._check),
             self._thread("append", self._to_append, self._append),
@@ -146,7 +146,7 @@ class DiskTier:
     def submit(self, order: DiskOrder) -> None:
         match order:
             case Read():
-                self._to_fetch.put(_Fetch(order))
+                self._to_fetch.put(_ReadOrder(order))
             case Open(epoch=epoch):
                 self._epoch = epoch
                 self._to_check.put(order)
@@ -215,7 +215,7 @@ class DiskTier:
             self._signalled = True
             os.eventfd_write(self._signal, 1)
 
-    def _opened(self, epoch: int) -> _Folder:
+    def _opened(self, epoch: int) -> _OpenNamespace:
         folder = self._folder
         if folder is None or folder.epoch != epoch:
             raise _NOT_OPEN
@@ -248,7 +248,7 @@ class DiskTier:
             SegmentFiles(path, layout, order.namespace, direct, writable=number == 0 and not read_only)
             for number in range(1 + _FETCHERS)
         ]
-        folder = self._folder = _Folder(
+        folder = self._folder = _OpenNamespace(
             order.epoch,
             layout,
             RecordFormat(layout, order.namespace),
@@ -301,7 +301,7 @@ class DiskTier:
             return
         folder = self._folder
         if folder is None or folder.epoch != order.epoch:
-            self._to_append.put(_Run(order.epoch, order.segment, order.first, (True,) * len(order.pages)))
+            self._to_append.put(_WriteRun(order.epoch, order.segment, order.first, (True,) * len(order.pages)))
             return
         length = run_length(folder.layout)
         for start in range(0, len(order.pages), length):
@@ -315,11 +315,11 @@ class DiskTier:
                 records.append((RecordHeader(key, parent, checksum, sequence) if intact else None, page))
             intact = tuple(header is not None for header, _ in records)
             gathered = room.gather(folder.form, records)
-            self._to_append.put(_Run(order.epoch, order.segment, order.first + start, intact, gathered, room))
+            self._to_append.put(_WriteRun(order.epoch, order.segment, order.first + start, intact, gathered, room))
 
     def _append(self, order: _Append) -> None:
         match order:
-            case _Run():
+            case _WriteRun():
                 self._write(order)
             case Open():
                 self._open(order)
@@ -334,7 +334,7 @@ class DiskTier:
             case Invalidate(epoch=epoch, segment=segment, record=record):
                 self._attempt(epoch, lambda: self._spoil(self._opened(epoch), segment, record))
 
-    def _write(self, run: _Run) -> None:
+    def _write(self, run: _WriteRun) -> None:
         error = self._put(run.epoch, run.segment, run.first, run.gathered)
         if run.room is not None and self._folder is not None:
             self._folder.rooms.put(run.room)
@@ -360,13 +360,13 @@ class DiskTier:
             return error
         return None
 
-    def _spoil(self, folder: _Folder, segment: int, record: int) -> None:
+    def _spoil(self, folder: _OpenNamespace, segment: int, record: int) -> None:
         """Make a record one that holds no page. Raises OSError."""
         header = memoryview(mmap.mmap(-1, folder.layout.header_bytes))
         folder.form.void(header)
         folder.writer.overwrite(segment, record, header)
 
-    def _restore(self, folder: _Folder) -> None:
+    def _restore(self, folder: _OpenNamespace) -> None:
         """Somebody has removed the directory. Raises OSError."""
         assert self._directory is not None
         try:
@@ -377,7 +377,7 @@ class DiskTier:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def _fetch(self, number: int, fetch: _Fetch) -> None:
+    def _fetch(self, number: int, fetch: _ReadOrder) -> None:
         """Thread `number` brings what is left of a Read."""
         order, folder = fetch.order, self._folder
         if folder is None or folder.epoch != order.epoch:
@@ -401,7 +401,7 @@ class DiskTier:
                     ),
                 )
 
-    def _fetched(self, fetch: _Fetch, outcomes: tuple[tuple[int, ReadOutcome], ...]) -> None:
+    def _fetched(self, fetch: _ReadOrder, outcomes: tuple[tuple[int, ReadOutcome], ...]) -> None:
         order = fetch.order
         with fetch.lock:
             seconds = time.monotonic() - fetch.began
@@ -433,7 +433,7 @@ class DiskTier:
                 Moved(order.epoch, order.segment, order.first + start, tuple(outcomes), _reason(error), _is_full(error))
             )
 
-    def _bring(self, folder: _Folder, pages: Sequence[MovePage]) -> list[ReadOutcome]:
+    def _bring(self, folder: _OpenNamespace, pages: Sequence[MovePage]) -> list[ReadOutcome]:
         """Read and check records that are to be moved."""
         outcomes: list[ReadOutcome] = ["unreadable"] * len(pages)
         wanted = [Wanted(page.segment, page.record, folder.moved[place], place) for place, page in enumerate(pages)]
@@ -473,7 +473,7 @@ def _batches(pages: Sequence[MovePage], layout: RecordLayout | None) -> Iterator
 
 
 def _records(
-    folder: _Folder, pages: Sequence[MovePage], outcomes: Sequence[ReadOutcome]
+    folder: _OpenNamespace, pages: Sequence[MovePage], outcomes: Sequence[ReadOutcome]
 ) -> list[tuple[RecordHeader | None, memoryview]]:
     return [
         (RecordHeader(page.key, page.parent, page.checksum, page.sequence) if outcome == "ok" else None, room)

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvstore.arena.eviction import LeafFirstLru
-from kvstore.arena.radix_tree import Node, RadixTree
+from kvstore.arena.radix_tree import RadixNode, RadixTree
 from kvstore.disk.segments import Segment
-from kvstore.events.changes import Change, ChangeLog
+from kvstore.events.changes import CacheChange, ChangeLog
 from kvstore.keys import START
 
 
@@ -28,7 +28,7 @@ class StoredPage:
         self.segment: Segment[StoredPage] | None = None  # none while it is on its way
         self.record = 0
         self.readable = False
-        self.node: Node[StoredPage] | None = None
+        self.node: RadixNode[StoredPage] | None = None
 
 
 class DiskPages:
@@ -48,7 +48,7 @@ class DiskPages:
         """Whether any page could go."""
         return len(self._lru) > 0
 
-    def find(self, key: bytes) -> Node[StoredPage] | None:
+    def find(self, key: bytes) -> RadixNode[StoredPage] | None:
         """A page that can be read."""
         node = self._tree.find(key)
         return node if node is not None and node.value.readable else None
@@ -134,7 +134,7 @@ class DiskPages:
         """Key and parent of every page that can be read, parents first."""
         return ((node.key, node.parent_key) for node in self._tree.preorder() if node.value.readable)
 
-    def drain_events(self) -> list[Change]:
+    def drain_events(self) -> list[CacheChange]:
         """What has become readable or stopped being so since the last call, in order."""
         return self._changes.drain()
 
@@ -149,7 +149,7 @@ class DiskPages:
         assert self.readable == sum(node.value.readable for node in self._tree.preorder())
         return {node.key: node.value for node in self._tree.preorder() if node.value.segment is not None}
 
-    def _strike(self, node: Node[StoredPage]) -> None:
+    def _strike(self, node: RadixNode[StoredPage]) -> None:
         page = node.value
         self._tree.remove(node)
         page.node = None

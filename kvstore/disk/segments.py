@@ -50,7 +50,7 @@ class Segment(Generic[V]):
 
 
 @dataclass(slots=True)
-class _Folder:
+class _SegmentFolder:
     size: int  # bytes
     state: Literal["idle", "deleting", "stuck"] = "idle"
 
@@ -72,7 +72,7 @@ class Segments(Generic[V]):
         self._sparse: dict[int, Segment[V]] = {}  # closed and at most half live
         self._ready: list[Segment[V]] = []  # dying, and nobody reads them
         self._stuck: list[Segment[V]] = []  # dying, and could not be deleted
-        self._folders: dict[str, _Folder] = {}
+        self._folders: dict[str, _SegmentFolder] = {}
         self._next = 0
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ class Segments(Generic[V]):
 
     def found_folder(self, name: str, size: int) -> None:
         """Another namespace's; to be told of oldest first."""
-        self._folders[name] = _Folder(size)
+        self._folders[name] = _SegmentFolder(size)
         self.used += size
 
     # --- records come and go ------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What happened to a set of cached pages, in the order it happened: the plain form of KV events and snapshots.
 
-Whoever owns pages (`DeviceCache`, `PageTable`) records changes here and never knows who listens.
+Whoever owns pages (`DeviceBlockManager`, `HostPagePool`) records changes here and never knows who listens.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import TypeAlias
 import numpy as np
 from msgspec import Struct
 
-from baton.messages import MAX_KEYS_PER_CALL, Medium, PageRun, Snapshot
+from baton.messages import MAX_KEYS_PER_CALL, Medium, PageSegment, Snapshot
 
 _KEYS_PER_PART = 8_192  # 128 KiB of keys in one message: a few milliseconds for whoever reads it
 _FEW = 16  # keys that are not worth an array
 _TURNS: Mapping[Medium, int] = {"GPU": 0, "CPU": 21, "DISK": 42}  # by how many bits a tier's digest is turned
 
 
-class Stored(Struct, frozen=True):
+class PagesStored(Struct, frozen=True):
     """`keys`, each following the one before, can be found now; the first follows `parent` (empty: a chain's start).
     `tokens` are those of all these pages, where others may know them."""
 
@@ -27,26 +27,26 @@ class Stored(Struct, frozen=True):
     tokens: tuple[int, ...] = ()
 
 
-class Removed(Struct, frozen=True):
+class PagesRemoved(Struct, frozen=True):
     """`keys` are gone, children before parents."""
 
     keys: tuple[bytes, ...]
 
 
-class Cleared(Struct, frozen=True):
+class PagesCleared(Struct, frozen=True):
     """Everything is gone, on every tier."""
 
 
-Change: TypeAlias = Stored | Removed | Cleared
-TierChanges: TypeAlias = tuple[Medium, Sequence[Change]]
-"""Changes on one tier, in order. `Cleared` is of all tiers, whichever says it."""
+CacheChange: TypeAlias = PagesStored | PagesRemoved | PagesCleared
+TierChanges: TypeAlias = tuple[Medium, Sequence[CacheChange]]
+"""Changes on one tier, in order. `PagesCleared` is of all tiers, whichever says it."""
 
 
 class ChangeLog:
     """Collects changes until they are drained, joining neighbours that belong together."""
 
     def __init__(self) -> None:
-        self._done: list[Change] = []
+        self._done: list[CacheChange] = []
         self._parent = b""
         self._tokens: list[int] = []
         self._stored: list[bytes] = []  # the run being collected; at most one of these two is not empty
@@ -70,9 +70,9 @@ class ChangeLog:
         self._stored.clear()
         self._tokens.clear()
         self._removed.clear()
-        self._done.append(Cleared())
+        self._done.append(PagesCleared())
 
-    def drain(self) -> list[Change]:
+    def drain(self) -> list[CacheChange]:
         """The changes since the last call."""
         self._close()
         done, self._done = self._done, []
@@ -80,11 +80,11 @@ class ChangeLog:
 
     def _close(self) -> None:
         if self._stored:
-            self._done.append(Stored(self._parent, tuple(self._stored), tuple(self._tokens)))
+            self._done.append(PagesStored(self._parent, tuple(self._stored), tuple(self._tokens)))
             self._stored.clear()
             self._tokens.clear()
         if self._removed:
-            self._done.append(Removed(tuple(self._removed)))
+            self._done.append(PagesRemoved(tuple(self._removed)))
             self._removed.clear()
 
 
@@ -112,19 +112,19 @@ def _turned(folded: int, medium: Medium) -> int:
     return (folded << turn | folded >> 64 - turn) & 0xFFFF_FFFF_FFFF_FFFF
 
 
-def page_runs(pages: Iterable[tuple[bytes, bytes]], medium: Medium) -> Iterator[PageRun]:
+def page_runs(pages: Iterable[tuple[bytes, bytes]], medium: Medium) -> Iterator[PageSegment]:
     """Join (key, parent) pairs, parents first, into runs for a snapshot."""
     parent = b""
     run: list[bytes] = []
     for key, above in pages:
         if run and (run[-1] != above or len(run) == MAX_KEYS_PER_CALL):
-            yield PageRun(parent, b"".join(run), medium)
+            yield PageSegment(parent, b"".join(run), medium)
             run.clear()
         if not run:
             parent = above
         run.append(key)
     if run:
-        yield PageRun(parent, b"".join(run), medium)
+        yield PageSegment(parent, b"".join(run), medium)
 
 
 def in_parts(changes: Iterable[TierChanges]) -> Iterator[list[TierChanges]]:
@@ -142,36 +142,36 @@ def in_parts(changes: Iterable[TierChanges]) -> Iterator[list[TierChanges]]:
         yield part
 
 
-def _weight(change: Change) -> int:
+def _weight(change: CacheChange) -> int:
     """About as many keys would take as much room."""
     match change:
-        case Stored(keys=keys, tokens=tokens):
+        case PagesStored(keys=keys, tokens=tokens):
             return len(keys) + len(tokens) // 4
-        case Removed(keys=keys):
+        case PagesRemoved(keys=keys):
             return len(keys)
-        case Cleared():
+        case PagesCleared():
             return 0
 
 
-def _bounded(changes: Iterable[Change]) -> Iterator[Change]:
+def _bounded(changes: Iterable[CacheChange]) -> Iterator[CacheChange]:
     """The same with no change of more keys than one message may carry."""
     for change in changes:
-        if isinstance(change, Cleared) or len(change.keys) <= _KEYS_PER_PART:
+        if isinstance(change, PagesCleared) or len(change.keys) <= _KEYS_PER_PART:
             yield change
             continue
         for start in range(0, len(change.keys), _KEYS_PER_PART):
             keys = change.keys[start : start + _KEYS_PER_PART]
-            if isinstance(change, Stored):
+            if isinstance(change, PagesStored):
                 each = len(change.tokens) // len(change.keys)
                 tokens = change.tokens[start * each : (start + len(keys)) * each]
-                yield Stored(change.keys[start - 1] if start else change.parent, keys, tokens)
+                yield PagesStored(change.keys[start - 1] if start else change.parent, keys, tokens)
             else:
-                yield Removed(keys)
+                yield PagesRemoved(keys)
 
 
-def snapshot_parts(sequence: int, runs: Iterable[PageRun]) -> list[Snapshot]:
+def snapshot_parts(sequence: int, runs: Iterable[PageSegment]) -> list[Snapshot]:
     """The messages that carry one snapshot: at least one, each of bounded size, the last marked."""
-    parts: list[list[PageRun]] = [[]]
+    parts: list[list[PageSegment]] = [[]]
     keys = 0
     for run in runs:
         if keys >= _KEYS_PER_PART:

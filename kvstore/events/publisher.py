@@ -21,12 +21,12 @@ import msgspec
 
 from baton import hosts
 from baton.clock import Clock
-from baton.messages import PageRun
+from baton.messages import PageSegment
 from baton.samples import Sample
-from baton.wire import Publisher, Replayer
+from baton.wire import Publisher, ReplayServer
 from kvstore.events.changes import TierChanges, in_parts, packed_digest, snapshot_parts
-from kvstore.events.replay import Answers, End, Item, Part
-from kvstore.events.wire_format import EncodedBatch, EventLog
+from kvstore.events.replay import EncodedSnapshotPart, ReplayEnd, ReplayItem, ReplayQueue
+from kvstore.events.wire_format import EncodedKvEventBatch, KvEventLog
 
 log = logging.getLogger(__name__)
 
@@ -36,20 +36,20 @@ _SHARE = 10  # a snapshot that took a second is not followed by another within t
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class PageEvents:
+class KvEventPublisher:
     """One publisher's sockets, its numbered batches, and the digest that its heartbeats tell."""
 
     def __init__(self, incarnation: str, model: str, clock: Clock, host: str = "127.0.0.1") -> None:
         """`model`: its name. Raises PortInUse or StartupError."""
         self._clock = clock
-        self._log = EventLog(incarnation, model, time.time())
+        self._log = KvEventLog(incarnation, model, time.time())
         self._publisher = Publisher(hosts.endpoint(host))
         try:
-            self._replayer = Replayer(hosts.endpoint(host))
+            self._replayer = ReplayServer(hosts.endpoint(host))
         except BaseException:
             self._publisher.close()
             raise
-        self._answers = Answers(self._log)
+        self._answers = ReplayQueue(self._log)
         self._made: tuple[bytes, ...] = ()  # the parts of a snapshot that is still true
         self._next_snapshot = float("-inf")
         self._corrected = 0  # times that our digest was not that of what we hold: a mistake of ours
@@ -101,7 +101,7 @@ class PageEvents:
             self._publisher.send(batch.topic, batch.sequence, batch.payload)
             self._made = ()
 
-    def answer(self, snapshot: Callable[[], Iterable[PageRun]]) -> None:
+    def answer(self, snapshot: Callable[[], Iterable[PageSegment]]) -> None:
         """Hear what followers ask and go on answering. Call every turn, after `publish` and before anything changes:
         `snapshot` must tell of exactly what has been published."""
         now = self._clock.now()
@@ -118,16 +118,16 @@ class PageEvents:
         self._publisher.close()
         self._replayer.close()
 
-    def _send(self, follower: bytes, item: Item) -> bool | None:
+    def _send(self, follower: bytes, item: ReplayItem) -> bool | None:
         match item:
-            case EncodedBatch(sequence=sequence, payload=payload):
+            case EncodedKvEventBatch(sequence=sequence, payload=payload):
                 return self._replayer.send_batch(follower, sequence, payload)
-            case End():
+            case ReplayEnd():
                 return self._replayer.send_batch(follower, -1, b"")
-            case Part(payload=payload):
+            case EncodedSnapshotPart(payload=payload):
                 return self._replayer.send_part(follower, self._log.topic, payload)
 
-    def _snapshot(self, snapshot: Callable[[], Iterable[PageRun]], now: float) -> tuple[bytes, ...]:
+    def _snapshot(self, snapshot: Callable[[], Iterable[PageSegment]], now: float) -> tuple[bytes, ...]:
         """One of the present; nothing if it is too early for another."""
         if not self._made and now >= self._next_snapshot:
             runs = list(snapshot())
@@ -136,7 +136,7 @@ class PageEvents:
             self._next_snapshot = now + _SHARE * (self._clock.now() - now)
         return self._made
 
-    def _check(self, runs: Iterable[PageRun]) -> None:
+    def _check(self, runs: Iterable[PageSegment]) -> None:
         """What is held is the truth. Whoever followed our events sees from the digest that they told something else."""
         truth = 0
         for run in runs:

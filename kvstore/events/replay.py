@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvstore.events.wire_format import EncodedBatch, EventLog
+from kvstore.events.wire_format import EncodedKvEventBatch, KvEventLog
 
 FOLLOWERS = 32  # answered at a time; a follower beyond that is refused and asks again
 PER_TURN = 16  # messages in one turn, to all followers together: about 0.1 ms
@@ -20,20 +20,20 @@ PATIENCE = 10.0  # seconds without room for a message after which an answer is g
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class ReplayEnd:
     """No more batches of this replay."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class EncodedSnapshotPart:
     """A part of a snapshot, encoded."""
 
     payload: bytes
 
 
-Item: TypeAlias = EncodedBatch | End | Part
+ReplayItem: TypeAlias = EncodedKvEventBatch | ReplayEnd | EncodedSnapshotPart
 # Sends one item to a follower. True: sent; False: it has no room now; None: it has gone.
-Sender: TypeAlias = Callable[[bytes, Item], bool | None]
+SendReplayItem: TypeAlias = Callable[[bytes, ReplayItem], bool | None]
 
 
 @dataclass(slots=True)
@@ -51,10 +51,10 @@ class _Answer:
         return self.first is not None or self.sent < len(self.parts)
 
 
-class Answers:
+class ReplayQueue:
     """Every answer that is not complete."""
 
-    def __init__(self, log: EventLog) -> None:
+    def __init__(self, log: KvEventLog) -> None:
         self._log = log
         self._answers: dict[bytes, _Answer] = {}  # by follower; the first is next
         self.given_up = 0  # answers that a follower did not read, or that too many followers asked for
@@ -83,7 +83,7 @@ class Answers:
             if answer.waits:
                 answer.waits, answer.since, answer.parts, answer.sent = False, now, parts, 0
 
-    def turn(self, send: Sender, now: float) -> None:
+    def turn(self, send: SendReplayItem, now: float) -> None:
         """Send some messages, each follower's in turn."""
         sent = 0
         full: set[bytes] = set()  # followers without room in this turn
@@ -115,11 +115,11 @@ class Answers:
             answer = self._answers[follower] = _Answer(now)
         return answer
 
-    def _next(self, answer: _Answer) -> Item:
+    def _next(self, answer: _Answer) -> ReplayItem:
         if answer.first is None:
-            return Part(answer.parts[answer.sent])
+            return EncodedSnapshotPart(answer.parts[answer.sent])
         answer.first = max(answer.first, self._log.first)  # older ones are not kept any more
-        return self._log.batch(answer.first) if answer.first <= answer.last else End()
+        return self._log.batch(answer.first) if answer.first <= answer.last else ReplayEnd()
 
     def _advance(self, answer: _Answer) -> None:
         """The follower has got what `_next` returned."""

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from baton.errors import MalformedMessage
 from baton.messages import UNREADABLE, Key, Medium
-from kvstore.events.changes import Change, Cleared, Removed, Stored, TierChanges, digest
+from kvstore.events.changes import CacheChange, PagesCleared, PagesRemoved, PagesStored, TierChanges, digest
 
 
 class _Event(Struct, frozen=True, tag=True, omit_defaults=True):
@@ -54,16 +54,16 @@ class AllBlocksCleared(_Event, frozen=True):
     """The publisher has nothing (any more), on any tier."""
 
 
-Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class _Payload(Struct, frozen=True, array_like=True):
     ts: float  # seconds since 1970
-    events: tuple[Event, ...]
+    events: tuple[KvEvent, ...]
     data_parallel_rank: int  # always written: some readers take exactly three elements
 
 
-class EncodedBatch(Struct, frozen=True):
+class EncodedKvEventBatch(Struct, frozen=True):
     """The three frames of one batch, as `baton.wire.Publisher.send` takes them."""
 
     topic: bytes
@@ -71,19 +71,19 @@ class EncodedBatch(Struct, frozen=True):
     payload: bytes
 
 
-class Batch(Struct, frozen=True):
+class KvEventBatch(Struct, frozen=True):
     """One decoded batch. `holder` is the publisher's incarnation."""
 
     holder: str
     sequence: int
-    events: tuple[Event, ...]
+    events: tuple[KvEvent, ...]
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Payload)
 
 
-class EventLog:
+class KvEventLog:
     """Numbers a publisher's batches from 0, keeps the last ones, and the digest of all that they say is held.
 
     Batch 0 is there from the start and says that nothing is held: true of every new process, and it gives a snapshot
@@ -95,23 +95,23 @@ class EventLog:
         """`timestamp`: seconds since 1970; `keep`, `keep_bytes`: how many batches are kept at most, and
         how many bytes of them."""
         self.topic = f"kv@{incarnation}@{model}".encode()
-        self._kept: dict[int, EncodedBatch] = {}  # by sequence, without a gap
+        self._kept: dict[int, EncodedKvEventBatch] = {}  # by sequence, without a gap
         self._keep, self._keep_bytes = keep, keep_bytes
         self._kept_bytes = 0
         self.last = -1  # the sequence of the latest batch
         self.digest = 0  # of all that is held once that has happened: see `kvstore.events.changes.digest`
         self._append((AllBlocksCleared(),), timestamp)
 
-    def append(self, changes: Sequence[TierChanges], page_size: int, timestamp: float) -> EncodedBatch:
+    def append(self, changes: Sequence[TierChanges], page_size: int, timestamp: float) -> EncodedKvEventBatch:
         """The next batch. `page_size` in tokens, `timestamp` in seconds since 1970.
 
         Each change must be one: a page stored that was not there, or removed that was. What is said twice makes the
         digest that of something else."""
-        events: list[Event] = []
+        events: list[KvEvent] = []
         for medium, of_tier in changes:
             for change in of_tier:
                 events.append(_event(change, medium, page_size))
-                self.digest = 0 if isinstance(change, Cleared) else self.digest ^ digest(change.keys, medium)
+                self.digest = 0 if isinstance(change, PagesCleared) else self.digest ^ digest(change.keys, medium)
         return self._append(tuple(events), timestamp)
 
     @property
@@ -119,13 +119,13 @@ class EventLog:
         """The sequence of the oldest batch that is still here."""
         return self.last - len(self._kept) + 1
 
-    def batch(self, sequence: int) -> EncodedBatch:
+    def batch(self, sequence: int) -> EncodedKvEventBatch:
         """That batch. Raises KeyError if it is not here, or not here any more."""
         return self._kept[sequence]
 
-    def _append(self, events: tuple[Event, ...], timestamp: float) -> EncodedBatch:
+    def _append(self, events: tuple[KvEvent, ...], timestamp: float) -> EncodedKvEventBatch:
         self.last += 1
-        batch = EncodedBatch(self.topic, self.last, _encoder.encode(_Payload(timestamp, events, 0)))
+        batch = EncodedKvEventBatch(self.topic, self.last, _encoder.encode(_Payload(timestamp, events, 0)))
         self._kept[batch.sequence] = batch
         self._kept_bytes += len(batch.payload)
         while len(self._kept) > self._keep or self._kept_bytes > self._keep_bytes:
@@ -144,21 +144,21 @@ def publisher_of(topic: bytes) -> str | None:
         return None
 
 
-def decode(topic: bytes, sequence: int, payload: bytes) -> Batch:
-    """Read what `EventLog` wrote. Raises MalformedMessage."""
+def decode(topic: bytes, sequence: int, payload: bytes) -> KvEventBatch:
+    """Read what `KvEventLog` wrote. Raises MalformedMessage."""
     try:
         if (holder := publisher_of(topic)) is None:
             raise ValueError(f"topic {topic!r} is not kv@<incarnation>@<model>")
-        return Batch(holder, sequence, _decoder.decode(payload).events)
+        return KvEventBatch(holder, sequence, _decoder.decode(payload).events)
     except UNREADABLE as error:
         raise MalformedMessage(f"{len(payload)} bytes that are no batch of KV events: {error}") from None
 
 
-def _event(change: Change, medium: Medium, page_size: int) -> Event:
+def _event(change: CacheChange, medium: Medium, page_size: int) -> KvEvent:
     match change:
-        case Stored(parent=parent, keys=keys, tokens=tokens):
+        case PagesStored(parent=parent, keys=keys, tokens=tokens):
             return BlockStored(keys, parent or None, tokens, page_size, None, medium, None)
-        case Removed(keys=keys):
+        case PagesRemoved(keys=keys):
             return BlockRemoved(keys, medium)
-        case Cleared():
+        case PagesCleared():
             return AllBlocksCleared()

@@ -1,6 +1,8 @@
 """Following the KV events of many holders through loss: when to ask for a snapshot, and what to apply in which order.
 
-    track ──Ask──▶ awaiting a snapshot ──last part──▶ following ──gap, `lost`, divergence──Ask──▶ awaiting …
+    track ──RequestSnapshot──▶ awaiting a snapshot ──last part──▶ following
+                                   ▲                                  │
+                                   └─────── RequestSnapshot ──────────┘ gap, `lost`, divergence
 
 While a snapshot is on its way, batches are kept; when it has come, those above its sequence follow it. What was known
 before stays in use until the snapshot comes: a stale hint is better than none.
@@ -25,8 +27,8 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from baton.messages import PageRun, Snapshot
-from kvstore.events.wire_format import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event
+from baton.messages import PageSegment, Snapshot
+from kvstore.events.wire_format import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
 from kvstore.keys import START
 from kvstore.prefix_map.prefix_map import PrefixMap
 
@@ -37,31 +39,31 @@ _KEPT_KEYS = 1_000_000  # of batches while awaiting; the oldest go first, and th
 _DIGESTS = 64  # sequences of which the map's digest is remembered
 
 
-class Ask(Struct, frozen=True):
+class RequestSnapshot(Struct, frozen=True):
     """Ask this holder for a snapshot."""
 
     holder: str
 
 
-class Load(Struct, frozen=True):
+class LoadSnapshot(Struct, frozen=True):
     """Part of a snapshot: with the `first`, what is known of this holder so far goes. The last has the sequence of
     the batch that the whole is as of. `PrefixMap.extend`."""
 
     holder: str
-    runs: tuple[PageRun, ...]
+    runs: tuple[PageSegment, ...]
     first: bool
     sequence: int | None
 
 
-class Apply(Struct, frozen=True):
+class ApplyEvents(Struct, frozen=True):
     """Apply these events of this holder, in order: `kvstore.prefix_map.event_tracker.apply_events`."""
 
     holder: str
-    events: tuple[Event, ...]
+    events: tuple[KvEvent, ...]
     sequence: int
 
 
-Action: TypeAlias = Ask | Load | Apply
+TrackerAction: TypeAlias = RequestSnapshot | LoadSnapshot | ApplyEvents
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class _Source:
     asked: float
     following: bool = False
     next: int = 0  # sequence expected while following
-    kept: deque[Batch] = field(default_factory=deque[Batch])
+    kept: deque[KvEventBatch] = field(default_factory=deque[KvEventBatch])
     kept_keys: int = 0
     part: int = 0  # of the snapshot that is coming in: expected next
     loading: int = 0  # its sequence
@@ -96,12 +98,12 @@ class EventTracker:
         self.gaps = 0  # times that a followed holder's events were found incomplete
         self.divergences = 0  # times that they were complete, and the map was another nevertheless
 
-    def track(self, holder: str, now: float) -> list[Action]:
+    def track(self, holder: str, now: float) -> list[TrackerAction]:
         """Start with a holder that has said Hello; again for one already followed changes nothing."""
         if holder in self._sources:
             return []
         self._sources[holder] = _Source(asked=now)
-        return [Ask(holder)]
+        return [RequestSnapshot(holder)]
 
     def forget(self, holder: str) -> None:
         """The holder is gone."""
@@ -109,7 +111,7 @@ class EventTracker:
 
     # --- what comes in ----------------------------------------------------------------------------------------------
 
-    def batch(self, batch: Batch, now: float) -> list[Action]:
+    def batch(self, batch: KvEventBatch, now: float) -> list[TrackerAction]:
         """Take the next batch that came in."""
         source = self._sources.get(batch.holder)
         if source is None:
@@ -125,9 +127,9 @@ class EventTracker:
         source.next += 1
         if source.claim is not None:
             source.claim.since = now
-        return [Apply(batch.holder, batch.events, batch.sequence)]
+        return [ApplyEvents(batch.holder, batch.events, batch.sequence)]
 
-    def snapshot(self, holder: str, part: Snapshot, now: float) -> list[Action]:
+    def snapshot(self, holder: str, part: Snapshot, now: float) -> list[TrackerAction]:
         """Take a part of a snapshot. Parts come in order; one that does not fit its predecessors ends the attempt."""
         source = self._sources.get(holder)
         if source is None or source.following:
@@ -139,7 +141,9 @@ class EventTracker:
             return self._ask(holder, source, now) if begun else []
         source.part += 1
         source.asked = now  # progress: no need to ask again
-        actions: list[Action] = [Load(holder, part.runs, part.part == 0, part.sequence if part.last else None)]
+        actions: list[TrackerAction] = [
+            LoadSnapshot(holder, part.runs, part.part == 0, part.sequence if part.last else None)
+        ]
         if part.last:
             source.part = 0
             source.following, source.next = True, part.sequence + 1
@@ -149,7 +153,7 @@ class EventTracker:
                 actions += self.batch(batch, now)
         return actions
 
-    def claimed(self, holder: str, sequence: int, digest: int, ours: int, now: float) -> list[Action]:
+    def claimed(self, holder: str, sequence: int, digest: int, ours: int, now: float) -> list[TrackerAction]:
         """A heartbeat: `digest` is of all that the holder had once batch `sequence` had happened; `ours` is what the
         map says of it now."""
         source = self._sources.get(holder)
@@ -165,7 +169,7 @@ class EventTracker:
 
     # --- how it went ------------------------------------------------------------------------------------------------
 
-    def applied(self, holder: str, sequence: int, digest: int, now: float) -> list[Action]:
+    def applied(self, holder: str, sequence: int, digest: int, now: float) -> list[TrackerAction]:
         """The map has taken everything up to that batch, and this is its digest of the holder now."""
         source = self._sources.get(holder)
         if source is None or not source.following:
@@ -179,7 +183,7 @@ class EventTracker:
         source.claim = None
         return self._compare(holder, source, sequence, claim.digest, now) if claim.sequence == sequence else []
 
-    def lost(self, holder: str, now: float) -> list[Action]:
+    def lost(self, holder: str, now: float) -> list[TrackerAction]:
         """What was applied did not fit: an event named an unknown parent. Start over with a snapshot."""
         source = self._sources.get(holder)
         if source is None or not source.following:
@@ -191,9 +195,9 @@ class EventTracker:
         if (source := self._sources.get(holder)) is not None:
             source.following, source.part, source.asked = False, 0, now
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[TrackerAction]:
         """Ask where an answer or a batch is overdue; call about once a second."""
-        actions: list[Action] = []
+        actions: list[TrackerAction] = []
         for holder, source in self._sources.items():
             if not source.following:
                 if now - source.asked >= _ASK_AGAIN:
@@ -209,7 +213,7 @@ class EventTracker:
 
     # --- small parts ------------------------------------------------------------------------------------------------
 
-    def _compare(self, holder: str, source: _Source, sequence: int, digest: int, now: float) -> list[Action]:
+    def _compare(self, holder: str, source: _Source, sequence: int, digest: int, now: float) -> list[TrackerAction]:
         if source.digests[sequence] == digest:
             source.heal_wait = 0.0
             return []
@@ -221,29 +225,29 @@ class EventTracker:
         self.divergences += 1
         return self._ask(holder, source, now)
 
-    def _gap(self, holder: str, source: _Source, now: float) -> list[Action]:
+    def _gap(self, holder: str, source: _Source, now: float) -> list[TrackerAction]:
         self.gaps += 1
         return self._ask(holder, source, now)
 
-    def _ask(self, holder: str, source: _Source, now: float) -> list[Action]:
+    def _ask(self, holder: str, source: _Source, now: float) -> list[TrackerAction]:
         source.following = False
         source.claim = None
         source.asked = now
-        return [Ask(holder)]
+        return [RequestSnapshot(holder)]
 
-    def _keep(self, source: _Source, batch: Batch) -> None:
+    def _keep(self, source: _Source, batch: KvEventBatch) -> None:
         source.kept.append(batch)
         source.kept_keys += _weight(batch)
         while source.kept_keys > _KEPT_KEYS:
             source.kept_keys -= _weight(source.kept.popleft())
 
 
-def _weight(batch: Batch) -> int:
+def _weight(batch: KvEventBatch) -> int:
     keys = sum(0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes) for event in batch.events)
     return 16 + len(batch.events) + keys  # an empty batch takes room too
 
 
-def apply_events(prefixes: PrefixMap, holder: str, events: Sequence[Event]) -> bool:
+def apply_events(prefixes: PrefixMap, holder: str, events: Sequence[KvEvent]) -> bool:
     """Bring `prefixes` up to date. False when an event named a parent that is not there: a snapshot is due."""
     whole = True
     for event in events:

@@ -26,17 +26,17 @@ MAX_RUN = 256
 """Keys in a run at most. Longer ones would save nothing: what a run costs besides its keys is under a byte each."""
 
 
-class Group:
+class KeyRunGroup:
     """Every run of one mask. There is none without a run."""
 
     __slots__ = ("mask", "runs")
 
     def __init__(self, mask: int) -> None:
         self.mask = mask
-        self.runs: set[Run] = set()
+        self.runs: set[KeyRun] = set()
 
 
-class Run:
+class KeyRun:
     """`keys`, of which the first follows the key `above` (empty: a chain's start, or nobody knows).
 
     `next` is one run, if there is any, that follows the last key and might be joined to this one: where several follow,
@@ -44,7 +44,7 @@ class Run:
 
     __slots__ = ("above", "group", "keys", "next")
 
-    def __init__(self, keys: list[bytes], group: Group, above: bytes, after: Run | None = None) -> None:
+    def __init__(self, keys: list[bytes], group: KeyRunGroup, above: bytes, after: KeyRun | None = None) -> None:
         self.keys = keys
         self.group = group
         self.above = above
@@ -84,12 +84,12 @@ class Run:
         return self.keys.index(key)
 
 
-class Runs:
+class KeyRuns:
     """All keys that somebody has, each in one run."""
 
     def __init__(self) -> None:
-        self.index: dict[bytes, Run] = {}  # its keys are the very objects in the runs: each exists once
-        self.groups: dict[int, Group] = {}
+        self.index: dict[bytes, KeyRun] = {}  # its keys are the very objects in the runs: each exists once
+        self.groups: dict[int, KeyRunGroup] = {}
 
     def add(self, above: bytes, keys: list[bytes], mask: int) -> None:
         """Keys that nobody has yet, none of them twice, each following the one before."""
@@ -103,13 +103,13 @@ class Runs:
             before.keys += taken
             self._point(taken, before)
         for start in range(room, len(keys), MAX_RUN):
-            run = Run(keys[start : start + MAX_RUN], group, above if before is None else before.keys[-1])
+            run = KeyRun(keys[start : start + MAX_RUN], group, above if before is None else before.keys[-1])
             self._point(run.keys, run)
             if before is not None:
                 before.next = run
             before = run
 
-    def put(self, run: Run, start: int, end: int, mask: int) -> None:
+    def put(self, run: KeyRun, start: int, end: int, mask: int) -> None:
         """The pages [start, end) of `run` get another mask; 0 forgets them."""
         if start and end == len(run.keys) and not mask:  # as pages are evicted: no need to cut what goes
             self._unpoint(run.keys[start:])
@@ -134,7 +134,7 @@ class Runs:
 
     def strip(self, field: int) -> None:
         """No mask has any bit of `field` any more."""
-        changed: list[Run] = []
+        changed: list[KeyRun] = []
         for group in [group for mask, group in self.groups.items() if mask & field]:
             if mask := group.mask & ~field:
                 target = self._group(mask)
@@ -152,16 +152,16 @@ class Runs:
 
     # --- cutting and joining ----------------------------------------------------------------------------------------
 
-    def _cut(self, run: Run, at: int) -> tuple[Run, Run]:
+    def _cut(self, run: KeyRun, at: int) -> tuple[KeyRun, KeyRun]:
         """Two runs of one; the longer keeps its place in the table."""
         keys = run.keys
         if 2 * at > len(keys):
-            tail = run.next = Run(keys[at:], run.group, keys[at - 1], run.next)
+            tail = run.next = KeyRun(keys[at:], run.group, keys[at - 1], run.next)
             del keys[at:]
             self._point(tail.keys, tail)
             return run, tail
         before = self._before(run)
-        head = Run(keys[:at], run.group, run.above, run)
+        head = KeyRun(keys[:at], run.group, run.above, run)
         del keys[:at]
         run.above = head.keys[-1]
         if before is not None:
@@ -169,7 +169,7 @@ class Runs:
         self._point(head.keys, head)
         return head, run
 
-    def _settle(self, run: Run) -> None:
+    def _settle(self, run: KeyRun) -> None:
         """Join a run that has changed with its neighbours, as far as that is possible: where several have changed at
         once, those next to them may have to follow."""
         while (after := run.next) is not None and _fit(run, after):
@@ -177,7 +177,7 @@ class Runs:
         while (before := self._before(run)) is not None and _fit(before, run):
             run = self._join(before, run)
 
-    def _join(self, run: Run, after: Run) -> Run:
+    def _join(self, run: KeyRun, after: KeyRun) -> KeyRun:
         """Make `after`, which is next to `run`, part of it; returns what `run` is now."""
         if len(run.keys) >= len(after.keys):
             self._point(after.keys, run)
@@ -191,12 +191,12 @@ class Runs:
         after.above = run.above
         return self._drop(run, after)
 
-    def _drop(self, run: Run, into: Run) -> Run:
+    def _drop(self, run: KeyRun, into: KeyRun) -> KeyRun:
         run.group.runs.discard(run)
         run.keys = []
         return into
 
-    def _forget(self, run: Run) -> None:
+    def _forget(self, run: KeyRun) -> None:
         if (before := self._before(run)) is not None:
             before.next = None
         self._leave(run)
@@ -205,12 +205,12 @@ class Runs:
 
     # --- small parts ------------------------------------------------------------------------------------------------
 
-    def _before(self, run: Run) -> Run | None:
+    def _before(self, run: KeyRun) -> KeyRun | None:
         """The run that has this one for its `next`."""
         before = self.index.get(run.above)
         return before if before is not None and before.next is run else None
 
-    def _point(self, keys: Sequence[bytes], run: Run) -> None:
+    def _point(self, keys: Sequence[bytes], run: KeyRun) -> None:
         if len(keys) == 1:
             self.index[keys[0]] = run
         else:
@@ -220,13 +220,13 @@ class Runs:
         for key in keys:
             del self.index[key]
 
-    def _group(self, mask: int) -> Group:
+    def _group(self, mask: int) -> KeyRunGroup:
         group = self.groups.get(mask)
         if group is None:
-            group = self.groups[mask] = Group(mask)
+            group = self.groups[mask] = KeyRunGroup(mask)
         return group
 
-    def _leave(self, run: Run) -> None:
+    def _leave(self, run: KeyRun) -> None:
         group = run.group
         group.runs.discard(run)
         if not group.runs:
@@ -252,6 +252,6 @@ class Runs:
                 assert apart, "two runs that could be one"
 
 
-def _fit(run: Run, after: Run) -> bool:
+def _fit(run: KeyRun, after: KeyRun) -> bool:
     """Whether the two, one next to the other, may be one."""
     return run.group is after.group and len(run.keys) + len(after.keys) <= MAX_RUN

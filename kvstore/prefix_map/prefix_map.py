@@ -21,10 +21,10 @@ from itertools import count
 from msgspec import Struct, field
 
 from baton.errors import MalformedMessage
-from baton.messages import Medium, PageRun
+from baton.messages import Medium, PageSegment
 from kvstore.events.changes import digest
 from kvstore.keys import START, split_keys
-from kvstore.prefix_map.key_runs import Run, Runs
+from kvstore.prefix_map.key_runs import KeyRun, KeyRuns
 
 MEDIA: tuple[Medium, ...] = ("GPU", "CPU", "DISK")
 """Every tier, fastest first."""
@@ -36,7 +36,7 @@ _FASTEST = tuple((bits & -bits).bit_length() - 1 for bits in range(_ALL + 1))  #
 _CHUNK = 1_024  # keys looked at together
 
 
-class Match(Struct, frozen=True):
+class PrefixMatch(Struct, frozen=True):
     """How much of a chain one holder has: its first `pages` pages without a gap, each counted in `tiers` under the
     fastest tier that has it."""
 
@@ -70,7 +70,7 @@ class PrefixMap:
     """Pages by key, with their holders."""
 
     def __init__(self) -> None:
-        self._runs = Runs()
+        self._runs = KeyRuns()
         self._holders: dict[str, _Holder] = {}
         self._by_place: dict[int, _Holder] = {}
         self._vacant: list[int] = []  # places
@@ -144,12 +144,12 @@ class PrefixMap:
             del self._by_place[place]
             self._vacant.append(place)
 
-    def load_snapshot(self, holder: str, runs: Iterable[PageRun]) -> bool:
+    def load_snapshot(self, holder: str, runs: Iterable[PageSegment]) -> bool:
         """Replace all that is known of `holder`. Parents stand before their children."""
         self.cleared(holder)
         return self.extend(holder, runs)
 
-    def extend(self, holder: str, runs: Iterable[PageRun]) -> bool:
+    def extend(self, holder: str, runs: Iterable[PageSegment]) -> bool:
         """More of a snapshot. False when a part of it makes no sense, and was left out."""
         whole = True
         for run in runs:
@@ -161,9 +161,9 @@ class PrefixMap:
 
     # --- what is asked ----------------------------------------------------------------------------------------------
 
-    def match(self, keys: Sequence[bytes]) -> dict[str, Match]:
+    def match(self, keys: Sequence[bytes]) -> dict[str, PrefixMatch]:
         """For each holder of the first key, how far it has the chain `keys` without a gap."""
-        ended: dict[str, Match] = {}
+        ended: dict[str, PrefixMatch] = {}
         going: dict[_Holder, list[int]] | None = None  # pages per fastest tier, of holders without a gap so far
         for mask, pages in self._stretches(list(keys)):
             if going is None:
@@ -250,12 +250,12 @@ class PrefixMap:
             yield me
             mask &= ~me.field
 
-    def _all_runs(self) -> list[Run]:
+    def _all_runs(self) -> list[KeyRun]:
         return [run for group in self._runs.groups.values() for run in group.runs]
 
 
 @lru_cache(maxsize=4_096)
-def _match(*counts: int) -> Match:
+def _match(*counts: int) -> PrefixMatch:
     """Of so many pages on each tier. Remembered, for most holders have as much as many others."""
     tiers: dict[Medium, int] = {medium: count for medium, count in zip(MEDIA, counts, strict=True) if count}
-    return Match(sum(counts), tiers)
+    return PrefixMatch(sum(counts), tiers)

@@ -12,8 +12,8 @@ from baton.messages import FromStore, ToStore
 from baton.store_protocol import StoreCall, StoreReply
 from kvstore.disk.interface import DiskEvent, DiskOrder
 from kvstore.disk.stats import DiskStats
-from kvstore.server.inbound_transfers import LoadStats
-from kvstore.server.outbound_transfers import ServingStats
+from kvstore.server.inbound_transfers import InboundStats
+from kvstore.server.outbound_transfers import OutboundStats
 from kvstore.transport.interface import PeerEvent, PeerOrder
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -26,7 +26,7 @@ class Connected(Struct, frozen=True):
     pid: int
 
 
-class Heard(Struct, frozen=True):
+class CallReceived(Struct, frozen=True):
     """A call came in."""
 
     connection: int
@@ -39,32 +39,34 @@ class Disconnected(Struct, frozen=True):
     connection: int
 
 
-class WriterGone(Struct, frozen=True):
+class WriterDied(Struct, frozen=True):
     """The kernel says that process `pid` is gone: it will never write again."""
 
     pid: int
 
 
-class RouterSaid(Struct, frozen=True):
+class RouterMessageReceived(Struct, frozen=True):
     """A router of ours said this."""
 
     message: ToStore
     router: str = ""  # incarnation
 
 
-Event: TypeAlias = Connected | Heard | Disconnected | WriterGone | RouterSaid | PeerEvent | DiskEvent | Tick
+StoreEvent: TypeAlias = (
+    Connected | CallReceived | Disconnected | WriterDied | RouterMessageReceived | PeerEvent | DiskEvent | Tick
+)
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-class Send(Struct, frozen=True):
+class SendReply(Struct, frozen=True):
     """Send `reply`; with an `Attached` goes the arena's descriptor."""
 
     connection: int
     reply: StoreReply
 
 
-class Drop(Struct, frozen=True):
+class CloseConnection(Struct, frozen=True):
     """Close this connection. What it was told and has not read yet may be lost."""
 
     connection: int
@@ -77,13 +79,13 @@ class TellRouter(Struct, frozen=True):
     router: str = ""  # incarnation
 
 
-class Divide(Struct, frozen=True):
+class DivideArena(Struct, frozen=True):
     """From now on the arena is cut into slots of `page_bytes`; nothing is on its way to or from any slot."""
 
     page_bytes: int
 
 
-Command: TypeAlias = Send | Drop | TellRouter | Divide | PeerOrder | DiskOrder
+StoreCommand: TypeAlias = SendReply | CloseConnection | TellRouter | DivideArena | PeerOrder | DiskOrder
 
 # --- statistics -------------------------------------------------------------------------------------------------------
 
@@ -116,6 +118,6 @@ class StoreStats:
     expired: int  # holds that their owner did not renew
     corrupt: int  # pages reported
     refusals: int  # connections closed for what they said
-    loads: LoadStats
-    serving: ServingStats
+    loads: InboundStats
+    serving: OutboundStats
     disk: DiskStats

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvstore.server.leases import Process
+from kvstore.server.leases import ClientProcess
 
 
 class HeadOfLine:
@@ -30,15 +30,15 @@ class HeadOfLine:
     def __init__(self, patience: float) -> None:
         """A head that waits and has not asked again for `patience` seconds loses its place."""
         self._patience = patience
-        self._head: tuple[Process, int] | None = None
+        self._head: tuple[ClientProcess, int] | None = None
         self._waits = False  # its last Reserve was refused
         self._asked = 0.0
 
-    def bars(self, process: Process, prompt: int, now: float) -> bool:
+    def bars(self, process: ClientProcess, prompt: int, now: float) -> bool:
         """Return whether another prompt waits at the head of the line."""
         return self._waits and self._head != (process, prompt) and now - self._asked <= self._patience
 
-    def refused(self, process: Process, prompt: int, now: float) -> bool:
+    def refused(self, process: ClientProcess, prompt: int, now: float) -> bool:
         """Note that there are no slots for this prompt. Return whether it is the head, and may keep what it holds."""
         lost = self._waits and now - self._asked > self._patience
         if self._head is None or lost:
@@ -48,17 +48,17 @@ class HeadOfLine:
         self._waits, self._asked = True, now
         return True
 
-    def granted(self, process: Process, prompt: int) -> None:
+    def granted(self, process: ClientProcess, prompt: int) -> None:
         """Note that this prompt has the slots that it asked for."""
         if self._head == (process, prompt):
             self._waits = False
 
-    def leave(self, process: Process, prompt: int) -> None:
+    def leave(self, process: ClientProcess, prompt: int) -> None:
         """Free the place if it is this prompt's."""
         if self._head == (process, prompt):
             self._head, self._waits = None, False
 
-    def keep(self, process: Process, listed: Collection[int]) -> None:
+    def keep(self, process: ClientProcess, listed: Collection[int]) -> None:
         """Free the place if it is that of a prompt of this process that is not `listed`."""
         if self._head is not None and self._head[0] is process and self._head[1] not in listed:
             self._head, self._waits = None, False
@@ -68,6 +68,6 @@ class HeadOfLine:
         self._asked += seconds
 
     @property
-    def waiting(self) -> tuple[Process, int] | None:
+    def waiting(self) -> tuple[ClientProcess, int] | None:
         """The head, while it waits."""
         return self._head if self._waits else None

@@ -1,17 +1,18 @@
 """What a store is bringing into its arena: from its disk, and from other stores. Pure.
 
-    want ──▶ claim slots ──▶ read from disk, a share at a time ──▶ landed   or failed
-                  └────────▶ Want ──▶ Landed… (Credit…) ─────────▶ landed   or failed: the next source, or not coming
-                                  └─ Gone, silent, lost pages ──▶ retired ──Retracted──▶ its slots are free
+    want ──▶ reserve slots ──▶ read from disk, a share at a time ──────────────▶ landed, or failed
+                    └────────▶ FetchPages ──▶ PagesLanded … (FetchCredit …) ──▶ landed, or failed: the next source
+                                  └─ FetchUnavailable, silent, lost pages ──▶ retired ──FetchRetracted──▶ slots free
 
 Every key is brought at most once at a time, whoever waits for it. A source may have the first pages of a fetch and not
 the others: those come from it, these from the next. A fetch from another store has slots for only so many
 of its pages at once, and grants the others as room comes free. Slots of a fetch that has ended stay reserved until the
 transport has said that it writes there no more.
 
-Words and pages are lost only with a connection. Heartbeats find each loss: the other side says (`Serving`) that it has
-sent more than has come, or does not know the fetch, and what is missing is wanted anew; so is a page whose Doubt seems
-to be lost. Credits are said again with each heartbeat, and so, by the other side, is Gone.
+Words and pages are lost only with a connection. Heartbeats find each loss: the other side says (`FetchStatus`) that it
+has sent more than has come, or does not know the fetch, and what is missing is wanted anew; so is a page whose
+ChecksumMismatch seems to be lost. Credits are said again with each heartbeat, and so, by the other side, is
+FetchUnavailable.
 """
 
 # pyright: strict
@@ -23,12 +24,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from baton.messages import Source
-from baton.peer_protocol import Credit, Doubt, Gone, PageReply, Serving, Unwant, Want, Wanting
-from kvstore.arena.host_page_pool import NOWHERE, Page, PageTable, Reservation
-from kvstore.disk.interface import DiskOrder, DiskTable, ReadEnded
+from baton.messages import PageSource
+from baton.peer_protocol import (
+    CancelFetch,
+    ChecksumMismatch,
+    FetchCredit,
+    FetchHeartbeat,
+    FetchPages,
+    FetchStatus,
+    FetchUnavailable,
+    PageReply,
+)
+from kvstore.arena.host_page_pool import NOWHERE, HostPage, HostPagePool, SlotReservation
+from kvstore.disk.interface import DiskOrder, DiskPageIndex, ReadEnded
 from kvstore.load_or_recompute import SpeedMeter
-from kvstore.transport.interface import Ask, Expect, Landed, PeerOrder, Retract
+from kvstore.transport.interface import AskPeer, ExpectPages, PagesLanded, PeerOrder, RetractFetch
 
 STORE = "store"
 """The writer of what the store brings in itself."""
@@ -39,31 +49,31 @@ _WATCHED = 0.02  # seconds over which the speed of a hand-off is taken; in less,
 _DOUBTS = 3  # times that one page may come damaged before its source is given up
 
 
-Link: TypeAlias = tuple[bytes, bytes]
+ChainLink: TypeAlias = tuple[bytes, bytes]
 """A key, and the key before it in its chain (empty where that starts)."""
 
 
-def links(keys: Sequence[bytes], parent: bytes) -> list[Link]:
+def links(keys: Sequence[bytes], parent: bytes) -> list[ChainLink]:
     """`keys`, each following the one before, and the first following `parent`."""
     return list(zip(keys, (parent, *keys[:-1]), strict=True))
 
 
 @dataclass(slots=True)
-class Outcome:
+class InboundResult:
     """What a call led to: orders for the threads, pages that have landed (each held once, for the caller to unhold),
     keys that were to be brought from a cache and are not (`failed`), that the sources of a hand-off do not have
     (`gone`), each with the stores that were asked (`tried`), and that nobody makes here any more (`unmade`).
     `contested`: other stores wait here for pages that this store itself only awaits from a hand-off."""
 
     orders: list[PeerOrder | DiskOrder] = field(default_factory=list[PeerOrder | DiskOrder])
-    landed: list[Page] = field(default_factory=list[Page])
+    landed: list[HostPage] = field(default_factory=list[HostPage])
     failed: list[bytes] = field(default_factory=list[bytes])
     gone: list[bytes] = field(default_factory=list[bytes])
     tried: dict[bytes, frozenset[str]] = field(default_factory=dict[bytes, frozenset[str]])
     unmade: list[bytes] = field(default_factory=list[bytes])
     contested: list[bytes] = field(default_factory=list[bytes])
 
-    def add(self, other: Outcome) -> None:
+    def add(self, other: InboundResult) -> None:
         self.orders += other.orders
         self.landed += other.landed
         self.failed += other.failed
@@ -74,36 +84,38 @@ class Outcome:
 
 
 @dataclass(eq=False, slots=True)
-class Fetch:
+class RemoteFetch:
     """Pages on their way from another store; indices count in `keys`."""
 
     number: int
-    sources: tuple[Source, ...]  # the first is asked now, the others if that fails
+    sources: tuple[PageSource, ...]  # the first is asked now, the others if that fails
     keys: list[bytes]
     parents: list[bytes]  # of each key: some of the chain may be here, or come otherwise
     wait: bool  # also for pages that are only being made
     began: float
     tried: frozenset[str] = frozenset()  # stores that had none of these
     credit: int = 0  # pages before this index have a slot, or need none
-    slots: dict[int, Reservation] = field(default_factory=dict[int, Reservation])  # granted and not landed
-    void: list[Reservation] = field(default_factory=list[Reservation])  # the same of pages that it will not bring
+    slots: dict[int, SlotReservation] = field(default_factory=dict[int, SlotReservation])  # granted and not landed
+    void: list[SlotReservation] = field(
+        default_factory=list[SlotReservation]
+    )  # the same of pages that it will not bring
     received: int = 0  # pages that came, damaged ones too
     vain: int = 0  # pages that will come or have come, and for which there was no slot: they were here already
-    behind: tuple[int, int] = (0, 0)  # pages sent and received, by the last Serving
+    behind: tuple[int, int] = (0, 0)  # pages sent and received, by the last FetchStatus
     doubts: dict[int, int] = field(default_factory=dict[int, int])
     doubted: int = 0  # the last beat before the last doubt
-    beat: int | None = None  # the first Wanting that listed it
+    beat: int | None = None  # the first FetchHeartbeat that listed it
     first_after: float | None = None  # seconds until the first page
     watched: tuple[float, int] | None = None  # since when, and how many pages had come by then
     stalled: bool = False  # at the last heartbeat it had no slot, and pages to come
 
     @property
-    def source(self) -> Source:
+    def source(self) -> PageSource:
         return self.sources[0]
 
 
 @dataclass(frozen=True, slots=True)
-class LoadStats:
+class InboundStats:
     """Counts since the start, by tier, and what is on its way now."""
 
     disk_pages: int
@@ -117,11 +129,11 @@ class LoadStats:
     fetches: int  # now
 
 
-class Loads:
+class InboundTransfers:
     """The one owner of slots that the store itself has reserved."""
 
     def __init__(
-        self, pages: PageTable, disk: DiskTable, page_bytes: int, share: float, heartbeat: float, silence: float,
+        self, pages: HostPagePool, disk: DiskPageIndex, page_bytes: int, share: float, heartbeat: float, silence: float,
         numbers: Iterator[int],
     ) -> None:  # fmt: skip
         """At most `share` of the slots are on their way in at once; a source silent for `silence` seconds is given
@@ -135,11 +147,11 @@ class Loads:
         self._heartbeat = heartbeat
         self._silence = silence
         # By key: a reservation is of a read from disk, None of one that waits for those before it.
-        self._coming: dict[bytes, Fetch | Reservation | None] = {}
+        self._coming: dict[bytes, RemoteFetch | SlotReservation | None] = {}
         self._reading: dict[bytes, float] = {}  # when reads from disk began
-        self._queued: deque[Link] = deque()  # reads that wait for those before them
-        self._fetches: dict[int, Fetch] = {}
-        self._retired: dict[int, list[Reservation]] = {}  # by fetch, until Retracted
+        self._queued: deque[ChainLink] = deque()  # reads that wait for those before them
+        self._fetches: dict[int, RemoteFetch] = {}
+        self._retired: dict[int, list[SlotReservation]] = {}  # by fetch, until Retracted
         self._heard: dict[str, float] = {}  # when sources of fetches last said anything
         self._reserved = 0  # slots
         self._numbers = numbers
@@ -163,19 +175,19 @@ class Loads:
 
     def fetching(self, key: bytes) -> bool:
         """Whether the page comes from another store."""
-        return isinstance(self._coming.get(key), Fetch)
+        return isinstance(self._coming.get(key), RemoteFetch)
 
     def fetch_of(self, key: bytes) -> int | None:
         """The number of the fetch that brings the page from another store."""
-        return fetch.number if isinstance(fetch := self._coming.get(key), Fetch) else None
+        return fetch.number if isinstance(fetch := self._coming.get(key), RemoteFetch) else None
 
     def handing_off(self, key: bytes) -> bool:
         """Whether the page comes from another store, where it may still have to be made."""
-        return isinstance(fetch := self._coming.get(key), Fetch) and fetch.wait
+        return isinstance(fetch := self._coming.get(key), RemoteFetch) and fetch.wait
 
     # --- begin --------------------------------------------------------------------------------------------------
 
-    def read(self, links: Sequence[Link], now: float) -> Outcome:
+    def read(self, links: Sequence[ChainLink], now: float) -> InboundResult:
         """Bring pages that are on the disk, in the order of their chain. Those that our share has no slots for come
         after those that are on their way; when nothing is and there is no slot, they do not come."""
         missing = [link for link in links if self._missing(link[0])]
@@ -183,8 +195,8 @@ class Loads:
         self._queued += missing
         return self._read_on(now)
 
-    def _read_on(self, now: float) -> Outcome:
-        outcome = Outcome()
+    def _read_on(self, now: float) -> InboundResult:
+        outcome = InboundResult()
         if 2 * len(self._reading) > self._allowed:
             return outcome  # many at a time are read faster than one by one
         batch: list[tuple[bytes, int]] = []
@@ -218,19 +230,19 @@ class Loads:
         return outcome
 
     def fetch(
-        self, sources: Sequence[Source], links: Sequence[Link], wait: bool, now: float,
+        self, sources: Sequence[PageSource], links: Sequence[ChainLink], wait: bool, now: float,
         tried: frozenset[str] = frozenset(),
-    ) -> Outcome:  # fmt: skip
+    ) -> InboundResult:  # fmt: skip
         """Bring pages from the first of `sources`, and if that fails from the next; `tried` are stores that have been
         asked before. Those that are on their way already come as they come."""
         missing = [link for link in links if self._missing(link[0])]
         if not missing:
-            return Outcome()
+            return InboundResult()
         keys, parents = [key for key, _ in missing], [parent for _, parent in missing]
         if not sources:
             self._failed += len(keys)
-            return Outcome(gone=keys, tried=dict.fromkeys(keys, tried)) if wait else Outcome(failed=keys)
-        fetch = Fetch(next(self._numbers), tuple(sources), keys, parents, wait, began=now, tried=tried)
+            return InboundResult(gone=keys, tried=dict.fromkeys(keys, tried)) if wait else InboundResult(failed=keys)
+        fetch = RemoteFetch(next(self._numbers), tuple(sources), keys, parents, wait, began=now, tried=tried)
         self._fetches[fetch.number] = fetch
         self._coming |= dict.fromkeys(keys, fetch)
         self._heard.setdefault(fetch.source.store, now)
@@ -238,19 +250,19 @@ class Loads:
         if not fetch.credit and not wait and not self._reserved:
             self._failed += len(keys)
             return self._end(fetch, outcome)  # no room, and cached pages are not worth waiting for it
-        want = Want(fetch.number, self._page_bytes, b"".join(keys), wait, fetch.credit)
-        outcome.orders.append(Ask(fetch.source, want))
+        want = FetchPages(fetch.number, self._page_bytes, b"".join(keys), wait, fetch.credit)
+        outcome.orders.append(AskPeer(fetch.source, want))
         return outcome
 
     def prune(
         self, awaited: Callable[[bytes], bool], wanted: Callable[[bytes], bool], named: Callable[[bytes, str], bool],
         now: float,
-    ) -> Outcome:  # fmt: skip
+    ) -> InboundResult:  # fmt: skip
         """Give up reads that have not begun of pages that nobody awaits, and fetches of which no worker wants a page:
         what other stores wait for is no reason to ask others, or two that wait for each other would do so for ever.
         A hand-off from a store that none of those who still want it has `named` may wait for pages that nobody makes
         there: it goes on with the next."""
-        outcome = Outcome()
+        outcome = InboundResult()
         for key, _ in self._queued:
             if not awaited(key):
                 del self._coming[key]
@@ -265,8 +277,8 @@ class Loads:
 
     # --- what comes -----------------------------------------------------------------------------------------------
 
-    def landed(self, event: Landed, now: float) -> Outcome:
-        outcome = Outcome()
+    def landed(self, event: PagesLanded, now: float) -> InboundResult:
+        outcome = InboundResult()
         fetch = self._fetches.get(event.fetch)
         if fetch is None:
             return outcome
@@ -287,12 +299,12 @@ class Loads:
             fetch.doubts[index] = fetch.doubts.get(index, 0) + 1
             if fetch.doubts[index] > _DOUBTS:
                 return self._try_next(fetch, outcome, now)
-            outcome.orders.append(Ask(fetch.source, Doubt(fetch.number, index)))
+            outcome.orders.append(AskPeer(fetch.source, ChecksumMismatch(fetch.number, index)))
         if fetch.wait:
             self._watch(fetch, now)
         return self._go_on(fetch, outcome, now)
 
-    def _watch(self, fetch: Fetch, now: float) -> None:
+    def _watch(self, fetch: RemoteFetch, now: float) -> None:
         """What a hand-off shows of the link. Where nothing but hand-offs crosses it, nothing else is known."""
         since, received = fetch.watched or (now, fetch.received)
         if now - since >= _WATCHED:
@@ -300,17 +312,17 @@ class Loads:
             since, received = now, fetch.received
         fetch.watched = since, received
 
-    def answered(self, store: str, reply: PageReply, now: float) -> Outcome:
+    def answered(self, store: str, reply: PageReply, now: float) -> InboundResult:
         """Another store has said something about our fetches."""
-        outcome = Outcome()
+        outcome = InboundResult()
         if store in self._heard:
             self._heard[store] = now
         match reply:
-            case Gone(fetch=number, index=index):
+            case FetchUnavailable(fetch=number, index=index):
                 fetch = self._fetches.get(number)
                 if fetch is not None and fetch.source.store == store:
                     self._lacks_from(fetch, index, outcome, now)
-            case Serving(beat=beat, fetches=served):
+            case FetchStatus(beat=beat, fetches=served):
                 sent = dict(served)
                 for fetch in [f for f in self._fetches.values() if f.source.store == store]:
                     known = fetch.beat is None or fetch.beat > beat or fetch.number in sent
@@ -321,38 +333,38 @@ class Loads:
                 pass
         return outcome
 
-    def retracted(self, number: int, now: float) -> Outcome:
+    def retracted(self, number: int, now: float) -> InboundResult:
         """The transport writes to the slots of that fetch no more."""
         for reservation in self._retired.pop(number, []):
             self._reserved -= 1
             self._pages.release(reservation)
         return self._go_on_all(now)
 
-    def read_ended(self, event: ReadEnded, now: float) -> Outcome:
+    def read_ended(self, event: ReadEnded, now: float) -> InboundResult:
         reservation = self._coming.pop(event.key)
-        assert isinstance(reservation, Reservation)
+        assert isinstance(reservation, SlotReservation)
         began = self._reading.pop(event.key)
         if event.ok:
             self._disk_pages += 1
             self._disk_seconds += now - began
-            outcome = Outcome(landed=[self._land(reservation, event.checksum)])
+            outcome = InboundResult(landed=[self._land(reservation, event.checksum)])
             outcome.add(self._go_on_all(now))
             return outcome
         self._failed += 1
         self._reserved -= 1
         unmade = self._pages.abort(reservation)
-        outcome = Outcome(failed=[event.key], unmade=[key for key in unmade if key != event.key])
+        outcome = InboundResult(failed=[event.key], unmade=[key for key in unmade if key != event.key])
         outcome.add(self._go_on_all(now))
         return outcome
 
-    def tick(self, now: float, paused: float) -> Outcome:
+    def tick(self, now: float, paused: float) -> InboundResult:
         """Time has passed: heartbeats to the stores that we fetch from, silence, slots that have come free."""
         for store in self._heard:
             self._heard[store] += paused
         if now < self._next_beat:
-            return Outcome()
+            return InboundResult()
         self._next_beat = now + self._heartbeat
-        outcome = Outcome()
+        outcome = InboundResult()
         for fetch in list(self._fetches.values()):
             if now - self._heard[fetch.source.store] > self._silence:
                 self._try_next(fetch, outcome, now)
@@ -361,7 +373,7 @@ class Loads:
                 self._anew(fetch, fetch.sources, outcome, now)
         outcome.add(self._go_on_all(now))
         self._unstall(outcome)
-        by_store: dict[str, list[Fetch]] = {}
+        by_store: dict[str, list[RemoteFetch]] = {}
         for fetch in self._fetches.values():
             by_store.setdefault(fetch.source.store, []).append(fetch)
         self._beats += bool(by_store)
@@ -370,8 +382,8 @@ class Loads:
             for fetch in fetches:
                 fetch.beat = self._beats if fetch.beat is None else fetch.beat
                 if fetch.slots:
-                    outcome.orders.append(Ask(source, Credit(fetch.number, fetch.credit)))
-            outcome.orders.append(Ask(source, Wanting(self._beats, tuple(f.number for f in fetches))))
+                    outcome.orders.append(AskPeer(source, FetchCredit(fetch.number, fetch.credit)))
+            outcome.orders.append(AskPeer(source, FetchHeartbeat(self._beats, tuple(f.number for f in fetches))))
         self._heard = {store: heard for store, heard in self._heard.items() if store in by_store}
         return outcome
 
@@ -380,18 +392,18 @@ class Loads:
     def _missing(self, key: bytes) -> bool:
         return key not in self._coming and self._pages.find(key) is None
 
-    def _claim(self, key: bytes, parent: bytes) -> Reservation | None:
+    def _claim(self, key: bytes, parent: bytes) -> SlotReservation | None:
         if self._reserved >= self._allowed:
             return None
         reservation = self._pages.claim(STORE, parent, key)
         self._reserved += reservation is not None
         return reservation
 
-    def _land(self, reservation: Reservation, checksum: int) -> Page:
+    def _land(self, reservation: SlotReservation, checksum: int) -> HostPage:
         self._reserved -= 1
         return self._pages.land(reservation, checksum)
 
-    def _grant(self, fetch: Fetch, loose: bool = False) -> Outcome:
+    def _grant(self, fetch: RemoteFetch, loose: bool = False) -> InboundResult:
         """Give slots to the pages that come next, as far as there are. `loose`: the next page is claimed without its
         parent, and so are those after it; then the pages before it may make room."""
         granted: list[tuple[int, int]] = []
@@ -407,9 +419,9 @@ class Loads:
             else:
                 break
             fetch.credit += 1
-        return Outcome([Expect(fetch.number, tuple(granted))] if granted else [])
+        return InboundResult([ExpectPages(fetch.number, tuple(granted))] if granted else [])
 
-    def _go_on_all(self, now: float) -> Outcome:
+    def _go_on_all(self, now: float) -> InboundResult:
         """Slots may have come free: for reads, and for fetches."""
         outcome = self._read_on(now)
         for fetch in list(self._fetches.values()):
@@ -417,7 +429,7 @@ class Loads:
             self._end_if_over(fetch, outcome, now)
         return outcome
 
-    def _unstall(self, outcome: Outcome) -> None:
+    def _unstall(self, outcome: InboundResult) -> None:
         """Give slots to hand-offs that have had none since the last heartbeat, at the cost of their own earlier pages.
 
         A chain that stays whole needs a slot for each page. On two nodes that hand off to each other these slots may be
@@ -428,18 +440,18 @@ class Loads:
                 self._extend(fetch, outcome, loose=True)
             fetch.stalled = stalled
 
-    def _extend(self, fetch: Fetch, outcome: Outcome, loose: bool = False) -> None:
+    def _extend(self, fetch: RemoteFetch, outcome: InboundResult, loose: bool = False) -> None:
         before = fetch.credit
         outcome.add(self._grant(fetch, loose))
         if fetch.credit > before:
-            outcome.orders.append(Ask(fetch.source, Credit(fetch.number, fetch.credit)))
+            outcome.orders.append(AskPeer(fetch.source, FetchCredit(fetch.number, fetch.credit)))
 
-    def _go_on(self, fetch: Fetch, outcome: Outcome, now: float) -> Outcome:
+    def _go_on(self, fetch: RemoteFetch, outcome: InboundResult, now: float) -> InboundResult:
         if len(fetch.slots) <= self._window // 2:
             self._extend(fetch, outcome)
         return self._end_if_over(fetch, outcome, now)
 
-    def _end_if_over(self, fetch: Fetch, outcome: Outcome, now: float) -> Outcome:
+    def _end_if_over(self, fetch: RemoteFetch, outcome: InboundResult, now: float) -> InboundResult:
         """It is over when all has come; and cached pages are not worth waiting for a slot when none is coming free."""
         if fetch.credit < len(fetch.keys):
             return outcome if fetch.wait or self._reserved else self._end(fetch, outcome)
@@ -453,17 +465,17 @@ class Loads:
             self._remote_seconds += seconds
         return self._end(fetch, outcome)
 
-    def _lacks(self, fetch: Fetch, sent: int) -> bool:
+    def _lacks(self, fetch: RemoteFetch, sent: int) -> bool:
         """Whether pages were lost: more were sent than came. Some may have come in vain, which nobody counts: then it
         is believed when it is so a second time."""
         before, fetch.behind = fetch.behind, (sent, fetch.received)
         return sent > fetch.received and (sent > fetch.received + fetch.vain or before == fetch.behind)
 
-    def _try_next(self, fetch: Fetch, outcome: Outcome, now: float) -> Outcome:
+    def _try_next(self, fetch: RemoteFetch, outcome: InboundResult, now: float) -> InboundResult:
         """This source has no more of it."""
         return self._anew(fetch, fetch.sources[1:], outcome, now)
 
-    def _lacks_from(self, fetch: Fetch, index: int, outcome: Outcome, now: float) -> Outcome:
+    def _lacks_from(self, fetch: RemoteFetch, index: int, outcome: InboundResult, now: float) -> InboundResult:
         """This source has none of it from page `index` on; those before it are still to come."""
         if index >= len(fetch.keys):
             return outcome  # said again
@@ -483,9 +495,11 @@ class Loads:
         outcome.add(self.fetch(fetch.sources[1:], lost, fetch.wait, now, tried))
         return self._end_if_over(fetch, outcome, now)
 
-    def _anew(self, fetch: Fetch, sources: Sequence[Source], outcome: Outcome, now: float) -> Outcome:
+    def _anew(
+        self, fetch: RemoteFetch, sources: Sequence[PageSource], outcome: InboundResult, now: float
+    ) -> InboundResult:
         """What has not come is wanted again, under a new number, from the first of `sources`."""
-        ended = self._end(fetch, Outcome())
+        ended = self._end(fetch, InboundResult())
         left = [link for link in zip(fetch.keys, fetch.parents, strict=True) if self._missing(link[0])]
         tried = fetch.tried | {source.store for source in fetch.sources if source not in sources}
         again = self.fetch(sources, left, fetch.wait, now, tried)
@@ -496,7 +510,7 @@ class Loads:
         outcome.unmade += ended.unmade
         return outcome
 
-    def _end(self, fetch: Fetch, outcome: Outcome) -> Outcome:
+    def _end(self, fetch: RemoteFetch, outcome: InboundResult) -> InboundResult:
         """No more of this fetch: its slots are free once the transport has let go of them."""
         del self._fetches[fetch.number]
         lost = outcome.gone if fetch.wait else outcome.failed
@@ -508,16 +522,16 @@ class Loads:
         for reservation in reversed(slots):
             outcome.unmade += [key for key in self._pages.detach(reservation) if key != reservation.key]
         self._retired[fetch.number] = [*slots, *fetch.void]
-        outcome.orders += [Retract(fetch.number), Ask(fetch.source, Unwant(fetch.number))]
+        outcome.orders += [RetractFetch(fetch.number), AskPeer(fetch.source, CancelFetch(fetch.number))]
         return outcome
 
     # --- what can be read off -------------------------------------------------------------------------------------
 
     @property
-    def reservations(self) -> Iterator[Reservation]:
+    def reservations(self) -> Iterator[SlotReservation]:
         """Every slot that the store itself has reserved."""
         for each in self._coming.values():
-            if isinstance(each, Reservation):
+            if isinstance(each, SlotReservation):
                 yield each
         for fetch in self._fetches.values():
             yield from fetch.slots.values()
@@ -525,8 +539,8 @@ class Loads:
         for slots in self._retired.values():
             yield from slots
 
-    def stats(self) -> LoadStats:
-        return LoadStats(
+    def stats(self) -> InboundStats:
+        return InboundStats(
             disk_pages=self._disk_pages,
             remote_pages=self._remote_pages,
             disk_seconds=self._disk_seconds,
@@ -544,10 +558,12 @@ class Loads:
         assert len(reservations) == self._reserved <= self._allowed
         assert all(reservation.writer == STORE or reservation.node is None for reservation in reservations)
         assert {key for key, _ in self._queued} == {key for key, each in self._coming.items() if each is None}
-        assert set(self._reading) == {key for key, each in self._coming.items() if isinstance(each, Reservation)}
+        assert set(self._reading) == {key for key, each in self._coming.items() if isinstance(each, SlotReservation)}
         for fetch in self._fetches.values():
             assert len(fetch.keys) == len(fetch.parents)
             assert all(self._coming[fetch.keys[index]] is fetch for index in fetch.slots)
             assert all(index < fetch.credit for index in fetch.slots)
         live = set(map(id, self._fetches.values()))
-        assert all(id(each) in live for each in self._coming.values() if isinstance(each, Fetch)), "nobody brings it"
+        assert all(id(each) in live for each in self._coming.values() if isinstance(each, RemoteFetch)), (
+            "nobody brings it"
+        )

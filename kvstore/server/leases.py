@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from baton.messages import Source
-from kvstore.arena.host_page_pool import Page, Reservation
+from baton.messages import PageSource
+from kvstore.arena.host_page_pool import HostPage, SlotReservation
 
 
 @dataclass(eq=False, slots=True)
-class Waiter:
+class PageWaiter:
     """Somebody who wants the pages of a chain: what it still waits for, by index in `keys`."""
 
     number: int
@@ -20,35 +20,35 @@ class Waiter:
 
 
 @dataclass(eq=False, slots=True)
-class Ticket(Waiter):
+class Lease(PageWaiter):
     """One reservation or acquisition of one chain by a worker: what it still reserves and holds, by index in `keys`."""
 
-    owner: Process
+    owner: ClientProcess
     expires: float  # when its holds and waits end unless its owner renews them
     since: float  # when it was made
     reserving: bool  # made by Reserve, so that it may seal
     prompt: int = 0  # which prompt of its owner's it is for, where that waits for slots
     parent: bytes = b""  # the key before the first
     partial: bool = False  # the last key is of a partial page
-    sources: tuple[Source, ...] = ()  # other stores that may have its pages
+    sources: tuple[PageSource, ...] = ()  # other stores that may have its pages
     reached: int = 0  # pages before this index were granted or asked for, and never are again
-    reservations: dict[int, Reservation] = field(default_factory=dict[int, Reservation])
+    reservations: dict[int, SlotReservation] = field(default_factory=dict[int, SlotReservation])
     sealed: set[int] = field(default_factory=set[int])  # indices that its owner has sealed
-    holds: dict[int, Page] = field(default_factory=dict[int, Page])
+    holds: dict[int, HostPage] = field(default_factory=dict[int, HostPage])
 
-    def sources_of(self, index: int) -> tuple[Source, ...]:
+    def sources_of(self, index: int) -> tuple[PageSource, ...]:
         """Other stores that are believed to have that page, or to be about to."""
         return tuple(source for source in self.sources if source.pages > index)
 
 
 @dataclass(eq=False, slots=True)
-class Process:
+class ClientProcess:
     """One incarnation of a worker, while it is attached or slots are reserved by it."""
 
     pid: int
     incarnation: str
     connection: int | None = None
-    tickets: dict[int, Ticket] = field(default_factory=dict[int, Ticket])
+    tickets: dict[int, Lease] = field(default_factory=dict[int, Lease])
 
     @property
     def reserved(self) -> int:
@@ -56,11 +56,11 @@ class Process:
         return sum(len(ticket.reservations) for ticket in self.tickets.values())
 
 
-class WaitingRoom:
+class PageWaiters:
     """Who waits for which key."""
 
     def __init__(self) -> None:
-        self._waiting: dict[bytes, dict[Waiter, int]] = {}
+        self._waiting: dict[bytes, dict[PageWaiter, int]] = {}
 
     def __len__(self) -> int:
         return sum(len(waiting) for waiting in self._waiting.values())
@@ -76,26 +76,26 @@ class WaitingRoom:
 
     def wanted(self, key: bytes) -> bool:
         """Whether a worker waits for `key`."""
-        return any(isinstance(waiter, Ticket) for waiter in self._waiting.get(key, ()))
+        return any(isinstance(waiter, Lease) for waiter in self._waiting.get(key, ()))
 
     def named(self, key: bytes, store: str) -> bool:
         """Whether a worker waits for `key` that names this store as one to get it from."""
         waiting = self._waiting.get(key, {}).items()
-        return any(isinstance(t, Ticket) and any(s.store == store for s in t.sources_of(i)) for t, i in waiting)
+        return any(isinstance(t, Lease) and any(s.store == store for s in t.sources_of(i)) for t, i in waiting)
 
     def promised(self, key: bytes) -> bool:
         """Return whether another store waits here for `key`."""
-        return any(not isinstance(waiter, Ticket) for waiter in self._waiting.get(key, ()))
+        return any(not isinstance(waiter, Lease) for waiter in self._waiting.get(key, ()))
 
-    def of(self, key: bytes) -> Mapping[Waiter, int]:
+    def of(self, key: bytes) -> Mapping[PageWaiter, int]:
         """Who waits for `key`, each with its index there."""
         return self._waiting.get(key, {})
 
-    def enter(self, waiter: Waiter, index: int) -> None:
+    def enter(self, waiter: PageWaiter, index: int) -> None:
         waiter.waits.add(index)
         self._waiting.setdefault(waiter.keys[index], {})[waiter] = index
 
-    def leave(self, waiter: Waiter, first: int = 0) -> None:
+    def leave(self, waiter: PageWaiter, first: int = 0) -> None:
         """`waiter` waits no longer for its pages from index `first` on."""
         for index in [index for index in waiter.waits if index >= first]:
             waiter.waits.discard(index)
@@ -104,21 +104,21 @@ class WaitingRoom:
             if not waiting:
                 del self._waiting[waiter.keys[index]]
 
-    def call(self, key: bytes) -> list[tuple[Waiter, int]]:
+    def call(self, key: bytes) -> list[tuple[PageWaiter, int]]:
         """Everybody who waits for `key`, which has come: they wait for it no longer."""
         called = list(self._waiting.pop(key, {}).items())
         for waiter, index in called:
             waiter.waits.discard(index)
         return called
 
-    def waiters(self, keys: Iterable[bytes]) -> list[Waiter]:
+    def waiters(self, keys: Iterable[bytes]) -> list[PageWaiter]:
         """Everybody who waits for one of `keys`, each once."""
         return list(dict.fromkeys(waiter for key in keys for waiter in self._waiting.get(key, ())))
 
-    def send_away(self, keys: Iterable[bytes], who: Callable[[Waiter, int], bool]) -> list[tuple[Waiter, int]]:
+    def send_away(self, keys: Iterable[bytes], who: Callable[[PageWaiter, int], bool]) -> list[tuple[PageWaiter, int]]:
         """`keys` are not coming for those `who` it concerns: whoever waits for one waits no longer for it, nor for what
         follows it in their chain. Returns the first index concerned of each."""
-        first: dict[Waiter, int] = {}
+        first: dict[PageWaiter, int] = {}
         for key in keys:
             for waiter, index in self._waiting.get(key, {}).items():
                 if who(waiter, index):
@@ -127,7 +127,7 @@ class WaitingRoom:
             self.leave(waiter, index)
         return list(first.items())
 
-    def validate(self, waiters: Iterable[Waiter]) -> None:
+    def validate(self, waiters: Iterable[PageWaiter]) -> None:
         """Check every invariant; for tests."""
         expected = {(waiter.keys[index], id(waiter), index) for waiter in waiters for index in waiter.waits}
         here = {(key, id(t), index) for key, waiting in self._waiting.items() for t, index in waiting.items()}

@@ -1,8 +1,9 @@
 """What other stores want of this one: their fetches, the credits they gave, and the pages on their way to them. Pure.
 
-    Want ──▶ for each page before the credit, in order:  here ──▶ held, Serve ──Served──▶ no longer held
-                                                         not here, wanted with `wait` or on the disk ──▶ waited for
-                                                         neither, or only on its way from a third store ──▶ Gone
+    FetchPages ──▶ for each page before the credit, in order:
+        here                                               ──▶ held, SendPages ──PagesSent──▶ no longer held
+        not here, wanted with `wait` or on the disk        ──▶ waited for
+        neither, or only on its way from a third store     ──▶ FetchUnavailable
 
 A promise to another store rests on a producer here: a worker that writes the page, or a read from this disk. If it
 rested on yet another store, two stores could wait for each other. With `wait` the page may still have to be made here;
@@ -20,19 +21,29 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.errors import MalformedMessage
-from baton.peer_protocol import Credit, Doubt, Gone, PageRequest, SentPage, Serving, Unwant, Want, Wanting
-from kvstore.arena.host_page_pool import Page, PageTable
+from baton.peer_protocol import (
+    CancelFetch,
+    ChecksumMismatch,
+    FetchCredit,
+    FetchHeartbeat,
+    FetchPages,
+    FetchStatus,
+    FetchUnavailable,
+    PageRequest,
+    SentPage,
+)
+from kvstore.arena.host_page_pool import HostPage, HostPagePool
 from kvstore.keys import split_keys
-from kvstore.server.inbound_transfers import Link, Outcome
-from kvstore.server.leases import Waiter, WaitingRoom
-from kvstore.transport.interface import Answer, Check, Serve
+from kvstore.server.inbound_transfers import ChainLink, InboundResult
+from kvstore.server.leases import PageWaiter, PageWaiters
+from kvstore.transport.interface import AnswerPeer, SendPages, VerifySlot
 
 _BATCH_BYTES = 4 * 2**20  # in one message
 _MAX_FETCHES = 4_096  # of one peer; far more than an honest one has
 
 
 @dataclass(eq=False, slots=True)
-class PeerFetch(Waiter):
+class PeerFetch(PageWaiter):
     """One fetch of another store."""
 
     peer: str  # incarnation
@@ -43,14 +54,14 @@ class PeerFetch(Waiter):
 
 
 @dataclass(eq=False, slots=True)
-class _Doubted:
+class _DoubtedPage:
     fetch: PeerFetch
     index: int
-    page: Page
+    page: HostPage
 
 
 @dataclass(frozen=True, slots=True)
-class ServingStats:
+class OutboundStats:
     """Counts since the start, and what is on its way now."""
 
     sent_pages: int
@@ -59,18 +70,18 @@ class ServingStats:
     sending: int  # pages held for it
 
 
-class Server:
+class OutboundTransfers:
     """Serves our sealed pages to other stores."""
 
     def __init__(
         self,
-        pages: PageTable,
-        waiting: WaitingRoom,
+        pages: HostPagePool,
+        waiting: PageWaiters,
         page_bytes: int,
         silence: float,
-        bring: Callable[[Sequence[Link], float], Outcome],
+        bring: Callable[[Sequence[ChainLink], float], InboundResult],
         parent_on_disk: Callable[[bytes], bytes | None],
-        corrupt: Callable[[Page], Outcome],
+        corrupt: Callable[[HostPage], InboundResult],
         fetching: Callable[[bytes], bool],
         handing_off: Callable[[bytes], bool],
     ) -> None:
@@ -88,8 +99,8 @@ class Server:
         self._handing_off = handing_off
         self._peers: dict[str, dict[int, PeerFetch]] = {}  # by incarnation and number
         self._heard: dict[str, float] = {}
-        self._sending: dict[int, list[Page]] = {}  # by number of the Serve
-        self._doubted: dict[int, _Doubted] = {}  # by number of the Check
+        self._sending: dict[int, list[HostPage]] = {}  # by number of the SendPages
+        self._doubted: dict[int, _DoubtedPage] = {}  # by number of the VerifySlot
         self._numbers = 0
         self._sent = 0
 
@@ -98,51 +109,53 @@ class Server:
         """No thread reads a slot on our behalf."""
         return not (self._sending or self._doubted)
 
-    def asked(self, peer: str, request: PageRequest, now: float) -> Outcome:
+    def asked(self, peer: str, request: PageRequest, now: float) -> InboundResult:
         """Another store has said something."""
         self._heard[peer] = now
         fetches = self._peers.setdefault(peer, {})
         match request:
-            case Want():
+            case FetchPages():
                 return self._want(peer, fetches, request, now)
-            case Credit(fetch=number, credit=credit):
+            case FetchCredit(fetch=number, credit=credit):
                 if (fetch := fetches.get(number)) is not None:
                     fetch.credit = max(fetch.credit, min(credit, len(fetch.keys)))
                     return self._go_on(fetch, now)
-            case Doubt(fetch=number, index=index):
+            case ChecksumMismatch(fetch=number, index=index):
                 if (fetch := fetches.get(number)) is not None and 0 <= index < fetch.next:
                     return self._doubt(fetch, index)
-            case Unwant(fetch=number):
+            case CancelFetch(fetch=number):
                 self._forget(fetches, number)
-            case Wanting(beat=beat, fetches=listed):
+            case FetchHeartbeat(beat=beat, fetches=listed):
                 for number in fetches.keys() - set(listed):
                     self._forget(fetches, number)
                 # Whoever lists a fetch that has ended here has not heard so.
-                gone = [Gone(number, fetch.gone) for number, fetch in fetches.items() if fetch.gone is not None]
+                gone = [
+                    FetchUnavailable(number, fetch.gone) for number, fetch in fetches.items() if fetch.gone is not None
+                ]
                 known = tuple((number, fetch.sent) for number, fetch in fetches.items())
-                return Outcome([Answer(peer, reply) for reply in (*gone, Serving(beat, known))])
-        return Outcome()
+                return InboundResult([AnswerPeer(peer, reply) for reply in (*gone, FetchStatus(beat, known))])
+        return InboundResult()
 
-    def arrived(self, fetch: PeerFetch, index: int, page: Page) -> Outcome:
+    def arrived(self, fetch: PeerFetch, index: int, page: HostPage) -> InboundResult:
         """A page that this fetch waited for is here."""
         return self._send(fetch, [(index, page)])
 
-    def not_coming(self, fetch: PeerFetch, index: int) -> Outcome:
+    def not_coming(self, fetch: PeerFetch, index: int) -> InboundResult:
         """The pages of this fetch from `index` on are not coming."""
         fetch.credit = fetch.next = len(fetch.keys)
         fetch.gone = index if fetch.gone is None else min(index, fetch.gone)
-        return Outcome([Answer(fetch.peer, Gone(fetch.number, fetch.gone))])
+        return InboundResult([AnswerPeer(fetch.peer, FetchUnavailable(fetch.number, fetch.gone))])
 
     def served(self, number: int) -> None:
-        """The transport is done with the pages of that Serve."""
+        """The transport is done with the pages of that SendPages."""
         for page in self._sending.pop(number):
             self._pages.unhold(page)
 
-    def checked(self, number: int, intact: bool) -> Outcome:
+    def checked(self, number: int, intact: bool) -> InboundResult:
         """Whether a page that a peer doubted is good: then it was damaged on its way, and is sent again."""
         doubted = self._doubted.pop(number)
         fetch, page = doubted.fetch, doubted.page
-        outcome = Outcome()
+        outcome = InboundResult()
         known = self._peers.get(fetch.peer, {}).get(fetch.number) is fetch
         if intact and known:
             outcome = self._send(fetch, [(doubted.index, page)])
@@ -166,24 +179,24 @@ class Server:
 
     # --- internals --------------------------------------------------------------------------------------------------
 
-    def _want(self, peer: str, fetches: dict[int, PeerFetch], want: Want, now: float) -> Outcome:
+    def _want(self, peer: str, fetches: dict[int, PeerFetch], want: FetchPages, now: float) -> InboundResult:
         try:
             keys = split_keys(want.keys)
         except MalformedMessage:
             keys = []
         fits = want.page_bytes == self._page_bytes and len(set(keys)) == len(keys) and len(fetches) < _MAX_FETCHES
         if not fits or not keys:
-            return Outcome([Answer(peer, Gone(want.fetch, 0))])
+            return InboundResult([AnswerPeer(peer, FetchUnavailable(want.fetch, 0))])
         self._forget(fetches, want.fetch)
         fetch = PeerFetch(want.fetch, keys, want.wait, peer, min(want.credit, len(keys)))
         fetches[want.fetch] = fetch
         return self._go_on(fetch, now)
 
-    def _go_on(self, fetch: PeerFetch, now: float) -> Outcome:
+    def _go_on(self, fetch: PeerFetch, now: float) -> InboundResult:
         """Send what is here of the pages that there is credit for; wait for the others, or say that they won't come."""
-        outcome = Outcome()
-        here: list[tuple[int, Page]] = []
-        below: list[Link] = []
+        outcome = InboundResult()
+        here: list[tuple[int, HostPage]] = []
+        below: list[ChainLink] = []
         while fetch.next < fetch.credit:
             index, key = fetch.next, fetch.keys[fetch.next]
             if (page := self._pages.find(key)) is not None:
@@ -205,8 +218,8 @@ class Server:
             outcome.add(self._bring(below, now))
         return outcome
 
-    def _send(self, fetch: PeerFetch, pages: Sequence[tuple[int, Page]]) -> Outcome:
-        outcome = Outcome()
+    def _send(self, fetch: PeerFetch, pages: Sequence[tuple[int, HostPage]]) -> InboundResult:
+        outcome = InboundResult()
         most = max(1, _BATCH_BYTES // max(1, self._page_bytes))
         for start in range(0, len(pages), most):
             batch = pages[start : start + most]
@@ -216,20 +229,20 @@ class Server:
             self._sending[self._numbers] = [page for _, page in batch]
             named = tuple(SentPage(index, page.checksum) for index, page in batch)
             slots = tuple(page.slot for _, page in batch)
-            outcome.orders.append(Serve(self._numbers, fetch.peer, fetch.number, named, slots))
+            outcome.orders.append(SendPages(self._numbers, fetch.peer, fetch.number, named, slots))
             fetch.sent += len(batch)
             self._sent += len(batch)
         return outcome
 
-    def _doubt(self, fetch: PeerFetch, index: int) -> Outcome:
+    def _doubt(self, fetch: PeerFetch, index: int) -> InboundResult:
         page = self._pages.find(fetch.keys[index])
         if page is None:
             self._waiting.leave(fetch, index)
             return self.not_coming(fetch, index)
         self._numbers += 1
         self._pages.hold(page)
-        self._doubted[self._numbers] = _Doubted(fetch, index, page)
-        return Outcome([Check(self._numbers, page.slot, page.checksum)])
+        self._doubted[self._numbers] = _DoubtedPage(fetch, index, page)
+        return InboundResult([VerifySlot(self._numbers, page.slot, page.checksum)])
 
     def _forget(self, fetches: dict[int, PeerFetch], number: int) -> None:
         if (fetch := fetches.pop(number, None)) is not None:
@@ -243,15 +256,15 @@ class Server:
         return (fetch for fetches in self._peers.values() for fetch in fetches.values())
 
     @property
-    def held(self) -> Iterator[Page]:
+    def held(self) -> Iterator[HostPage]:
         """A page for each hold of ours."""
         for pages in self._sending.values():
             yield from pages
         for doubted in self._doubted.values():
             yield doubted.page
 
-    def stats(self) -> ServingStats:
-        return ServingStats(
+    def stats(self) -> OutboundStats:
+        return OutboundStats(
             sent_pages=self._sent,
             peers=len(self._peers),
             fetches=sum(map(len, self._peers.values())),

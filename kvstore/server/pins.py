@@ -12,48 +12,48 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton.messages import AttemptHeld, Pin, Pinned
-from kvstore.arena.host_page_pool import Page, PageTable
+from baton.messages import AttemptHeld, PagesPinned, PinPages
+from kvstore.arena.host_page_pool import HostPage, HostPagePool
 from kvstore.keys import split_keys
 
 
 @dataclass(slots=True)
 class _Pinning:
     tenant: str
-    pages: list[Page]
+    pages: list[HostPage]
     expires: float
 
 
-class Pins:
+class PinnedPrefixes:
     """Holds pages against eviction until their time is over."""
 
-    def __init__(self, pages: PageTable, page_bytes: int, quota: int) -> None:
+    def __init__(self, pages: HostPagePool, page_bytes: int, quota: int) -> None:
         """`quota`: bytes that one tenant may pin."""
         self._pages = pages
         self._page_bytes = page_bytes
         self._quota = quota
         self._pins: dict[tuple[str, str], _Pinning] = {}  # by owner and name
 
-    def pin(self, order: Pin, router: str, now: float) -> tuple[Pinned, list[Page]]:
+    def pin(self, order: PinPages, router: str, now: float) -> tuple[PagesPinned, list[HostPage]]:
         """Hold every page of a chain or none, for the router of that incarnation. Returns the answer, and the pages
         that are pinned now."""
         keys, name = split_keys(order.keys), (router, order.pin)
-        found: list[Page] = []
+        found: list[HostPage] = []
         for key in keys:
             if (page := self._pages.find(key)) is None:
-                return Pinned(order.pin, len(found), "missing"), []
+                return PagesPinned(order.pin, len(found), "missing"), []
             found.append(page)
         replaced = self._pins.get(name)
         others = [p for other, p in self._pins.items() if other != name and p.tenant == order.tenant]
         pinned = {id(page) for pinning in others for page in pinning.pages} | {id(page) for page in found}
         if len(pinned) * self._page_bytes > self._quota:
-            return Pinned(order.pin, 0, "quota"), []
+            return PagesPinned(order.pin, 0, "quota"), []
         for page in found:
             self._pages.hold(page)
         if replaced is not None:
             self.unpin(*name)
         self._pins[name] = _Pinning(order.tenant, found, now + order.ttl_ms / 1_000)
-        return Pinned(order.pin, len(found)), found
+        return PagesPinned(order.pin, len(found)), found
 
     def unpin(self, router: str, pin: str) -> None:
         """End a pin; one that is not there has ended already."""
@@ -78,7 +78,7 @@ class Pins:
         )
 
     @property
-    def held(self) -> Iterator[Page]:
+    def held(self) -> Iterator[HostPage]:
         """A page for each hold of ours."""
         return (page for pinning in self._pins.values() for page in pinning.pages)
 

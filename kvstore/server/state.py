@@ -6,20 +6,20 @@ process, not to the connection:
     attached ──Disconnected──▶ away ──attaches again──▶ attached
         │      holds and waits end; │ reservations stay,
         │      it may be writing    │ for it may be writing
-        └────────WriterGone─────────┴──▶ everything ends: the kernel has said that the process is gone
+        └────────WriterDied─────────┴──▶ everything ends: the kernel has said that the process is gone
 
-So a reserved slot is freed by its writer's Seal or Forget or by that proof, and never by time. Holds do end by time,
+So a reserved slot is freed by its writer's Seal or EndLease or by that proof, and never by time. Holds do end by time,
 because a reader believes its bytes only after `Released` has said that the hold lasted.
 
-Every wait ends: by Arrived; by NotComing, when its maker gives up or dies or the waiting ticket expires; or by its own
-Forget. Waiting for a key that nobody reserves yet is allowed: the router knows who is going to.
+Every wait ends: by PagesReady; by PagesUnavailable, when its maker gives up or dies or the waiting ticket expires; or
+by its own Forget. Waiting for a key that nobody reserves yet is allowed: the router knows who is going to.
 
-A ticket lives until its owner forgets it, by Forget or by leaving it out of its heartbeat (the socket keeps the order,
-so an unlisted ticket is one that the owner has done with), until it ends by the death of its process, or, when nothing
-is reserved under it, by the end of the connection.
+A ticket lives until its owner forgets it, by EndLease or by leaving it out of its heartbeat (the socket keeps the
+order, so an unlisted ticket is one that the owner has done with), until it ends by the death of its process, or, when
+nothing is reserved under it, by the end of the connection.
 
 What is not in the arena may lie below: on this node's disk, or in another store. A hand-off (`Acquire` with `wait`) is
-always delivered; of a cached prefix the worker is told what lies `Below`, and says what to `Promote`.
+always delivered; of a cached prefix the worker is told what lies `LowerTierHits`, and says what to `Promote`.
 
 Pure: events and the time in, commands out. Pages, their slots and tiers are `kvstore.server.tier_manager`'s matter.
 """
@@ -37,28 +37,28 @@ from baton.messages import (
     KEY_BYTES,
     PROTOCOL_VERSION,
     AttemptHeld,
-    Load,
+    LoadReport,
     Medium,
     Namespace,
-    PageRun,
+    PageSegment,
     Peer,
-    Pin,
+    PinPages,
     ToStore,
-    Unpin,
+    UnpinPages,
 )
 from baton.store_protocol import (
     Acquire,
-    Arrived,
     Attach,
     Attached,
-    Below,
-    Corrupt,
-    Forget,
-    Holding,
-    NotComing,
+    AttachRefused,
+    EndLease,
+    LeaseHeartbeat,
+    LowerTierHits,
     NotReserved,
+    PageCorrupt,
+    PagesReady,
+    PagesUnavailable,
     Promote,
-    Refusal,
     Release,
     Released,
     Reserve,
@@ -69,30 +69,30 @@ from baton.store_protocol import (
     StoreHeartbeat,
     StoreReply,
 )
-from baton.store_protocol import Page as PageAt
-from baton.waits import Wait
-from kvstore.arena.host_page_pool import Page, PageTable
+from baton.store_protocol import LeasedPage as PageAt
+from baton.waits import WaitEdge
+from kvstore.arena.host_page_pool import HostPage, HostPagePool
 from kvstore.disk.admission_filter import AdmissionFilter
-from kvstore.disk.interface import DiskTable
-from kvstore.events.changes import Change
+from kvstore.disk.interface import DiskPageIndex
+from kvstore.events.changes import CacheChange
 from kvstore.keys import namespace_root, split_keys
 from kvstore.server.events import (
-    Command,
+    CallReceived,
+    CloseConnection,
     Connected,
     Disconnected,
-    Divide,
-    Drop,
-    Event,
-    Heard,
-    RouterSaid,
-    Send,
+    DivideArena,
+    RouterMessageReceived,
+    SendReply,
+    StoreCommand,
+    StoreEvent,
     StoreStats,
     TellRouter,
-    WriterGone,
+    WriterDied,
 )
 from kvstore.server.head_of_line import HeadOfLine
-from kvstore.server.leases import Process, Ticket
-from kvstore.server.tier_manager import TieredPages, Turn
+from kvstore.server.leases import ClientProcess, Lease
+from kvstore.server.tier_manager import TierManager, TierResult
 
 MAX_TICKETS = 16_384
 """Per process: a heartbeat lists them all in one packet."""
@@ -113,7 +113,7 @@ class StoreState:
     """The one owner of the arena's slots, and the only one who says what may be read and written when."""
 
     def __init__(
-        self, me: Peer, settings: StoreConfig, disk: DiskTable, admit_after: int, heartbeat: float, silence: float
+        self, me: Peer, settings: StoreConfig, disk: DiskPageIndex, admit_after: int, heartbeat: float, silence: float
     ) -> None:
         """Pages used `admit_after` times are written to the disk. `heartbeat` and `silence` in seconds."""
         self._me = me
@@ -128,22 +128,22 @@ class StoreState:
         self._fetch_numbers = itertools.count(1)
         self._tiers = self._new_tiers(0)
         self._strangers: dict[int, int] = {}  # connection that has not attached yet → pid
-        self._attached: dict[int, Process] = {}  # by connection
-        self._processes: dict[tuple[int, str], Process] = {}
+        self._attached: dict[int, ClientProcess] = {}  # by connection
+        self._processes: dict[tuple[int, str], ClientProcess] = {}
         self._line = HeadOfLine(silence)
         self._ended = False  # a ticket has ended since what nobody wants was last given up
         self._count = _Counters()
 
-    def _new_tiers(self, slots: int) -> TieredPages:
+    def _new_tiers(self, slots: int) -> TierManager:
         admission = AdmissionFilter(self._admit_after, 4 * slots + 1)
-        return TieredPages(
+        return TierManager(
             self._settings, self._disk, admission, slots, self._page_bytes, self._heartbeat, self._silence,
             self._fetch_numbers,
         )  # fmt: skip
 
     # --- what happens ---------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> list[Command]:
+    def handle(self, event: StoreEvent, now: float) -> list[StoreCommand]:
         """Take one event. What a worker says out of turn costs it its connection, and nobody else anything."""
         commands = self._handle(event, now)
         if self._ended:
@@ -151,44 +151,44 @@ class StoreState:
             commands += self._tell(self._tiers.prune(now))
         return commands
 
-    def _handle(self, event: Event, now: float) -> list[Command]:
+    def _handle(self, event: StoreEvent, now: float) -> list[StoreCommand]:
         match event:
             case Connected(connection=connection, pid=pid):
                 self._strangers[connection] = pid
                 return []
-            case Heard(connection=connection, call=call):
+            case CallReceived(connection=connection, call=call):
                 try:
                     return self._hear(connection, call, now)
                 except ProtocolError as error:
                     self._count.refusals += 1
-                    refusal = Send(connection, Refusal(error.reason, str(error)))
-                    return [refusal, Drop(connection), *self._disconnect(connection)]
+                    refusal = SendReply(connection, AttachRefused(error.reason, str(error)))
+                    return [refusal, CloseConnection(connection), *self._disconnect(connection)]
             case Disconnected(connection=connection):
                 return self._disconnect(connection)
-            case WriterGone(pid=pid):
+            case WriterDied(pid=pid):
                 return self._bury([process for process in self._processes.values() if process.pid == pid])
             case Tick(paused=paused):
                 return self._tick(now, paused)
-            case RouterSaid(message=message, router=router):
+            case RouterMessageReceived(message=message, router=router):
                 return self._router_said(message, router, now)
             case _:
                 return self._tell(self._tiers.handle(event, now))
 
-    def _router_said(self, message: ToStore, router: str, now: float) -> list[Command]:
+    def _router_said(self, message: ToStore, router: str, now: float) -> list[StoreCommand]:
         match message:
-            case Pin():
+            case PinPages():
                 try:
                     answer, turn = self._tiers.pin(message, router, now)
                 except MalformedMessage:
                     return []
                 return [TellRouter(answer, router), *self._tell(turn)]
-            case Unpin(pin=pin):
+            case UnpinPages(pin=pin):
                 self._tiers.pins.unpin(router, pin)
                 return []
             case _:
                 return []
 
-    def _hear(self, connection: int, call: StoreCall, now: float) -> list[Command]:
+    def _hear(self, connection: int, call: StoreCall, now: float) -> list[StoreCommand]:
         if isinstance(call, Attach):
             return self._attach(connection, call)
         process = self._attached.get(connection)
@@ -207,18 +207,18 @@ class StoreState:
                 return self._promote(process, call, now)
             case Release():
                 return self._reply(process, self._release(process, call))
-            case Forget():
+            case EndLease():
                 self._line.leave(process, call.ticket)
                 ticket = process.tickets.get(call.ticket)
                 return self._end([ticket]) if ticket else []
-            case Corrupt():
+            case PageCorrupt():
                 return self._corrupt(process, call)
-            case Holding():
+            case LeaseHeartbeat():
                 return self._reconcile(process, call, now)
 
     # --- processes ------------------------------------------------------------------------------------------------
 
-    def _attach(self, connection: int, call: Attach) -> list[Command]:
+    def _attach(self, connection: int, call: Attach) -> list[StoreCommand]:
         pid = self._strangers.get(connection)
         if pid is None:
             raise MalformedMessage("Attach on a connection that is attached already")
@@ -226,19 +226,19 @@ class StoreState:
             raise Incompatible(f"protocol {call.protocol} is not this store's {PROTOCOL_VERSION}; update the older one")
         divided = self._divide(call.namespace, call.page_bytes)
         name = (pid, call.peer.incarnation)
-        process = self._processes.setdefault(name, Process(*name))
-        commands: list[Command] = []
+        process = self._processes.setdefault(name, ClientProcess(*name))
+        commands: list[StoreCommand] = []
         if (old := process.connection) is not None:
             # It has given up a connection whose end we have not seen yet.
-            commands = [Drop(old), *self._disconnect(old)]
+            commands = [CloseConnection(old), *self._disconnect(old)]
             self._processes[name] = process
         del self._strangers[connection]
         self._attached[connection] = process
         process.connection = connection
-        attached = Send(connection, Attached(self._me, self._pages.slots, self._page_bytes))
+        attached = SendReply(connection, Attached(self._me, self._pages.slots, self._page_bytes))
         return [*divided, *commands, attached]
 
-    def _divide(self, namespace: Namespace, page_bytes: int) -> list[Command]:
+    def _divide(self, namespace: Namespace, page_bytes: int) -> list[StoreCommand]:
         """Cut the arena into slots for the first who attaches, or anew for another kind of page when nobody is left
         who reads or writes the old ones."""
         if (namespace, page_bytes) == (self._namespace, self._page_bytes):
@@ -257,9 +257,9 @@ class StoreState:
         self._namespace, self._page_bytes = namespace, page_bytes
         self._tiers = self._new_tiers(arena_bytes // page_bytes)
         self._pages.clear()  # says so to those who knew of other pages
-        return [Divide(page_bytes), *self._tiers.open_disk(namespace_root(namespace), page_bytes)]
+        return [DivideArena(page_bytes), *self._tiers.open_disk(namespace_root(namespace), page_bytes)]
 
-    def _disconnect(self, connection: int) -> list[Command]:
+    def _disconnect(self, connection: int) -> list[StoreCommand]:
         self._strangers.pop(connection, None)
         process = self._attached.pop(connection, None)
         if process is None:
@@ -274,17 +274,17 @@ class StoreState:
             del self._processes[process.pid, process.incarnation]
         return []
 
-    def _bury(self, processes: list[Process]) -> list[Command]:
-        commands: list[Command] = []
+    def _bury(self, processes: list[ClientProcess]) -> list[StoreCommand]:
+        commands: list[StoreCommand] = []
         for process in processes:
             if process.connection is not None:
-                commands.append(Drop(process.connection))
+                commands.append(CloseConnection(process.connection))
                 commands += self._disconnect(process.connection)
             commands += self._end(list(process.tickets.values()))
             self._processes.pop((process.pid, process.incarnation), None)
         return commands
 
-    def _reconcile(self, process: Process, call: Holding, now: float) -> list[Command]:
+    def _reconcile(self, process: ClientProcess, call: LeaseHeartbeat, now: float) -> list[StoreCommand]:
         listed = set(call.tickets)
         self._line.keep(process, listed)
         for ticket in process.tickets.values():
@@ -293,7 +293,7 @@ class StoreState:
 
     # --- writing --------------------------------------------------------------------------------------------------
 
-    def _reserve(self, process: Process, call: Reserve, now: float) -> list[Command]:
+    def _reserve(self, process: ClientProcess, call: Reserve, now: float) -> list[StoreCommand]:
         """A page that is sealed already is held by the ticket from now on, as one that it seals itself may be."""
         if len(call.parent) not in (0, KEY_BYTES):
             raise MalformedMessage(f"a parent key of {len(call.parent)} bytes")
@@ -311,15 +311,15 @@ class StoreState:
             return self._reply(process, NotReserved(call.ticket, "behind" if behind else result))
         self._line.granted(process, call.prompt)
         for index, each in enumerate(result):
-            if isinstance(each, Page):
+            if isinstance(each, HostPage):
                 ticket.holds[index] = each
             else:
                 ticket.reservations[index] = each
         process.tickets[ticket.number] = ticket
-        slots = tuple(None if isinstance(each, Page) else each.slot for each in result)
+        slots = tuple(None if isinstance(each, HostPage) else each.slot for each in result)
         return self._reply(process, Reserved(call.ticket, slots))
 
-    def _seal(self, process: Process, call: Seal) -> list[Command]:
+    def _seal(self, process: ClientProcess, call: Seal) -> list[StoreCommand]:
         ticket = process.tickets.get(call.ticket)
         end = call.first + len(call.checksums)
         if ticket is None or not ticket.reserving:
@@ -328,7 +328,7 @@ class StoreState:
             raise MalformedMessage(f"Seal of pages {call.first} to {end} of a ticket for {len(ticket.keys)}")
         if not ticket.sealed.isdisjoint(range(call.first, end)):
             raise MalformedMessage(f"Seal of pages {call.first} to {end}, of which some are sealed already")
-        new: list[Page] = []
+        new: list[HostPage] = []
         detached: list[int] = []
         for index, checksum in enumerate(call.checksums, call.first):
             ticket.sealed.add(index)
@@ -350,12 +350,12 @@ class StoreState:
         count = (detached[0] if detached else end) - call.first
         commands = self._reply(process, Sealed(call.ticket, call.first, count)) if count else []
         if detached:
-            commands += self._reply(process, NotComing(call.ticket, detached[0]))
+            commands += self._reply(process, PagesUnavailable(call.ticket, detached[0]))
         return commands + self._tell(self._tiers.sealed(new))
 
     # --- reading --------------------------------------------------------------------------------------------------
 
-    def _acquire(self, process: Process, call: Acquire, now: float) -> list[Command]:
+    def _acquire(self, process: ClientProcess, call: Acquire, now: float) -> list[StoreCommand]:
         """Without `wait`, pages after the first that is missing are of no use and not held."""
         if len(call.parent) not in (0, KEY_BYTES):
             raise MalformedMessage(f"a parent key of {len(call.parent)} bytes")
@@ -379,18 +379,22 @@ class StoreState:
                 found.append(PageAt(index, page.slot, page.checksum))
         self._count.hits += len(found)
         self._count.misses += len(ticket.keys) - len(found)
-        commands = self._reply(process, Arrived(call.ticket, tuple(found))) if found else []
+        commands = self._reply(process, PagesReady(call.ticket, tuple(found))) if found else []
         if call.wait:
             return commands + self._tell(self._tiers.hand_off(ticket, now))
         commands += self._tell(self._tiers.used(ticket.keys[: missing[0]] if missing else ticket.keys))
         ticket.reached = len(found)
         if missing:
             below = self._tiers.below(ticket, missing[0])
-            reply = Below(call.ticket, missing[0], tuple(below)) if below else NotComing(call.ticket, missing[0])
+            reply = (
+                LowerTierHits(call.ticket, missing[0], tuple(below))
+                if below
+                else PagesUnavailable(call.ticket, missing[0])
+            )
             commands += self._reply(process, reply)
         return commands
 
-    def _promote(self, process: Process, call: Promote, now: float) -> list[Command]:
+    def _promote(self, process: ClientProcess, call: Promote, now: float) -> list[StoreCommand]:
         ticket = process.tickets.get(call.ticket)
         if ticket is None:
             return []  # it ended meanwhile, and its owner will learn so
@@ -400,7 +404,7 @@ class StoreState:
             raise MalformedMessage(f"a second Promote of ticket {call.ticket}")
         return self._tell(self._tiers.promote(ticket, call.until, now))
 
-    def _release(self, process: Process, call: Release) -> Released:
+    def _release(self, process: ClientProcess, call: Release) -> Released:
         """A page that was dropped while it was held, as corrupt or with its chain, does not count as held."""
         ticket = process.tickets.get(call.ticket)
         if ticket is None:
@@ -415,7 +419,7 @@ class StoreState:
                 self._pages.unhold(page)
         return Released(call.ticket, call.indices, tuple(held))
 
-    def _corrupt(self, process: Process, call: Corrupt) -> list[Command]:
+    def _corrupt(self, process: ClientProcess, call: PageCorrupt) -> list[StoreCommand]:
         """Believed only of a page that the ticket still holds: without a hold the reader may have read another one."""
         ticket = process.tickets.get(call.ticket)
         if ticket is None:
@@ -426,7 +430,7 @@ class StoreState:
 
     # --- tickets --------------------------------------------------------------------------------------------------
 
-    def _new_ticket(self, process: Process, number: int, packed: bytes, now: float, reserving: bool) -> Ticket:
+    def _new_ticket(self, process: ClientProcess, number: int, packed: bytes, now: float, reserving: bool) -> Lease:
         """A ticket that is not registered yet. Raises MalformedMessage."""
         keys = split_keys(packed)
         if not keys or len(set(keys)) != len(keys):
@@ -435,13 +439,13 @@ class StoreState:
             raise MalformedMessage(f"ticket {number} is in use")
         if len(process.tickets) >= MAX_TICKETS:
             raise MalformedMessage(f"more than {MAX_TICKETS} tickets; forget those that are done with")
-        return Ticket(number, keys, False, process, now + self._hold_seconds, now, reserving)
+        return Lease(number, keys, False, process, now + self._hold_seconds, now, reserving)
 
-    def _check_index(self, ticket: Ticket, index: int) -> None:
+    def _check_index(self, ticket: Lease, index: int) -> None:
         if not 0 <= index < len(ticket.keys):
             raise MalformedMessage(f"index {index} of ticket {ticket.number}, which is for {len(ticket.keys)} keys")
 
-    def _let_go(self, ticket: Ticket) -> None:
+    def _let_go(self, ticket: Lease) -> None:
         """End the holds and waits of a ticket; its reservations stay."""
         self._ended |= bool(ticket.waits)
         self._tiers.waiting.leave(ticket)
@@ -449,7 +453,7 @@ class StoreState:
             self._pages.unhold(page)
         ticket.holds.clear()
 
-    def _end(self, tickets: list[Ticket]) -> list[Command]:
+    def _end(self, tickets: list[Lease]) -> list[StoreCommand]:
         """End tickets with all that is under them, and tell those who wait for what will not be made now."""
         unmade: list[bytes] = []
         for ticket in tickets:
@@ -459,7 +463,7 @@ class StoreState:
             del ticket.owner.tickets[ticket.number]
         return self._tell(self._tiers.unmade(unmade)) if unmade else []
 
-    def _tick(self, now: float, paused: float) -> list[Command]:
+    def _tick(self, now: float, paused: float) -> list[StoreCommand]:
         if paused:
             self._line.pause(paused)
             for ticket in self._tickets():
@@ -472,42 +476,42 @@ class StoreState:
             commands
             + self._expire(now)
             + [
-                Send(connection, StoreHeartbeat(tuple(process.tickets)))
+                SendReply(connection, StoreHeartbeat(tuple(process.tickets)))
                 for connection, process in self._attached.items()
             ]
         )
 
-    def _expire(self, now: float) -> list[Command]:
-        commands: list[Command] = []
+    def _expire(self, now: float) -> list[StoreCommand]:
+        commands: list[StoreCommand] = []
         for ticket in self._tickets():
             if now < ticket.expires or not (ticket.holds or ticket.waits):
                 continue
             self._count.expired += len(ticket.holds)
             if ticket.waits:
-                commands += self._reply(ticket.owner, NotComing(ticket.number, min(ticket.waits)))
+                commands += self._reply(ticket.owner, PagesUnavailable(ticket.number, min(ticket.waits)))
             self._let_go(ticket)
         return commands
 
-    def _tell(self, turn: Turn) -> list[Command]:
+    def _tell(self, turn: TierResult) -> list[StoreCommand]:
         """The orders of a turn, and the replies to the tickets that it concerns."""
-        commands: list[Command] = [*turn.orders]
+        commands: list[StoreCommand] = [*turn.orders]
         for ticket, pages in turn.granted.items():
             arrived = tuple(PageAt(index, page.slot, page.checksum) for index, page in pages)
-            commands += self._reply(ticket.owner, Arrived(ticket.number, arrived))
+            commands += self._reply(ticket.owner, PagesReady(ticket.number, arrived))
         for ticket, index in turn.refused:
-            commands += self._reply(ticket.owner, NotComing(ticket.number, index))
+            commands += self._reply(ticket.owner, PagesUnavailable(ticket.number, index))
         return commands
 
-    def _reply(self, process: Process, reply: StoreReply) -> list[Command]:
-        return [] if process.connection is None else [Send(process.connection, reply)]
+    def _reply(self, process: ClientProcess, reply: StoreReply) -> list[StoreCommand]:
+        return [] if process.connection is None else [SendReply(process.connection, reply)]
 
-    def _tickets(self) -> Iterable[Ticket]:
+    def _tickets(self) -> Iterable[Lease]:
         return (ticket for process in self._processes.values() for ticket in process.tickets.values())
 
     # --- what can be read off -------------------------------------------------------------------------------------
 
     @property
-    def _pages(self) -> PageTable:
+    def _pages(self) -> HostPagePool:
         return self._tiers.pages
 
     @property
@@ -519,15 +523,15 @@ class StoreState:
         """Whether the end of process `pid` matters still: something is reserved by it, or it is attached."""
         return any(process.pid == pid for process in self._processes.values())
 
-    def drain_events(self) -> list[tuple[Medium, list[Change]]]:
+    def drain_events(self) -> list[tuple[Medium, list[CacheChange]]]:
         """What has become findable on each tier or stopped being so since the last call, in order."""
-        changes: list[tuple[Medium, list[Change]]] = [
+        changes: list[tuple[Medium, list[CacheChange]]] = [
             ("CPU", self._pages.drain_events()),
             ("DISK", self._disk.drain_events()),
         ]
         return [each for each in changes if each[1]]
 
-    def waits(self) -> Iterator[Wait]:
+    def waits(self) -> Iterator[WaitEdge]:
         """Yield the edges of the wait-for graph that this store knows; for tests."""
         store = self._me.incarnation
         tickets = list(self._tickets())
@@ -540,14 +544,14 @@ class StoreState:
             waiting.add(place)
         yield from ((("slots", *one), ("place", *other)) for one in waiting for other in having if other != one)
 
-    def snapshot(self) -> list[PageRun]:
+    def snapshot(self) -> list[PageSegment]:
         """Every page that can be found, parents first, on each tier."""
         return self._tiers.snapshot()
 
-    def load(self) -> Load:
+    def load(self) -> LoadReport:
         """For the heartbeat: a slot counts as free when a page could be written to it now."""
         free = self._pages.free + self._pages.evictable
-        return Load(pages_free=free, pages_total=self._pages.slots, tiers=self._tiers.speeds)
+        return LoadReport(pages_free=free, pages_total=self._pages.slots, tiers=self._tiers.speeds)
 
     def pins(self, router: str = "") -> tuple[AttemptHeld, ...]:
         """For the heartbeat to a router: what it has pinned."""

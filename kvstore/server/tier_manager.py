@@ -1,11 +1,11 @@
 """One store's pages on all tiers, and everybody to whom they are promised. Pure.
 
-                    Loads ── from the disk, from other stores ──▶ ┐
-    workers ──seal──────────────────────────────────────────────▶ PageTable (the arena)
-                                                                  │ WaitingRoom: whoever waits is granted the page
+                  InboundTransfers ── from the disk, from other stores ──▶ ┐
+    workers ──seal──────────────────────────────────────────────▶ HostPagePool (the arena)
+                                                                  │ PageWaiters: each waiter is granted the page
     disk  ◀── used often enough (AdmissionFilter) ────────────────┤
-    other stores ◀── Server ──────────────────────────────────────┤
-    the operator ◀── Pins ────────────────────────────────────────┘
+    other stores ◀── OutboundTransfers ───────────────────────────┤
+    the operator ◀── PinnedPrefixes ──────────────────────────────┘
 
 `kvstore.server.state` knows processes and their tickets; this knows pages, and says to which tickets they were granted
 or refused.
@@ -19,73 +19,73 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.config import StoreConfig
-from baton.messages import PageRun, Pin, Pinned, Source, TierSpeed
-from baton.store_protocol import TierRun
-from baton.waits import Wait, WaitNode
-from kvstore.arena.host_page_pool import NOWHERE, Page, PageTable
+from baton.messages import PageSegment, PageSource, PagesPinned, PinPages, TierSpeed
+from baton.store_protocol import TierPages
+from baton.waits import WaitEdge, WaitNode
+from kvstore.arena.host_page_pool import NOWHERE, HostPage, HostPagePool
 from kvstore.disk.admission_filter import AdmissionFilter
 from kvstore.disk.interface import (
     DiskEvent,
     DiskOrder,
     DiskOutcome,
     DiskPage,
+    DiskPageIndex,
     DiskResult,
-    DiskTable,
     ReadEnded,
     WriteEnded,
 )
 from kvstore.events.changes import page_runs
-from kvstore.server.inbound_transfers import STORE, Link, Loads, Outcome, links
-from kvstore.server.leases import Ticket, Waiter, WaitingRoom
-from kvstore.server.outbound_transfers import PeerFetch, Server
-from kvstore.server.pins import Pins
+from kvstore.server.inbound_transfers import STORE, ChainLink, InboundResult, InboundTransfers, links
+from kvstore.server.leases import Lease, PageWaiter, PageWaiters
+from kvstore.server.outbound_transfers import OutboundTransfers, PeerFetch
+from kvstore.server.pins import PinnedPrefixes
 from kvstore.transport.interface import (
-    Checked,
-    Landed,
-    PeerAnswered,
-    PeerAsked,
+    FetchRetracted,
+    PagesLanded,
+    PagesSent,
     PeerEvent,
     PeerOrder,
-    Retracted,
-    Served,
+    PeerReplied,
+    PeerRequested,
+    SlotVerified,
 )
 
 
 @dataclass(slots=True)
-class Turn:
+class TierResult:
     """What a call led to: orders for the threads, pages that tickets hold now, and from where on they get no more."""
 
     orders: list[PeerOrder | DiskOrder] = field(default_factory=list[PeerOrder | DiskOrder])
-    granted: dict[Ticket, list[tuple[int, Page]]] = field(default_factory=dict[Ticket, list[tuple[int, Page]]])
-    refused: list[tuple[Ticket, int]] = field(default_factory=list[tuple[Ticket, int]])
+    granted: dict[Lease, list[tuple[int, HostPage]]] = field(default_factory=dict[Lease, list[tuple[int, HostPage]]])
+    refused: list[tuple[Lease, int]] = field(default_factory=list[tuple[Lease, int]])
 
-    def add(self, other: Turn) -> None:
+    def add(self, other: TierResult) -> None:
         self.orders += other.orders
         self.refused += other.refused
         for ticket, pages in other.granted.items():
             self.granted.setdefault(ticket, []).extend(pages)
 
 
-class TieredPages:
+class TierManager:
     """The pages of one namespace in one store."""
 
     def __init__(
-        self, settings: StoreConfig, disk: DiskTable, admission: AdmissionFilter, slots: int, page_bytes: int,
+        self, settings: StoreConfig, disk: DiskPageIndex, admission: AdmissionFilter, slots: int, page_bytes: int,
         heartbeat: float, silence: float, numbers: Iterator[int],
     ) -> None:  # fmt: skip
         """`numbers`: for fetches from other stores, never one twice."""
-        self.pages = PageTable(slots)
-        self.waiting = WaitingRoom()
+        self.pages = HostPagePool(slots)
+        self.waiting = PageWaiters()
         self.disk = disk
-        self.loads = Loads(self.pages, disk, page_bytes, settings.load_share, heartbeat, silence, numbers)
-        self.pins = Pins(self.pages, page_bytes, settings.pin_bytes)
-        self.server = Server(
+        self.loads = InboundTransfers(self.pages, disk, page_bytes, settings.load_share, heartbeat, silence, numbers)
+        self.pins = PinnedPrefixes(self.pages, page_bytes, settings.pin_bytes)
+        self.server = OutboundTransfers(
             self.pages, self.waiting, page_bytes, silence, self.loads.read, disk.parent,
-            lambda page: Outcome(unmade=self._bad(page)), self.loads.fetching, self.loads.handing_off,
+            lambda page: InboundResult(unmade=self._bad(page)), self.loads.fetching, self.loads.handing_off,
         )  # fmt: skip
         self.corrupt = 0  # pages found in the arena with bytes that do not match
         self._admission = admission
-        self._demoting: dict[bytes, Page] = {}  # on their way to the disk
+        self._demoting: dict[bytes, HostPage] = {}  # on their way to the disk
         self._forsaken: set[bytes] = set()  # keys on their way here whose makers have gone since
         self._heartbeat = heartbeat
         self._next_prune = float("-inf")
@@ -97,49 +97,49 @@ class TieredPages:
 
     # --- what workers do ------------------------------------------------------------------------------------------
 
-    def sealed(self, pages: Sequence[Page]) -> Turn:
+    def sealed(self, pages: Sequence[HostPage]) -> TierResult:
         """A worker has sealed these."""
-        turn = Turn()
+        turn = TierResult()
         for page in pages:
             self._arrive(page, turn)
         turn.orders += self._used([page.key for page in pages if not page.partial])
         return turn
 
-    def used(self, keys: Sequence[bytes]) -> Turn:
+    def used(self, keys: Sequence[bytes]) -> TierResult:
         """Somebody reuses these cached pages; those used often enough are written to the disk."""
         self.disk.touch(keys)
-        return Turn(self._used(keys))
+        return TierResult(self._used(keys))
 
-    def unmade(self, keys: Iterable[bytes]) -> Turn:
+    def unmade(self, keys: Iterable[bytes]) -> TierResult:
         """Nobody makes these here any more."""
-        turn = Turn()
+        turn = TierResult()
         self._refuse_all(keys, turn)
         return turn
 
-    def drop(self, page: Page) -> Turn:
+    def drop(self, page: HostPage) -> TierResult:
         """A worker found that page's bytes to be wrong."""
         return self.unmade(self._bad(page))
 
-    def below(self, ticket: Ticket, first: int) -> list[TierRun]:
+    def below(self, ticket: Lease, first: int) -> list[TierPages]:
         """What lower tiers have of the ticket's pages from `first` on, without a gap."""
-        runs: list[TierRun] = []
+        runs: list[TierPages] = []
         parent = ticket.keys[first - 1] if first else ticket.parent
         if on_disk := self.disk.prefix(ticket.keys[first:], parent):
-            runs.append(TierRun(self.disk.speed, on_disk))
+            runs.append(TierPages(self.disk.speed, on_disk))
         most = max((source.pages for source in ticket.sources), default=0)
         elsewhere = min(most, len(ticket.keys)) - first - on_disk
         if elsewhere > 0:
-            runs.append(TierRun(self.loads.remote_speed.speed, elsewhere))
+            runs.append(TierPages(self.loads.remote_speed.speed, elsewhere))
         return runs
 
-    def promote(self, ticket: Ticket, until: int, now: float) -> Turn:
+    def promote(self, ticket: Lease, until: int, now: float) -> TierResult:
         """Bring the ticket's pages before index `until` that are not here from lower tiers. The ticket does not wait
         for a page that a hand-off brings and that another store awaits here: its maker may be the worker that asks.
 
         A page that the ticket was granted before is not granted again, even if that hold has expired: what its reader
         has copied meanwhile would count, under the new hold, whatever it was."""
         first, ticket.reached = ticket.reached, max(ticket.reached, until)
-        turn = Turn()
+        turn = TierResult()
         for index in range(first, until):
             if (page := self.pages.find(ticket.keys[index])) is not None:
                 self._grant(ticket, index, page, turn)
@@ -159,7 +159,7 @@ class TieredPages:
         self._send_away(contested, turn, lambda waiter, index: waiter is ticket)
         return turn
 
-    def hand_off(self, ticket: Ticket, now: float) -> Turn:
+    def hand_off(self, ticket: Lease, now: float) -> TierResult:
         """Bring the pages that the ticket waits for: those on the own disk from there, the others from its sources.
 
         A page on the own disk is never asked of another store: that store may await it from this one."""
@@ -168,51 +168,51 @@ class TieredPages:
         turn.add(self._from_others(ticket, now))
         return turn
 
-    def _from_others(self, ticket: Ticket, now: float) -> Turn:
+    def _from_others(self, ticket: Lease, now: float) -> TierResult:
         """Pages of the ticket that are not here, and that it waits for, come from its sources as they are sealed; those
         that no source is believed to have or make are waited for here. A partial page is loose where it is brought:
         it is nobody else's."""
         chain = _chain(ticket)
-        wanted: dict[tuple[Source, ...], list[Link]] = {}
+        wanted: dict[tuple[PageSource, ...], list[ChainLink]] = {}
         for index in sorted(ticket.waits):
             if sources := ticket.sources_of(index):
                 wanted.setdefault(sources, []).append(chain[index])
-        turn = Turn()
+        turn = TierResult()
         for sources, part in wanted.items():
             turn.add(self._settle(self.loads.fetch(sources, part, True, now), now))
         return turn
 
-    def prune(self, now: float) -> Turn:
+    def prune(self, now: float) -> TierResult:
         """Stop what is being brought for nobody any more: tickets have ended, or their pages came in another way."""
         waiting = self.waiting
         return self._settle(self.loads.prune(waiting.awaited, waiting.wanted, waiting.named, now), now)
 
     # --- what threads, other stores and the operator do ------------------------------------------------------------
 
-    def handle(self, event: PeerEvent | DiskEvent, now: float) -> Turn:
+    def handle(self, event: PeerEvent | DiskEvent, now: float) -> TierResult:
         match event:
-            case Landed():
+            case PagesLanded():
                 return self._settle(self.loads.landed(event, now), now)
-            case PeerAnswered(peer=peer, reply=reply):
+            case PeerReplied(peer=peer, reply=reply):
                 return self._settle(self.loads.answered(peer, reply, now), now)
-            case Retracted(fetch=fetch):
+            case FetchRetracted(fetch=fetch):
                 return self._settle(self.loads.retracted(fetch, now), now)
-            case PeerAsked(peer=peer, request=request):
+            case PeerRequested(peer=peer, request=request):
                 return self._settle(self.server.asked(peer, request, now), now)
-            case Served(number=number):
+            case PagesSent(number=number):
                 self.server.served(number)
-                return Turn()
-            case Checked(number=number, intact=intact):
+                return TierResult()
+            case SlotVerified(number=number, intact=intact):
                 return self._settle(self.server.checked(number, intact), now)
             case _:
                 return self._disk_result(self.disk.handle(event), now)
 
-    def pin(self, order: Pin, router: str, now: float) -> tuple[Pinned, Turn]:
+    def pin(self, order: PinPages, router: str, now: float) -> tuple[PagesPinned, TierResult]:
         """What is pinned goes to the disk as well."""
         answer, pages = self.pins.pin(order, router, now)
-        return answer, Turn(self._demote(pages))
+        return answer, TierResult(self._demote(pages))
 
-    def tick(self, now: float, paused: float) -> Turn:
+    def tick(self, now: float, paused: float) -> TierResult:
         turn = self._settle(self.loads.tick(now, paused), now)
         self.server.tick(now, paused)
         self.pins.tick(now)
@@ -228,59 +228,59 @@ class TieredPages:
 
     # --- internals --------------------------------------------------------------------------------------------------
 
-    def _settle(self, outcome: Outcome, now: float) -> Turn:
+    def _settle(self, outcome: InboundResult, now: float) -> TierResult:
         """Tell whoever waits for it what has landed and what has failed. Whoever waits for a hand-off is not concerned
         when a cache fails: somebody is making its pages, here or at its sources, which are asked then."""
-        turn = Turn(outcome.orders)
+        turn = TierResult(outcome.orders)
         for page in outcome.landed:
             self._arrive(page, turn)
             self.pages.unhold(page)
         contested = [key for key in outcome.contested if self._contested(key)]
-        self._send_away(contested, turn, lambda waiter, index: isinstance(waiter, Ticket) and not waiter.wait)
+        self._send_away(contested, turn, lambda waiter, index: isinstance(waiter, Lease) and not waiter.wait)
         if not (outcome.unmade or outcome.failed or outcome.gone):
             return turn
         turn.add(self._ask_others(outcome, now))
         self._refuse_all(outcome.unmade, turn)
         self._refuse(outcome.failed, turn, lambda waiter, index: not waiter.wait)
         for waiter in self.waiting.waiters(outcome.failed):
-            if isinstance(waiter, Ticket):
+            if isinstance(waiter, Lease):
                 turn.add(self._from_others(waiter, now))  # the disk has failed, or there was no slot for what it has
         self._refuse_all(self._forsaken.intersection(outcome.failed + outcome.gone), turn)
         self._refuse(outcome.gone, turn, lambda waiter, index: not waiter.wait or _has_sources(waiter, index))
         return turn
 
-    def _ask_others(self, outcome: Outcome, now: float) -> Turn:
+    def _ask_others(self, outcome: InboundResult, now: float) -> TierResult:
         """What the sources of one hand-off do not have, those of another may: prompts that begin alike are computed on
         different nodes."""
-        wanted: dict[tuple[tuple[Source, ...], frozenset[str]], list[Link]] = {}
-        chains: dict[Ticket, list[Link]] = {}
+        wanted: dict[tuple[tuple[PageSource, ...], frozenset[str]], list[ChainLink]] = {}
+        chains: dict[Lease, list[ChainLink]] = {}
         for key in outcome.gone:
             tried = outcome.tried.get(key, frozenset())
             for ticket, index in self.waiting.of(key).items():
-                if not isinstance(ticket, Ticket) or not ticket.wait:
+                if not isinstance(ticket, Lease) or not ticket.wait:
                     continue
                 if sources := tuple(source for source in ticket.sources_of(index) if source.store not in tried):
                     chain = chains[ticket] = chains.get(ticket) or _chain(ticket)
                     wanted.setdefault((sources, tried), []).append(chain[index])
                     break
-        turn = Turn()
+        turn = TierResult()
         for (sources, tried), part in wanted.items():
             turn.add(self._settle(self.loads.fetch(sources, part, True, now, tried), now))
         return turn
 
-    def _arrive(self, page: Page, turn: Turn) -> None:
+    def _arrive(self, page: HostPage, turn: TierResult) -> None:
         for waiter, index in self.waiting.call(page.key):
-            if isinstance(waiter, Ticket):
+            if isinstance(waiter, Lease):
                 self._grant(waiter, index, page, turn)
             elif isinstance(waiter, PeerFetch):
                 turn.orders += self.server.arrived(waiter, index, page).orders
 
-    def _grant(self, ticket: Ticket, index: int, page: Page, turn: Turn) -> None:
+    def _grant(self, ticket: Lease, index: int, page: HostPage, turn: TierResult) -> None:
         self.pages.hold(page)
         ticket.holds[index] = page
         turn.granted.setdefault(ticket, []).append((index, page))
 
-    def _refuse_all(self, keys: Iterable[bytes], turn: Turn) -> None:
+    def _refuse_all(self, keys: Iterable[bytes], turn: TierResult) -> None:
         """Nobody makes these any more. Those that are being brought may still come; if they don't, nobody is left.
 
         Other stores do not wait for what a hand-off brings here. That hand-off may wait for theirs."""
@@ -288,7 +288,7 @@ class TieredPages:
         self._forsaken.update(key for key in keys if self.loads.coming(key))
         self._refuse(keys, turn, lambda waiter, index: True)
         lost = [key for key in keys if self.loads.handing_off(key) and not self._made_here(key)]
-        self._send_away(lost, turn, lambda waiter, index: not isinstance(waiter, Ticket))
+        self._send_away(lost, turn, lambda waiter, index: not isinstance(waiter, Lease))
 
     def _made_here(self, key: bytes) -> bool:
         """Return whether a worker of this node has reserved a slot for this page."""
@@ -301,19 +301,19 @@ class TieredPages:
         the stores along the hand-off may wait for each other in a circle."""
         return self.loads.handing_off(key) and self.waiting.promised(key) and not self._made_here(key)
 
-    def _refuse(self, keys: Iterable[bytes], turn: Turn, who: Callable[[Waiter, int], bool]) -> None:
+    def _refuse(self, keys: Iterable[bytes], turn: TierResult, who: Callable[[PageWaiter, int], bool]) -> None:
         """These are not coming for those `who` it concerns, unless somebody else makes or brings them."""
         gone = [key for key in keys if not self.loads.coming(key) and not self.pages.making(key)]
         self._send_away(gone, turn, who)
 
-    def _send_away(self, gone: Iterable[bytes], turn: Turn, who: Callable[[Waiter, int], bool]) -> None:
+    def _send_away(self, gone: Iterable[bytes], turn: TierResult, who: Callable[[PageWaiter, int], bool]) -> None:
         for waiter, index in self.waiting.send_away(gone, who):
-            if isinstance(waiter, Ticket):
+            if isinstance(waiter, Lease):
                 turn.refused.append((waiter, index))
             elif isinstance(waiter, PeerFetch):
                 turn.orders += self.server.not_coming(waiter, index).orders
 
-    def _bad(self, page: Page) -> list[bytes]:
+    def _bad(self, page: HostPage) -> list[bytes]:
         """Returns the keys that nobody makes any more because of it."""
         if page.dropped:
             return []
@@ -322,13 +322,13 @@ class TieredPages:
 
     def _used(self, keys: Sequence[bytes]) -> list[PeerOrder | DiskOrder]:
         """A page goes to the disk with everything before it; the deepest tells which those are."""
-        deepest: Page | None = None
+        deepest: HostPage | None = None
         for key in keys:
             if self._admission.used(key) and self.disk.wants(key) and (page := self.pages.find(key)) is not None:
                 deepest = page
         return self._demote([] if deepest is None else self.pages.chain(deepest))
 
-    def _demote(self, chain: Sequence[Page]) -> list[PeerOrder | DiskOrder]:
+    def _demote(self, chain: Sequence[HostPage]) -> list[PeerOrder | DiskOrder]:
         batch: list[DiskPage] = []
         for page in chain:
             if page.node is None or page.key in self._demoting or not self.disk.wants(page.key):
@@ -341,19 +341,19 @@ class TieredPages:
         result = self.disk.write(batch)
         return self._disk_result(result, 0.0).orders
 
-    def _disk_result(self, result: DiskResult, now: float) -> Turn:
-        turn = Turn(list(result.orders))
+    def _disk_result(self, result: DiskResult, now: float) -> TierResult:
+        turn = TierResult(list(result.orders))
         for ended in result.ended:
             turn.add(self._disk_ended(ended, now))
         return turn
 
-    def _disk_ended(self, ended: DiskOutcome, now: float) -> Turn:
+    def _disk_ended(self, ended: DiskOutcome, now: float) -> TierResult:
         match ended:
             case ReadEnded():
                 return self._settle(self.loads.read_ended(ended, now), now)
             case WriteEnded(key=key, intact=intact):
                 page = self._demoting.pop(key)
-                turn = Turn() if intact else self.unmade(self._bad(page))
+                turn = TierResult() if intact else self.unmade(self._bad(page))
                 self.pages.unhold(page)
                 return turn
 
@@ -365,7 +365,7 @@ class TieredPages:
         disk = (self.disk.speed,) if self.disk.working else ()
         return (*disk, self.loads.remote_speed.speed)
 
-    def waits(self, store: str, tickets: Sequence[Ticket]) -> Iterator[Wait]:
+    def waits(self, store: str, tickets: Sequence[Lease]) -> Iterator[WaitEdge]:
         """Yield the waits for pages: of tickets, of other stores' fetches, and of the pages for what brings them."""
         writers: dict[bytes, list[WaitNode]] = {}
         cached: dict[bytes, list[WaitNode]] = {}
@@ -393,11 +393,11 @@ class TieredPages:
             for node in writers.get(key) or makers:
                 yield ("promise", store, key), node
 
-    def snapshot(self) -> list[PageRun]:
+    def snapshot(self) -> list[PageSegment]:
         """Every page that can be found here, parents first, on each tier."""
         return [*page_runs(self.pages.pages(), "CPU"), *page_runs(self.disk.pages(), "DISK")]
 
-    def validate(self, tickets: Sequence[Ticket]) -> None:
+    def validate(self, tickets: Sequence[Lease]) -> None:
         """Check every invariant; for tests."""
         self.pages.validate()
         self.loads.validate()
@@ -420,7 +420,7 @@ class TieredPages:
                 assert self.pages.find(ticket.keys[index]) is None
 
 
-def _chain(ticket: Ticket) -> list[Link]:
+def _chain(ticket: Lease) -> list[ChainLink]:
     """Its pages. A partial one is loose where it is brought: it is nobody else's."""
     chain = links(ticket.keys, ticket.parent)
     if ticket.partial:
@@ -428,5 +428,5 @@ def _chain(ticket: Ticket) -> list[Link]:
     return chain
 
 
-def _has_sources(waiter: Waiter, index: int) -> bool:
-    return isinstance(waiter, Ticket) and bool(waiter.sources_of(index))
+def _has_sources(waiter: PageWaiter, index: int) -> bool:
+    return isinstance(waiter, Lease) and bool(waiter.sources_of(index))

@@ -12,39 +12,39 @@ from typing import Protocol, TypeAlias
 
 from msgspec import Struct
 
-from baton.messages import Source
+from baton.messages import PageSource
 from baton.peer_protocol import PageReply, PageRequest, SentPage
 
 
-class Expect(Struct, frozen=True):
+class ExpectPages(Struct, frozen=True):
     """Pages of this fetch may be written to these slots as they come: (index, slot). Before the words that ask."""
 
     fetch: int
     slots: tuple[tuple[int, int], ...]
 
 
-class Ask(Struct, frozen=True):
+class AskPeer(Struct, frozen=True):
     """Say this to the store that `source` names."""
 
-    source: Source
+    source: PageSource
     request: PageRequest
 
 
-class Retract(Struct, frozen=True):
-    """Write no more pages of this fetch; answered by Retracted when that is certain."""
+class RetractFetch(Struct, frozen=True):
+    """Write no more pages of this fetch; answered by FetchRetracted when that is certain."""
 
     fetch: int
 
 
-class Answer(Struct, frozen=True):
+class AnswerPeer(Struct, frozen=True):
     """Say this to the store that asked."""
 
     peer: str  # incarnation
     reply: PageReply
 
 
-class Serve(Struct, frozen=True):
-    """Send these pages from these slots, which stay held until Served names `number`."""
+class SendPages(Struct, frozen=True):
+    """Send these pages from these slots, which stay held until PagesSent names `number`."""
 
     number: int
     peer: str  # incarnation
@@ -53,32 +53,32 @@ class Serve(Struct, frozen=True):
     slots: tuple[int, ...]
 
 
-class Check(Struct, frozen=True):
-    """Compare the bytes of a slot, which stays held until Checked, with its checksum."""
+class VerifySlot(Struct, frozen=True):
+    """Compare the bytes of a slot, which stays held until SlotVerified, with its checksum."""
 
     number: int
     slot: int
     checksum: int
 
 
-PeerOrder: TypeAlias = Expect | Ask | Retract | Answer | Serve | Check
+PeerOrder: TypeAlias = ExpectPages | AskPeer | RetractFetch | AnswerPeer | SendPages | VerifySlot
 
 
-class PeerAsked(Struct, frozen=True):
+class PeerRequested(Struct, frozen=True):
     """Another store said this."""
 
     peer: str  # incarnation
     request: PageRequest
 
 
-class PeerAnswered(Struct, frozen=True):
-    """A store that we ask said this; never Pages, whose bytes come as Landed."""
+class PeerReplied(Struct, frozen=True):
+    """A store that we ask said this; never FetchedPages, whose bytes come as PagesLanded."""
 
     peer: str  # incarnation
     reply: PageReply
 
 
-class Landed(Struct, frozen=True):
+class PagesLanded(Struct, frozen=True):
     """Pages of a fetch lie in their slots: (index, checksum they were sealed with). `damaged` indices came with bytes
     that do not match: what is in their slots is rubbish, and the slots are expected to be written again."""
 
@@ -87,26 +87,26 @@ class Landed(Struct, frozen=True):
     damaged: tuple[int, ...] = ()
 
 
-class Retracted(Struct, frozen=True):
+class FetchRetracted(Struct, frozen=True):
     """No page of this fetch will be written any more."""
 
     fetch: int
 
 
-class Served(Struct, frozen=True):
-    """The transport is done with the slots of that Serve, whether or not they arrived."""
+class PagesSent(Struct, frozen=True):
+    """The transport is done with the slots of that SendPages, whether or not they arrived."""
 
     number: int
 
 
-class Checked(Struct, frozen=True):
-    """The outcome of a Check."""
+class SlotVerified(Struct, frozen=True):
+    """The outcome of a VerifySlot."""
 
     number: int
     intact: bool
 
 
-PeerEvent: TypeAlias = PeerAsked | PeerAnswered | Landed | Retracted | Served | Checked
+PeerEvent: TypeAlias = PeerRequested | PeerReplied | PagesLanded | FetchRetracted | PagesSent | SlotVerified
 
 
 class PageTransport(Protocol):

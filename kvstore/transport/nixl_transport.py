@@ -1,15 +1,15 @@
 """Pages between stores by NIXL: whoever wants pages reads them out of the other's arena, by RDMA where there is any.
 
-    serving store ──Offer: where the pages lie──▶ wanting store ──NIXL READ──▶ its landing memory ──▶ slots
-                  ◀──────────Taken──────────────
+    serving store ──NixlOffer: where the pages lie──▶ wanting store ──NIXL READ──▶ its landing memory ──▶ slots
+                  ◀──────────NixlOfferDone───────────
 
-Words go over the same sockets as those of `kvstore.transport.zmq_transport`, and mean the same. Words behind an Offer
-are told only when its pages have landed, as they are where page bytes travel in front of them.
+Words go over the same sockets as those of `kvstore.transport.zmq_transport`, and mean the same. Words behind an
+NixlOffer are told only when its pages have landed, as they are where page bytes travel in front of them.
 
 Pages are read into memory set apart for that, and copied to their slots as they are checked. So a read that nobody
 waits for any more can't write to a slot, whatever the network still does; that is worth the copy, because a read under
 way can't be called back for certain. Nor can the serving store stop a reader: it gives its slots back when the reader
-has said Taken, or has been silent for long. Who then still reads finds bytes that do not match their checksum.
+has said NixlOfferDone, or has been silent for long. Who then still reads finds bytes that do not match their checksum.
 
 NIXL and UCX neither encrypt nor ask who reads: for networks that carry nothing else. With a loopback endpoint UCX is
 kept to loopback, too.
@@ -31,9 +31,9 @@ from typing import Any
 from baton import hosts
 from baton.errors import StartupError
 from baton.logs import RateLimit, RateLimitedLog
-from baton.peer_protocol import NixlReply, NixlRequest, Offer, PageReply, Pages, SentPage, Taken
+from baton.peer_protocol import FetchedPages, NixlOffer, NixlOfferDone, NixlReply, NixlRequest, PageReply, SentPage
 from baton.wire.pages import PageSockets
-from kvstore.transport.interface import PeerAnswered, Serve, Served
+from kvstore.transport.interface import PagesSent, PeerReplied, SendPages
 from kvstore.transport.zmq_transport import Carrier, Mailbox, ZmqTransport
 
 log = RateLimitedLog(logging.getLogger(__name__), RateLimit(burst=10))
@@ -69,7 +69,7 @@ class _Agent:
         self.metadata: bytes = self._agent.get_agent_metadata()
         self._known: dict[str, bytes] = {}  # other agents and their metadata
 
-    def read(self, offer: Offer, addresses: Sequence[int], landing: Sequence[int], page_bytes: int) -> Any:
+    def read(self, offer: NixlOffer, addresses: Sequence[int], landing: Sequence[int], page_bytes: int) -> Any:
         """Begin to read pages of another agent into these places of the landing memory; returns a handle."""
         if self._known.get(offer.agent) != offer.metadata:
             self.forget(offer.agent)
@@ -104,7 +104,7 @@ class _Agent:
 class _Arrival:
     """An offer of which some pages are not here yet."""
 
-    offer: Offer
+    offer: NixlOffer
     unread: deque[tuple[SentPage, int]] = field(default_factory=deque)  # with their addresses
     reads: int = 0  # under way
 
@@ -134,7 +134,7 @@ class _NixlCarrier(Carrier):
         self._agents = 0  # made so far
         self._landing = memoryview(b"")
         self._places: list[int] = []  # free pages of the landing memory
-        self._offered: dict[int, str] = {}  # number of the Serve → who may be reading
+        self._offered: dict[int, str] = {}  # number of the SendPages → who may be reading
         self._heard: dict[str, float] = {}  # of these, when they last said something
         self._lines: dict[str, deque[_Arrival | PageReply]] = {}  # by store, in the order in which they came
         self._reads: list[_Read] = []
@@ -162,15 +162,15 @@ class _NixlCarrier(Carrier):
 
     # --- pages out --------------------------------------------------------------------------------------------------
 
-    def serve(self, order: Serve) -> None:
+    def serve(self, order: SendPages) -> None:
         assert self._agent is not None
         addresses = tuple(self._agent.arena + slot * self._page_bytes for slot in order.slots)
-        offer = Offer(
+        offer = NixlOffer(
             order.number, self._agent.name, self._agent.metadata,
             order.fetch, self._page_bytes, order.pages, addresses,
         )  # fmt: skip
         if not self._server.send(order.peer, offer):
-            self._mailbox.tell(Served(order.number))
+            self._mailbox.tell(PagesSent(order.number))
             return
         self._offered[order.number] = order.peer
         self._heard[order.peer] = time.monotonic()
@@ -180,25 +180,25 @@ class _NixlCarrier(Carrier):
     def asked(self, peer: str, request: NixlRequest) -> None:
         if peer in self._heard:
             self._heard[peer] = time.monotonic()
-        if not isinstance(request, Taken):
+        if not isinstance(request, NixlOfferDone):
             super().asked(peer, request)
         elif self._offered.get(request.offer) == peer:
             del self._offered[request.offer]
-            self._mailbox.tell(Served(request.offer))
+            self._mailbox.tell(PagesSent(request.offer))
 
     def _give_up_silent(self, now: float) -> None:
         for peer in [peer for peer, heard in self._heard.items() if now - heard > 2 * self._silence_s]:
             del self._heard[peer]
             for number in [number for number, reader in self._offered.items() if reader == peer]:
                 del self._offered[number]
-                self._mailbox.tell(Served(number))
+                self._mailbox.tell(PagesSent(number))
 
     # --- pages in ---------------------------------------------------------------------------------------------------
 
     def answered(self, store: str, reply: NixlReply, frames: Sequence[memoryview]) -> None:
-        if isinstance(reply, Pages):
+        if isinstance(reply, FetchedPages):
             self._sockets.losses.malformed += 1  # from a store that does not speak NIXL
-        elif isinstance(reply, Offer):
+        elif isinstance(reply, NixlOffer):
             arrival = _Arrival(reply)
             if len(reply.addresses) == len(reply.pages) and reply.page_bytes == self._page_bytes:
                 expected = self._expected.get(reply.fetch, {})
@@ -229,9 +229,9 @@ class _NixlCarrier(Carrier):
 
     def _end(self, store: str, first: _Arrival | PageReply) -> None:
         if not isinstance(first, _Arrival):
-            self._mailbox.tell(PeerAnswered(store, first))
+            self._mailbox.tell(PeerReplied(store, first))
         elif (link := self._sockets.links.get(store)) is not None:
-            link.send(Taken(first.offer.offer))
+            link.send(NixlOfferDone(first.offer.offer))
 
     def _read(self, arrival: _Arrival, now: float) -> None:
         assert self._agent is not None

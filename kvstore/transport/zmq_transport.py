@@ -5,7 +5,7 @@
 
 It decides nothing: which pages are wanted, how many at a time and what to do about lost ones is the state's, which
 learns of losses by the stores' heartbeats. It writes only where it was told to expect a page, once; it reads a slot
-until ZMQ needs its bytes no more, and then says Served, whatever became of them.
+until ZMQ needs its bytes no more, and then says PagesSent, whatever became of them.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from typing import Final, TypeAlias
 
 from baton.errors import StartupError
 from baton.messages import Peer
-from baton.peer_protocol import PageReply, PageRequest, Pages, SentPage
+from baton.peer_protocol import FetchedPages, PageReply, PageRequest, SentPage
 from baton.wire.pages import PageSockets, Sending
 from kvstore.checksum import copy_page, page_checksum
 from kvstore.transport.interface import (
-    Answer,
-    Ask,
-    Check,
-    Checked,
-    Expect,
-    Landed,
-    PeerAnswered,
-    PeerAsked,
+    AnswerPeer,
+    AskPeer,
+    ExpectPages,
+    FetchRetracted,
+    PagesLanded,
+    PagesSent,
     PeerEvent,
     PeerOrder,
-    Retract,
-    Retracted,
-    Serve,
-    Served,
+    PeerReplied,
+    PeerRequested,
+    RetractFetch,
+    SendPages,
+    SlotVerified,
+    VerifySlot,
 )
 
 log = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class Carrier:
         self._arena = memoryview(b"")
         self._page_bytes = 0
         self._expected: dict[int, dict[int, int]] = {}  # fetch → index → slot
-        self._sending: dict[int, Sending] = {}  # by the number of the Serve
+        self._sending: dict[int, Sending] = {}  # by the number of the SendPages
         self._used: dict[str, float] = {}  # store → when its link was last used
         self._refused: set[str] = set()  # endpoints that can't be one, of which the log knows
         self._look = _FIRST_LOOK
@@ -237,19 +237,19 @@ class Carrier:
 
     def _carry_out(self, order: PeerOrder | _Use) -> None:
         match order:
-            case Expect(fetch=fetch, slots=slots):
+            case ExpectPages(fetch=fetch, slots=slots):
                 self._expected.setdefault(fetch, {}).update(slots)
-            case Ask():
+            case AskPeer():
                 self._ask(order)
-            case Retract(fetch=fetch):
+            case RetractFetch(fetch=fetch):
                 self._expected.pop(fetch, None)
-                self._mailbox.tell(Retracted(fetch))
-            case Answer(peer=peer, reply=reply):
+                self._mailbox.tell(FetchRetracted(fetch))
+            case AnswerPeer(peer=peer, reply=reply):
                 self._server.send(peer, reply)
-            case Serve():
+            case SendPages():
                 self.serve(order)
-            case Check(number=number, slot=slot, checksum=checksum):
-                self._mailbox.tell(Checked(number, page_checksum(self._slot(slot)) == checksum))
+            case VerifySlot(number=number, slot=slot, checksum=checksum):
+                self._mailbox.tell(SlotVerified(number, page_checksum(self._slot(slot)) == checksum))
             case _Use(arena=arena, page_bytes=page_bytes):
                 self._expected.clear()
                 self.use(arena, page_bytes)
@@ -263,12 +263,12 @@ class Carrier:
 
     # --- pages out --------------------------------------------------------------------------------------------------
 
-    def serve(self, order: Serve) -> None:
+    def serve(self, order: SendPages) -> None:
         sending = Sending()
         per_message = max(1, _MESSAGE_BYTES // self._page_bytes)
         for first in range(0, len(order.slots), per_message):
             here = slice(first, first + per_message)
-            pages = Pages(order.fetch, order.pages[here])
+            pages = FetchedPages(order.fetch, order.pages[here])
             if not self._server.send_pages(order.peer, pages, map(self._slot, order.slots[here]), sending):
                 break  # they will be missed over there
             self._pages_out += len(pages.pages)
@@ -291,12 +291,12 @@ class Carrier:
         done = [number for number, sending in self._sending.items() if sending.done]
         for number in done:
             del self._sending[number]
-            self._mailbox.tell(Served(number))
+            self._mailbox.tell(PagesSent(number))
         self._look = _FIRST_LOOK if done else min(2 * self._look, _LAST_LOOK)
 
     # --- words and pages in -----------------------------------------------------------------------------------------
 
-    def _ask(self, order: Ask) -> None:
+    def _ask(self, order: AskPeer) -> None:
         try:
             link = self._sockets.link(order.source.store, order.source.endpoint)
         except StartupError as error:
@@ -318,13 +318,13 @@ class Carrier:
                 self.answered(link.store, reply, frames)
 
     def asked(self, peer: str, request: PageRequest) -> None:
-        self._mailbox.tell(PeerAsked(peer, request))
+        self._mailbox.tell(PeerRequested(peer, request))
 
     def answered(self, store: str, reply: PageReply, frames: Sequence[memoryview]) -> None:
-        if isinstance(reply, Pages):
+        if isinstance(reply, FetchedPages):
             self.land(reply.fetch, reply.pages, frames)
         else:
-            self._mailbox.tell(PeerAnswered(store, reply))
+            self._mailbox.tell(PeerReplied(store, reply))
 
     def land(self, fetch: int, pages: Sequence[SentPage], frames: Sequence[memoryview]) -> None:
         """Write each page that is expected into its slot, and then look at what is there: a page that has landed is
@@ -349,7 +349,7 @@ class Carrier:
         self._pages_in += len(landed)
         self._bytes_in += len(landed) * self._page_bytes
         if landed or damaged:
-            self._mailbox.tell(Landed(fetch, tuple(landed), tuple(sorted(damaged))))
+            self._mailbox.tell(PagesLanded(fetch, tuple(landed), tuple(sorted(damaged))))
 
     def _drop_idle(self) -> None:
         now = time.monotonic()

@@ -1,7 +1,7 @@
 """Between the state and the world: feeds it events, carries out its commands, and keeps its clients' streams.
 
-Owns the state and the streams; sends through a `Wire`, which the service implements with sockets and a test with a
-list. Everything runs on one event loop, and an event is handled to its end before the next.
+Owns the state and the streams; sends through a `PeerSockets`, which the service implements with sockets and a test with
+a list. Everything runs on one event loop, and an event is handled to its end before the next.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.clock import Clock
 from baton.config import Config
 from baton.errors import RequestCancelled
 from baton.logs import RateLimit, RateLimitedLog, RequestLog
-from baton.messages import Load, Message, Peer, WorkerRole
+from baton.messages import LoadReport, Message, Peer, WorkerRole
 from baton.metrics import Metrics
 from baton.trace import new_mark, trace_path
 from router.events import (
@@ -27,35 +27,35 @@ from router.events import (
     AskSnapshot,
     Cancelled,
     ClientGone,
-    Command,
-    Drain,
+    DrainWorker,
     Emit,
-    End,
-    Event,
     Failed,
     Finished,
-    Forget,
-    Kept,
-    Note,
+    ForgetPeer,
+    Log,
+    PinAnswered,
+    Pinned,
+    PinPrefix,
     PinView,
-    Profile,
-    Send,
+    ProfileProcess,
+    RequestEnded,
+    RouterCommand,
+    RouterEvent,
+    SendMessage,
     SetRole,
     Shutdown,
     StopMatched,
     StopProfile,
     Submit,
     Subscribe,
+    UnpinPrefix,
     Unsubscribe,
-    Unwarm,
-    Warm,
-    Warmed,
 )
 from router.frontend.detokenizer import TextStream
-from router.frontend.output_stream import Stream, Verdict
-from router.frontend.request_parsing import Intake, Wish
+from router.frontend.output_stream import OutputStream, StopVerdict
+from router.frontend.request_parsing import ValidatedPin, ValidatedRequest
 from router.frontend.served_model import ServedModel
-from router.requests.explain import Record
+from router.requests.explain import RequestRecord
 from router.state import ProcessView, RouterState
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ limited = RateLimitedLog(log, RateLimit(burst=20))
 _OWN = 8  # digits of our incarnation that tell names of ours from those of any other router
 
 
-class Wire(Protocol):
+class PeerSockets(Protocol):
     """What reaches other processes."""
 
     def send(self, incarnation: str, message: Message) -> None: ...
@@ -78,11 +78,11 @@ class Wire(Protocol):
     def unsubscribe(self, incarnation: str) -> None: ...
 
 
-class Relay:
+class RouterDriver:
     """The router without its sockets."""
 
     def __init__(
-        self, me: Peer, config: Config, model: ServedModel, wire: Wire, clock: Clock, metrics: Metrics
+        self, me: Peer, config: Config, model: ServedModel, wire: PeerSockets, clock: Clock, metrics: Metrics
     ) -> None:
         self.me = me
         self.config = config
@@ -93,22 +93,22 @@ class Relay:
         self.draw_seed: Callable[[], int] = partial(secrets.randbits, 63)
         self._wire = wire
         self._clock = clock
-        self._streams: dict[str, Stream] = {}
-        self._warming: dict[str, asyncio.Future[Kept | Failed | Cancelled]] = {}
+        self._streams: dict[str, OutputStream] = {}
+        self._warming: dict[str, asyncio.Future[Pinned | Failed | Cancelled]] = {}
         self._last_token: dict[str, float] = {}
         self._numbered = 0
-        self._events: deque[Event] = deque()
+        self._events: deque[RouterEvent] = deque()
         self._handling = False
 
     # --- clients -----------------------------------------------------------------------------------------------------
 
-    def submit(self, intake: Intake, received: float, deadline: float | None) -> Stream:
+    def submit(self, intake: ValidatedRequest, received: float, deadline: float | None) -> OutputStream:
         """Begin with a request; its output and its end come through the stream."""
         # A client may use a name twice, here and at another router; the cluster never does.
         name = f"{intake.request_id}-{self._number()}"
         silent = frozenset(intake.stop_token_ids)
         text = TextStream(self.model.tokenizer, intake.prompt, intake.stops, silent)
-        stream = self._streams[name] = Stream(name, text)
+        stream = self._streams[name] = OutputStream(name, text)
         self.handle(
             Submit(
                 request=name,
@@ -126,16 +126,16 @@ class Relay:
         )
         return stream
 
-    def abandon(self, stream: Stream) -> None:
+    def abandon(self, stream: OutputStream) -> None:
         """The client has gone before the end."""
         self.handle(ClientGone(stream.name))
 
-    async def warm(self, wish: Wish, deadline: float | None) -> Kept:
+    async def warm(self, wish: ValidatedPin, deadline: float | None) -> Pinned:
         """Have a prefix computed and pinned. Raises BatonError. Whoever stops waiting for it no longer wants it."""
         name = f"{WARM}{self._number()}"
         answer = self._warming[name] = asyncio.get_running_loop().create_future()
         try:
-            self.handle(Warm(name, wish.pin, wish.tokens, wish.ttl, deadline=deadline))
+            self.handle(PinPrefix(name, wish.pin, wish.tokens, wish.ttl, deadline=deadline))
             outcome = await answer
         finally:
             if self._warming.pop(name, None) is not None:
@@ -148,7 +148,7 @@ class Relay:
 
     def unwarm(self, pin: str) -> None:
         """End a pin. Raises PinNotFound."""
-        self.handle(Unwarm(pin))
+        self.handle(UnpinPrefix(pin))
 
     def pins(self) -> list[PinView]:
         """The pins of the only tenant there is while nobody authenticates."""
@@ -158,7 +158,7 @@ class Relay:
         """Have a worker or store trace its next steps. Returns the file that will hold them, and its node. Raises
         ProcessNotFound, and TraceConflict while another trace is made."""
         mark = new_mark()
-        self.handle(Profile(process, mark, steps))
+        self.handle(ProfileProcess(process, mark, steps))
         node = next(view.peer.node for view in self.state.processes(self._clock.now()) if view.peer.name == process)
         return trace_path(self.config.cluster.traces, process, mark), node
 
@@ -171,7 +171,7 @@ class Relay:
 
     def drain(self, worker: str, at_once: bool, undo: bool) -> ProcessView:
         """Give a worker nothing new, or work again; returns how it is now. Raises ProcessNotFound or InvalidRequest."""
-        self.handle(Drain(worker, at_once, undo))
+        self.handle(DrainWorker(worker, at_once, undo))
         return self._view(worker)
 
     def set_role(self, worker: str, role: WorkerRole, patience: float) -> ProcessView:
@@ -183,11 +183,11 @@ class Relay:
     def _view(self, name: str) -> ProcessView:
         return next(view for view in self.state.processes(self._clock.now()) if view.peer.name == name)
 
-    def explain(self, name: str) -> tuple[Record, float]:
+    def explain(self, name: str) -> tuple[RequestRecord, float]:
         """What is remembered of a request, and the time by its clock. Raises RequestNotFound."""
         return self.state.explain(name, ""), self._clock.now()
 
-    def recent(self, count: int) -> tuple[list[Record], float]:
+    def recent(self, count: int) -> tuple[list[RequestRecord], float]:
         """The last requests of the only tenant there is, newest first, and the time by their clock."""
         return self.state.recent(count, ""), self._clock.now()
 
@@ -202,7 +202,7 @@ class Relay:
 
     # --- the state ---------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: RouterEvent) -> None:
         """Tell the state, and do what it says. What comes of that is handled after it."""
         self._events.append(event)
         if self._handling:
@@ -215,20 +215,20 @@ class Relay:
         finally:
             self._handling = False
 
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: RouterCommand) -> None:
         match command:
-            case Send(incarnation=incarnation, message=message):
+            case SendMessage(incarnation=incarnation, message=message):
                 self._wire.send(incarnation, message)
             case Emit():
                 self._emit(command)
-            case End():
+            case RequestEnded():
                 self._end(command)
-            case Warmed(name=name, outcome=outcome):
+            case PinAnswered(name=name, outcome=outcome):
                 if (answer := self._warming.pop(name, None)) is not None and not answer.done():
                     answer.set_result(outcome)
-            case Note() as note:
+            case Log() as note:
                 _write(note)
-            case Forget(incarnation=incarnation):
+            case ForgetPeer(incarnation=incarnation):
                 self._wire.forget(incarnation)
             case Subscribe(incarnation=incarnation, endpoint=endpoint, replay=replay):
                 self._wire.subscribe(incarnation, endpoint, replay)
@@ -245,14 +245,14 @@ class Relay:
             self.metrics.observe("inter_token_latency_seconds", now - last)
         self._last_token[name] = now
         match stream.emit(command.tokens, command.logprobs):
-            case Verdict.STOPPED:
+            case StopVerdict.STOPPED:
                 self._events.append(StopMatched(name, stream.taken))
-            case Verdict.UNREAD:
+            case StopVerdict.UNREAD:
                 self._events.append(ClientGone(name, "the client does not read its tokens"))
-            case Verdict.GOES_ON:
+            case StopVerdict.GOES_ON:
                 pass
 
-    def _end(self, end: End) -> None:
+    def _end(self, end: RequestEnded) -> None:
         stream = self._streams.pop(end.request, None)
         self._last_token.pop(end.request, None)
         if stream is not None:
@@ -264,7 +264,7 @@ class Relay:
     def processes(self) -> tuple[ProcessView, list[ProcessView]]:
         """This process, and the others by name."""
         stats = self.state.stats()
-        load = Load(running=stats.running, waiting=stats.queued)
+        load = LoadReport(running=stats.running, waiting=stats.queued)
         return ProcessView(self.me, load, None, 0.0, self.address, 0), self.state.processes(self._clock.now())
 
     def publish(self, malformed: int, refused: int) -> None:
@@ -311,7 +311,7 @@ class Relay:
             }
         )
 
-    def _observe(self, end: End) -> None:
+    def _observe(self, end: RequestEnded) -> None:
         line, usage = end.summary.timeline, end.summary.usage
         spans = {
             "request_queue_time_seconds": line.between("received", "placed"),
@@ -327,7 +327,7 @@ class Relay:
                 self.metrics.observe(name, seconds)
 
 
-def _write(note: Note) -> None:
+def _write(note: Log) -> None:
     level = logging.DEBUG if note.detail else logging.WARNING if note.warning else logging.INFO
     if note.kind:
         limited.log(level, note.kind, f"request={note.request} {note.text}" if note.request else note.text)

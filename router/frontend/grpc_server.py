@@ -1,4 +1,4 @@
-"""The gRPC front doors: `Generation` of `proto/baton/v1` for clients, `Cache` and `Cluster` for the operator.
+"""The gRPC front doors: `Generation` of `proto/baton/v1` for clients, `Cache` and `SimulatedCluster` for the operator.
 
 Health and reflection are on both. A server answers a call of a service that it lacks with UNIMPLEMENTED.
 
@@ -36,13 +36,22 @@ from baton.v1 import (
     generation_pb2,
     generation_pb2_grpc,
 )
-from router.events import Cancelled, End, Failed, Finished
+from router.events import Cancelled, Failed, Finished, RequestEnded
 from router.frontend import responses
-from router.frontend.client_sessions import Relay
-from router.frontend.guard import Guard, looked_at
-from router.frontend.output_stream import Stream
-from router.frontend.request_parsing import Intake, Wish, name_of, pin_of, role_of, steps_of, take_in, take_in_prefix
-from router.frontend.tokenizing import Tokenizing
+from router.frontend.client_sessions import RouterDriver
+from router.frontend.guard import MessageGuard, looked_at
+from router.frontend.output_stream import OutputStream
+from router.frontend.request_parsing import (
+    ValidatedPin,
+    ValidatedRequest,
+    name_of,
+    pin_of,
+    role_of,
+    steps_of,
+    take_in,
+    take_in_prefix,
+)
+from router.frontend.tokenizing import TokenizerThreads
 from router.role_changes import PATIENCE
 
 log = logging.getLogger(__name__)
@@ -72,10 +81,12 @@ def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str]
     return grpc.StatusCode[error.status], tuple(metadata)
 
 
-class GenerationFront(generation_pb2_grpc.GenerationServicer):
+class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """Streams of tokens."""
 
-    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing, linger: float = _LINGER) -> None:
+    def __init__(
+        self, relay: RouterDriver, clock: Clock, tokenizing: TokenizerThreads, linger: float = _LINGER
+    ) -> None:
         self._relay = relay
         self._clock = clock
         self._tokenizing = tokenizing
@@ -85,7 +96,7 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
         received = self._clock.now()
         left = context.time_remaining()
         deadline = None if left is None else received + left
-        stream: Stream | None = None
+        stream: OutputStream | None = None
         request_id = ""
         try:
             request_id = name_of(request)
@@ -106,11 +117,11 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
             if stream is not None and not stream.ended:
                 self._relay.abandon(stream)
 
-    async def _take_in(self, request: generation_pb2.GenerateRequest, request_id: str) -> Intake:
+    async def _take_in(self, request: generation_pb2.GenerateRequest, request_id: str) -> ValidatedRequest:
         work = partial(take_in, request, request_id, self._relay.model, self._relay.draw_seed)
         return await self._tokenizing.run(_text_bytes(request), work)
 
-    async def _pass_on(self, intake: Intake, stream: Stream, context: Any) -> bool:
+    async def _pass_on(self, intake: ValidatedRequest, stream: OutputStream, context: Any) -> bool:
         """Write what comes, as fast as the client reads, until all is written (true), or until the request has ended
         and the client reads nothing more of it. Raises BatonError when the request ends in one."""
         writing = asyncio.create_task(_write_out(stream, intake.request_id, intake.sampling.seed, context))
@@ -129,7 +140,7 @@ class GenerationFront(generation_pb2_grpc.GenerationServicer):
         writing.result()
         return True
 
-    async def _give_up(self, stream: Stream, request_id: str, context: Any) -> None:
+    async def _give_up(self, stream: OutputStream, request_id: str, context: Any) -> None:
         """End an RPC whose client does not read. Neither the write nor the status that waits behind it is cancelled:
         gRPC still holds them. They end when the client reads, or has gone, and cost no more than a piece until then."""
         stream.drop()
@@ -144,12 +155,12 @@ def _text_bytes(request: generation_pb2.GenerateRequest | cache_pb2.WarmRequest)
     return request.ByteSize() if request.WhichOneof("prompt") == "text" else 0
 
 
-async def _write_out(stream: Stream, request_id: str, seed: int, context: Any) -> None:
+async def _write_out(stream: OutputStream, request_id: str, seed: int, context: Any) -> None:
     """Write what comes of a request. Raises BatonError when it ends in one."""
     with _connected():
         while True:
             news = await stream.read()
-            if not isinstance(news, End):
+            if not isinstance(news, RequestEnded):
                 await context.write(responses.delta(news))
                 continue
             match news.outcome:
@@ -162,10 +173,10 @@ async def _write_out(stream: Stream, request_id: str, seed: int, context: Any) -
                     raise RequestCancelled(why)
 
 
-class CacheFront(cache_pb2_grpc.CacheServicer):
+class CacheServicer(cache_pb2_grpc.CacheServicer):
     """Prefixes that are to be warm."""
 
-    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing) -> None:
+    def __init__(self, relay: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
         self._relay = relay
         self._clock = clock
         self._tokenizing = tokenizing
@@ -188,16 +199,16 @@ class CacheFront(cache_pb2_grpc.CacheServicer):
     ) -> cache_pb2.ListPinsResponse:
         return cache_pb2.ListPinsResponse(pins=map(responses.pin, self._relay.pins()))
 
-    async def _take_in(self, request: cache_pb2.WarmRequest, pin: str) -> Wish:
+    async def _take_in(self, request: cache_pb2.WarmRequest, pin: str) -> ValidatedPin:
         return await self._tokenizing.run(
             _text_bytes(request), partial(take_in_prefix, request, pin, self._relay.model)
         )
 
 
-class ClusterFront(cluster_pb2_grpc.ClusterServicer):
+class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     """What the cluster looks like from here."""
 
-    def __init__(self, relay: Relay) -> None:
+    def __init__(self, relay: RouterDriver) -> None:
         self._relay = relay
 
     async def GetStatus(  # noqa: N802 gRPC's name
@@ -257,16 +268,16 @@ class ClusterFront(cluster_pb2_grpc.ClusterServicer):
         return explain_pb2.ListRequestsResponse(requests=[responses.request_summary(record, now) for record in records])
 
 
-class _Server:
+class _GrpcServer:
     """A gRPC server with health and reflection beside the services that are added to it."""
 
-    def __init__(self, own: Sequence[str], relay: Relay, max_rpcs: int) -> None:
+    def __init__(self, own: Sequence[str], relay: RouterDriver, max_rpcs: int) -> None:
         """`own` are the names of its services."""
         self._own = tuple(own)
         limits, tokenizer = relay.model.limits, relay.model.tokenizer
         max_bytes = _OTHER_BYTES + _ID_BYTES * limits.max_context
         max_text = tokenizer.max_bytes(limits.max_context) if tokenizer else 0
-        self._guard = Guard(_abort, max_rpcs, max_bytes, _TEXTS)
+        self._guard = MessageGuard(_abort, max_rpcs, max_bytes, _TEXTS)
         self.grpc = grpc.aio.server(
             interceptors=(self._guard,),
             maximum_concurrent_rpcs=max_rpcs + _SPARE_RPCS,
@@ -296,7 +307,7 @@ class _Server:
         return bound
 
     async def set_serving(self, serving: bool) -> None:
-        """What health checks are told. The router itself answers, so `Cluster` always serves."""
+        """What health checks are told. The router itself answers, so `SimulatedCluster` always serves."""
         if serving == self._serving:
             return
         self._serving = serving
@@ -315,12 +326,12 @@ class _Server:
         await self.grpc.stop(grace)
 
 
-class Front:
+class ClientServer:
     """The public gRPC server: `Generation`, and nothing by which a client could change or watch the cluster."""
 
-    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing) -> None:
-        self._server = _Server((GENERATION,), relay, relay.config.router.max_concurrent_rpcs)
-        generation = GenerationFront(relay, clock, tokenizing)
+    def __init__(self, relay: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
+        self._server = _GrpcServer((GENERATION,), relay, relay.config.router.max_concurrent_rpcs)
+        generation = GenerationServicer(relay, clock, tokenizing)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server.grpc)
 
     async def start(self, host: str, port: int) -> str:
@@ -342,21 +353,21 @@ class Front:
         await self._server.stop(grace)
 
 
-class OperatorFront:
-    """The operator's gRPC servers: `Cluster` and `Cache`, on a Unix socket of this user's or on loopback.
+class OperatorServer:
+    """The operator's gRPC servers: `SimulatedCluster` and `Cache`, on a Unix socket of this user's or on loopback.
 
     A socket's file may be removed while the router lives, such as with $XDG_RUNTIME_DIR when the user logs out. Then
     another server listens anew, and connections to the first one live on."""
 
-    def __init__(self, relay: Relay, clock: Clock, tokenizing: Tokenizing) -> None:
+    def __init__(self, relay: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
         self._relay = relay
-        self._cache, self._cluster = CacheFront(relay, clock, tokenizing), ClusterFront(relay)
-        self._servers: list[_Server] = []
+        self._cache, self._cluster = CacheServicer(relay, clock, tokenizing), ClusterServicer(relay)
+        self._servers: list[_GrpcServer] = []
         self._path: Path | None = None  # of the socket
 
     async def start(self, setting: str, cluster: str, router: str) -> str:
         """Listen where `router.operator` says; returns the gRPC target. Raises ConfigError, StartupError, PortInUse."""
-        server = _Server((CLUSTER, CACHE), self._relay, _OPERATOR_RPCS)
+        server = _GrpcServer((CLUSTER, CACHE), self._relay, _OPERATOR_RPCS)
         cache_pb2_grpc.add_CacheServicer_to_server(self._cache, server.grpc)
         cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, server.grpc)
         remedy = "stop what listens there or change router.operator"

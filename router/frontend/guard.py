@@ -27,7 +27,7 @@ _FIXED_BYTES = {1: 8, 5: 4}  # of wire types
 Refuse = Callable[[Any, BatonError], Awaitable[NoReturn]]
 
 
-class Guard(grpc.aio.ServerInterceptor):
+class MessageGuard(grpc.aio.ServerInterceptor):
     """Stands before every handler of a server."""
 
     def __init__(

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from baton.errors import PortInUse, StartupError
 from baton.metrics import PAGE_TYPE
-from router.frontend.client_sessions import Relay
+from router.frontend.client_sessions import RouterDriver
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +33,10 @@ _OF_STRANGERS = logging.getLogger(f"{__name__}.strangers")
 _OF_STRANGERS.disabled = True
 
 
-class Http:
+class HttpServer:
     """The server; it reads the relay and changes nothing."""
 
-    def __init__(self, relay: Relay) -> None:
+    def __init__(self, relay: RouterDriver) -> None:
         self._relay = relay
         self._routes: dict[str, Callable[[], Awaitable[web.Response]]] = {
             "/metrics": self._metrics,
@@ -48,7 +48,7 @@ class Http:
 
     async def start(self, host: str, port: int) -> str:
         """Listen; returns "host:port". Raises PortInUse or StartupError."""
-        server = _Server(
+        server = _HttpServer(
             self._answer,
             logger=_OF_STRANGERS,
             access_log=_ACCESS_LOG,
@@ -116,7 +116,7 @@ class Http:
         return web.Response(status=503, text="no decode worker is live\n")
 
 
-class _Server(web.Server):
+class _HttpServer(web.Server):
     """aiohttp's server, with limits that it does not have: how many connections there are, and for how long each."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from enum import Enum
 from msgspec.structs import replace
 
 from baton.messages import TokenLogprob
-from router.events import Cancelled, End, Finished, Summary
+from router.events import Cancelled, Finished, RequestEnded, Summary
 from router.frontend.detokenizer import TextStream
 
 MAX_UNREAD = 8_192  # tokens
@@ -35,7 +35,7 @@ class Output:
     size: int = 0  # bytes of memory, about
 
 
-class Verdict(Enum):
+class StopVerdict(Enum):
     """What taking tokens led to."""
 
     GOES_ON = "goes on"
@@ -43,7 +43,7 @@ class Verdict(Enum):
     UNREAD = "the client does not read"
 
 
-class Stream:
+class OutputStream:
     """One request's output. The router's loop puts in, its client's task takes out; both on one event loop."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Stream:
         self._pieces = deque[Output]()
         self._unread = 0  # tokens
         self._unread_bytes = 0
-        self._end: End | None = None
+        self._end: RequestEnded | None = None
         self._stopped = False
         self._news = asyncio.Event()
         self.taken = 0  # tokens that count as output
@@ -66,19 +66,19 @@ class Stream:
     def ended(self) -> bool:
         return self._end is not None
 
-    def emit(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Verdict:
+    def emit(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> StopVerdict:
         """Take tokens, each once and in order. After a stop string no more are taken."""
         if self._stopped:
-            return Verdict.GOES_ON
+            return StopVerdict.GOES_ON
         piece = self._text.feed(tokens)
         self.taken += piece.taken
         self._put(piece.text, tokens[: piece.taken], logprobs[: piece.taken])
         self._stopped = piece.stopped
         self._news.set()
         if self._stopped:
-            return Verdict.STOPPED
+            return StopVerdict.STOPPED
         unread = self._unread > self._max_unread or self._unread_bytes > self._max_unread_bytes
-        return Verdict.UNREAD if unread else Verdict.GOES_ON
+        return StopVerdict.UNREAD if unread else StopVerdict.GOES_ON
 
     def _put(self, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         if not text and not tokens:
@@ -94,7 +94,7 @@ class Stream:
         self._unread += len(tokens)
         self._unread_bytes += size
 
-    def end(self, end: End) -> None:
+    def end(self, end: RequestEnded) -> None:
         """The request has ended. Where the output ended at a stop string, that is what the client is told, though the
         tokens that followed may have led the state elsewhere in the same moment."""
         outcome, summary = end.outcome, end.summary
@@ -104,10 +104,10 @@ class Stream:
             self._stopped = rest.stopped
         if self._stopped and not isinstance(outcome, Cancelled):
             outcome, summary = Finished("stop"), _cut(summary, self.taken)
-        self._end = End(end.request, outcome, summary)
+        self._end = RequestEnded(end.request, outcome, summary)
         self._news.set()
 
-    async def read(self) -> Output | End:
+    async def read(self) -> Output | RequestEnded:
         """The next piece of what is new, as soon as there is something; the end comes last."""
         self.reads += 1
         while True:

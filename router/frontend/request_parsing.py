@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton.errors import ContextTooLong, InvalidRequest, ModelMismatch, shown
-from baton.messages import MAX_TRACE_STEPS, Sampling, WorkerRole
+from baton.messages import MAX_TRACE_STEPS, SamplingParams, WorkerRole
 from baton.v1 import cache_pb2, cluster_pb2
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
@@ -32,12 +32,12 @@ _MIN_TTL_MS, _MAX_TTL_MS = 1_000, 7 * 24 * 3_600_000
 
 
 @dataclass(frozen=True)
-class Intake:
+class ValidatedRequest:
     """A checked request, before it has a name."""
 
     tokens: bytes  # packed
     prompt: Sequence[int]
-    sampling: Sampling
+    sampling: SamplingParams
     max_tokens: int | None
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
@@ -49,7 +49,7 @@ class Intake:
 
 
 @dataclass(frozen=True)
-class Wish:
+class ValidatedPin:
     """A checked prefix that is to be warm."""
 
     tokens: bytes  # packed
@@ -102,7 +102,9 @@ def _checked(field: str, given: str) -> str:
     return given
 
 
-def take_in(request: pb.GenerateRequest, request_id: str, model: ServedModel, draw_seed: Callable[[], int]) -> Intake:
+def take_in(
+    request: pb.GenerateRequest, request_id: str, model: ServedModel, draw_seed: Callable[[], int]
+) -> ValidatedRequest:
     """Check a request. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
     _check_model(request.model, model)
     if len(request.stop_token_ids) > _MAX_STOP_TOKENS:
@@ -115,7 +117,7 @@ def take_in(request: pb.GenerateRequest, request_id: str, model: ServedModel, dr
     sampling, stops = _sampling(request, model.defaults, draw_seed), _stops(request, model)
     prompt = _prompt(request, model)  # the only check that may take long comes last
     eos = () if request.ignore_eos else model.eos
-    return Intake(
+    return ValidatedRequest(
         tokens=pack_tokens(prompt),
         prompt=prompt,
         sampling=sampling,
@@ -130,13 +132,13 @@ def take_in(request: pb.GenerateRequest, request_id: str, model: ServedModel, dr
     )
 
 
-def take_in_prefix(request: cache_pb2.WarmRequest, pin: str, model: ServedModel) -> Wish:
+def take_in_prefix(request: cache_pb2.WarmRequest, pin: str, model: ServedModel) -> ValidatedPin:
     """Check a prefix that is to be warm. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
     _check_model(request.model, model)
     ttl_ms = request.ttl_ms if request.HasField("ttl_ms") else _DEFAULT_TTL_MS
     if not _MIN_TTL_MS <= ttl_ms <= _MAX_TTL_MS:
         raise InvalidRequest(f"ttl_ms is {ttl_ms}; it must be from {_MIN_TTL_MS} (1 second) to {_MAX_TTL_MS} (7 days)")
-    return Wish(pack_tokens(_prompt(request, model)), pin, ttl_ms / 1_000)
+    return ValidatedPin(pack_tokens(_prompt(request, model)), pin, ttl_ms / 1_000)
 
 
 def _check_model(asked: str, model: ServedModel) -> None:
@@ -191,7 +193,7 @@ def _objective(field: Literal["ttft_ms", "tpot_ms"], request: pb.GenerateRequest
     return asked / 1_000
 
 
-def _sampling(request: pb.GenerateRequest, defaults: Sampling, draw_seed: Callable[[], int]) -> Sampling:
+def _sampling(request: pb.GenerateRequest, defaults: SamplingParams, draw_seed: Callable[[], int]) -> SamplingParams:
     temperature = request.temperature if request.HasField("temperature") else defaults.temperature
     top_p = request.top_p if request.HasField("top_p") else defaults.top_p
     min_p = request.min_p if request.HasField("min_p") else defaults.min_p
@@ -206,7 +208,7 @@ def _sampling(request: pb.GenerateRequest, defaults: Sampling, draw_seed: Callab
         raise InvalidRequest(f"seed is {request.seed}; it must be below 2**63")
     if request.HasField("logprobs") and request.logprobs > _MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs is {request.logprobs}; at most {_MAX_LOGPROBS} alternatives are reported")
-    return Sampling(
+    return SamplingParams(
         temperature=temperature,
         top_p=top_p,
         top_k=request.top_k if request.HasField("top_k") else defaults.top_k,

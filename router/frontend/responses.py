@@ -5,11 +5,11 @@ from __future__ import annotations
 from baton.messages import FinishReason, ModelCard, Role, TokenLogprob
 from baton.timeline import Timeline
 from baton.v1 import cache_pb2, cluster_pb2, explain_pb2, generation_pb2
-from router.events import Cancelled, Failed, Finished, Kept, Outcome, PinView, Summary
+from router.events import Cancelled, Failed, Finished, Pinned, PinView, RequestOutcome, Summary
 from router.frontend.output_stream import Output
 from router.members import GoneReason
-from router.placement.types import Candidate, Predicted
-from router.requests.explain import Account, Record, reason
+from router.placement.types import Candidate, PredictedTtft
+from router.requests.explain import AttemptAccount, RequestRecord, reason
 from router.state import ProcessView, RouterStats
 
 _REASONS: dict[FinishReason, generation_pb2.FinishReason] = {
@@ -162,13 +162,13 @@ def pin(view: PinView) -> cache_pb2.Pin:
     )
 
 
-def warmed(kept: Kept) -> cache_pb2.WarmResponse:
+def warmed(kept: Pinned) -> cache_pb2.WarmResponse:
     computed = kept.computed
     cached = None if computed is None else max(0, kept.view.tokens - computed)
     return cache_pb2.WarmResponse(pin=pin(kept.view), tokens_computed=computed, tokens_cached=cached)
 
 
-def request_summary(record: Record, now: float) -> explain_pb2.RequestSummary:
+def request_summary(record: RequestRecord, now: float) -> explain_pb2.RequestSummary:
     account, line = record.account, record.line
     usage, last = account.usage, record.attempts[-1] if record.attempts else None
     return explain_pb2.RequestSummary(
@@ -191,7 +191,7 @@ def request_summary(record: Record, now: float) -> explain_pb2.RequestSummary:
     )
 
 
-def explained(record: Record, now: float) -> explain_pb2.ExplainResponse:
+def explained(record: RequestRecord, now: float) -> explain_pb2.ExplainResponse:
     candidates, omitted = record.candidates()
     return explain_pb2.ExplainResponse(
         request=request_summary(record, now),
@@ -202,7 +202,7 @@ def explained(record: Record, now: float) -> explain_pb2.ExplainResponse:
     )
 
 
-def _attempt(record: Record, account: Account) -> explain_pb2.ExplainedAttempt:
+def _attempt(record: RequestRecord, account: AttemptAccount) -> explain_pb2.ExplainedAttempt:
     candidates, omitted = account.candidates()
     line, first, placed = account.line, account.first_token, account.line.placed
     return explain_pb2.ExplainedAttempt(
@@ -249,7 +249,7 @@ def _candidate(candidate: Candidate, *, chosen: bool) -> explain_pb2.ExplainedCa
     )
 
 
-def _cost(predicted: Predicted) -> explain_pb2.CostTerms:
+def _cost(predicted: PredictedTtft) -> explain_pb2.CostTerms:
     return explain_pb2.CostTerms(
         total_ms=predicted.total * 1_000,
         queue_ms=predicted.queue * 1_000,
@@ -261,7 +261,7 @@ def _cost(predicted: Predicted) -> explain_pb2.CostTerms:
     )
 
 
-def _request_state(record: Record) -> explain_pb2.RequestState:
+def _request_state(record: RequestRecord) -> explain_pb2.RequestState:
     match record.outcome:
         case Finished():
             return explain_pb2.REQUEST_STATE_FINISHED
@@ -273,7 +273,7 @@ def _request_state(record: Record) -> explain_pb2.RequestState:
             return explain_pb2.REQUEST_STATE_RUNNING if record.running else explain_pb2.REQUEST_STATE_QUEUED
 
 
-def _outcome(outcome: Outcome | None) -> str:
+def _outcome(outcome: RequestOutcome | None) -> str:
     match outcome:
         case Finished(reason=reason):
             return reason

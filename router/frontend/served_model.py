@@ -13,7 +13,7 @@ from typing import Any
 
 from baton.config import ModelConfig
 from baton.errors import ModelError, ModelNotFound
-from baton.messages import Sampling
+from baton.messages import SamplingParams
 from router.frontend.detokenizer import Tokenizer
 from router.queueing.admission import ModelLimits
 
@@ -30,7 +30,7 @@ class ServedModel:
     tokenizer: Tokenizer | None  # none: token ids only
     limits: ModelLimits
     eos: tuple[int, ...]
-    defaults: Sampling  # for what a request leaves open
+    defaults: SamplingParams  # for what a request leaves open
 
 
 def load(config: ModelConfig) -> ServedModel:
@@ -91,10 +91,10 @@ def _ids(settings: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _defaults(generation: Mapping[str, Any]) -> Sampling:
+def _defaults(generation: Mapping[str, Any]) -> SamplingParams:
     """What the model's authors recommend, where they recommend sampling; otherwise plain sampling at temperature 1."""
     if not generation.get("do_sample"):
-        return Sampling()
+        return SamplingParams()
     given = {name: generation[name] for name in ("temperature", "top_p", "top_k", "min_p") if generation.get(name)}
     values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | given
     # Python's JSON knows NaN and Infinity, and whole numbers of any size. NaN compares false with everything.
@@ -102,7 +102,7 @@ def _defaults(generation: Mapping[str, Any]) -> Sampling:
     valid = valid and 0 <= values["temperature"] <= _MAX_TEMPERATURE and values["top_k"] <= _MAX_TOP_K
     if not valid or not 0 < values["top_p"] <= 1 or not 0 <= values["min_p"] <= 1:
         raise ModelError(f"generation_config.json recommends {given}, which is no sampling; correct it or remove it")
-    return Sampling(
+    return SamplingParams(
         temperature=float(values["temperature"]),
         top_p=float(values["top_p"]),
         top_k=int(max(0, values["top_k"])),

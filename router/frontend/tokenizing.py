@@ -22,7 +22,7 @@ _MAX_PROMPTS = 1_024  # of one lane
 _MAX_BYTES = 64 * 2**20  # of one lane's prompts together; a lane without any takes every prompt
 
 
-class Lane:
+class TokenizerLane:
     """One pool of threads, and what waits for it."""
 
     def __init__(self, name: str, threads: int, max_prompts: int = _MAX_PROMPTS, max_bytes: int = _MAX_BYTES) -> None:
@@ -59,12 +59,12 @@ class Lane:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-class Tokenizing:
+class TokenizerThreads:
     """Where a prompt is tokenized, by its length."""
 
     def __init__(self) -> None:
-        self._prompts = Lane("prompts", threads=2)
-        self._long = Lane("long", threads=1)
+        self._prompts = TokenizerLane("prompts", threads=2)
+        self._long = TokenizerLane("long", threads=1)
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Do the work here, or on a thread if it would take long. Raises Overloaded, and what the work raises."""

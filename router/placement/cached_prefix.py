@@ -13,17 +13,17 @@ from itertools import accumulate
 
 from msgspec import Struct
 
-from baton.messages import LowerTier, Source, TierSpeed
-from baton.store_protocol import TierRun
+from baton.messages import LowerTier, PageSource, TierSpeed
+from baton.store_protocol import TierPages
 from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, choose
-from kvstore.prefix_map.prefix_map import Match
-from router.members import Member, Members
+from kvstore.prefix_map.prefix_map import PrefixMatch
+from router.members import ClusterMembership, MemberRecord
 
-_NOTHING = Match(0)
+_NOTHING = PrefixMatch(0)
 SOURCES = 3  # other stores that are named for cached pages: the next is asked when one fails
 
 
-class Prefix(Struct, frozen=True):
+class CacheablePrefix(Struct, frozen=True):
     """The pages of an attempt's tokens that caches may have: the full ones among all but the last token."""
 
     pages: int
@@ -35,7 +35,7 @@ class Prefix(Struct, frozen=True):
         return pages * self.page_size / (rate or DEFAULT_PREFILL_RATE)
 
 
-class Store(Struct, frozen=True):
+class StoreCache(Struct, frozen=True):
     """A node's live store, and what it has of the prefix: the first `host` pages in its arena, and the next `disk`
     ones on its disk."""
 
@@ -53,39 +53,39 @@ class Store(Struct, frozen=True):
         return self.host + self.disk
 
 
-class Node(Struct, frozen=True):
+class NodeCache(Struct, frozen=True):
     """A node with a live store. `others` serve it pages of the prefix that it does not have, the most first."""
 
-    store: Store
-    others: Sequence[Store] = ()
+    store: StoreCache
+    others: Sequence[StoreCache] = ()
 
-    def sources(self, after: int, pages: int) -> tuple[Source, ...]:
+    def sources(self, after: int, pages: int) -> tuple[PageSource, ...]:
         """Where the store gets those of the first `pages` that come after the first `after`."""
         helpers = [other for other in self.others if other.pages > after]
-        return tuple(Source(helper.incarnation, helper.endpoint, min(helper.pages, pages)) for helper in helpers)
+        return tuple(PageSource(helper.incarnation, helper.endpoint, min(helper.pages, pages)) for helper in helpers)
 
 
-class Reach(Struct, frozen=True):
+class ReusablePrefix(Struct, frozen=True):
     """The first `pages` of a prefix need no computing, once `loads` have come from below the arena, tier by tier."""
 
     pages: int
-    loads: tuple[TierRun, ...] = ()
+    loads: tuple[TierPages, ...] = ()
     seconds: float = 0.0  # that the loads take
-    sources: tuple[Source, ...] = ()  # for those that come from other nodes
+    sources: tuple[PageSource, ...] = ()  # for those that come from other nodes
 
 
-def stores(members: Members, held: Mapping[str, Match], avoid: Collection[str]) -> list[Store]:
+def stores(members: ClusterMembership, held: Mapping[str, PrefixMatch], avoid: Collection[str]) -> list[StoreCache]:
     """The live store of each node, unless its loop hangs. Those to `avoid` serve their own node and no other."""
     able = [member for member in members.of("store") if not member.unresponsive]
     return [store_of(member, held, serves=member.incarnation not in avoid) for member in able]
 
 
-def store_of(member: Member, held: Mapping[str, Match], *, serves: bool) -> Store:
+def store_of(member: MemberRecord, held: Mapping[str, PrefixMatch], *, serves: bool) -> StoreCache:
     """What that store has. An arena is evicted from the leaves, so what is only on the disk follows what is in it."""
     match = held.get(member.incarnation, _NOTHING)
     speeds: dict[LowerTier, TierSpeed] = {**DEFAULT_SPEEDS, **{speed.tier: speed for speed in member.load.tiers}}
     on_disk = match.tiers.get("DISK", 0)
-    return Store(
+    return StoreCache(
         incarnation=member.incarnation,
         node=member.peer.node,
         endpoint=member.hello.data if serves else "",
@@ -96,47 +96,47 @@ def store_of(member: Member, held: Mapping[str, Match], *, serves: bool) -> Stor
     )
 
 
-def nodes_of(stores: Sequence[Store]) -> dict[str, Node]:
+def nodes_of(stores: Sequence[StoreCache]) -> dict[str, NodeCache]:
     """Every node that has a live store, with the others that can help it."""
     serving = sorted((store for store in stores if store.endpoint), key=lambda store: (-store.pages, store.incarnation))
-    return {store.node: Node(store, _others(store, serving)) for store in stores}
+    return {store.node: NodeCache(store, _others(store, serving)) for store in stores}
 
 
-def decoder_reach(prefix: Prefix, node: Node | None, device: int, rate: float) -> Reach:
+def decoder_reach(prefix: CacheablePrefix, node: NodeCache | None, device: int, rate: float) -> ReusablePrefix:
     """Of a decode worker, which fetches only what follows the `device` pages that it has itself."""
     if node is None:
-        return Reach(device)
+        return ReusablePrefix(device)
     return _reach(prefix, node, max(device, node.store.host), device, rate)
 
 
-def prefiller_reach(prefix: Prefix, node: Node, device: int, rate: float) -> Reach:
+def prefiller_reach(prefix: CacheablePrefix, node: NodeCache, device: int, rate: float) -> ReusablePrefix:
     """Of a prefill worker. All pages must be in its node's store, so that is asked first; but those that the worker
     has on its device need no computing, which makes loading them pay less."""
     return _reach(prefix, node, node.store.host, device, rate)
 
 
-def _others(store: Store, serving: Sequence[Store]) -> Sequence[Store]:
+def _others(store: StoreCache, serving: Sequence[StoreCache]) -> Sequence[StoreCache]:
     """`serving`: the longest first."""
     best = [other for other in serving[: SOURCES + 1] if other.node != store.node][:SOURCES]
     return [other for other in best if other.pages > store.pages]
 
 
-def _reach(prefix: Prefix, node: Node, begin: int, device: int, rate: float) -> Reach:
+def _reach(prefix: CacheablePrefix, node: NodeCache, begin: int, device: int, rate: float) -> ReusablePrefix:
     """`begin`: the first page that must be loaded, or else computed where it is not among the first `device`."""
     here = max(begin, node.store.pages)
     longest = node.others[0].pages if node.others else 0
     runs = [
-        TierRun(node.store.disk_speed, here - begin),
-        TierRun(node.store.remote_speed, max(0, min(longest, prefix.pages) - here)),
+        TierPages(node.store.disk_speed, here - begin),
+        TierPages(node.store.remote_speed, max(0, min(longest, prefix.pages) - here)),
     ]
     runs = [run for run in runs if run.pages]
     choice = choose(runs, prefix.page_bytes, prefix.page_size, rate, max(0, device - begin))
     loaded = begin + choice.pages
     starts = accumulate((run.pages for run in runs), initial=0)
-    return Reach(
+    return ReusablePrefix(
         pages=max(device, loaded),
         loads=tuple(
-            TierRun(run.speed, min(run.pages, choice.pages - start))
+            TierPages(run.speed, min(run.pages, choice.pages - start))
             for run, start in zip(runs, starts, strict=False)
             if start < choice.pages
         ),

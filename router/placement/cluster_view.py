@@ -1,8 +1,8 @@
 """What placement may see of the cluster: live workers with what they have been given, live stores, the time. Workers
 that drain are not seen.
 
-A policy (`router.placement.policy.Placer`) reads a `View` and changes nothing. The request manager records here what it
-carries out of a decision. Pure.
+A policy (`router.placement.policy.PlacementPolicy`) reads a `ClusterView` and changes nothing. The request manager
+records here what it carries out of a decision. Pure.
 """
 
 # pyright: strict
@@ -12,23 +12,23 @@ from __future__ import annotations
 import numpy as np
 
 from baton.config import Config
-from router.members import Member, Members
-from router.placement.types import Plan, Reservation
-from router.placement.worker_table import CostModels, Floats, Rates, Table
+from router.members import ClusterMembership, MemberRecord
+from router.placement.types import Placement, SecondsReservation
+from router.placement.worker_table import CostModels, Floats, ReportedRates, WorkerTable
 
 _OUTPUT = 256.0  # tokens that a request is expected to generate, until some have ended
 _WEIGHT = 0.02  # of the newest
 
 
-class View:
+class ClusterView:
     """The live processes, as the router knows them at `now`."""
 
-    def __init__(self, config: Config, members: Members, costs: CostModels | None = None) -> None:
+    def __init__(self, config: Config, members: ClusterMembership, costs: CostModels | None = None) -> None:
         """`costs`: none: nothing is known but the rates that workers tell."""
         self.config = config
         self.members = members
         self.now = 0.0  # seconds
-        self.table = Table(config, members, costs or Rates(members))
+        self.table = WorkerTable(config, members, costs or ReportedRates(members))
         self._claims: dict[str, float] = {}  # seconds of workers, by incarnation
         self._output = _OUTPUT
 
@@ -37,12 +37,12 @@ class View:
         self.now = now
         self._claims.clear()
 
-    def reserve(self, reservation: Reservation) -> None:
+    def reserve(self, reservation: SecondsReservation) -> None:
         """Count the seconds of a waiting request for the requests behind it."""
         worker = reservation.worker
         self._claims[worker] = self._claims.get(worker, 0.0) + reservation.seconds
 
-    def used(self, plan: Plan) -> None:
+    def used(self, plan: Placement) -> None:
         """Count the plan's workers as the last ones used, so that equal workers take turns."""
         self.table.use(self.table.index[worker] for worker in (plan.prefill, plan.decode) if worker is not None)
 
@@ -55,7 +55,7 @@ class View:
                 claims[row] = seconds
         return claims
 
-    def refreshed(self) -> Table:
+    def refreshed(self) -> WorkerTable:
         """The table as of now."""
         self.table.refresh(self.now, self._output)
         return self.table
@@ -69,9 +69,9 @@ class View:
         self._output += _WEIGHT * (tokens - self._output)
 
     @property
-    def decoders(self) -> list[Member]:
+    def decoders(self) -> list[MemberRecord]:
         return self.members.open("decode")
 
     @property
-    def prefillers(self) -> list[Member]:
+    def prefillers(self) -> list[MemberRecord]:
         return self.members.open("prefill")

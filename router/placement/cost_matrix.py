@@ -12,7 +12,7 @@ comes meanwhile: their seconds count like its own. A decode worker's time per ou
 for each token its share of the prompts to be computed there; cf. Mooncake, FAST'25, where a placement must keep both
 objectives for the time that decoding starts.
 
-Pure. Arrays have a row for each worker of the `Table`, decode workers first.
+Pure. Arrays have a row for each worker of the `WorkerTable`, decode workers first.
 """
 
 # pyright: strict
@@ -23,19 +23,19 @@ from math import inf
 
 import numpy as np
 
-from router.placement.cached_prefix import Prefix
-from router.placement.types import Ask, Candidate, Predicted
-from router.placement.worker_table import FULL, NEVER, OPEN, Flags, Floats, Indices, Table
+from router.placement.cached_prefix import CacheablePrefix
+from router.placement.types import Candidate, PlacementRequest, PredictedTtft
+from router.placement.worker_table import FULL, NEVER, OPEN, Flags, Floats, Indices, WorkerTable
 
 _MANY = 16  # workers of either side that are paired, those that seem best; where there are not twice as many, all
 _LEVELS = 8.0  # decode workers are told apart by so many levels of sequences
 _TURN = 1e-6  # seconds at most by which those used last seem dearer: so equals are used in turn
 
 
-class Prices:
+class PlacementCosts:
     """Of one request. Nothing of it changes, so that it can be read later, when somebody asks why."""
 
-    def __init__(self, ask: Ask, table: Table, now: float, output: float, claims: Floats) -> None:
+    def __init__(self, ask: PlacementRequest, table: WorkerTable, now: float, output: float, claims: Floats) -> None:
         """`output`: tokens that the request is expected to generate; `claims`: seconds of each worker that requests
         which wait have been promised before this one."""
         self.workers, self.prefix = table.workers, ask.prefix
@@ -78,7 +78,7 @@ class Prices:
 
     # --- the decode side ---------------------------------------------------------------------------------------------
 
-    def _take(self, ask: Ask, table: Table, device: Floats, output: float) -> None:
+    def _take(self, ask: PlacementRequest, table: WorkerTable, device: Floats, output: float) -> None:
         """How long until a decode worker can take it, and its first step then."""
         d = self.decoders
         size = ask.prefix.page_size
@@ -106,7 +106,7 @@ class Prices:
             self.wait = np.maximum(self.wait, self._recovers(table, late, output))
             self.wait_alone = np.maximum(self.wait, self._recovers(table, later, output))
 
-    def _recovers(self, table: Table, late: Floats, output: float) -> Floats:
+    def _recovers(self, table: WorkerTable, late: Floats, output: float) -> Floats:
         """Seconds until each decode worker brings its tokens `late` seconds sooner: prompts that it has are computed
         then, or sequences have ended."""
         d = self.decoders
@@ -117,7 +117,7 @@ class Prices:
 
     # --- pairs -------------------------------------------------------------------------------------------------------
 
-    def _pair(self, table: Table, device: Floats, host: Floats, handed: int) -> None:
+    def _pair(self, table: WorkerTable, device: Floats, host: Floats, handed: int) -> None:
         """Price the pairs that may be the best, for a hand-off of so many pages."""
         d, prefix, node = self.decoders, self.prefix, self.node
         at = node[:d]
@@ -148,7 +148,7 @@ class Prices:
         if self.best_pair < inf:
             self.nuisance = (self.rows + 1.0) * self.compute[:d]
 
-    def _shortlist(self, table: Table, able: Flags) -> tuple[Indices, Indices]:
+    def _shortlist(self, table: WorkerTable, able: Flags) -> tuple[Indices, Indices]:
         """Those of each side that seem best, and the best of the same nodes."""
         d = self.decoders
         making = np.where(able, self.queue + self.making + self.used, inf)
@@ -224,14 +224,14 @@ class Prices:
         row = taker if maker is None else maker
         return float(self.making[row])
 
-    def predict(self, maker: int | None, taker: int) -> Predicted:
+    def predict(self, maker: int | None, taker: int) -> PredictedTtft:
         row = taker if maker is None else maker
         transfer, wait, step = 0.0, self.wait_alone[taker], self.step[taker] + self.tail[taker]
         if maker is not None:
             wait, step = self.wait[taker], self.step[taker]
             if self.node[maker] != self.node[taker] and self.missing[taker] > 0:
                 transfer = max(float(self.latency[taker]), float(self.link[taker] - self.making[maker]))
-        return Predicted(
+        return PredictedTtft(
             queue=float(self.queue[row]),
             load=float(self.load[row]),
             compute=float(self.compute[row]),
@@ -269,7 +269,7 @@ class Prices:
 
 
 def reach_of_all(
-    prefix: Prefix, table: Table, device: Floats, host: Floats, disk: Floats, serves: Floats
+    prefix: CacheablePrefix, table: WorkerTable, device: Floats, host: Floats, disk: Floats, serves: Floats
 ) -> tuple[Floats, Floats]:
     """How many pages each worker of the table need not compute, and the seconds that loads take: what `decoder_reach`
     and `prefiller_reach` (`router.placement.cached_prefix`) say of one of them, but for the few pages that are loaded
@@ -302,7 +302,7 @@ def reach_of_all(
     return np.maximum(device, np.where(take, more, ends)), np.where(take, all_, loads)
 
 
-def _held(ask: Ask, table: Table) -> tuple[Floats, Floats, Floats]:
+def _held(ask: PlacementRequest, table: WorkerTable) -> tuple[Floats, Floats, Floats]:
     """Pages of the prefix, without a gap from its first: on each worker's device, in each node's arena, and after
     those on its disk."""
     device = np.zeros(len(table.workers))
@@ -317,12 +317,12 @@ def _held(ask: Ask, table: Table) -> tuple[Floats, Floats, Floats]:
     return device, host, disk
 
 
-def _barred(ask: Ask, table: Table) -> list[int]:
+def _barred(ask: PlacementRequest, table: WorkerTable) -> list[int]:
     """Nodes whose store has failed this request: other nodes are not to get pages from it."""
     return [table.stores[incarnation] for incarnation in ask.avoid if incarnation in table.stores]
 
 
-def _open(ask: Ask, table: Table) -> Floats:
+def _open(ask: PlacementRequest, table: WorkerTable) -> Floats:
     """Whether each worker may be given this request: those that have failed it are asked again only where no other
     decode worker could ever take it."""
     d = table.decoders

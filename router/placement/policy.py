@@ -25,32 +25,32 @@ from heapq import nlargest
 from math import inf
 from typing import Protocol
 
-from baton.messages import Source
-from router.placement.cached_prefix import SOURCES, Node, Store, decoder_reach, prefiller_reach, store_of
-from router.placement.cluster_view import View
-from router.placement.cost_matrix import Prices
-from router.placement.types import Ask, Choice, Plan, Reject, Reservation, Wait
-from router.placement.worker_table import NEVER, OPEN, Table
+from baton.messages import PageSource
+from router.placement.cached_prefix import SOURCES, NodeCache, StoreCache, decoder_reach, prefiller_reach, store_of
+from router.placement.cluster_view import ClusterView
+from router.placement.cost_matrix import PlacementCosts
+from router.placement.types import Placement, PlacementChoice, PlacementRequest, Reject, SecondsReservation, Wait
+from router.placement.worker_table import NEVER, OPEN, WorkerTable
 
 _NEARLY = 0.02  # of the lowest time: what takes no longer than so much more is as good
 _AT_ONCE = 0.001  # seconds: the same for short times
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class PlacementDecision:
     """What a policy decides about one request. The policy changes nothing: its caller carries the decision out."""
 
-    choice: Choice
-    considered: Prices | None = None  # what the choice was made from; none: there was nothing to choose from
-    reservation: Reservation | None = None  # what the request waits for
+    choice: PlacementChoice
+    considered: PlacementCosts | None = None  # what the choice was made from; none: there was nothing to choose from
+    reservation: SecondsReservation | None = None  # what the request waits for
 
 
-class Placer(Protocol):
+class PlacementPolicy(Protocol):
     """A policy. `router.state.RouterState` takes one; `LowestTtft` is Baton's own."""
 
-    def place(self, ask: Ask, view: View) -> Decision: ...
+    def place(self, ask: PlacementRequest, view: ClusterView) -> PlacementDecision: ...
 
-    def may_go(self, request: str, view: View) -> bool:
+    def may_go(self, request: str, view: ClusterView) -> bool:
         """Whether to try a request that waits. One that certainly can't go now is passed by, however many there are."""
         ...
 
@@ -62,28 +62,28 @@ class Placer(Protocol):
 class LowestTtft:
     """The placement with the lowest predicted time to first token."""
 
-    def place(self, ask: Ask, view: View) -> Decision:
+    def place(self, ask: PlacementRequest, view: ClusterView) -> PlacementDecision:
         prices = _prices(ask, view)
         if prices.decoders == 0:
-            return Decision(Wait("no decode worker is live"), prices)
+            return PlacementDecision(Wait("no decode worker is live"), prices)
         if ask.affinity:
             prices.keep_only(_home(ask.affinity, prices))
         if view.config.router.split == "always":
             prices.keep_split()
         best = prices.lowest
         if best == inf:
-            return Decision(Wait("no live decode worker could hold it"), prices)
+            return PlacementDecision(Wait("no live decode worker could hold it"), prices)
         if (problem := _misses(ask, prices)) is not None:
-            return Decision(problem, prices)
+            return PlacementDecision(problem, prices)
         option = prices.ready(best + max(_AT_ONCE, _NEARLY * best))
         if option is None:
             maker, taker = prices.soonest
             worker = prices.workers[taker if maker is None else maker].incarnation
             wait = Wait(_awaits(prices, maker, taker), prices.predict(maker, taker).total)
-            return Decision(wait, prices, Reservation(worker, prices.effort(maker, taker)))
-        return Decision(_plan(ask, view, prices, *option), prices)
+            return PlacementDecision(wait, prices, SecondsReservation(worker, prices.effort(maker, taker)))
+        return PlacementDecision(_plan(ask, view, prices, *option), prices)
 
-    def may_go(self, request: str, view: View) -> bool:
+    def may_go(self, request: str, view: ClusterView) -> bool:
         """It may go anywhere."""
         return True
 
@@ -91,7 +91,7 @@ class LowestTtft:
         """Nothing is kept of any."""
 
 
-def plan_for(ask: Ask, view: View, decode: str, prefill: str | None = None) -> Decision:
+def plan_for(ask: PlacementRequest, view: ClusterView, decode: str, prefill: str | None = None) -> PlacementDecision:
     """The plan that uses just these workers, incarnations of live ones: what is cached is fetched as far as that pays.
     Wait: one of them takes no work now, or the two have no store between them; without `prefill`, never for the
     latter. For policies that choose workers by rules of their own."""
@@ -99,20 +99,20 @@ def plan_for(ask: Ask, view: View, decode: str, prefill: str | None = None) -> D
     index = view.table.index
     taker = index[decode]
     if prices.open[taker] != OPEN:
-        return Decision(Wait("the decode worker takes no work now"), prices)
+        return PlacementDecision(Wait("the decode worker takes no work now"), prices)
     if prefill is None or prices.cached[taker] >= ask.prefix.pages:
-        return Decision(_plan(ask, view, prices, None, taker), prices)
+        return PlacementDecision(_plan(ask, view, prices, None, taker), prices)
     maker = index[prefill]
     if prices.open[maker] != OPEN or not prices.joined(maker, taker):
-        return Decision(Wait("the prefill worker takes no prompt now"), prices)
-    return Decision(_plan(ask, view, prices, maker, taker), prices)
+        return PlacementDecision(Wait("the prefill worker takes no prompt now"), prices)
+    return PlacementDecision(_plan(ask, view, prices, maker, taker), prices)
 
 
-def _prices(ask: Ask, view: View) -> Prices:
-    return Prices(ask, view.refreshed(), view.now, view.output(ask.left), view.claims)
+def _prices(ask: PlacementRequest, view: ClusterView) -> PlacementCosts:
+    return PlacementCosts(ask, view.refreshed(), view.now, view.output(ask.left), view.claims)
 
 
-def _misses(ask: Ask, prices: Prices) -> Reject | None:
+def _misses(ask: PlacementRequest, prices: PlacementCosts) -> Reject | None:
     """An objective that no placement meets."""
     able = prices.open[: prices.decoders] > NEVER
     if ask.tpot is not None and bool(prices.hopeless[able].all()):
@@ -124,7 +124,7 @@ def _misses(ask: Ask, prices: Prices) -> Reject | None:
     return None
 
 
-def _awaits(prices: Prices, maker: int | None, taker: int) -> str:
+def _awaits(prices: PlacementCosts, maker: int | None, taker: int) -> str:
     """Whom it waits for, and why."""
     if maker is not None and prices.open[maker] != OPEN:
         return f"{prices.workers[maker].peer.name} has all the prompts it takes, and is worth waiting for"
@@ -134,7 +134,7 @@ def _awaits(prices: Prices, maker: int | None, taker: int) -> str:
     return f"{name} has no room for it, or could not keep an objective"
 
 
-def _home(affinity: str, prices: Prices) -> int:
+def _home(affinity: str, prices: PlacementCosts) -> int:
     """The decode worker of a key: by rendezvous hashing (Thaler and Ravishankar, 1998), so that one that goes takes
     only its own keys along, and they are back when one of its name is."""
     able = [row for row in range(prices.decoders) if prices.open[row] > NEVER] or list(range(prices.decoders))
@@ -148,7 +148,7 @@ def _home(affinity: str, prices: Prices) -> int:
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
-def _plan(ask: Ask, view: View, prices: Prices, maker: int | None, taker: int) -> Plan:
+def _plan(ask: PlacementRequest, view: ClusterView, prices: PlacementCosts, maker: int | None, taker: int) -> Placement:
     decoder = prices.workers[taker]
     predicted, tpot = prices.predict(maker, taker), float(prices.pace[taker])
     if maker is None:
@@ -156,7 +156,7 @@ def _plan(ask: Ask, view: View, prices: Prices, maker: int | None, taker: int) -
         device = ask.on_device(decoder.incarnation)
         reach = decoder_reach(ask.prefix, node, device, decoder.load.prefill_rate)
         fetches = node is not None and reach.pages > device
-        return Plan(
+        return Placement(
             decode=decoder.incarnation,
             fetch=reach.pages if fetches else 0,
             cached=reach.pages,
@@ -170,8 +170,8 @@ def _plan(ask: Ask, view: View, prices: Prices, maker: int | None, taker: int) -
     store, theirs = view.table.store_on[decoder.peer.node], _node(ask, view, worker.peer.node)
     assert theirs is not None, f"no store on node {worker.peer.node}"
     reach = prefiller_reach(ask.prefix, theirs, ask.on_device(worker.incarnation), worker.load.prefill_rate)
-    source = Source(theirs.store.incarnation, theirs.store.endpoint, ask.handed)
-    return Plan(
+    source = PageSource(theirs.store.incarnation, theirs.store.endpoint, ask.handed)
+    return Placement(
         decode=decoder.incarnation,
         prefill=worker.incarnation,
         fetch=ask.handed,
@@ -185,7 +185,7 @@ def _plan(ask: Ask, view: View, prices: Prices, maker: int | None, taker: int) -
     )
 
 
-def _node(ask: Ask, view: View, name: str) -> Node | None:
+def _node(ask: PlacementRequest, view: ClusterView, name: str) -> NodeCache | None:
     """A node's store with those that have more of the prefix, the longest first."""
     own = view.members.get(view.table.store_on.get(name, ""))
     if own is None or ask.local:
@@ -193,10 +193,10 @@ def _node(ask: Ask, view: View, name: str) -> Node | None:
     store = _store(ask, view, own.incarnation)
     holders = [(held.pages, inc) for inc, held in ask.held.items() if held.pages > store.pages]
     others = [_store(ask, view, inc) for _, inc in nlargest(SOURCES, _serving(ask, view.table, holders))]
-    return Node(store, others)
+    return NodeCache(store, others)
 
 
-def _serving(ask: Ask, table: Table, holders: list[tuple[int, str]]) -> list[tuple[int, str]]:
+def _serving(ask: PlacementRequest, table: WorkerTable, holders: list[tuple[int, str]]) -> list[tuple[int, str]]:
     return [
         (pages, incarnation)
         for pages, incarnation in holders
@@ -204,7 +204,7 @@ def _serving(ask: Ask, table: Table, holders: list[tuple[int, str]]) -> list[tup
     ]
 
 
-def _store(ask: Ask, view: View, incarnation: str) -> Store:
+def _store(ask: PlacementRequest, view: ClusterView, incarnation: str) -> StoreCache:
     member = view.members.get(incarnation)
     assert member is not None, incarnation
     return store_of(member, ask.held, serves=incarnation not in ask.avoid)

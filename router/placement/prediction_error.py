@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-Kind: TypeAlias = Literal["prefill", "step", "fetch", "ttft", "tpot"]
+PredictionKind: TypeAlias = Literal["prefill", "step", "fetch", "ttft", "tpot"]
 """What was predicted: a step that computes prompts, one that only decodes, loading cached pages from below an arena or
 from another node, a request's time to its first token, and per token after that."""
 
@@ -23,7 +23,7 @@ _WINDOW = 256  # predictions of each kind
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class PredictionError:
     """Errors of the last predictions of one kind."""
 
     count: int
@@ -31,21 +31,23 @@ class Score:
     p90: float
 
 
-class Scores:
+class PredictionErrors:
     """The last predictions of each kind."""
 
     def __init__(self) -> None:
-        self._errors: Mapping[Kind, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in get_args(Kind)}
+        self._errors: Mapping[PredictionKind, deque[float]] = {
+            kind: deque(maxlen=_WINDOW) for kind in get_args(PredictionKind)
+        }
 
-    def add(self, kind: Kind, predicted: float, actual: float) -> None:
+    def add(self, kind: PredictionKind, predicted: float, actual: float) -> None:
         """Seconds that something was to take, and took. What was not predicted, or took no time, is not counted."""
         if predicted > 0 and actual > 0:
             self._errors[kind].append(abs(math.log(actual / predicted)))
 
-    def scores(self) -> Mapping[Kind, Score]:
+    def scores(self) -> Mapping[PredictionKind, PredictionError]:
         """Of the kinds of which there have been any."""
         return {kind: _score(sorted(errors)) for kind, errors in self._errors.items() if errors}
 
 
-def _score(errors: list[float]) -> Score:
-    return Score(len(errors), errors[len(errors) // 2], errors[len(errors) * 9 // 10])
+def _score(errors: list[float]) -> PredictionError:
+    return PredictionError(len(errors), errors[len(errors) // 2], errors[len(errors) * 9 // 10])

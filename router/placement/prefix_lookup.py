@@ -8,13 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.messages import Snapshot
-from kvstore.events.wire_format import Batch
-from kvstore.prefix_map.event_tracker import Action, Apply, Ask, EventTracker, Load, apply_events
-from kvstore.prefix_map.prefix_map import Match, PrefixMap
+from kvstore.events.wire_format import KvEventBatch
+from kvstore.prefix_map.event_tracker import (
+    ApplyEvents,
+    EventTracker,
+    LoadSnapshot,
+    RequestSnapshot,
+    TrackerAction,
+    apply_events,
+)
+from kvstore.prefix_map.prefix_map import PrefixMap, PrefixMatch
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixesStats:
+class KvIndexStats:
     """`pages` that anybody has. The others only grow: how often a holder's events were found incomplete, and how often
     complete and wrong nevertheless; a snapshot mended either."""
 
@@ -23,7 +30,7 @@ class PrefixesStats:
     divergences: int
 
 
-class Prefixes:
+class KvIndex:
     """Which live holder has how much of a prefix. Calls return the holders to ask for a snapshot."""
 
     def __init__(self) -> None:
@@ -38,7 +45,7 @@ class Prefixes:
         self._tracker.forget(holder)
         self._map.remove_holder(holder)
 
-    def batch(self, batch: Batch, now: float) -> list[str]:
+    def batch(self, batch: KvEventBatch, now: float) -> list[str]:
         return self._carry_out(self._tracker.batch(batch, now), now)
 
     def snapshot(self, holder: str, part: Snapshot, now: float) -> list[str]:
@@ -51,7 +58,7 @@ class Prefixes:
     def tick(self, now: float) -> list[str]:
         return self._carry_out(self._tracker.tick(now), now)
 
-    def match(self, keys: Sequence[bytes]) -> dict[str, Match]:
+    def match(self, keys: Sequence[bytes]) -> dict[str, PrefixMatch]:
         return self._map.match(keys)
 
     def pages(self, holder: str) -> int:
@@ -60,24 +67,24 @@ class Prefixes:
     def holders(self) -> list[str]:
         return self._map.holders()
 
-    def stats(self) -> PrefixesStats:
-        return PrefixesStats(self._map.stats().pages, self._tracker.gaps, self._tracker.divergences)
+    def stats(self) -> KvIndexStats:
+        return KvIndexStats(self._map.stats().pages, self._tracker.gaps, self._tracker.divergences)
 
-    def _carry_out(self, actions: Sequence[Action], now: float) -> list[str]:
+    def _carry_out(self, actions: Sequence[TrackerAction], now: float) -> list[str]:
         asks: list[str] = []
         waiting = list(actions)[::-1]  # the next one last
         while waiting:
-            follow: Sequence[Action] = ()
+            follow: Sequence[TrackerAction] = ()
             match waiting.pop():
-                case Ask(holder=holder):
+                case RequestSnapshot(holder=holder):
                     asks.append(holder)
-                case Load(holder=holder, runs=runs, first=first, sequence=sequence):
+                case LoadSnapshot(holder=holder, runs=runs, first=first, sequence=sequence):
                     load = self._map.load_snapshot if first else self._map.extend
                     if not load(holder, runs):
                         self._tracker.unusable(holder, now)
                     elif sequence is not None:
                         follow = self._tracker.applied(holder, sequence, self._map.digest(holder), now)
-                case Apply(holder=holder, events=events, sequence=sequence):
+                case ApplyEvents(holder=holder, events=events, sequence=sequence):
                     if apply_events(self._map, holder, events):
                         follow = self._tracker.applied(holder, sequence, self._map.digest(holder), now)
                     else:

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from baton.messages import Load, Role, StepSample
-from baton.step_cost_model import StepPace, StepSeconds, pairs
+from baton.messages import LoadReport, Role, StepSample
+from baton.step_cost_model import StepCoefficients, StepCostModel, pairs
 from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE
-from router.placement.prediction_error import Scores
+from router.placement.prediction_error import PredictionErrors
 
 
 class PrefillCost(Struct, frozen=True):
@@ -46,7 +46,7 @@ class PrefillCost(Struct, frozen=True):
         return steps * self.fixed + new * self.token + pairs(new, context) * self.pair
 
 
-class StepCost(Struct, frozen=True):
+class DecodeCost(Struct, frozen=True):
     """Of decoding on one worker: seconds of a step, of a sequence in it, of a token of their contexts."""
 
     fixed: float
@@ -61,7 +61,7 @@ class StepCost(Struct, frozen=True):
 @dataclass
 class _Worker:
     role: Role
-    pace: StepPace
+    pace: StepCostModel
     step: int = 0  # the last that was learned from
     rated: bool = False  # it has told how fast it computes prompts
 
@@ -71,10 +71,10 @@ class _Worker:
         return self.rated or self.pace.knows_prompts
 
 
-class Costs:
+class FittedCosts:
     """What work costs on each live worker. Scores what it says of steps that are reported."""
 
-    def __init__(self, scores: Scores) -> None:
+    def __init__(self, scores: PredictionErrors) -> None:
         self._workers: dict[str, _Worker] = {}  # by incarnation
         self._scores = scores
 
@@ -82,11 +82,11 @@ class Costs:
         """A worker is live from now on."""
         alike = [worker.pace for worker in self._workers.values() if worker.role == role]
         elders = [pace for pace in alike if pace.knows_anything]
-        pace = StepPace.heir(elders) if elders else StepPace(_rated(DEFAULT_PREFILL_RATE))
+        pace = StepCostModel.heir(elders) if elders else StepCostModel(_rated(DEFAULT_PREFILL_RATE))
         pace.calibrate(calibration)
         self._workers[incarnation] = _Worker(role, pace)
 
-    def observe(self, incarnation: str, step: int, load: Load) -> None:
+    def observe(self, incarnation: str, step: int, load: LoadReport) -> None:
         """A heartbeat: the worker has run so many steps, of which it tells the last. Those known are skipped. Until
         there are any, it is as fast as it says."""
         worker = self._workers[incarnation]
@@ -98,7 +98,7 @@ class Costs:
                 self._scores.add("prefill" if sample.tokens else "step", predicted, sample.seconds)
             worker.pace.observe(*new)
         elif load.prefill_rate and not worker.pace.knows_anything:
-            worker.pace, worker.rated = StepPace(_rated(load.prefill_rate)), True
+            worker.pace, worker.rated = StepCostModel(_rated(load.prefill_rate)), True
 
     def forget(self, incarnation: str) -> None:
         """A worker has gone."""
@@ -114,12 +114,12 @@ class Costs:
             cost = min(known, key=lambda each: each.token, default=cost)
         return PrefillCost(cost.fixed, cost.token, cost.pair)
 
-    def step(self, incarnation: str) -> StepCost:
+    def step(self, incarnation: str) -> DecodeCost:
         """Of a live worker."""
         cost = self._workers[incarnation].pace.cost
-        return StepCost(cost.fixed, cost.row, cost.context)
+        return DecodeCost(cost.fixed, cost.row, cost.context)
 
 
-def _rated(rate: float) -> StepSeconds:
+def _rated(rate: float) -> StepCoefficients:
     """Of a worker of which nothing is known but the prompt tokens that it computes per second."""
-    return StepSeconds(token=1 / rate)
+    return StepCoefficients(token=1 / rate)

@@ -10,13 +10,13 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from baton.messages import Source
-from baton.store_protocol import TierRun
-from kvstore.prefix_map.prefix_map import Match
-from router.placement.cached_prefix import Prefix
+from baton.messages import PageSource
+from baton.store_protocol import TierPages
+from kvstore.prefix_map.prefix_map import PrefixMatch
+from router.placement.cached_prefix import CacheablePrefix
 
 
-class Predicted(Struct, frozen=True):
+class PredictedTtft(Struct, frozen=True):
     """Seconds until the first token, term by term."""
 
     queue: float = 0.0  # what the worker that computes has been given already
@@ -38,7 +38,7 @@ class Predicted(Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Placement:
     """One attempt. The decode worker takes the first `fetch` pages from its node's store as far as its device lacks
     them, and computes the rest. Nobody need compute `cached` pages; `prefill`, if named, is to make the others. `loads`
     are those cached pages that are to come from below an arena, tier by tier."""
@@ -48,10 +48,10 @@ class Plan:
     fetch: int = 0
     cached: int = 0
     store: str = ""  # where the decode worker fetches: its node's; empty: it needs none
-    sources: tuple[Source, ...] = ()  # where that store gets what it lacks
-    prefill_sources: tuple[Source, ...] = ()  # where the prefill worker's node's store does
-    loads: tuple[TierRun, ...] = ()
-    predicted: Predicted = field(default=Predicted(), compare=False)
+    sources: tuple[PageSource, ...] = ()  # where that store gets what it lacks
+    prefill_sources: tuple[PageSource, ...] = ()  # where the prefill worker's node's store does
+    loads: tuple[TierPages, ...] = ()
+    predicted: PredictedTtft = field(default=PredictedTtft(), compare=False)
     tpot: float = field(default=0.0, compare=False)  # predicted seconds per token after the first
 
     @property
@@ -75,16 +75,16 @@ class Reject(Struct, frozen=True):
     retry_after: float | None = None
 
 
-Choice: TypeAlias = Plan | Wait | Reject
+PlacementChoice: TypeAlias = Placement | Wait | Reject
 
 
-class Ask(Struct, frozen=True):
+class PlacementRequest(Struct, frozen=True):
     """A request that wants a place, as its next attempt needs it."""
 
     request: str
-    prefix: Prefix
+    prefix: CacheablePrefix
     keys: Sequence[bytes]  # of the prefix's pages
-    held: Mapping[str, Match]  # who has how much of the prefix, by incarnation
+    held: Mapping[str, PrefixMatch]  # who has how much of the prefix, by incarnation
     tokens: int  # known: the prompt, and what earlier attempts generated
     max_tokens: int  # of output, those generated included
     prompt: int  # tokens
@@ -123,7 +123,7 @@ class Ask(Struct, frozen=True):
         return match.pages if (match := self.held.get(worker)) else 0
 
 
-class Reservation(Struct, frozen=True):
+class SecondsReservation(Struct, frozen=True):
     """Seconds of a worker that a waiting request is going to take; requests behind it are priced with them."""
 
     worker: str  # incarnation
@@ -136,5 +136,5 @@ class Candidate(Struct, frozen=True):
     decode: str  # name
     prefill: str  # name; "": the decode worker computes the prompt itself
     cached: int  # tokens that nobody need compute
-    predicted: Predicted
+    predicted: PredictedTtft
     why_not: str = ""  # it could not be chosen; "": it could

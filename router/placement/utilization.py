@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import exp, inf
 
 from baton.messages import WorkerRole
-from router.placement.step_costs import StepCost
+from router.placement.step_costs import DecodeCost
 
 BUSY = 0.5  # utilisation below which nothing need be changed
 GAIN = 0.85  # by this factor, at least, the busier side must become less busy
@@ -30,7 +30,7 @@ _WINDOW = 30.0  # seconds; what is older by so much counts a third
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class OfferedLoad:
     """What is asked of the cluster, per second."""
 
     prompts: float  # seconds of one worker's time
@@ -39,18 +39,18 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class PoolCapacity:
     """The workers that take work; those of a side are taken to be alike."""
 
     prefill: int
     decode: int
-    step: StepCost  # of decoding
+    step: DecodeCost  # of decoding
     pool: float  # tokens that the pages of a decode worker hold
     tpot: float | None = None  # objective, seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Utilisation:
+class PoolUtilization:
     """Share of what a side can do; above 1 its queue grows."""
 
     prefill: float
@@ -62,15 +62,15 @@ class Utilisation:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class RoleAdvice:
     """One worker of the other kind should have this role."""
 
     role: WorkerRole
-    now: Utilisation
-    then: Utilisation
+    now: PoolUtilization
+    then: PoolUtilization
 
 
-def utilisation(demand: Demand, sides: Sides) -> Utilisation:
+def utilisation(demand: OfferedLoad, sides: PoolCapacity) -> PoolUtilization:
     """How busy each side is. A side without workers, of which something is asked, is infinitely busy."""
     each = sides.step.row + demand.context * sides.step.context
     batch = sides.pool / max(1.0, demand.context)
@@ -78,28 +78,28 @@ def utilisation(demand: Demand, sides: Sides) -> Utilisation:
         batch = min(batch, (sides.tpot - sides.step.fixed) / each)
     batch = max(1.0, batch)
     seconds = (sides.step.fixed + batch * each) / batch  # of a worker, for a token
-    return Utilisation(_share(demand.prompts, sides.prefill), _share(demand.tokens * seconds, sides.decode))
+    return PoolUtilization(_share(demand.prompts, sides.prefill), _share(demand.tokens * seconds, sides.decode))
 
 
-def advise(demand: Demand, sides: Sides) -> Advice | None:
+def advise(demand: OfferedLoad, sides: PoolCapacity) -> RoleAdvice | None:
     """The change of one worker's role that helps the busier side most; none, where none is worth it. At least one
     worker of each kind stays. For an unchanged demand the way back is never advised: it would lead to what was
     worse."""
     now = utilisation(demand, sides)
-    ways: list[Advice] = []
+    ways: list[RoleAdvice] = []
     if sides.prefill and sides.decode > 1:
-        more = Sides(sides.prefill + 1, sides.decode - 1, sides.step, sides.pool, sides.tpot)
-        ways.append(Advice("prefill", now, utilisation(demand, more)))
+        more = PoolCapacity(sides.prefill + 1, sides.decode - 1, sides.step, sides.pool, sides.tpot)
+        ways.append(RoleAdvice("prefill", now, utilisation(demand, more)))
     if sides.prefill > 1 and sides.decode:
-        more = Sides(sides.prefill - 1, sides.decode + 1, sides.step, sides.pool, sides.tpot)
-        ways.append(Advice("decode", now, utilisation(demand, more)))
+        more = PoolCapacity(sides.prefill - 1, sides.decode + 1, sides.step, sides.pool, sides.tpot)
+        ways.append(RoleAdvice("decode", now, utilisation(demand, more)))
     best = min(ways, key=lambda way: way.then.worst, default=None)
     if best is None or now.worst < BUSY or best.then.worst > GAIN * now.worst:
         return None
     return best
 
 
-class Bottleneck:
+class UtilizationMonitor:
     """Watches what is asked of the cluster."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Bottleneck:
         self._wanted: WorkerRole | None = None
         self._since = 0.0  # when that began to be worth it
         self._sides: tuple[int, int] = (0, 0)
-        self.now: Utilisation | None = None  # as of the last look
+        self.now: PoolUtilization | None = None  # as of the last look
 
     def prompt(self, seconds: float) -> None:
         """A prompt's work has been given to somebody."""
@@ -119,7 +119,7 @@ class Bottleneck:
         self._tokens += tokens
         self._context += tokens * position
 
-    def demand(self, now: float) -> Demand:
+    def demand(self, now: float) -> OfferedLoad:
         """Of the last half minute. Call about once a second, or older demand counts as well."""
         if self._first == -inf:
             self._first = self._last = now
@@ -130,9 +130,9 @@ class Bottleneck:
         self._last = now
         seconds = max(1.0, _WINDOW * (1.0 - exp(-(now - self._first) / _WINDOW)))
         context = self._context / self._tokens if self._tokens else 0.0
-        return Demand(self._prompts / seconds, self._tokens / seconds, context)
+        return OfferedLoad(self._prompts / seconds, self._tokens / seconds, context)
 
-    def look(self, sides: Sides, now: float) -> Advice | None:
+    def look(self, sides: PoolCapacity, now: float) -> RoleAdvice | None:
         """What should be changed: only what has been worth it for a while, with the same numbers of workers. Call
         about once a second."""
         demand = self.demand(now)

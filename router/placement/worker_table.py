@@ -18,8 +18,8 @@ import numpy.typing as npt
 from baton.config import Config
 from baton.messages import LowerTier, TierSpeed
 from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS
-from router.members import Member, Members
-from router.placement.step_costs import PrefillCost, StepCost
+from router.members import ClusterMembership, MemberRecord
+from router.placement.step_costs import DecodeCost, PrefillCost
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -40,31 +40,31 @@ class CostModels(Protocol):
 
     def prefill(self, incarnation: str) -> PrefillCost: ...
 
-    def step(self, incarnation: str) -> StepCost: ...
+    def step(self, incarnation: str) -> DecodeCost: ...
 
 
-class Rates:
+class ReportedRates:
     """All that is known before a cost has been measured: the rates that workers tell, and before that a default."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: ClusterMembership) -> None:
         self._members = members
 
     def prefill(self, incarnation: str) -> PrefillCost:
         rate = self._members.live(incarnation).load.prefill_rate
         return PrefillCost(0.0, 1 / (rate or DEFAULT_PREFILL_RATE), 0.0)
 
-    def step(self, incarnation: str) -> StepCost:
-        return StepCost(0.0, 0.0, 0.0)
+    def step(self, incarnation: str) -> DecodeCost:
+        return DecodeCost(0.0, 0.0, 0.0)
 
 
-class Table:
+class WorkerTable:
     """The columns as of the last `refresh`: seconds, tokens, pages. What only decode workers have is 0 elsewhere."""
 
-    def __init__(self, config: Config, members: Members, costs: CostModels) -> None:
+    def __init__(self, config: Config, members: ClusterMembership, costs: CostModels) -> None:
         self._config, self._members, self._costs = config, members, costs
         self._cells: Floats = np.zeros((len(_COLUMNS), 0))
         self._node_cells: Floats = np.zeros((len(_NODE_COLUMNS), 0))
-        self.workers: Sequence[Member] = ()  # never changed in place: whoever keeps it knows whom a row was about
+        self.workers: Sequence[MemberRecord] = ()  # never changed in place: whoever keeps it knows whom a row was about
         self.decoders = 0  # so many come first
         self.index: dict[str, int] = {}  # rows by incarnation
         self.stores: dict[str, int] = {}  # rows of nodes, by incarnation of their store
@@ -178,7 +178,7 @@ class Table:
         self._node_cells = np.array([*map(_store, stores), _NO_STORE]).T.copy()
         self._name_columns()
 
-    def _worker(self, member: Member, now: float, output: float) -> Sequence[float]:
+    def _worker(self, member: MemberRecord, now: float, output: float) -> Sequence[float]:
         """Its row, in the order of the columns."""
         cost = self._costs.prefill(member.incarnation)
         rate = member.load.prefill_rate or DEFAULT_PREFILL_RATE
@@ -219,7 +219,7 @@ class Table:
             max(1.0, (pool - room) / max(1, rows)),
         )
 
-    def _prompts(self, member: Member, cost: PrefillCost, chunk: int) -> float:
+    def _prompts(self, member: MemberRecord, cost: PrefillCost, chunk: int) -> float:
         """Seconds until it has computed the prompts that it has, other routers' among them, from when it last told how
         far it is."""
         for name, prompt in member.slots.items():
@@ -233,7 +233,7 @@ _NO_DECODING = (0.0,) * 9
 _NO_STORE = (0.0, 0.0, 0.0, inf, 0.0, inf, 0.0)
 
 
-def _store(member: Member) -> Sequence[float]:
+def _store(member: MemberRecord) -> Sequence[float]:
     """Its node's row."""
     speeds: dict[LowerTier, TierSpeed] = {**DEFAULT_SPEEDS, **{speed.tier: speed for speed in member.load.tiers}}
     disk, remote = speeds["disk"], speeds["remote"]

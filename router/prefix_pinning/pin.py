@@ -1,8 +1,10 @@
 """One prefix that is to be warm, as the router has it: from the client's wish to the pin's end.
 
-    Warm ─▶ WAITING ──Prefill──▶ PREFILLING ──Prefilled, Pin──▶ PINNING ──Pinned──▶ PINNED ──Unwarm, time over──▶ (end)
-               ▲                     │                             │                  │
-               └─── busy, failed, lost, dead, no progress, missing ┴─ its store dies ─┘
+    PinPrefix ─▶ WAITING ──Prefill──▶ PREFILLING ──Prefilled, PinPages──▶ PINNING ──PagesPinned──▶ PINNED ──▶ (end)
+                    ▲                     │                                  │                        │
+                    └─── busy, failed, lost, dead, no progress, missing ─────┴──── its store dies ────┘
+
+A pinned prefix ends with UnpinPrefix, or when its time to live is over.
 
 Until it is pinned for the first time a client waits for it, and it may end in an error from any state. From then on it
 is kept: nobody waits, and it is made anew, on whatever node can, for as long as its time to live lasts.
@@ -17,10 +19,10 @@ from enum import Enum
 
 from baton.messages import KEY_BYTES, TOKEN_BYTES, AttemptName
 from kvstore.keys import page_keys
-from router.events import PinView, Warm
+from router.events import PinPrefix, PinView
 
 
-class Phase(Enum):
+class PinPhase(Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
     PINNING = "pinning"
@@ -28,7 +30,7 @@ class Phase(Enum):
 
 
 @dataclass
-class WarmPrefix:
+class PinnedPrefix:
     """Its tokens, and who makes or keeps its pages now."""
 
     name: str
@@ -41,7 +43,7 @@ class WarmPrefix:
     give_up: float | None  # when the wait for a worker ends, seconds; none while one has taken it, or nobody waits
     awaited: bool = True  # a client waits for the answer
     expires: float = 0.0  # seconds; counts once it has been pinned
-    phase: Phase = Phase.WAITING
+    phase: PinPhase = PinPhase.WAITING
     not_before: float = 0.0  # when it may be tried next, seconds
     attempts: int = 0  # begun
     failures: int = 0  # attempts that came to nothing since it was last pinned
@@ -56,12 +58,12 @@ class WarmPrefix:
     progress: float = 0.0  # when it last got on, seconds
     position: int = 0  # as its worker's heartbeat last said
     sightings: int = 0  # heartbeats that listed it as done before its Prefilled came
-    asked: float = 0.0  # when Pin was last sent, seconds
+    asked: float = 0.0  # when PinPages was last sent, seconds
     sequence: int = 0  # of that message
     computed: int | None = None  # tokens
 
     @classmethod
-    def of(cls, order: Warm, arrival: int, page_size: int, give_up: float) -> WarmPrefix:
+    def of(cls, order: PinPrefix, arrival: int, page_size: int, give_up: float) -> PinnedPrefix:
         page = page_size * TOKEN_BYTES
         whole = order.tokens[: len(order.tokens) // page * page]
         return cls(order.name, order.pin, order.tenant, arrival, whole, order.ttl, order.deadline, give_up)
@@ -89,14 +91,14 @@ class WarmPrefix:
 
     def begin(self, worker: str, store: str, node: str, now: float) -> None:
         """The next attempt: this worker shall make the pages, and this store keep them."""
-        self.phase, self.attempts = Phase.PREFILLING, self.attempts + 1
+        self.phase, self.attempts = PinPhase.PREFILLING, self.attempts + 1
         self.worker, self.store, self.node = worker, store, node
         self.progress, self.position, self.sightings, self.computed = now, 0, 0, None
 
     def view(self, now: float) -> PinView:
         return PinView(
             pin=self.pin,
-            node=self.node if self.phase is Phase.PINNED else "",
+            node=self.node if self.phase is PinPhase.PINNED else "",
             tokens=len(self.tokens) // TOKEN_BYTES,
             pages=self.pages,
             bytes=self.pages * self.page_bytes,

@@ -7,9 +7,9 @@ store has said that they are pinned.
 Requests go first: a prefix is only begun while no request waits for a worker, one at a time on each prefill worker, and
 it leaves a prompt's place there free wherever there is more than one.
 
-A store answers every Pin, and is asked again when the answer does not come; its heartbeats list what it has pinned for
-us. Pins are named anew with each attempt, so a late answer never counts for another. What another router pins is its
-own: both may pin the same pages, under one name even, and neither sees or ends the other's. Pure.
+A store answers every PinPages, and is asked again when the answer does not come; its heartbeats list what it has pinned
+for us. Pins are named anew with each attempt, so a late answer never counts for another. What another router pins is
+its own: both may pin the same pages, under one name even, and neither sees or ends the other's. Pure.
 """
 
 # pyright: strict
@@ -36,34 +36,34 @@ from baton.messages import (
     TOKEN_BYTES,
     AttemptName,
     Cancel,
-    Pin,
+    PinPages,
     Prefill,
-    Unpin,
+    UnpinPages,
 )
 from kvstore.keys import namespace_root, split_keys
-from router.events import WARM, Cancelled, Failed, Kept, PinView, Unwarm, Warm, Warmed
-from router.members import Member, Members, Prompt, Work
+from router.events import WARM, Cancelled, Failed, PinAnswered, Pinned, PinPrefix, PinView, UnpinPrefix
+from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
 from router.outbox import Outbox
 from router.placement.cached_prefix import nodes_of, stores
-from router.placement.prefix_lookup import Prefixes
-from router.prefix_pinning.pin import Phase, WarmPrefix
+from router.placement.prefix_lookup import KvIndex
+from router.prefix_pinning.pin import PinnedPrefix, PinPhase
 from router.queueing.admission import ModelLimits, check_tokens
-from router.requests.lifecycle import Life
+from router.requests.lifecycle import RequestManager
 
 _LEAST_URGENT = 2**31 - 1  # the least urgent that a request can be
 _MOST = 4_096  # prefixes; each costs its tokens, and a moment of every tick
 
 
-class Warmer:
+class PrefixPinner:
     """Every prefix that is to be warm or is."""
 
     def __init__(
         self,
         config: Config,
         limits: ModelLimits,
-        members: Members,
-        pages: Prefixes,
-        life: Life,
+        members: ClusterMembership,
+        pages: KvIndex,
+        life: RequestManager,
         outbox: Outbox,
     ) -> None:
         """`pages` says who has which."""
@@ -75,25 +75,25 @@ class Warmer:
         self._out = outbox
         self._shut = False
         self._arrivals = 0
-        self.prefixes: dict[str, WarmPrefix] = {}  # by name
-        self._waiting: dict[str, WarmPrefix] = {}  # by name
-        self.asked: dict[str, WarmPrefix] = {}  # by what its store calls the pin
+        self.prefixes: dict[str, PinnedPrefix] = {}  # by name
+        self._waiting: dict[str, PinnedPrefix] = {}  # by name
+        self.asked: dict[str, PinnedPrefix] = {}  # by what its store calls the pin
 
     # --- what clients want -------------------------------------------------------------------------------------------
 
-    def warm(self, order: Warm, now: float) -> None:
-        """Everything that is wrong with the wish is told by its Warmed."""
+    def warm(self, order: PinPrefix, now: float) -> None:
+        """Everything that is wrong with the wish is told by its PinAnswered."""
         try:
             self._check(order)
         except BatonError as error:
-            self._out.put(Warmed(order.name, Failed(error)))
+            self._out.put(PinAnswered(order.name, Failed(error)))
             return
         self._arrivals += 1
         give_up = now + self._config.router.queue_ms / 1_000
-        prefix = WarmPrefix.of(order, self._arrivals, self._config.pages.page_size, give_up)
+        prefix = PinnedPrefix.of(order, self._arrivals, self._config.pages.page_size, give_up)
         self.prefixes[prefix.name] = self._waiting[prefix.name] = prefix
 
-    def unwarm(self, order: Unwarm, now: float) -> None:
+    def unwarm(self, order: UnpinPrefix, now: float) -> None:
         """Raises PinNotFound."""
         found = [prefix for prefix in self.prefixes.values() if prefix.owner == (order.tenant, order.pin)]
         if not found:
@@ -108,7 +108,7 @@ class Warmer:
         if (prefix := self.prefixes.get(name)) is not None and prefix.awaited:
             self.end(prefix, Cancelled(why))
 
-    def _check(self, order: Warm) -> None:
+    def _check(self, order: PinPrefix) -> None:
         """Raises BatonError for what could not, or may not, be warmed."""
         if self._shut:
             raise Unavailable("this router is stopping")
@@ -147,7 +147,7 @@ class Warmer:
             if now >= prefix.not_before:
                 self._begin(prefix, free, now)
 
-    def _free(self) -> list[tuple[Member, Member]]:
+    def _free(self) -> list[tuple[MemberRecord, MemberRecord]]:
         """Prefill workers that may be given a prefix, each with its node's store."""
         most = max(1, self._config.prefill.max_prompts - 1)
         return [
@@ -158,7 +158,7 @@ class Warmer:
             if (store := self._members.store_of(worker.peer.node)) is not None and not store.unresponsive
         ]
 
-    def _begin(self, prefix: WarmPrefix, free: list[tuple[Member, Member]], now: float) -> None:
+    def _begin(self, prefix: PinnedPrefix, free: list[tuple[MemberRecord, MemberRecord]], now: float) -> None:
         """Where most of it is already, so that little is computed and pages pinned twice count once."""
         card, size = self._members.card, self._config.pages.page_size
         assert card is not None, "a prefill worker without a model"
@@ -168,7 +168,7 @@ class Warmer:
         matches = self._pages.match(split_keys(prefix.keys))
         held = {holder: match.pages for holder, match in matches.items()}
 
-        def cost(pair: tuple[Member, Member]) -> tuple[bool, int, int, str]:
+        def cost(pair: tuple[MemberRecord, MemberRecord]) -> tuple[bool, int, int, str]:
             worker, store = pair
             return (
                 worker.incarnation in prefix.failed_on,
@@ -192,13 +192,13 @@ class Warmer:
             priority=_LEAST_URGENT,
             deadline_ms=prefix.left_ms(now),
         )
-        worker.promise(prefix.attempt, Prompt(missing * size, here * size), now)
-        worker.give(prefix.attempt, Work(self._out.send(worker.incarnation, message), missing))
+        worker.promise(prefix.attempt, PendingPrefill(missing * size, here * size), now)
+        worker.give(prefix.attempt, AssignedAttempt(self._out.send(worker.incarnation, message), missing))
         self.note(prefix, f"attempt {prefix.attempts} on {worker.peer.name}: {prefix.pages} pages, {missing} missing")
 
     # --- attempts go on ----------------------------------------------------------------------------------------------
 
-    def prefilled(self, prefix: WarmPrefix, computed: int | None, now: float) -> None:
+    def prefilled(self, prefix: PinnedPrefix, computed: int | None, now: float) -> None:
         """Every page is in the store, and held by the worker until it is pinned."""
         assert prefix.worker is not None, prefix.name
         worker = self._members.live(prefix.worker)
@@ -206,10 +206,10 @@ class Warmer:
         worker.work[prefix.attempt].pages = 0
         worker.may_have_room()
         self._life.rounds.may_have_room()
-        prefix.phase, prefix.computed, prefix.progress, prefix.give_up = Phase.PINNING, computed, now, None
+        prefix.phase, prefix.computed, prefix.progress, prefix.give_up = PinPhase.PINNING, computed, now, None
         self._ask(prefix, now)
 
-    def _ask(self, prefix: WarmPrefix, now: float) -> None:
+    def _ask(self, prefix: PinnedPrefix, now: float) -> None:
         """Have it pinned. Asked again, it is the same pin, which then begins anew."""
         assert prefix.store is not None, prefix.name
         if prefix.awaited:
@@ -218,40 +218,40 @@ class Warmer:
         name = self._pin_name(prefix)
         self.asked[name] = prefix
         ttl_ms = max(1, int((prefix.expires - now) * 1_000))
-        prefix.sequence = self._out.send(prefix.store, Pin(name, prefix.tenant, prefix.keys, ttl_ms))
+        prefix.sequence = self._out.send(prefix.store, PinPages(name, prefix.tenant, prefix.keys, ttl_ms))
 
-    def keep(self, prefix: WarmPrefix, now: float) -> None:
+    def keep(self, prefix: PinnedPrefix, now: float) -> None:
         """Its store has it pinned. If a client waits for that, it takes the place of what had its name before."""
         self.release(prefix)
-        prefix.phase, prefix.failures, prefix.missed = Phase.PINNED, 0, False
+        prefix.phase, prefix.failures, prefix.missed = PinPhase.PINNED, 0, False
         prefix.failed_on.clear()
         self.note(prefix, f"{prefix.pages} pages are pinned on node {prefix.node}")
         if prefix.awaited:
             prefix.awaited, prefix.deadline = False, None
-            self._out.put(Warmed(prefix.name, Kept(prefix.view(now), prefix.computed)))
+            self._out.put(PinAnswered(prefix.name, Pinned(prefix.view(now), prefix.computed)))
             for other in list(self.prefixes.values()):
                 if other.owner == prefix.owner and other is not prefix:
                     self.end(other, Cancelled("another of its name has taken its place"))
 
     # --- attempts end ------------------------------------------------------------------------------------------------
 
-    def member_gone(self, member: Member, now: float) -> None:
+    def member_gone(self, member: MemberRecord, now: float) -> None:
         """`member` is no longer listed. What only it had is made anew."""
         for prefix in list(self.prefixes.values()):
             why = f"{member.peer.name} is gone: {member.gone}"
             if prefix.store == member.incarnation:
-                if prefix.phase is Phase.PINNED:
+                if prefix.phase is PinPhase.PINNED:
                     self.note(prefix, f"{why}; the prefix is made anew", warning=True)
                     self.wait(prefix, now, now)
                 else:
                     self.retry(prefix, why, now)
             elif prefix.worker == member.incarnation:
-                if prefix.phase is Phase.PREFILLING:
+                if prefix.phase is PinPhase.PREFILLING:
                     self.retry(prefix, why, now)
                 else:
                     self.release(prefix)
 
-    def retry(self, prefix: WarmPrefix, why: str, now: float) -> None:
+    def retry(self, prefix: PinnedPrefix, why: str, now: float) -> None:
         """The attempt has come to nothing. The next one waits a little: what a death leaves behind is noticed by one
         process after the other, and each would fail us meanwhile."""
         prefix.failures += 1
@@ -262,23 +262,23 @@ class Warmer:
         else:
             self.wait(prefix, now + self._patience / 2, now)
 
-    def wait(self, prefix: WarmPrefix, until: float, now: float) -> None:
+    def wait(self, prefix: PinnedPrefix, until: float, now: float) -> None:
         """Back to where it came from; not to be tried before `until`."""
         self._withdraw(prefix)
-        prefix.phase, prefix.not_before = Phase.WAITING, until
+        prefix.phase, prefix.not_before = PinPhase.WAITING, until
         if prefix.awaited and prefix.give_up is None:
             prefix.give_up = now + self._config.router.queue_ms / 1_000
         self._waiting[prefix.name] = prefix
 
-    def _withdraw(self, prefix: WarmPrefix) -> None:
+    def _withdraw(self, prefix: PinnedPrefix) -> None:
         """Everybody involved in the current attempt forgets it."""
         self._waiting.pop(prefix.name, None)
         self.release(prefix)
         pin, store, prefix.store = self._pin_name(prefix), prefix.store, None
         if self.asked.pop(pin, None) is not None and store is not None and self._members.get(store) is not None:
-            self._out.send(store, Unpin(pin))
+            self._out.send(store, UnpinPages(pin))
 
-    def release(self, prefix: WarmPrefix) -> None:
+    def release(self, prefix: PinnedPrefix) -> None:
         """The worker forgets it, done or not."""
         incarnation, prefix.worker = prefix.worker, None
         worker = self._members.get(incarnation) if incarnation is not None else None
@@ -286,14 +286,14 @@ class Warmer:
             self._out.send(worker.incarnation, Cancel(prefix.name, prefix.attempts))
             self._life.rounds.may_have_room()
 
-    def end(self, prefix: WarmPrefix, outcome: Failed | Cancelled) -> None:
+    def end(self, prefix: PinnedPrefix, outcome: Failed | Cancelled) -> None:
         """The one way out. Whoever waits hears why."""
         self._withdraw(prefix)
         del self.prefixes[prefix.name]
         why = str(outcome.error) if isinstance(outcome, Failed) else outcome.why
         self.note(prefix, f"ended: {why}", warning=isinstance(outcome, Failed))
         if prefix.awaited:
-            self._out.put(Warmed(prefix.name, outcome))
+            self._out.put(PinAnswered(prefix.name, outcome))
 
     # --- time --------------------------------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class Warmer:
         """Everything that has lasted, or waited, for long enough."""
         progress = self._config.router.progress_ms / 1_000
         for prefix in list(self.prefixes.values()):
-            working = prefix.phase in (Phase.PREFILLING, Phase.PINNING)
+            working = prefix.phase in (PinPhase.PREFILLING, PinPhase.PINNING)
             if not prefix.awaited and now >= prefix.expires:
                 self.end(prefix, Cancelled("its time is over"))
             elif prefix.deadline is not None and now >= prefix.deadline:
@@ -312,7 +312,7 @@ class Warmer:
                 if prefix.worker is not None:
                     prefix.failed_on.add(prefix.worker)
                 self.retry(prefix, f"no progress for {self._config.router.progress_ms} ms", now)
-            elif prefix.phase is Phase.PINNING and now - prefix.asked >= self._patience:
+            elif prefix.phase is PinPhase.PINNING and now - prefix.asked >= self._patience:
                 self._ask(prefix, now)
 
     def _no_worker(self) -> BatonError:
@@ -336,7 +336,7 @@ class Warmer:
         """Nobody is answered any more. What is pinned stays so, until its time is over: it serves the next router."""
         self._shut = True
         for prefix in list(self.prefixes.values()):
-            if prefix.phase is Phase.PINNED:
+            if prefix.phase is PinPhase.PINNED:
                 del self.prefixes[prefix.name], self.asked[self._pin_name(prefix)]
             else:
                 self.end(prefix, Failed(Unavailable("this router is stopping")))
@@ -348,7 +348,7 @@ class Warmer:
         kept = [prefix for prefix in self.prefixes.values() if prefix.tenant == tenant and not prefix.awaited]
         return [prefix.view(now) for prefix in sorted(kept, key=lambda prefix: prefix.pin)]
 
-    def count(self) -> Counter[Phase]:
+    def count(self) -> Counter[PinPhase]:
         """Prefixes by phase."""
         return Counter(prefix.phase for prefix in self.prefixes.values())
 
@@ -357,11 +357,11 @@ class Warmer:
         """Seconds in which a live process answers."""
         return self._config.cluster.silence_ms / 1_000
 
-    def _pin_name(self, prefix: WarmPrefix) -> str:
+    def _pin_name(self, prefix: PinnedPrefix) -> str:
         """Unlike any that another attempt has given."""
         return f"{prefix.name}.{prefix.attempts}"
 
-    def note(self, prefix: WarmPrefix, text: str, *, warning: bool = False) -> None:
+    def note(self, prefix: PinnedPrefix, text: str, *, warning: bool = False) -> None:
         self._out.note(f"pin {prefix.pin}: {text}", warning=warning, kind=f"pin, {warning}")
 
     def validate(self) -> None:
@@ -369,21 +369,21 @@ class Warmer:
         at_work: set[tuple[str, AttemptName]] = set()
         computing: set[tuple[str, AttemptName]] = set()
         for prefix in self.prefixes.values():
-            waits = prefix.phase is Phase.WAITING
+            waits = prefix.phase is PinPhase.WAITING
             assert waits == (prefix.name in self._waiting), prefix.name
             assert waits == (prefix.store is None), prefix.name
-            assert (self._pin_name(prefix) in self.asked) == (prefix.phase in (Phase.PINNING, Phase.PINNED)), (
+            assert (self._pin_name(prefix) in self.asked) == (prefix.phase in (PinPhase.PINNING, PinPhase.PINNED)), (
                 prefix.name
             )
-            assert prefix.phase is not Phase.PINNED or not prefix.awaited, prefix.name
+            assert prefix.phase is not PinPhase.PINNED or not prefix.awaited, prefix.name
             assert not waits or not prefix.awaited or prefix.give_up is not None, f"{prefix.name} waits without a limit"
             if prefix.worker is not None:
                 at_work.add((prefix.worker, prefix.attempt))
-                assert prefix.phase in (Phase.PREFILLING, Phase.PINNING), prefix.name
-            if prefix.phase is Phase.PREFILLING:
+                assert prefix.phase in (PinPhase.PREFILLING, PinPhase.PINNING), prefix.name
+            if prefix.phase is PinPhase.PREFILLING:
                 assert prefix.worker is not None, prefix.name
                 computing.add((prefix.worker, prefix.attempt))
-        assert len(self.asked) == sum(p.phase in (Phase.PINNING, Phase.PINNED) for p in self.prefixes.values())
+        assert len(self.asked) == sum(p.phase in (PinPhase.PINNING, PinPhase.PINNED) for p in self.prefixes.values())
         assert at_work == {(m.incarnation, n) for m in self._members for n in _warm(m.work)}
         assert computing == {(m.incarnation, n) for m in self._members for n in _warm(m.slots)}
         owners = Counter(prefix.owner for prefix in self.prefixes.values() if not prefix.awaited)

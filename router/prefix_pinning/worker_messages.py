@@ -15,41 +15,43 @@ from baton.errors import (
     QuotaExceeded,
     from_reason,
 )
-from baton.messages import AttemptHeld, AttemptName, Heartbeat, Pinned, Refused, Unpin
+from baton.messages import AttemptHeld, AttemptName, Heartbeat, PagesPinned, Refused, UnpinPages
 from router.events import Failed
-from router.members import Member
+from router.members import MemberRecord
 from router.outbox import Outbox
-from router.prefix_pinning.pin import Phase, WarmPrefix
-from router.prefix_pinning.warmer import Warmer
+from router.prefix_pinning.pin import PinnedPrefix, PinPhase
+from router.prefix_pinning.warmer import PrefixPinner
 
 _SIGHTINGS = 2  # heartbeats after which we no longer wait for the message that would have said the same
 
 
-class WarmAnswers:
+class PinMessageHandler:
     """The workers' and stores' side of warm prefixes."""
 
-    def __init__(self, config: Config, warmer: Warmer, outbox: Outbox) -> None:
+    def __init__(self, config: Config, warmer: PrefixPinner, outbox: Outbox) -> None:
         self._config = config
         self._warmer = warmer
         self._out = outbox
 
     # --- what prefill workers say ------------------------------------------------------------------------------------
 
-    def answer(self, member: Member, message: messages.Prefilled | Refused | messages.Failed, now: float) -> None:
+    def answer(
+        self, member: MemberRecord, message: messages.Prefilled | Refused | messages.AttemptFailed, now: float
+    ) -> None:
         """What a worker says of an attempt; of one that is over, or not its own, it means nothing (rule 1)."""
         prefix = self._current(member, AttemptName(message.request, message.attempt))
         if prefix is None:
             return
         match message:
             case messages.Prefilled(computed=computed):
-                if prefix.phase is Phase.PREFILLING:
+                if prefix.phase is PinPhase.PREFILLING:
                     self._warmer.prefilled(prefix, computed, now)
             case Refused(reason="too_large", message=text):
                 self._warmer.end(prefix, Failed(ContextTooLong(f"{member.peer.name}: {text}")))
             case Refused():
                 member.refuses(prefix.attempt)
                 self._warmer.wait(prefix, now, now)
-            case messages.Failed(reason=reason, message=text):
+            case messages.AttemptFailed(reason=reason, message=text):
                 error = from_reason(reason, text)
                 if isinstance(error, InvalidRequest | DeadlineExpired):
                     self._warmer.end(prefix, Failed(error))
@@ -57,10 +59,10 @@ class WarmAnswers:
                     prefix.failed_on.add(member.incarnation)
                     self._warmer.retry(prefix, f"{member.peer.name} failed: {reason}: {text}", now)
 
-    def listed(self, member: Member, name: AttemptName, held: AttemptHeld, now: float) -> None:
+    def listed(self, member: MemberRecord, name: AttemptName, held: AttemptHeld, now: float) -> None:
         """Its worker has it: take from that what messages should have told and perhaps did not."""
         prefix = self._current(member, name)
-        if prefix is None or prefix.phase is not Phase.PREFILLING:
+        if prefix is None or prefix.phase is not PinPhase.PREFILLING:
             return
         prefix.give_up = None
         if held.position > prefix.position:
@@ -69,22 +71,22 @@ class WarmAnswers:
         if prefix.sightings >= _SIGHTINGS:
             self._warmer.prefilled(prefix, None, now)
 
-    def unread(self, member: Member, name: AttemptName, now: float) -> None:
+    def unread(self, member: MemberRecord, name: AttemptName, now: float) -> None:
         """Its worker's loop stands still and has not read it: the first worker that is free gets it."""
         prefix = self._current(member, name)
-        if prefix is not None and prefix.phase is Phase.PREFILLING:
+        if prefix is not None and prefix.phase is PinPhase.PREFILLING:
             self._warmer.wait(prefix, now, now)
 
-    def lost(self, member: Member, name: AttemptName, now: float) -> None:
+    def lost(self, member: MemberRecord, name: AttemptName, now: float) -> None:
         """Its worker does not have it."""
         if (prefix := self._current(member, name)) is None:
             member.drop(name)
-        elif prefix.phase is Phase.PREFILLING:
+        elif prefix.phase is PinPhase.PREFILLING:
             self._warmer.retry(prefix, f"{member.peer.name} does not have it", now)
         else:
             self._warmer.release(prefix)  # the pages may have been pinned in time; the store will say
 
-    def _current(self, member: Member, name: AttemptName) -> WarmPrefix | None:
+    def _current(self, member: MemberRecord, name: AttemptName) -> PinnedPrefix | None:
         prefix = self._warmer.prefixes.get(name.request)
         if prefix is None or prefix.attempt != name or prefix.worker != member.incarnation:
             return None
@@ -92,35 +94,35 @@ class WarmAnswers:
 
     # --- what stores say ---------------------------------------------------------------------------------------------
 
-    def pinned(self, store: Member, answer: Pinned, now: float) -> None:
+    def pinned(self, store: MemberRecord, answer: PagesPinned, now: float) -> None:
         """A store's answer. What it pins and nobody wants any more, it is told to let go of."""
         prefix = self._warmer.asked.get(answer.pin)
         if prefix is None or prefix.store != store.incarnation:
-            self._out.send(store.incarnation, Unpin(answer.pin))
+            self._out.send(store.incarnation, UnpinPages(answer.pin))
         elif answer.reason == "quota":
             self._warmer.end(prefix, Failed(self._over_quota(prefix)))
         elif answer.reason == "missing" or answer.pages != prefix.pages:
             self._missing(prefix, answer.pages, now)
-        elif prefix.phase is Phase.PINNING:
+        elif prefix.phase is PinPhase.PINNING:
             self._warmer.keep(prefix, now)
 
-    def listed_pins(self, store: Member, beat: Heartbeat, now: float) -> None:
+    def listed_pins(self, store: MemberRecord, beat: Heartbeat, now: float) -> None:
         """What a store has pinned for us, compared with what it should have (rule 2). What another router had pinned
         there serves whoever asks for it, until its time is over."""
         listed = {held.request: held.position for held in beat.attempts}
         for pin in listed:
             wanted = self._warmer.asked.get(pin)
             if wanted is None or wanted.store != store.incarnation:
-                self._out.send(store.incarnation, Unpin(pin))
+                self._out.send(store.incarnation, UnpinPages(pin))
         for pin, prefix in list(self._warmer.asked.items()):
-            judged = prefix.phase is Phase.PINNED and prefix.store == store.incarnation and now < prefix.expires
+            judged = prefix.phase is PinPhase.PINNED and prefix.store == store.incarnation and now < prefix.expires
             if judged and prefix.sequence <= beat.heard and listed.get(pin) != prefix.pages:
                 self._warmer.note(
                     prefix, f"the store of node {prefix.node} has lost pages of it; it is made anew", warning=True
                 )
                 self._warmer.wait(prefix, now, now)
 
-    def _missing(self, prefix: WarmPrefix, pages: int, now: float) -> None:
+    def _missing(self, prefix: PinnedPrefix, pages: int, now: float) -> None:
         """Something was lost between making and pinning: an arena that is too full, most likely. Once is chance."""
         why = f"the store of node {prefix.node} has kept only {pages} of {prefix.pages} pages"
         if prefix.missed:
@@ -129,7 +131,7 @@ class WarmAnswers:
         prefix.missed = True
         self._warmer.retry(prefix, why, now)
 
-    def _over_quota(self, prefix: WarmPrefix) -> BatonError:
+    def _over_quota(self, prefix: PinnedPrefix) -> BatonError:
         whose = f"tenant {prefix.tenant!r}" if prefix.tenant else "a tenant"
         return QuotaExceeded(
             f"{prefix.pages} pages of {prefix.page_bytes} bytes, with what is pinned already, are more than the "

@@ -13,10 +13,10 @@ from baton.errors import ContextTooLong, InvalidRequest, ObjectiveUnreachable, O
 from baton.messages import TOKEN_BYTES
 from kvstore.keys import unpack_tokens
 from router.events import Usage
-from router.queueing.fairness import Fairness, Prices, TokensServed
+from router.queueing.fairness import TenantFairness, TokensServed, TokenWeights
 from router.queueing.quantile import Quantile
-from router.queueing.rate_limits import Quotas, Retries
-from router.queueing.waiting_queue import Queue
+from router.queueing.rate_limits import RateLimits, RetryBudget
+from router.queueing.waiting_queue import WaitingQueue
 from router.request import Request
 
 _LATE_IN_TIME = 0.9
@@ -65,7 +65,7 @@ def settle_length(prompt: int, max_tokens: int | None, max_context: int, pool_to
     return min(max_context, pool_tokens or max_context) - prompt
 
 
-class Admission:
+class AdmissionControl:
     """The queue, and the accounts that decide about it. Its owner ends the requests that it turns away.
 
     In order: a request's quota (`router.queueing.rate_limits`); a place at once; for one with an objective, whether the
@@ -75,12 +75,12 @@ class Admission:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._prices = Prices(config.cached_weight, config.output_weight)
-        self._quotas = Quotas(config.tenants)
-        self._retries = Retries(config.retry_share, config.retries_per_s)
-        self._fairness = Fairness(self._quotas.weight)
+        self._prices = TokenWeights(config.cached_weight, config.output_weight)
+        self._quotas = RateLimits(config.tenants)
+        self._retries = RetryBudget(config.retry_share, config.retries_per_s)
+        self._fairness = TenantFairness(self._quotas.weight)
         self._late = Quantile(_LATE_IN_TIME, least=0.05)
-        self.queue = Queue(self._fairness, config.ageing_ms / 1_000)
+        self.queue = WaitingQueue(self._fairness, config.ageing_ms / 1_000)
         self.served = TokensServed()
         self.rejected: Counter[str] = Counter()  # by reason
         self._here: Counter[tuple[str, int]] = Counter()  # requests that have not ended, by tenant and level

@@ -1,9 +1,9 @@
 """Fairness between tenants: each has a virtual counter of the service it got, and whoever got least is served next.
 
-The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Service is counted
-in tokens: those of prompts when a request is placed, those of the output, which cost more, as they come. A prompt token
-that was found in a cache costs little (Cao et al., "Locality-aware Fair Scheduling in LLM Serving", 2025, count only
-what was computed). A tenant of weight 2 may have twice as much as one of weight 1.
+The virtual token counter of Sheng et al., "Fairness in FetchStatus Large Language Models" (OSDI 2024). Service is
+counted in tokens: those of prompts when a request is placed, those of the output, which cost more, as they come. A
+prompt token that was found in a cache costs little (Cao et al., "Locality-aware Fair Scheduling in LLM Serving", 2025,
+count only what was computed). A tenant of weight 2 may have twice as much as one of weight 1.
 
 A tenant that begins to wait is lifted to the least counter of those who wait, or wherever the last who waited left it,
 less what it may have saved up: its share of a few seconds. (In the paper nobody saves anything. Who asks for a little
@@ -26,7 +26,7 @@ OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class TokenWeights:
     """What a token costs its tenant; one of a prompt that had to be computed costs 1."""
 
     cached: float = 0.1
@@ -36,7 +36,7 @@ class Prices:
         return tokens - cached + self.cached * cached
 
 
-class Fairness:
+class TenantFairness:
     """The counters. They grow for ever, in tokens by weight: a double counts exactly up to 9 · 10^15 of them."""
 
     def __init__(self, weight: Callable[[str], float]) -> None:

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router.queueing.waiting_queue import Queue
+from router.queueing.waiting_queue import WaitingQueue
 from router.request import Request
 
 _FIRST = 8  # requests that are tried in a round before the first ones are known to wait for something
 _BEHIND = 8  # and with a tick so many of those behind them
 
 
-class Rounds:
+class QueueScan:
     """Goes through a queue in rounds."""
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: WaitingQueue) -> None:
         self._queue = queue
         self._room = False
         self._ticked = False  # since the last round, and somebody is to be tried again, or further

@@ -20,7 +20,7 @@ from baton.errors import RateLimited
 ANYBODY = "*"  # the tenant in the configuration whose settings hold for those that are not named there
 
 
-class Bucket:
+class TokenBucket:
     """Fills by `rate` a second up to `capacity`; full at first. It may hold less than nothing: then it owes."""
 
     def __init__(self, rate: float, capacity: float) -> None:
@@ -47,12 +47,12 @@ class Bucket:
         self._level = min(self._capacity, self.level(now) + amount)
 
 
-class Quotas:
+class RateLimits:
     """The buckets of every tenant that has a quota."""
 
     def __init__(self, tenants: Mapping[str, TenantConfig]) -> None:
         self._tenants = tenants
-        self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._buckets: dict[tuple[str, str], TokenBucket] = {}
 
     def weight(self, tenant: str) -> float:
         """Its share beside that of others."""
@@ -80,14 +80,14 @@ class Quotas:
     def _of(self, tenant: str) -> TenantConfig:
         return self._tenants.get(tenant) or self._tenants.get(ANYBODY) or TenantConfig()
 
-    def _bucket(self, tenant: str, kind: str) -> Bucket | None:
+    def _bucket(self, tenant: str, kind: str) -> TokenBucket | None:
         settings = self._of(tenant)
         per_minute = settings.requests_per_minute if kind == "requests" else settings.tokens_per_minute
         if not per_minute:
             return None
         if (bucket := self._buckets.get((tenant, kind))) is None:
             rate = per_minute / 60
-            bucket = self._buckets[tenant, kind] = Bucket(rate, max(1.0, rate * settings.burst_s))
+            bucket = self._buckets[tenant, kind] = TokenBucket(rate, max(1.0, rate * settings.burst_s))
         return bucket
 
     def _forget(self, now: float) -> None:
@@ -96,7 +96,7 @@ class Quotas:
             self._buckets = {key: bucket for key, bucket in self._buckets.items() if bucket.wait(inf, now) > 0}
 
 
-class Retries:
+class RetryBudget:
     """How many attempts may be repeated, over all requests: so that a sick worker, which fails what it is given, does
     not multiply the work of the others. Each first attempt adds `share` of a retry, and each second `steady` of them,
     up to a burst of ten seconds' worth.
@@ -107,7 +107,7 @@ class Retries:
 
     def __init__(self, share: float, steady: float) -> None:
         self._share = share
-        self._bucket = Bucket(steady, max(1.0, steady * self._BURST_S))
+        self._bucket = TokenBucket(steady, max(1.0, steady * self._BURST_S))
 
     def first(self, now: float) -> None:
         """A first attempt is made."""

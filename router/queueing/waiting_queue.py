@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from math import exp, inf
 
-from router.queueing.fairness import Fairness
+from router.queueing.fairness import TenantFairness
 from router.queueing.quantile import Spread
 from router.request import Request
 
@@ -49,7 +49,7 @@ def _arrival(request: Request) -> int:
 
 
 @dataclass
-class _Line:
+class _TenantQueue:
     """Requests of one tenant and level. The oldest is first."""
 
     tenant: str
@@ -57,23 +57,23 @@ class _Line:
     newcomers: bool  # no worker has accepted any of them
     requests: list[Request] = field(default_factory=list[Request])
     work: int = 0  # tokens to compute, for all of them
-    past: Past = field(default_factory=lambda: Past())
+    past: DrainHistory = field(default_factory=lambda: DrainHistory())
 
 
-class Queue:
+class WaitingQueue:
     """Requests without an attempt. It turns nobody away itself."""
 
-    def __init__(self, fairness: Fairness, ageing: float) -> None:
+    def __init__(self, fairness: TenantFairness, ageing: float) -> None:
         """`ageing`: seconds of waiting that one level is worth."""
         self._fairness = fairness
         self._ageing = ageing
-        self._lines: dict[tuple[str, int, bool], _Line] = {}
-        self._pasts: dict[tuple[str, int], Past] = {}  # of newcomers' lines, by tenant and level
-        self._places: dict[str, tuple[_Line, int, float]] = {}  # line, work and since when, by request
+        self._lines: dict[tuple[str, int, bool], _TenantQueue] = {}
+        self._pasts: dict[tuple[str, int], DrainHistory] = {}  # of newcomers' lines, by tenant and level
+        self._places: dict[str, tuple[_TenantQueue, int, float]] = {}  # line, work and since when, by request
         self._refused: dict[str, float] = {}  # tenants that were turned away lately, and when
         self.tokens = 0  # known ones, of all that wait
-        self.outflow = Outflow()  # prompt tokens to compute
-        self._service = Outflow()  # what tenants are charged for
+        self.outflow = DrainRate()  # prompt tokens to compute
+        self._service = DrainRate()  # what tenants are charged for
 
     def __len__(self) -> int:
         return len(self._places)
@@ -97,7 +97,7 @@ class Queue:
         self._until(now, waiting=bool(self))
         key = (request.tenant, request.level, not request.begun)
         if (line := self._lines.get(key)) is None:
-            line = self._lines[key] = _Line(*key)
+            line = self._lines[key] = _TenantQueue(*key)
             if line.newcomers:
                 line.past = self._remembered(request.tenant, request.level, now)
         line.past.outflow.until(now, waiting=bool(line.requests))
@@ -210,7 +210,7 @@ class Queue:
     def _due(self, request: Request) -> float:
         return request.submitted + request.level * self._ageing
 
-    def _rank(self, line: _Line, index: int, top: int, leaders: frozenset[str], now: float) -> _Rank:
+    def _rank(self, line: _TenantQueue, index: int, top: int, leaders: frozenset[str], now: float) -> _Rank:
         request = line.requests[index]
         leads, level = False, 0
         if line.newcomers:
@@ -279,11 +279,11 @@ class Queue:
                 ahead += min(line.work, max(0.0, turn))
         return ahead
 
-    def _remembered(self, tenant: str, level: int, now: float) -> Past:
+    def _remembered(self, tenant: str, level: int, now: float) -> DrainHistory:
         """Of a line that begins anew. What it was like long ago says nothing."""
         found = self._pasts.get((tenant, level))
         if found is None or found.outflow.idle(now) > _MEMORY:
-            found = self._pasts[tenant, level] = Past()
+            found = self._pasts[tenant, level] = DrainHistory()
             if len(self._pasts) > 2 * len(self._lines) + 64:
                 self._pasts = {key: past for key, past in self._pasts.items() if past.outflow.idle(now) <= _MEMORY}
         return found
@@ -299,16 +299,16 @@ class Queue:
             assert line.requests == sorted(line.requests, key=_arrival)
 
 
-class Past:
+class DrainHistory:
     """What was seen of a line: how fast it was drained, and by which part of it, and of `_ROUGHLY`, waits were longer
     than their forecast."""
 
     def __init__(self) -> None:
-        self.outflow = Outflow()
+        self.outflow = DrainRate()
         self.longer = Spread()
 
 
-class Outflow:
+class DrainRate:
     """How fast work leaves the queue while there is some: tokens per second, those long ago forgotten exponentially."""
 
     def __init__(self) -> None:

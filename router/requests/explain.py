@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.timeline import Timeline
-from router.events import Outcome, Summary
-from router.placement.types import Candidate, Plan
+from router.events import RequestOutcome, Summary
+from router.placement.types import Candidate, Placement
 from router.request import Attempt, Request
 
 SHOWN = 16  # candidates of an attempt that are told, at most: the best
@@ -33,7 +33,7 @@ _ROWS = 100_000  # workers in all that was weighed: some 20 MB; with 64 of them,
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class ConsideredPlacements:
     """What placement chose from: `rows` workers, and what lays the candidates out."""
 
     rows: int
@@ -41,17 +41,17 @@ class Weighed:
 
 
 @dataclass(slots=True)
-class Account:
+class AttemptAccount:
     """One attempt: the choice, and what happened."""
 
     number: int
-    plan: Plan
+    plan: Placement
     decode: str  # name
     prefill: str  # name; "": the decode worker computes the prompt itself
     start: int  # tokens known when it began
     cached: int  # of those, how many nobody need compute, as predicted
     line: Timeline  # the request's own while the attempt is current; afterwards a copy
-    weighed: Weighed | None  # none: it was too long ago
+    weighed: ConsideredPlacements | None  # none: it was too long ago
     attempt: Attempt | None  # while it is current
     first_token: float | None = None  # of this attempt
     prefill_computed: int = 0
@@ -100,7 +100,7 @@ class Account:
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """One request."""
 
     name: str  # the cluster's name for it
@@ -108,11 +108,11 @@ class Record:
     priority: int
     request: Request | None  # while it has not ended
     line: Timeline
-    attempts: deque[Account] = field(default_factory=lambda: deque[Account](maxlen=_ATTEMPTS))
+    attempts: deque[AttemptAccount] = field(default_factory=lambda: deque[AttemptAccount](maxlen=_ATTEMPTS))
     begun: int = 0  # attempts, also those that are not kept
     refusal: str = ""  # why placement had no worker for it when it was last tried
-    weighed: Weighed | None = None  # and what it looked at then
-    outcome: Outcome | None = None
+    weighed: ConsideredPlacements | None = None  # and what it looked at then
+    outcome: RequestOutcome | None = None
     summary: Summary | None = None
 
     @property
@@ -146,7 +146,7 @@ class Record:
         return self.summary
 
 
-def reason(account: Account, candidates: Sequence[Candidate]) -> str:
+def reason(account: AttemptAccount, candidates: Sequence[Candidate]) -> str:
     """The choice in words. `candidates`: the best first."""
     chosen = next((one for one in candidates if account.chose(one)), None)
     others = [one for one in candidates if one is not chosen and not one.why_not]
@@ -190,9 +190,9 @@ class Explanations:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._records: dict[str, Record] = {}  # by name, oldest first
-        self._latest: dict[str, Record] = {}  # by what clients call them: they may use a name twice
-        self._weighed: deque[Account | Record] = deque()  # those with something weighed, oldest first
+        self._records: dict[str, RequestRecord] = {}  # by name, oldest first
+        self._latest: dict[str, RequestRecord] = {}  # by what clients call them: they may use a name twice
+        self._weighed: deque[AttemptAccount | RequestRecord] = deque()  # those with something weighed, oldest first
         self._rows = 0  # in all of them
 
     # --- what happens ------------------------------------------------------------------------------------------------
@@ -202,16 +202,18 @@ class Explanations:
             return
         while len(self._records) >= self._most:
             self._forget(next(iter(self._records)))
-        record = Record(request.name, request.tenant, request.priority, request, request.timeline)
+        record = RequestRecord(request.name, request.tenant, request.priority, request, request.timeline)
         self._records[request.name] = self._latest[record.request_id] = record
 
-    def waits(self, request: Request, why: str, weighed: Weighed | None) -> None:
+    def waits(self, request: Request, why: str, weighed: ConsideredPlacements | None) -> None:
         """No worker is given to it for now."""
         if record := self._records.get(request.name):
             record.refusal = why
             self._keep(record, weighed)
 
-    def placed(self, request: Request, decode: str, prefill: str, cached: int, weighed: Weighed | None) -> None:
+    def placed(
+        self, request: Request, decode: str, prefill: str, cached: int, weighed: ConsideredPlacements | None
+    ) -> None:
         """Its current attempt has begun. `decode` and `prefill` are names; `cached` tokens need no computing."""
         attempt = request.attempt
         if (record := self._records.get(request.name)) is None or attempt is None:
@@ -219,7 +221,7 @@ class Explanations:
         record.begun += 1
         record.refusal = ""
         self._keep(record, None)
-        account = Account(
+        account = AttemptAccount(
             number=attempt.name.attempt,
             plan=attempt.plan,
             decode=decode,
@@ -254,33 +256,33 @@ class Explanations:
             self._close(account, replace(request.timeline), now)
             account.over = why
 
-    def ended(self, request: Request, outcome: Outcome, summary: Summary, now: float) -> None:
+    def ended(self, request: Request, outcome: RequestOutcome, summary: Summary, now: float) -> None:
         """The request ends, and its current attempt, if it has one, with it. Call before that is withdrawn."""
         if account := self._current(request):
             self._close(account, summary.timeline, now)
         if record := self._records.get(request.name):
             record.request, record.outcome, record.summary, record.line = None, outcome, summary, summary.timeline
 
-    def _current(self, request: Request) -> Account | None:
+    def _current(self, request: Request) -> AttemptAccount | None:
         record = self._records.get(request.name)
         account = record.attempts[-1] if record is not None and record.attempts else None
         return account if account is not None and account.attempt is not None else None
 
-    def _close(self, account: Account, line: Timeline, now: float) -> None:
+    def _close(self, account: AttemptAccount, line: Timeline, now: float) -> None:
         assert account.attempt is not None
         account.unreported, account.attempt = account.attempt.predicted, None
         account.line, account.ended = line, now
 
     # --- what is asked -----------------------------------------------------------------------------------------------
 
-    def find(self, name: str, tenant: str) -> Record | None:
+    def find(self, name: str, tenant: str) -> RequestRecord | None:
         """That request of that tenant, by the name that its client uses (the last of that name) or that logs use."""
         record = self._records.get(name) or self._latest.get(name)
         return record if record is not None and record.tenant == tenant else None
 
-    def last(self, count: int, tenant: str) -> list[Record]:
+    def last(self, count: int, tenant: str) -> list[RequestRecord]:
         """The last requests of that tenant, newest first."""
-        found: list[Record] = []
+        found: list[RequestRecord] = []
         for record in reversed(self._records.values()):
             if len(found) >= count:
                 break
@@ -295,7 +297,7 @@ class Explanations:
         if self._latest.get(record.request_id) is record:
             del self._latest[record.request_id]
 
-    def _keep(self, holder: Account | Record, weighed: Weighed | None) -> None:
+    def _keep(self, holder: AttemptAccount | RequestRecord, weighed: ConsideredPlacements | None) -> None:
         """What was weighed for `holder`, instead of what it has; the oldest of all goes."""
         if weighed is not None and holder.weighed is None:
             self._weighed.append(holder)

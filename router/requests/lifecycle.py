@@ -22,25 +22,25 @@ from baton.errors import (
 )
 from baton.messages import AttemptName, Cancel, Decode
 from kvstore.keys import namespace_root
-from router.events import WARM, Cancelled, End, Failed, Finished, Outcome, Submit
-from router.members import Member, Members, Prompt, Work
+from router.events import WARM, Cancelled, Failed, Finished, RequestEnded, RequestOutcome, Submit
+from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
 from router.outbox import Outbox
-from router.placement.cached_prefix import Prefix
-from router.placement.cluster_view import View
-from router.placement.cost_matrix import Prices
-from router.placement.policy import Placer
-from router.placement.prefix_lookup import Prefixes
-from router.placement.step_costs import Costs
-from router.placement.types import Ask, Plan, Reject, Reservation
-from router.placement.utilization import Bottleneck
-from router.queueing.admission import Admission, ModelLimits, check_tokens, settle_length
-from router.queueing.queue_scan import Rounds
-from router.request import Attempt, Phase, Request
-from router.requests.explain import Explanations, Weighed
+from router.placement.cached_prefix import CacheablePrefix
+from router.placement.cluster_view import ClusterView
+from router.placement.cost_matrix import PlacementCosts
+from router.placement.policy import PlacementPolicy
+from router.placement.prefix_lookup import KvIndex
+from router.placement.step_costs import FittedCosts
+from router.placement.types import Placement, PlacementRequest, Reject, SecondsReservation
+from router.placement.utilization import UtilizationMonitor
+from router.queueing.admission import AdmissionControl, ModelLimits, check_tokens, settle_length
+from router.queueing.queue_scan import QueueScan
+from router.request import Attempt, Request, RequestPhase
+from router.requests.explain import ConsideredPlacements, Explanations
 
 
 @dataclass
-class Counts:
+class RequestCounts:
     """What has happened since the start."""
 
     attempts: int = 0
@@ -52,22 +52,22 @@ class Counts:
     generated_tokens: int = 0
 
 
-class Life:
+class RequestManager:
     """Every request that has not ended."""
 
     def __init__(
         self,
         config: Config,
         limits: ModelLimits,
-        members: Members,
-        prefixes: Prefixes,
-        costs: Costs,
+        members: ClusterMembership,
+        prefixes: KvIndex,
+        costs: FittedCosts,
         outbox: Outbox,
-        placer: Placer,
+        placer: PlacementPolicy,
     ) -> None:
         self._config = config
         self._placer = placer
-        self._view = View(config, members, costs)
+        self._view = ClusterView(config, members, costs)
         self._costs = costs
         self._limits = limits
         self._members = members
@@ -76,13 +76,13 @@ class Life:
         self._arrivals = 0
         self._shut = False
         self.requests: dict[str, Request] = {}
-        self.admission = Admission(config.router)
+        self.admission = AdmissionControl(config.router)
         self.queue = self.admission.queue
-        self.rounds = Rounds(self.queue)
+        self.rounds = QueueScan(self.queue)
         self._held = False  # somebody waits here who might as well wait at a worker
         self._expires = -inf  # until then no request has waited for too long
-        self.counts = Counts()
-        self.bottleneck = Bottleneck()
+        self.counts = RequestCounts()
+        self.bottleneck = UtilizationMonitor()
         self.recent = Explanations(config.router.explain_requests)
         self.finished: Counter[str] = Counter()  # by reason
         self.failed: Counter[str] = Counter()  # by reason
@@ -180,9 +180,9 @@ class Life:
         request.derive_keys(root, self._config.pages.page_size)
         final = request.failures >= self._config.router.max_attempts - 1
         assert request.max_tokens is not None, request.name
-        ask = Ask(
+        ask = PlacementRequest(
             request=request.name,
-            prefix=Prefix(len(request.keys), self._config.pages.page_size, card.page_bytes),
+            prefix=CacheablePrefix(len(request.keys), self._config.pages.page_size, card.page_bytes),
             keys=request.keys,
             held=self._prefixes.match(request.keys),
             tokens=request.known,
@@ -201,7 +201,7 @@ class Life:
         choice, considered = decision.choice, _weighed(decision.considered)
         if decision.reservation is not None:
             self._view.reserve(decision.reservation)
-        if isinstance(choice, Plan):
+        if isinstance(choice, Placement):
             self._view.used(choice)
             if self._too_early(request, choice, considered):
                 return False
@@ -214,19 +214,26 @@ class Life:
             return True
         return False
 
-    def _too_early(self, request: Request, plan: Plan, considered: Weighed | None) -> bool:
+    def _too_early(self, request: Request, plan: Placement, considered: ConsideredPlacements | None) -> bool:
         """Whether it waits here, since its worker has prompts enough; for those behind it that counts like a prompt."""
         worker = self._members.live(plan.prefill or plan.decode)
         prompts = worker.slots.values()
         enough = len(prompts) >= self._config.prefill.max_prompts
         if not enough or not self.admission.too_early(request, sum(prompt.seconds for prompt in prompts)):
             return False
-        self._view.reserve(Reservation(worker.incarnation, plan.predicted.load + plan.predicted.compute))
+        self._view.reserve(SecondsReservation(worker.incarnation, plan.predicted.load + plan.predicted.compute))
         self.recent.waits(request, f"{worker.peer.name} has prompts enough", considered)
         self._held = True
         return True
 
-    def _begin(self, request: Request, ask: Ask, plan: Plan, considered: Weighed | None, now: float) -> None:
+    def _begin(
+        self,
+        request: Request,
+        ask: PlacementRequest,
+        plan: Placement,
+        considered: ConsideredPlacements | None,
+        now: float,
+    ) -> None:
         request.attempts += 1
         self.admission.placed(request, min(request.prompt, plan.cached * ask.prefix.page_size), now)
         name = AttemptName(request.name, request.attempts)
@@ -238,10 +245,10 @@ class Life:
         decoder = self._members.live(plan.decode)
         known, left = plan.cached * ask.prefix.page_size, self._view.output(ask.max_tokens - request.generated)
         if plan.prefill is not None:
-            prompt = Prompt(ask.tokens - 1 - known, known)
+            prompt = PendingPrefill(ask.tokens - 1 - known, known)
             self._members.live(plan.prefill).promise(name, prompt, now)
         else:
-            prompt = Prompt(request.known - known, known)
+            prompt = PendingPrefill(request.known - known, known)
             decoder.promise(name, prompt, now)
         cost = self._costs.prefill(plan.prefill or plan.decode)
         self.bottleneck.prompt(cost.seconds(prompt.new, prompt.context, self._config.prefill.chunk_tokens))
@@ -267,7 +274,7 @@ class Life:
             deadline_ms=request.left_ms(now),
         )
         pages = -(-request.known // self._config.pages.page_size)
-        work = Work(
+        work = AssignedAttempt(
             self._out.send(plan.decode, message),
             pages,
             context=request.known + left / 2,
@@ -288,7 +295,7 @@ class Life:
 
     # --- attempts end ------------------------------------------------------------------------------------------------
 
-    def member_gone(self, member: Member, now: float) -> None:
+    def member_gone(self, member: MemberRecord, now: float) -> None:
         """`member` is no longer listed; whatever it had is placed anew."""
         names = {*member.work, *member.slots}
         if member.peer.role == "store":
@@ -309,7 +316,7 @@ class Life:
                 before = member.gone == "silent" and placed is not None and member.heard_at < placed
                 self.retry(request, f"{member.peer.name} is gone: {member.gone}", now, free=before, death=True)
 
-    def clear(self, member: Member, now: float) -> None:
+    def clear(self, member: MemberRecord, now: float) -> None:
         """What somebody still needs of a live worker is placed anew, at nobody's cost."""
         for name in sorted({*member.work, *member.slots}):
             request = self.requests.get(name.request)
@@ -333,7 +340,7 @@ class Life:
         self._out.note(f"attempt {attempt.name.attempt} is over: {why}", request.name, warning=not free, kind="attempt")
         if blame:
             request.failed_on.add(attempt.decode)
-        failed = attempt.phase is not Phase.PLACED and not free
+        failed = attempt.phase is not RequestPhase.PLACED and not free
         request.failures += failed
         request.repeats = failed and not death
         self.recent.over(request, why, now)
@@ -369,13 +376,13 @@ class Life:
         decoder = self._members.get(attempt.decode)
         if decoder is not None and decoder.drop(attempt.name):
             self._out.send(attempt.decode, Cancel(request.name, attempt.name.attempt))
-            if attempt.phase is not Phase.PLACED:
+            if attempt.phase is not RequestPhase.PLACED:
                 decoder.may_have_room()  # it has given pages back
         self.rounds.may_have_room()
 
     # --- requests end ------------------------------------------------------------------------------------------------
 
-    def end(self, request: Request, outcome: Outcome, now: float, completion: int | None = None) -> None:
+    def end(self, request: Request, outcome: RequestOutcome, now: float, completion: int | None = None) -> None:
         """The one way out. `completion`: how many tokens count, if not all."""
         request.timeline.ended = now
         summary = request.summary(completion)
@@ -404,7 +411,7 @@ class Life:
             case Cancelled(why=why):
                 self.cancelled += 1
                 self._out.note(f"cancelled: {why}", request.name, kind="cancelled")
-        self._out.put(End(request.name, outcome, summary))
+        self._out.put(RequestEnded(request.name, outcome, summary))
 
     def expire(self, now: float) -> None:
         """Everything that has waited for too long: a client, a place in the queue, an attempt."""
@@ -491,5 +498,5 @@ def _start_over(request: Request, now: float) -> None:
     request.predicted_ms = request.load_ms = 0
 
 
-def _weighed(considered: Prices | None) -> Weighed | None:
-    return None if considered is None else Weighed(len(considered.workers), considered.candidates)
+def _weighed(considered: PlacementCosts | None) -> ConsideredPlacements | None:
+    return None if considered is None else ConsideredPlacements(len(considered.workers), considered.candidates)

@@ -13,21 +13,27 @@ from baton.config import Config
 from baton.errors import ContextTooLong, DeadlineExpired, InvalidRequest, NonFiniteLogits, from_reason
 from baton.messages import Delta, Prefill, Resend
 from router.events import Emit, Failed, Finished
-from router.members import Member, Members, Prompt, Work
+from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
 from router.outbox import Outbox
-from router.placement.prediction_error import Scores
+from router.placement.prediction_error import PredictionErrors
 from router.queueing.admission import ModelLimits
-from router.request import Attempt, Phase, Request
-from router.requests.lifecycle import Life
+from router.request import Attempt, Request, RequestPhase
+from router.requests.lifecycle import RequestManager
 
 _TURNED_AWAY = 32  # times that busy prefill workers refuse a prompt before those that still do are not asked again
 
 
-class Answers:
+class WorkerMessageHandler:
     """The workers' side of a request's life."""
 
     def __init__(
-        self, config: Config, limits: ModelLimits, members: Members, life: Life, scores: Scores, outbox: Outbox
+        self,
+        config: Config,
+        limits: ModelLimits,
+        members: ClusterMembership,
+        life: RequestManager,
+        scores: PredictionErrors,
+        outbox: Outbox,
     ) -> None:
         self._config = config
         self._limits = limits
@@ -40,7 +46,7 @@ class Answers:
 
     def accepted(self, request: Request, attempt: Attempt, device: int, now: float) -> None:
         """The decode worker has reserved its pages: only now may a prefill worker be set to work (rule 4)."""
-        if attempt.phase is not Phase.PLACED:
+        if attempt.phase is not RequestPhase.PLACED:
             return
         self._accept(request, attempt, now)
         if attempt.prefill is None:
@@ -54,14 +60,14 @@ class Answers:
         """It has been accepted, whether or not we ever heard it said."""
         self._members.live(attempt.decode).answered(attempt.name)
         self._life.rounds.may_have_room()
-        if attempt.phase is Phase.PLACED:
-            attempt.phase, attempt.progress = Phase.PREPARING, now
+        if attempt.phase is RequestPhase.PLACED:
+            attempt.phase, attempt.progress = RequestPhase.PREPARING, now
             request.timeline.accepted = now
             request.give_up, request.begun = None, True
 
     def refused(self, request: Request, attempt: Attempt, refusal: messages.Refused, now: float) -> None:
         """The decode worker has no room. Nothing was done, so the budget of attempts is not touched."""
-        if attempt.phase is not Phase.PLACED:
+        if attempt.phase is not RequestPhase.PLACED:
             return
         member = self._members.live(attempt.decode)
         if refusal.reason == "too_large":
@@ -76,12 +82,12 @@ class Answers:
 
     def started(self, request: Request, attempt: Attempt, event: messages.Started, now: float) -> None:
         attempt.progress = now
-        if attempt.phase is not Phase.RUNNING:  # a preempted sequence says it again when it resumes
+        if attempt.phase is not RequestPhase.RUNNING:  # a preempted sequence says it again when it resumes
             request.pages_on_device, request.pages_fetched = event.device_pages, event.fetched_pages
             self._loaded(request, event)
         self._run(request, attempt, now)
 
-    def short(self, request: Request, attempt: Attempt, event: messages.Have, now: float) -> None:
+    def short(self, request: Request, attempt: Attempt, event: messages.FetchIncomplete, now: float) -> None:
         """A fetch ended short: the prefill worker has died, perhaps, and we have not noticed yet; or its pages have
         been evicted since. Whichever, it is not asked again for this request."""
         self._accept(request, attempt, now)  # or nothing could have been fetched: so this counts as an attempt
@@ -95,10 +101,10 @@ class Answers:
     def _run(self, request: Request, attempt: Attempt, now: float) -> None:
         """The prompt is covered: nobody needs the prefill worker's holds any more. Its account, which may come a moment
         later than the pages, is waited for."""
-        if attempt.phase is Phase.RUNNING:
+        if attempt.phase is RequestPhase.RUNNING:
             return
         self._accept(request, attempt, now)
-        attempt.phase = Phase.RUNNING
+        attempt.phase = RequestPhase.RUNNING
         request.timeline.started = now
         self._compare(request, attempt, now)
         if attempt.prefilled or not attempt.prefill_sent:
@@ -194,7 +200,7 @@ class Answers:
             member.work[attempt.name].pages = 0
             member.may_have_room()
             self._life.rounds.may_have_room()
-            if attempt.phase is Phase.RUNNING:
+            if attempt.phase is RequestPhase.RUNNING:
                 self._life.release_prefill(request, attempt)
 
     def prefill_refused(self, request: Request, attempt: Attempt, refusal: messages.Refused, now: float) -> None:
@@ -218,7 +224,7 @@ class Answers:
         if (other := self._members.another_prefill(member.peer.node, most, request.failed_on)) is not None:
             attempt.prefill = other.incarnation
             missing = request.missing_tokens(attempt.plan.cached, self._config.pages.page_size)
-            prompt = Prompt(missing, attempt.plan.cached * self._config.pages.page_size)
+            prompt = PendingPrefill(missing, attempt.plan.cached * self._config.pages.page_size)
             other.promise(attempt.name, prompt, now)
             self._send_prefill(request, attempt, other.incarnation, now)
             return
@@ -235,7 +241,7 @@ class Answers:
             deadline_ms=request.left_ms(now),
         )
         member = self._members.live(prefill)
-        work = Work(self._out.send(prefill, message), attempt.plan.fetch - attempt.plan.cached)
+        work = AssignedAttempt(self._out.send(prefill, message), attempt.plan.fetch - attempt.plan.cached)
         member.give(attempt.name, work)
         attempt.prefill_sent = True
         attempt.predicted = request.missing_tokens(attempt.plan.cached, self._config.pages.page_size)
@@ -245,7 +251,7 @@ class Answers:
     # --- what both say -----------------------------------------------------------------------------------------------
 
     def worker_failed(
-        self, request: Request, attempt: Attempt, member: Member, event: messages.Failed, now: float
+        self, request: Request, attempt: Attempt, member: MemberRecord, event: messages.AttemptFailed, now: float
     ) -> None:
         """A worker gives an attempt up. What it says about the request itself is final; about itself, it is not."""
         if member.incarnation == attempt.prefill and not attempt.needs_prefill:

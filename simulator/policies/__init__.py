@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from router.placement.policy import LowestTtft, Placer
-from router.placement.step_costs import PrefillCost, StepCost
+from router.placement.policy import LowestTtft, PlacementPolicy
+from router.placement.step_costs import DecodeCost, PrefillCost
 from simulator.policies.balance import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
 from simulator.policies.cache_aware import CacheAware
 from simulator.policies.dynamo_kv import DynamoKv
 from simulator.policies.llm_d import LlmD
 from simulator.policies.mooncake import Mooncake
-from simulator.policies.placer import Ruled
+from simulator.policies.placer import RulePolicy
 from simulator.policies.rule import Rule
 
 OWN = "baton"
@@ -31,7 +31,7 @@ RULES: Mapping[str, Callable[[int], Rule]] = {
 POLICIES = (OWN, *RULES)
 
 
-def placer(policy: str, seed: int, prefill: PrefillCost, step: StepCost, link: float) -> Placer:
+def placer(policy: str, seed: int, prefill: PrefillCost, step: DecodeCost, link: float) -> PlacementPolicy:
     """The policy of that name, one of POLICIES. The costs are those of the simulated workers, `link` the bytes per
     second between their nodes."""
-    return LowestTtft() if policy == OWN else Ruled(RULES[policy](seed), prefill, step, link)
+    return LowestTtft() if policy == OWN else RulePolicy(RULES[policy](seed), prefill, step, link)

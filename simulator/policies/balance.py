@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
-from simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
+from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage, lowest
 
 
 class RandomChoice(Rule):
@@ -19,7 +19,7 @@ class RandomChoice(Rule):
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
 
-    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker:
+    def choose(self, stage: Stage, prompt: RulePrompt, workers: Sequence[RuleWorker]) -> RuleWorker:
         return self._random.choice(workers)
 
 
@@ -29,7 +29,7 @@ class RoundRobin(Rule):
     def __init__(self, seed: int) -> None:
         self._turns: Counter[Stage] = Counter()
 
-    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker:
+    def choose(self, stage: Stage, prompt: RulePrompt, workers: Sequence[RuleWorker]) -> RuleWorker:
         turn = self._turns[stage]
         self._turns[stage] += 1
         return sorted(workers, key=lambda worker: worker.name)[turn % len(workers)]
@@ -41,7 +41,7 @@ class LeastLoaded(Rule):
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
 
-    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker:
+    def choose(self, stage: Stage, prompt: RulePrompt, workers: Sequence[RuleWorker]) -> RuleWorker:
         return lowest(workers, lambda worker: worker.requests, self._random)
 
 
@@ -52,5 +52,5 @@ class PowerOfTwo(Rule):
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
 
-    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker:
+    def choose(self, stage: Stage, prompt: RulePrompt, workers: Sequence[RuleWorker]) -> RuleWorker:
         return min(self._random.sample(workers, min(2, len(workers))), key=lambda worker: worker.requests)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from simulator.policies.balance import PowerOfTwo
-from simulator.policies.rule import Prompt, Rule, Stage, Worker
+from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage
 
 
 class CacheAware(Rule):
@@ -33,7 +33,7 @@ class CacheAware(Rule):
         self._size: Counter[str] = Counter()  # pages
         self._decode = PowerOfTwo(seed)
 
-    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker:
+    def choose(self, stage: Stage, prompt: RulePrompt, workers: Sequence[RuleWorker]) -> RuleWorker:
         if stage == "decode":
             return self._decode.choose(stage, prompt, workers)
         chosen = self._choose(prompt, workers)
@@ -44,7 +44,7 @@ class CacheAware(Rule):
             holders[chosen.name] = None
         return chosen
 
-    def _choose(self, prompt: Prompt, workers: Sequence[Worker]) -> Worker:
+    def _choose(self, prompt: RulePrompt, workers: Sequence[RuleWorker]) -> RuleWorker:
         by_name = {worker.name: worker for worker in workers}
         loads = [worker.requests for worker in workers]
         if max(loads) - min(loads) > self._most_apart and max(loads) > self._most_times * min(loads):

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
+from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage, lowest
 
 _DEVICE, _HOST, _DISK, _SHARED = 1.0, 0.75, 0.25, 0.5
 _PREFILL_LOAD_SCALE = 1.0
@@ -29,12 +29,12 @@ class DynamoKv(Rule):
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
 
-    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker:
+    def choose(self, stage: Stage, prompt: RulePrompt, workers: Sequence[RuleWorker]) -> RuleWorker:
         longest = max(worker.cached for worker in workers)
         return lowest(workers, lambda worker: cost(stage, prompt, worker, longest), self._random)
 
 
-def cost(stage: Stage, prompt: Prompt, worker: Worker, longest: int = 0) -> float:
+def cost(stage: Stage, prompt: RulePrompt, worker: RuleWorker, longest: int = 0) -> float:
     """In blocks, which are our pages. `longest`: of the prompt, on any node."""
     credits = _DEVICE * worker.device + _HOST * worker.host + _DISK * worker.disk
     credits += _SHARED * max(0, longest - worker.cached)

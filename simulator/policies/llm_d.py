@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
+from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage, lowest
 
 _PREFIX, _KV, _QUEUE = 3.0, 2.0, 2.0
 _HOST = 0.8
@@ -30,11 +30,11 @@ class LlmD(Rule):
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
 
-    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker:
+    def choose(self, stage: Stage, prompt: RulePrompt, workers: Sequence[RuleWorker]) -> RuleWorker:
         queues = [_queue(worker) for worker in workers]
         shortest, longest = min(queues), max(queues)
 
-        def score(worker: Worker) -> float:
+        def score(worker: RuleWorker) -> float:
             queue = (longest - _queue(worker)) / (longest - shortest) if longest > shortest else 1.0
             kv = 1.0 - min(1.0, worker.pages / worker.pool_pages)
             prefix = (worker.device + _HOST * worker.host) / prompt.pages if prompt.pages else 0.0
@@ -43,6 +43,6 @@ class LlmD(Rule):
         return lowest(workers, lambda worker: -score(worker), self._random)
 
 
-def _queue(worker: Worker) -> int:
+def _queue(worker: RuleWorker) -> int:
     """All but the prompt that is being computed."""
     return max(0, worker.prompts - 1)

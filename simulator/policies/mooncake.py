@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from simulator.policies.rule import Prompt, Rule, Stage, Worker, lowest
+from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage, lowest
 
 _THRESHOLD = 2.0
 
@@ -33,7 +33,7 @@ class Mooncake(Rule):
         self._random = Random(seed)
         self._threshold = threshold
 
-    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker | None:
+    def choose(self, stage: Stage, prompt: RulePrompt, workers: Sequence[RuleWorker]) -> RuleWorker | None:
         if stage == "decode":
             chosen = lowest(workers, lambda worker: _step(prompt, worker), self._random)
             return chosen if prompt.tpot is None or _step(prompt, chosen) <= prompt.tpot else None
@@ -41,15 +41,15 @@ class Mooncake(Rule):
         chosen = lowest(workers, lambda worker: self.ttft(prompt, worker, longest), self._random)
         return chosen if prompt.ttft is None or self.ttft(prompt, chosen, longest) <= prompt.ttft else None
 
-    def prefix(self, chosen: Worker, workers: Sequence[Worker]) -> int:
+    def prefix(self, chosen: RuleWorker, workers: Sequence[RuleWorker]) -> int:
         longest = max(worker.cached for worker in workers)
         return longest if self.copies(chosen, longest) else chosen.cached
 
-    def copies(self, worker: Worker, longest: int) -> bool:
+    def copies(self, worker: RuleWorker, longest: int) -> bool:
         """Whether this worker is to get the longest prefix from whoever has it."""
         return worker.link > 0 and longest > self._threshold * worker.cached
 
-    def ttft(self, prompt: Prompt, worker: Worker, longest: int) -> float:
+    def ttft(self, prompt: RulePrompt, worker: RuleWorker, longest: int) -> float:
         """Predicted seconds until the prompt is computed."""
         prefix, transfer = worker.cached, 0.0
         if self.copies(worker, longest):
@@ -58,6 +58,6 @@ class Mooncake(Rule):
         return transfer + worker.queue + worker.prefill.seconds(prompt.tokens - known, known)
 
 
-def _step(prompt: Prompt, worker: Worker) -> float:
+def _step(prompt: RulePrompt, worker: RuleWorker) -> float:
     """Seconds of a step with this request in it."""
     return worker.step.seconds(worker.requests + 1, worker.context + prompt.tokens)

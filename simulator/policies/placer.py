@@ -1,4 +1,4 @@
-"""A published rule as a `Placer`: what it is shown, and what its choice becomes.
+"""A published rule as a `PlacementPolicy`: what it is shown, and what its choice becomes.
 
 The rule chooses the worker that computes the prompt when the request comes, and the request stays with it, first come,
 first served, until that worker has room: the systems compared queue at their workers, here the queue is the router's.
@@ -17,17 +17,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.prefix_map.prefix_map import Match
-from router.members import Member
-from router.members import Prompt as PromptWork
+from kvstore.prefix_map.prefix_map import PrefixMatch
+from router.members import MemberRecord
+from router.members import PendingPrefill as PromptWork
 from router.placement.cached_prefix import stores
-from router.placement.cluster_view import View
-from router.placement.policy import Decision, plan_for
-from router.placement.step_costs import PrefillCost, StepCost
-from router.placement.types import Ask, Reject, Wait
-from simulator.policies.rule import Prompt, Rule, Stage, Worker
+from router.placement.cluster_view import ClusterView
+from router.placement.policy import PlacementDecision, plan_for
+from router.placement.step_costs import DecodeCost, PrefillCost
+from router.placement.types import PlacementRequest, Reject, Wait
+from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage
 
-_NOTHING = Match(0)
+_NOTHING = PrefixMatch(0)
 _MISSED = Reject("the rule predicts that an objective would be missed")
 
 
@@ -40,10 +40,10 @@ class _Waiting:
     pages: int  # of all of it
 
 
-class Ruled:
+class RulePolicy:
     """Baton's router with somebody else's rule."""
 
-    def __init__(self, rule: Rule, prefill: PrefillCost, step: StepCost, link: float) -> None:
+    def __init__(self, rule: Rule, prefill: PrefillCost, step: DecodeCost, link: float) -> None:
         """`link`: bytes per second between nodes."""
         self._rule = rule
         self._link = link
@@ -51,18 +51,18 @@ class Ruled:
         self._step = step
         self._waiting: dict[str, _Waiting] = {}  # by request
 
-    def place(self, ask: Ask, view: View) -> Decision:
+    def place(self, ask: PlacementRequest, view: ClusterView) -> PlacementDecision:
         waiting = self._waiting.pop(ask.request, None)
         if waiting is None or waiting.worker in ask.avoid or view.members.get(waiting.worker) is None:
             waiting = self._choose(ask, view)
             if not isinstance(waiting, _Waiting):
-                return Decision(waiting)
+                return PlacementDecision(waiting)
         decision = self._plan(ask, view, waiting.worker)
         if isinstance(decision.choice, Wait):
             self._waiting[ask.request] = waiting
         return decision
 
-    def may_go(self, request: str, view: View) -> bool:
+    def may_go(self, request: str, view: ClusterView) -> bool:
         """Its worker has room, or it has none yet: who waits for one worker does not stand before those of others."""
         waiting = self._waiting.get(request)
         worker = None if waiting is None else view.members.get(waiting.worker)
@@ -72,7 +72,7 @@ class Ruled:
         """It waits for nobody any more."""
         self._waiting.pop(request, None)
 
-    def _choose(self, ask: Ask, view: View) -> _Waiting | Wait | Reject:
+    def _choose(self, ask: PlacementRequest, view: ClusterView) -> _Waiting | Wait | Reject:
         """Whose prompt it shall be."""
         split = bool(view.prefillers) and not ask.local
         able = view.prefillers if split else _decoders(ask, view)
@@ -92,28 +92,30 @@ class Ruled:
             pages=ask.prefix.pages,
         )
 
-    def _plan(self, ask: Ask, view: View, worker: str) -> Decision:
+    def _plan(self, ask: PlacementRequest, view: ClusterView, worker: str) -> PlacementDecision:
         member = view.members.live(worker)
         if not _has_room(member, view):
-            return Decision(Wait(f"{member.peer.name} has all the prompts it takes"))
+            return PlacementDecision(Wait(f"{member.peer.name} has all the prompts it takes"))
         if member.peer.role == "decode":
             return plan_for(ask, view, worker)
         able = [member for member in _decoders(ask, view) if member.takes_sequences]
         if not able:
-            return Decision(Wait("no decode worker takes work now"))
+            return PlacementDecision(Wait("no decode worker takes work now"))
         workers = self._shown(ask, view, able, "decode")
         chosen = self._rule.choose("decode", _prompt(ask), workers)
         if chosen is None:
-            return Decision(_MISSED)
+            return PlacementDecision(_MISSED)
         return plan_for(ask, view, able[workers.index(chosen)].incarnation, worker)
 
-    def _shown(self, ask: Ask, view: View, members: Sequence[Member], stage: Stage) -> list[Worker]:
+    def _shown(
+        self, ask: PlacementRequest, view: ClusterView, members: Sequence[MemberRecord], stage: Stage
+    ) -> list[RuleWorker]:
         """These workers, as the rule sees them now."""
         own = {store.node: store for store in stores(view.members, ask.held, ())}
         queues: dict[str, list[_Waiting]] = {}
         for waiting in self._waiting.values():
             queues.setdefault(waiting.worker, []).append(waiting)
-        shown: list[Worker] = []
+        shown: list[RuleWorker] = []
         for member in members:
             store = own.get(member.peer.node)
             device = ask.held.get(member.incarnation, _NOTHING).pages
@@ -123,7 +125,7 @@ class Ruled:
             prompts = [*member.slots.values(), *(waiting.prompt for waiting in queue)]
             pages = member.pages + sum(waiting.pages for waiting in queue)
             shown.append(
-                Worker(
+                RuleWorker(
                     name=member.peer.name,
                     requests=len(queue) + len(member.slots if stage == "prefill" else member.work),
                     prompts=len(prompts),
@@ -143,17 +145,17 @@ class Ruled:
         return shown
 
 
-def _has_room(worker: Member, view: View) -> bool:
+def _has_room(worker: MemberRecord, view: ClusterView) -> bool:
     """As many prompts at a time for each, whatever its role: the others wait in the router, which drops those that
     can't be in time any more."""
     takes = worker.takes_sequences or worker.peer.role != "decode"
     return takes and len(worker.slots) < view.config.prefill.max_prompts
 
 
-def _prompt(ask: Ask) -> Prompt:
-    return Prompt(ask.tokens, ask.keys, ask.prefix.page_size, ask.prefix.page_bytes, ask.ttft, ask.tpot)
+def _prompt(ask: PlacementRequest) -> RulePrompt:
+    return RulePrompt(ask.tokens, ask.keys, ask.prefix.page_size, ask.prefix.page_bytes, ask.ttft, ask.tpot)
 
 
-def _decoders(ask: Ask, view: View) -> list[Member]:
+def _decoders(ask: PlacementRequest, view: ClusterView) -> list[MemberRecord]:
     """Those whose pool could ever hold it."""
     return [each for each in view.decoders if each.hello.model and each.hello.model.pool_pages >= ask.needs]

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, TypeAlias
 
-from router.placement.step_costs import PrefillCost, StepCost
+from router.placement.step_costs import DecodeCost, PrefillCost
 
 Stage: TypeAlias = Literal["prefill", "decode", "both"]
 """`both`: the worker of a colocated cluster, which does all of it."""
 
 
 _NO_PREFILL = PrefillCost(0.0, 0.0, 0.0)
-_NO_STEP = StepCost(0.0, 0.0, 0.0)
+_NO_STEP = DecodeCost(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class RulePrompt:
     """What is to be placed. Its pages are the full ones; `keys` name them."""
 
     tokens: int
@@ -41,7 +41,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class RuleWorker:
     """One that may be chosen. What it was given counts from the moment of the choice.
 
     Of the prompt at hand, its device has the first `device` pages; its node's memory, `host` ones behind those, and its
@@ -60,7 +60,7 @@ class Worker:
     host: int = 0
     disk: int = 0
     prefill: PrefillCost = _NO_PREFILL
-    step: StepCost = _NO_STEP
+    step: DecodeCost = _NO_STEP
     link: float = float("inf")  # bytes per second that its node gets from others; 0: nothing
 
     @property
@@ -73,15 +73,15 @@ class Rule(ABC):
     """One policy. It may remember what it chose."""
 
     @abstractmethod
-    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker | None:
+    def choose(self, stage: Stage, prompt: RulePrompt, workers: Sequence[RuleWorker]) -> RuleWorker | None:
         """One of at least one worker; none: the rule rejects the request."""
 
-    def prefix(self, chosen: Worker, workers: Sequence[Worker]) -> int:
+    def prefix(self, chosen: RuleWorker, workers: Sequence[RuleWorker]) -> int:
         """Pages of the prompt that it takes for cached when it reckons with the chosen one's work later on."""
         return chosen.cached
 
 
-def lowest(workers: Sequence[Worker], cost: Callable[[Worker], float], random: Random) -> Worker:
+def lowest(workers: Sequence[RuleWorker], cost: Callable[[RuleWorker], float], random: Random) -> RuleWorker:
     """The worker of least cost; any of those that are equal."""
     costs = [cost(worker) for worker in workers]
     least = min(costs)

@@ -20,7 +20,7 @@ import zmq
 from baton.messages import Cancel, Envelope, Hello, Peer, ToDecode
 from baton.store_protocol import StoreCall
 from baton.unix import OutOfDescriptors, UnixListener, readable
-from baton.wire import Link, Listener, Subscriber, sockets
+from baton.wire import Listener, RouterSocket, Subscriber, sockets
 from tests import cluster_keys
 
 ROUTER = Peer("router", "router", "n0", "router-1", 1)
@@ -60,7 +60,7 @@ def test_malformed_messages_do_not_keep_the_event_loop(
 ) -> None:
     async def main() -> None:
         listener = Listener("tcp://127.0.0.1:0", ROUTER)
-        link: Link[ToDecode] = Link(listener.endpoint, ME, ToDecode)
+        link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
         try:
             dealer.connect(listener.endpoint)
             for _ in range(FLOOD):
@@ -83,7 +83,7 @@ def test_malformed_messages_do_not_keep_the_event_loop(
 def test_good_messages_do_not_keep_the_event_loop_either() -> None:
     async def main() -> None:
         listener = Listener("tcp://127.0.0.1:0", ROUTER)
-        link: Link[ToDecode] = Link(listener.endpoint, ME, ToDecode)
+        link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
         got = 0
 
         async def receive() -> None:
@@ -154,7 +154,7 @@ def test_a_worker_reads_a_bounded_number_of_frames_per_turn() -> None:
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.SNDHWM, 0)
     cluster_keys.server(router).bind("tcp://127.0.0.1:0")
-    link: Link[ToDecode] = Link(router.getsockopt_string(zmq.LAST_ENDPOINT), ME, ToDecode)
+    link: RouterSocket[ToDecode] = RouterSocket(router.getsockopt_string(zmq.LAST_ENDPOINT), ME, ToDecode)
     try:
         link.send("", Hello(ME))
         assert router.poll(int(DEADLINE * 1_000))

@@ -21,13 +21,13 @@ import zmq.asyncio
 
 from baton import wire
 from baton.errors import KeysUnusable, StartupError
-from baton.messages import Cancel, Heartbeat, Hello, Load, ToDecode
+from baton.messages import Cancel, Heartbeat, Hello, LoadReport, ToDecode
 from baton.monotonic_clock import MonotonicClock
-from baton.wire import Heart, Keys, Link, Listener, Publisher, Subscriber, guard, use_keys
+from baton.wire import ClusterKeys, Heart, Listener, Publisher, RouterSocket, Subscriber, guard, use_keys
 from baton.wire.sockets import bind, configure, connect
 from tests.baton.test_wire import DEADLINE, ME, ROUTER, eventually, run
 
-OURS, THEIRS = Keys.generate(), Keys.generate()
+OURS, THEIRS = ClusterKeys.generate(), ClusterKeys.generate()
 SECRET = b"what the user asked"
 
 
@@ -69,7 +69,7 @@ def test_keys_are_written_for_their_owner_alone_and_read_back(tmp_path: Path) ->
     path = tmp_path / "deep" / "cluster.key"
     OURS.write(path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert Keys.read(path) == OURS
+    assert ClusterKeys.read(path) == OURS
     with pytest.raises(KeysUnusable, match="exists"):
         THEIRS.write(path)
 
@@ -80,7 +80,7 @@ def test_keys_that_others_can_reach_are_refused(tmp_path: Path, mode: int) -> No
     OURS.write(path)
     path.chmod(mode)
     with pytest.raises(KeysUnusable, match=r"read by others.*chmod 600"):
-        Keys.read(path)
+        ClusterKeys.read(path)
 
 
 @pytest.mark.parametrize("text", ["", "short", "x" * 41, "ä" * 40, '"' * 40, OURS.secret[:-1] + "~", "a\nb"])
@@ -89,25 +89,25 @@ def test_a_file_without_keys_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     path.chmod(0o600)
     with pytest.raises(KeysUnusable, match="baton keys"):
-        Keys.read(path)
+        ClusterKeys.read(path)
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(KeysUnusable, match="baton keys"):
-        Keys.read(tmp_path / "none")
+        ClusterKeys.read(tmp_path / "none")
 
 
 def test_processes_that_start_at_once_get_one_pair(tmp_path: Path) -> None:
     path = tmp_path / "state" / "cluster.key"
     start = threading.Barrier(8)
 
-    def get() -> Keys:
+    def get() -> ClusterKeys:
         start.wait()
-        return Keys.read_or_make(path)
+        return ClusterKeys.read_or_make(path)
 
     with ThreadPoolExecutor(8) as pool:
         (one,) = {future.result() for future in [pool.submit(get) for _ in range(8)]}
-    assert Keys.read_or_make(path) == Keys.read(path) == one
+    assert ClusterKeys.read_or_make(path) == ClusterKeys.read(path) == one
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert list(path.parent.iterdir()) == [path], "half-made files are removed"
@@ -115,23 +115,23 @@ def test_processes_that_start_at_once_get_one_pair(tmp_path: Path) -> None:
 
 def test_a_folder_that_others_can_write_to_holds_no_keys(tmp_path: Path) -> None:
     folder = tmp_path / "state"
-    Keys.read_or_make(folder / "cluster.key")
+    ClusterKeys.read_or_make(folder / "cluster.key")
     folder.chmod(0o770)
     with pytest.raises(KeysUnusable, match=r"0770.*chmod 700"):
-        Keys.read_or_make(folder / "cluster.key")
+        ClusterKeys.read_or_make(folder / "cluster.key")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
 def test_a_folder_of_another_user_holds_no_keys(tmp_path: Path) -> None:
     os.chown(tmp_path, 65534, -1)
     with pytest.raises(KeysUnusable, match="belongs to uid 65534"):
-        Keys.read_or_make(tmp_path / "cluster.key")
+        ClusterKeys.read_or_make(tmp_path / "cluster.key")
 
 
 def test_a_folder_that_can_not_be_made_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(KeysUnusable, match=r"cluster\.key_file"):
-        Keys.read_or_make(tmp_path / "file" / "cluster.key")
+        ClusterKeys.read_or_make(tmp_path / "file" / "cluster.key")
 
 
 def test_the_secret_is_in_no_text() -> None:
@@ -154,17 +154,17 @@ def test_every_tcp_socket_needs_keys(sockets: Callable[[int], Any], host: str) -
 def test_links_are_encrypted_unasked(host: str) -> None:
     async def main() -> None:
         listener = Listener(f"tcp://{host}:0", ROUTER)
-        link: Link[ToDecode] = Link(listener.endpoint, ME, ToDecode)
+        link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
         clock = MonotonicClock()
         heart = Heart(listener.endpoint, ME, clock)
         try:
             link.send("", Hello(ME))
             assert (await listener.receive()).message == Hello(ME)
             assert link.socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
-            heart.publish("router-1", Heartbeat(3, Load()), 0.02, None)
+            heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, None)
             beat = (await listener.receive()).message
             assert isinstance(beat, Heartbeat)
-            assert msgspec.structs.replace(beat, loop_age_ms=0) == Heartbeat(3, Load())
+            assert msgspec.structs.replace(beat, loop_age_ms=0) == Heartbeat(3, LoadReport())
             listener.send("worker-1", Cancel("r", 1))
             heard = []
             while not heard:
@@ -327,9 +327,9 @@ def test_a_program_on_a_dead_routers_port_does_not_end_the_links() -> None:
 
     async def main() -> None:
         listener = Listener("tcp://127.0.0.1:0", ROUTER)
-        link: Link[ToDecode] = Link(listener.endpoint, ME, ToDecode)
+        link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
         heart = Heart(listener.endpoint, ME, MonotonicClock())
-        heart.publish("router-1", Heartbeat(3, Load()), 0.02, None)
+        heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, None)
         try:
             for squatted in (False, True):
                 if squatted:

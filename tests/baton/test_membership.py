@@ -7,10 +7,10 @@ from baton.membership import Membership
 from baton.messages import (
     Envelope,
     Hello,
-    Introduce,
     Message,
     Peer,
     Rejected,
+    RequestHello,
     RouterHeartbeat,
     Welcome,
 )
@@ -71,7 +71,7 @@ def test_our_own_pause_is_not_the_routers_silence() -> None:
 
 def test_a_replaced_router_loses_the_work_of_its_predecessor() -> None:
     membership = joined()
-    verdict = membership.handle(said("r2", 1, Introduce()), 0.2)
+    verdict = membership.handle(said("r2", 1, RequestHello()), 0.2)
     assert verdict.lost
     assert verdict.send == (HELLO,)
     assert not membership.handle(said("r2", 2, Welcome(router("r2"), 100, 1_000)), 0.3).lost

@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton import messages, peer_protocol, store_protocol
-from baton.messages import AttemptHeld, Delta, Envelope, Heartbeat, Load, Message, StepSample, TokenLogprob, Tokens
+from baton.messages import (
+    AttemptHeld,
+    Delta,
+    Envelope,
+    Heartbeat,
+    LoadReport,
+    Message,
+    StepSample,
+    TokenLogprob,
+    Tokens,
+)
 from tests import messages_strategy
 
 LINKS = {
@@ -53,7 +63,7 @@ def test_survives_the_wire_as_plain_messagepack(kind: type[Message], data: st.Da
     assert (sender, addressee, sequence, body["type"]) == ("a", "b", 1, kind.__name__)
 
 
-LOAD = Load(running=1, pages_total=4, context=33, steps=(StepSample(5, 15, 1, 33, 0.25),))
+LOAD = LoadReport(running=1, pages_total=4, context=33, steps=(StepSample(5, 15, 1, 33, 0.25),))
 GOLDEN = [
     (
         Heartbeat(7, LOAD, step=9, loop_age_ms=12, attempts=(AttemptHeld("r", 2, 33, short=True),)),

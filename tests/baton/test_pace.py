@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.messages import StepSample
-from baton.step_cost_model import StepPace, StepSeconds, pairs
+from baton.step_cost_model import StepCoefficients, StepCostModel, pairs
 
-MACHINE = StepSeconds(fixed=0.004, token=150e-6, pair=30e-9, row=400e-6, context=1e-6, mixed=0.003)
+MACHINE = StepCoefficients(fixed=0.004, token=150e-6, pair=30e-9, row=400e-6, context=1e-6, mixed=0.003)
 SIZES = [(512, pairs(512), 0, 0), (0, 0, 32, 8_000), (256, pairs(256, 2_000), 8, 4_000), (16, pairs(16), 1, 500)]
 
 Draw = Callable[[random.Random], tuple[int, int, int, int]]
@@ -32,8 +32,13 @@ def decoding(rng: random.Random) -> tuple[int, int, int, int]:
 
 
 def teach(
-    pace: StepPace, steps: int, draw: Draw = mixed, cost: StepSeconds = MACHINE, noise: float = 0.0, seed: int = 0
-) -> StepPace:
+    pace: StepCostModel,
+    steps: int,
+    draw: Draw = mixed,
+    cost: StepCoefficients = MACHINE,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> StepCostModel:
     """Steps whose times scatter by a factor of about 1 ± noise."""
     rng = random.Random(seed)
     for _ in range(steps):
@@ -42,11 +47,11 @@ def teach(
     return pace
 
 
-def times(factor: float, cost: StepSeconds = MACHINE) -> StepSeconds:
-    return StepSeconds(*(factor * coefficient for coefficient in astuple(cost)))
+def times(factor: float, cost: StepCoefficients = MACHINE) -> StepCoefficients:
+    return StepCoefficients(*(factor * coefficient for coefficient in astuple(cost)))
 
 
-def agrees(pace: StepPace, cost: StepSeconds, rel: float) -> None:
+def agrees(pace: StepCostModel, cost: StepCoefficients, rel: float) -> None:
     for size in SIZES:
         assert pace.seconds(*size) == pytest.approx(cost.of(*size), rel=rel), size
 
@@ -57,7 +62,7 @@ def test_pairs_are_counted_token_by_token() -> None:
 
 
 def test_it_learns_what_each_part_costs() -> None:
-    agrees(teach(StepPace(), 200, noise=0.05), MACHINE, rel=0.05)
+    agrees(teach(StepCostModel(), 200, noise=0.05), MACHINE, rel=0.05)
 
 
 coefficient = st.floats(0.1, 1)
@@ -70,8 +75,8 @@ def test_it_finds_the_costs_of_any_machine_in_spite_of_noise_and_gross_outliers(
     drawn: tuple[float, ...], magnitude: int, noise: float, seed: int
 ) -> None:
     units = (1, 256, 256_000, 16, 10_000, 1)
-    machine = StepSeconds(*(10.0**magnitude * c / unit for c, unit in zip(drawn, units, strict=True)))
-    rng, pace = random.Random(seed), StepPace()
+    machine = StepCoefficients(*(10.0**magnitude * c / unit for c, unit in zip(drawn, units, strict=True)))
+    rng, pace = random.Random(seed), StepCostModel()
     for _ in range(300):
         size = mixed(rng)
         stood_still = rng.uniform(3, 100) if rng.random() < 0.05 else 1.0
@@ -82,14 +87,14 @@ def test_it_finds_the_costs_of_any_machine_in_spite_of_noise_and_gross_outliers(
 @settings(max_examples=20, deadline=None)
 @given(st.floats(1e-6, 1e3), st.integers(0, 100))
 def test_the_unit_of_time_makes_no_difference(factor: float, seed: int) -> None:
-    here = teach(StepPace(), 60, noise=0.1, seed=seed)
-    there = teach(StepPace(), 60, cost=times(factor), noise=0.1, seed=seed)
+    here = teach(StepCostModel(), 60, noise=0.1, seed=seed)
+    there = teach(StepCostModel(), 60, cost=times(factor), noise=0.1, seed=seed)
     for size in SIZES:
         assert there.seconds(*size) == pytest.approx(factor * here.seconds(*size), rel=1e-6)
 
 
 def test_nothing_is_known_at_first() -> None:
-    pace = StepPace()
+    pace = StepCostModel()
     assert pace.seconds(512, rows=8) == 0
     assert pace.tokens_within(1.0) is None
     pace.observe(StepSample(0, 0, 8, 800, 0.01))
@@ -101,7 +106,7 @@ def test_nothing_is_known_at_first() -> None:
 
 
 def test_steps_that_took_what_was_expected_are_learned_from_together() -> None:
-    pace, size = teach(StepPace(), 200), (512, pairs(512), 0, 0)
+    pace, size = teach(StepCostModel(), 200), (512, pairs(512), 0, 0)
     pace.calibrate()
     for late in (1.01, 1.04):
         before, step = pace.cost, StepSample(*size, late * MACHINE.of(*size))
@@ -116,7 +121,7 @@ def test_steps_that_took_what_was_expected_are_learned_from_together() -> None:
 
 
 def test_how_many_prompt_tokens_fit() -> None:
-    pace = teach(StepPace(), 200)
+    pace = teach(StepCostModel(), 200)
     assert pace.tokens_within(300 * MACHINE.token) == pytest.approx(300, rel=0.05)
     assert pace.tokens_within(0.1, context=3_000) == pytest.approx(
         0.1 / (MACHINE.token + 3_000 * MACHINE.pair), rel=0.05
@@ -127,7 +132,7 @@ def test_how_many_prompt_tokens_fit() -> None:
 
 
 def test_what_both_take_more_than_their_sum_is_learned_from_steps_that_have_both() -> None:
-    pace = teach(StepPace(), 200, lambda rng: size if 0 in (size := mixed(rng))[::2] else (0, 0, *size[2:]))
+    pace = teach(StepCostModel(), 200, lambda rng: size if 0 in (size := mixed(rng))[::2] else (0, 0, *size[2:]))
     assert pace.cost.mixed == 0
     teach(pace, 200)
     assert pace.cost.mixed == pytest.approx(MACHINE.mixed, rel=0.1)
@@ -135,19 +140,19 @@ def test_what_both_take_more_than_their_sum_is_learned_from_steps_that_have_both
 
 def test_steps_of_one_size_tell_about_that_size() -> None:
     size = (512, pairs(512), 0, 0)
-    pace = teach(StepPace(), 1_000, lambda _: size)
+    pace = teach(StepCostModel(), 1_000, lambda _: size)
     assert pace.seconds(*size) == pytest.approx(MACHINE.of(*size), rel=0.01)
     assert 0 < pace.seconds(16, pairs(16)) < MACHINE.of(*size)
 
 
 def test_steps_of_one_size_leave_what_was_known_of_others() -> None:
-    pace = teach(StepPace(), 200)
+    pace = teach(StepCostModel(), 200)
     teach(pace, 1_000, lambda _: (128, pairs(128, 700), 4, 2_000))
     agrees(pace, MACHINE, rel=0.02)
 
 
 def test_a_process_that_stood_still_moves_nothing() -> None:
-    pace = teach(StepPace(), 100, noise=0.05)
+    pace = teach(StepCostModel(), 100, noise=0.05)
     before = pace.seconds(512, pairs(512), 8, 4_000)
     pace.observe(StepSample(512, pairs(512), 8, 4_000, 30.0))
     pace.observe(StepSample(0, 0, 8, 4_000, 5.0))
@@ -155,7 +160,7 @@ def test_a_process_that_stood_still_moves_nothing() -> None:
 
 
 def test_a_slow_first_step_is_soon_outweighed() -> None:
-    pace, size = StepPace(), (512, pairs(512), 0, 0)
+    pace, size = StepCostModel(), (512, pairs(512), 0, 0)
     pace.observe(StepSample(*size, 5.0))
     teach(pace, 10, lambda _: size)
     assert pace.seconds(*size) == pytest.approx(MACHINE.of(*size), rel=0.1)
@@ -163,27 +168,27 @@ def test_a_slow_first_step_is_soon_outweighed() -> None:
 
 @pytest.mark.parametrize(("factor", "steps"), [(0.1, 150), (0.4, 60), (0.8, 200), (1.25, 200), (2.0, 60), (10.0, 60)])
 def test_a_machine_that_changes_for_good_is_followed(factor: float, steps: int) -> None:
-    pace = teach(StepPace(), 300, noise=0.05)
+    pace = teach(StepCostModel(), 300, noise=0.05)
     teach(pace, steps, cost=times(factor), noise=0.03, seed=1)
     agrees(pace, times(factor), rel=0.1)
 
 
 def test_what_prompts_cost_is_not_forgotten_without_prompts() -> None:
-    pace = teach(StepPace(), 100)
+    pace = teach(StepCostModel(), 100)
     teach(pace, 5_000, decoding, noise=0.1)
     size = (512, pairs(512), 8, 4_000)
     assert pace.seconds(*size) == pytest.approx(MACHINE.of(*size), rel=0.1)
 
 
 def test_a_larger_step_than_any_before_is_believed() -> None:
-    pace = teach(StepPace(), 200, lambda _: (16, pairs(16), 0, 0))
+    pace = teach(StepCostModel(), 200, lambda _: (16, pairs(16), 0, 0))
     teach(pace, 5, lambda _: (512, pairs(512), 0, 0))
     assert pace.seconds(512, pairs(512)) == pytest.approx(MACHINE.of(512, pairs(512)), rel=0.1)
 
 
 def test_an_heir_begins_with_what_others_know_and_soon_knows_better() -> None:
-    elders = [teach(StepPace(), 100, cost=times(factor)) for factor in (0.9, 1.1)]
-    heir = StepPace.heir(elders)
+    elders = [teach(StepCostModel(), 100, cost=times(factor)) for factor in (0.9, 1.1)]
+    heir = StepCostModel.heir(elders)
     agrees(heir, MACHINE, rel=0.12)
     assert heir.largest == 512
     teach(heir, 30, cost=times(1.3))
@@ -201,7 +206,7 @@ SAMPLES = st.builds(
 def test_whatever_is_measured_more_work_never_takes_less_time(
     steps: list[StepSample], within: float, context: int
 ) -> None:
-    pace = StepPace()
+    pace = StepCostModel()
     for step in steps:
         pace.observe(step)
     cost = pace.cost
@@ -212,7 +217,7 @@ def test_whatever_is_measured_more_work_never_takes_less_time(
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
 def test_what_is_no_time_teaches_nothing(seconds: float) -> None:
-    pace = StepPace()
+    pace = StepCostModel()
     pace.observe(StepSample(16, pairs(16), 0, 0, seconds))
     pace.observe(StepSample(0, 0, 0, 0, 0.1))
-    assert pace.cost == StepSeconds()
+    assert pace.cost == StepCoefficients()

@@ -9,7 +9,7 @@ import pytest
 from baton.config import ClusterConfig, Config, dump
 from baton.errors import KeysUnusable
 from baton.process import Arguments, parse, settle
-from baton.wire import Keys
+from baton.wire import ClusterKeys
 
 
 class _Ring:
@@ -67,18 +67,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_first_process_of_a_cluster_makes_its_keys(tmp_path: Path, home: Path) -> None:
     started(tmp_path, name="one")
     path = home / ".local" / "state" / "baton" / "one" / "cluster.key"
-    kept = Keys.read(path)
+    kept = ClusterKeys.read(path)
     started(tmp_path, name="one")
-    assert Keys.read(path) == kept
+    assert ClusterKeys.read(path) == kept
     started(tmp_path, name="two")
-    assert Keys.read(path.parents[1] / "two" / "cluster.key") != kept
+    assert ClusterKeys.read(path.parents[1] / "two" / "cluster.key") != kept
 
 
 def test_a_key_file_that_is_named_is_read_and_never_made(tmp_path: Path, home: Path) -> None:
     path = tmp_path / "mine.key"
     with pytest.raises(KeysUnusable, match=f"baton keys {path}"):
         started(tmp_path, key_file=str(path))
-    Keys.generate().write(path)
+    ClusterKeys.generate().write(path)
     started(tmp_path, "--host", "192.0.2.1", key_file=str(path))
     assert not home.exists()
 

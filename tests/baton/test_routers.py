@@ -5,9 +5,20 @@ from __future__ import annotations
 import asyncio
 
 from baton.clock import VirtualClock
-from baton.membership import OwnerLost
-from baton.messages import Cancel, Departed, Failed, Heartbeat, Hello, Load, Message, Peer, ToDecode, Welcome
-from baton.router_links import Routers, Said
+from baton.membership import RouterLost
+from baton.messages import (
+    AttemptFailed,
+    Cancel,
+    Heartbeat,
+    Hello,
+    LoadReport,
+    Message,
+    Peer,
+    ToDecode,
+    Welcome,
+    WorkerDied,
+)
+from baton.router_links import RouterLinks, RouterMessage
 from baton.wire import Listener
 from tests.baton.test_wire import ME, run
 
@@ -25,8 +36,8 @@ async def hears(listener: Listener, kind: type[Message]) -> Message:
     return message
 
 
-async def heard(routers: Routers, now: float, count: int) -> list[Said | OwnerLost]:
-    found: list[Said | OwnerLost] = []
+async def heard(routers: RouterLinks, now: float, count: int) -> list[RouterMessage | RouterLost]:
+    found: list[RouterMessage | RouterLost] = []
     while len(found) < count:
         found += routers.receive(now, 0.0)
         await asyncio.sleep(0.005)
@@ -37,7 +48,7 @@ def test_two_routers_are_told_apart() -> None:
     async def main() -> None:
         (one, first), (two, second) = router("one"), router("two")
         endpoints = [first.endpoint, second.endpoint, first.endpoint]
-        routers = Routers(endpoints, Hello(ME), ToDecode, VirtualClock())
+        routers = RouterLinks(endpoints, Hello(ME), ToDecode, VirtualClock())
         try:
             assert len(routers.links) == 2
             assert not list(routers.receive(0.0, 0.0))
@@ -46,22 +57,22 @@ def test_two_routers_are_told_apart() -> None:
                 listener.send(ME.incarnation, Welcome(peer, heartbeat_ms, int(SILENCE * 1_000)))
                 listener.send(ME.incarnation, Cancel(peer.name, 1))
             said = await heard(routers, 1.0, 2)
-            assert {(s.router, s.message.request) for s in said if isinstance(s, Said)} == {
+            assert {(s.router, s.message.request) for s in said if isinstance(s, RouterMessage)} == {
                 ("one.1", "one"),
                 ("two.1", "two"),
             }
             assert routers.heartbeat == 0.02
-            routers.say(Failed("r", 1, "internal", "for two"), "two.1")
-            routers.say(Failed("r", 1, "internal", "for nobody"), "three.1")
-            routers.tell_all(Departed("w", 1))
-            assert await hears(second, Failed) == Failed("r", 1, "internal", "for two")
+            routers.say(AttemptFailed("r", 1, "internal", "for two"), "two.1")
+            routers.say(AttemptFailed("r", 1, "internal", "for nobody"), "three.1")
+            routers.tell_all(WorkerDied("w", 1))
+            assert await hears(second, AttemptFailed) == AttemptFailed("r", 1, "internal", "for two")
             for listener in (first, second):
-                assert await hears(listener, Departed) == Departed("w", 1)
-            routers.beat(lambda sequence, incarnation: Heartbeat(sequence, Load(running=len(incarnation))), None)
-            assert await hears(first, Heartbeat) == Heartbeat(2, Load(running=5))
+                assert await hears(listener, WorkerDied) == WorkerDied("w", 1)
+            routers.beat(lambda sequence, incarnation: Heartbeat(sequence, LoadReport(running=len(incarnation))), None)
+            assert await hears(first, Heartbeat) == Heartbeat(2, LoadReport(running=5))
             second.send(ME.incarnation, Cancel("later", 1))
-            assert await heard(routers, SILENCE, 1) == [Said("two.1", Cancel("later", 1))]
-            assert list(routers.receive(SILENCE + 2.0, 0.0)) == [OwnerLost("one.1")]
+            assert await heard(routers, SILENCE, 1) == [RouterMessage("two.1", Cancel("later", 1))]
+            assert list(routers.receive(SILENCE + 2.0, 0.0)) == [RouterLost("one.1")]
         finally:
             routers.close()
             first.close()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from baton.router_fairness import Turns
+from baton.router_fairness import RouterFairness
 
 
 def test_room_is_kept_for_who_was_refused_and_has_less() -> None:
-    turns = Turns()
+    turns = RouterFairness()
     held = {"a": 3, "b": 1}
     assert not turns.must_wait("a", held, 0.0)
     turns.refused("b", 0.0)
@@ -16,7 +16,7 @@ def test_room_is_kept_for_who_was_refused_and_has_less() -> None:
 
 
 def test_two_that_were_refused_do_not_wait_for_each_other() -> None:
-    turns = Turns()
+    turns = RouterFairness()
     turns.refused("a", 0.0)
     turns.refused("b", 0.0)
     assert [turns.must_wait(router, {"a": 2}, 0.1) for router in "ab"] == [True, False]
@@ -24,7 +24,7 @@ def test_two_that_were_refused_do_not_wait_for_each_other() -> None:
 
 
 def test_nothing_is_kept_for_long_nor_for_who_was_admitted() -> None:
-    turns = Turns()
+    turns = RouterFairness()
     turns.refused("b", 0.0)
     assert not turns.must_wait("a", {"a": 1}, 1.0)
     turns.refused("b", 2.0)

@@ -19,11 +19,11 @@ import zmq
 
 from baton.clock import VirtualClock
 from baton.errors import MalformedMessage, PortInUse, StoreGone
-from baton.messages import Cancel, Heartbeat, Hello, Load, Peer, ToDecode
+from baton.messages import Cancel, Heartbeat, Hello, LoadReport, Peer, ToDecode
 from baton.monotonic_clock import MonotonicClock
-from baton.store_protocol import Forget, Holding, Refusal, StoreCall, StoreHeartbeat, StoreReply
+from baton.store_protocol import AttachRefused, EndLease, LeaseHeartbeat, StoreCall, StoreHeartbeat, StoreReply
 from baton.unix import UnixListener, UnixSocket
-from baton.wire import Heart, Link, Listener, Poller, Publisher, Subscriber
+from baton.wire import Heart, Listener, Poller, Publisher, RouterSocket, Subscriber
 from tests import cluster_keys
 
 ROUTER = Peer("router", "router", "n0", "router-1", 1)
@@ -49,7 +49,7 @@ def run(main: Callable[[], object]) -> None:
 def test_messages_travel_both_ways_and_garbage_is_dropped() -> None:
     async def main() -> None:
         listener = Listener("tcp://127.0.0.1:0", ROUTER)
-        link: Link[ToDecode] = Link(listener.endpoint, ME, ToDecode)
+        link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
         junk = zmq.Context.instance().socket(zmq.DEALER)
         junk.setsockopt(zmq.LINGER, 0)
         cluster_keys.client(junk).connect(listener.endpoint)
@@ -84,8 +84,10 @@ def test_messages_travel_both_ways_and_garbage_is_dropped() -> None:
 def test_nobody_speaks_in_anothers_name() -> None:
     async def main() -> None:
         listener = Listener("tcp://127.0.0.1:0", ROUTER)
-        impostor: Link[ToDecode] = Link(listener.endpoint, Peer("decode", "d0", "n0", "other", 3), ToDecode)
-        honest: Link[ToDecode] = Link(listener.endpoint, ME, ToDecode)
+        impostor: RouterSocket[ToDecode] = RouterSocket(
+            listener.endpoint, Peer("decode", "d0", "n0", "other", 3), ToDecode
+        )
+        honest: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
         try:
             impostor._me = ME  # what an attacker would do
             impostor.send("", Hello(ME))
@@ -110,14 +112,14 @@ def test_the_heart_beats_while_the_loop_is_busy() -> None:
         clock = MonotonicClock()
         heart = Heart(listener.endpoint, ME, clock)
         try:
-            heart.publish("router-1", Heartbeat(3, Load(), step=8), 0.02, clock.now() - 1.0)
+            heart.publish("router-1", Heartbeat(3, LoadReport(), step=8), 0.02, clock.now() - 1.0)
             beats = [await listener.receive() for _ in range(3)]
             assert [b.sequence for b in beats] == [1, 2, 3]
             ages = [b.message.step_age_ms for b in beats]  # type: ignore[union-attr]
             assert 1_000 <= ages[0] <= ages[1] <= ages[2]
             heart.step_ended()
             await until(listener, lambda beat: (beat.step, beat.step_age_ms) == (8, 0))
-            heart.publish("router-1", Heartbeat(3, Load(), step=9), 0.02, None)
+            heart.publish("router-1", Heartbeat(3, LoadReport(), step=9), 0.02, None)
             await until(listener, lambda beat: (beat.step, beat.step_age_ms) == (9, 0))
         finally:
             heart.close()
@@ -142,7 +144,7 @@ def test_the_heart_tells_since_when_the_loop_stands_still() -> None:
         clock = VirtualClock()
         heart = Heart(listener.endpoint, ME, clock)
         try:
-            heart.publish("router-1", Heartbeat(3, Load()), 0.02, None)
+            heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, None)
             await until(listener, lambda beat: beat.loop_age_ms == 0)
             for age in (500, 1_000, 1_500):
                 clock.advance(0.5)
@@ -151,7 +153,7 @@ def test_the_heart_tells_since_when_the_loop_stands_still() -> None:
             beats = [await listener.receive() for _ in range(5)]
             ages = [beat.message.loop_age_ms for beat in beats]  # type: ignore[union-attr]
             assert all(1_500 <= age < 2_000 for age in ages), ages
-            heart.publish("router-1", Heartbeat(3, Load()), 0.02, clock.now())
+            heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, clock.now())
             await until(listener, lambda beat: beat.loop_age_ms == 0)
             clock.advance(0.5)
             await until(listener, lambda beat: (beat.loop_age_ms, beat.step_age_ms) == (500, 500))
@@ -212,8 +214,8 @@ def test_a_unix_socket_carries_messages_descriptors_and_identity(
     server, client = pair
     assert (server.pid, server.uid) == (os.getpid(), os.getuid())
     assert server.receive() is None
-    client.send(Forget(4))
-    assert server.receive() == (Forget(4), [])
+    client.send(EndLease(4))
+    assert server.receive() == (EndLease(4), [])
     memory = os.memfd_create("test")
     os.write(memory, b"shared")
     server.send(StoreHeartbeat((1,)), [memory])
@@ -261,9 +263,9 @@ def test_descriptors_beside_garbage_are_closed(
 
 def test_a_closed_unix_socket_is_told(pair: tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]]) -> None:
     server, client = pair
-    server.send(Refusal("incompatible", "go away"))
+    server.send(AttachRefused("incompatible", "go away"))
     server.close()
-    assert client.receive() == (Refusal("incompatible", "go away"), [])
+    assert client.receive() == (AttachRefused("incompatible", "go away"), [])
     with pytest.raises(StoreGone):
         client.receive()
 
@@ -275,8 +277,8 @@ def test_garbage_on_a_unix_socket_is_a_typed_error(
     client._socket.send(b"\xc1garbage")
     with pytest.raises(MalformedMessage):
         server.receive()
-    client.send(Holding((1, 2)))
-    assert server.receive() == (Holding((1, 2)), [])
+    client.send(LeaseHeartbeat((1, 2)))
+    assert server.receive() == (LeaseHeartbeat((1, 2)), [])
 
 
 def test_a_peer_that_does_not_read_is_given_up(pair: tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]]) -> None:
@@ -284,7 +286,7 @@ def test_a_peer_that_does_not_read_is_given_up(pair: tuple[UnixSocket[StoreCall]
 
     def flood() -> None:
         for ticket in range(100_000):
-            client.send(Holding(tuple(range(ticket, ticket + 500))))
+            client.send(LeaseHeartbeat(tuple(range(ticket, ticket + 500))))
 
     with pytest.raises(StoreGone, match="unread"):
         flood()
@@ -295,7 +297,7 @@ def test_a_poller_wakes_for_either_kind(pair: tuple[UnixSocket[StoreCall], UnixS
     poller = Poller()
     poller.add(server.fileno())
     assert not poller.wait(0)
-    client.send(Forget(1))
+    client.send(EndLease(1))
     assert server.fileno() in poller.wait(DEADLINE)
     poller.remove(server.fileno())
     assert not poller.wait(0)

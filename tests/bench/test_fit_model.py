@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from baton.step_cost_model import StepSeconds
+from baton.step_cost_model import StepCoefficients
 from bench.fit_model import Step, errors, fit, grid
 
-_TRUE = StepSeconds(fixed=0.01, token=2e-4, pair=3e-8, row=5e-4, context=1e-6, mixed=4e-3)
+_TRUE = StepCoefficients(fixed=0.01, token=2e-4, pair=3e-8, row=5e-4, context=1e-6, mixed=4e-3)
 
 
 def test_steps_in_numbers() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bench.routing_table import CLUSTERS, Cell, Result, append, cells, main, missing, read, render
-from simulator.mooncake import Line
+from simulator.mooncake import TraceLine
 from simulator.policies import POLICIES
 
 
@@ -89,7 +89,11 @@ def test_the_table_has_every_cell_once() -> None:
 
 def test_a_small_table_from_trace_to_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three requests, of which the second begins like the first; once more, and nothing is run."""
-    lines = [Line(0, 2_000, 3, (1, 2, 3, 4)), Line(9_000, 1_500, 3, (1, 2, 5)), Line(9_500, 600, 3, (6, 7))]
+    lines = [
+        TraceLine(0, 2_000, 3, (1, 2, 3, 4)),
+        TraceLine(9_000, 1_500, 3, (1, 2, 5)),
+        TraceLine(9_500, 600, 3, (6, 7)),
+    ]
     talk, into = tmp_path / "talk.jsonl", tmp_path / "cells.jsonl"
     talk.write_bytes(b"\n".join(map(msgspec.json.encode, lines)))
     asked = [str(talk), "--quick", "--into", str(into), "--jobs", "1"]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from baton.clock import Tick
 from baton.config import DecodeConfig
-from baton.membership import Say
-from baton.messages import Cancel, Decode, Refused, Sampling, Tokens
-from decode_worker.growth_reserve import Headroom, Outlook
-from decode_worker.scheduler import Command, DecodeState
+from baton.membership import SendToRouter
+from baton.messages import Cancel, Decode, Refused, SamplingParams, Tokens
+from decode_worker.growth_reserve import GrowthOutlook, GrowthReserve
+from decode_worker.scheduler import DecodeCommand, DecodeScheduler
 from engine.batch import Sampled
 from engine.step import StepDone
 from kvstore.keys import pack_tokens
@@ -30,7 +30,7 @@ class OnePageEach:
     def ended(self, begun: int, generated: int, cut: bool) -> None:
         pass
 
-    def needed(self, holders: Sequence[Outlook], page_size: int) -> int:
+    def needed(self, holders: Sequence[GrowthOutlook], page_size: int) -> int:
         return len(holders)
 
 
@@ -40,7 +40,7 @@ class AllThatIsAllowed:
     def ended(self, begun: int, generated: int, cut: bool) -> None:
         pass
 
-    def needed(self, holders: Sequence[Outlook], page_size: int) -> int:
+    def needed(self, holders: Sequence[GrowthOutlook], page_size: int) -> int:
         return sum(-(-(holder.known + holder.left) // page_size) - holder.pages for holder in holders)
 
 
@@ -79,10 +79,10 @@ def requests(
     ]
 
 
-def run(wanted: Sequence[Wanted], clients: int, num_pages: int, headroom: Headroom | None = None) -> Outcome:
+def run(wanted: Sequence[Wanted], clients: int, num_pages: int, headroom: GrowthReserve | None = None) -> Outcome:
     """So many clients send one request after the other; what is refused is sent again at the next step, oldest first.
     The first half of the load warms up and is not counted."""
-    state = DecodeState(DecodeConfig(ageing_ms=10_000), PAGE, num_pages, headroom=headroom)
+    state = DecodeScheduler(DecodeConfig(ageing_ms=10_000), PAGE, num_pages, headroom=headroom)
     rng = random.Random(1)
     queue = deque(wanted)
     asking: deque[Wanted] = deque()
@@ -97,7 +97,8 @@ def run(wanted: Sequence[Wanted], clients: int, num_pages: int, headroom: Headro
             each = asking[0]
             tokens = [rng.randrange(2, 30_000) for _ in range(each.prompt)]
             order = Decode(
-                each.name, 1, b"r" * 16, pack_tokens(tokens), each.prompt, each.max_tokens, Sampling(temperature=0),
+                each.name, 1, b"r" * 16, pack_tokens(tokens), each.prompt, each.max_tokens,
+                SamplingParams(temperature=0),
                 (STOP,),
             )  # fmt: skip
             if _refused(state.handle(order, now)):
@@ -116,7 +117,7 @@ def run(wanted: Sequence[Wanted], clients: int, num_pages: int, headroom: Headro
             Sampled(_token(outputs[name.request], chunk.end)) if chunk.sample else None for name, chunk in plan.items()
         ]
         for command in state.handle(StepDone(plan, sampled), now):
-            if isinstance(command, Say) and isinstance(command.message, Tokens):
+            if isinstance(command, SendToRouter) and isinstance(command.message, Tokens):
                 for delta in command.message.deltas:
                     if delta.finish:
                         ended += 1
@@ -135,5 +136,5 @@ def _token(each: Wanted, known: int) -> int:
     return STOP if known + 1 - each.prompt == each.output < each.max_tokens else 2
 
 
-def _refused(commands: Sequence[Command]) -> bool:
-    return any(isinstance(command, Say) and isinstance(command.message, Refused) for command in commands)
+def _refused(commands: Sequence[DecodeCommand]) -> bool:
+    return any(isinstance(command, SendToRouter) and isinstance(command.message, Refused) for command in commands)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.config import DecodeConfig
-from baton.messages import Cancel, Decode, Sampling
-from engine.batch import Chunk, Draw, Sampled
+from baton.messages import Cancel, Decode, SamplingParams
+from engine.batch import Chunk, Sampled, TokenDraw
 from engine.step import StepDone
 from kvstore.keys import pack_tokens
 from tests.decode_worker.test_state import tokens_of
@@ -17,7 +17,7 @@ PROMPT = [1, 2, 3, 4, 5]
 
 def order(count: int, request: str = "r", stops: tuple[int, ...] = ()) -> Decode:
     prompt = pack_tokens([*PROMPT, len(request)])
-    return Decode(request, 1, ROOT, prompt, len(PROMPT) + 1, count, Sampling(temperature=0), stops)
+    return Decode(request, 1, ROOT, prompt, len(PROMPT) + 1, count, SamplingParams(temperature=0), stops)
 
 
 def worker() -> RigWorker:
@@ -35,7 +35,7 @@ def go_on(worker: RigWorker, plan: dict[object, Chunk], steps: int) -> list[list
             tokens.append(next_token(tokens))
             pages: Sequence[int] = worker.state._sequences[name.request].pages  # type: ignore[attr-defined]
             at = chunk.start + step + 1
-            sampled = worker.device.run(tokens, Chunk(tokens[at : at + 1], at, pages, Draw()))
+            sampled = worker.device.run(tokens, Chunk(tokens[at : at + 1], at, pages, TokenDraw()))
             assert sampled is not None
             row.append(sampled)
         drawn.append(row)

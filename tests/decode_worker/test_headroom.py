@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.growth_reserve import LearnedHeadroom, Outlook
+from decode_worker.growth_reserve import GrowthOutlook, LearnedGrowthReserve
 from tests.decode_worker.load import AllThatIsAllowed, OnePageEach, requests, run
 
 PAGE = 16
 
 
-def young(left: int, known: int = 64) -> Outlook:
+def young(left: int, known: int = 64) -> GrowthOutlook:
     """A sequence that has just begun."""
     pages = -(-known // PAGE)
-    return Outlook(generated=0, left=left, known=known, pages=pages, own=pages)
+    return GrowthOutlook(generated=0, left=left, known=known, pages=pages, own=pages)
 
 
-def taught(*lengths: int, cut: bool = False) -> LearnedHeadroom:
-    headroom = LearnedHeadroom()
+def taught(*lengths: int, cut: bool = False) -> LearnedGrowthReserve:
+    headroom = LearnedGrowthReserve()
     for length in lengths:
         headroom.ended(0, length, cut)
     return headroom
@@ -30,11 +30,11 @@ def taught(*lengths: int, cut: bool = False) -> LearnedHeadroom:
 
 def test_a_limit_that_is_near_needs_what_it_allows() -> None:
     """Before anything is known, too: few outputs end within 32 tokens."""
-    assert LearnedHeadroom().needed([young(32)] * 10, PAGE) == 20
+    assert LearnedGrowthReserve().needed([young(32)] * 10, PAGE) == 20
 
 
 def test_a_limit_that_is_far_is_not_taken_at_its_word_but_outputs_may_be_long() -> None:
-    needed = LearnedHeadroom().needed([young(32_000)] * 10, PAGE)
+    needed = LearnedGrowthReserve().needed([young(32_000)] * 10, PAGE)
     assert 10 * 5 < needed < 10 * 2_000 / 4
 
 
@@ -56,7 +56,7 @@ def test_what_was_cut_off_counts_as_no_shorter_and_not_as_an_end() -> None:
 
 def test_an_output_that_began_elsewhere_teaches_nothing_about_its_beginning() -> None:
     """Ends at 110 of outputs that came with 100 tokens: of those that came with none, most may end before."""
-    headroom = LearnedHeadroom()
+    headroom = LearnedGrowthReserve()
     for _ in range(100):
         headroom.ended(100, 110, cut=False)
     assert headroom.needed([young(2_000)] * 10, PAGE) < taught(*[110] * 100).needed([young(2_000)] * 10, PAGE)
@@ -73,15 +73,15 @@ def test_it_follows_the_load_when_that_changes() -> None:
 def test_one_that_is_about_to_end_makes_room_for_others() -> None:
     """Of two that grow, the older gives its pages back before the younger needs them."""
     headroom = taught(*[100] * 500)
-    old = Outlook(generated=90, left=1_000, known=154, pages=10, own=10)
+    old = GrowthOutlook(generated=90, left=1_000, known=154, pages=10, own=10)
     assert headroom.needed([old, young(1_000)], PAGE) < 7
-    shared = Outlook(generated=90, left=1_000, known=154, pages=10, own=0)
+    shared = GrowthOutlook(generated=90, left=1_000, known=154, pages=10, own=0)
     assert headroom.needed([shared, young(1_000)], PAGE) >= 7
 
 
 outlooks = st.lists(
     st.builds(
-        lambda generated, left, prompt, own: Outlook(
+        lambda generated, left, prompt, own: GrowthOutlook(
             generated, left, prompt + generated, -(-(prompt + generated) // PAGE), own
         ),
         st.integers(0, 5_000), st.integers(1, 100_000), st.integers(1, 5_000), st.integers(0, 3),
@@ -92,9 +92,9 @@ outlooks = st.lists(
 
 @given(outlooks, st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3_000_000), st.booleans()), max_size=8))
 def test_it_is_a_page_each_at_least_and_what_is_allowed_at_most(
-    holders: list[Outlook], outputs: list[tuple[int, int, bool]]
+    holders: list[GrowthOutlook], outputs: list[tuple[int, int, bool]]
 ) -> None:
-    headroom = LearnedHeadroom()
+    headroom = LearnedGrowthReserve()
     for begun, more, cut in outputs:
         headroom.ended(begun, begun + more, cut)
     needed = headroom.needed(holders, PAGE)

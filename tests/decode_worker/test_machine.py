@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
-from baton.messages import Cancel, Decode, Have, Prefill, Sampling, Tokens
-from decode_worker.scheduler import DecodeState
-from decode_worker.sequence import Phase, Sequence
+from baton.messages import Cancel, Decode, FetchIncomplete, Prefill, SamplingParams, Tokens
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequence import Sequence, SequencePhase
 from kvstore.client.transfer import StoreUp
 from kvstore.keys import cacheable_pages, pack_tokens
 from tests.decode_worker.load import OnePageEach
@@ -44,7 +44,7 @@ class DecodeMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.worker: RigWorker = self.rig.worker("decode", pages, config)
         if greedy:
-            self.worker.state = DecodeState(config, PAGE, pages, headroom=OnePageEach())
+            self.worker.state = DecodeScheduler(config, PAGE, pages, headroom=OnePageEach())
             self.worker.handle(StoreUp(slots, PAGE_BYTES))
         self.worker.state._grain = grain  # less than a page, as where pages are large
         self.prefill = self.rig.worker("prefill", 24, PrefillConfig(chunk_tokens=8, max_prompts=8, store_ms=2_000))
@@ -57,7 +57,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def sequences(self) -> dict[str, Sequence]:
         return self.worker.state._sequences
 
-    def phases(self) -> dict[str, Phase]:
+    def phases(self) -> dict[str, SequencePhase]:
         return {request: sequence.phase for request, sequence in self.sequences.items()}
 
     @rule(
@@ -72,7 +72,7 @@ class DecodeMachine(RuleBasedStateMachine):
         before, known = self.phases(), {r: (s.rank, s.priority) for r, s in self.sequences.items()}
         self.worker.handle(
             Decode(
-                request, 1, ROOT, pack_tokens(prompt), len(prompt), count, Sampling(temperature=0), (),
+                request, 1, ROOT, pack_tokens(prompt), len(prompt), count, SamplingParams(temperature=0), (),
                 -(-(len(prompt) - 1) // PAGE) if split else 0, awaited and split, (), priority,
             )
         )  # fmt: skip
@@ -85,9 +85,9 @@ class DecodeMachine(RuleBasedStateMachine):
         rank = self.sequences[request].rank
         self.resumed.clear()
         for name, phase in before.items():
-            if phase is Phase.PREEMPTED:
+            if phase is SequencePhase.PREEMPTED:
                 assert rank < known[name][0], "a newcomer went before one that waits to be resumed"
-            elif self.sequences[name].phase is Phase.PREEMPTED:
+            elif self.sequences[name].phase is SequencePhase.PREEMPTED:
                 assert rank < known[name][0]
                 assert priority < known[name][1], "somebody as urgent was displaced"
 
@@ -101,12 +101,16 @@ class DecodeMachine(RuleBasedStateMachine):
         ran = self.worker.step()
         self.steps += ran
         now = self.phases()
-        if first and before[name] in (Phase.RUNNING, Phase.FETCHING):
-            assert now[name] is not Phase.PREEMPTED, "the first in rank was preempted"
+        if first and before[name] in (SequencePhase.RUNNING, SequencePhase.FETCHING):
+            assert now[name] is not SequencePhase.PREEMPTED, "the first in rank was preempted"
         for each in resumed & set(now):
-            assert now[each] is not Phase.PREEMPTED, "resumed only to be preempted at once"
-        back = {r for r, phase in before.items() if phase is Phase.PREEMPTED and now[r] is not Phase.PREEMPTED}
-        waiting = [s.rank for s in self.sequences.values() if s.phase is Phase.PREEMPTED]
+            assert now[each] is not SequencePhase.PREEMPTED, "resumed only to be preempted at once"
+        back = {
+            r
+            for r, phase in before.items()
+            if phase is SequencePhase.PREEMPTED and now[r] is not SequencePhase.PREEMPTED
+        }
+        waiting = [s.rank for s in self.sequences.values() if s.phase is SequencePhase.PREEMPTED]
         if back and self.worker.state.stats().preemptions == preempted:
             assert all(self.sequences[each].rank < rank for each in back for rank in waiting), "resumed out of turn"
             self.resumed = back
@@ -160,7 +164,7 @@ class DecodeMachine(RuleBasedStateMachine):
                         got += delta.tokens
                         assert got == reference(prompt, count)[: len(got)]
                         assert (delta.finish is not None) == (len(got) == count)
-                case Have(request=request) if request in self.sequences:
+                case FetchIncomplete(request=request) if request in self.sequences:
                     # As the router does: a new attempt, which needs nobody, or none.
                     self.worker.state.handle(Cancel(request, 1), self.rig.now)
                 case _:
@@ -180,7 +184,7 @@ class DecodeMachine(RuleBasedStateMachine):
             self.go_on(1)
             self.prefill.turn()
             self.every_token_is_the_reference()
-            if all(s.phase is Phase.ENDED for s in self.sequences.values()) and not self.worker.state.busy:
+            if all(s.phase is SequencePhase.ENDED for s in self.sequences.values()) and not self.worker.state.busy:
                 break
             self.rig.tick(0.05)
             self.worker.handle(Tick())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton.membership import OwnerLost
-from baton.messages import AttemptName, Cancel, Failed, Refused, Resend, RouterHeartbeat, Tokens
+from baton.membership import RouterLost
+from baton.messages import AttemptFailed, AttemptName, Cancel, Refused, Resend, RouterHeartbeat, Tokens
 from tests.decode_worker.test_state import PROMPT, order, tokens_of, worker
 from tests.rig import RigWorker, reference
 
@@ -41,7 +41,7 @@ def test_no_router_ends_or_reads_what_is_anothers() -> None:
     assert not one.said
     one.handle(RouterHeartbeat((AttemptName("b", 1),)), "two")
     one.handle(order(PROMPT, 8, "a", attempt=2), "two")
-    assert [type(message) for message in one.said] == [Failed]
+    assert [type(message) for message in one.said] == [AttemptFailed]
     one.rig.settle()
     assert not one.state.heartbeat(0, "three").attempts
     assert len(tokens_of(one.said, "a")) >= 7
@@ -49,7 +49,7 @@ def test_no_router_ends_or_reads_what_is_anothers() -> None:
 
 def test_a_lost_router_takes_only_its_own_work_along() -> None:
     one = both()
-    one.handle(OwnerLost("two"))
+    one.handle(RouterLost("two"))
     assert not one.state.heartbeat(0, "two").attempts
     one.rig.settle()
     assert tokens_of([letter.message for letter in one.letters if letter.router == "one"], "a") == reference(PROMPT, 8)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.messages import AttemptName, Sampling
-from decode_worker.batching import Budget, grain, plan_step
-from decode_worker.sequence import Phase, Sequence
-from engine.step import Plan
+from baton.messages import AttemptName, SamplingParams
+from decode_worker.batching import BatchBudget, grain, plan_step
+from decode_worker.sequence import Sequence, SequencePhase
+from engine.step import ScheduledBatch
 
 PAGE = 16
 NEVER = -1.0
@@ -19,8 +19,8 @@ def sequence(
 ) -> Sequence:
     pages = list(range(-(-known // page)))
     made = Sequence(
-        AttemptName(name, 1), b"", [7] * known, known, 100, Sampling(temperature=0), frozenset(), urgency, 0, arrival,
-        page, phase=Phase.RUNNING, pages=pages, computed=computed, joined=joined,
+        AttemptName(name, 1), b"", [7] * known, known, 100, SamplingParams(temperature=0), frozenset(), urgency, 0,
+        arrival, page, phase=SequencePhase.RUNNING, pages=pages, computed=computed, joined=joined,
     )  # fmt: skip
     made.tail = made.pending
     return made
@@ -33,16 +33,16 @@ def decoding(name: str, arrival: int = 0) -> Sequence:
 def budget(
     tokens: int = 512, prompts: int = 64, tails: int = 64, overdue: float = NEVER, rate: float = 1_000.0,
     grain: int = PAGE,
-) -> Budget:  # fmt: skip
-    return Budget(tokens, prompts, tails, overdue, rate, grain)
+) -> BatchBudget:  # fmt: skip
+    return BatchBudget(tokens, prompts, tails, overdue, rate, grain)
 
 
-def planned(running: list[Sequence], limits: Budget) -> Plan:
+def planned(running: list[Sequence], limits: BatchBudget) -> ScheduledBatch:
     decodes, has_tail = ([s for s in running if (s.pending > 1) == tail] for tail in (False, True))
     return plan_step(decodes, has_tail, limits)
 
 
-def run(plan: Plan, sequences: list[Sequence], step: int) -> None:
+def run(plan: ScheduledBatch, sequences: list[Sequence], step: int) -> None:
     """What the engine and the state do about a plan: decoding sequences have one token more, and its page."""
     by_name = {each.name: each for each in sequences}
     for name, chunk in plan.items():
@@ -53,7 +53,7 @@ def run(plan: Plan, sequences: list[Sequence], step: int) -> None:
             each.pages += range(len(each.pages), each.needs)
 
 
-def sizes(plan: Plan) -> dict[str, int]:
+def sizes(plan: ScheduledBatch) -> dict[str, int]:
     return {name.request: len(chunk.tokens) for name, chunk in plan.items()}
 
 
@@ -149,7 +149,7 @@ def test_every_plan_is_within_its_budget_and_nobody_is_in_it_twice_or_starves(
         for i, (known, computed, joined) in enumerate(wanted)
     ]
     prompts = max(2 * PAGE, min(prompts, tokens - rows))
-    limits = Budget(tokens, prompts, parts, overdue, 1_000.0, PAGE)
+    limits = BatchBudget(tokens, prompts, parts, overdue, 1_000.0, PAGE)
     waiting = {each.name.request for each in sequences if each.pending > 1}
     work = sum(each.pending for each in sequences if each.pending > 1)
     steps = 0

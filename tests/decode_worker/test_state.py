@@ -8,24 +8,24 @@ import pytest
 
 from baton.clock import Tick
 from baton.config import DecodeConfig
-from baton.membership import OwnerLost, Say
+from baton.membership import RouterLost, SendToRouter
 from baton.messages import (
     Accepted,
+    AttemptFailed,
     AttemptName,
     Cancel,
     Decode,
-    Failed,
-    Have,
+    FetchIncomplete,
     Message,
     Refused,
     Resend,
     RouterHeartbeat,
-    Sampling,
+    SamplingParams,
     Started,
     StepSample,
     Tokens,
 )
-from decode_worker.scheduler import DecodeState
+from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Chunk, Sampled
 from engine.step import StepDone, StepFailed
 from kvstore.client.transfer import StoreUp
@@ -33,7 +33,7 @@ from kvstore.keys import pack_tokens
 from tests.decode_worker.load import OnePageEach
 from tests.rig import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
 
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 
 
 def order(
@@ -97,7 +97,7 @@ def test_a_prompt_longer_than_the_budget_comes_in_chunks_behind_those_that_decod
 
 def test_a_turn_that_kept_those_who_decode_waiting_computes_no_short_tail_but_the_next_one_does() -> None:
     steps = [StepSample(0, 0, rows, rows * context, 0.01) for rows in (1, 2, 4) for context in (2, 40)]
-    state, now = DecodeState(DecodeConfig(), 16, 64, calibration=steps), 0.0
+    state, now = DecodeScheduler(DecodeConfig(), 16, 64, calibration=steps), 0.0
 
     def step(passed: float) -> dict[str, int]:
         nonlocal now
@@ -154,7 +154,7 @@ def test_a_stale_hint_costs_a_recompute_and_no_token() -> None:
     one = worker()
     one.handle(order(PROMPT, 8, fetch=2))  # the store has nothing
     one.rig.settle()
-    assert not [m for m in one.said if isinstance(m, Have)]
+    assert not [m for m in one.said if isinstance(m, FetchIncomplete)]
     assert tokens_of(one.said) == reference(PROMPT, 8)
 
 
@@ -162,12 +162,12 @@ def test_an_awaited_fetch_that_ends_short_is_the_routers_to_decide() -> None:
     one = worker(fetch_ms=100)
     one.handle(order(PROMPT, 8, fetch=2, awaited=True))
     one.rig.settle()
-    assert not [m for m in one.said if isinstance(m, Have)]
+    assert not [m for m in one.said if isinstance(m, FetchIncomplete)]
     assert not one.state.heartbeat(0).attempts[0].short
     one.rig.now += 0.2
     one.handle(Tick())
     assert one.state.heartbeat(0).attempts[0].short, "the Have may get lost"
-    assert [m.pages for m in one.said if isinstance(m, Have)] == [0]
+    assert [m.pages for m in one.said if isinstance(m, FetchIncomplete)] == [0]
     assert one.state.heartbeat(0).attempts[0].position == len(PROMPT)
     one.handle(order(PROMPT, 8, attempt=2))
     one.rig.settle()
@@ -181,7 +181,7 @@ def test_our_own_pause_does_not_end_a_fetch() -> None:
     one.handle(order(PROMPT, 8, fetch=2, awaited=True))
     one.rig.now += 50.0
     one.handle(Tick(paused=50.0))
-    assert not [m for m in one.said if isinstance(m, Have)]
+    assert not [m for m in one.said if isinstance(m, FetchIncomplete)]
 
 
 def test_a_lost_store_ends_what_is_awaited_and_disturbs_nobody_else() -> None:
@@ -190,7 +190,7 @@ def test_a_lost_store_ends_what_is_awaited_and_disturbs_nobody_else() -> None:
     one.turn()
     one.handle(order(PROMPT[::-1], 8, "waiting", fetch=2, awaited=True))
     one.rig.restart_store()
-    assert [m.request for m in one.said if isinstance(m, Have)] == ["waiting"]
+    assert [m.request for m in one.said if isinstance(m, FetchIncomplete)] == ["waiting"]
     while one.turn():
         pass
     assert tokens_of(one.said, "running") == reference(PROMPT, 30)
@@ -216,7 +216,7 @@ def test_what_can_never_fit_is_refused_at_the_door_and_what_does_not_fit_now_is_
 
 def test_too_small_a_pool_preempts_the_newest_and_loses_no_token() -> None:
     one = worker(pages=12)
-    one.state = DecodeState(DecodeConfig(), PAGE, 12, headroom=OnePageEach())
+    one.state = DecodeScheduler(DecodeConfig(), PAGE, 12, headroom=OnePageEach())
     one.handle(StoreUp(one.rig.slots, PAGE_BYTES))
     prompts = {f"r{i}": [i + 1, *PROMPT[:5]] for i in range(3)}
     for request, prompt in prompts.items():
@@ -240,7 +240,7 @@ def test_an_urgent_newcomer_displaces_the_less_urgent_until_these_have_waited_lo
         assert tokens_of(one.said, "patient") == reference(PROMPT * 3, 8)
 
 
-def _step(state: DecodeState, now: float) -> None:
+def _step(state: DecodeScheduler, now: float) -> None:
     """One turn without a store."""
     state.prepare(now)
     plan = state.plan(now)
@@ -250,7 +250,7 @@ def _step(state: DecodeState, now: float) -> None:
 
 def test_what_two_have_computed_at_the_same_time_lies_in_the_pool_once() -> None:
     common = list(range(40))
-    state = DecodeState(DecodeConfig(), PAGE, 64)
+    state = DecodeScheduler(DecodeConfig(), PAGE, 64)
     state.handle(order([*common, *range(100, 180)], 8, "long"), 0.0)
     state.handle(order([*common, 60, 61, 62, 63, 64], 8, "short"), 0.001)
     for turn in range(3):
@@ -264,7 +264,7 @@ def test_an_urgent_newcomer_displaces_one_whose_pages_carry_anothers() -> None:
     steps = [StepSample(tokens, tokens * tokens // 2, 0, 0, 0.001 + tokens * 0.0005) for tokens in (16, 64, 128)]
     steps.append(StepSample(0, 0, 1, 64, 0.005))
     common = list(range(40))
-    state = DecodeState(DecodeConfig(), PAGE, 64, calibration=steps)
+    state = DecodeScheduler(DecodeConfig(), PAGE, 64, calibration=steps)
     state.handle(order([*common, *range(100, 180)], 8, "stays"), 0.0)
     state.handle(order([*common, 60, 61, 62, 63, 64], 8, "goes"), 0.001)  # the shorter is computed first
     for turn in range(2):
@@ -276,7 +276,7 @@ def test_an_urgent_newcomer_displaces_one_whose_pages_carry_anothers() -> None:
 
 def test_what_is_written_through_for_nobody_goes_before_anybody_is_preempted_or_refused() -> None:
     for priority in (0, -1):
-        state = DecodeState(DecodeConfig(), PAGE, 40)
+        state = DecodeScheduler(DecodeConfig(), PAGE, 40)
         state.handle(StoreUp(100, PAGE_BYTES), 0.0)
         state.handle(order(list(range(81)), 1, "gone"), 0.0)
         _step(state, 0.0)
@@ -285,7 +285,7 @@ def test_what_is_written_through_for_nobody_goes_before_anybody_is_preempted_or_
         _step(state, 0.03)
         said = state.handle(order(list(range(900, 957)), 4, "newcomer", priority=priority), 0.05)
         state.validate()
-        assert any(isinstance(each.message, Accepted) for each in said if isinstance(each, Say))
+        assert any(isinstance(each.message, Accepted) for each in said if isinstance(each, SendToRouter))
         assert state.stats().preemptions == 0
 
 
@@ -320,7 +320,7 @@ def test_an_absurd_priority_is_no_more_than_the_highest() -> None:
 
 
 def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
-    for ending in (Cancel("r", 1), RouterHeartbeat(), OwnerLost()):
+    for ending in (Cancel("r", 1), RouterHeartbeat(), RouterLost()):
         one = worker()
         one.handle(order(PROMPT, 30))
         one.turn()
@@ -369,7 +369,7 @@ def test_a_deadline_that_passes_is_said() -> None:
     one.handle(order(PROMPT, 30, deadline_ms=100))
     one.rig.now += 0.2
     one.handle(Tick())
-    assert [m.reason for m in one.said if isinstance(m, Failed)] == ["deadline"]
+    assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["deadline"]
     assert one.state.cache.available == one.num_pages
 
 
@@ -379,17 +379,17 @@ def test_a_failed_step_fails_its_requests_and_nobody_else() -> None:
     one.handle(order(PROMPT, 5, "good"))
     one.handle(StepFailed({AttemptName("bad", 1): Chunk([], 0, [])}, "RuntimeError: boom"))
     one.rig.settle()
-    assert [(m.request, m.reason) for m in one.said if isinstance(m, Failed)] == [("bad", "internal")]
+    assert [(m.request, m.reason) for m in one.said if isinstance(m, AttemptFailed)] == [("bad", "internal")]
     assert tokens_of(one.said, "good") == reference(PROMPT, 5)
 
 
 @pytest.mark.parametrize("broken_step", [0, 1, 5])
 def test_logits_that_are_not_finite_fail_their_request_and_no_other(broken_step: int) -> None:
-    state = DecodeState(DecodeConfig(), PAGE, 64)
+    state = DecodeScheduler(DecodeConfig(), PAGE, 64)
     said: list[Message] = []
 
     def handle(event: Decode | StepDone) -> None:
-        said.extend(each.message for each in state.handle(event, 0.0) if isinstance(each, Say))
+        said.extend(each.message for each in state.handle(event, 0.0) if isinstance(each, SendToRouter))
 
     for request, prompt in (("bad", PROMPT), ("good", PROMPT[::-1])):
         handle(order(prompt, 9, request))
@@ -403,17 +403,21 @@ def test_logits_that_are_not_finite_fail_their_request_and_no_other(broken_step:
         if step == broken_step:
             of_good = (len(PROMPT) + step) // PAGE
             assert len(state.cache.pages()) <= max(cached + 1, of_good)  # no page of this step is the bad one's
-    assert [(m.request, m.reason) for m in said if isinstance(m, Failed)] == [("bad", "non_finite_logits")]
+    assert [(m.request, m.reason) for m in said if isinstance(m, AttemptFailed)] == [("bad", "non_finite_logits")]
     assert tokens_of(said, "bad") == [7] * broken_step
     assert tokens_of(said, "good") == [7] * 9
     assert state.cache.available == 64
 
 
 def test_a_token_that_the_model_lacks_fails_its_own_request_alone() -> None:
-    state = DecodeState(DecodeConfig(), PAGE, 64, vocab_size=100)
+    state = DecodeScheduler(DecodeConfig(), PAGE, 64, vocab_size=100)
     for request, prompt in (("fine", [1, 99]), ("odd", [1, 100])):
         said = state.handle(order(prompt, 4, request), 0.0)
-        failed = [each.message.reason for each in said if isinstance(each, Say) and isinstance(each.message, Failed)]
+        failed = [
+            each.message.reason
+            for each in said
+            if isinstance(each, SendToRouter) and isinstance(each.message, AttemptFailed)
+        ]
         assert failed == ([] if request == "fine" else ["malformed_message"])
     assert state.stats().running == 1
 
@@ -422,4 +426,4 @@ def test_tokens_that_make_no_sense_are_refused() -> None:
     one = worker()
     one.handle(Decode("r", 1, ROOT, b"123", 1, 5, GREEDY))
     one.handle(Decode("s", 1, ROOT, pack_tokens([1]), 2, 5, GREEDY))
-    assert [m.reason for m in one.said if isinstance(m, Failed)] == ["malformed_message"] * 2
+    assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["malformed_message"] * 2

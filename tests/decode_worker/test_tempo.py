@@ -12,32 +12,32 @@ from hypothesis import strategies as st
 from baton.config import DecodeConfig
 from baton.messages import AttemptName, StepSample
 from baton.step_cost_model import pairs
-from decode_worker.step_budget import Rows, Tempo
+from decode_worker.step_budget import DecodeRows, StepBudget
 from engine.batch import Chunk
-from engine.step import Plan
-from engine.step_timing import WorkerPace
+from engine.step import ScheduledBatch
+from engine.step_timing import WorkerStepTimes
 
 GRAIN = 16
 
 
-def plan(rows: int, tokens: int = 0) -> Plan:
+def plan(rows: int, tokens: int = 0) -> ScheduledBatch:
     made = {AttemptName(f"d{i}", 1): Chunk([1], 50, [0] * 4) for i in range(rows)}
     return made | ({AttemptName("p", 1): Chunk([1] * tokens, 0, [0] * (tokens // GRAIN + 1))} if tokens else {})
 
 
-def measured(mixed: float = 0.0, **config: Any) -> Tempo:
+def measured(mixed: float = 0.0, **config: Any) -> StepBudget:
     """Of a device that takes 10 ms for a step, 0.5 ms for a sequence and 0.2 ms for a prompt token, and `mixed` seconds
     more where there are both."""
-    pace = WorkerPace()
+    pace = WorkerStepTimes()
     for _ in range(30):
         for rows, tokens in ((8, 0), (4, 0), (0, 512), (8, 128), (2, 64)):
             both = mixed if rows and tokens else 0.0
             pace.stepped(plan(rows, tokens), 0.010 + 0.0005 * rows + 0.0002 * tokens + both)
-    return Tempo(DecodeConfig(**config), pace)
+    return StepBudget(DecodeConfig(**config), pace)
 
 
-def rows(count: int) -> Rows:
-    return Rows(count, count * 51)
+def rows(count: int) -> DecodeRows:
+    return DecodeRows(count, count * 51)
 
 
 def tails(tokens: int, context: int, seconds: float, beside: int = 8) -> StepSample:
@@ -65,8 +65,8 @@ def test_where_nothing_decodes_only_the_configuration_bounds_a_step() -> None:
 
 
 def test_before_anything_is_known_prompts_get_little_beside_those_who_decode() -> None:
-    assert Tempo(DecodeConfig(), WorkerPace()).prompt_tokens(rows(8), 0, GRAIN) == 64
-    assert Tempo(DecodeConfig(), WorkerPace()).prompt_tokens(rows(0), 0, GRAIN) == 512
+    assert StepBudget(DecodeConfig(), WorkerStepTimes()).prompt_tokens(rows(8), 0, GRAIN) == 64
+    assert StepBudget(DecodeConfig(), WorkerStepTimes()).prompt_tokens(rows(0), 0, GRAIN) == 512
 
 
 def test_the_last_tokens_of_prompts_come_in_parts_that_hold_up_nobody_for_long() -> None:
@@ -108,7 +108,7 @@ def test_what_passed_between_two_steps_is_measured_by_a_step() -> None:
     assert measured().holds_up(rows(8), 0.004)
     assert not measured().holds_up(rows(8), 0.002)
     assert not measured().holds_up(rows(0), 1.0)  # nobody decodes
-    assert not Tempo(DecodeConfig(), WorkerPace()).holds_up(rows(8), 1.0)
+    assert not StepBudget(DecodeConfig(), WorkerStepTimes()).holds_up(rows(8), 1.0)
 
 
 def test_copies_take_a_share_of_a_step() -> None:
@@ -127,7 +127,7 @@ def test_copies_take_a_share_of_a_step() -> None:
 
 def test_waiting_for_the_store_takes_less_than_copies_do() -> None:
     assert measured(copy_share=0.5).patience(rows(8)) == pytest.approx(0.25 * 14e-3, rel=0.1)
-    assert Tempo(DecodeConfig(), WorkerPace()).patience(rows(8)) == 0
+    assert StepBudget(DecodeConfig(), WorkerStepTimes()).patience(rows(8)) == 0
 
 
 SECONDS = st.floats(1e-7, 1e4)
@@ -140,10 +140,10 @@ STEPS = st.builds(plan, st.integers(0, 30), st.integers(0, 600)).filter(bool)
     context=st.integers(0, 100_000),
 )
 def test_whatever_was_measured_there_is_a_plan(
-    steps: list[tuple[Plan, float, int]], copies: list[tuple[int, float]], context: int
+    steps: list[tuple[ScheduledBatch, float, int]], copies: list[tuple[int, float]], context: int
 ) -> None:
-    config, pace = DecodeConfig(), WorkerPace()
-    tempo = Tempo(config, pace)
+    config, pace = DecodeConfig(), WorkerStepTimes()
+    tempo = StepBudget(config, pace)
     for step, seconds, times in steps:
         tempo.stepped(pace.stepped(step, seconds, times), times)
     for pages, seconds in copies:

@@ -119,7 +119,7 @@ def test_an_empty_trace_and_an_unknown_model(model: Path, tmp_path: Path) -> Non
 
 
 def test_a_chart_shows_each_line_and_what_is_wanted() -> None:
-    lines = [chart.Line("a", [(1.0, 1.0), (2.0, 0.5)]), chart.Line("b & c", [(4.0, 0.0)])]
+    lines = [chart.ChartLine("a", [(1.0, 1.0), (2.0, 0.5)]), chart.ChartLine("b & c", [(4.0, 0.0)])]
     drawn = chart.text(lines, 0.9, "req/s").splitlines()
     assert drawn[0].index("*") == 8 + 16
     assert drawn[5].index("*") == 8 + 32

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from baton.config import load, parse_override
 from baton.errors import NotEnoughMemory
-from baton.system_memory import Room
+from baton.system_memory import AvailableMemory
 from deploy.cli import app
 from deploy.commands import demo_model
 from deploy.commands.doctor import examine
@@ -110,15 +110,15 @@ def test_too_little_memory(model: Path):
 def test_memory_counts_arena_pools_and_weights(model: Path):
     config = load(overrides={"model.path": str(model), "cluster.decode": 2})
     needed = config.store.arena_bytes + 3 * (512 + 300) * 2**20 + 3 * (model / "model.safetensors").stat().st_size
-    preflight.check_memory(config, Room(needed, "a test"))
+    preflight.check_memory(config, AvailableMemory(needed, "a test"))
     with pytest.raises(NotEnoughMemory, match="a test"):
-        preflight.check_memory(config, Room(needed - 1, "a test"))
+        preflight.check_memory(config, AvailableMemory(needed - 1, "a test"))
 
 
 def test_memory_of_other_nodes_and_of_gpus_is_not_counted(model: Path):
     """Of workers on other nodes, that is; one decode worker is here."""
     config = load(overrides={"model.path": str(model), "cluster.decode": 8, "cluster.prefill": 4})
-    small = Room(config.store.arena_bytes + 2 * (512 + 300) * 2**20, "a test")
+    small = AvailableMemory(config.store.arena_bytes + 2 * (512 + 300) * 2**20, "a test")
     with pytest.raises(NotEnoughMemory):
         preflight.check_memory(config, small)
     spread = {"model.path": str(model), "cluster.decode": 8, "cluster.prefill": 4, "router.host": "192.0.2.1"}
@@ -203,7 +203,7 @@ def test_a_wrong_flag_is_a_usage_error():
 def test_the_command_answers_at_once():
     """Nothing heavy is imported before it is needed."""
     script = (
-        "import sys; import deploy.cli, deploy.status, deploy.generate\n"
+        "import sys; import deploy.cli, deploy.commands.status, deploy.commands.generate\n"
         "print([m for m in ('torch', 'ray', 'transformers', 'tokenizers') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)

@@ -8,7 +8,7 @@ import pytest
 
 from baton.config import Config, load
 from deploy.cpu_shares import share_cores
-from deploy.desired import Scale, plan, workers_on
+from deploy.desired import ClusterScale, plan, workers_on
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 2, 1), (8, 3, 2), (2, 1, 2), (1, 4, 1), (4, 0, 4)])
@@ -24,6 +24,6 @@ def test_what_is_set_stays() -> None:
 
 
 def test_only_workers_of_the_node_count() -> None:
-    specs = plan(load(None, {"router.host": "10.0.0.1"}), Scale(2, 1), ["a", "b"])
+    specs = plan(load(None, {"router.host": "10.0.0.1"}), ClusterScale(2, 1), ["a", "b"])
     assert workers_on("a", specs) + workers_on("b", specs) == 3
     assert workers_on("c", specs) == 0

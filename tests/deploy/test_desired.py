@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.config import Config, RouterConfig
-from deploy.desired import START_ORDER, Scale, Spec, plan, scale_of
+from deploy.desired import START_ORDER, ClusterScale, ProcessSpec, plan, scale_of
 
 OPEN = Config(router=RouterConfig(host="0.0.0.0"))
 
 
-def names(specs: list[Spec]) -> list[str]:
+def names(specs: list[ProcessSpec]) -> list[str]:
     return [spec.name for spec in specs]
 
 
@@ -18,15 +18,15 @@ def test_the_default_cluster():
 
 
 def test_colocated_has_no_prefill_worker():
-    assert names(plan(Config(), Scale(0, 2), ["here"])) == ["router", "store-0", "decode-0", "decode-1"]
+    assert names(plan(Config(), ClusterScale(0, 2), ["here"])) == ["router", "store-0", "decode-0", "decode-1"]
 
 
 def test_a_router_on_loopback_keeps_everything_on_its_node():
-    assert {spec.node for spec in plan(Config(), Scale(2, 2), ["a", "b", "c"])} == {"a"}
+    assert {spec.node for spec in plan(Config(), ClusterScale(2, 2), ["a", "b", "c"])} == {"a"}
 
 
 def test_prefill_goes_on_where_decode_stopped_and_each_node_in_use_has_a_store():
-    specs = plan(OPEN, Scale(1, 1), ["a", "b"])
+    specs = plan(OPEN, ClusterScale(1, 1), ["a", "b"])
     assert [(s.name, s.node) for s in specs] == [
         ("router", "a"),
         ("store-0", "a"),
@@ -37,13 +37,13 @@ def test_prefill_goes_on_where_decode_stopped_and_each_node_in_use_has_a_store()
 
 
 def test_workers_go_round_the_nodes():
-    nodes = {spec.name: spec.node for spec in plan(OPEN, Scale(2, 3), ["a", "b", "c", "d"])}
+    nodes = {spec.name: spec.node for spec in plan(OPEN, ClusterScale(2, 3), ["a", "b", "c", "d"])}
     assert [nodes[f"decode-{index}"] for index in range(3)] == ["a", "b", "c"]
     assert [nodes[f"prefill-{index}"] for index in range(2)] == ["d", "a"]
 
 
 def test_names_of_one_machine_need_no_open_router():
-    specs = plan(Config(), Scale(1, 1), ["a", "b"], {"prefill-0": "a", "decode-0": "b"}, one_machine=True)
+    specs = plan(Config(), ClusterScale(1, 1), ["a", "b"], {"prefill-0": "a", "decode-0": "b"}, one_machine=True)
     assert {spec.name: spec.node for spec in specs if spec.role != "router"} == {
         "store-0": "a",
         "store-1": "b",
@@ -53,17 +53,19 @@ def test_names_of_one_machine_need_no_open_router():
 
 
 def test_a_node_without_workers_has_no_store():
-    assert [s.node for s in plan(OPEN, Scale(0, 1), ["a", "b", "c"]) if s.role == "store"] == ["a"]
+    assert [s.node for s in plan(OPEN, ClusterScale(0, 1), ["a", "b", "c"]) if s.role == "store"] == ["a"]
 
 
 def test_what_runs_stays_where_it_is():
     placed = {"router": "b", "decode-0": "b", "store-0": "b"}
-    specs = {spec.name: spec.node for spec in plan(OPEN, Scale(0, 1), ["a", "b"], placed)}
+    specs = {spec.name: spec.node for spec in plan(OPEN, ClusterScale(0, 1), ["a", "b"], placed)}
     assert specs == placed
 
 
 def test_a_worker_of_a_lost_node_moves():
-    specs = {spec.name: spec.node for spec in plan(OPEN, Scale(0, 1), ["a"], {"decode-0": "lost", "store-0": "lost"})}
+    specs = {
+        spec.name: spec.node for spec in plan(OPEN, ClusterScale(0, 1), ["a"], {"decode-0": "lost", "store-0": "lost"})
+    }
     assert specs["decode-0"] == "a"
 
 
@@ -74,14 +76,14 @@ def test_a_worker_of_a_lost_node_moves():
     lost=st.sets(st.sampled_from("abcdef")),
 )
 def test_every_plan_is_whole_and_stable(prefill: int, decode: int, nodes: list[str], lost: set[str]):
-    specs = plan(OPEN, Scale(prefill, decode), nodes)
+    specs = plan(OPEN, ClusterScale(prefill, decode), nodes)
     assert len(names(specs)) == len(set(names(specs)))
     assert [START_ORDER.index(s.role) for s in specs] == sorted(START_ORDER.index(s.role) for s in specs)
     stores = [s.node for s in specs if s.role == "store"]
     assert sorted(stores) == sorted({s.node for s in specs if s.role in ("prefill", "decode")})
     placed = {s.name: s.node for s in specs}
-    assert plan(OPEN, Scale(prefill, decode), nodes, placed) == specs
+    assert plan(OPEN, ClusterScale(prefill, decode), nodes, placed) == specs
     if left := [node for node in nodes if node not in lost]:
-        after = plan(OPEN, Scale(prefill, decode), left, {n: node for n, node in placed.items() if node in left})
+        after = plan(OPEN, ClusterScale(prefill, decode), left, {n: node for n, node in placed.items() if node in left})
         assert {s.node for s in after} <= set(left)
         assert all(s.node == placed[s.name] for s in after if s.role != "store" and placed[s.name] in left)

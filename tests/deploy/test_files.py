@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import RayUnusable, StartupError
-from deploy.addresses import Addresses
+from deploy.addresses import ServiceAddresses
 from deploy.control_plane import cluster, state_file
 from deploy.control_plane.preflight import check_name_free
 from deploy.control_plane.state_file import OwnRay, RayLink, State
@@ -17,7 +17,7 @@ from deploy.control_plane.teardown import tear_down
 from deploy.processes import Identity
 
 ME = Identity.mine()
-ROUTERS = {"router": Addresses("127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4")}
+ROUTERS = {"router": ServiceAddresses("127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4")}
 DEAD = Identity(ME.pid, ME.started - 1)
 
 
@@ -59,7 +59,7 @@ def test_a_name_is_free_when_its_cluster_has_died(tmp_path: Path):
 
 def test_one_command_at_a_time(tmp_path: Path):
     holder = (
-        "import sys, pathlib; from deploy.state_file import locked\n"
+        "import sys, pathlib; from deploy.control_plane.state_file import locked\n"
         f"with locked(pathlib.Path({str(tmp_path)!r})): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

@@ -15,20 +15,20 @@ from baton import operator_port
 from baton.config import load
 from baton.errors import ConfigError, PortInUse, StartupError
 from baton.operator_address import parse_operator
-from deploy.addresses import Addresses, operator_target
+from deploy.addresses import ServiceAddresses, operator_target
 from deploy.client import Client
 from deploy.commands import status
 from deploy.control_plane import preflight, state_file
-from deploy.control_plane.reports import OVERVIEW_FILE, Overview
+from deploy.control_plane.reports import OVERVIEW_FILE, ClusterOverview
 from deploy.control_plane.state_file import RayLink, State
 from deploy.control_plane.supervisor import Supervisor
 from deploy.control_plane.teardown import _sockets
-from deploy.desired import Scale, listening
+from deploy.desired import ClusterScale, listening
 from deploy.local import LocalCluster
 from deploy.processes import Identity
 
-UNIX = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "unix:/run/me/router.sock")
-TCP = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4")
+UNIX = ServiceAddresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "unix:/run/me/router.sock")
+TCP = ServiceAddresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4")
 
 
 def test_a_router_comes_back_at_a_port_of_the_operators_and_at_a_path_that_was_given():
@@ -73,7 +73,7 @@ def test_the_state_file_names_it_and_the_supervisor_knows_better(tmp_path: Path)
     state_file.write(tmp_path, state)
     assert status.find(tmp_path).operator == "unix:/run/me/router.sock"
     moved = msgspec.structs.replace(UNIX, operator="unix:/tmp/baton-7/mine/router.sock")
-    overview = Overview("mine", Identity(1, 1), Scale(1, 1), (), {"router": moved})
+    overview = ClusterOverview("mine", Identity(1, 1), ClusterScale(1, 1), (), {"router": moved})
     (tmp_path / OVERVIEW_FILE).write_bytes(msgspec.json.encode(overview))
     assert status.find(tmp_path).operator == "unix:/tmp/baton-7/mine/router.sock"
     assert _sockets(tmp_path, state) == [Path("/tmp/baton-7/mine")]  # /run/me is the user's own folder

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.v1 import cluster_pb2
 from deploy.control_plane.observe import Facts, listed, observe, observe_router
-from deploy.control_plane.process_ledger import Ledger
+from deploy.control_plane.process_ledger import ProcessLedger
 from deploy.control_plane.reconcile import (
     JOIN_PATIENCE,
     LONGEST_DELAY,
@@ -18,41 +18,41 @@ from deploy.control_plane.reconcile import (
     ROUTER_MISSES,
     ROUTER_PATIENCE,
     STEADY,
-    Action,
-    Bury,
     Condition,
     Crashes,
-    End,
-    Retire,
-    Seen,
-    Start,
+    KillProcess,
+    ObservedProcess,
+    ReapProcess,
+    StartProcess,
+    StopProcess,
+    SupervisorAction,
     crashed,
     reconcile,
 )
 from deploy.control_plane.reports import Failure
-from deploy.desired import Spec
+from deploy.desired import ProcessSpec
 from deploy.processes import Identity
 
-ROUTER = Spec("router", "router", "a")
-OTHER = Spec("router-1", "router", "a")
-STORE = Spec("store-0", "store", "a")
-DECODE = Spec("decode-0", "decode", "a")
+ROUTER = ProcessSpec("router", "router", "a")
+OTHER = ProcessSpec("router-1", "router", "a")
+STORE = ProcessSpec("store-0", "store", "a")
+DECODE = ProcessSpec("decode-0", "decode", "a")
 ALL = [ROUTER, STORE, DECODE]
 
 
-def seen(name: str, condition: Condition, **more: object) -> Seen:
-    return Seen(name, "a", condition, **({"since": 0.0} | more))  # pyright: ignore[reportArgumentType]
+def seen(name: str, condition: Condition, **more: object) -> ObservedProcess:
+    return ObservedProcess(name, "a", condition, **({"since": 0.0} | more))  # pyright: ignore[reportArgumentType]
 
 
 LIVE = {spec.name: seen(spec.name, Condition.LIVE) for spec in ALL}
 
 
 def test_the_router_comes_first():
-    assert reconcile(ALL, {}, {}, 0.0) == [Start(ROUTER)]
+    assert reconcile(ALL, {}, {}, 0.0) == [StartProcess(ROUTER)]
     assert reconcile(ALL, {"router": seen("router", Condition.JOINING)}, {}, 0.0) == []
-    assert reconcile(ALL, {"router": LIVE["router"]}, {}, 0.0) == [Start(STORE), Start(DECODE)]
+    assert reconcile(ALL, {"router": LIVE["router"]}, {}, 0.0) == [StartProcess(STORE), StartProcess(DECODE)]
     one_of_two = {"router": LIVE["router"], "router-1": seen("router-1", Condition.ENDING)}
-    assert reconcile([OTHER, *ALL], one_of_two, {}, 0.0) == [Start(STORE), Start(DECODE)]
+    assert reconcile([OTHER, *ALL], one_of_two, {}, 0.0) == [StartProcess(STORE), StartProcess(DECODE)]
 
 
 def test_a_whole_cluster_needs_nothing():
@@ -63,7 +63,7 @@ def test_a_whole_cluster_needs_nothing():
 def test_what_is_broken_is_ended_and_not_yet_replaced(condition: Condition):
     actual = LIVE | {"decode-0": seen("decode-0", condition, why="because")}
     (action,) = reconcile(ALL, actual, {}, 1.0)
-    assert isinstance(action, End)
+    assert isinstance(action, KillProcess)
     assert action.name == "decode-0"
     assert action.why
 
@@ -75,12 +75,12 @@ def test_a_silent_process_is_ended_only_after_some_patience():
     assert reconcile(ALL, actual, {}, 105.0, restart_patience=6.0) == []
     for patience in (6.0, RESTART_PATIENCE):
         (action,) = reconcile(ALL, actual, {}, 100.0 + patience, restart_patience=patience)
-        assert isinstance(action, End)
+        assert isinstance(action, KillProcess)
         assert f"{patience:.0f} s more" in action.why
 
 
 def test_a_process_that_comes_back_is_kept_and_one_that_is_gone_is_replaced_at_once():
-    ledger = Ledger(restart_patience=10.0)
+    ledger = ProcessLedger(restart_patience=10.0)
     ledger.started("router", "a", 0.0)
     ledger.started("decode-0", "a", 0.0)
     for now in range(1, 100):  # silent for 9 s in every 10
@@ -90,21 +90,21 @@ def test_a_process_that_comes_back_is_kept_and_one_that_is_gone_is_replaced_at_o
         }
         assert ledger.turn([ROUTER, DECODE], facts, float(now)) == []
     gone = {"router": Facts(answers=True), "decode-0": Facts(gone=True, listed="silent", why_gone="killed")}
-    assert ledger.turn([ROUTER, DECODE], gone, 99.5) == [Bury("decode-0", "killed")]
-    assert ledger.turn([ROUTER, DECODE], {"router": Facts(answers=True)}, 99.75) == [Start(DECODE)]
+    assert ledger.turn([ROUTER, DECODE], gone, 99.5) == [ReapProcess("decode-0", "killed")]
+    assert ledger.turn([ROUTER, DECODE], {"router": Facts(answers=True)}, 99.75) == [StartProcess(DECODE)]
 
 
 def test_nothing_starts_under_a_name_before_its_process_is_proven_gone():
     for condition in Condition:
         actions = reconcile(ALL, LIVE | {"decode-0": seen("decode-0", condition)}, {}, 10_000.0)
-        assert Start(DECODE) not in actions
+        assert StartProcess(DECODE) not in actions
     gone = LIVE | {"decode-0": seen("decode-0", Condition.GONE, why="killed")}
-    assert reconcile(ALL, gone, {}, 0.0) == [Bury("decode-0", "killed")]
-    assert reconcile(ALL, {n: s for n, s in LIVE.items() if n != "decode-0"}, {}, 0.0) == [Start(DECODE)]
+    assert reconcile(ALL, gone, {}, 0.0) == [ReapProcess("decode-0", "killed")]
+    assert reconcile(ALL, {n: s for n, s in LIVE.items() if n != "decode-0"}, {}, 0.0) == [StartProcess(DECODE)]
 
 
 def test_what_is_wanted_no_longer_is_retired_once():
-    assert reconcile([ROUTER, STORE], LIVE, {}, 0.0) == [Retire("decode-0")]
+    assert reconcile([ROUTER, STORE], LIVE, {}, 0.0) == [StopProcess("decode-0")]
     ending = LIVE | {"decode-0": seen("decode-0", Condition.ENDING)}
     assert reconcile([ROUTER, STORE], ending, {}, 0.0) == []
 
@@ -112,10 +112,10 @@ def test_what_is_wanted_no_longer_is_retired_once():
 def test_a_process_that_never_joins_and_one_that_was_forgotten():
     joining = LIVE | {"decode-0": seen("decode-0", Condition.JOINING)}
     assert reconcile(ALL, joining, {}, JOIN_PATIENCE) == []
-    assert isinstance(reconcile(ALL, joining, {}, JOIN_PATIENCE + 1)[0], End)
+    assert isinstance(reconcile(ALL, joining, {}, JOIN_PATIENCE + 1)[0], KillProcess)
     lost = LIVE | {"decode-0": seen("decode-0", Condition.JOINING, was_live=True)}
     assert reconcile(ALL, lost, {}, REJOIN_PATIENCE) == []
-    assert isinstance(reconcile(ALL, lost, {}, REJOIN_PATIENCE + 1)[0], End)
+    assert isinstance(reconcile(ALL, lost, {}, REJOIN_PATIENCE + 1)[0], KillProcess)
 
 
 def test_a_router_is_judged_by_unanswered_probes_and_nobody_else_meanwhile():
@@ -128,7 +128,7 @@ def test_a_router_is_judged_by_unanswered_probes_and_nobody_else_meanwhile():
     both, early = {"router": router, "decode-0": worker}, 100.0 + RESTART_PATIENCE - 1
     assert reconcile([ROUTER, DECODE], both, {}, early) == [], "it may be stopped for a moment"
     (action,) = reconcile([ROUTER, DECODE], both, {}, 100.0 + RESTART_PATIENCE)
-    assert action == End("router", f"it has not answered {ROUTER_MISSES} times in a row")
+    assert action == KillProcess("router", f"it has not answered {ROUTER_MISSES} times in a row")
     assert observe_router(router, Facts(answers=True), 200.0).misses == 0
     few = observe_router(seen("router", Condition.LIVE, was_live=True), Facts(), 0.0)
     assert reconcile([ROUTER], {"router": few}, {}, 1_000.0) == [], "we may have been held up ourselves"
@@ -139,7 +139,7 @@ def test_a_router_that_has_yet_to_start_is_given_time():
     for turn in range(10 * ROUTER_MISSES):
         router = observe_router(router, Facts(), float(turn) * ROUTER_PATIENCE / (10 * ROUTER_MISSES))
     assert reconcile([ROUTER], {"router": router}, {}, ROUTER_PATIENCE) == []
-    assert isinstance(reconcile([ROUTER], {"router": router}, {}, ROUTER_PATIENCE + 1)[0], End)
+    assert isinstance(reconcile([ROUTER], {"router": router}, {}, ROUTER_PATIENCE + 1)[0], KillProcess)
 
 
 def test_back_off_grows_is_bounded_and_forgives():
@@ -156,7 +156,7 @@ def test_a_crash_loop_waits():
     router = {"router": LIVE["router"]}
     crashes = {"decode-0": Crashes(count=3, not_before=7.0)}
     assert reconcile([ROUTER, DECODE], router, crashes, 6.9) == []
-    assert reconcile([ROUTER, DECODE], router, crashes, 7.0) == [Start(DECODE)]
+    assert reconcile([ROUTER, DECODE], router, crashes, 7.0) == [StartProcess(DECODE)]
 
 
 def test_the_router_must_mean_this_very_process():
@@ -200,7 +200,7 @@ def test_since_changes_exactly_with_the_condition(found: list):
 
 
 def test_a_supervisor_that_was_held_up_blames_nobody():
-    ledger = Ledger()
+    ledger = ProcessLedger()
     ledger.started("router", "a", 0.0)
     ledger.started("decode-0", "a", 0.0)
     wanted = [ROUTER, DECODE]
@@ -209,11 +209,11 @@ def test_a_supervisor_that_was_held_up_blames_nobody():
     lost = {"router": Facts(answers=True), "decode-0": Facts(listed="absent")}
     assert ledger.turn(wanted, lost, 2.0) == []
     assert ledger.turn(wanted, lost, 500.0, held_up=498.0) == []
-    assert isinstance(ledger.turn(wanted, lost, 503.0 + REJOIN_PATIENCE)[0], End)
+    assert isinstance(ledger.turn(wanted, lost, 503.0 + REJOIN_PATIENCE)[0], KillProcess)
 
 
 def test_the_ledger_tells_restarts_and_the_last_failure():
-    ledger = Ledger()
+    ledger = ProcessLedger()
     ledger.started("router", "a", 0.0)
     ledger.turn([ROUTER], {"router": Facts(failure=Failure("port_in_use", "taken"))}, 1.0)
     ledger.turn([ROUTER], {"router": Facts(gone=True)}, 2.0)
@@ -222,7 +222,7 @@ def test_the_ledger_tells_restarts_and_the_last_failure():
 
 
 def test_of_each_process_the_first_reason_counts_and_of_its_name_the_last_process():
-    ledger = Ledger()
+    ledger = ProcessLedger()
     told = []
     for facts in (
         Facts(failure=Failure("port_in_use", "taken")),
@@ -243,10 +243,10 @@ def test_of_each_process_the_first_reason_counts_and_of_its_name_the_last_proces
 
 def test_a_process_may_take_as_long_to_join_as_the_user_waits():
     for patience, ends in ((JOIN_PATIENCE, True), (2 * JOIN_PATIENCE, False)):
-        ledger = Ledger(patience)
+        ledger = ProcessLedger(patience)
         ledger.started("decode-0", "a", 0.0)
         actions = ledger.turn([DECODE], {"decode-0": Facts(listed="absent")}, JOIN_PATIENCE + 1.0)
-        assert any(isinstance(action, End) for action in actions) == ends
+        assert any(isinstance(action, KillProcess) for action in actions) == ends
 
 
 @dataclass
@@ -262,7 +262,7 @@ class SupervisorMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger, self.world, self.now = Ledger(), World(), 0.0
+        self.ledger, self.world, self.now = ProcessLedger(), World(), 0.0
         self.desired = [OTHER, *ALL]
 
     def facts(self, name: str) -> Facts:
@@ -273,16 +273,16 @@ class SupervisorMachine(RuleBasedStateMachine):
         given = {"gone": state == "gone", "ending": state == "ending", "answers": state == "well"}
         return Facts(failure=failure, listed=word, **given)  # pyright: ignore[reportArgumentType]
 
-    def carry_out(self, action: Action) -> None:
+    def carry_out(self, action: SupervisorAction) -> None:
         match action:
-            case Start(spec):
+            case StartProcess(spec):
                 assert spec.name not in self.world.running, "two processes under one name"
                 self.world.running[spec.name] = "well"
                 self.ledger.started(spec.name, spec.node, self.now)
-            case End(name) | Retire(name):
+            case KillProcess(name) | StopProcess(name):
                 assert self.world.running[name] not in ("ending", "gone")
                 self.world.running[name] = "ending"
-            case Bury(name):
+            case ReapProcess(name):
                 assert self.world.running.pop(name) == "gone"
 
     @rule(seconds=st.sampled_from([0.25, 1.0, 40.0]))

@@ -9,25 +9,25 @@ from rich.console import Console
 from baton.config import Config, load
 from baton.errors import CorruptWeights, StartupError, Unavailable
 from baton.v1 import generation_pb2 as pb
-from deploy.addresses import Addresses, target
+from deploy.addresses import ServiceAddresses, target
 from deploy.commands import show
 from deploy.commands.generate import Generated
 from deploy.commands.progress import Progress
 from deploy.control_plane.bring_up import why_failed
-from deploy.control_plane.reports import Failure, Overview, View
-from deploy.desired import Scale
+from deploy.control_plane.reports import ClusterOverview, Failure, SupervisedProcess
+from deploy.desired import ClusterScale
 from deploy.local import LocalCluster
 from deploy.processes import Identity
 
-ADDRESSES = Addresses("127.0.0.1:1001", "tcp://127.0.0.1:1002", "127.0.0.1:1003")
+ADDRESSES = ServiceAddresses("127.0.0.1:1001", "tcp://127.0.0.1:1002", "127.0.0.1:1003")
 
 
-def overview(*views: View) -> Overview:
-    return Overview("baton", Identity(1, 1), Scale(1, 1), views, {"router": ADDRESSES})
+def overview(*views: SupervisedProcess) -> ClusterOverview:
+    return ClusterOverview("baton", Identity(1, 1), ClusterScale(1, 1), views, {"router": ADDRESSES})
 
 
-def decode(condition: str, failure: Failure | None = None, restarts: int = 0) -> View:
-    return View("decode-0", "decode", "here", condition, restarts=restarts, failure=failure)
+def decode(condition: str, failure: Failure | None = None, restarts: int = 0) -> SupervisedProcess:
+    return SupervisedProcess("decode-0", "decode", "here", condition, restarts=restarts, failure=failure)
 
 
 def test_a_router_comes_back_at_its_addresses():
@@ -37,18 +37,18 @@ def test_a_router_comes_back_at_its_addresses():
 
 
 def test_a_client_is_told_of_all_routers():
-    other = Addresses("127.0.0.1:2001", "tcp://127.0.0.1:2002", "127.0.0.1:2003")
+    other = ServiceAddresses("127.0.0.1:2001", "tcp://127.0.0.1:2002", "127.0.0.1:2003")
     assert target([ADDRESSES]) == "127.0.0.1:1001"
     assert target([ADDRESSES, other]) == "ipv4:127.0.0.1:1001,127.0.0.1:2001"
-    assert target([Addresses("localhost:1", "", ""), Addresses("localhost:2", "", "")]).endswith(":2")
+    assert target([ServiceAddresses("localhost:1", "", ""), ServiceAddresses("localhost:2", "", "")]).endswith(":2")
     with pytest.raises(Unavailable, match=r"no\.such\.host"):
-        target([Addresses("no.such.host.invalid:1", "", ""), Addresses("no.such.host.invalid:2", "", "")])
-    assert target([Addresses("[::1]:1", "", ""), Addresses("[::1]:2", "", "")]) == "ipv6:[::1]:1,[::1]:2"
+        target([ServiceAddresses("no.such.host.invalid:1", "", ""), ServiceAddresses("no.such.host.invalid:2", "", "")])
+    assert target([ServiceAddresses("[::1]:1", "", ""), ServiceAddresses("[::1]:2", "", "")]) == "ipv6:[::1]:1,[::1]:2"
 
 
 def test_every_interface_means_nothing_elsewhere():
-    everywhere = Addresses("0.0.0.0:1", "tcp://0.0.0.0:2", "0.0.0.0:3", "unix:/run/router.sock")
-    there = Addresses("10.1.2.3:1", "tcp://10.1.2.3:2", "10.1.2.3:3", "unix:/run/router.sock")
+    everywhere = ServiceAddresses("0.0.0.0:1", "tcp://0.0.0.0:2", "0.0.0.0:3", "unix:/run/router.sock")
+    there = ServiceAddresses("10.1.2.3:1", "tcp://10.1.2.3:2", "10.1.2.3:3", "unix:/run/router.sock")
     assert everywhere.reached_at("10.1.2.3") == there
     assert ADDRESSES.reached_at("10.1.2.3") == ADDRESSES
 

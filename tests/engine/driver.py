@@ -6,10 +6,10 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.batch import Chunk, Draw, Sampled
+from engine.batch import Chunk, Sampled, TokenDraw
 from engine.engine import Engine
 
-GREEDY = Draw(temperature=0)
+GREEDY = TokenDraw(temperature=0)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -22,7 +22,7 @@ class Running:
 
     tokens: list[int]
     pages: Sequence[int]
-    draw: Draw | None = GREEDY
+    draw: TokenDraw | None = GREEDY
     computed: int = 0
     drawn: list[Sampled] = field(default_factory=list)
 

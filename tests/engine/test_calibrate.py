@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from baton.step_cost_model import StepPace, StepSeconds
+from baton.step_cost_model import StepCoefficients, StepCostModel
 from engine.batch import Chunk
 from engine.engine import Engine
 from engine.step_timing import sample_of
 from worker import calibration
 
-MACHINE = StepSeconds(fixed=0.001, token=2e-5, pair=2e-9, row=5e-5, context=1e-7)
+MACHINE = StepCoefficients(fixed=0.001, token=2e-5, pair=2e-9, row=5e-5, context=1e-7)
 PAGE = 16
 
 
@@ -34,7 +34,7 @@ class Clocked:
 
 @pytest.mark.parametrize("decodes", [False, True])
 def test_what_it_tells_is_enough_to_predict_steps(decodes: bool) -> None:
-    clocked, pace = Clocked(), StepPace()
+    clocked, pace = Clocked(), StepCostModel()
     pace.calibrate(calibration.calibrate(clocked.step, lambda: clocked.now, PAGE, 10_000, 8_192, decodes=decodes))
     assert pace.seconds(200, 200 * 900) == pytest.approx(MACHINE.of(200, 200 * 900), rel=0.05)
     if decodes:

@@ -10,7 +10,7 @@ import pytest
 
 from baton.errors import ModelError, ModelNotFound, UnsupportedModel
 from engine.layers.rotary import RopeConfig
-from engine.models.config import ModelConfig
+from engine.models.config import ModelSpec
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,7 +38,7 @@ LLAMA3 = {
 
 
 def test_a_plain_llama():
-    config = ModelConfig.from_dict(LLAMA)
+    config = ModelSpec.from_dict(LLAMA)
     assert (config.family, config.head_dim, config.num_kv_heads) == ("llama", 16, 2)
     assert config.windows == (None,) * 4
     assert config.rope == RopeConfig(10_000.0)
@@ -68,7 +68,7 @@ def test_a_plain_llama():
     ],
 )
 def test_both_spellings_of_rope(change: dict[str, Any], expected: RopeConfig):
-    assert ModelConfig.from_dict(LLAMA | change).rope == expected
+    assert ModelSpec.from_dict(LLAMA | change).rope == expected
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,14 @@ def test_both_spellings_of_rope(change: dict[str, Any], expected: RopeConfig):
     ],
 )
 def test_windows(raw: dict[str, Any], expected: tuple[int | None, ...]):
-    assert ModelConfig.from_dict(raw).windows == expected
+    assert ModelSpec.from_dict(raw).windows == expected
 
 
 def test_families_differ_in_biases_and_norms():
-    qwen2, qwen3 = ModelConfig.from_dict(QWEN2), ModelConfig.from_dict(QWEN3 | {"attention_bias": True})
+    qwen2, qwen3 = ModelSpec.from_dict(QWEN2), ModelSpec.from_dict(QWEN3 | {"attention_bias": True})
     assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
     assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm, qwen3.head_dim) == (True, True, True, 128)
-    mistral = ModelConfig.from_dict(MISTRAL | {"attention_bias": True, "mlp_bias": True})
+    mistral = ModelSpec.from_dict(MISTRAL | {"attention_bias": True, "mlp_bias": True})
     assert not mistral.qkv_bias
     assert not mistral.mlp_bias
 
@@ -126,7 +126,7 @@ def test_families_differ_in_biases_and_norms():
 )
 def test_refused_by_name(change: dict[str, Any], named: str):
     with pytest.raises(UnsupportedModel, match=named):
-        ModelConfig.from_dict(LLAMA | change)
+        ModelSpec.from_dict(LLAMA | change)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_refused_by_name(change: dict[str, Any], named: str):
 )
 def test_unknown_layers_are_refused(raw: dict[str, Any], named: str):
     with pytest.raises(UnsupportedModel, match=named):
-        ModelConfig.from_dict(raw)
+        ModelSpec.from_dict(raw)
 
 
 @pytest.mark.parametrize(
@@ -160,28 +160,28 @@ def test_unknown_layers_are_refused(raw: dict[str, Any], named: str):
 )
 def test_a_senseless_value_is_named(change: dict[str, Any], named: str):
     with pytest.raises(ModelError, match=named):
-        ModelConfig.from_dict(LLAMA | change)
+        ModelSpec.from_dict(LLAMA | change)
 
 
 def test_end_of_sequence_ids_prefer_the_generation_config(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert ModelConfig.from_directory(tmp_path).eos_ids == (2,)
+    assert ModelSpec.from_directory(tmp_path).eos_ids == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
-    assert ModelConfig.from_directory(tmp_path).eos_ids == (7, 8)
+    assert ModelSpec.from_directory(tmp_path).eos_ids == (7, 8)
 
 
 def test_origin_is_no_part_of_the_canonical_config():
     renamed = LLAMA | {"_name_or_path": "/elsewhere", "transformers_version": "9"}
     reordered = dict(reversed(renamed.items()))
-    assert ModelConfig.from_dict(reordered).canonical == ModelConfig.from_dict(LLAMA).canonical
-    assert ModelConfig.from_dict(LLAMA | {"rms_norm_eps": 1e-6}).canonical != ModelConfig.from_dict(LLAMA).canonical
+    assert ModelSpec.from_dict(reordered).canonical == ModelSpec.from_dict(LLAMA).canonical
+    assert ModelSpec.from_dict(LLAMA | {"rms_norm_eps": 1e-6}).canonical != ModelSpec.from_dict(LLAMA).canonical
 
 
 def test_no_checkpoint_there(tmp_path: Path):
     with pytest.raises(ModelNotFound, match="nowhere"):
-        ModelConfig.from_directory(tmp_path / "nowhere")
+        ModelSpec.from_directory(tmp_path / "nowhere")
     with pytest.raises(ModelNotFound, match=r"config\.json"):
-        ModelConfig.from_directory(tmp_path)
+        ModelSpec.from_directory(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe{}"])
@@ -190,4 +190,4 @@ def test_files_that_are_no_json_object(name: str, content: bytes, tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError, match=name):
-        ModelConfig.from_directory(tmp_path)
+        ModelSpec.from_directory(tmp_path)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.batch import Chunk, Draw
+from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
 from tests.checkpoints import RECIPES, VOCAB, Reference
 from tests.engine.driver import GREEDY, Running, assert_same_tokens, generate, generate_together, prompt_of
@@ -39,7 +39,7 @@ def test_logits_are_those_of_transformers(name: str, engine: Engines, reference:
     prompt = prompt_of(70, seed=1)
     expected = reference(name).logits(prompt).log_softmax(-1)
     ours = engine(name)
-    everything = Draw(temperature=0, logprobs=VOCAB)
+    everything = TokenDraw(temperature=0, logprobs=VOCAB)
     for start in range(0, 70, 10):
         chunks = [Chunk(prompt[start : start + 10], start, range(8), everything)]
         (sampled,) = ours.step(chunks)
@@ -91,7 +91,7 @@ def test_page_and_chunk_boundaries(length: int, size: int, engine: Engines, refe
 def test_a_window_forgets_what_is_behind_it(engine: Engines):
     """With 4 layers of a window of 23, a token reaches no further than 4 · 22 positions ahead."""
     ours, prompt = engine("mistral-window"), prompt_of(120)
-    draw = Draw(temperature=0, logprobs=5)
+    draw = TokenDraw(temperature=0, logprobs=5)
     changed = [prompt[0] + 1 if prompt[0] < VOCAB - 1 else 3, *prompt[1:]]
 
     def logprobs(tokens: list[int], length: int) -> tuple[tuple[int, float], ...]:
@@ -159,7 +159,7 @@ def test_half_precision_stays_near(dtype: str, checkpoint: Callable, reference: 
     assert ours.layout.dtype == dtype
     assert ours.pages.view(0).shape == (ours.layout.page_bytes,)
     prompt = prompt_of(6)  # so short that rounding has no room to grow in a random model
-    (sampled,) = ours.step([Chunk(prompt, 0, [0], Draw(temperature=0, logprobs=3))])
+    (sampled,) = ours.step([Chunk(prompt, 0, [0], TokenDraw(temperature=0, logprobs=3))])
     assert sampled is not None
     expected = reference("mistral").logits(prompt).log_softmax(-1)[-1]
     assert sampled.logprob == pytest.approx(float(expected[sampled.token]), abs=0.5)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch import Chunk, Draw
+from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
 from tests import checkpoints
 
@@ -27,7 +27,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, checkpoint: Callab
     tokens, pages = list(prompt), list(range(20))
     engine.step([Chunk(prompt[:-1], 0, pages)])
     for token, gap in zip(expected, gaps, strict=True):
-        (drawn,) = engine.step([Chunk(tokens[-1:], len(tokens) - 1, pages, Draw(temperature=0.0))])
+        (drawn,) = engine.step([Chunk(tokens[-1:], len(tokens) - 1, pages, TokenDraw(temperature=0.0))])
         assert drawn is not None
         assert drawn.token == token or gap < 1e-3
         tokens.append(token)

@@ -11,10 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.batch import Chunk, Draw, Sampled, flatten
+from engine.batch import Chunk, Sampled, TokenDraw, flatten
 from engine.cpu import build
 from engine.cpu.decode import MOST_ROWS, NativeDecode
-from engine.cpu.thread_pool import Pool
+from engine.cpu.thread_pool import ThreadPool
 from engine.engine import Engine
 from engine.layers.linear import Linear, tiled
 from tests import checkpoints
@@ -25,7 +25,7 @@ Pair = tuple[Engine, Engine]
 Pairs = Callable[..., Pair]
 
 PAGES = 64
-EVERYTHING = Draw(temperature=0, logprobs=VOCAB)
+EVERYTHING = TokenDraw(temperature=0, logprobs=VOCAB)
 
 native = pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
 few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -336,4 +336,4 @@ def test_a_pool_that_is_never_used_ends():
     library = build.library()
     assert library is not None
     for threads in (1, 2, 7):
-        Pool(library, threads)._end()
+        ThreadPool(library, threads)._end()

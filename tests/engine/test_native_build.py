@@ -85,18 +85,18 @@ def test_what_others_can_write_to_is_not_loaded(tmp_path: Path):
     build.load(sources, root)
     (made,) = root.glob("*/library.so")
     made.chmod(0o722)
-    with pytest.raises(build.NotOurs, match=r"library\.so belongs to user \d+ with mode 722"):
+    with pytest.raises(build.LibraryUntrusted, match=r"library\.so belongs to user \d+ with mode 722"):
         build.load(sources, root)
     made.chmod(0o700)
     root.chmod(0o775)  # whoever can write here can exchange what lies below
-    with pytest.raises(build.NotOurs, match="cache belongs to user"):
+    with pytest.raises(build.LibraryUntrusted, match="cache belongs to user"):
         build.load(sources, root)
     root.chmod(0o700)
     link = tmp_path / "open" / "link"
     link.parent.mkdir()
     link.parent.chmod(0o777)
     link.symlink_to(root)
-    with pytest.raises(build.NotOurs, match="open belongs to user"):
+    with pytest.raises(build.LibraryUntrusted, match="open belongs to user"):
         build.load(sources, link)
     link.parent.chmod(0o1777)  # as /tmp: others can't move what is ours
     assert build.load(sources, link).answer() == 44
@@ -109,7 +109,7 @@ def test_a_folder_of_another_user_is_not_loaded_from(tmp_path: Path):
     root = tmp_path / "theirs" / "cache"
     root.mkdir(parents=True, mode=0o700)
     os.chown(root.parent, 65_534, 65_534)
-    with pytest.raises(build.NotOurs, match="theirs belongs to user 65534"):
+    with pytest.raises(build.LibraryUntrusted, match="theirs belongs to user 65534"):
         build.load(tmp_path, root)
 
 
@@ -154,7 +154,7 @@ def no_home() -> Path:
 @compiled
 def test_what_does_not_compile_says_where(tmp_path: Path):
     (tmp_path / "wrong.cpp").write_text("int answer() { return nonsense; }")
-    with pytest.raises(build.NoLibrary, match=r"wrong\.cpp.*nonsense"):
+    with pytest.raises(build.LibraryUnavailable, match=r"wrong\.cpp.*nonsense"):
         build.load(tmp_path, tmp_path / "cache")
 
 
@@ -172,7 +172,7 @@ def test_without_a_compiler_torch_does_the_work(
 
 def test_a_cpu_without_the_instructions_is_told_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(build, "cpu_description", lambda: "GenuineIntel sse4_2 avx fma")
-    with pytest.raises(build.NoLibrary, match="lacks avx2"):
+    with pytest.raises(build.LibraryUnavailable, match="lacks avx2"):
         build.load(tmp_path, tmp_path)
 
 

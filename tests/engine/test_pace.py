@@ -7,7 +7,7 @@ import pytest
 from baton.messages import MAX_STEP_SAMPLES, AttemptName, StepSample
 from baton.step_cost_model import pairs
 from engine.batch import Chunk
-from engine.step_timing import WorkerPace, sample_of
+from engine.step_timing import WorkerStepTimes, sample_of
 
 PAGES = range(100)
 ROW, LONG, TAIL = Chunk([1], 50, PAGES), Chunk([1] * 256, 512, PAGES), Chunk([1] * 5, 16, PAGES)
@@ -19,7 +19,7 @@ def test_a_step_is_told_by_its_prompts_and_rows() -> None:
 
 
 def test_the_last_steps_are_reported_one_by_one() -> None:
-    pace = WorkerPace()
+    pace = WorkerStepTimes()
     for number in range(40):
         pace.stepped({AttemptName("a", 1): ROW}, 0.01 * (number + 1), steps=2)
     assert len(pace.last) == MAX_STEP_SAMPLES
@@ -27,9 +27,9 @@ def test_the_last_steps_are_reported_one_by_one() -> None:
 
 
 def test_the_rate_of_computing_prompts_is_known_from_the_calibration_and_falls_with_the_context() -> None:
-    assert WorkerPace().rate() == 0
+    assert WorkerStepTimes().rate() == 0
     sizes = [(tokens, pairs(tokens, context)) for tokens in (64, 256) for context in (0, 999)]
-    pace = WorkerPace([StepSample(*size, 0, 0, 0.01 + 1e-4 * size[0] + 1e-8 * size[1]) for size in sizes] * 4)
+    pace = WorkerStepTimes([StepSample(*size, 0, 0, 0.01 + 1e-4 * size[0] + 1e-8 * size[1]) for size in sizes] * 4)
     assert pace.last == ()
     assert pace.rate() == pytest.approx(256 / (0.01 + 0.0256 + 1e-8 * pairs(256)), rel=0.02)
     assert pace.rate(4_000) < 0.9 * pace.rate()
@@ -37,7 +37,7 @@ def test_the_rate_of_computing_prompts_is_known_from_the_calibration_and_falls_w
 
 @pytest.mark.parametrize(("plan", "steps"), [(LONG, 1), (ROW, 5), (ROW, 99)])
 def test_steps_are_learned_from_together_until_there_are_some_or_one_of_another_kind(plan: Chunk, steps: int) -> None:
-    pace = WorkerPace()
+    pace = WorkerStepTimes()
     for _ in range(3):
         pace.stepped({AttemptName("a", 1): ROW}, 0.01)
     assert not pace.knows_anything
@@ -48,7 +48,7 @@ def test_steps_are_learned_from_together_until_there_are_some_or_one_of_another_
 
 
 def test_steps_that_are_all_alike_are_learned_from_as_well() -> None:
-    pace = WorkerPace()
+    pace = WorkerStepTimes()
     for _ in range(20):
         pace.stepped({AttemptName("a", 1): ROW}, 0.01)
     pace.calibrate()
@@ -56,7 +56,7 @@ def test_steps_that_are_all_alike_are_learned_from_as_well() -> None:
 
 
 def test_prompts_may_seem_to_cost_nothing() -> None:
-    pace = WorkerPace()
+    pace = WorkerStepTimes()
     for rows in (1, 4, 8) * 20:  # as when a machine was slow while nobody had a prompt
         pace.observe(StepSample(0, 0, rows, 0, 0.01 * rows))
         pace.observe(StepSample(64, pairs(64), rows, 0, 0.005 * rows))

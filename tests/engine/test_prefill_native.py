@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from engine.batch import Chunk, Draw, flatten
+from engine.batch import Chunk, TokenDraw, flatten
 from engine.cpu import build, prefill
 from engine.cpu.prefill import Kernels, NativePrefill, OneDnnProducts, OwnProducts, cut
 from engine.engine import Engine
 from engine.layers import rotary
 from engine.layers.linear import Linear
-from engine.models.config import ModelConfig
+from engine.models.config import ModelSpec
 from engine.models.weights import TORCH_DTYPES
 from kvstore.layout import PageLayout
 from tests.checkpoints import RECIPES, VOCAB, Reference
@@ -34,7 +34,7 @@ native = pytest.mark.skipif(
 few = settings(max_examples=60, deadline=None)
 both = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
-CONFIG = ModelConfig.from_dict(
+CONFIG = ModelSpec.from_dict(
     {
         "model_type": "llama",
         "vocab_size": 10,
@@ -277,7 +277,7 @@ def test_torch_alone_makes_the_tokens_of_transformers(
 def test_float16_is_left_to_torch(checkpoint: Callable[[str], Path]):
     engine = Engine.load(checkpoint("llama"), "float16", "cpu", 20, 16, True, 1)
     assert engine._many is engine._model
-    assert engine.step([Chunk(prompt_of(40), 0, range(3), Draw(temperature=0))])[0] is not None
+    assert engine.step([Chunk(prompt_of(40), 0, range(3), TokenDraw(temperature=0))])[0] is not None
 
 
 @native

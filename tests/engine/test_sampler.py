@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.batch import Draw
+from engine.batch import TokenDraw
 from engine.sampling import counter_rng
 from engine.sampling.sampler import PREFIX, sample
 
 draws = st.builds(
-    Draw,
+    TokenDraw,
     temperature=st.sampled_from([0.3, 0.7, 1.0, 2.0]),
     top_p=st.sampled_from([0.0, 0.1003, 0.5007, 0.9003, 0.9991, 1.0]),  # no sum of equals that rounding could move
     top_k=st.sampled_from([0, 1, 5, PREFIX - 1, PREFIX, PREFIX + 1, 5000]),
@@ -30,11 +30,11 @@ def logits_of(seed: int, rows: int, vocab: int = 1000, spread: float = 3.0) -> t
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def tokens_of(logits: torch.Tensor, draws: list[Draw], positions: list[int]) -> list[int]:
+def tokens_of(logits: torch.Tensor, draws: list[TokenDraw], positions: list[int]) -> list[int]:
     return [sampled.token for sampled in sample(logits, draws, positions)]
 
 
-def candidates(logits: np.ndarray, draw: Draw) -> list[int]:
+def candidates(logits: np.ndarray, draw: TokenDraw) -> list[int]:
     """The filters as their definitions read, one after the other over the whole vocabulary."""
     scaled = logits.astype(np.float64) / draw.temperature
     left = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
@@ -60,7 +60,7 @@ def candidates(logits: np.ndarray, draw: Draw) -> list[int]:
     coarse=st.booleans(),
 )
 def test_the_draw_is_gumbel_max_over_what_the_filters_leave(
-    draw: Draw, logits_seed: int, spread: float, vocab: int, coarse: bool
+    draw: TokenDraw, logits_seed: int, spread: float, vocab: int, coarse: bool
 ):
     logits = logits_of(logits_seed, 1, vocab, spread)
     if coarse:
@@ -75,12 +75,12 @@ def test_greedy_takes_the_lowest_of_equals():
     logits = torch.zeros(2, 100)
     logits[0, [40, 7, 90]] = 1.0
     logits[1, 99] = 1.0
-    assert tokens_of(logits, [Draw(temperature=0, top_k=3)] * 2, [0, 0]) == [7, 99]
+    assert tokens_of(logits, [TokenDraw(temperature=0, top_k=3)] * 2, [0, 0]) == [7, 99]
 
 
 @given(order=st.permutations(range(12)), others=st.lists(draws, min_size=12, max_size=12))
 @settings(deadline=None)
-def test_company_does_not_matter(order: list[int], others: list[Draw]):
+def test_company_does_not_matter(order: list[int], others: list[TokenDraw]):
     logits = logits_of(4, 12)
     alone = [tokens_of(logits[row : row + 1], [others[row]], [row])[0] for row in range(12)]
     together = tokens_of(logits[order], [others[row] for row in order], list(order))
@@ -89,7 +89,7 @@ def test_company_does_not_matter(order: list[int], others: list[Draw]):
 
 def test_every_part_of_the_key_counts():
     logits = torch.zeros(1, 1000)
-    draw = Draw(seed=5)
+    draw = TokenDraw(seed=5)
     variants = [
         (draw, 3),
         (replace(draw, seed=6), 3),
@@ -101,10 +101,17 @@ def test_every_part_of_the_key_counts():
 
 @pytest.mark.parametrize(
     "draw",
-    [Draw(), Draw(temperature=0.5), Draw(top_k=5), Draw(top_p=0.8), Draw(min_p=0.05), Draw(top_k=6, top_p=0.9)],
+    [
+        TokenDraw(),
+        TokenDraw(temperature=0.5),
+        TokenDraw(top_k=5),
+        TokenDraw(top_p=0.8),
+        TokenDraw(min_p=0.05),
+        TokenDraw(top_k=6, top_p=0.9),
+    ],
     ids=str,
 )
-def test_frequencies_are_those_of_the_distribution(draw: Draw):
+def test_frequencies_are_those_of_the_distribution(draw: TokenDraw):
     """Pearson's chi-square over 20,000 draws, its 99.9th percentile for 11 degrees of freedom being 31.3."""
     count = 20_000
     logits = logits_of(11, 1, vocab=12, spread=1.5)
@@ -122,17 +129,17 @@ def test_rounding_does_not_move_a_draw():
     rows = 4000
     logits = logits_of(2, rows, vocab=300)
     noisy = logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(3)) * 1e-6
-    for draw in (Draw(seed=1), Draw(temperature=0.8, top_k=50, seed=1), Draw(min_p=0.05, seed=1)):
+    for draw in (TokenDraw(seed=1), TokenDraw(temperature=0.8, top_k=50, seed=1), TokenDraw(min_p=0.05, seed=1)):
         assert tokens_of(logits, [draw] * rows, list(range(rows))) == tokens_of(noisy, [draw] * rows, list(range(rows)))
 
 
 def test_logprobs_are_the_models_own():
     logits = logits_of(6, 4)
     draws = [
-        Draw(temperature=0, logprobs=0),
-        Draw(temperature=0.2, top_k=3, logprobs=4),
-        Draw(),
-        Draw(temperature=5.0, seed=2, logprobs=2000),
+        TokenDraw(temperature=0, logprobs=0),
+        TokenDraw(temperature=0.2, top_k=3, logprobs=4),
+        TokenDraw(),
+        TokenDraw(temperature=5.0, seed=2, logprobs=2000),
     ]
     sampled = sample(logits, draws, [0] * 4)
     expected = logits.log_softmax(-1)
@@ -148,9 +155,11 @@ def test_logprobs_are_the_models_own():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
-    "draw", [Draw(temperature=0), Draw(), Draw(top_k=4), Draw(top_p=0.5), Draw(min_p=0.5, logprobs=2)], ids=str
+    "draw",
+    [TokenDraw(temperature=0), TokenDraw(), TokenDraw(top_k=4), TokenDraw(top_p=0.5), TokenDraw(min_p=0.5, logprobs=2)],
+    ids=str,
 )
-def test_a_row_that_is_not_finite_harms_no_other(bad: float, draw: Draw):
+def test_a_row_that_is_not_finite_harms_no_other(bad: float, draw: TokenDraw):
     logits = logits_of(8, 3)
     expected = tokens_of(logits, [draw] * 3, [0, 1, 2])
     logits[1] = bad
@@ -161,8 +170,8 @@ def test_a_row_that_is_not_finite_harms_no_other(bad: float, draw: Draw):
 
 
 @pytest.mark.parametrize(("bad", "finite"), [(float("nan"), False), (float("inf"), False), (float("-inf"), True)])
-@pytest.mark.parametrize("draw", [Draw(temperature=0, logprobs=3), Draw()], ids=str)
-def test_one_logit_that_is_not_finite_is_noticed_unless_it_is_a_masked_one(bad: float, finite: bool, draw: Draw):
+@pytest.mark.parametrize("draw", [TokenDraw(temperature=0, logprobs=3), TokenDraw()], ids=str)
+def test_one_logit_that_is_not_finite_is_noticed_unless_it_is_a_masked_one(bad: float, finite: bool, draw: TokenDraw):
     logits = logits_of(8, 2)
     best = logits.argmax(dim=-1).tolist()
     logits[1, 900 if best[1] != 900 else 901] = bad
@@ -174,7 +183,7 @@ def test_one_logit_that_is_not_finite_is_noticed_unless_it_is_a_masked_one(bad: 
 def test_masked_tokens_are_never_drawn():
     logits = torch.full((1, 1000), float("-inf"))
     logits[0, [3, 700]] = 0.0
-    for draw in (Draw(), Draw(top_p=0.9), Draw(top_k=500), Draw(min_p=0.1)):
+    for draw in (TokenDraw(), TokenDraw(top_p=0.9), TokenDraw(top_k=500), TokenDraw(min_p=0.1)):
         drawn = {tokens_of(logits, [replace(draw, seed=seed)], [0])[0] for seed in range(40)}
         assert drawn == {3, 700}
 
@@ -182,7 +191,7 @@ def test_masked_tokens_are_never_drawn():
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-300])
 def test_a_very_cold_draw_is_greedy(temperature: float):
     logits = logits_of(1, 1, spread=30)
-    assert tokens_of(logits, [Draw(temperature=temperature, top_p=0.9)], [0]) == [int(logits.argmax())]
+    assert tokens_of(logits, [TokenDraw(temperature=temperature, top_p=0.9)], [0]) == [int(logits.argmax())]
 
 
 def test_noise_is_splitmix64():

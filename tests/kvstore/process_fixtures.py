@@ -20,7 +20,17 @@ from typing import TypeVar
 from baton.config import Bytes, ClusterConfig, Config, StoreConfig, dump
 from baton.errors import StoreError, StoreGone
 from baton.messages import Peer
-from baton.store_protocol import Attach, Holding, Reserve, Reserved, Seal, Sealed, StoreCall, StoreHeartbeat, StoreReply
+from baton.store_protocol import (
+    Attach,
+    LeaseHeartbeat,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    StoreCall,
+    StoreHeartbeat,
+    StoreReply,
+)
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
 from tests import cluster_keys
@@ -124,7 +134,7 @@ class TestClient:
         """What has come in, after a heartbeat if one is due. Raises StoreGone."""
         if time.monotonic() >= self._beat:
             self._beat = time.monotonic() + HEARTBEAT
-            self.store.call(Holding(tuple(self.tickets)))
+            self.store.call(LeaseHeartbeat(tuple(self.tickets)))
         select.select([self.store.fileno()], [], [], 0.02)
         replies = self.store.receive()
         self.store.tick(time.monotonic())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from baton.config import Bytes, StoreConfig
 from baton.messages import Namespace, Peer
-from baton.store_protocol import Attach, Attached, Forget, Reserve, Reserved, Seal, Sealed, StoreCall, StoreReply
-from kvstore.events.changes import Change
-from kvstore.server.events import Command, Connected, Event, Heard, Send
+from baton.store_protocol import Attach, Attached, EndLease, Reserve, Reserved, Seal, Sealed, StoreCall, StoreReply
+from kvstore.events.changes import CacheChange
+from kvstore.server.events import CallReceived, Connected, SendReply, StoreCommand, StoreEvent
 from kvstore.server.state import StoreState
 from tests.kvstore.chains import key, keys, parent
 from tests.support.fake_disk import FakeDisk
@@ -33,7 +33,7 @@ class Rig:
         self.now = 0.0
         self._connections = 0
 
-    def do(self, event: Event) -> list[Command]:
+    def do(self, event: StoreEvent) -> list[StoreCommand]:
         commands = self.state.handle(event, self.now)
         self.state.validate()
         return commands
@@ -56,7 +56,7 @@ class Rig:
 
     def tell(self, connection: int, call: StoreCall) -> dict[int, list[StoreReply]]:
         """What anybody hears at once, by connection."""
-        return replies(self.do(Heard(connection, call)))
+        return replies(self.do(CallReceived(connection, call)))
 
     def write(self, connection: int, ticket: int, chain: str, start: int = 0, hold: bool = False) -> None:
         """Reserve and seal the pages of a chain, and forget the ticket unless it is to hold them."""
@@ -65,20 +65,20 @@ class Rig:
         count = len(chain) - start
         assert Sealed(ticket, 0, count) in self.say(connection, Seal(ticket, 0, tuple(range(count)), hold))
         if not hold:
-            self.say(connection, Forget(ticket))
+            self.say(connection, EndLease(ticket))
 
     def has(self, chain: str) -> bool:
         """Whether the last page of a chain can be found."""
         return any(run.keys.endswith(key(chain)) or key(chain) in run.keys for run in self.state.snapshot())
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[CacheChange]:
         """Of the arena."""
         return [change for medium, changes in self.state.drain_events() for change in changes if medium == "CPU"]
 
 
-def replies(commands: list[Command]) -> dict[int, list[StoreReply]]:
+def replies(commands: list[StoreCommand]) -> dict[int, list[StoreReply]]:
     heard: dict[int, list[StoreReply]] = {}
     for command in commands:
-        if isinstance(command, Send):
+        if isinstance(command, SendReply):
             heard.setdefault(command.connection, []).append(command.reply)
     return heard

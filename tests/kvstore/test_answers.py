@@ -6,28 +6,28 @@ from collections import Counter
 
 import pytest
 
-from kvstore.events.changes import Cleared
-from kvstore.events.replay import FOLLOWERS, PATIENCE, PER_TURN, Answers, End, Item, Part
-from kvstore.events.wire_format import EncodedBatch, EventLog
+from kvstore.events.changes import PagesCleared
+from kvstore.events.replay import FOLLOWERS, PATIENCE, PER_TURN, EncodedSnapshotPart, ReplayEnd, ReplayItem, ReplayQueue
+from kvstore.events.wire_format import EncodedKvEventBatch, KvEventLog
 
 
 class Followers:
     """Takes what is sent, and knows what each follower got."""
 
     def __init__(self, batches: int = 100, keep: int = 10_000) -> None:
-        self.log = EventLog("i", "m", 0.0, keep=keep)
+        self.log = KvEventLog("i", "m", 0.0, keep=keep)
         self.publish(batches)
-        self.answers = Answers(self.log)
-        self.got: dict[bytes, list[Item]] = {}
+        self.answers = ReplayQueue(self.log)
+        self.got: dict[bytes, list[ReplayItem]] = {}
         self.full: set[bytes] = set()
         self.gone: set[bytes] = set()
         self.now = 0.0
 
     def publish(self, batches: int) -> None:
         for _ in range(batches):
-            self.log.append([("CPU", [Cleared()])], 16, 0.0)
+            self.log.append([("CPU", [PagesCleared()])], 16, 0.0)
 
-    def send(self, follower: bytes, item: Item) -> bool | None:
+    def send(self, follower: bytes, item: ReplayItem) -> bool | None:
         if follower in self.gone:
             return None
         if follower in self.full:
@@ -41,9 +41,9 @@ class Followers:
     def sequences(self, follower: bytes) -> list[int]:
         """Of the batches that a follower got; -1 is the end of a replay."""
         return [
-            item.sequence if isinstance(item, EncodedBatch) else -1
+            item.sequence if isinstance(item, EncodedKvEventBatch) else -1
             for item in self.got[follower]
-            if not isinstance(item, Part)
+            if not isinstance(item, EncodedSnapshotPart)
         ]
 
 
@@ -114,9 +114,9 @@ def test_a_snapshot_is_sent_to_each_that_waits_and_a_replay_goes_before_it() -> 
     followers.answers.made((b"1", b"2"), 1.0)
     assert not followers.answers.snapshot_wanted
     followers.turn()
-    assert followers.got[b"a"] == [Part(b"1"), Part(b"2")]
+    assert followers.got[b"a"] == [EncodedSnapshotPart(b"1"), EncodedSnapshotPart(b"2")]
     kinds = [type(item) for item in followers.got[b"b"]]
-    assert kinds == [EncodedBatch, EncodedBatch, End, Part, Part]
+    assert kinds == [EncodedKvEventBatch, EncodedKvEventBatch, ReplayEnd, EncodedSnapshotPart, EncodedSnapshotPart]
     assert not followers.answers
 
 

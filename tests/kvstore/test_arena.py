@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from baton.errors import NotEnoughMemory
-from baton.system_memory import Room, available_memory
+from baton.system_memory import AvailableMemory, available_memory
 from kvstore.arena.memory import Arena
 
 PAGE = 4_096
@@ -58,7 +58,7 @@ def test_its_memory_is_taken_at_once(arena: Arena) -> None:
 
 def test_an_arena_that_does_not_fit_is_refused_with_figures() -> None:
     with pytest.raises(NotEnoughMemory, match=r"1048576 bytes does not fit: memory\.max of x leaves 1000; lower"):
-        Arena.create(MiB, Room(1_000, "memory.max of x"))
+        Arena.create(MiB, AvailableMemory(1_000, "memory.max of x"))
     with pytest.raises(NotEnoughMemory, match="does not fit"):
         Arena.create(2**50)
 
@@ -126,7 +126,7 @@ def machine(root: Path, available_kib: int, cgroup: str) -> tuple[Path, Path]:
 
 def test_the_machine_bounds_where_no_cgroup_does(tmp_path: Path) -> None:
     proc, cgroup = machine(tmp_path, 1_024, "0::/\n")
-    assert available_memory(proc, cgroup) == Room(MiB, f"MemAvailable of {proc}/meminfo")
+    assert available_memory(proc, cgroup) == AvailableMemory(MiB, f"MemAvailable of {proc}/meminfo")
 
 
 def test_a_cgroup_of_version_2_and_its_parents_bound(tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_a_cgroup_of_version_2_and_its_parents_bound(tmp_path: Path) -> None:
     write(cgroup / "pod" / "memory.max", f"{5 * MiB}\n")
     write(cgroup / "pod" / "memory.current", f"{3 * MiB}\n")
     write(cgroup / "pod" / "memory.stat", f"anon 5\ninactive_file {MiB}\n")
-    assert available_memory(proc, cgroup) == Room(3 * MiB, f"memory.max of {cgroup / 'pod'}")
+    assert available_memory(proc, cgroup) == AvailableMemory(3 * MiB, f"memory.max of {cgroup / 'pod'}")
     write(container / "memory.max", f"{MiB}\n")
-    assert available_memory(proc, cgroup) == Room(MiB - 1, f"memory.max of {container}")
+    assert available_memory(proc, cgroup) == AvailableMemory(MiB - 1, f"memory.max of {container}")
 
 
 def test_a_cgroup_of_version_1_bounds(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_cgroup_of_version_1_bounds(tmp_path: Path) -> None:
     job = cgroup / "memory" / "job"
     write(job / "memory.limit_in_bytes", f"{4 * MiB}\n")
     write(job / "memory.usage_in_bytes", f"{5 * MiB}\n")
-    assert available_memory(proc, cgroup) == Room(0, f"memory.limit_in_bytes of {job}")
+    assert available_memory(proc, cgroup) == AvailableMemory(0, f"memory.limit_in_bytes of {job}")
     write(job / "memory.limit_in_bytes", "9223372036854771712\n")
     assert available_memory(proc, cgroup).available == 10 * MiB
 

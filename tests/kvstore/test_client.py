@@ -12,7 +12,7 @@ import pytest
 
 from baton.errors import StoreError, StoreGone
 from baton.messages import MAX_KEYS_PER_CALL, Message, Peer
-from baton.store_protocol import Acquire, Attach, Attached, Refusal, StoreCall, StoreHeartbeat
+from baton.store_protocol import Acquire, Attach, Attached, AttachRefused, StoreCall, StoreHeartbeat
 from baton.unix import UnixListener, UnixSocket
 from kvstore.arena.memory import Arena
 from kvstore.client.connection import StoreClient, store_address
@@ -151,7 +151,7 @@ def test_pages_of_another_size_are_not_used(fake: FakeStore, client: StoreClient
         client.connect()
 
 
-@pytest.mark.parametrize("answer", [StoreHeartbeat(), Refusal("incompatible", "no"), Attached(STORE, 4, PAGE)])
+@pytest.mark.parametrize("answer", [StoreHeartbeat(), AttachRefused("incompatible", "no"), Attached(STORE, 4, PAGE)])
 def test_what_is_no_attachment_is_a_typed_error(fake: FakeStore, client: StoreClient, answer: Message) -> None:
     """The last one comes without a descriptor."""
     with pytest.raises(StoreGone):
@@ -186,7 +186,7 @@ def test_replies_before_the_end_are_not_lost(fake: FakeStore, client: StoreClien
 
 
 def test_a_refusal_is_the_end(fake: FakeStore, client: StoreClient) -> None:
-    attach(fake, client).send(Refusal("malformed_message", "ticket 1 is in use"))
+    attach(fake, client).send(AttachRefused("malformed_message", "ticket 1 is in use"))
     with pytest.raises(StoreGone, match="ticket 1 is in use"):
         client.receive()
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from baton.messages import TierSpeed
-from baton.store_protocol import TierRun
-from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, Loading, SpeedMeter, choose, load_seconds
+from baton.store_protocol import TierPages
+from kvstore.load_or_recompute import (
+    DEFAULT_PREFILL_RATE,
+    DEFAULT_SPEEDS,
+    LoadInProgress,
+    SpeedMeter,
+    choose,
+    load_seconds,
+)
 
 PAGE_BYTES, PAGE_SIZE, RATE = 1_000_000, 16, 1_600.0  # a page is computed in 10 ms
 QUICK = TierSpeed("disk", 0.001, 1e9, measured=True)  # a page in 1 ms
@@ -19,19 +26,19 @@ LATE = TierSpeed("remote", 0.0451, 1e9, measured=True)
     ("runs", "on_device", "pages"),
     [
         ([], 0, 0),
-        ([TierRun(QUICK, 10)], 0, 10),
-        ([TierRun(SLOW, 10)], 0, 0),
-        ([TierRun(QUICK, 10), TierRun(SLOW, 5)], 0, 10),
-        ([TierRun(SLOW, 2), TierRun(QUICK, 10)], 0, 12),  # the second run pays for the first
-        ([TierRun(SLOW, 10), TierRun(QUICK, 2)], 0, 0),
-        ([TierRun(EVEN, 5)], 0, 0),
-        ([TierRun(LATE, 5)], 0, 0),
-        ([TierRun(LATE, 6)], 0, 6),
-        ([TierRun(QUICK, 10)], 9, 0),  # one page is not worth bringing ten
-        ([TierRun(QUICK, 10)], 20, 0),
+        ([TierPages(QUICK, 10)], 0, 10),
+        ([TierPages(SLOW, 10)], 0, 0),
+        ([TierPages(QUICK, 10), TierPages(SLOW, 5)], 0, 10),
+        ([TierPages(SLOW, 2), TierPages(QUICK, 10)], 0, 12),  # the second run pays for the first
+        ([TierPages(SLOW, 10), TierPages(QUICK, 2)], 0, 0),
+        ([TierPages(EVEN, 5)], 0, 0),
+        ([TierPages(LATE, 5)], 0, 0),
+        ([TierPages(LATE, 6)], 0, 6),
+        ([TierPages(QUICK, 10)], 9, 0),  # one page is not worth bringing ten
+        ([TierPages(QUICK, 10)], 20, 0),
     ],
 )
-def test_loads_stop_where_computing_is_as_quick(runs: list[TierRun], on_device: int, pages: int) -> None:
+def test_loads_stop_where_computing_is_as_quick(runs: list[TierPages], on_device: int, pages: int) -> None:
     choice = choose(runs, PAGE_BYTES, PAGE_SIZE, RATE, on_device)
     assert choice.pages == pages
     if not pages:
@@ -41,7 +48,7 @@ def test_loads_stop_where_computing_is_as_quick(runs: list[TierRun], on_device: 
 
 
 def test_before_anything_is_measured_the_defaults_count() -> None:
-    run = TierRun(DEFAULT_SPEEDS["disk"], 10)
+    run = TierPages(DEFAULT_SPEEDS["disk"], 10)
     choice = choose([run], PAGE_BYTES, PAGE_SIZE, 0.0)
     assert choice.load_seconds == load_seconds(run, PAGE_BYTES) == pytest.approx(0.012)
     assert choice.compute_seconds == pytest.approx(10 * PAGE_SIZE / DEFAULT_PREFILL_RATE)
@@ -68,16 +75,16 @@ def test_a_load_that_takes_no_time_at_all_is_measured_too() -> None:
     ("pages", "seconds", "regret"), [(10, 0.02, 0.0), (10, 0.3, 0.2), (5, 0.3, 0.25), (0, 0.3, 0.3)]
 )
 def test_regret_is_the_time_that_computing_would_have_saved(pages: int, seconds: float, regret: float) -> None:
-    runs = [TierRun(QUICK, 10)]
-    loading = Loading(choose(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, began=5.0)
+    runs = [TierPages(QUICK, 10)]
+    loading = LoadInProgress(choose(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, began=5.0)
     loading.end(pages, 5.0 + seconds)
     assert loading.regret == pytest.approx(regret)
     assert loading.predicted == pytest.approx(0.011)
 
 
 def test_a_load_is_of_the_tier_that_it_came_from() -> None:
-    runs = [TierRun(QUICK, 10), TierRun(SLOW, 50)]
-    assert Loading(choose(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, 0.0).tier == "disk"
+    runs = [TierPages(QUICK, 10), TierPages(SLOW, 50)]
+    assert LoadInProgress(choose(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, 0.0).tier == "disk"
 
 
 @pytest.mark.parametrize(
@@ -93,5 +100,5 @@ def test_a_little_of_a_tier_that_was_never_measured_is_loaded_whatever_it_is_sai
     runs: list[TierSpeed], page_size: int, on_device: int, pages: int
 ) -> None:
     runs = [*runs[:-1], TierSpeed(runs[-1].tier, runs[-1].latency, runs[-1].bytes_per_second)]
-    choice = choose([TierRun(speed, 40) for speed in runs], PAGE_BYTES, page_size, RATE * page_size / 16, on_device)
+    choice = choose([TierPages(speed, 40) for speed in runs], PAGE_BYTES, page_size, RATE * page_size / 16, on_device)
     assert choice.pages == pages

@@ -1,4 +1,4 @@
-"""DeviceCache against a naive model: references, contents, room, eviction order, events."""
+"""DeviceBlockManager against a naive model: references, contents, room, eviction order, events."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvstore.client.device_block_manager import DeviceCache
-from kvstore.events.changes import Cleared, Removed, Stored
+from kvstore.client.device_block_manager import DeviceBlockManager
+from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
 from tests.kvstore.chains import CHAINS, key, keys, parent
 
 PAGES = 8
@@ -32,7 +32,7 @@ class DeviceCacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = DeviceCache(PAGES)
+        self.cache = DeviceBlockManager(PAGES)
         self.live: list[Sequence] = []
         self.contents: dict[int, str] = {}
         self.told: dict[bytes, bytes] = {}  # key → parent, as events tell
@@ -127,17 +127,17 @@ class DeviceCacheMachine(RuleBasedStateMachine):
             assert key(self.contents[page]) == name, "a key finds a page with other contents"
         for change in self.cache.drain_events():
             match change:
-                case Stored(parent=above, keys=stored):
+                case PagesStored(parent=above, keys=stored):
                     for name in stored:
                         assert name not in self.told
                         assert above == b"" or above in self.told, "a child is told of before its parent"
                         self.told[name] = above
                         above = name
-                case Removed(keys=removed):
+                case PagesRemoved(keys=removed):
                     for name in removed:
                         del self.told[name]
                         assert name not in self.told.values(), "a parent is told gone before its child"
-                case Cleared():
+                case PagesCleared():
                     raise AssertionError
         assert self.told == {page.key: page.parent for page in self.cache.pages()}
 
@@ -146,8 +146,8 @@ DeviceCacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_
 TestDeviceCache = DeviceCacheMachine.TestCase
 
 
-def filled(chain: str, num_pages: int) -> tuple[DeviceCache, list[int]]:
-    cache = DeviceCache(num_pages)
+def filled(chain: str, num_pages: int) -> tuple[DeviceBlockManager, list[int]]:
+    cache = DeviceBlockManager(num_pages)
     pages = cache.take(keys(chain), len(chain))
     assert pages is not None
     for index, page in enumerate(pages):
@@ -195,7 +195,7 @@ def test_a_child_in_use_protects_its_parent_though_nobody_refers_to_that() -> No
 
 
 def test_an_unknown_parent_keeps_a_page_private() -> None:
-    cache = DeviceCache(2)
+    cache = DeviceBlockManager(2)
     pages = cache.grow(1)
     assert pages is not None
     cache.publish(key("ab"), key("a"), pages[0])
@@ -205,7 +205,7 @@ def test_an_unknown_parent_keeps_a_page_private() -> None:
 
 
 def test_misuse_is_our_own_bug_and_said_so() -> None:
-    cache = DeviceCache(1)
+    cache = DeviceBlockManager(1)
     with pytest.raises(AssertionError):
         cache.free([0])
     with pytest.raises(AssertionError):
@@ -213,7 +213,7 @@ def test_misuse_is_our_own_bug_and_said_so() -> None:
 
 
 def test_what_taking_costs_and_what_is_nobody_elses() -> None:
-    cache = DeviceCache(8)
+    cache = DeviceBlockManager(8)
     first = cache.take(keys("abc"), 4)
     assert first is not None
     for index, name in enumerate(keys("abc")):

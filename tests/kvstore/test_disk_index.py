@@ -23,7 +23,7 @@ from kvstore.disk.interface import DiskEvent, DiskPage, DiskResult, ReadEnded, W
 from kvstore.disk.orders import Deleted, Moved, Open, OpenFailed, PagesRead, Written
 from kvstore.disk.record_format import RecordLayout
 from kvstore.disk.segments import Segment, Segments
-from kvstore.events.changes import Cleared, Removed, Stored
+from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
 from tests.kvstore.chains import CHAINS, key, keys, parent
 from tests.kvstore.disk_fixtures import PaperDisk
 
@@ -71,19 +71,19 @@ class DiskMachine(RuleBasedStateMachine):
                     assert not ended.ok or ended.checksum == hash(ended.key) % 2**64
         for change in self.index.drain_events():
             match change:
-                case Stored(above, stored):
+                case PagesStored(above, stored):
                     for each in stored:
                         assert not above or above in self.told, "stored without what is before it"
                         assert each not in self.told
                         self.told[each] = above
                         above = each
-                case Removed(removed):
+                case PagesRemoved(removed):
                     for each in removed:
                         reading = sum(count for (name, _), count in self.reads.items() if name == each)
                         assert self.spoilt or not reading, "evicted while it is being read"
                         assert each not in self.told.values(), "removed before what is after it"
                         del self.told[each]
-                case Cleared():
+                case PagesCleared():
                     raise AssertionError("there are other tiers than this one")
 
     def hear(self, events: list[DiskEvent]) -> None:

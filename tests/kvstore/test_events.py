@@ -8,21 +8,34 @@ import msgpack
 import pytest
 
 from baton.errors import MalformedMessage
-from kvstore.client.device_block_manager import DeviceCache
-from kvstore.events.changes import Change, ChangeLog, Cleared, Removed, Stored, in_parts, page_runs, snapshot_parts
-from kvstore.events.wire_format import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, decode
+from kvstore.client.device_block_manager import DeviceBlockManager
+from kvstore.events.changes import (
+    CacheChange,
+    ChangeLog,
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+    in_parts,
+    page_runs,
+    snapshot_parts,
+)
+from kvstore.events.wire_format import AllBlocksCleared, BlockRemoved, BlockStored, KvEventLog, decode
 from kvstore.prefix_map.event_tracker import apply_events
 from kvstore.prefix_map.prefix_map import PrefixMap
 from tests.kvstore.chains import key, keys, parent
 
 
-def log() -> EventLog:
-    return EventLog("store-0-abc", "tiny@model", 1.5)
+def log() -> KvEventLog:
+    return KvEventLog("store-0-abc", "tiny@model", 1.5)
 
 
 def test_a_plain_messagepack_reader_sees_vllms_fields() -> None:
-    changes: list[Change] = [Stored(b"", tuple(keys("ab"))), Stored(key("ab"), (key("abc"),)), Removed((key("abc"),))]
-    batch = log().append([("CPU", [*changes, Cleared()])], 16, 1700000000.25)
+    changes: list[CacheChange] = [
+        PagesStored(b"", tuple(keys("ab"))),
+        PagesStored(key("ab"), (key("abc"),)),
+        PagesRemoved((key("abc"),)),
+    ]
+    batch = log().append([("CPU", [*changes, PagesCleared()])], 16, 1700000000.25)
     assert batch.topic == b"kv@store-0-abc@tiny@model"
     assert batch.sequence == 1
     stored = {
@@ -56,7 +69,9 @@ def test_a_new_log_begins_by_saying_that_nothing_is_held() -> None:
 
 
 def test_what_is_written_is_read_back() -> None:
-    batch = log().append([("DISK", [Stored(key("a"), (key("ab"),)), Removed((key("ab"),)), Cleared()])], 16, 2.0)
+    batch = log().append(
+        [("DISK", [PagesStored(key("a"), (key("ab"),)), PagesRemoved((key("ab"),)), PagesCleared()])], 16, 2.0
+    )
     read = decode(batch.topic, batch.sequence, batch.payload)
     assert read.holder == "store-0-abc"
     assert read.sequence == 1
@@ -68,9 +83,9 @@ def test_what_is_written_is_read_back() -> None:
 
 
 def test_the_log_keeps_the_last_batches() -> None:
-    events = EventLog("i", "m", 0.0, keep=3)
+    events = KvEventLog("i", "m", 0.0, keep=3)
     for _ in range(5):
-        events.append([("CPU", [Cleared()])], 16, 0.0)
+        events.append([("CPU", [PagesCleared()])], 16, 0.0)
     assert events.first == 3
     assert [events.batch(sequence).sequence for sequence in (3, 4, 5)] == [3, 4, 5]
     with pytest.raises(KeyError):
@@ -119,15 +134,15 @@ def test_neighbouring_changes_are_joined_and_never_reordered() -> None:
     changes.removed(key("ab"))
     changes.stored(key("ab"), key("a"))
     assert changes.drain() == [
-        Stored(b"", tuple(keys("abc"))),
-        Stored(b"", (key("x"),)),
-        Removed((key("abc"), key("ab"))),
-        Stored(key("a"), (key("ab"),)),
+        PagesStored(b"", tuple(keys("abc"))),
+        PagesStored(b"", (key("x"),)),
+        PagesRemoved((key("abc"), key("ab"))),
+        PagesStored(key("a"), (key("ab"),)),
     ]
     assert changes.drain() == []
     changes.stored(key("a"), b"")
     changes.cleared()
-    assert changes.drain() == [Cleared()]
+    assert changes.drain() == [PagesCleared()]
 
 
 def test_snapshots_come_in_bounded_parts() -> None:
@@ -147,13 +162,13 @@ def test_snapshots_come_in_bounded_parts() -> None:
 
 def test_tokens_are_told_with_their_pages_only_where_that_is_asked_for() -> None:
     for tell, told in ((True, (1, 2, 3, 4, 5, 6)), (False, ())):
-        cache = DeviceCache(4, tell_tokens=tell)
+        cache = DeviceBlockManager(4, tell_tokens=tell)
         pages = cache.take(keys("abc"), 3)
         assert pages is not None
         for place, tokens in enumerate([(1, 2), (3, 4), (5, 6)]):
             cache.publish(key("abc"[: place + 1]), parent("abc", place), pages[place], tokens)
         changes = cache.drain_events()
-        assert changes == [Stored(b"", tuple(keys("abc")), told)]
+        assert changes == [PagesStored(b"", tuple(keys("abc")), told)]
         batch = log().append([("GPU", changes)], 2, 0.0)
         (event,) = msgpack.unpackb(batch.payload)[1]
         assert event["token_ids"] == list(told)
@@ -162,7 +177,7 @@ def test_tokens_are_told_with_their_pages_only_where_that_is_asked_for() -> None
 
 def test_tokens_stay_with_their_pages_when_a_change_is_cut() -> None:
     chain = [number.to_bytes(16, "big") for number in range(20_000)]
-    whole = Stored(b"", tuple(chain), tuple(range(40_000)))
+    whole = PagesStored(b"", tuple(chain), tuple(range(40_000)))
     parts = [change for part in in_parts([("GPU", [whole])]) for _, changes in part for change in changes]
     assert len(parts) > 2
     assert [key for change in parts for key in change.keys] == chain

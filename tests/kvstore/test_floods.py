@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.service import Store
+from kvstore.service import StoreService
 from tests.kvstore.process_fixtures import NODE, PATIENCE, ROOT, StoreProcess, TestClient, config_of, eventually
 
 PER_TURN = 16
@@ -22,13 +22,13 @@ CONNECTIONS = 100  # below the backlog of 128
 
 
 @pytest.fixture
-def store() -> Iterator[Store]:
-    with Store(config_of(f"test-{os.getpid()}-{secrets.token_hex(4)}", 8), "store-0", NODE, ()) as store:
+def store() -> Iterator[StoreService]:
+    with StoreService(config_of(f"test-{os.getpid()}-{secrets.token_hex(4)}", 8), "store-0", NODE, ()) as store:
         yield store
 
 
 @pytest.fixture
-def flood(store: Store) -> Iterator[list[socket.socket]]:
+def flood(store: StoreService) -> Iterator[list[socket.socket]]:
     """Connections that wait to be accepted."""
     sockets: list[socket.socket] = []
     for _ in range(CONNECTIONS):
@@ -40,7 +40,7 @@ def flood(store: Store) -> Iterator[list[socket.socket]]:
         connection.close()
 
 
-def test_a_turn_accepts_a_bounded_number_of_connections(store: Store, flood: list[socket.socket]) -> None:
+def test_a_turn_accepts_a_bounded_number_of_connections(store: StoreService, flood: list[socket.socket]) -> None:
     counts = [0]
     while counts[-1] < CONNECTIONS:
         store.turn()
@@ -49,7 +49,7 @@ def test_a_turn_accepts_a_bounded_number_of_connections(store: Store, flood: lis
 
 
 def test_connections_of_other_users_are_counted_and_rarely_logged(
-    store: Store, flood: list[socket.socket], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: StoreService, flood: list[socket.socket], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
@@ -93,13 +93,13 @@ def cpu_seconds(pid: int) -> float:
 
 ABOVE_SELECT = f"""
 import os, resource, socket
-from kvstore.service import Store
+from kvstore.service import StoreService
 from baton.wire import use_keys
 from tests.cluster_keys import KEYS
-from tests.kvstore.process_fixtures import NODE, config_of
+from tests.kvstore.process_fixtures import NODE, PATIENCE, ROOT, StoreProcess, TestClient, config_of, eventually
 use_keys(KEYS)
 resource.setrlimit(resource.RLIMIT_NOFILE, (4_096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-with Store(config_of("test-above-select-%d" % os.getpid(), 8), "store-0", NODE, ()) as store:
+with StoreService(config_of("test-above-select-%d" % os.getpid(), 8), "store-0", NODE, ()) as store:
     filler = [os.open("/dev/null", os.O_RDONLY) for _ in range(1_100)]
     assert filler[-1] > 1_024
     clients = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]

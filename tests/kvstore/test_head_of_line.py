@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.store_protocol import Forget, Holding, NotReserved, Reserve, StoreReply
+from baton.store_protocol import EndLease, LeaseHeartbeat, NotReserved, Reserve, StoreReply
 from kvstore.server.events import Disconnected
 from tests.kvstore.chains import keys
 from tests.kvstore.store_fixtures import Rig
@@ -33,13 +33,13 @@ def test_while_a_prompt_waits_others_get_no_slots_and_give_back_what_they_hold()
     assert refused(reserve(rig, second, 20, "c", 8)) == "behind", "there would be a slot"
     assert not isinstance(reserve(rig, second, 21, "z", 8), NotReserved), "what is sealed already needs none"
     assert not isinstance(reserve(rig, second, 22, "d", 0), NotReserved), "a write-through holds nothing"
-    rig.say(second, Forget(22))
-    rig.say(second, Forget(21))
-    rig.say(holder, Forget(1))
+    rig.say(second, EndLease(22))
+    rig.say(second, EndLease(21))
+    rig.say(holder, EndLease(1))
     assert not isinstance(reserve(rig, first, 11, "ab", 9), NotReserved)
     assert not isinstance(reserve(rig, second, 23, "c", 8), NotReserved), "the head waits no longer"
     assert refused(reserve(rig, second, 24, "efg", 7)) == "behind", "it is the head still"
-    rig.say(first, Forget(9))
+    rig.say(first, EndLease(9))
     assert refused(reserve(rig, second, 25, "efg", 7)) == "full", "now another prompt is"
 
 
@@ -48,9 +48,9 @@ def test_the_place_is_free_when_its_worker_forgets_it_or_does_not_list_it_or_is_
         rig, _, first, second = busy()
         match ending:
             case "forgotten":
-                rig.say(first, Forget(9))
+                rig.say(first, EndLease(9))
             case "not listed":
-                rig.say(first, Holding((10,)))
+                rig.say(first, LeaseHeartbeat((10,)))
             case _:
                 rig.do(Disconnected(first))
         assert not isinstance(reserve(rig, second, 20, "c", 8), NotReserved), ending
@@ -58,7 +58,7 @@ def test_the_place_is_free_when_its_worker_forgets_it_or_does_not_list_it_or_is_
 
 def test_a_listed_place_stays_as_long_as_its_prompt_asks_again() -> None:
     rig, _, first, second = busy()
-    rig.say(first, Holding((9,)))
+    rig.say(first, LeaseHeartbeat((9,)))
     for _ in range(3):
         rig.now += 2.0
         assert refused(reserve(rig, second, 20, "c", 8)) == "behind"

@@ -6,44 +6,53 @@ import itertools
 
 import pytest
 
-from baton.messages import Source
-from baton.peer_protocol import Credit, Doubt, Gone, PageRequest, Serving, Unwant, Want, Wanting
-from kvstore.arena.host_page_pool import PageTable, Reservation
+from baton.messages import PageSource
+from baton.peer_protocol import (
+    CancelFetch,
+    ChecksumMismatch,
+    FetchCredit,
+    FetchHeartbeat,
+    FetchPages,
+    FetchStatus,
+    FetchUnavailable,
+    PageRequest,
+)
+from kvstore.arena.host_page_pool import HostPagePool, SlotReservation
 from kvstore.disk.interface import DiskPage, ReadEnded
-from kvstore.server.inbound_transfers import Loads, Outcome, links
-from kvstore.transport.interface import Ask, Expect, Landed, Retract
+from kvstore.server.inbound_transfers import InboundResult, InboundTransfers, links
+from kvstore.transport.interface import AskPeer, ExpectPages, PagesLanded, RetractFetch
 from tests.kvstore.chains import key, keys
 from tests.support.fake_disk import FakeDisk, Finished, Read, Write
 
-NEAR, FAR = Source("near", "inproc", 9), Source("far", "inproc", 9)
+NEAR, FAR = PageSource("near", "inproc", 9), PageSource("far", "inproc", 9)
 
 
 class Bench:
     """Loads over an arena and a disk, two pages of a fetch on their way at once."""
 
     def __init__(self, slots: int = 8, share: float = 1.0) -> None:
-        self.pages = PageTable(slots)
+        self.pages = HostPagePool(slots)
         self.disk = FakeDisk()
-        self.loads = Loads(self.pages, self.disk, 100, share, 0.25, 3.0, itertools.count(1))
+        self.loads = InboundTransfers(self.pages, self.disk, 100, share, 0.25, 3.0, itertools.count(1))
         self.loads._window = 2
         self.now = 0.0
 
-    def fetch(self, word: str, *sources: Source, wait: bool = False) -> Outcome:
+    def fetch(self, word: str, *sources: PageSource, wait: bool = False) -> InboundResult:
         return self.loads.fetch(sources, links(keys(word), b""), wait, self.now)
 
-    def land(self, fetch: int, *indices: int, damaged: tuple[int, ...] = ()) -> Outcome:
-        outcome = self.loads.landed(Landed(fetch, tuple((index, index) for index in indices), damaged), self.now)
+    def land(self, fetch: int, *indices: int, damaged: tuple[int, ...] = ()) -> InboundResult:
+        outcome = self.loads.landed(PagesLanded(fetch, tuple((index, index) for index in indices), damaged), self.now)
         for page in outcome.landed:
             self.pages.unhold(page)
         self.loads.validate()
         self.pages.validate()
         return outcome
 
-    def beat(self) -> Outcome:
+    def beat(self) -> InboundResult:
         self.now += 0.3
         return self.loads.tick(self.now, 0.0)
 
-    def hear(self, store: str, reply: Gone | Serving) -> Outcome:
+    def hear(self, store: str, reply: FetchUnavailable | FetchStatus) -> InboundResult:
         outcome = self.loads.answered(store, reply, self.now)
         self.loads.validate()
         return outcome
@@ -60,7 +69,7 @@ class Bench:
         made = self.pages.reserve("worker", b"", keys(word))
         assert isinstance(made, list)
         for each in made:
-            if isinstance(each, Reservation):
+            if isinstance(each, SlotReservation):
                 self.pages.seal(each, 1, hold=False)
             else:
                 self.pages.unhold(each)
@@ -69,7 +78,7 @@ class Bench:
         outcome = self.loads.read(links(keys(word), b""), self.now)
         return [order for order in outcome.orders if isinstance(order, Read)]
 
-    def have_read(self, order: Read, ok: bool = True) -> Outcome:
+    def have_read(self, order: Read, ok: bool = True) -> InboundResult:
         outcome = self.loads.read_ended(ReadEnded(order.key, order.slot, 7, ok), self.now)
         for page in outcome.landed:
             self.pages.unhold(page)
@@ -77,27 +86,27 @@ class Bench:
         return outcome
 
 
-def asked(outcome: Outcome, store: str = "near") -> list[PageRequest]:
+def asked(outcome: InboundResult, store: str = "near") -> list[PageRequest]:
     """What that store is told."""
-    return [order.request for order in outcome.orders if isinstance(order, Ask) and order.source.store == store]
+    return [order.request for order in outcome.orders if isinstance(order, AskPeer) and order.source.store == store]
 
 
-def expected(outcome: Outcome) -> list[int]:
+def expected(outcome: InboundResult) -> list[int]:
     """Indices that may land from now on."""
-    return [index for order in outcome.orders if isinstance(order, Expect) for index, _ in order.slots]
+    return [index for order in outcome.orders if isinstance(order, ExpectPages) for index, _ in order.slots]
 
 
 def test_pages_are_wanted_as_there_is_room_and_each_once() -> None:
     bench = Bench()
     began = bench.fetch("abcd", NEAR)
     assert expected(began) == [0, 1]
-    assert asked(began) == [Want(1, 100, b"".join(keys("abcd")), False, 2)]
+    assert asked(began) == [FetchPages(1, 100, b"".join(keys("abcd")), False, 2)]
     assert bench.fetch("abcd", FAR).orders == []
     half = bench.land(1, 0, 1)
-    assert (expected(half), asked(half)) == ([2, 3], [Credit(1, 4)])
+    assert (expected(half), asked(half)) == ([2, 3], [FetchCredit(1, 4)])
     over = bench.land(1, 2, 3)
     assert [page.key for page in over.landed] == keys("abcd")[2:]
-    assert over.orders == [Retract(1), Ask(NEAR, Unwant(1))]
+    assert over.orders == [RetractFetch(1), AskPeer(NEAR, CancelFetch(1))]
     bench.loads.retracted(1, bench.now)
     assert bench.loads.idle
 
@@ -105,7 +114,7 @@ def test_pages_are_wanted_as_there_is_room_and_each_once() -> None:
 def test_slots_of_a_fetch_that_ended_are_free_when_the_transport_lets_go() -> None:
     bench = Bench(slots=2)
     bench.fetch("ab", NEAR)
-    assert bench.hear("near", Gone(1, 0)).failed == keys("ab")
+    assert bench.hear("near", FetchUnavailable(1, 0)).failed == keys("ab")
     assert bench.pages.free == 0
     assert bench.pages.find(key("a")) is None
     bench.loads.retracted(1, bench.now)
@@ -116,20 +125,20 @@ def test_the_next_source_is_asked_for_what_has_not_come() -> None:
     bench = Bench()
     bench.fetch("abc", NEAR, FAR)
     bench.land(1, 0)
-    again = bench.hear("near", Gone(1, 1))
-    assert asked(again) == [Unwant(1)]
-    assert asked(again, "far") == [Want(2, 100, b"".join(keys("abc")[1:]), False, 2)]
-    assert bench.hear("near", Gone(1, 1)).orders == [], "it was said before"
-    assert bench.hear("near", Gone(2, 0)).orders == [], "that one was not asked"
-    assert bench.hear("far", Gone(2, 0)).failed == keys("abc")[1:]
+    again = bench.hear("near", FetchUnavailable(1, 1))
+    assert asked(again) == [CancelFetch(1)]
+    assert asked(again, "far") == [FetchPages(2, 100, b"".join(keys("abc")[1:]), False, 2)]
+    assert bench.hear("near", FetchUnavailable(1, 1)).orders == [], "it was said before"
+    assert bench.hear("near", FetchUnavailable(2, 0)).orders == [], "that one was not asked"
+    assert bench.hear("far", FetchUnavailable(2, 0)).failed == keys("abc")[1:]
 
 
 def test_the_first_pages_come_from_who_has_them_and_the_others_from_the_next() -> None:
     bench = Bench()
     bench.fetch("abc", NEAR, FAR)
-    said = bench.hear("near", Gone(1, 1))
-    assert (asked(said), asked(said, "far")) == ([], [Want(2, 100, b"".join(keys("abc")[1:]), False, 2)])
-    assert bench.hear("near", Gone(1, 1)).orders == [], "it was said before"
+    said = bench.hear("near", FetchUnavailable(1, 1))
+    assert (asked(said), asked(said, "far")) == ([], [FetchPages(2, 100, b"".join(keys("abc")[1:]), False, 2)])
+    assert bench.hear("near", FetchUnavailable(1, 1)).orders == [], "it was said before"
     assert [page.key for page in bench.land(1, 0).landed] == [key("a")]
     assert [page.key for page in bench.land(2, 0, 1).landed] == keys("abc")[1:]
     for fetch in (1, 2):
@@ -141,8 +150,8 @@ def test_the_first_pages_come_from_who_has_them_and_the_others_from_the_next() -
 def test_pages_that_the_only_source_lacks_fail_and_those_before_them_come() -> None:
     bench = Bench()
     bench.fetch("abc", NEAR)
-    assert bench.hear("near", Gone(1, 2)).failed == [key("abc")]
-    assert bench.hear("near", Gone(1, 1)).failed == [key("ab")]
+    assert bench.hear("near", FetchUnavailable(1, 2)).failed == [key("abc")]
+    assert bench.hear("near", FetchUnavailable(1, 1)).failed == [key("ab")]
     assert [page.key for page in bench.land(1, 0).landed] == [key("a")]
     bench.loads.retracted(1, bench.now)
     assert bench.pages.free == 7
@@ -151,7 +160,7 @@ def test_pages_that_the_only_source_lacks_fail_and_those_before_them_come() -> N
 def test_a_hand_off_that_no_source_has_is_gone_not_failed() -> None:
     bench = Bench()
     bench.fetch("ab", NEAR, wait=True)
-    outcome = bench.hear("near", Gone(1, 0))
+    outcome = bench.hear("near", FetchUnavailable(1, 0))
     assert (outcome.gone, outcome.failed) == (keys("ab"), [])
 
 
@@ -173,11 +182,14 @@ def test_a_hand_off_shows_that_a_link_is_fast_and_never_that_it_is_slow() -> Non
 def test_who_sent_more_than_came_is_asked_again() -> None:
     bench = Bench()
     bench.fetch("ab", NEAR)
-    assert Wanting(1, (1,)) in asked(bench.beat())
-    assert bench.hear("near", Serving(1, ((1, 0),))).orders == []
+    assert FetchHeartbeat(1, (1,)) in asked(bench.beat())
+    assert bench.hear("near", FetchStatus(1, ((1, 0),))).orders == []
     bench.land(1, 0)
-    assert bench.hear("near", Serving(2, ((1, 1),))).orders == []
-    assert asked(bench.hear("near", Serving(3, ((1, 2),)))) == [Unwant(1), Want(2, 100, key("ab"), False, 1)]
+    assert bench.hear("near", FetchStatus(2, ((1, 1),))).orders == []
+    assert asked(bench.hear("near", FetchStatus(3, ((1, 2),)))) == [
+        CancelFetch(1),
+        FetchPages(2, 100, key("ab"), False, 1),
+    ]
     assert bench.loads.stats().lost == 1
 
 
@@ -185,9 +197,9 @@ def test_who_knows_nothing_of_a_fetch_that_was_listed_is_asked_again() -> None:
     bench = Bench()
     bench.beat()
     bench.fetch("ab", NEAR)
-    assert bench.hear("near", Serving(0, ())).orders == [], "it could not know yet"
+    assert bench.hear("near", FetchStatus(0, ())).orders == [], "it could not know yet"
     bench.beat()
-    assert isinstance(asked(bench.hear("near", Serving(1, ())))[-1], Want)
+    assert isinstance(asked(bench.hear("near", FetchStatus(1, ())))[-1], FetchPages)
 
 
 def test_a_page_that_somebody_makes_here_meanwhile_hides_no_loss() -> None:
@@ -196,8 +208,8 @@ def test_a_page_that_somebody_makes_here_meanwhile_hides_no_loss() -> None:
     bench.seal("abc")
     bench.land(1, 0, 1)  # of the next two pages one is here already
     assert bench.loads._fetches[1].slots.keys() == {3}
-    assert bench.hear("near", Serving(0, ((1, 3),))).orders == [], "one of the three has come in vain, perhaps"
-    assert isinstance(asked(bench.hear("near", Serving(1, ((1, 3),))))[-1], Want), "it will not come any more"
+    assert bench.hear("near", FetchStatus(0, ((1, 3),))).orders == [], "one of the three has come in vain, perhaps"
+    assert isinstance(asked(bench.hear("near", FetchStatus(1, ((1, 3),))))[-1], FetchPages), "it will not come any more"
 
 
 def test_a_fetch_ends_when_the_rest_is_made_here() -> None:
@@ -208,24 +220,26 @@ def test_a_fetch_ends_when_the_rest_is_made_here() -> None:
     assert bench.loads._fetches[1].credit == 2, "no slot is left"
     assert isinstance(held, list)
     for each in reversed(held):
-        assert isinstance(each, Reservation)
+        assert isinstance(each, SlotReservation)
         bench.pages.abort(each)
     bench.seal("abcd")
-    assert Retract(1) in bench.beat().orders
+    assert RetractFetch(1) in bench.beat().orders
 
 
 def test_heartbeats_say_again_what_may_have_been_lost() -> None:
     bench = Bench()
     bench.fetch("abcd", NEAR)
     bench.land(1, 0, 1)
-    assert asked(bench.beat()) == [Credit(1, 4), Wanting(1, (1,))]
+    assert asked(bench.beat()) == [FetchCredit(1, 4), FetchHeartbeat(1, (1,))]
 
 
 def test_two_sources_at_one_store_are_one_store() -> None:
     bench = Bench()
     bench.fetch("ab", NEAR)
-    bench.fetch("cd", Source("near", "inproc", 2))
-    assert [request for request in asked(bench.beat()) if isinstance(request, Wanting)] == [Wanting(1, (1, 2))]
+    bench.fetch("cd", PageSource("near", "inproc", 2))
+    assert [request for request in asked(bench.beat()) if isinstance(request, FetchHeartbeat)] == [
+        FetchHeartbeat(1, (1, 2))
+    ]
 
 
 def test_a_silent_source_is_given_up_unless_we_were_asleep() -> None:
@@ -236,28 +250,28 @@ def test_a_silent_source_is_given_up_unless_we_were_asleep() -> None:
     assert bench.loads.stats().fetches == 1
     bench.now = 6.2
     outcome = bench.loads.tick(bench.now, 0.0)
-    assert asked(outcome) == [Unwant(1)]
-    assert isinstance(asked(outcome, "far")[0], Want)
+    assert asked(outcome) == [CancelFetch(1)]
+    assert isinstance(asked(outcome, "far")[0], FetchPages)
 
 
 def test_a_page_that_comes_damaged_four_times_is_asked_of_another() -> None:
     bench = Bench()
     bench.fetch("a", NEAR, FAR)
     for _ in range(3):
-        assert asked(bench.land(1, damaged=(0,))) == [Doubt(1, 0)]
+        assert asked(bench.land(1, damaged=(0,))) == [ChecksumMismatch(1, 0)]
     last = bench.land(1, damaged=(0,))
-    assert (asked(last), bench.loads.stats().damaged) == ([Unwant(1)], 4)
-    assert isinstance(asked(last, "far")[0], Want)
+    assert (asked(last), bench.loads.stats().damaged) == ([CancelFetch(1)], 4)
+    assert isinstance(asked(last, "far")[0], FetchPages)
 
 
 def test_a_doubt_that_is_not_answered_is_not_waited_for() -> None:
     bench = Bench()
     bench.fetch("a", NEAR)
     bench.land(1, damaged=(0,))
-    assert not [request for request in asked(bench.beat()) if isinstance(request, Want)]
-    bench.hear("near", Serving(1, ((1, 1),)))
-    assert not [request for request in asked(bench.beat()) if isinstance(request, Want)]
-    assert [request.fetch for request in asked(bench.beat()) if isinstance(request, Want)] == [2]
+    assert not [request for request in asked(bench.beat()) if isinstance(request, FetchPages)]
+    bench.hear("near", FetchStatus(1, ((1, 1),)))
+    assert not [request for request in asked(bench.beat()) if isinstance(request, FetchPages)]
+    assert [request.fetch for request in asked(bench.beat()) if isinstance(request, FetchPages)] == [2]
 
 
 def test_reads_beyond_the_share_come_after_the_others() -> None:
@@ -277,7 +291,7 @@ def test_what_hangs_from_a_failed_read_is_told_of_apart() -> None:
     child = bench.pages.reserve("worker", key("a"), [key("ax")])
     assert isinstance(parent, list)
     assert isinstance(child, list)
-    assert isinstance(parent[0], Reservation)
+    assert isinstance(parent[0], SlotReservation)
     bench.pages.abort(parent[0])
     outcome = bench.have_read(order, ok=False)
     assert (outcome.failed, outcome.unmade) == ([key("a")], [key("ax")])
@@ -289,6 +303,6 @@ def test_what_no_worker_wants_is_not_brought() -> None:
     bench.read("abcd")
     bench.fetch("xy", NEAR)
     outcome = bench.loads.prune(lambda name: name == key("abc"), lambda name: False, lambda name, store: True, 0.0)
-    assert asked(outcome) == [Unwant(1)]
+    assert asked(outcome) == [CancelFetch(1)]
     assert [name for name, _ in bench.loads._queued] == [key("abc")], "another store awaits it"
     bench.loads.validate()

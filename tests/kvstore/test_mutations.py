@@ -13,18 +13,18 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 from msgspec.structs import replace
 
-from baton.peer_protocol import Credit
+from baton.peer_protocol import FetchCredit
 from kvstore.arena.eviction import LeafFirstLru
-from kvstore.arena.host_page_pool import Page, PageTable, Reservation
+from kvstore.arena.host_page_pool import HostPage, HostPagePool, SlotReservation
 from kvstore.disk.interface import WriteEnded
-from kvstore.server.events import Command
-from kvstore.server.inbound_transfers import Fetch, Loads, Outcome
-from kvstore.server.leases import Process, Ticket, WaitingRoom
-from kvstore.server.outbound_transfers import PeerFetch, Server
-from kvstore.server.pins import Pins
+from kvstore.server.events import StoreCommand
+from kvstore.server.inbound_transfers import InboundResult, InboundTransfers, RemoteFetch
+from kvstore.server.leases import ClientProcess, Lease, PageWaiters
+from kvstore.server.outbound_transfers import OutboundTransfers, PeerFetch
+from kvstore.server.pins import PinnedPrefixes
 from kvstore.server.state import StoreState
-from kvstore.server.tier_manager import TieredPages, Turn
-from kvstore.transport.interface import Ask, Landed, Serve
+from kvstore.server.tier_manager import TierManager, TierResult
+from kvstore.transport.interface import AskPeer, PagesLanded, SendPages
 from tests.kvstore.test_tiers_machine import TiersMachine
 from tests.support.fake_disk import FakeDisk, Finished, Write
 from tests.wait_for import WaitCycle
@@ -59,7 +59,7 @@ def machine(rules: Sequence[str]) -> type[TiersMachine]:
 def a_page_is_sealed_when_it_is_reserved(patch: Patch) -> None:
     reserve = StoreState._reserve
 
-    def sealing(self: StoreState, process: Process, call: Any, now: float) -> list[Command]:
+    def sealing(self: StoreState, process: ClientProcess, call: Any, now: float) -> list[StoreCommand]:
         commands = reserve(self, process, call, now)
         ticket = process.tickets.get(call.ticket)
         for index, reservation in list((ticket.reservations if ticket else {}).items()):
@@ -73,61 +73,61 @@ def a_page_is_sealed_when_it_is_reserved(patch: Patch) -> None:
 
 @mutation("reserve", "seal")
 def the_second_seal_wins(patch: Patch) -> None:
-    seal = PageTable.seal
+    seal = HostPagePool.seal
 
-    def overwrite(self: PageTable, reservation: Reservation, checksum: int, hold: bool) -> Page | None:
+    def overwrite(self: HostPagePool, reservation: SlotReservation, checksum: int, hold: bool) -> HostPage | None:
         page = seal(self, reservation, checksum, hold)
         if page is not None:
             page.checksum = checksum
         return page
 
-    patch.setattr(PageTable, "seal", overwrite)
+    patch.setattr(HostPagePool, "seal", overwrite)
 
 
 @mutation("interrupted")
 def damaged_pages_are_landed(patch: Patch) -> None:
-    landed = Loads.landed
+    landed = InboundTransfers.landed
 
-    def trusting(self: Loads, event: Landed, now: float) -> Outcome:
+    def trusting(self: InboundTransfers, event: PagesLanded, now: float) -> InboundResult:
         pages = (*event.pages, *((index, 0) for index in event.damaged))
-        return landed(self, Landed(event.fetch, pages), now)
+        return landed(self, PagesLanded(event.fetch, pages), now)
 
-    patch.setattr(Loads, "landed", trusting)
+    patch.setattr(InboundTransfers, "landed", trusting)
 
 
 @mutation("interrupted")
 def a_doubt_is_answered_without_checking(patch: Patch) -> None:
-    checked = Server.checked
-    patch.setattr(Server, "checked", lambda self, number, intact: checked(self, number, True))
+    checked = OutboundTransfers.checked
+    patch.setattr(OutboundTransfers, "checked", lambda self, number, intact: checked(self, number, True))
 
 
 @mutation("from_disk")
 def a_failed_read_is_landed(patch: Patch) -> None:
-    ended = Loads.read_ended
+    ended = InboundTransfers.read_ended
 
-    def trusting(self: Loads, event: Any, now: float) -> Outcome:
+    def trusting(self: InboundTransfers, event: Any, now: float) -> InboundResult:
         return ended(self, replace(event, ok=True), now)
 
-    patch.setattr(Loads, "read_ended", trusting)
+    patch.setattr(InboundTransfers, "read_ended", trusting)
 
 
 @mutation("write", "load", "odds_and_ends", "time_passes", "interrupted")
 def a_page_is_granted_twice(patch: Patch) -> None:
-    promote = TieredPages.promote
+    promote = TierManager.promote
 
-    def again(self: TieredPages, ticket: Ticket, until: int, now: float) -> Turn:
+    def again(self: TierManager, ticket: Lease, until: int, now: float) -> TierResult:
         ticket.reached = next((index for index in range(until) if index not in ticket.holds), until)
         return promote(self, ticket, until, now)
 
-    patch.setattr(TieredPages, "promote", again)
+    patch.setattr(TierManager, "promote", again)
 
 
 @mutation()
 def a_dropped_page_counts_as_held(patch: Patch) -> None:
-    def drop(self: PageTable, page: Page) -> list[bytes]:
+    def drop(self: HostPagePool, page: HostPage) -> list[bytes]:
         return []
 
-    patch.setattr(PageTable, "drop", drop)
+    patch.setattr(HostPagePool, "drop", drop)
 
 
 # --- no held page and no unproven reservation is reused ---------------------------------------------------------------
@@ -135,16 +135,16 @@ def a_dropped_page_counts_as_held(patch: Patch) -> None:
 
 @mutation()
 def a_hold_does_not_pin(patch: Patch) -> None:
-    def hold(self: PageTable, page: Page) -> None:
+    def hold(self: HostPagePool, page: HostPage) -> None:
         page.holds += 1
         self.held += page.holds == 1
 
-    def unhold(self: PageTable, page: Page) -> None:
+    def unhold(self: HostPagePool, page: HostPage) -> None:
         page.holds -= 1
         self.held -= page.holds == 0
 
-    patch.setattr(PageTable, "hold", hold)
-    patch.setattr(PageTable, "unhold", unhold)
+    patch.setattr(HostPagePool, "hold", hold)
+    patch.setattr(HostPagePool, "unhold", unhold)
     patch.setattr(LeafFirstLru, "validate", lambda self, tree: None)
 
 
@@ -152,7 +152,7 @@ def a_hold_does_not_pin(patch: Patch) -> None:
 def the_end_of_a_connection_frees_its_reservations(patch: Patch) -> None:
     disconnect = StoreState._disconnect
 
-    def free(self: StoreState, connection: int) -> list[Command]:
+    def free(self: StoreState, connection: int) -> list[StoreCommand]:
         process = self._attached.get(connection)
         commands = self._end(list(process.tickets.values())) if process else []
         return commands + disconnect(self, connection)
@@ -164,7 +164,7 @@ def the_end_of_a_connection_frees_its_reservations(patch: Patch) -> None:
 def reservations_expire(patch: Patch) -> None:
     expire = StoreState._expire
 
-    def also(self: StoreState, now: float) -> list[Command]:
+    def also(self: StoreState, now: float) -> list[StoreCommand]:
         old = [t for t in self._tickets() if t.reservations and now >= t.expires]
         return self._end(old) + expire(self, now)
 
@@ -173,9 +173,9 @@ def reservations_expire(patch: Patch) -> None:
 
 @mutation()
 def retired_slots_are_free_before_the_transport_lets_go(patch: Patch) -> None:
-    end = Loads._end
+    end = InboundTransfers._end
 
-    def at_once(self: Loads, fetch: Fetch, outcome: Outcome) -> Outcome:
+    def at_once(self: InboundTransfers, fetch: RemoteFetch, outcome: InboundResult) -> InboundResult:
         outcome = end(self, fetch, outcome)
         for reservation in self._retired[fetch.number]:
             self._reserved -= 1
@@ -183,79 +183,79 @@ def retired_slots_are_free_before_the_transport_lets_go(patch: Patch) -> None:
         self._retired[fetch.number] = []
         return outcome
 
-    patch.setattr(Loads, "_end", at_once)
+    patch.setattr(InboundTransfers, "_end", at_once)
 
 
 @mutation("interrupted", "write")
 def a_page_is_released_when_it_is_served(patch: Patch) -> None:
-    send = Server._send
+    send = OutboundTransfers._send
 
-    def release(self: Server, fetch: PeerFetch, pages: Sequence[tuple[int, Page]]) -> Outcome:
+    def release(self: OutboundTransfers, fetch: PeerFetch, pages: Sequence[tuple[int, HostPage]]) -> InboundResult:
         outcome = send(self, fetch, pages)
         for order in outcome.orders:
-            assert isinstance(order, Serve)
+            assert isinstance(order, SendPages)
             for page in self._sending.pop(order.number):
                 self._pages.unhold(page)
         return outcome
 
-    patch.setattr(Server, "_send", release)
-    patch.setattr(Server, "served", lambda self, number: None)
+    patch.setattr(OutboundTransfers, "_send", release)
+    patch.setattr(OutboundTransfers, "served", lambda self, number: None)
 
 
 @mutation("interrupted")
 def a_doubted_page_is_not_held(patch: Patch) -> None:
-    doubt = Server._doubt
+    doubt = OutboundTransfers._doubt
 
-    def release(self: Server, fetch: PeerFetch, index: int) -> Outcome:
+    def release(self: OutboundTransfers, fetch: PeerFetch, index: int) -> InboundResult:
         outcome = doubt(self, fetch, index)
         for doubted in list(self._doubted.values())[-len(outcome.orders) :]:
             if doubted.fetch is fetch and doubted.page.holds:
                 self._pages.unhold(doubted.page)
         return outcome
 
-    patch.setattr(Server, "_doubt", release)
+    patch.setattr(OutboundTransfers, "_doubt", release)
 
 
 @mutation()
 def demotion_does_not_hold(patch: Patch) -> None:
-    demote, ended = TieredPages._demote, TieredPages._disk_ended
+    demote, ended = TierManager._demote, TierManager._disk_ended
 
-    def release(self: TieredPages, chain: Sequence[Page]) -> Any:
+    def release(self: TierManager, chain: Sequence[HostPage]) -> Any:
         before = set(self._demoting)
         orders = demote(self, chain)
         for key in self._demoting.keys() - before:
             self.pages.unhold(self._demoting.pop(key))
         return orders
 
-    def forgive(self: TieredPages, outcome: Any, now: float) -> Turn:
-        return Turn() if isinstance(outcome, WriteEnded) else ended(self, outcome, now)
+    def forgive(self: TierManager, outcome: Any, now: float) -> TierResult:
+        return TierResult() if isinstance(outcome, WriteEnded) else ended(self, outcome, now)
 
-    patch.setattr(TieredPages, "_demote", release)
-    patch.setattr(TieredPages, "_disk_ended", forgive)
+    patch.setattr(TierManager, "_demote", release)
+    patch.setattr(TierManager, "_disk_ended", forgive)
 
 
 @mutation()
 def a_pin_does_not_hold(patch: Patch) -> None:
-    pin = Pins.pin
+    pin = PinnedPrefixes.pin
 
-    def release(self: Pins, order: Any, router: str, now: float) -> Any:
+    def release(self: PinnedPrefixes, order: Any, router: str, now: float) -> Any:
         answer, pages = pin(self, order, router, now)
         self.unpin(router, order.pin)
         return answer, pages
 
-    patch.setattr(Pins, "pin", release)
+    patch.setattr(PinnedPrefixes, "pin", release)
 
 
 @mutation()
 def a_failed_read_frees_its_slot_twice(patch: Patch) -> None:
-    abort = PageTable.abort
+    abort = HostPagePool.abort
 
-    def twice(self: PageTable, reservation: Reservation) -> list[bytes]:
+    def twice(self: HostPagePool, reservation: SlotReservation) -> list[bytes]:
         unmade = abort(self, reservation)
         self._free.append(reservation.slot)
         return unmade
 
-    patch.setattr(PageTable, "abort", twice)
+    patch.setattr(HostPagePool, "abort", twice)
 
 
 # --- every slot is accounted for --------------------------------------------------------------------------------------
@@ -263,9 +263,9 @@ def a_failed_read_frees_its_slot_twice(patch: Patch) -> None:
 
 @mutation("reserve", "seal")
 def a_duplicate_is_never_freed(patch: Patch) -> None:
-    seal = PageTable.seal
+    seal = HostPagePool.seal
 
-    def leak(self: PageTable, reservation: Reservation, checksum: int, hold: bool) -> Page | None:
+    def leak(self: HostPagePool, reservation: SlotReservation, checksum: int, hold: bool) -> HostPage | None:
         node = reservation.node
         duplicate = node is not None and node.value.page is not None
         page = seal(self, reservation, checksum, hold)
@@ -273,34 +273,34 @@ def a_duplicate_is_never_freed(patch: Patch) -> None:
             self._free.remove(reservation.slot)
         return page
 
-    patch.setattr(PageTable, "seal", leak)
+    patch.setattr(HostPagePool, "seal", leak)
 
 
 @mutation("load", "write", "read")
 def a_loose_page_is_never_freed(patch: Patch) -> None:
-    unhold = PageTable.unhold
+    unhold = HostPagePool.unhold
 
-    def leak(self: PageTable, page: Page) -> None:
+    def leak(self: HostPagePool, page: HostPage) -> None:
         if page.node is not None or page.dropped or page.holds > 1:
             unhold(self, page)
 
-    patch.setattr(PageTable, "unhold", leak)
+    patch.setattr(HostPagePool, "unhold", leak)
 
 
 @mutation()
 def a_served_page_stays_held(patch: Patch) -> None:
-    patch.setattr(Server, "served", lambda self, number: None)
+    patch.setattr(OutboundTransfers, "served", lambda self, number: None)
 
 
 @mutation()
 def a_fetch_goes_on_when_nobody_wants_it(patch: Patch) -> None:
-    patch.setattr(TieredPages, "prune", lambda self, now: Turn())
+    patch.setattr(TierManager, "prune", lambda self, now: TierResult())
 
 
 @mutation("hand_off", "flow")
 def two_stores_may_wait_for_each_other(patch: Patch) -> None:
-    patch.setattr(WaitingRoom, "wanted", WaitingRoom.awaited)
-    patch.setattr(WaitingRoom, "named", lambda self, key, store: True)
+    patch.setattr(PageWaiters, "wanted", PageWaiters.awaited)
+    patch.setattr(PageWaiters, "named", lambda self, key, store: True)
 
 
 # --- no orphans -------------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def an_evicted_parent_leaves_its_child(patch: Patch) -> None:
 
 @mutation()
 def a_dropped_page_leaves_its_children(patch: Patch) -> None:
-    def drop(self: PageTable, top: Any) -> list[bytes]:
+    def drop(self: HostPagePool, top: Any) -> list[bytes]:
         page = top.value.page
         top.value.page = None
         if page is not None:
@@ -327,19 +327,19 @@ def a_dropped_page_leaves_its_children(patch: Patch) -> None:
                 self._free.append(page.slot)
         return []
 
-    patch.setattr(PageTable, "_drop", drop)
+    patch.setattr(HostPagePool, "_drop", drop)
 
 
 @mutation("reserve", "seal")
 def a_child_is_told_of_before_its_parent(patch: Patch) -> None:
-    tell = PageTable._tell
+    tell = HostPagePool._tell
 
-    def early(self: PageTable, node: Any) -> None:
+    def early(self: HostPagePool, node: Any) -> None:
         if node.parent is not None and not node.parent.value.whole:
             self._changes.stored(node.key, node.parent_key)
         tell(self, node)
 
-    patch.setattr(PageTable, "_tell", early)
+    patch.setattr(HostPagePool, "_tell", early)
 
 
 @mutation()
@@ -361,26 +361,26 @@ def the_disk_tells_of_a_child_before_its_parent(patch: Patch) -> None:
 
 @mutation("hand_off", "mishap", "odds_and_ends")
 def nobody_hears_that_a_maker_has_gone(patch: Patch) -> None:
-    patch.setattr(TieredPages, "unmade", lambda self, keys: Turn())
+    patch.setattr(TierManager, "unmade", lambda self, keys: TierResult())
 
 
 @mutation()
 def nobody_hears_that_a_load_has_failed(patch: Patch) -> None:
-    anew = Loads._anew
+    anew = InboundTransfers._anew
 
-    def quiet(self: Loads, *arguments: Any) -> Outcome:
+    def quiet(self: InboundTransfers, *arguments: Any) -> InboundResult:
         outcome = anew(self, *arguments)
         outcome.failed, outcome.gone = [], []
         return outcome
 
-    patch.setattr(Loads, "_anew", quiet)
+    patch.setattr(InboundTransfers, "_anew", quiet)
 
 
 @mutation("interrupted", "odds_and_ends", "cut_off")
 def a_load_is_forgotten_with_one_of_its_tickets(patch: Patch) -> None:
     let_go = StoreState._let_go
 
-    def forget(self: StoreState, ticket: Ticket) -> None:
+    def forget(self: StoreState, ticket: Lease) -> None:
         for index in ticket.waits:
             self._tiers.loads._coming.pop(ticket.keys[index], None)
         let_go(self, ticket)
@@ -390,24 +390,26 @@ def a_load_is_forgotten_with_one_of_its_tickets(patch: Patch) -> None:
 
 @mutation("cut_off")
 def a_lost_credit_is_never_said_again(patch: Patch) -> None:
-    tick = Loads.tick
+    tick = InboundTransfers.tick
 
-    def once(self: Loads, now: float, paused: float) -> Outcome:
+    def once(self: InboundTransfers, now: float, paused: float) -> InboundResult:
         outcome = tick(self, now, paused)
-        outcome.orders = [o for o in outcome.orders if not (isinstance(o, Ask) and isinstance(o.request, Credit))]
+        outcome.orders = [
+            o for o in outcome.orders if not (isinstance(o, AskPeer) and isinstance(o.request, FetchCredit))
+        ]
         return outcome
 
-    patch.setattr(Loads, "tick", once)
+    patch.setattr(InboundTransfers, "tick", once)
 
 
 @mutation("cut_off")
 def lost_pages_are_not_missed(patch: Patch) -> None:
-    patch.setattr(Loads, "_lacks", lambda self, fetch, sent: False)
+    patch.setattr(InboundTransfers, "_lacks", lambda self, fetch, sent: False)
 
 
 @mutation()
 def a_silent_store_is_waited_for(patch: Patch) -> None:
-    patch.setattr(Loads, "_try_next", lambda self, fetch, outcome, now: outcome)
+    patch.setattr(InboundTransfers, "_try_next", lambda self, fetch, outcome, now: outcome)
 
 
 # --- no wait rests on itself ------------------------------------------------------------------------------------------
@@ -427,13 +429,13 @@ def circle(*rules: str) -> Callable[[Mutation], Mutation]:
 
 @circle("crossing")
 def a_hand_off_asks_others_first_and_they_are_promised_what_it_awaits(patch: Patch) -> None:
-    patch.setattr(TieredPages, "hand_off", TieredPages._from_others)
-    patch.setattr(Loads, "fetching", lambda self, key: False)
+    patch.setattr(TierManager, "hand_off", TierManager._from_others)
+    patch.setattr(InboundTransfers, "fetching", lambda self, key: False)
 
 
 @circle("crossing")
 def a_cached_page_may_rest_on_a_hand_off_that_rests_on_it(patch: Patch) -> None:
-    patch.setattr(TieredPages, "_contested", lambda self, key: False)
+    patch.setattr(TierManager, "_contested", lambda self, key: False)
 
 
 # --- the test ---------------------------------------------------------------------------------------------------------

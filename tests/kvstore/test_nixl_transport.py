@@ -12,9 +12,18 @@ import pytest
 
 from baton.errors import StartupError
 from baton.messages import Peer
-from baton.peer_protocol import Gone, Offer, SentPage, Serving, Wanting
+from baton.peer_protocol import FetchHeartbeat, FetchStatus, FetchUnavailable, NixlOffer, SentPage
 from kvstore.checksum import page_checksum
-from kvstore.transport.interface import Answer, Landed, PeerAnswered, PeerAsked, Retract, Retracted, Serve, Served
+from kvstore.transport.interface import (
+    AnswerPeer,
+    FetchRetracted,
+    PagesLanded,
+    PagesSent,
+    PeerReplied,
+    PeerRequested,
+    RetractFetch,
+    SendPages,
+)
 from kvstore.transport.nixl_transport import NixlTransport
 from tests.kvstore.test_peers import PAGE, SLOTS, Store
 
@@ -55,13 +64,13 @@ def test_pages_arrive_exact_where_they_are_expected(stores: Callable[..., Store]
     sent = [b.fill(slot) for slot in range(40)]
     for number in range(4):
         b.serve(number, "a", 1, {index: index for index in range(10 * number, 10 * number + 10)})
-    b.do(Answer("a", Serving(3, ((1, 40),))))
-    a.heard(PeerAnswered("b", Serving(3, ((1, 40),))))
+    b.do(AnswerPeer("a", FetchStatus(3, ((1, 40),))))
+    a.heard(PeerReplied("b", FetchStatus(3, ((1, 40),))))
     # What was said behind the pages has come behind them.
     assert sorted(a.landed(1)) == list(range(40))
     assert [bytes(a.slot(63 - index)) for index in range(40)] == sent
     assert a.slot(23) == bytes(page)
-    b.until(lambda: {Served(number) for number in range(4)} <= set(b.events))
+    b.until(lambda: {PagesSent(number) for number in range(4)} <= set(b.events))
     assert a.transport.stats().pages_in == b.transport.stats().pages_out == 40
 
 
@@ -72,24 +81,24 @@ def test_a_page_is_written_only_while_it_is_expected_and_only_once(stores: Calla
     for slot in range(8):
         b.fill(slot)
     b.serve(1, "a", 1, {0: 0})  # not expected yet
-    b.do(Answer("a", Gone(0, 1)))
-    a.heard(PeerAnswered("b", Gone(0, 1)))
+    b.do(AnswerPeer("a", FetchUnavailable(0, 1)))
+    a.heard(PeerReplied("b", FetchUnavailable(0, 1)))
     a.expect(1, {0: 10, 1: 11})
     a.want(b, 2)
     b.serve(2, "a", 1, {0: 1, 5: 2})
     b.serve(3, "a", 1, {0: 3})  # a second time
-    b.do(Answer("a", Gone(0, 2)))
-    a.heard(PeerAnswered("b", Gone(0, 2)))
-    a.do(Retract(1))
-    a.heard(Retracted(1))
+    b.do(AnswerPeer("a", FetchUnavailable(0, 2)))
+    a.heard(PeerReplied("b", FetchUnavailable(0, 2)))
+    a.do(RetractFetch(1))
+    a.heard(FetchRetracted(1))
     a.want(b, 3)
     b.serve(5, "a", 1, {1: 5})  # not expected any more
-    b.do(Answer("a", Gone(0, 3)))
-    a.heard(PeerAnswered("b", Gone(0, 3)))
+    b.do(AnswerPeer("a", FetchUnavailable(0, 3)))
+    a.heard(PeerReplied("b", FetchUnavailable(0, 3)))
     assert a.landed(1) == [0]
     assert a.slot(10) in (b.slot(1), b.slot(3))
     assert all(a.slot(slot) == bytes(PAGE) for slot in range(SLOTS) if slot != 10)
-    b.until(lambda: {Served(number) for number in (1, 2, 3, 5)} <= set(b.events))
+    b.until(lambda: {PagesSent(number) for number in (1, 2, 3, 5)} <= set(b.events))
 
 
 @needs_nixl
@@ -99,9 +108,9 @@ def test_pages_that_do_not_match_their_checksum_are_expected_again(stores: Calla
     a.want(b)
     b.fill(0, 7)
     b.serve(1, "a", 1, {0: 0}, wrong=1)
-    a.heard(Landed(1, (), (0,)))
+    a.heard(PagesLanded(1, (), (0,)))
     b.serve(2, "a", 1, {0: 0})
-    a.heard(Landed(1, ((0, page_checksum(b.slot(0))),)))
+    a.heard(PagesLanded(1, ((0, page_checksum(b.slot(0))),)))
     assert a.slot(0) == b.slot(0)
 
 
@@ -109,19 +118,19 @@ def test_pages_that_do_not_match_their_checksum_are_expected_again(stores: Calla
 def test_slots_are_given_back_when_the_reader_is_gone(stores: Callable[..., Store]) -> None:
     b = stores("b", silence_s=1.0)
     program = (
-        "import sys; from tests.kvstore.test_peers import Store, Source, Ask, Wanting;"
+        "import sys; from tests.kvstore.test_peers import Store, PageSource, AskPeer, FetchHeartbeat;"
         "from baton.wire import use_keys; from tests.cluster_keys import KEYS; use_keys(KEYS);"
-        "from kvstore.nixl_transport import NixlTransport; a = Store('a', kind=NixlTransport);"
+        "from kvstore.transport.nixl_transport import NixlTransport; a = Store('a', kind=NixlTransport);"
         "a.expect(1, {i: i for i in range(64)});"
-        "a.do(Ask(Source('b', sys.argv[1], 0), Wanting(1))); a.until(lambda: False)"
+        "a.do(AskPeer(PageSource('b', sys.argv[1], 0), FetchHeartbeat(1))); a.until(lambda: False)"
     )
     child = subprocess.Popen([sys.executable, "-c", program, b.transport.endpoint], stderr=subprocess.DEVNULL)
     try:
-        b.heard(PeerAsked("a", Wanting(1)))
+        b.heard(PeerRequested("a", FetchHeartbeat(1)))
         child.send_signal(signal.SIGSTOP)
         for number in range(4):
             b.serve(number, "a", 1, {index: index for index in range(SLOTS)})
-        b.until(lambda: {Served(number) for number in range(4)} <= set(b.events))
+        b.until(lambda: {PagesSent(number) for number in range(4)} <= set(b.events))
     finally:
         child.kill()
         child.wait()
@@ -137,11 +146,11 @@ def test_a_store_that_dies_loses_its_pages_and_nothing_else(stores: Callable[...
     a.until(lambda: a.landed(1) == [0], dead)
     endpoint = dead.transport.endpoint
     dead.close()
-    a.ask(dead, Wanting(1), at=endpoint)
+    a.ask(dead, FetchHeartbeat(1), at=endpoint)
     a.expect(2, {0: 1})
     a.want(b, 2)
     b.fill(3)
-    b.do(Serve(9, "a", 2, (SentPage(0, page_checksum(b.slot(3))),), (3,)))
+    b.do(SendPages(9, "a", 2, (SentPage(0, page_checksum(b.slot(3))),), (3,)))
     a.until(lambda: a.landed(2) == [0], b)
     assert a.slot(1) == b.slot(3)
 
@@ -155,23 +164,23 @@ def test_offers_that_lie_write_nothing_and_end(stores: Callable[..., Store]) -> 
     good = b.transport._carrier._agent  # type: ignore[attr-defined]
     page = (SentPage(0, 1),)
     offers = [
-        Offer(1, "b/1", b"", 1, 1_024, page, (0,)),
-        Offer(2, "b/1", b"junk", 1, 1_024, page, (good.arena,)),
-        Offer(4, "b/1", good.metadata, 1, 1_024, page, (8,)),
-        Offer(5, "b/1", good.metadata, 1, 1_024, page, (2**62,)),
-        Offer(6, "b/1", good.metadata, 1, 1_024, page, (good.arena + 1_024 * SLOTS - 8,)),
-        Offer(7, "b/1", good.metadata, 1, 512, page, (good.arena,)),
-        Offer(8, "b/1", good.metadata, 1, 1_024, page, ()),
-        Offer(9, "b/2", good.metadata, 1, 1_024, page, (good.arena,)),
-        Offer(10, "b/1", good.metadata, 1, 1_024, page * 2_000, (good.arena,) * 2_000),
+        NixlOffer(1, "b/1", b"", 1, 1_024, page, (0,)),
+        NixlOffer(2, "b/1", b"junk", 1, 1_024, page, (good.arena,)),
+        NixlOffer(4, "b/1", good.metadata, 1, 1_024, page, (8,)),
+        NixlOffer(5, "b/1", good.metadata, 1, 1_024, page, (2**62,)),
+        NixlOffer(6, "b/1", good.metadata, 1, 1_024, page, (good.arena + 1_024 * SLOTS - 8,)),
+        NixlOffer(7, "b/1", good.metadata, 1, 512, page, (good.arena,)),
+        NixlOffer(8, "b/1", good.metadata, 1, 1_024, page, ()),
+        NixlOffer(9, "b/2", good.metadata, 1, 1_024, page, (good.arena,)),
+        NixlOffer(10, "b/1", good.metadata, 1, 1_024, page * 2_000, (good.arena,) * 2_000),
     ]
     for offer in offers:
-        b.do(Answer("a", offer))  # type: ignore[arg-type]
-    b.do(Answer("a", Gone(0, 0)))
-    a.heard(PeerAnswered("b", Gone(0, 0)))
+        b.do(AnswerPeer("a", offer))  # type: ignore[arg-type]
+    b.do(AnswerPeer("a", FetchUnavailable(0, 0)))
+    a.heard(PeerReplied("b", FetchUnavailable(0, 0)))
     assert a.landed(1) == []
     assert a.slot(1) == bytes(1_024)
     b.serve(99, "a", 1, {0: 0})
     a.until(lambda: a.landed(1) == [0], b)
     assert a.slot(0) == b.slot(0)
-    b.heard(Served(99))
+    b.heard(PagesSent(99))

@@ -18,24 +18,35 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.messages import Envelope, Peer, Source
-from baton.peer_protocol import Credit, Doubt, Gone, PageReply, Pages, SentPage, Serving, Unwant, Want, Wanting
+from baton.messages import Envelope, PageSource, Peer
+from baton.peer_protocol import (
+    CancelFetch,
+    ChecksumMismatch,
+    FetchCredit,
+    FetchedPages,
+    FetchHeartbeat,
+    FetchPages,
+    FetchStatus,
+    FetchUnavailable,
+    PageReply,
+    SentPage,
+)
 from kvstore.checksum import page_checksum
 from kvstore.transport.interface import (
-    Answer,
-    Ask,
-    Check,
-    Checked,
-    Expect,
-    Landed,
-    PeerAnswered,
-    PeerAsked,
+    AnswerPeer,
+    AskPeer,
+    ExpectPages,
+    FetchRetracted,
+    PagesLanded,
+    PagesSent,
     PeerEvent,
     PeerOrder,
-    Retract,
-    Retracted,
-    Serve,
-    Served,
+    PeerReplied,
+    PeerRequested,
+    RetractFetch,
+    SendPages,
+    SlotVerified,
+    VerifySlot,
 )
 from kvstore.transport.zmq_transport import ZmqTransport
 from tests import cluster_keys
@@ -71,28 +82,33 @@ class Store:
         for order in orders:
             self.transport.submit(order)
 
-    def ask(self, other: Store, *requests: Want | Credit | Doubt | Unwant | Wanting, at: str = "") -> None:
-        source = Source(other.name, at or other.transport.endpoint, 0)
-        self.do(*(Ask(source, request) for request in requests))
+    def ask(
+        self,
+        other: Store,
+        *requests: FetchPages | FetchCredit | ChecksumMismatch | CancelFetch | FetchHeartbeat,
+        at: str = "",
+    ) -> None:
+        source = PageSource(other.name, at or other.transport.endpoint, 0)
+        self.do(*(AskPeer(source, request) for request in requests))
 
     def want(self, other: Store, fetch: int = 1, at: str = "") -> None:
         """Ask for something, so that the other can answer: it has heard it when this returns. A connection that takes
         over from another may lose what was said first, so it is said again."""
-        want = Want(fetch, self.page, b"k" * 16, True, 1)
+        want = FetchPages(fetch, self.page, b"k" * 16, True, 1)
         end = time.monotonic() + DEADLINE
-        while PeerAsked(self.name, want) not in other.events:
+        while PeerRequested(self.name, want) not in other.events:
             assert time.monotonic() < end, "not heard in time"
             self.ask(other, want, at=at)
             patience = time.monotonic() + 2.0
-            while PeerAsked(self.name, want) not in other.events and time.monotonic() < patience:
+            while PeerRequested(self.name, want) not in other.events and time.monotonic() < patience:
                 other.hear(0.1)
 
     def expect(self, fetch: int, slots: dict[int, int]) -> None:
-        self.do(Expect(fetch, tuple(slots.items())))
+        self.do(ExpectPages(fetch, tuple(slots.items())))
 
     def serve(self, number: int, peer: str, fetch: int, slots: dict[int, int], wrong: int = 0) -> None:
         pages = tuple(SentPage(index, page_checksum(self.slot(slot)) ^ wrong) for index, slot in slots.items())
-        self.do(Serve(number, peer, fetch, pages, tuple(slots.values())))
+        self.do(SendPages(number, peer, fetch, pages, tuple(slots.values())))
 
     def slot(self, slot: int) -> memoryview:
         return self.memory[slot * self.page : (slot + 1) * self.page]
@@ -120,11 +136,11 @@ class Store:
         self.until(lambda: event in self.events)
 
     def asked(self, peer: str) -> list[object]:
-        return [event.request for event in self.events if isinstance(event, PeerAsked) and event.peer == peer]
+        return [event.request for event in self.events if isinstance(event, PeerRequested) and event.peer == peer]
 
     def landed(self, fetch: int) -> list[int]:
         """The indices that have landed, in order."""
-        events = [event for event in self.events if isinstance(event, Landed) and event.fetch == fetch]
+        events = [event for event in self.events if isinstance(event, PagesLanded) and event.fetch == fetch]
         return [index for event in events for index, _ in event.pages]
 
 
@@ -152,13 +168,13 @@ def test_pages_arrive_exact_where_they_are_expected(stores: Callable[..., Store]
     a.want(b)
     sent = [b.fill(slot) for slot in range(20)]
     b.serve(7, "a", 1, {index: index for index in range(20)})
-    b.do(Answer("a", Serving(3, ((1, 20),))))
-    a.heard(PeerAnswered("b", Serving(3, ((1, 20),))))
+    b.do(AnswerPeer("a", FetchStatus(3, ((1, 20),))))
+    a.heard(PeerReplied("b", FetchStatus(3, ((1, 20),))))
     assert a.landed(1) == list(range(20))
     assert [bytes(a.slot(40 - index)) for index in range(20)] == sent
     assert a.slot(20) == bytes(page)
     assert a.slot(41) == bytes(page)
-    b.heard(Served(7))
+    b.heard(PagesSent(7))
     out, into = b.transport.stats(), a.transport.stats()
     assert (out.pages_out, out.bytes_out) == (into.pages_in, into.bytes_in) == (20, 20 * page)
     assert (into.malformed, into.dropped, into.damaged, into.unexpected) == (0, 0, 0, 0)
@@ -166,24 +182,24 @@ def test_pages_arrive_exact_where_they_are_expected(stores: Callable[..., Store]
 
 def test_what_is_said_is_heard_in_order(stores: Callable[..., Store]) -> None:
     a, b = stores("a"), stores("b")
-    requests = [Wanting(beat, (1, 2)) for beat in range(300)]
+    requests = [FetchHeartbeat(beat, (1, 2)) for beat in range(300)]
     a.want(b)
     a.ask(b, *requests)
     b.until(lambda: len(b.asked("a")) == 301)
     assert b.asked("a")[1:] == requests
     b.fill(3)
     a.expect(1, {index: index for index in range(50)})
-    a.ask(b, Unwant(9))
-    b.until(lambda: Unwant(9) in b.asked("a"))
+    a.ask(b, CancelFetch(9))
+    b.until(lambda: CancelFetch(9) in b.asked("a"))
     for index in range(50):
         b.serve(index, "a", 1, {index: 3})
-        b.do(Answer("a", Gone(1, index)))
-    a.heard(PeerAnswered("b", Gone(1, 49)))
-    events = [event for event in a.events if isinstance(event, Landed | PeerAnswered)]
+        b.do(AnswerPeer("a", FetchUnavailable(1, index)))
+    a.heard(PeerReplied("b", FetchUnavailable(1, 49)))
+    events = [event for event in a.events if isinstance(event, PagesLanded | PeerReplied)]
     checksum = page_checksum(b.slot(3))
     assert events == [
         event for index in range(50)
-        for event in (Landed(1, ((index, checksum),)), PeerAnswered("b", Gone(1, index)))
+        for event in (PagesLanded(1, ((index, checksum),)), PeerReplied("b", FetchUnavailable(1, index)))
     ]  # fmt: skip
 
 
@@ -193,26 +209,28 @@ def test_a_page_is_written_only_while_it_is_expected_and_only_once(stores: Calla
     for slot in range(8):
         b.fill(slot)
     b.serve(1, "a", 1, {0: 0})  # not expected yet
-    b.do(Answer("a", Gone(0, 1)))
-    a.heard(PeerAnswered("b", Gone(0, 1)))
+    b.do(AnswerPeer("a", FetchUnavailable(0, 1)))
+    a.heard(PeerReplied("b", FetchUnavailable(0, 1)))
     a.expect(1, {0: 10, 1: 11})
     a.want(b, 2)
     b.serve(2, "a", 1, {0: 1, 5: 2})
     b.serve(3, "a", 1, {0: 3})  # a second time
     b.serve(4, "a", 2, {0: 4})  # of a fetch that expects nothing
-    b.do(Answer("a", Gone(0, 2)))
-    a.heard(PeerAnswered("b", Gone(0, 2)))
-    a.do(Retract(1))
-    a.heard(Retracted(1))
+    b.do(AnswerPeer("a", FetchUnavailable(0, 2)))
+    a.heard(PeerReplied("b", FetchUnavailable(0, 2)))
+    a.do(RetractFetch(1))
+    a.heard(FetchRetracted(1))
     a.want(b, 3)
     b.serve(5, "a", 1, {1: 5})  # not expected any more
-    b.do(Answer("a", Gone(0, 3)))
-    a.heard(PeerAnswered("b", Gone(0, 3)))
-    assert [event for event in a.events if isinstance(event, Landed)] == [Landed(1, ((0, page_checksum(b.slot(1))),))]
+    b.do(AnswerPeer("a", FetchUnavailable(0, 3)))
+    a.heard(PeerReplied("b", FetchUnavailable(0, 3)))
+    assert [event for event in a.events if isinstance(event, PagesLanded)] == [
+        PagesLanded(1, ((0, page_checksum(b.slot(1))),))
+    ]
     assert a.slot(10) == b.slot(1)
     assert all(a.slot(slot) == bytes(PAGE) for slot in range(SLOTS) if slot != 10)
     assert a.transport.stats().unexpected == 5
-    b.until(lambda: {Served(number) for number in range(1, 6)} <= set(b.events))
+    b.until(lambda: {PagesSent(number) for number in range(1, 6)} <= set(b.events))
 
 
 def test_pages_that_do_not_match_their_checksum_are_expected_again(stores: Callable[..., Store]) -> None:
@@ -224,7 +242,7 @@ def test_pages_that_do_not_match_their_checksum_are_expected_again(stores: Calla
     b.serve(1, "a", 1, {0: 0}, wrong=1)
     b.serve(2, "a", 1, {1: 1})
     a.until(lambda: a.landed(1) == [1])
-    assert Landed(1, (), (0,)) in a.events
+    assert PagesLanded(1, (), (0,)) in a.events
     b.serve(3, "a", 1, {0: 0})
     a.until(lambda: a.landed(1) == [1, 0])
     assert (a.slot(0), a.slot(1)) == (b.slot(0), b.slot(1))
@@ -234,9 +252,9 @@ def test_pages_that_do_not_match_their_checksum_are_expected_again(stores: Calla
 def test_slots_are_checked(stores: Callable[..., Store]) -> None:
     a = stores("a")
     a.fill(5)
-    a.do(Check(1, 5, page_checksum(a.slot(5))), Check(2, 5, 77))
+    a.do(VerifySlot(1, 5, page_checksum(a.slot(5))), VerifySlot(2, 5, 77))
     a.until(lambda: len(a.events) == 2)
-    assert a.events == [Checked(1, True), Checked(2, False)]
+    assert a.events == [SlotVerified(1, True), SlotVerified(2, False)]
 
 
 @pytest.fixture
@@ -274,7 +292,7 @@ def test_a_bit_flipped_on_the_wire_ends_its_connection_and_a_new_one_follows(
         patience = time.monotonic() + 2.0
         while len(a.landed(1)) < 8 and time.monotonic() < patience:
             a.hear(0.1)
-    assert not any(event.damaged for event in a.events if isinstance(event, Landed))
+    assert not any(event.damaged for event in a.events if isinstance(event, PagesLanded))
     assert a.memory[: 8 * PAGE] == b.memory[: 8 * PAGE]
 
 
@@ -293,17 +311,17 @@ def test_a_cut_connection_loses_pages_and_nothing_else(
     for number in range(SLOTS):
         b.serve(number, "a", 1, {number: number})
     if silent:  # b finds out by itself that nobody reads
-        b.until(lambda: {Served(number) for number in range(SLOTS)} <= set(b.events), a)
+        b.until(lambda: {PagesSent(number) for number in range(SLOTS)} <= set(b.events), a)
         assert len(a.landed(1)) < SLOTS
     else:
         a.until(lambda: len(a.landed(1)) >= 1)
     relay.cut()
-    b.until(lambda: {Served(number) for number in range(SLOTS)} <= set(b.events), a)
+    b.until(lambda: {PagesSent(number) for number in range(SLOTS)} <= set(b.events), a)
     # The asking store hears nothing more, asks again until it is heard, and gets what it lacks.
     beat = 0
-    while not any(isinstance(request, Wanting) for request in b.asked("a")):
+    while not any(isinstance(request, FetchHeartbeat) for request in b.asked("a")):
         beat += 1
-        a.ask(b, Wanting(beat, (1,)), at=relay.endpoint)
+        a.ask(b, FetchHeartbeat(beat, (1,)), at=relay.endpoint)
         b.hear(0.05)
         a.hear()
         assert beat < 400
@@ -332,17 +350,17 @@ def test_a_new_store_at_an_old_endpoint_hears_nothing_meant_for_its_predecessor(
     endpoint = old.transport.endpoint
     a.want(old)
     old.close()
-    a.ask(old, Credit(1, 1), at=endpoint)  # waits for a connection
+    a.ask(old, FetchCredit(1, 1), at=endpoint)  # waits for a connection
     new = stores("new", endpoint=endpoint)
     time.sleep(0.3)  # so that the words for the old one most likely come first
     a.want(new, 2)
     a.expect(2, {0: 0})
     new.fill(1)
-    a.ask(new, Credit(2, 1))
-    new.until(lambda: Credit(2, 1) in new.asked("a"))
+    a.ask(new, FetchCredit(2, 1))
+    new.until(lambda: FetchCredit(2, 1) in new.asked("a"))
     new.serve(1, "a", 2, {0: 1})
     a.until(lambda: a.landed(2) == [0])
-    assert all(isinstance(request, Want | Credit) and request.fetch == 2 for request in new.asked("a"))
+    assert all(isinstance(request, FetchPages | FetchCredit) and request.fetch == 2 for request in new.asked("a"))
     assert a.transport.stats().links == 1
 
 
@@ -356,10 +374,10 @@ def test_a_store_that_restarts_gets_nothing_meant_for_its_predecessor(stores: Ca
     new.want(b)
     b.fill(0)
     b.serve(1, "old", 1, {0: 0})
-    b.do(Answer("old", Gone(1, 0)))
-    b.heard(Served(1))
-    b.do(Answer("new", Serving(1)))
-    new.heard(PeerAnswered("b", Serving(1)))
+    b.do(AnswerPeer("old", FetchUnavailable(1, 0)))
+    b.heard(PagesSent(1))
+    b.do(AnswerPeer("new", FetchStatus(1)))
+    new.heard(PeerReplied("b", FetchStatus(1)))
     assert new.landed(1) == []
     assert new.slot(0) == bytes(PAGE)
 
@@ -367,8 +385,8 @@ def test_a_store_that_restarts_gets_nothing_meant_for_its_predecessor(stores: Ca
 def test_a_store_that_nobody_knows_is_served_by_dropping(stores: Callable[..., Store]) -> None:
     b = stores("b")
     b.serve(1, "nobody", 1, {0: 0})
-    b.do(Answer("nobody", Gone(1, 0)))
-    b.heard(Served(1))
+    b.do(AnswerPeer("nobody", FetchUnavailable(1, 0)))
+    b.heard(PagesSent(1))
     b.until(lambda: b.transport.stats().dropped == 2)
 
 
@@ -382,9 +400,9 @@ class Deaf:
             self.socket.setsockopt(option, value)
         self.socket.setsockopt(zmq.IDENTITY, b"deaf")
         cluster_keys.client(self.socket).connect(store.transport.endpoint)
-        want = Want(1, PAGE, b"", False, 1)
+        want = FetchPages(1, PAGE, b"", False, 1)
         self.socket.send(msgspec.msgpack.encode(Envelope("deaf", store.name, 1, want)))
-        store.heard(PeerAsked("deaf", want))
+        store.heard(PeerRequested("deaf", want))
 
     def close(self) -> None:
         self.socket.close(0)
@@ -402,11 +420,12 @@ def test_a_slot_is_not_given_back_while_its_bytes_may_still_be_read(stores: Call
     b.until(lambda: b.transport.stats().pages_out == count)
     for _ in range(5):
         b.hear(0.1)
-    assert Served(last) not in b.events
-    # A frame reads the slot when it leaves, not when it was sent: as long as there was no Served, that is the promise.
+    assert PagesSent(last) not in b.events
+    # A frame reads the slot when it leaves, not when it was sent: as long as there was no PagesSent, that is the
+    # promise.
     deaf.close()
-    b.until(lambda: Served(last) in b.events)
-    assert len([event for event in b.events if isinstance(event, Served)]) == count // SLOTS
+    b.until(lambda: PagesSent(last) in b.events)
+    assert len([event for event in b.events if isinstance(event, PagesSent)]) == count // SLOTS
 
 
 @pytest.mark.parametrize("page", [PAGE, 2**24])  # the second does not fit into what lies between the two
@@ -415,23 +434,23 @@ def test_a_peer_that_stops_in_the_middle_is_cut_off_and_its_pages_given_back(
 ) -> None:
     b = stores("b", silence_s=1.0, page=page)
     program = (
-        "import sys; from tests.kvstore.test_peers import Store, Source, Ask, Want;"
+        "import sys; from tests.kvstore.test_peers import Store, PageSource, AskPeer, FetchPages;"
         "from baton.wire import use_keys; from tests.cluster_keys import KEYS; use_keys(KEYS);"
         "a = Store('a', page=int(sys.argv[2]));"
-        "a.do(Ask(Source('b', sys.argv[1], 0), Want(1, a.page, b'', True, 64))); a.until(lambda: False)"
+        "a.do(AskPeer(PageSource('b', sys.argv[1], 0), FetchPages(1, a.page, b'', True, 64))); a.until(lambda: False)"
     )
     command = [sys.executable, "-c", program, b.transport.endpoint, str(page)]
     child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     slots = {index: index for index in range(min(SLOTS, 2**26 // page))}
     try:
-        b.heard(PeerAsked("a", Want(1, page, b"", True, 64)))
+        b.heard(PeerRequested("a", FetchPages(1, page, b"", True, 64)))
         child.send_signal(signal.SIGSTOP)
         for number in range(20):
             b.serve(number, "a", 1, slots)
-        b.until(lambda: {Served(number) for number in range(20)} <= set(b.events))
+        b.until(lambda: {PagesSent(number) for number in range(20)} <= set(b.events))
         child.send_signal(signal.SIGCONT)
         b.serve(99, "a", 1, {0: 0})
-        b.heard(Served(99))
+        b.heard(PagesSent(99))
     finally:
         child.kill()
         child.wait()
@@ -440,7 +459,7 @@ def test_a_peer_that_stops_in_the_middle_is_cut_off_and_its_pages_given_back(
 def test_closing_takes_no_time_whoever_hangs() -> None:
     b = Store("b")
     deaf = Deaf(b)
-    b.ask(b, Wanting(1), at="tcp://127.0.0.1:9")  # where nobody listens
+    b.ask(b, FetchHeartbeat(1), at="tcp://127.0.0.1:9")  # where nobody listens
     for number in range(16):
         b.serve(number, "deaf", 1, {index: index for index in range(SLOTS)})
     start = time.monotonic()
@@ -459,8 +478,8 @@ def test_a_link_that_nobody_uses_is_closed(stores: Callable[..., Store], monkeyp
     assert a.transport.stats().links == 1
     a.until(lambda: a.transport.stats().links == 0)
     a.want(b, 2)
-    b.do(Answer("a", Gone(2, 0)))
-    a.heard(PeerAnswered("b", Gone(2, 0)))
+    b.do(AnswerPeer("a", FetchUnavailable(2, 0)))
+    a.heard(PeerReplied("b", FetchUnavailable(2, 0)))
 
 
 def test_an_endpoint_that_is_none_loses_a_request_and_nothing_else(stores: Callable[..., Store]) -> None:
@@ -473,7 +492,10 @@ def test_an_endpoint_that_is_none_loses_a_request_and_nothing_else(stores: Calla
         "tcp://127.0.0.1",
         "tcp://127.0.0.1:x",
     ):
-        a.do(Ask(Source("c", endpoint, 0), Wanting(1)), Ask(Source("c", endpoint, 0), Wanting(2)))
+        a.do(
+            AskPeer(PageSource("c", endpoint, 0), FetchHeartbeat(1)),
+            AskPeer(PageSource("c", endpoint, 0), FetchHeartbeat(2)),
+        )
     a.want(b)
     assert a.transport.stats().dropped == 12
 
@@ -484,7 +506,7 @@ def test_a_loop_that_does_not_listen_is_not_buried(
     monkeypatch.setattr("kvstore.transport.zmq_transport._BACKLOG", 100)
     a, b = stores("a"), stores("b")
     a.want(b)
-    a.ask(b, *(Wanting(beat) for beat in range(900)))
+    a.ask(b, *(FetchHeartbeat(beat) for beat in range(900)))
     time.sleep(0.5)  # whatever comes meanwhile must stay outside
     b.events += b.transport.poll()
     assert len(b.asked("a")) < 300
@@ -493,7 +515,7 @@ def test_a_loop_that_does_not_listen_is_not_buried(
 
 def test_what_the_thread_dies_of_is_told(stores: Callable[..., Store]) -> None:
     a = stores("a")
-    a.do(Check(1, SLOTS, 0))
+    a.do(VerifySlot(1, SLOTS, 0))
     with pytest.raises(AssertionError, match="not in the arena"):
         a.until(lambda: False)
 
@@ -501,10 +523,10 @@ def test_what_the_thread_dies_of_is_told(stores: Callable[..., Store]) -> None:
 # --- whatever a peer sends --------------------------------------------------------------------------------------------
 
 _REPLIES: st.SearchStrategy[PageReply] = st.one_of(
-    st.builds(Gone, st.integers(0, 3), st.integers(0, 2**62)),
-    st.builds(Serving, st.integers(0, 9), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9))).map(tuple)),
+    st.builds(FetchUnavailable, st.integers(0, 3), st.integers(0, 2**62)),
+    st.builds(FetchStatus, st.integers(0, 9), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9))).map(tuple)),
     st.builds(
-        Pages,
+        FetchedPages,
         st.integers(0, 3),
         st.lists(st.builds(SentPage, st.integers(0, 9) | st.integers(0, 2**62), st.integers(0, 2**64 - 1))).map(tuple),
     ),
@@ -535,15 +557,15 @@ def test_a_lying_store_writes_nothing_but_what_is_expected(lies: list[list[bytes
     try:
         port = cluster_keys.server(liar).bind_to_random_port("tcp://127.0.0.1")
         a.expect(1, {0: 0, 1: 1, 7: 2})
-        a.do(Ask(Source("b", f"tcp://127.0.0.1:{port}", 0), Wanting(1, (1,))))
+        a.do(AskPeer(PageSource("b", f"tcp://127.0.0.1:{port}", 0), FetchHeartbeat(1, (1,))))
         assert liar.recv_multipart()[0] == b"a"
         for frames in lies:
             liar.send_multipart([b"a", *frames])
-        end = Envelope("b", "a", 1, Gone(77, 77))
+        end = Envelope("b", "a", 1, FetchUnavailable(77, 77))
         liar.send_multipart([b"a", msgspec.msgpack.encode(end)])
-        a.heard(PeerAnswered("b", Gone(77, 77)))
+        a.heard(PeerReplied("b", FetchUnavailable(77, 77)))
         written = {slot for slot in range(SLOTS) if a.slot(slot) != bytes(1_024)}
-        told = {i for event in a.events if isinstance(event, Landed) for i in (*event.damaged, *dict(event.pages))}
+        told = {i for event in a.events if isinstance(event, PagesLanded) for i in (*event.damaged, *dict(event.pages))}
         assert told <= {0, 1, 7}
         assert written <= {0, 1, 2}
     finally:
@@ -565,13 +587,13 @@ def test_a_lying_asker_is_dropped(lies: list[list[bytes]], name: bytes) -> None:
             cluster_keys.client(liar).connect(b.transport.endpoint)
         for frames in lies:
             liars[1].send_multipart(frames)
-        liars[1].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, Wanting(5))))  # in another's name
-        liars[0].send(msgspec.msgpack.encode(Envelope("honest", "c", 1, Wanting(6))))  # for somebody else
+        liars[1].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, FetchHeartbeat(5))))  # in another's name
+        liars[0].send(msgspec.msgpack.encode(Envelope("honest", "c", 1, FetchHeartbeat(6))))  # for somebody else
         liars[0].send(b"\xc1" * 2_000)
-        liars[0].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, Wanting(7))))
-        b.heard(PeerAsked("honest", Wanting(7)))
+        liars[0].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, FetchHeartbeat(7))))
+        b.heard(PeerRequested("honest", FetchHeartbeat(7)))
         b.until(lambda: b.transport.stats().malformed >= len(lies) + 2)
-        assert b.asked("honest") == [Wanting(7)]
+        assert b.asked("honest") == [FetchHeartbeat(7)]
         assert b.transport.stats().dropped == 1
     finally:
         for liar in liars:
@@ -583,8 +605,8 @@ def test_a_lying_asker_is_dropped(lies: list[list[bytes]], name: bytes) -> None:
 def test_a_request_too_large_ends_its_connection_and_nothing_else(stores: Callable[..., Store]) -> None:
     a, b = stores("a"), stores("b")
     a.want(b)
-    a.ask(b, Wanting(1, tuple(range(10**6))))
-    while not any(isinstance(request, Wanting) for request in b.asked("a")):
-        a.ask(b, Wanting(2))
+    a.ask(b, FetchHeartbeat(1, tuple(range(10**6))))
+    while not any(isinstance(request, FetchHeartbeat) for request in b.asked("a")):
+        a.ask(b, FetchHeartbeat(2))
         b.hear(0.05)
-    assert b.asked("a")[-1] == Wanting(2)
+    assert b.asked("a")[-1] == FetchHeartbeat(2)

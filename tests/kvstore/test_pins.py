@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.messages import AttemptHeld, Pin, Pinned
-from kvstore.arena.host_page_pool import Page, PageTable, Reservation
-from kvstore.server.pins import Pins
+from baton.messages import AttemptHeld, PagesPinned, PinPages
+from kvstore.arena.host_page_pool import HostPage, HostPagePool, SlotReservation
+from kvstore.server.pins import PinnedPrefixes
 
 SLOTS, PAGE_BYTES, QUOTA = 10, 100, 600
 
@@ -22,26 +22,26 @@ def chain(names: str) -> list[bytes]:
 
 class Table:
     def __init__(self) -> None:
-        self.pages = PageTable(SLOTS)
-        self.pins = Pins(self.pages, PAGE_BYTES, QUOTA)
+        self.pages = HostPagePool(SLOTS)
+        self.pins = PinnedPrefixes(self.pages, PAGE_BYTES, QUOTA)
 
     def write(self, names: str) -> None:
         claimed = self.pages.reserve("w", b"", chain(names))
         assert isinstance(claimed, list)
         for each in claimed:
-            if isinstance(each, Reservation):
+            if isinstance(each, SlotReservation):
                 self.pages.seal(each, 0, hold=False)
             else:
                 self.pages.unhold(each)
 
     def pin(
         self, name: str, names: str, tenant: str = "", ttl_ms: int = 1_000, now: float = 0.0, router: str = "r1"
-    ) -> Pinned:
-        answer, _ = self.pins.pin(Pin(name, tenant, b"".join(chain(names)), ttl_ms), router, now)
+    ) -> PagesPinned:
+        answer, _ = self.pins.pin(PinPages(name, tenant, b"".join(chain(names)), ttl_ms), router, now)
         self.pages.validate()
         return answer
 
-    def page(self, names: str) -> Page:
+    def page(self, names: str) -> HostPage:
         page = self.pages.find(key(names))
         assert page is not None
         return page
@@ -62,7 +62,7 @@ def table() -> Table:
 def test_what_is_pinned_outlasts_a_flood_until_its_time_is_over(table: Table) -> None:
     table.write("abc")
     table.write("x")
-    assert table.pin("p", "abc") == Pinned("p", 3)
+    assert table.pin("p", "abc") == PagesPinned("p", 3)
     table.flood()
     assert table.pages.find(key("x")) is None
     assert all(table.pages.find(each) for each in chain("abc"))
@@ -76,7 +76,7 @@ def test_what_is_pinned_outlasts_a_flood_until_its_time_is_over(table: Table) ->
 
 def test_all_pages_or_none(table: Table) -> None:
     table.write("ab")
-    assert table.pin("p", "abcd") == Pinned("p", 2, "missing")
+    assert table.pin("p", "abcd") == PagesPinned("p", 2, "missing")
     assert table.pages.held == 0
 
 
@@ -86,7 +86,7 @@ def test_a_tenants_quota_counts_shared_pages_once(table: Table) -> None:
     assert table.pin("p", "abcd", "one").reason == ""
     assert table.pin("q", "abx", "one").reason == ""  # five pages in all
     assert table.pin("r", "abxy", "one").reason == ""  # six
-    assert table.pin("s", "abxyz", "one") == Pinned("s", 0, "quota")
+    assert table.pin("s", "abxyz", "one") == PagesPinned("s", 0, "quota")
     assert table.pin("s", "abxyz", "two").reason == ""
     assert table.pin("q", "abxy", "one").reason == ""  # in place of what had that name
     table.pins.unpin("r1", "p")
@@ -119,7 +119,7 @@ def test_heartbeats_tell_of_pages_that_were_dropped(table: Table) -> None:
 
 def test_two_routers_pins_of_the_same_pages_count_once_and_end_one_by_one(table: Table) -> None:
     table.write("abcdef")
-    assert table.pin("p", "abcdef") == table.pin("p", "abcdef", router="r2") == Pinned("p", 6)
+    assert table.pin("p", "abcdef") == table.pin("p", "abcdef", router="r2") == PagesPinned("p", 6)
     assert (len(table.pins), table.pins.bytes) == (2, QUOTA)
     table.pins.unpin("r2", "p")
     table.flood()

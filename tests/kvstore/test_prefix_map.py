@@ -10,11 +10,11 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from baton.messages import Medium, PageRun
+from baton.messages import Medium, PageSegment
 from kvstore.events.changes import digest, page_runs
 from kvstore.prefix_map import key_runs as runs_module
-from kvstore.prefix_map.key_runs import Run, Runs
-from kvstore.prefix_map.prefix_map import MEDIA, Match, PrefixMap
+from kvstore.prefix_map.key_runs import KeyRun, KeyRuns
+from kvstore.prefix_map.prefix_map import MEDIA, PrefixMap, PrefixMatch
 from tests.kvstore.chains import CHAINS, key, keys, parent
 
 HOLDERS = st.sampled_from(["one", "two", "three"])
@@ -91,7 +91,7 @@ class PrefixMapMachine(RuleBasedStateMachine):
 
     @rule(chain=CHAINS)
     def match(self, chain: str) -> None:
-        expected: dict[str, Match] = {}
+        expected: dict[str, PrefixMatch] = {}
         for holder in self.known:
             tiers: dict[Medium, int] = {}
             for name in keys(chain):
@@ -100,7 +100,7 @@ class PrefixMapMachine(RuleBasedStateMachine):
                     break
                 tiers[here[0]] = tiers.get(here[0], 0) + 1
             if tiers:
-                expected[holder] = Match(sum(tiers.values()), tiers)
+                expected[holder] = PrefixMatch(sum(tiers.values()), tiers)
         assert self.map.match(keys(chain)) == expected
 
     @invariant()
@@ -136,15 +136,15 @@ TestWithLongRuns = WithLongRuns.TestCase
 # --- the model test finds what it is there to find --------------------------------------------------------------------
 
 
-def fit_whatever_the_holders(run: Run, after: Run) -> bool:
+def fit_whatever_the_holders(run: KeyRun, after: KeyRun) -> bool:
     return len(run.keys) + len(after.keys) <= runs_module.MAX_RUN
 
 
-def never_join(self: Runs, run: Run) -> None:
+def never_join(self: KeyRuns, run: KeyRun) -> None:
     pass
 
 
-def point_nowhere(self: Runs, names: Sequence[bytes], run: Run) -> None:
+def point_nowhere(self: KeyRuns, names: Sequence[bytes], run: KeyRun) -> None:
     for name in names:
         self.index.setdefault(name, run)
 
@@ -157,7 +157,7 @@ def count_what_is_not_there(self: PrefixMap, holder: str, names: Iterable[bytes]
         me.digest = before ^ digest(names, medium)
 
 
-def strip_nothing(self: Runs, field: int) -> None:
+def strip_nothing(self: KeyRuns, field: int) -> None:
     pass
 
 
@@ -168,9 +168,9 @@ _removed = PrefixMap.removed
     ("owner", "method", "mutant"),
     [
         (runs_module, "_fit", fit_whatever_the_holders),
-        (Runs, "_settle", never_join),
-        (Runs, "_point", point_nowhere),
-        (Runs, "strip", strip_nothing),
+        (KeyRuns, "_settle", never_join),
+        (KeyRuns, "_point", point_nowhere),
+        (KeyRuns, "strip", strip_nothing),
         (PrefixMap, "removed", count_what_is_not_there),
     ],
 )
@@ -196,8 +196,8 @@ def test_a_prefix_counts_only_without_a_gap_and_by_the_fastest_tier() -> None:
     prefixes.stored("store", b"", keys("ab"), "CPU")
     prefixes.removed("worker", [key("ab")], "GPU")
     assert prefixes.match(keys("abcd")) == {
-        "worker": Match(1, {"GPU": 1}),
-        "store": Match(4, {"CPU": 2, "DISK": 2}),
+        "worker": PrefixMatch(1, {"GPU": 1}),
+        "store": PrefixMatch(4, {"CPU": 2, "DISK": 2}),
     }
     assert prefixes.match([]) == {}
 
@@ -217,7 +217,7 @@ def test_runs_part_where_holders_do_and_join_when_they_agree_again() -> None:
     prefixes.stored("two", chain[59], chain[60:], "GPU")
     assert prefixes.stats().runs == 1
     prefixes.remove_holder("one")
-    assert prefixes.match(chain) == {"two": Match(100, {"GPU": 100})}
+    assert prefixes.match(chain) == {"two": PrefixMatch(100, {"GPU": 100})}
     assert prefixes.stats().runs == 1
     prefixes.validate()
 
@@ -248,8 +248,10 @@ def test_a_place_is_used_again_and_brings_nothing_with_it() -> None:
 
 def test_part_of_a_key_is_left_out_and_told() -> None:
     prefixes = PrefixMap()
-    good = PageRun(b"", b"".join(keys("ab")), "CPU")
-    assert not prefixes.load_snapshot("h", [good, PageRun(b"", b"x" * 17, "CPU"), PageRun(key("z"), key("zz"), "CPU")])
+    good = PageSegment(b"", b"".join(keys("ab")), "CPU")
+    assert not prefixes.load_snapshot(
+        "h", [good, PageSegment(b"", b"x" * 17, "CPU"), PageSegment(key("z"), key("zz"), "CPU")]
+    )
     assert prefixes.match(keys("ab"))["h"].pages == 2
     assert prefixes.pages("h") == 2
 
@@ -277,13 +279,13 @@ def test_the_same_set_has_the_same_digest_however_it_came_about() -> None:
 def touched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many keys each change of the table touched."""
     counts: list[int] = []
-    point = Runs._point
+    point = KeyRuns._point
 
-    def counting(self: Runs, names: Sequence[bytes], run: Run) -> None:
+    def counting(self: KeyRuns, names: Sequence[bytes], run: KeyRun) -> None:
         counts.append(len(names))
         point(self, names, run)
 
-    monkeypatch.setattr(Runs, "_point", counting)
+    monkeypatch.setattr(KeyRuns, "_point", counting)
     return counts
 
 

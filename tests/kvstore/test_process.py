@@ -22,19 +22,19 @@ from baton.errors import PortInUse, StoreError, StoreGone
 from baton.messages import Heartbeat, Hello, Peer, Welcome
 from baton.store_protocol import (
     Acquire,
-    Arrived,
     Attach,
-    Forget,
-    Holding,
-    NotComing,
+    EndLease,
+    LeaseHeartbeat,
     NotReserved,
+    PagesReady,
+    PagesUnavailable,
     Release,
     Released,
     Reserve,
     Reserved,
     StoreHeartbeat,
 )
-from baton.wire import Asker, Listener, Subscriber
+from baton.wire import Listener, ReplayClient, Subscriber
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
 from kvstore.events.changes import packed_digest
@@ -72,7 +72,7 @@ def is_full(client: TestClient, ticket: int, chain: str) -> bool:
     client.tickets.add(ticket)
     client.store.call(call)
     reply = client.next(object, ticket)  # type: ignore[type-abstract]
-    client.store.call(Forget(ticket))
+    client.store.call(EndLease(ticket))
     return isinstance(reply, NotReserved)
 
 
@@ -81,7 +81,7 @@ def is_full(client: TestClient, ticket: int, chain: str) -> bool:
 
 def test_a_page_written_by_one_process_is_read_by_another(store: StoreProcess) -> None:
     with worker_process(store.cluster, "write abc"), TestClient(store.cluster) as reader:
-        pages = reader.ask(Acquire(1, packed("abc")), Arrived).pages
+        pages = reader.ask(Acquire(1, packed("abc")), PagesReady).pages
         for page, letter in zip(pages, b"abc", strict=True):
             assert bytes(reader.store.slot(page.slot)) == bytes([letter]) * PAGE
             assert page_checksum(reader.store.slot(page.slot)) == page.checksum
@@ -93,9 +93,9 @@ def test_a_waiter_gets_its_pages_as_they_are_sealed(store: StoreProcess) -> None
         reader.tickets.add(1)
         reader.store.call(Acquire(1, packed("ab"), wait=True))
         writer.write(1, "a")
-        assert [page.index for page in reader.next(Arrived).pages] == [0]
+        assert [page.index for page in reader.next(PagesReady).pages] == [0]
         writer.write(2, "ab")
-        assert [page.index for page in reader.next(Arrived).pages] == [1]
+        assert [page.index for page in reader.next(PagesReady).pages] == [1]
 
 
 # --- workers that die, stop, leave ------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_a_killed_writers_slots_come_back_and_its_waiters_are_told(store: StoreP
         assert 2 in client.next(StoreHeartbeat).tickets
         started = time.monotonic()
         writer.kill()
-        assert client.next(NotComing, 2).index == 0
+        assert client.next(PagesUnavailable, 2).index == 0
         assert time.monotonic() - started < 2
         client.tickets.discard(2)
         assert not is_full(client, 3, "uvwxyz")
@@ -128,7 +128,7 @@ def test_a_stopped_writer_keeps_its_slots_and_may_go_on(store: StoreProcess) -> 
         assert writer.stdin is not None
         writer.stdin.write(b"seal\n")
         writer.stdin.flush()
-        assert client.next(Arrived, 1).pages[0].index == 0
+        assert client.next(PagesReady, 1).pages[0].index == 0
 
 
 def test_a_writer_that_only_lost_its_connection_keeps_its_slots_until_it_ends(store: StoreProcess) -> None:
@@ -161,7 +161,7 @@ def test_workers_that_come_and_go_leave_nothing(store: StoreProcess) -> None:
         before = store.descriptors()
         for _ in range(100):
             with TestClient(store.cluster) as other:
-                other.ask(Acquire(1, key("a")), NotComing)
+                other.ask(Acquire(1, key("a")), PagesUnavailable)
         with worker_process(store.cluster, "reserve xyz"):
             assert store.descriptors() > before
         eventually(lambda: store.descriptors() == before, "every descriptor closed")
@@ -188,7 +188,7 @@ def test_a_killed_store_is_noticed_at_once_and_its_successor_is_another(store: S
         store.kill()
         eventually(lambda: gone(client), "StoreGone")
         assert time.monotonic() - started < 1
-        client.store.call(Holding())  # says nothing, raises nothing
+        client.store.call(LeaseHeartbeat())  # says nothing, raises nothing
         client.store.disconnect()
         assert not client.store.connected
         with pytest.raises(StoreGone):
@@ -199,7 +199,7 @@ def test_a_killed_store_is_noticed_at_once_and_its_successor_is_another(store: S
         client.tickets.clear()
         client.connect()
         assert client.store.incarnation not in ("", first)
-        assert client.ask(Acquire(1, key("a")), NotComing).index == 0
+        assert client.ask(Acquire(1, key("a")), PagesUnavailable).index == 0
         assert bytes(view) == before, "the old memory is still there"
 
 
@@ -284,7 +284,7 @@ def test_rubbish_ends_its_connection_and_nothing_else(store: StoreProcess, rubbi
             assert b"Attached" in connection.recv(65_536)
         connection.send(rubbish)
         assert b"Refusal" in until_closed(connection)
-        assert client.ask(Acquire(2, packed("ab")), Arrived)
+        assert client.ask(Acquire(2, packed("ab")), PagesReady)
         assert store.process.poll() is None
 
 
@@ -352,7 +352,7 @@ async def _router(directory: Path) -> None:
     listener = Listener("tcp://127.0.0.1:0", me)
     store = StoreProcess(directory, router=listener.endpoint)
     subscriber: Subscriber | None = None
-    asker: Asker | None = None
+    asker: ReplayClient | None = None
     client = TestClient(store.cluster)
     try:
         hello = await listener.receive()
@@ -376,7 +376,7 @@ async def _router(directory: Path) -> None:
             if stored:
                 break
         assert stored
-        asker = Asker(hello.message.replay)
+        asker = ReplayClient(hello.message.replay)
         asker.ask()
         topic, snapshot = await asker.receive()
         assert publisher_of(topic) == hello.sender

@@ -1,4 +1,4 @@
-"""PageEvents: what any follower gets who asks, and what no follower can do to the publisher."""
+"""KvEventPublisher: what any follower gets who asks, and what no follower can do to the publisher."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import zmq
 
 from baton.clock import VirtualClock
 from baton.errors import StartupError
-from baton.messages import Medium, PageRun, Snapshot
+from baton.messages import Medium, PageSegment, Snapshot
 from baton.monotonic_clock import MonotonicClock
-from baton.wire import Asker, Keys, Poller, Subscriber, use_keys
+from baton.wire import ClusterKeys, Poller, ReplayClient, Subscriber, use_keys
 from kvstore.events import replay
-from kvstore.events.changes import Cleared, Removed, Stored, TierChanges, packed_digest, page_runs
-from kvstore.events.publisher import PageEvents
+from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored, TierChanges, packed_digest, page_runs
+from kvstore.events.publisher import KvEventPublisher
 from kvstore.events.wire_format import BlockStored, decode, publisher_of
-from router.placement.prefix_lookup import Prefixes
+from router.placement.prefix_lookup import KvIndex
 from tests import cluster_keys
 from tests.kvstore.chains import key, keys
 
@@ -33,11 +33,11 @@ class Owner:
 
     def __init__(self, clock: VirtualClock | None = None) -> None:
         self.clock = clock or MonotonicClock()
-        self.events = PageEvents("store-0-abc", "tiny", self.clock)
+        self.events = KvEventPublisher("store-0-abc", "tiny", self.clock)
         self.chains: list[tuple[list[bytes], Medium]] = []
         self.snapshots = 0
 
-    def snapshot(self) -> list[PageRun]:
+    def snapshot(self) -> list[PageSegment]:
         self.snapshots += 1
         return [
             run for chain, medium in self.chains for run in page_runs(zip(chain, [b"", *chain], strict=False), medium)
@@ -45,7 +45,7 @@ class Owner:
 
     def store(self, chain: list[bytes], medium: Medium = "CPU") -> None:
         self.chains.append((chain, medium))
-        self.events.publish([(medium, [Stored(b"", tuple(chain))])], 16)
+        self.events.publish([(medium, [PagesStored(b"", tuple(chain))])], 16)
 
     def turn(self) -> None:
         self.events.answer(self.snapshot)
@@ -147,7 +147,7 @@ def test_a_reader_of_vllms_events_reads_ours(owner: Owner, follower: zmq.Socket[
     read = msgspec.msgpack.decode(payload, type=EventBatch)
     assert read.events == [VllmStored([last.to_bytes(16, "big")], None, [], 16, None, "CPU", None)]
 
-    owner.events.publish([("CPU", [Removed((key("x"),))]), ("DISK", [Stored(key("a"), (key("ab"),))])], 16)
+    owner.events.publish([("CPU", [PagesRemoved((key("x"),))]), ("DISK", [PagesStored(key("a"), (key("ab"),))])], 16)
     missed = struct.pack(">Q", last)
     got = ask(owner, follower, missed, is_end)
     assert [frames[0] for frames in got] == [b""] * len(got)
@@ -169,8 +169,8 @@ def test_a_reader_of_vllms_events_reads_ours(owner: Owner, follower: zmq.Socket[
 
 
 def test_any_number_of_followers_end_up_with_the_same_map(owner: Owner) -> None:
-    async def follow(prefixes: Prefixes) -> None:
-        subscriber, asker = Subscriber(owner.events.endpoint), Asker(owner.events.replay)
+    async def follow(prefixes: KvIndex) -> None:
+        subscriber, asker = Subscriber(owner.events.endpoint), ReplayClient(owner.events.replay)
 
         def do(asks: list[str]) -> None:
             for _ in asks:
@@ -202,7 +202,7 @@ def test_any_number_of_followers_end_up_with_the_same_map(owner: Owner) -> None:
             asker.close()
 
     async def main() -> None:
-        followers = [Prefixes() for _ in range(3)]
+        followers = [KvIndex() for _ in range(3)]
         tasks = [asyncio.create_task(follow(each)) for each in followers]
         tasks.append(asyncio.create_task(owner.work()))
         chain = [number.to_bytes(16, "big") for number in range(1, 20_001)]
@@ -210,7 +210,7 @@ def test_any_number_of_followers_end_up_with_the_same_map(owner: Owner) -> None:
         for number in range(50):
             owner.store([b"a" * 15 + bytes([number])])
             await asyncio.sleep(0.002)
-        owner.events.publish([("CPU", [Removed(tuple(reversed(chain[10_000:])))])], 16)
+        owner.events.publish([("CPU", [PagesRemoved(tuple(reversed(chain[10_000:])))])], 16)
         owner.chains[0] = (chain[:10_000], "CPU")
         await until(lambda: all(each.pages("store-0-abc") == 10_050 for each in followers))
         followers[2]._map.removed("store-0-abc", chain[5_000:], "CPU")  # nobody says so
@@ -252,9 +252,9 @@ def test_a_large_change_is_told_in_many_batches_and_one_digest(owner: Owner) -> 
     owner.store(chain)
     assert owner.events.sequence > 3
     assert owner.events.digest == packed_digest(b"".join(chain), "CPU")
-    owner.events.publish([("CPU", [Removed(tuple(reversed(chain[100:])))])], 16)
+    owner.events.publish([("CPU", [PagesRemoved(tuple(reversed(chain[100:])))])], 16)
     assert owner.events.digest == packed_digest(b"".join(chain[:100]), "CPU")
-    prefixes = Prefixes()
+    prefixes = KvIndex()
     prefixes.follow("store-0-abc", 0.0)
     prefixes.snapshot("store-0-abc", Snapshot(0, ()), 0.0)
     log = owner.events._log
@@ -263,7 +263,7 @@ def test_a_large_change_is_told_in_many_batches_and_one_digest(owner: Owner) -> 
         assert prefixes.batch(decode(batch.topic, batch.sequence, batch.payload), 0.0) == []
     assert prefixes.match(chain)["store-0-abc"].pages == 100
     assert prefixes.heartbeat("store-0-abc", owner.events.sequence, owner.events.digest, 0.0) == []
-    owner.events.publish([("DISK", [Cleared()])], 16)
+    owner.events.publish([("DISK", [PagesCleared()])], 16)
     assert owner.events.digest == 0
 
 
@@ -279,7 +279,7 @@ def test_who_contradicts_himself_is_put_right_by_his_own_pages(
     owner: Owner, follower: zmq.Socket[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     owner.store(keys("abc"))
-    owner.events.publish([("CPU", [Removed((key("zzz"),))])], 16)  # it never had that
+    owner.events.publish([("CPU", [PagesRemoved((key("zzz"),))])], 16)  # it never had that
     ask(owner, follower, SNAPSHOT, is_last)
     assert owner.events.figures["kv_event_digests_corrected"] == 1
     assert owner.events.digest == packed_digest(b"".join(keys("abc")), "CPU")
@@ -292,19 +292,19 @@ def test_who_contradicts_himself_is_put_right_by_his_own_pages(
 def test_only_followers_with_the_keys_get_events_also_on_loopback() -> None:
     use_keys(None)
     with pytest.raises(StartupError, match="needs the cluster's keys"):
-        PageEvents("store-0-abc", "tiny", MonotonicClock())
+        KvEventPublisher("store-0-abc", "tiny", MonotonicClock())
     use_keys(cluster_keys.KEYS)
-    events = PageEvents("worker-0-abc", "tiny", MonotonicClock())
+    events = KvEventPublisher("worker-0-abc", "tiny", MonotonicClock())
     try:
         asyncio.run(asyncio.wait_for(_read_secrets(events), PATIENCE))
     finally:
         events.close()
 
 
-async def _read_secrets(events: PageEvents) -> None:
-    subscriber, asker = Subscriber(events.endpoint), Asker(events.replay)
-    use_keys(Keys.generate())
-    strangers = Subscriber(events.endpoint), Asker(events.replay)
+async def _read_secrets(events: KvEventPublisher) -> None:
+    subscriber, asker = Subscriber(events.endpoint), ReplayClient(events.replay)
+    use_keys(ClusterKeys.generate())
+    strangers = Subscriber(events.endpoint), ReplayClient(events.replay)
     use_keys(cluster_keys.KEYS)
     strangers[1].ask()
     asker.ask()
@@ -312,7 +312,7 @@ async def _read_secrets(events: PageEvents) -> None:
     number = 0
     while not (heard[0].done() and heard[1].done()):
         number += 1
-        secret = Stored(b"", (number.to_bytes(16, "big"),), (4_711,))
+        secret = PagesStored(b"", (number.to_bytes(16, "big"),), (4_711,))
         events.publish([("GPU", [secret])], 1)
         events.answer(list)
         await asyncio.sleep(0.01)
@@ -426,7 +426,7 @@ def test_asking_again_and_again_makes_few_snapshots() -> None:
     owner = Owner(clock)
     slow = owner.snapshot
 
-    def snapshot() -> list[PageRun]:
+    def snapshot() -> list[PageSegment]:
         clock.advance(0.5)
         return slow()
 
@@ -448,6 +448,6 @@ def test_asking_again_and_again_makes_few_snapshots() -> None:
             while not socket.poll(0):
                 owner.turn()
             assert owner.snapshots == 2
-            assert part(socket.recv_multipart()).runs == (PageRun(b"", key("a"), "CPU"),)
+            assert part(socket.recv_multipart()).runs == (PageSegment(b"", key("a"), "CPU"),)
     finally:
         owner.events.close()

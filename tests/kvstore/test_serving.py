@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from baton.peer_protocol import Credit, Doubt, Gone, PageRequest, SentPage, Serving, Unwant, Want, Wanting
-from kvstore.arena.host_page_pool import PageTable, Reservation
-from kvstore.server.inbound_transfers import Outcome
-from kvstore.server.leases import WaitingRoom
-from kvstore.server.outbound_transfers import Server
-from kvstore.transport.interface import Answer, Check, Serve
+from baton.peer_protocol import (
+    CancelFetch,
+    ChecksumMismatch,
+    FetchCredit,
+    FetchHeartbeat,
+    FetchPages,
+    FetchStatus,
+    FetchUnavailable,
+    PageRequest,
+    SentPage,
+)
+from kvstore.arena.host_page_pool import HostPagePool, SlotReservation
+from kvstore.server.inbound_transfers import InboundResult
+from kvstore.server.leases import PageWaiters
+from kvstore.server.outbound_transfers import OutboundTransfers
+from kvstore.transport.interface import AnswerPeer, SendPages, VerifySlot
 from tests.kvstore.chains import key, keys
 
 
@@ -15,26 +25,26 @@ class Bench:
     """A server over an arena; what it would read from the disk is noted."""
 
     def __init__(self) -> None:
-        self.pages = PageTable(8)
-        self.waiting = WaitingRoom()
+        self.pages = HostPagePool(8)
+        self.waiting = PageWaiters()
         self.on_disk: dict[bytes, bytes] = {}
         self.brought: list[bytes] = []
         self.fetching: set[bytes] = set()  # keys that come from other stores
-        self.server = Server(
+        self.server = OutboundTransfers(
             self.pages, self.waiting, 100, 3.0, self._bring, self.on_disk.get,
-            lambda page: Outcome(unmade=self.pages.drop(page)), self.fetching.__contains__, lambda key: False,
+            lambda page: InboundResult(unmade=self.pages.drop(page)), self.fetching.__contains__, lambda key: False,
         )  # fmt: skip
 
-    def _bring(self, links: object, now: float) -> Outcome:
+    def _bring(self, links: object, now: float) -> InboundResult:
         assert isinstance(links, list)
         self.brought += [name for name, _ in links]
-        return Outcome()
+        return InboundResult()
 
     def write(self, word: str, checksum: int = 0) -> None:
         made = self.pages.reserve("worker", b"", keys(word))
         assert isinstance(made, list)
         for index, each in enumerate(made):
-            if not isinstance(each, Reservation):
+            if not isinstance(each, SlotReservation):
                 self.pages.unhold(each)
                 continue
             page = self.pages.seal(each, checksum or index, hold=True)
@@ -50,35 +60,35 @@ class Bench:
         return list(outcome.orders)
 
 
-def want(fetch: int, word: str, credit: int, wait: bool = False, page_bytes: int = 100) -> Want:
-    return Want(fetch, page_bytes, b"".join(keys(word)), wait, credit)
+def want(fetch: int, word: str, credit: int, wait: bool = False, page_bytes: int = 100) -> FetchPages:
+    return FetchPages(fetch, page_bytes, b"".join(keys(word)), wait, credit)
 
 
 def test_what_is_here_is_sent_as_far_as_there_is_credit_and_held_until_served() -> None:
     bench = Bench()
     bench.write("abc")
     (serve,) = bench.ask(want(1, "abc", 2))
-    assert isinstance(serve, Serve)
+    assert isinstance(serve, SendPages)
     assert (serve.fetch, serve.pages) == (1, (SentPage(0, 0), SentPage(1, 1)))
     assert bench.pages.held == 2
     bench.server.served(serve.number)
     assert bench.pages.held == 0
-    (rest,) = bench.ask(Credit(1, 3))
-    assert isinstance(rest, Serve)
+    (rest,) = bench.ask(FetchCredit(1, 3))
+    assert isinstance(rest, SendPages)
     assert rest.pages == (SentPage(2, 2),)
-    assert bench.ask(Credit(1, 3)) == []
-    assert bench.ask(Wanting(4, (1,))) == [Answer("peer", Serving(4, ((1, 3),)))]
+    assert bench.ask(FetchCredit(1, 3)) == []
+    assert bench.ask(FetchHeartbeat(4, (1,))) == [AnswerPeer("peer", FetchStatus(4, ((1, 3),)))]
 
 
 def test_what_is_neither_here_nor_below_is_gone_and_said_so_until_it_is_heard() -> None:
     bench = Bench()
     bench.write("a")
     serve, gone = bench.ask(want(1, "abc", 3))
-    assert isinstance(serve, Serve), "first what is here"
-    assert gone == Answer("peer", Gone(1, 1))
-    assert bench.ask(Credit(1, 3)) == []
-    assert bench.ask(Wanting(1, (1,))) == [gone, Answer("peer", Serving(1, ((1, 1),)))]
-    assert bench.ask(Wanting(2, ())) == [Answer("peer", Serving(2, ()))]
+    assert isinstance(serve, SendPages), "first what is here"
+    assert gone == AnswerPeer("peer", FetchUnavailable(1, 1))
+    assert bench.ask(FetchCredit(1, 3)) == []
+    assert bench.ask(FetchHeartbeat(1, (1,))) == [gone, AnswerPeer("peer", FetchStatus(1, ((1, 1),)))]
+    assert bench.ask(FetchHeartbeat(2, ())) == [AnswerPeer("peer", FetchStatus(2, ()))]
 
 
 def test_what_is_only_being_made_is_sent_when_it_is_sealed() -> None:
@@ -94,16 +104,16 @@ def test_what_is_on_the_disk_is_brought() -> None:
     bench.on_disk[key("ab")] = key("a")
     bench.write("a")
     (serve,) = bench.ask(want(1, "ab", 2))
-    assert isinstance(serve, Serve)
+    assert isinstance(serve, SendPages)
     assert bench.brought == [key("ab")]
     bench.write("ab")
     assert bench.server.stats().sending == 2
 
 
 def test_a_want_that_makes_no_sense_is_refused() -> None:
-    cut_short = Want(1, 100, key("a") + b"b", True, 2)
-    for odd in (want(1, "", 0), want(1, "ab", 2, page_bytes=50), Want(1, 100, key("a") * 2, True, 2), cut_short):
-        assert Bench().ask(odd) == [Answer("peer", Gone(1, 0))]
+    cut_short = FetchPages(1, 100, key("a") + b"b", True, 2)
+    for odd in (want(1, "", 0), want(1, "ab", 2, page_bytes=50), FetchPages(1, 100, key("a") * 2, True, 2), cut_short):
+        assert Bench().ask(odd) == [AnswerPeer("peer", FetchUnavailable(1, 0))]
 
 
 def test_a_want_of_the_same_number_replaces_the_first() -> None:
@@ -118,11 +128,11 @@ def test_a_doubted_page_is_checked_and_sent_again_if_it_is_good() -> None:
     bench = Bench()
     bench.write("a", checksum=7)
     bench.ask(want(1, "a", 1))
-    (check,) = bench.ask(Doubt(1, 0))
-    assert isinstance(check, Check)
+    (check,) = bench.ask(ChecksumMismatch(1, 0))
+    assert isinstance(check, VerifySlot)
     assert check.checksum == 7
     (again,) = bench.server.checked(check.number, intact=True).orders
-    assert isinstance(again, Serve)
+    assert isinstance(again, SendPages)
     assert bench.server.stats().sent_pages == 2
 
 
@@ -130,10 +140,10 @@ def test_a_doubted_page_that_is_bad_goes_and_with_it_what_hangs_from_it() -> Non
     bench = Bench()
     bench.write("ab")
     (serve,) = bench.ask(want(1, "ab", 2))
-    (check,) = bench.ask(Doubt(1, 0))
-    assert isinstance(serve, Serve)
-    assert isinstance(check, Check)
-    assert bench.server.checked(check.number, intact=False).orders == [Answer("peer", Gone(1, 0))]
+    (check,) = bench.ask(ChecksumMismatch(1, 0))
+    assert isinstance(serve, SendPages)
+    assert isinstance(check, VerifySlot)
+    assert bench.server.checked(check.number, intact=False).orders == [AnswerPeer("peer", FetchUnavailable(1, 0))]
     assert bench.pages.find(key("ab")) is None
     assert bench.pages.free == 6, "both are still being sent"
     bench.server.served(serve.number)
@@ -144,17 +154,17 @@ def test_a_doubt_about_a_page_made_anew_is_about_the_new_one() -> None:
     bench = Bench()
     bench.write("a", checksum=7)
     (serve,) = bench.ask(want(1, "a", 1))
-    assert isinstance(serve, Serve)
+    assert isinstance(serve, SendPages)
     bench.server.served(serve.number)
     page = bench.pages.find(key("a"))
     assert page is not None
     bench.pages.drop(page)
-    assert bench.ask(Doubt(1, 0)) == [Answer("peer", Gone(1, 0))]
+    assert bench.ask(ChecksumMismatch(1, 0)) == [AnswerPeer("peer", FetchUnavailable(1, 0))]
     bench.write("a", checksum=8)
-    (check,) = bench.ask(Doubt(1, 0))
-    assert isinstance(check, Check)
+    (check,) = bench.ask(ChecksumMismatch(1, 0))
+    assert isinstance(check, VerifySlot)
     (again,) = bench.server.checked(check.number, intact=True).orders
-    assert isinstance(again, Serve)
+    assert isinstance(again, SendPages)
     assert again.pages == (SentPage(0, 8),)
 
 
@@ -162,7 +172,7 @@ def test_whoever_goes_is_forgotten_but_what_is_on_its_way_stays_held() -> None:
     bench = Bench()
     bench.write("a")
     (serve,) = bench.ask(want(1, "ab", 2, wait=True))
-    assert isinstance(serve, Serve)
+    assert isinstance(serve, SendPages)
     bench.server.tick(2.0, paused=0.0)
     assert bench.server.stats().fetches == 1
     bench.server.tick(3.5, paused=3.0)
@@ -178,6 +188,6 @@ def test_unwanted_and_unlisted_fetches_are_forgotten() -> None:
     bench = Bench()
     for number in (1, 2, 3):
         bench.ask(want(number, "ab", 1, wait=True))
-    bench.ask(Unwant(1))
-    bench.ask(Wanting(1, (3,)))
+    bench.ask(CancelFetch(1))
+    bench.ask(FetchHeartbeat(1, (3,)))
     assert [fetch.number for fetch in bench.server.fetches] == [3]

@@ -9,20 +9,20 @@ import pytest
 
 from baton.clock import Tick
 from baton.config import Bytes, DiskConfig, StoreConfig
-from baton.messages import Namespace, Peer, Source
-from baton.peer_protocol import Gone, Want
+from baton.messages import Namespace, PageSource, Peer
+from baton.peer_protocol import FetchPages, FetchUnavailable
 from baton.store_protocol import (
     Acquire,
-    Arrived,
     Attach,
     Attached,
-    Corrupt,
-    Forget,
-    Holding,
-    NotComing,
+    AttachRefused,
+    EndLease,
+    LeasedPage,
+    LeaseHeartbeat,
     NotReserved,
-    Page,
-    Refusal,
+    PageCorrupt,
+    PagesReady,
+    PagesUnavailable,
     Release,
     Released,
     Reserve,
@@ -34,10 +34,18 @@ from baton.store_protocol import (
 )
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.orders import Found, FoundRecord, FoundSegment, Opened, Scanned
-from kvstore.events.changes import Cleared, Removed, Stored
-from kvstore.server.events import Command, Connected, Disconnected, Drop, Heard, Send, WriterGone
+from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
+from kvstore.server.events import (
+    CallReceived,
+    CloseConnection,
+    Connected,
+    Disconnected,
+    SendReply,
+    StoreCommand,
+    WriterDied,
+)
 from kvstore.server.state import StoreState
-from kvstore.transport.interface import Ask, PeerAnswered
+from kvstore.transport.interface import AskPeer, PeerReplied
 from tests.kvstore.chains import key, keys, parent
 from tests.kvstore.store_fixtures import NAMESPACE, STORE, Rig, replies
 
@@ -59,14 +67,14 @@ def test_a_page_is_readable_once_sealed_and_not_before() -> None:
     (reserved,) = rig.say(writer, reserve(1, "abc"))
     assert isinstance(reserved, Reserved)
     assert len(set(reserved.slots)) == 3
-    assert rig.say(reader, Acquire(1, packed("abc"))) == [NotComing(1, 0)]
+    assert rig.say(reader, Acquire(1, packed("abc"))) == [PagesUnavailable(1, 0)]
     assert rig.say(writer, Seal(1, 0, (7, 8))) == [Sealed(1, 0, 2)]
     slots = reserved.slots
     assert rig.say(reader, Acquire(2, packed("abc"))) == [
-        Arrived(2, (Page(0, slots[0] or 0, 7), Page(1, slots[1] or 0, 8))),
-        NotComing(2, 2),
+        PagesReady(2, (LeasedPage(0, slots[0] or 0, 7), LeasedPage(1, slots[1] or 0, 8))),
+        PagesUnavailable(2, 2),
     ]
-    assert rig.changes() == [Cleared(), Stored(b"", tuple(keys("ab")))]
+    assert rig.changes() == [PagesCleared(), PagesStored(b"", tuple(keys("ab")))]
 
 
 def test_a_partial_page_goes_with_its_last_hold_and_nobody_is_told_of_it() -> None:
@@ -75,19 +83,19 @@ def test_a_partial_page_goes_with_its_last_hold_and_nobody_is_told_of_it() -> No
     for connection in (writer, other):
         assert isinstance(rig.say(connection, Reserve(1, b"", packed("abp"), partial=True))[0], Reserved)
     rig.say(writer, Seal(1, 0, (7, 8, 9), hold=True))
-    assert rig.changes() == [Cleared(), Stored(b"", tuple(keys("ab")))]
-    rig.say(writer, Forget(1))
+    assert rig.changes() == [PagesCleared(), PagesStored(b"", tuple(keys("ab")))]
+    rig.say(writer, EndLease(1))
     (arrived,) = rig.say(reader, Acquire(1, packed("abp"), True, partial=True))
     assert len(arrived.pages) == 3, "another writer has it reserved: it may be told that it is there"
-    rig.say(other, Forget(1))
+    rig.say(other, EndLease(1))
     assert rig.say(reader, Release(1, (0, 1, 2))) == [Released(1, (0, 1, 2), (True,) * 3)]
     assert rig.say(reader, Acquire(2, packed("abp"))) == [
-        Arrived(2, tuple(page for page in arrived.pages if page.index < 2)),
-        NotComing(2, 2),
+        PagesReady(2, tuple(page for page in arrived.pages if page.index < 2)),
+        PagesUnavailable(2, 2),
     ]
     assert rig.changes() == []
     rig.write(writer, 2, "abx")  # full pages follow the same parent
-    assert rig.changes() == [Stored(key("ab"), (key("abx"),))]
+    assert rig.changes() == [PagesStored(key("ab"), (key("abx"),))]
 
 
 def test_a_partial_page_that_nobody_holds_waits_for_its_reader_until_room_is_needed() -> None:
@@ -95,14 +103,14 @@ def test_a_partial_page_that_nobody_holds_waits_for_its_reader_until_room_is_nee
     writer, reader = rig.attach(1), rig.attach(2)
     rig.say(writer, Reserve(1, b"", packed("abp"), partial=True))
     rig.say(writer, Seal(1, 0, (7, 8, 9)))
-    rig.say(writer, Forget(1))
+    rig.say(writer, EndLease(1))
     (arrived,) = rig.say(reader, Acquire(1, packed("abp"), True, partial=True))
     assert len(arrived.pages) == 3
-    rig.say(reader, Forget(1))
+    rig.say(reader, EndLease(1))
     assert rig.state.stats(0.0).sealed == 2
     rig.say(writer, Reserve(2, b"", packed("abp"), partial=True))
     rig.say(writer, Seal(2, 2, (9,)))
-    rig.say(writer, Forget(2))
+    rig.say(writer, EndLease(2))
     rig.write(writer, 3, "xy")
     assert rig.has("ab")
     assert rig.state.stats(0.0).evictions == 1
@@ -167,7 +175,7 @@ def test_what_is_here_already_need_not_be_written_and_is_held() -> None:
     rig.say(other, Seal(1, 0, (0, 0, 5), hold=True))
     assert rig.state.stats(rig.now).held == 3
     assert rig.say(writer, reserve(2, "xy")) == [NotReserved(2, "full")]
-    rig.say(other, Forget(1))
+    rig.say(other, EndLease(1))
     assert isinstance(rig.say(writer, reserve(2, "xy"))[0], Reserved)
 
 
@@ -183,7 +191,7 @@ def test_the_first_seal_wins_and_the_second_holds_the_winners_page() -> None:
     assert rig.say(second, Seal(1, 0, (2,), hold=True)) == [Sealed(1, 0, 1)]
     stats = rig.state.stats(rig.now)
     assert (stats.free, stats.sealed, stats.held, stats.duplicates) == (7, 1, 1, 1)
-    assert rig.say(reader, Acquire(1, key("a"))) == [Arrived(1, (Page(0, a.slots[0] or 0, 1),))]
+    assert rig.say(reader, Acquire(1, key("a"))) == [PagesReady(1, (LeasedPage(0, a.slots[0] or 0, 1),))]
 
 
 def test_pages_may_be_sealed_in_any_order_and_are_told_of_in_the_chains() -> None:
@@ -195,9 +203,9 @@ def test_pages_may_be_sealed_in_any_order_and_are_told_of_in_the_chains() -> Non
     assert rig.say(writer, Seal(1, 1, (1,))) == [Sealed(1, 1, 1)]
     assert rig.changes() == []
     assert rig.state.snapshot() == []
-    assert rig.say(reader, Acquire(1, packed("abc"))) == [NotComing(1, 0)]
+    assert rig.say(reader, Acquire(1, packed("abc"))) == [PagesUnavailable(1, 0)]
     rig.say(writer, Seal(1, 0, (1,)))
-    assert rig.changes() == [Stored(b"", tuple(keys("abc")))]
+    assert rig.changes() == [PagesStored(b"", tuple(keys("abc")))]
 
 
 def test_an_abandoned_parent_takes_its_sealed_children_along() -> None:
@@ -205,7 +213,7 @@ def test_an_abandoned_parent_takes_its_sealed_children_along() -> None:
     writer = rig.attach(1)
     rig.say(writer, reserve(1, "ab"))
     rig.say(writer, Seal(1, 1, (1,)))
-    rig.say(writer, Forget(1))
+    rig.say(writer, EndLease(1))
     assert rig.state.stats(rig.now).free == 8
 
 
@@ -216,11 +224,11 @@ def test_a_page_whose_chain_was_dropped_can_not_be_sealed() -> None:
     rig.say(writer, reserve(1, "abc", 1))
     rig.say(writer, Seal(1, 0, (1,)))
     rig.say(reader, Acquire(1, packed("abc"), wait=True))
-    heard = rig.tell(reader, Corrupt(1, 0))
-    assert heard == {reader: [NotComing(1, 2)]}
-    assert rig.say(writer, Seal(1, 1, (1,))) == [NotComing(1, 1)]
+    heard = rig.tell(reader, PageCorrupt(1, 0))
+    assert heard == {reader: [PagesUnavailable(1, 2)]}
+    assert rig.say(writer, Seal(1, 1, (1,))) == [PagesUnavailable(1, 1)]
     assert not rig.has("a")
-    rig.say(reader, Forget(1))
+    rig.say(reader, EndLease(1))
     assert rig.state.stats(rig.now).free == 8
 
 
@@ -230,12 +238,12 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
     rig.write(writer, 1, "ab")
     rig.write(writer, 2, "xy")
     rig.say(writer, Acquire(3, packed("ab")))
-    rig.say(writer, Forget(3))
+    rig.say(writer, EndLease(3))
     rig.changes()
     rig.write(writer, 4, "m")
-    assert rig.changes() == [Removed((key("xy"),)), Stored(b"", (key("m"),))]
+    assert rig.changes() == [PagesRemoved((key("xy"),)), PagesStored(b"", (key("m"),))]
     rig.write(writer, 5, "n")
-    assert rig.changes() == [Removed((key("x"),)), Stored(b"", (key("n"),))]
+    assert rig.changes() == [PagesRemoved((key("x"),)), PagesStored(b"", (key("n"),))]
     assert rig.has("ab")
 
 
@@ -249,9 +257,9 @@ def test_a_waiter_holds_the_page_in_the_step_that_seals_it() -> None:
     (reserved,) = rig.say(writer, reserve(1, "ab"))
     assert isinstance(reserved, Reserved)
     heard = rig.tell(writer, Seal(1, 0, (5, 6)))
-    pages = tuple(Page(index, slot or 0, 5 + index) for index, slot in enumerate(reserved.slots))
-    assert heard == {writer: [Sealed(1, 0, 2)], reader: [Arrived(1, pages)]}
-    rig.say(writer, Forget(1))
+    pages = tuple(LeasedPage(index, slot or 0, 5 + index) for index, slot in enumerate(reserved.slots))
+    assert heard == {writer: [Sealed(1, 0, 2)], reader: [PagesReady(1, pages)]}
+    rig.say(writer, EndLease(1))
     assert rig.say(writer, reserve(2, "x")) == [NotReserved(2, "full")]
     assert rig.say(reader, Release(1, (0, 1))) == [Released(1, (0, 1), (True, True))]
     assert isinstance(rig.say(writer, reserve(2, "x"))[0], Reserved)
@@ -263,10 +271,10 @@ def test_waiters_hear_when_a_maker_gives_up_but_not_while_another_goes_on() -> N
     rig.say(one, reserve(1, "ab"))
     rig.say(two, reserve(1, "ab"))
     rig.say(reader, Acquire(1, packed("abc"), wait=True))
-    assert rig.tell(one, Forget(1)) == {}
+    assert rig.tell(one, EndLease(1)) == {}
     assert rig.state.stats(rig.now).waits == 3
     rig.say(two, Seal(1, 0, (1,)))
-    assert rig.tell(two, Forget(1)) == {reader: [NotComing(1, 1)]}
+    assert rig.tell(two, EndLease(1)) == {reader: [PagesUnavailable(1, 1)]}
     assert rig.state.stats(rig.now).waits == 0
     assert rig.say(reader, Release(1, (0,))) == [Released(1, (0,), (True,))]
 
@@ -277,9 +285,9 @@ def test_not_coming_names_the_first_page_lost_and_leaves_the_waits_before_it() -
     rig.say(one, reserve(1, "a"))
     rig.say(two, reserve(1, "abc"))
     rig.say(reader, Acquire(1, packed("abcd"), wait=True))
-    assert rig.tell(two, Forget(1)) == {reader: [NotComing(1, 1)]}
+    assert rig.tell(two, EndLease(1)) == {reader: [PagesUnavailable(1, 1)]}
     assert rig.state.stats(rig.now).waits == 1
-    assert [reply.ticket for reply in rig.tell(one, Seal(1, 0, (1,)))[reader] if isinstance(reply, Arrived)] == [1]
+    assert [reply.ticket for reply in rig.tell(one, Seal(1, 0, (1,)))[reader] if isinstance(reply, PagesReady)] == [1]
 
 
 def test_waiting_for_what_nobody_makes_yet_lasts_until_forgotten() -> None:
@@ -287,11 +295,11 @@ def test_waiting_for_what_nobody_makes_yet_lasts_until_forgotten() -> None:
     reader = rig.attach(1)
     rig.say(reader, Acquire(1, packed("ab"), wait=True))
     rig.now = 5.0
-    rig.say(reader, Holding((1,)))
+    rig.say(reader, LeaseHeartbeat((1,)))
     rig.now = 11.0
-    assert rig.state.handle(Tick(), rig.now) == [Send(reader, StoreHeartbeat((1,)))]
+    assert rig.state.handle(Tick(), rig.now) == [SendReply(reader, StoreHeartbeat((1,)))]
     assert rig.state.stats(rig.now).waits == 2
-    rig.say(reader, Forget(1))
+    rig.say(reader, EndLease(1))
     assert rig.state.stats(rig.now).waits == 0
 
 
@@ -307,7 +315,7 @@ def test_a_hold_that_is_not_renewed_expires_and_its_bytes_do_not_count() -> None
     rig.do(Tick())
     assert rig.state.stats(rig.now).held == 2
     rig.now = 10.2
-    assert NotComing(1, 2) in replies(rig.do(Tick()))[reader]
+    assert PagesUnavailable(1, 2) in replies(rig.do(Tick()))[reader]
     assert rig.state.stats(rig.now).expired == 2
     assert rig.say(reader, Release(1, (0, 1))) == [Released(1, (0, 1), (False, False))]
 
@@ -329,7 +337,7 @@ def test_release_tells_the_truth_about_each_page() -> None:
     rig.say(reader, Acquire(1, packed("abc"), wait=True))
     assert rig.say(reader, Release(1, (1, 2))) == [Released(1, (1, 2), (True, False))]
     assert rig.say(reader, Release(1, (0, 1))) == [Released(1, (0, 1), (True, False))]
-    rig.say(reader, Forget(1))
+    rig.say(reader, EndLease(1))
     assert rig.say(reader, Release(1, (0,))) == [Released(1, (0,), (False,))]
 
 
@@ -339,7 +347,7 @@ def test_what_a_heartbeat_leaves_out_is_forgotten() -> None:
     rig.say(worker, reserve(1, "a"))
     rig.say(worker, reserve(2, "x"))
     rig.say(reader, Acquire(1, packed("a"), wait=True))
-    assert rig.tell(worker, Holding((2, 99))) == {reader: [NotComing(1, 0)]}
+    assert rig.tell(worker, LeaseHeartbeat((2, 99))) == {reader: [PagesUnavailable(1, 0)]}
     assert rig.state.stats(rig.now).reserved == 1
     assert replies(rig.do(Tick())) == {worker: [StoreHeartbeat((2,))], reader: [StoreHeartbeat((1,))]}
 
@@ -354,15 +362,15 @@ def test_a_corrupt_page_can_not_be_found_and_is_free_after_its_last_hold() -> No
     rig.changes()
     rig.say(one, Acquire(1, packed("abc")))
     rig.say(two, Acquire(1, packed("ab")))
-    rig.say(one, Corrupt(1, 1))
-    assert rig.changes() == [Removed((key("abc"), key("ab")))]
-    assert rig.say(writer, Acquire(2, packed("abc"))) == [Arrived(2, (Page(0, 0, 0),)), NotComing(2, 1)]
+    rig.say(one, PageCorrupt(1, 1))
+    assert rig.changes() == [PagesRemoved((key("abc"), key("ab")))]
+    assert rig.say(writer, Acquire(2, packed("abc"))) == [PagesReady(2, (LeasedPage(0, 0, 0),)), PagesUnavailable(2, 1)]
     stats = rig.state.stats(rig.now)
     assert (stats.sealed, stats.unlisted, stats.corrupt) == (1, 2, 1)
     # A page that was dropped does not count as held, though its slot has not been used again.
     assert rig.say(two, Release(1, (0, 1))) == [Released(1, (0, 1), (True, False))]
     assert rig.state.stats(rig.now).unlisted == 2
-    rig.say(one, Forget(1))
+    rig.say(one, EndLease(1))
     assert rig.state.stats(rig.now).unlisted == 0
     assert rig.state.stats(rig.now).free == 7
 
@@ -373,8 +381,8 @@ def test_only_a_holder_is_believed() -> None:
     rig.write(writer, 1, "a")
     rig.say(reader, Acquire(1, packed("a")))
     rig.say(reader, Release(1, (0,)))
-    rig.say(reader, Corrupt(1, 0))
-    rig.say(reader, Corrupt(5, 0))
+    rig.say(reader, PageCorrupt(1, 0))
+    rig.say(reader, PageCorrupt(5, 0))
     assert rig.has("a")
 
 
@@ -394,7 +402,7 @@ def test_a_lost_connection_ends_holds_and_waits_but_never_reservations() -> None
     rig.do(Tick())
     assert rig.say(other, reserve(2, "mno")) == [NotReserved(2, "full")]
     assert rig.state.needs_proof(1)
-    rig.do(WriterGone(1))
+    rig.do(WriterDied(1))
     assert not rig.state.needs_proof(1)
     assert isinstance(rig.say(other, reserve(2, "mno"))[0], Reserved)
 
@@ -406,15 +414,15 @@ def test_waiters_hear_of_a_makers_death_once_it_is_proven() -> None:
     rig.say(reader, Acquire(1, packed("ab"), wait=True))
     rig.say(writer, Seal(1, 0, (1,)))
     assert rig.do(Disconnected(writer)) == []
-    assert rig.do(WriterGone(1)) == [Send(reader, NotComing(1, 1))]
-    assert rig.do(WriterGone(1)) == []
+    assert rig.do(WriterDied(1)) == [SendReply(reader, PagesUnavailable(1, 1))]
+    assert rig.do(WriterDied(1)) == []
 
 
 def test_death_before_the_end_of_the_connection_closes_it() -> None:
     rig = Rig()
     writer = rig.attach(1)
     rig.say(writer, reserve(1, "ab"))
-    assert rig.do(WriterGone(1)) == [Drop(writer)]
+    assert rig.do(WriterDied(1)) == [CloseConnection(writer)]
     assert rig.do(Disconnected(writer)) == []
     assert rig.state.stats(rig.now).free == 8
 
@@ -427,7 +435,7 @@ def test_a_process_that_comes_back_finds_its_reservations_and_may_seal_them() ->
     rig.do(Disconnected(first))
     again = rig.attach(1)
     assert rig.state.stats(rig.now).unproven == 0
-    rig.say(again, Holding((1,)))
+    rig.say(again, LeaseHeartbeat((1,)))
     assert rig.state.stats(rig.now).reserved == 2
     assert rig.say(again, Seal(1, 0, (1, 2))) == [Sealed(1, 0, 2)]
 
@@ -438,7 +446,7 @@ def test_a_new_incarnation_or_another_process_is_somebody_else() -> None:
     rig.say(first, reserve(1, "ab"))
     rig.do(Disconnected(first))
     for connection in (rig.attach(2, "old"), rig.attach(1, "new")):
-        rig.say(connection, Holding())
+        rig.say(connection, LeaseHeartbeat())
         assert rig.state.stats(rig.now).unproven == 2
 
 
@@ -450,8 +458,8 @@ def test_a_second_connection_of_a_process_replaces_the_first() -> None:
     commands = rig.state.handle(
         heard_over_the_wire(second, Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100)), rig.now
     )
-    assert commands == [Drop(first), Send(second, Attached(STORE, 8, 100))]
-    assert rig.say(first, Forget(1)) == []
+    assert commands == [CloseConnection(first), SendReply(second, Attached(STORE, 8, 100))]
+    assert rig.say(first, EndLease(1)) == []
     assert rig.state.stats(rig.now).reserved == 2
 
 
@@ -465,15 +473,15 @@ def test_pages_of_another_kind_are_refused_while_anybody_is_here_and_else_divide
     for namespace, size in ((other, 100), (NAMESPACE, 50)):
         second = rig.connect(2)
         (refusal,) = rig.say(second, Attach(Peer("decode", "w", "node", "j", 2), namespace, size))
-        assert isinstance(refusal, Refusal)
+        assert isinstance(refusal, AttachRefused)
         assert refusal.reason == "incompatible"
-    rig.do(WriterGone(1))
+    rig.do(WriterDied(1))
     rig.changes()
     rig.attach(2, namespace=NAMESPACE)
     assert rig.has("xy"), "pages outlast those who use them"
-    rig.do(WriterGone(2))
+    rig.do(WriterDied(2))
     rig.attach(3, namespace=other, page_bytes=50)
-    assert rig.changes() == [Cleared()]
+    assert rig.changes() == [PagesCleared()]
     assert rig.state.stats(rig.now).slots == 16
     assert rig.state.snapshot() == []
 
@@ -486,7 +494,7 @@ def test_dividing_anew_is_one_word_for_the_pages_of_all_tiers() -> None:
     def attach(connection: int, namespace: Namespace) -> None:
         state.handle(Connected(connection, connection), 0.0)
         worker = Peer("decode", "w", "node", f"i{connection}", connection)
-        state.handle(Heard(connection, Attach(worker, namespace, 100)), 0.0)
+        state.handle(CallReceived(connection, Attach(worker, namespace, 100)), 0.0)
 
     attach(1, NAMESPACE)
     state.drain_events()
@@ -497,50 +505,50 @@ def test_dividing_anew_is_one_word_for_the_pages_of_all_tiers() -> None:
     assert "disk" in [speed.tier for speed in state.load().tiers], "it can be read"
     state.handle(Disconnected(1), 0.0)
     attach(2, msgspec.structs.replace(NAMESPACE, numerics=2))
-    assert state.drain_events() == [("CPU", [Cleared()])]
+    assert state.drain_events() == [("CPU", [PagesCleared()])]
 
 
 def test_a_page_larger_than_the_arena_is_refused() -> None:
     rig = Rig(slots=1)
     (refusal,) = rig.say(rig.connect(1), Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 101))
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, AttachRefused)
     assert "raise store.arena_bytes" in refusal.message
 
 
 # --- two hand-offs that begin alike, made on different nodes ---
 
 
-def _two_hand_offs() -> tuple[Rig, int, int, Want]:
+def _two_hand_offs() -> tuple[Rig, int, int, FetchPages]:
     """Workers that wait for the same pages: one from store s1, which is asked, the other from s2."""
     rig = Rig(slots=16)
     first, second = rig.attach(1, "first"), rig.attach(2, "second")
     for worker, store in ((first, "s1"), (second, "s2")):
-        source = Source(store, f"tcp://{store}:1", 3)
-        orders = rig.do(Heard(worker, Acquire(1, b"".join(keys("abc")), True, b"", (source,))))
+        source = PageSource(store, f"tcp://{store}:1", 3)
+        orders = rig.do(CallReceived(worker, Acquire(1, b"".join(keys("abc")), True, b"", (source,))))
         if worker == first:
-            (want,) = [order.request for order in orders if isinstance(order, Ask)]
-    assert isinstance(want, Want)
+            (want,) = [order.request for order in orders if isinstance(order, AskPeer)]
+    assert isinstance(want, FetchPages)
     return rig, first, second, want
 
 
-def _wants(commands: Sequence[Command]) -> list[tuple[str, bytes]]:
-    asks = [each for each in commands if isinstance(each, Ask)]
-    return [(ask.source.store, ask.request.keys) for ask in asks if isinstance(ask.request, Want)]
+def _wants(commands: Sequence[StoreCommand]) -> list[tuple[str, bytes]]:
+    asks = [each for each in commands if isinstance(each, AskPeer)]
+    return [(ask.source.store, ask.request.keys) for ask in asks if isinstance(ask.request, FetchPages)]
 
 
 def test_what_the_source_of_one_hand_off_lacks_comes_from_that_of_the_other() -> None:
     rig, *_, want = _two_hand_offs()
-    commands = rig.do(PeerAnswered("s1", Gone(want.fetch, 0)))
+    commands = rig.do(PeerReplied("s1", FetchUnavailable(want.fetch, 0)))
     assert _wants(commands) == [("s2", want.keys)]
-    assert not [each for each in commands if isinstance(each, Send)], "nobody waits in vain"
-    (again,) = [each.request for each in commands if isinstance(each, Ask) and isinstance(each.request, Want)]
-    refused = rig.do(PeerAnswered("s2", Gone(again.fetch, 0)))
-    assert sorted(each.connection for each in refused if isinstance(each, Send)) == [1, 2], "both have been asked"
+    assert not [each for each in commands if isinstance(each, SendReply)], "nobody waits in vain"
+    (again,) = [each.request for each in commands if isinstance(each, AskPeer) and isinstance(each.request, FetchPages)]
+    refused = rig.do(PeerReplied("s2", FetchUnavailable(again.fetch, 0)))
+    assert sorted(each.connection for each in refused if isinstance(each, SendReply)) == [1, 2], "both have been asked"
 
 
 def test_a_store_that_was_to_make_pages_for_somebody_who_has_gone_is_not_waited_for() -> None:
     rig, first, _, want = _two_hand_offs()
-    asked = _wants(rig.do(Heard(first, Forget(1))))
+    asked = _wants(rig.do(CallReceived(first, EndLease(1))))
     for _ in range(4):
         rig.now += 0.3
         asked += _wants(rig.do(Tick()))
@@ -568,7 +576,7 @@ def test_a_store_that_was_to_make_pages_for_somebody_who_has_gone_is_not_waited_
         Seal(2, 0, (1,)),
         Release(2, (1,)),
         Release(2, (-1,)),
-        Corrupt(2, 1),
+        PageCorrupt(2, 1),
         Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100),
     ],
 )
@@ -582,21 +590,21 @@ def test_what_makes_no_sense_costs_the_connection_and_nobody_else_anything(call:
     commands = rig.state.handle(heard_over_the_wire(bad, call), rig.now)
     rig.state.validate()
     refusal, drop = commands
-    assert isinstance(refusal, Send)
-    assert isinstance(refusal.reply, Refusal)
-    assert drop == Drop(bad)
+    assert isinstance(refusal, SendReply)
+    assert isinstance(refusal.reply, AttachRefused)
+    assert drop == CloseConnection(bad)
     assert rig.state.stats(rig.now).reserved == 1, "it may still be writing"
     assert rig.say(good, Release(1, (0,))) == [Released(1, (0,), (True,))]
-    assert rig.say(bad, Forget(1)) == []
+    assert rig.say(bad, EndLease(1)) == []
 
 
 def test_who_has_not_attached_is_not_served() -> None:
     rig = Rig()
-    (refusal,) = rig.say(rig.connect(1), Holding())
-    assert isinstance(refusal, Refusal)
+    (refusal,) = rig.say(rig.connect(1), LeaseHeartbeat())
+    assert isinstance(refusal, AttachRefused)
     stranger = rig.connect(2)
     (refusal,) = rig.say(stranger, Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100, protocol=99))
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, AttachRefused)
     assert refusal.reason == "incompatible"
 
 
@@ -606,9 +614,9 @@ def test_tickets_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = rig.attach(1)
     for ticket in (1, 2):
         rig.say(worker, Acquire(ticket, key("a"), wait=True))
-    assert isinstance(rig.say(worker, Acquire(3, key("a")))[0], Refusal)
+    assert isinstance(rig.say(worker, Acquire(3, key("a")))[0], AttachRefused)
 
 
-def heard_over_the_wire(connection: int, call: StoreCall) -> Heard:
+def heard_over_the_wire(connection: int, call: StoreCall) -> CallReceived:
     """The call as it looks after a journey over the wire."""
-    return Heard(connection, msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=StoreCall))
+    return CallReceived(connection, msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=StoreCall))

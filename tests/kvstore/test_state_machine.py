@@ -19,15 +19,15 @@ from baton.clock import Tick
 from baton.messages import Peer
 from baton.store_protocol import (
     Acquire,
-    Arrived,
     Attach,
     Attached,
-    Corrupt,
-    Forget,
-    Holding,
-    NotComing,
+    AttachRefused,
+    EndLease,
+    LeaseHeartbeat,
     NotReserved,
-    Refusal,
+    PageCorrupt,
+    PagesReady,
+    PagesUnavailable,
     Release,
     Released,
     Reserve,
@@ -38,7 +38,16 @@ from baton.store_protocol import (
     StoreHeartbeat,
     StoreReply,
 )
-from kvstore.server.events import Command, Connected, Disconnected, Drop, Event, Heard, Send, WriterGone
+from kvstore.server.events import (
+    CallReceived,
+    CloseConnection,
+    Connected,
+    Disconnected,
+    SendReply,
+    StoreCommand,
+    StoreEvent,
+    WriterDied,
+)
 from kvstore.server.state import StoreState
 from tests.kvstore.chains import key, keys, parent, partial
 from tests.kvstore.store_fixtures import NAMESPACE, STORE, store_config
@@ -97,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     # --- the world --------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: StoreEvent) -> list[StoreCommand]:
         wanted = self.waited()
         making = {name for name in wanted if self.made(name)}
         commands = self.state.handle(event, self.now)
@@ -108,13 +117,13 @@ class StoreMachine(RuleBasedStateMachine):
         for command in commands:
             worker = by_connection.get(getattr(command, "connection", None))
             match command:
-                case Send(connection=connection, reply=reply):
-                    if isinstance(reply, Refusal):
+                case SendReply(connection=connection, reply=reply):
+                    if isinstance(reply, AttachRefused):
                         assert connection in self.misbehaved
                     if worker is not None:
                         self.note(worker, reply)
                         worker.replies.append(reply)
-                case Drop():
+                case CloseConnection():
                     if worker is not None:
                         worker.connection = None
                         worker.calls.clear()
@@ -183,7 +192,7 @@ class StoreMachine(RuleBasedStateMachine):
         for ticket in worker.tickets.values():
             ticket.arrived.clear()
             ticket.read.clear()
-        worker.calls.append(Holding(tuple(n for n, ticket in worker.tickets.items() if ticket.writable)))
+        worker.calls.append(LeaseHeartbeat(tuple(n for n, ticket in worker.tickets.items() if ticket.writable)))
         worker.tickets = {n: ticket for n, ticket in worker.tickets.items() if ticket.writable}
         self.travel(worker, prompt=True)
 
@@ -234,7 +243,7 @@ class StoreMachine(RuleBasedStateMachine):
                 number, [n for n, t in worker.tickets.items() if t.writable].index(self.numbers), 0, 5, hold, True
             )
         del worker.tickets[self.numbers]
-        self.say(worker, Forget(self.numbers))
+        self.say(worker, EndLease(self.numbers))
         self.travel(worker, prompt=True)
 
     @rule(number=WORKERS, pick=PICK)
@@ -271,7 +280,7 @@ class StoreMachine(RuleBasedStateMachine):
         for index in arrived:
             ticket.read[index] = self.memory[ticket.arrived.pop(index)]
         if pick >= 8:
-            self.say(worker, Corrupt(chosen, arrived[0]))
+            self.say(worker, PageCorrupt(chosen, arrived[0]))
         self.say(worker, Release(chosen, arrived))
         self.travel(worker, prompt)
 
@@ -281,7 +290,7 @@ class StoreMachine(RuleBasedStateMachine):
         chosen = self.ticket(worker, pick)
         if chosen is not None and worker.connection is not None:
             del worker.tickets[chosen]
-            self.say(worker, Forget(chosen))
+            self.say(worker, EndLease(chosen))
 
     @rule(number=WORKERS, dropped=st.sets(PICK, max_size=2))
     def beat(self, number: int, dropped: set[int]) -> None:
@@ -290,7 +299,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         gone = {self.ticket(worker, pick) for pick in dropped}
         worker.tickets = {n: ticket for n, ticket in worker.tickets.items() if n not in gone}
-        self.say(worker, Holding(tuple(worker.tickets)))
+        self.say(worker, LeaseHeartbeat(tuple(worker.tickets)))
 
     def misbehave(self, worker: Worker, pick: int, kind: int) -> None:
         """Calls that cost the caller its connection, or nothing; never anybody else anything."""
@@ -335,7 +344,7 @@ class StoreMachine(RuleBasedStateMachine):
     def deliver(self, worker: Worker, count: int) -> None:
         for _ in range(count):
             if worker.connection is not None and worker.calls:
-                self.handle(Heard(worker.connection, worker.calls.popleft()))
+                self.handle(CallReceived(worker.connection, worker.calls.popleft()))
 
     def learn(self, worker: Worker, count: int) -> None:
         for _ in range(min(count, len(worker.replies))):
@@ -344,13 +353,21 @@ class StoreMachine(RuleBasedStateMachine):
             if ticket is None:
                 continue
             match reply:
-                case Arrived(pages=pages):
+                case PagesReady(pages=pages):
                     ticket.arrived.update({page.index: page.slot for page in pages})
                 case Released(indices=indices, held=held):
                     for index, counts in zip(indices, held, strict=True):
                         seen = ticket.read.pop(index, None)
                         assert not counts or seen == ticket.content(index), "read what no key names"
-                case Attached() | Reserved() | NotReserved() | Sealed() | NotComing() | StoreHeartbeat() | Refusal():
+                case (
+                    Attached()
+                    | Reserved()
+                    | NotReserved()
+                    | Sealed()
+                    | PagesUnavailable()
+                    | StoreHeartbeat()
+                    | AttachRefused()
+                ):
                     pass
 
     def lose_connection(self, worker: Worker) -> None:
@@ -375,7 +392,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def kernel_tells_of_death(self) -> None:
         worker = self.dead.pop(0)
-        self.handle(WriterGone(worker.pid))
+        self.handle(WriterDied(worker.pid))
         assert not self.state.needs_proof(worker.pid)
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 1.1]), paused=st.booleans())

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from baton.messages import Source
+from baton.messages import PageSource
 from tests.kvstore.world import HEARTBEAT, HOLD, SILENCE, WORDS, Node, Worker, World, waits_of_world
 from tests.wait_for import assert_no_cycle
 
@@ -45,11 +45,11 @@ class TiersMachine(RuleBasedStateMachine):
     def where(self, number: int) -> Node:
         return self.world.nodes[number % len(self.world.nodes)]
 
-    def sources(self, worker: Worker, asked: list[tuple[int, int]] | None) -> tuple[Source, ...]:
+    def sources(self, worker: Worker, asked: list[tuple[int, int]] | None) -> tuple[PageSource, ...]:
         names = [node.incarnation for node in self.world.nodes]
         if asked is None:
-            return tuple(Source(name, "inproc", 5) for name in names if name != worker.node.incarnation)
-        return tuple(Source(names[n] if n < len(names) else "gone", "inproc", pages) for n, pages in asked)
+            return tuple(PageSource(name, "inproc", 5) for name in names if name != worker.node.incarnation)
+        return tuple(PageSource(names[n] if n < len(names) else "gone", "inproc", pages) for n, pages in asked)
 
     def go_on(self, worker: Worker, prompt: bool) -> None:
         if prompt:
@@ -267,7 +267,7 @@ class TiersMachine(RuleBasedStateMachine):
 
         def hand_offs() -> None:
             for node, other in list(zip(nodes, reversed(nodes), strict=True))[:handed]:
-                sources = (Source(other.incarnation, "inproc", 5),)
+                sources = (PageSource(other.incarnation, "inproc", 5),)
                 self.world.acquire(node.workers[0], word, 0, True, sources)
                 self.world.travel(node.workers[0])
             if prompt:
@@ -276,7 +276,7 @@ class TiersMachine(RuleBasedStateMachine):
         if first:
             hand_offs()
         for node, other in list(zip(nodes, reversed(nodes), strict=True))[2 - handed :]:
-            sources = (Source(other.incarnation if handed == 1 else "gone", "inproc", 5),)
+            sources = (PageSource(other.incarnation if handed == 1 else "gone", "inproc", 5),)
             number = self.world.acquire(node.workers[1], word, 0, False, sources)
             self.world.travel(node.workers[1])
             self.world.promote(node.workers[1], number, 5)

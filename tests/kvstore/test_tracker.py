@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from baton.messages import PageRun, Snapshot
+from baton.messages import PageSegment, Snapshot
 from kvstore.events.changes import snapshot_parts
-from kvstore.events.wire_format import Batch, BlockStored
-from kvstore.prefix_map.event_tracker import Apply, Ask, EventTracker, Load
+from kvstore.events.wire_format import BlockStored, KvEventBatch
+from kvstore.prefix_map.event_tracker import ApplyEvents, EventTracker, LoadSnapshot, RequestSnapshot
 from tests.kvstore.chains import key, keys
 
 
-def stored(sequence: int, chain: str) -> Batch:
-    return Batch("h", sequence, (BlockStored(tuple(keys(chain)), None, (), 16, None, "GPU", None),))
+def stored(sequence: int, chain: str) -> KvEventBatch:
+    return KvEventBatch("h", sequence, (BlockStored(tuple(keys(chain)), None, (), 16, None, "GPU", None),))
 
 
 def test_batches_that_overtake_the_snapshot_are_applied_after_it() -> None:
     tracker = EventTracker()
-    assert tracker.track("h", 0.0) == [Ask("h")]
+    assert tracker.track("h", 0.0) == [RequestSnapshot("h")]
     assert tracker.track("h", 0.0) == []
     assert tracker.batch(stored(4, "a"), 0.0) == []
     assert tracker.batch(stored(5, "b"), 0.0) == []
     (snapshot,) = snapshot_parts(4, [])
     assert tracker.snapshot("h", snapshot, 0.0) == [
-        Load("h", (), True, 4),
-        Apply("h", stored(5, "b").events, 5),
+        LoadSnapshot("h", (), True, 4),
+        ApplyEvents("h", stored(5, "b").events, 5),
     ]
-    assert tracker.batch(stored(6, "c"), 0.0) == [Apply("h", stored(6, "c").events, 6)]
+    assert tracker.batch(stored(6, "c"), 0.0) == [ApplyEvents("h", stored(6, "c").events, 6)]
     assert tracker.batch(stored(6, "c"), 0.0) == []
-    assert tracker.batch(stored(8, "a"), 0.0) == [Ask("h")]
+    assert tracker.batch(stored(8, "a"), 0.0) == [RequestSnapshot("h")]
     assert not tracker.following("h")
     assert tracker.gaps == 1
 
@@ -34,15 +34,15 @@ def test_batches_that_overtake_the_snapshot_are_applied_after_it() -> None:
 def test_a_snapshot_in_pieces_that_do_not_fit_is_asked_for_again() -> None:
     tracker = EventTracker()
     tracker.track("h", 0.0)
-    runs = (PageRun(b"", key("a"), "CPU"),)
-    assert tracker.snapshot("h", Snapshot(1, runs, 0, False), 0.0) == [Load("h", runs, True, None)]
-    assert tracker.snapshot("h", Snapshot(1, (), 2, True), 0.0) == [Ask("h")]
+    runs = (PageSegment(b"", key("a"), "CPU"),)
+    assert tracker.snapshot("h", Snapshot(1, runs, 0, False), 0.0) == [LoadSnapshot("h", runs, True, None)]
+    assert tracker.snapshot("h", Snapshot(1, (), 2, True), 0.0) == [RequestSnapshot("h")]
     assert tracker.snapshot("h", Snapshot(1, (), 3, True), 0.0) == [], "the rest of what has been given up"
-    assert tracker.snapshot("h", Snapshot(1, (), 0, False), 0.0) == [Load("h", (), True, None)]
-    assert tracker.snapshot("h", Snapshot(2, (), 1, True), 0.0) == [Ask("h")]
+    assert tracker.snapshot("h", Snapshot(1, (), 0, False), 0.0) == [LoadSnapshot("h", (), True, None)]
+    assert tracker.snapshot("h", Snapshot(2, (), 1, True), 0.0) == [RequestSnapshot("h")]
     assert not tracker.following("h")
-    assert tracker.snapshot("h", Snapshot(3, runs, 0, False), 0.0) == [Load("h", runs, True, None)]
-    assert tracker.snapshot("h", Snapshot(3, (), 1, True), 0.0) == [Load("h", (), False, 3)]
+    assert tracker.snapshot("h", Snapshot(3, runs, 0, False), 0.0) == [LoadSnapshot("h", runs, True, None)]
+    assert tracker.snapshot("h", Snapshot(3, (), 1, True), 0.0) == [LoadSnapshot("h", (), False, 3)]
     assert tracker.following("h")
 
 
@@ -50,7 +50,7 @@ def test_silence_is_answered_by_asking_again() -> None:
     tracker = EventTracker()
     tracker.track("h", 0.0)
     assert tracker.tick(0.5) == []
-    assert tracker.tick(1.0) == [Ask("h")]
+    assert tracker.tick(1.0) == [RequestSnapshot("h")]
     assert tracker.tick(1.5) == []
 
 
@@ -80,7 +80,7 @@ def test_a_digest_is_compared_after_the_same_batch_only() -> None:
     assert tracker.divergences == 0
     assert tracker.claimed("h", 6, 9, 8, 0.2) == []
     tracker.batch(stored(6, "b"), 0.3)
-    assert tracker.applied("h", 6, 10, 0.3) == [Ask("h")]
+    assert tracker.applied("h", 6, 10, 0.3) == [RequestSnapshot("h")]
     assert (tracker.divergences, tracker.gaps) == (1, 0)
     assert tracker.claimed("h", 6, 9, 10, 0.4) == [], "it is being healed"
 
@@ -88,7 +88,7 @@ def test_a_digest_is_compared_after_the_same_batch_only() -> None:
 def test_a_map_that_changes_between_two_batches_is_found_out() -> None:
     tracker = following()
     assert tracker.claimed("h", 4, 7, 7, 1.0) == []
-    assert tracker.claimed("h", 4, 7, 8, 2.0) == [Ask("h")]
+    assert tracker.claimed("h", 4, 7, 8, 2.0) == [RequestSnapshot("h")]
 
 
 def test_a_batch_that_only_a_heartbeat_knows_of_counts_as_lost_after_a_while() -> None:
@@ -97,7 +97,7 @@ def test_a_batch_that_only_a_heartbeat_knows_of_counts_as_lost_after_a_while() -
     assert tracker.tick(11.5) == []
     tracker.batch(stored(5, "a"), 11.6)
     assert tracker.tick(13.5) == [], "they do come"
-    assert tracker.tick(13.7) == [Ask("h")]
+    assert tracker.tick(13.7) == [RequestSnapshot("h")]
     assert tracker.gaps == 1
 
 
@@ -115,7 +115,7 @@ def test_who_never_agrees_is_asked_ever_less_often() -> None:
     assert tracker.claimed("h", 4, 7, 7, now) == [], "agreed at last"
     tracker.batch(stored(5, "a"), now)
     tracker.applied("h", 5, 1, now)
-    assert tracker.claimed("h", 5, 2, 1, now + 60.0) == [Ask("h")]
+    assert tracker.claimed("h", 5, 2, 1, now + 60.0) == [RequestSnapshot("h")]
 
 
 def test_a_snapshot_that_makes_no_sense_is_asked_for_again_later() -> None:
@@ -123,7 +123,7 @@ def test_a_snapshot_that_makes_no_sense_is_asked_for_again_later() -> None:
     tracker.unusable("h", 20.0)
     assert not tracker.following("h")
     assert tracker.tick(20.5) == []
-    assert tracker.tick(21.0) == [Ask("h")]
+    assert tracker.tick(21.0) == [RequestSnapshot("h")]
 
 
 def test_what_waits_for_a_snapshot_is_bounded() -> None:
@@ -131,6 +131,8 @@ def test_what_waits_for_a_snapshot_is_bounded() -> None:
     tracker.track("h", 0.0)
     many = BlockStored(tuple(key("a") for _ in range(100_000)), None, (), 16, None, "GPU", None)
     for sequence in range(50):
-        tracker.batch(Batch("h", sequence, (many,)), 0.0)
+        tracker.batch(KvEventBatch("h", sequence, (many,)), 0.0)
     assert [batch.sequence for batch in tracker._sources["h"].kept] == list(range(41, 50))
-    assert tracker.snapshot("h", Snapshot(10, ()), 0.0) == [Load("h", (), True, 10), Ask("h")], "a gap at 11"
+    assert tracker.snapshot("h", Snapshot(10, ()), 0.0) == [LoadSnapshot("h", (), True, 10), RequestSnapshot("h")], (
+        "a gap at 11"
+    )

@@ -6,24 +6,24 @@ import itertools
 
 import pytest
 
-from baton.messages import Source
+from baton.messages import PageSource
 from baton.store_protocol import (
     Acquire,
-    Arrived,
-    Below,
-    Corrupt,
-    NotComing,
+    LeasedPage,
+    LowerTierHits,
     NotReserved,
-    Page,
+    PageCorrupt,
+    PagesReady,
+    PagesUnavailable,
     Promote,
     Release,
     Released,
     Reserved,
     Seal,
     Sealed,
-    TierRun,
+    TierPages,
 )
-from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut, Fetch, Lookup, Ship
+from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut, PageFetch, PrefixLookup, StorePages
 from kvstore.load_or_recompute import DEFAULT_SPEEDS
 
 DISK, REMOTE = DEFAULT_SPEEDS["disk"], DEFAULT_SPEEDS["remote"]
@@ -33,16 +33,16 @@ def chain(count: int) -> list[bytes]:
     return [number.to_bytes(16, "big") for number in range(1, count + 1)]
 
 
-def lookup(count: int, *sources: Source) -> Lookup:
-    return Lookup(itertools.count(1), chain(count), sources)
+def lookup(count: int, *sources: PageSource) -> PrefixLookup:
+    return PrefixLookup(itertools.count(1), chain(count), sources)
 
 
-def fetch(count: int, wait: bool = False, parent: bytes = b"") -> Fetch:
-    return Fetch(itertools.count(1), chain(count), range(100, 100 + count), wait, parent)
+def fetch(count: int, wait: bool = False, parent: bytes = b"") -> PageFetch:
+    return PageFetch(itertools.count(1), chain(count), range(100, 100 + count), wait, parent)
 
 
-def here(ticket: int, first: int, last: int) -> Arrived:
-    return Arrived(ticket, tuple(Page(index, index, 7) for index in range(first, last)))
+def here(ticket: int, first: int, last: int) -> PagesReady:
+    return PagesReady(ticket, tuple(LeasedPage(index, index, 7) for index in range(first, last)))
 
 
 # --- lookups ----------------------------------------------------------------------------------------------------------
@@ -50,10 +50,10 @@ def here(ticket: int, first: int, last: int) -> Arrived:
 
 def test_a_long_chain_takes_several_tickets_each_with_its_parent_and_its_part_of_the_sources() -> None:
     keys = chain(2_500)
-    calls = lookup(2_500, Source("s", "e", 1_500), Source("t", "e", 500)).start()
+    calls = lookup(2_500, PageSource("s", "e", 1_500), PageSource("t", "e", 500)).start()
     assert [(call.ticket, call.parent, call.sources) for call in calls if isinstance(call, Acquire)] == [
-        (1, b"", (Source("s", "e", 1_500), Source("t", "e", 500))),
-        (2, keys[1_023], (Source("s", "e", 476),)),
+        (1, b"", (PageSource("s", "e", 1_500), PageSource("t", "e", 500))),
+        (2, keys[1_023], (PageSource("s", "e", 476),)),
         (3, keys[2_047], ()),
     ]
 
@@ -70,15 +70,15 @@ def test_what_the_arena_has_is_found_and_nothing_else_is_asked_for() -> None:
 def test_what_lies_below_is_decided_about_once_all_is_known() -> None:
     looking = lookup(2_000)
     looking.handle(here(1, 0, 1_000))
-    looking.handle(Below(1, 1_000, (TierRun(DISK, 24),)))
+    looking.handle(LowerTierHits(1, 1_000, (TierPages(DISK, 24),)))
     assert not looking.undecided
-    looking.handle(Below(2, 0, (TierRun(DISK, 6), TierRun(REMOTE, 70))))
+    looking.handle(LowerTierHits(2, 0, (TierPages(DISK, 6), TierPages(REMOTE, 70))))
     assert looking.undecided
-    assert (looking.here, looking.runs) == (1_000, [TierRun(DISK, 24), TierRun(DISK, 6), TierRun(REMOTE, 70)])
+    assert (looking.here, looking.runs) == (1_000, [TierPages(DISK, 24), TierPages(DISK, 6), TierPages(REMOTE, 70)])
     assert looking.decide(30) == [Promote(1, 1_024), Promote(2, 6)]
     assert looking.found is None
     looking.handle(here(1, 1_000, 1_024))
-    looking.handle(NotComing(2, 4))
+    looking.handle(PagesUnavailable(2, 4))
     assert looking.found is None
     looking.handle(here(2, 0, 4))
     assert looking.found == 1_028
@@ -86,10 +86,10 @@ def test_what_lies_below_is_decided_about_once_all_is_known() -> None:
 
 def test_a_gap_ends_what_can_be_loaded() -> None:
     looking = lookup(3_000)
-    looking.handle(Below(1, 0, (TierRun(DISK, 10),)))
-    looking.handle(Below(2, 0, (TierRun(DISK, 1_024),)))
-    looking.handle(NotComing(3, 0))
-    assert looking.runs == [TierRun(DISK, 10)]
+    looking.handle(LowerTierHits(1, 0, (TierPages(DISK, 10),)))
+    looking.handle(LowerTierHits(2, 0, (TierPages(DISK, 1_024),)))
+    looking.handle(PagesUnavailable(3, 0))
+    assert looking.runs == [TierPages(DISK, 10)]
     assert looking.decide(10) == [Promote(1, 10)]
 
 
@@ -97,7 +97,7 @@ def test_nothing_is_promoted_of_tickets_that_are_here_already() -> None:
     looking = lookup(1_500)
     looking.handle(here(1, 0, 1_024))
     looking.handle(here(2, 0, 100))
-    looking.handle(Below(2, 100, (TierRun(DISK, 376),)))
+    looking.handle(LowerTierHits(2, 100, (TierPages(DISK, 376),)))
     assert looking.decide(376) == [Promote(2, 476)]
 
 
@@ -111,7 +111,7 @@ def test_a_page_counts_when_the_hold_has_lasted() -> None:
     assert fetching.covered == 0
     fetching.handle(Released(1, (0, 1), (True, True)))
     assert (fetching.covered, fetching.ended) == (2, False)
-    fetching.handle(NotComing(1, 2))
+    fetching.handle(PagesUnavailable(1, 2))
     assert (fetching.ended, fetching.complete) == (True, False)
 
 
@@ -125,7 +125,7 @@ def test_a_hold_that_had_expired_ends_the_fetch_there() -> None:
 def test_a_corrupt_page_is_reported_before_it_is_released() -> None:
     fetching = fetch(2)
     fetching.handle(here(1, 0, 2))
-    assert fetching.handle(CopiedIn(1, (0, 1), corrupt=(1,))) == [Corrupt(1, 1), Release(1, (0, 1))]
+    assert fetching.handle(CopiedIn(1, (0, 1), corrupt=(1,))) == [PageCorrupt(1, 1), Release(1, (0, 1))]
     fetching.handle(Released(1, (0, 1), (True, False)))
     assert (fetching.covered, fetching.ended, fetching.undecided) == (1, True, False)
 
@@ -141,7 +141,7 @@ def test_a_hand_off_has_nothing_to_decide() -> None:
 def test_a_cached_fetch_ends_where_its_decision_says() -> None:
     fetching = fetch(4)
     fetching.handle(here(1, 0, 1))
-    fetching.handle(Below(1, 1, (TierRun(DISK, 3),)))
+    fetching.handle(LowerTierHits(1, 1, (TierPages(DISK, 3),)))
     fetching.decide(1)
     fetching.handle(Released(1, (0,), (True,)))
     assert not fetching.ended
@@ -152,14 +152,14 @@ def test_a_cached_fetch_ends_where_its_decision_says() -> None:
 
 def test_keys_and_device_pages_go_together() -> None:
     with pytest.raises(ValueError, match="2 keys for 1 device pages"):
-        Fetch(itertools.count(1), chain(2), [0], wait=False)
+        PageFetch(itertools.count(1), chain(2), [0], wait=False)
 
 
 # --- shipments --------------------------------------------------------------------------------------------------------
 
 
 def test_pages_are_written_once_they_are_ready_and_slots_are_known() -> None:
-    ship = Ship(1, b"", chain(3), hold=True)
+    ship = StorePages(1, b"", chain(3), hold=True)
     assert ship.ready(0, 50) == []
     assert ship.handle(Reserved(1, (4, None, 6))) == [CopyOut(1, 0, 50, 4)]
     assert ship.ready(1, 51) == [], "it is there already"
@@ -172,6 +172,6 @@ def test_pages_are_written_once_they_are_ready_and_slots_are_known() -> None:
 
 
 def test_why_it_was_refused_is_kept() -> None:
-    ship = Ship(1, b"", chain(1), hold=False)
+    ship = StorePages(1, b"", chain(1), hold=False)
     ship.handle(NotReserved(1, "full"))
     assert ship.refused == "full"

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from baton.messages import Hello, Peer, Source
+from baton.messages import Hello, PageSource, Peer
 from baton.store_protocol import (
     Acquire,
-    Arrived,
-    Below,
-    Forget,
-    NotComing,
+    EndLease,
+    LowerTierHits,
+    PagesReady,
+    PagesUnavailable,
     Promote,
     Release,
     Released,
@@ -63,9 +63,9 @@ class RunningStore:
         self.endpoint = hello.data
         self._metrics = hello.metrics
 
-    def source(self, pages: int = PAGES, endpoint: str = "") -> Source:
+    def source(self, pages: int = PAGES, endpoint: str = "") -> PageSource:
         """What a router tells of this store."""
-        return Source(self.name, endpoint or self.endpoint, pages)
+        return PageSource(self.name, endpoint or self.endpoint, pages)
 
     def figure(self, name: str, **labels: str) -> float:
         """As it was at the last heartbeat."""
@@ -103,7 +103,7 @@ class Writer:
         self._sealed += count
 
     def give_up(self) -> None:
-        self.client.store.call(Forget(TICKET))
+        self.client.store.call(EndLease(TICKET))
 
     def close(self) -> None:
         self.client.store.close()
@@ -112,14 +112,14 @@ class Writer:
 class Reader:
     """A worker that acquires a chain, and lets go of each page once it has read it. What it has `read` counts."""
 
-    def __init__(self, store: RunningStore, chain: Chain, *sources: Source, wait: bool = True) -> None:
+    def __init__(self, store: RunningStore, chain: Chain, *sources: PageSource, wait: bool = True) -> None:
         self.client = TestClient(store.process.cluster)
         self.client.connect()
         self._chain = chain
         self._copies: dict[int, bytes] = {}
         self.read: set[int] = set()
         self.end = len(chain.keys)  # the first page that is not coming
-        self.below: Below | None = None
+        self.below: LowerTierHits | None = None
         self._wanted = (chain.packed, wait, b"", sources)
         self._ticket = 0
         self._acquire()
@@ -145,7 +145,7 @@ class Reader:
         self.until(all_read, f"{count} pages read")
 
     def close(self) -> None:
-        self.client.store.call(Forget(self._ticket))
+        self.client.store.call(EndLease(self._ticket))
         self.client.store.close()
 
     def _acquire(self) -> None:
@@ -158,7 +158,7 @@ class Reader:
             if getattr(reply, "ticket", self._ticket) != self._ticket:
                 continue
             match reply:
-                case Arrived(pages=pages):
+                case PagesReady(pages=pages):
                     for each in pages:
                         self._copies[each.index] = bytes(self.client.store.slot(each.slot))
                     self.client.store.call(Release(self._ticket, tuple(each.index for each in pages)))
@@ -169,9 +169,9 @@ class Reader:
                     self.read |= counted
                     if not all(held):  # one came before its parent, which was lost: both are brought anew
                         self._acquire()
-                case NotComing(index=index):
+                case PagesUnavailable(index=index):
                     self.end = min(self.end, index)
-                case Below():
+                case LowerTierHits():
                     self.below = reply
                 case _:
                     pass
@@ -192,7 +192,7 @@ class Lab:
             writer.seal(sealed)
         return writer
 
-    def read(self, store: RunningStore, chain: Chain, *sources: Source, wait: bool = True) -> Reader:
+    def read(self, store: RunningStore, chain: Chain, *sources: PageSource, wait: bool = True) -> Reader:
         reader = Reader(store, chain, *sources, wait=wait)
         self._cleanup.callback(reader.close)
         return reader

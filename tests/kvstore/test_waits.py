@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.messages import Source
-from baton.peer_protocol import Gone
-from kvstore.server.leases import Ticket
-from kvstore.transport.interface import Answer
+from baton.messages import PageSource
+from baton.peer_protocol import FetchUnavailable
+from kvstore.server.leases import Lease
+from kvstore.transport.interface import AnswerPeer
 from tests.kvstore.chains import key, keys
 from tests.kvstore.test_serving import Bench, want
 from tests.kvstore.world import Node, Worker, World
@@ -37,8 +37,8 @@ def in_arena(node: Node, word: str = CHAIN) -> bool:
     return all(node.state._tiers.pages.find(name) is not None for name in keys(word))
 
 
-def source(node: Node, pages: int = 5) -> tuple[Source, ...]:
-    return (Source(node.incarnation, "inproc", pages),)
+def source(node: Node, pages: int = 5) -> tuple[PageSource, ...]:
+    return (PageSource(node.incarnation, "inproc", pages),)
 
 
 def arrived(worker: Worker, number: int) -> Sequence[int]:
@@ -105,7 +105,7 @@ def test_a_store_promises_no_cached_page_that_it_awaits_from_another_store() -> 
     bench = Bench()
     bench.on_disk[key("a")] = b""
     bench.fetching.add(key("a"))
-    assert bench.ask(want(1, "a", 1)) == [Answer("peer", Gone(1, 0))]
+    assert bench.ask(want(1, "a", 1)) == [AnswerPeer("peer", FetchUnavailable(1, 0))]
     assert bench.brought == []
     bench.fetching.clear()
     assert bench.ask(want(2, "a", 1)) == []
@@ -136,7 +136,7 @@ def test_a_cached_page_is_not_waited_for_where_its_maker_may_be_the_worker_that_
         world.acquire(node.workers[1], "a", 0, True, source(other))
     world.flow()
     for maker in (a.workers[0], b.workers[0]):
-        found = world.acquire(maker, "a", 0, False, (Source("gone", "inproc", 1),))
+        found = world.acquire(maker, "a", 0, False, (PageSource("gone", "inproc", 1),))
         world.travel(maker)
         world.promote(maker, found, 1)
     world.flow()
@@ -151,7 +151,7 @@ def test_a_cached_page_is_no_longer_waited_for_once_another_store_waits_here() -
     world, a, b = two_nodes()
     world.acquire(a.workers[1], "a", 0, True, source(b))
     world.flow()
-    found = world.acquire(a.workers[0], "a", 0, False, (Source("gone", "inproc", 1),))
+    found = world.acquire(a.workers[0], "a", 0, False, (PageSource("gone", "inproc", 1),))
     world.travel(a.workers[0])
     world.promote(a.workers[0], found, 1)
     world.flow()
@@ -162,5 +162,5 @@ def test_a_cached_page_is_no_longer_waited_for_once_another_store_waits_here() -
     world.everybody_goes()
 
 
-def cached_waits(*nodes: Node) -> list[Ticket]:
+def cached_waits(*nodes: Node) -> list[Lease]:
     return [ticket for node in nodes for ticket in node.state._tickets() if not ticket.wait and ticket.waits]

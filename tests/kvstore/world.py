@@ -18,18 +18,18 @@ from zlib import crc32
 import msgspec
 
 from baton.clock import Tick
-from baton.messages import Medium, Peer, Pin, Pinned, Source, Unpin
-from baton.peer_protocol import PageReply, PageRequest, Pages
+from baton.messages import Medium, PageSource, PagesPinned, Peer, PinPages, UnpinPages
+from baton.peer_protocol import FetchedPages, PageReply, PageRequest
 from baton.store_protocol import (
     Acquire,
-    Arrived,
     Attach,
-    Below,
-    Corrupt,
-    Forget,
-    Holding,
+    AttachRefused,
+    EndLease,
+    LeaseHeartbeat,
+    LowerTierHits,
+    PageCorrupt,
+    PagesReady,
     Promote,
-    Refusal,
     Release,
     Released,
     Reserve,
@@ -38,40 +38,40 @@ from baton.store_protocol import (
     StoreCall,
     StoreReply,
 )
-from baton.waits import Wait
-from kvstore.arena.host_page_pool import Page
-from kvstore.events.changes import Cleared, Removed, Stored
+from baton.waits import WaitEdge
+from kvstore.arena.host_page_pool import HostPage
+from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
 from kvstore.server.events import (
-    Command,
+    CallReceived,
+    CloseConnection,
     Connected,
     Disconnected,
-    Divide,
-    Drop,
-    Event,
-    Heard,
-    RouterSaid,
-    Send,
+    DivideArena,
+    RouterMessageReceived,
+    SendReply,
+    StoreCommand,
+    StoreEvent,
     TellRouter,
-    WriterGone,
+    WriterDied,
 )
-from kvstore.server.inbound_transfers import STORE, Fetch
-from kvstore.server.leases import Ticket, Waiter
+from kvstore.server.inbound_transfers import STORE, RemoteFetch
+from kvstore.server.leases import Lease, PageWaiter
 from kvstore.server.state import StoreState
 from kvstore.transport.interface import (
-    Answer,
-    Ask,
-    Check,
-    Checked,
-    Expect,
-    Landed,
-    PeerAnswered,
-    PeerAsked,
+    AnswerPeer,
+    AskPeer,
+    ExpectPages,
+    FetchRetracted,
+    PagesLanded,
+    PagesSent,
     PeerEvent,
     PeerOrder,
-    Retract,
-    Retracted,
-    Serve,
-    Served,
+    PeerReplied,
+    PeerRequested,
+    RetractFetch,
+    SendPages,
+    SlotVerified,
+    VerifySlot,
 )
 from tests.kvstore.chains import key, keys, parent, partial
 from tests.kvstore.store_fixtures import NAMESPACE, store_config
@@ -108,7 +108,7 @@ class Parcel:
     message: PageRequest | PageReply
     sender: Node
     incarnation: str  # of the sender
-    number: int = 0  # of the Serve
+    number: int = 0  # of the SendPages
     slots: tuple[int, ...] = ()
 
 
@@ -174,13 +174,13 @@ class Node:
         self.disk_orders: list[Write | Read] = []
         self.expected: dict[int, dict[int, int]] = {}  # fetch → index → slot that the transport may write to
         self.sending: dict[int, tuple[int, ...]] = {}  # Serve → slots that the transport may read
-        self.bad: dict[int, bytes] = {}  # slot → bytes that a Check has found to be wrong
+        self.bad: dict[int, bytes] = {}  # slot → bytes that a VerifySlot has found to be wrong
         self.told: dict[Medium, dict[bytes, bytes]] = {"CPU": {}, "DISK": {}}
         self.refusable: set[int] = set()  # connections that may be refused
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: StoreEvent) -> list[StoreCommand]:
         made, waited = self.made, self.waits()
         commands = self.state.handle(event, self.world.now)
         self.state.validate()
@@ -190,20 +190,20 @@ class Node:
         workers = {worker.connection: worker for worker in self.workers if worker.connection is not None}
         for command in commands:
             match command:
-                case Send(connection=connection, reply=reply):
-                    assert not isinstance(reply, Refusal) or connection in self.refusable, reply
+                case SendReply(connection=connection, reply=reply):
+                    assert not isinstance(reply, AttachRefused) or connection in self.refusable, reply
                     if (worker := workers.get(connection)) is not None:
                         self._note(worker, reply)
                         worker.replies.append(reply)
-                case Drop(connection=connection):
+                case CloseConnection(connection=connection):
                     if (worker := workers.get(connection)) is not None:
                         worker.connection = None
                         worker.calls.clear()
-                case Expect() | Ask() | Retract() | Answer() | Serve() | Check():
+                case ExpectPages() | AskPeer() | RetractFetch() | AnswerPeer() | SendPages() | VerifySlot():
                     self.orders.append(command)
                 case Write() | Read():
                     self.disk_orders.append(command)
-                case Divide():
+                case DivideArena():
                     assert not self.touched, "the arena is cut anew under somebody's hands"
                     self.state._tiers.loads._window = WINDOW
                 case TellRouter() | _:
@@ -222,17 +222,17 @@ class Node:
             told = self.told[medium]
             for change in changes:
                 match change:
-                    case Stored(parent=above, keys=names):
+                    case PagesStored(parent=above, keys=names):
                         for name in names:
                             assert name not in told
                             assert above == b"" or above in told, f"{medium}: a child is told of before its parent"
                             told[name] = above
                             above = name
-                    case Removed(keys=names):
+                    case PagesRemoved(keys=names):
                         for name in names:
                             del told[name]
                             assert name not in told.values(), f"{medium}: a parent is told gone before its child"
-                    case Cleared():
+                    case PagesCleared():
                         self.told = {"CPU": {}, "DISK": {}}
                         told = self.told[medium]
 
@@ -250,24 +250,24 @@ class Node:
         if not self.orders:
             return False
         match self.orders.popleft():
-            case Expect(fetch=fetch, slots=slots):
+            case ExpectPages(fetch=fetch, slots=slots):
                 self.expected.setdefault(fetch, {}).update(slots)
-            case Retract(fetch=fetch):
+            case RetractFetch(fetch=fetch):
                 self.expected.pop(fetch, None)
-                self.events.append(Retracted(fetch))
-            case Ask(source=source, request=request):
+                self.events.append(FetchRetracted(fetch))
+            case AskPeer(source=source, request=request):
                 self.world.post(self.incarnation, source.store, Parcel(request, self, self.incarnation))
-            case Answer(peer=peer, reply=reply):
+            case AnswerPeer(peer=peer, reply=reply):
                 self.world.post(peer, self.incarnation, Parcel(reply, self, self.incarnation))
-            case Serve(number=number, peer=peer, fetch=fetch, pages=pages, slots=slots):
+            case SendPages(number=number, peer=peer, fetch=fetch, pages=pages, slots=slots):
                 self.sending[number] = slots
-                parcel = Parcel(Pages(fetch, pages), self, self.incarnation, number, slots)
+                parcel = Parcel(FetchedPages(fetch, pages), self, self.incarnation, number, slots)
                 self.world.post(peer, self.incarnation, parcel)
-            case Check(number=number, slot=slot, checksum=checksum):
+            case VerifySlot(number=number, slot=slot, checksum=checksum):
                 intact = self.read_slot(slot, checksum)
                 if not intact:
                     self.bad[slot] = self.memory[slot]
-                self.events.append(Checked(number, intact))
+                self.events.append(SlotVerified(number, intact))
         return True
 
     def read_slot(self, slot: int, checksum: int) -> bool:
@@ -281,12 +281,12 @@ class Node:
         """The transport needs the slots of that parcel no longer."""
         if parcel.slots and parcel.incarnation == self.incarnation:
             del self.sending[parcel.number]
-            self.events.append(Served(parcel.number))
+            self.events.append(PagesSent(parcel.number))
 
     def take(self, parcel: Parcel, contents: list[bytes]) -> None:
         """A parcel arrives from a wire."""
         match message := parcel.message:
-            case Pages(fetch=fetch, pages=pages):
+            case FetchedPages(fetch=fetch, pages=pages):
                 expected = self.expected.get(fetch, {})
                 landed: list[tuple[int, int]] = []
                 damaged: list[int] = []
@@ -300,11 +300,11 @@ class Node:
                     else:
                         damaged.append(page.index)
                 if landed or damaged:
-                    self.events.append(Landed(fetch, tuple(landed), tuple(damaged)))
+                    self.events.append(PagesLanded(fetch, tuple(landed), tuple(damaged)))
             case _ if message.__class__ in PageRequest.__args__:
-                self.events.append(PeerAsked(parcel.incarnation, message))
+                self.events.append(PeerRequested(parcel.incarnation, message))
             case _:
-                self.events.append(PeerAnswered(parcel.incarnation, message))
+                self.events.append(PeerReplied(parcel.incarnation, message))
 
     def work_on_disk(self, pick: int, ok: bool = True) -> bool:
         """The disk's threads carry out one order, any of them, or fail to."""
@@ -365,7 +365,7 @@ class Node:
     # --- what can be read off ---------------------------------------------------------------------------------------
 
     @property
-    def pages(self) -> list[Page]:
+    def pages(self) -> list[HostPage]:
         """Every sealed page: those that can be found, and those that somebody still holds."""
         tiers = self.state._tiers
         found = [n.value.page for n in tiers.pages._tree.preorder() if n.value.page is not None]
@@ -388,9 +388,9 @@ class Node:
         slots |= {slot for slots in self.sending.values() for slot in slots}
         for order in self.orders:
             match order:
-                case Serve(slots=serving):
+                case SendPages(slots=serving):
                     slots |= set(serving)
-                case Check(slot=slot):
+                case VerifySlot(slot=slot):
                     slots.add(slot)
                 case _:
                     pass
@@ -415,7 +415,7 @@ class Node:
         tiers = self.state._tiers
         return tiers.pages.find(name) is not None or tiers.pages.making(name) or tiers.loads.coming(name)
 
-    def waits(self) -> dict[bytes, set[Waiter]]:
+    def waits(self) -> dict[bytes, set[PageWaiter]]:
         return {name: set(waiting) for name, waiting in self.state._tiers.waiting._waiting.items()}
 
     # --- what always holds ------------------------------------------------------------------------------------------
@@ -457,7 +457,7 @@ class Node:
         for name, waiters in self.waits().items():
             made = tiers.pages.making(name) or tiers.loads.coming(name)
             for waiter in waiters:
-                has_sources = isinstance(waiter, Ticket) and any(
+                has_sources = isinstance(waiter, Lease) and any(
                     source.pages > index for source in waiter.sources for index in waiter.waits
                     if waiter.keys[index] == name
                 )  # fmt: skip
@@ -489,7 +489,7 @@ class Node:
         for fetch in tiers.loads._fetches.values():
             self._check_quiet_fetch(fetch)
 
-    def _check_quiet_fetch(self, fetch: Fetch) -> None:
+    def _check_quiet_fetch(self, fetch: RemoteFetch) -> None:
         server = self.world.node(fetch.source.store)
         if server is None:
             heard = self.state._tiers.loads._heard[fetch.source.store]
@@ -561,7 +561,7 @@ class World:
         parcel = wire.popleft()
         contents: list[bytes] = []
         if parcel.incarnation == parcel.sender.incarnation:
-            if isinstance(parcel.message, Pages):
+            if isinstance(parcel.message, FetchedPages):
                 for page, slot in zip(parcel.message.pages, parcel.slots, strict=True):
                     parcel.sender.read_slot(slot, page.checksum)
                     contents.append(parcel.sender.memory[slot])
@@ -618,14 +618,14 @@ class World:
         for ticket in worker.tickets.values():
             ticket.arrived.clear()
             ticket.read.clear()
-        worker.calls.append(Holding(tuple(worker.tickets)))
+        worker.calls.append(LeaseHeartbeat(tuple(worker.tickets)))
         self.travel(worker)
 
     def travel(self, worker: Worker, calls: int = 100, replies: int = 100) -> bool:
         """What a worker says is heard, and the worker hears what the store says."""
         moved = False
         while calls and worker.connection is not None and worker.calls:
-            worker.node.handle(Heard(worker.connection, worker.calls.popleft()))
+            worker.node.handle(CallReceived(worker.connection, worker.calls.popleft()))
             calls, moved = calls - 1, True
         while replies and worker.replies:
             self._learn(worker, worker.replies.popleft())
@@ -637,11 +637,11 @@ class World:
         if ticket is None:
             return
         match reply:
-            case Arrived(pages=pages):
+            case PagesReady(pages=pages):
                 for page in pages:
                     assert page.index not in ticket.arrived, "a page arrives twice"
                     ticket.arrived[page.index] = (page.slot, page.checksum)
-            case Below(first=first):
+            case LowerTierHits(first=first):
                 ticket.below = first
             case Released(indices=indices, held=held):
                 for index, counts in zip(indices, held, strict=True):
@@ -699,7 +699,7 @@ class World:
         names = {name for other in of_kind for name in other.told["CPU"]} | set(node.told["DISK"])
         return sorted(word_of(name).lower() for name in names - set(node.told["CPU"]))
 
-    def acquire(self, worker: Worker, word: str, start: int, wait: bool, sources: tuple[Source, ...]) -> int:
+    def acquire(self, worker: Worker, word: str, start: int, wait: bool, sources: tuple[PageSource, ...]) -> int:
         number, ticket = self._ticket(worker, word, start)
         names = b"".join(keys(ticket.word, ticket.start))
         above = parent(ticket.word, ticket.start)
@@ -725,18 +725,18 @@ class World:
             ticket.read[index] = (content, checksum)
             if content.startswith(SPOILT) or accuse:
                 accuse = False
-                worker.say(Corrupt(number, index))
+                worker.say(PageCorrupt(number, index))
         ticket.arrived.clear()
         worker.say(Release(number, indices))
 
     def forget(self, worker: Worker, number: int) -> None:
         if worker.tickets.pop(number, None) is not None:
-            worker.say(Forget(number))
+            worker.say(EndLease(number))
 
     def beat(self, worker: Worker, dropped: int | None = None) -> None:
         if worker.connection is not None:
             worker.tickets.pop(-1 if dropped is None else dropped, None)
-            worker.say(Holding(tuple(worker.tickets)))
+            worker.say(LeaseHeartbeat(tuple(worker.tickets)))
 
     def misbehave(self, worker: Worker, number: int, kind: int) -> None:
         """Calls that cost the caller its connection, or nothing; never anybody else anything."""
@@ -774,7 +774,7 @@ class World:
     def tell_of_deaths(self, node: Node) -> None:
         while node.dead:
             pid = node.dead.pop(0).pid
-            node.handle(WriterGone(pid))
+            node.handle(WriterDied(pid))
             assert not node.state.needs_proof(pid)
 
     def close_orphans(self, node: Node) -> None:
@@ -800,15 +800,15 @@ class World:
     # --- operators --------------------------------------------------------------------------------------------------
 
     def pin(self, node: Node, name: str, tenant: str, word: str, ttl_ms: int) -> None:
-        commands = node.handle(RouterSaid(Pin(name, tenant, b"".join(keys(word)), ttl_ms)))
+        commands = node.handle(RouterMessageReceived(PinPages(name, tenant, b"".join(keys(word)), ttl_ms)))
         (answer,) = (command.message for command in commands if isinstance(command, TellRouter))
-        assert isinstance(answer, Pinned)
+        assert isinstance(answer, PagesPinned)
         if not answer.reason:
             pinned = [node.state._tiers.pages.find(name) for name in keys(word)]
             assert all(page is not None and page.holds for page in pinned), "a pin does not hold"
 
     def unpin(self, node: Node, name: str) -> None:
-        node.handle(RouterSaid(Unpin(name)))
+        node.handle(RouterMessageReceived(UnpinPages(name)))
 
     # --- time -------------------------------------------------------------------------------------------------------
 
@@ -879,7 +879,7 @@ def is_request(parcel: Parcel) -> bool:
     return isinstance(parcel.message, PageRequest.__args__)
 
 
-def waits_of_world(world: World) -> Iterator[Wait]:
+def waits_of_world(world: World) -> Iterator[WaitEdge]:
     """Stores only: their workers do what they like."""
     for node in world.nodes:
         yield from node.state.waits()

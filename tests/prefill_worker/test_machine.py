@@ -24,13 +24,13 @@ from hypothesis.stateful import (
 
 from baton.clock import Tick
 from baton.config import PrefillConfig
-from baton.messages import AttemptName, Cancel, Failed, Prefill, Prefilled, Refused, RouterHeartbeat
+from baton.messages import AttemptFailed, AttemptName, Cancel, Prefill, Prefilled, Refused, RouterHeartbeat
 from engine.step import StepFailed
-from kvstore.client.device_block_manager import DeviceCache
+from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.keys import pack_tokens, page_keys, split_keys
 from prefill_worker import shared_prefix
-from prefill_worker.prefill_request import Job, Phase
-from prefill_worker.scheduler import PrefillState
+from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
+from prefill_worker.scheduler import PrefillScheduler
 from tests.rig import PAGE, ROOT, Rig
 from tests.wait_for import WaitCycle, assert_no_cycle, waits_of_rig
 
@@ -148,10 +148,12 @@ class PrefillMachine(RuleBasedStateMachine):
             self.rig.tick(0.5)
             self.worker.handle(Tick())
         self.rig.settle()
-        assert all(job.phase is Phase.DONE for job in self.state._jobs.values())
+        assert all(job.phase is PrefillPhase.DONE for job in self.state._jobs.values())
         done = [message.request for message in self.worker.said if isinstance(message, Prefilled)]
         assert len(done) == len(set(done))
-        ended = [message.request for message in self.worker.said if isinstance(message, Prefilled | Failed | Refused)]
+        ended = [
+            message.request for message in self.worker.said if isinstance(message, Prefilled | AttemptFailed | Refused)
+        ]
         if self.quiet:
             assert len(ended) == self.count
             if self.state.cache.stats().evictions == 0 and self.rig.store.stats(0.0).evictions == 0:
@@ -174,7 +176,7 @@ def _nobody_waits(patch: pytest.MonkeyPatch) -> None:
 
 
 def _who_waits_is_never_woken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefillState, "_wake", lambda self, now: [])
+    patch.setattr(PrefillScheduler, "_wake", lambda self, now: [])
 
 
 def _others_are_not_told_of_complete_pages(patch: pytest.MonkeyPatch) -> None:
@@ -189,7 +191,9 @@ def _each_takes_pages_of_its_own(patch: pytest.MonkeyPatch) -> None:
 def _a_shared_page_counts_as_complete(patch: pytest.MonkeyPatch) -> None:
     take = shared_prefix.take
 
-    def hasty(cache: DeviceCache, keys: Sequence[bytes], at_hand: Collection[Job]) -> tuple[list[int], int] | None:
+    def hasty(
+        cache: DeviceBlockManager, keys: Sequence[bytes], at_hand: Collection[PrefillRequest]
+    ) -> tuple[list[int], int] | None:
         taken = take(cache, keys, at_hand)
         common = max((job.in_common(keys) for job in at_hand), default=0)
         return taken and (taken[0], max(taken[1], common))
@@ -198,7 +202,7 @@ def _a_shared_page_counts_as_complete(patch: pytest.MonkeyPatch) -> None:
 
 
 def _who_is_behind_keeps_its_leases(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefillState, "_give_back", lambda self, job: [])
+    patch.setattr(PrefillScheduler, "_give_back", lambda self, job: [])
 
 
 def _run(machine: type[RuleBasedStateMachine], examples: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.membership import OwnerLost
+from baton.membership import RouterLost
 from baton.messages import AttemptName, Cancel, Refused, RouterHeartbeat
 from tests.prefill_worker.test_state import PROMPT, done, order, worker
 from tests.rig import PAGE
@@ -18,7 +18,7 @@ def test_each_router_decides_about_its_own_and_hears_how_busy_the_other_keeps_us
     assert [held.request for held in beat.attempts] == ["a"]
     assert beat.others.running + beat.others.waiting == 1
     assert beat.load.tokens_queued == 2 * beat.others.tokens_queued > 0
-    one.handle(OwnerLost("two"))
+    one.handle(RouterLost("two"))
     one.rig.settle()
     assert [result.request for result in done(one.said)] == ["a"]
     assert {letter.router for letter in one.letters} == {"one"}

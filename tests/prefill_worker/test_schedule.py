@@ -12,19 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.messages import AttemptName, StepSample
-from baton.step_cost_model import StepPace, pairs
-from engine.step import Plan
+from baton.step_cost_model import StepCostModel, pairs
+from engine.step import ScheduledBatch
 from prefill_worker.chunking import LEVELS, STEPS_PER_LEVEL, plan_step
-from prefill_worker.prefill_request import Job, Phase
+from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
 
 PAGE = 16
 _numbers = itertools.count()
 
 
-def prompt(pages: int, priority: int = 0, computed: int = 0, phase: Phase = Phase.COMPUTING) -> Job:
+def prompt(
+    pages: int, priority: int = 0, computed: int = 0, phase: PrefillPhase = PrefillPhase.COMPUTING
+) -> PrefillRequest:
     """A prompt of so many pages, of which `computed` are complete. Who is made later came later."""
     number = next(_numbers)
-    return Job(
+    return PrefillRequest(
         name=AttemptName(f"r{number}", 1),
         tokens=list(range(pages * PAGE)),
         keys=[number.to_bytes(8, "big") + page.to_bytes(8, "big") for page in range(pages)],
@@ -38,20 +40,20 @@ def prompt(pages: int, priority: int = 0, computed: int = 0, phase: Phase = Phas
     )
 
 
-def planned(jobs: Sequence[Job], pages: int) -> dict[str, int]:
+def planned(jobs: Sequence[PrefillRequest], pages: int) -> dict[str, int]:
     """The pages of each prompt in a step of at most so many, on a machine whose pace nobody knows."""
-    plan = plan_step(jobs, StepPace(), 1.0, pages * PAGE)
+    plan = plan_step(jobs, StepCostModel(), 1.0, pages * PAGE)
     return {name.request: len(chunk.tokens) // PAGE for name, chunk in plan.items()}
 
 
-def run(jobs: Sequence[Job], plan: Plan) -> None:
+def run(jobs: Sequence[PrefillRequest], plan: ScheduledBatch) -> None:
     for job in jobs:
         if job.name in plan:
             job.computed = plan[job.name].end
             job.computed_here += len(plan[job.name].tokens)
 
 
-def took(plan: Plan, fixed: float = 0.002) -> float:
+def took(plan: ScheduledBatch, fixed: float = 0.002) -> float:
     """Seconds that the machine below takes for it."""
     chunks = [(len(chunk.tokens), chunk.start) for chunk in plan.values()]
     return machine(sum(count for count, _ in chunks), sum(pairs(*chunk) for chunk in chunks), fixed)
@@ -62,8 +64,8 @@ def machine(tokens: int, attended: int = 0, fixed: float = 0.002) -> float:
 
 
 @cache
-def known_pace(fixed: float = 0.002) -> StepPace:
-    pace = StepPace()
+def known_pace(fixed: float = 0.002) -> StepCostModel:
+    pace = StepCostModel()
     for count in range(50):
         tokens, start = (64, 256, 512)[count % 3], count % 7 * 1_000
         attended = pairs(tokens, start)
@@ -75,11 +77,13 @@ PROMPTS = st.builds(prompt, st.integers(1, 40), st.integers(-3, 9))
 
 
 @given(st.lists(PROMPTS, max_size=12), st.integers(1, 30), st.data())
-def test_a_step_is_whole_pages_in_order_within_its_budget(jobs: list[Job], pages: int, data: st.DataObject) -> None:
+def test_a_step_is_whole_pages_in_order_within_its_budget(
+    jobs: list[PrefillRequest], pages: int, data: st.DataObject
+) -> None:
     for job in jobs:
         job.computed = data.draw(st.integers(0, job.total)) * PAGE
         job.passed = data.draw(st.integers(0, 40))
-    plan = plan_step(jobs, StepPace(), 1.0, pages * PAGE)
+    plan = plan_step(jobs, StepCostModel(), 1.0, pages * PAGE)
     ready = {job.name: job for job in jobs if job.pending}
     assert plan.keys() <= ready.keys()
     for name, chunk in plan.items():
@@ -97,13 +101,13 @@ def test_a_step_is_whole_pages_in_order_within_its_budget(jobs: list[Job], pages
 
 @given(st.lists(PROMPTS, min_size=1, max_size=8), st.lists(PROMPTS, max_size=60), st.integers(1, 16), st.data())
 def test_whatever_arrives_nobody_is_passed_over_for_longer_than_the_bound(
-    jobs: list[Job], arriving: list[Job], pages: int, data: st.DataObject
+    jobs: list[PrefillRequest], arriving: list[PrefillRequest], pages: int, data: st.DataObject
 ) -> None:
     passed: dict[AttemptName, int] = {}
     most = 0
     while ready := [job for job in jobs if job.pending]:
         most = max(most, len(ready))
-        plan = plan_step(jobs, StepPace(), 1.0, pages * PAGE)
+        plan = plan_step(jobs, StepCostModel(), 1.0, pages * PAGE)
         part = max(1, sum(len(chunk.tokens) for chunk in plan.values()) // PAGE // len(ready))
         for job in ready:
             got = len(plan[job.name].tokens) // PAGE if job.name in plan else 0
@@ -116,7 +120,7 @@ def test_whatever_arrives_nobody_is_passed_over_for_longer_than_the_bound(
 
 @given(st.lists(PROMPTS, min_size=1, max_size=8), st.lists(PROMPTS, max_size=40), st.floats(0.001, 0.1), st.data())
 def test_nor_where_some_pages_take_far_longer_than_others(
-    jobs: list[Job], arriving: list[Job], step: float, data: st.DataObject
+    jobs: list[PrefillRequest], arriving: list[PrefillRequest], step: float, data: st.DataObject
 ) -> None:
     pace = known_pace()
     passed: dict[AttemptName, int] = {}
@@ -158,7 +162,7 @@ def test_who_waits_rises_the_sooner_the_less_is_between(priority: int, steps: in
     jobs = [prompt(10_000, priority=0), prompt(100, priority=priority)]
     until = 0
     while True:
-        plan = plan_step(jobs, StepPace(), 1.0, 10 * PAGE)
+        plan = plan_step(jobs, StepCostModel(), 1.0, 10 * PAGE)
         if jobs[1].name in plan:
             break
         until += 1
@@ -180,14 +184,18 @@ def test_with_more_prompts_than_pages_they_take_turns() -> None:
     jobs = [prompt(4) for _ in range(5)]
     seen: list[str] = []
     for _ in range(5):
-        plan = plan_step(jobs, StepPace(), 1.0, 2 * PAGE)
+        plan = plan_step(jobs, StepCostModel(), 1.0, 2 * PAGE)
         seen += [name.request for name in plan]
         run(jobs, plan)
     assert [seen.count(job.name.request) for job in jobs] == [2] * 5
 
 
 def test_who_is_waited_for_goes_as_early_as_those_who_wait() -> None:
-    maker, other, waiter = prompt(20, priority=7), prompt(20, priority=3), prompt(20, priority=0, phase=Phase.WAITING)
+    maker, other, waiter = (
+        prompt(20, priority=7),
+        prompt(20, priority=3),
+        prompt(20, priority=0, phase=PrefillPhase.WAITING),
+    )
     waiter.waits_for = maker
     assert planned([maker, other, waiter], 10) == {maker.name.request: 10}
     # And its age: whoever waited long, waits behind somebody who has not.
@@ -200,7 +208,7 @@ def test_who_is_waited_for_goes_as_early_as_those_who_wait() -> None:
 
 def test_a_step_lasts_as_long_as_it_should() -> None:
     pace = known_pace()
-    for jobs, seconds in (([prompt(1_000)], 0.2), ([prompt(1_000), prompt(500, phase=Phase.LOOKING)], 0.05)):
+    for jobs, seconds in (([prompt(1_000)], 0.2), ([prompt(1_000), prompt(500, phase=PrefillPhase.LOOKING)], 0.05)):
         assert took(plan_step(jobs, pace, 0.05, 10_000)) == pytest.approx(seconds, rel=0.1)
 
 
@@ -218,7 +226,7 @@ def test_where_a_step_costs_much_in_itself_it_computes_more() -> None:
 
 
 def test_a_slow_machine_still_gets_a_page_done_and_a_fast_one_keeps_to_the_bound() -> None:
-    slow, fast = StepPace(), StepPace()
+    slow, fast = StepCostModel(), StepCostModel()
     slow.calibrate([StepSample(size * PAGE, pairs(size * PAGE), 0, 0, 4.0 * size) for size in (1, 2, 4, 8, 16)])
     fast.observe(StepSample(512, pairs(512), 0, 0, 0.001))
     assert [len(c.tokens) for c in plan_step([prompt(100)], slow, 0.05, 512).values()] == [PAGE]
@@ -226,7 +234,7 @@ def test_a_slow_machine_still_gets_a_page_done_and_a_fast_one_keeps_to_the_bound
 
 
 def test_steps_grow_no_faster_than_they_are_measured() -> None:
-    pace, job, counts = StepPace(), prompt(1_000), []
+    pace, job, counts = StepCostModel(), prompt(1_000), []
     for _ in range(5):
         (chunk,) = plan_step([job], pace, 60.0, 10_000).values()
         counts.append(len(chunk.tokens))
@@ -235,13 +243,13 @@ def test_steps_grow_no_faster_than_they_are_measured() -> None:
 
 
 def test_a_first_step_has_a_page_however_large_pages_are() -> None:
-    large = Job(AttemptName("large", 1), list(range(1_024)), [b"k" * 16] * 2, 512, 0, 0.0, None, [0, 1])
-    large.phase = Phase.COMPUTING
-    plan = plan_step([large], StepPace(), 1.0, 8_192)
+    large = PrefillRequest(AttemptName("large", 1), list(range(1_024)), [b"k" * 16] * 2, 512, 0, 0.0, None, [0, 1])
+    large.phase = PrefillPhase.COMPUTING
+    plan = plan_step([large], StepCostModel(), 1.0, 8_192)
     assert [len(chunk.tokens) for chunk in plan.values()] == [512]
 
 
 def test_there_is_no_step_without_anything_to_compute() -> None:
-    assert plan_step([], StepPace(), 1.0, 512) == {}
-    others = [prompt(3, phase=phase) for phase in Phase if phase is not Phase.COMPUTING]
-    assert plan_step([*others, prompt(3, computed=3)], StepPace(), 1.0, 512) == {}
+    assert plan_step([], StepCostModel(), 1.0, 512) == {}
+    others = [prompt(3, phase=phase) for phase in PrefillPhase if phase is not PrefillPhase.COMPUTING]
+    assert plan_step([*others, prompt(3, computed=3)], StepCostModel(), 1.0, 512) == {}

@@ -8,9 +8,9 @@ import pytest
 
 from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
-from baton.messages import Cancel, Failed, Have, Message, Prefilled, Started
+from baton.messages import AttemptFailed, Cancel, FetchIncomplete, Message, Prefilled, Started
 from kvstore.server.head_of_line import HeadOfLine
-from prefill_worker.scheduler import PrefillState
+from prefill_worker.scheduler import PrefillScheduler
 from tests.decode_worker.test_state import tokens_of
 from tests.prefill_worker.test_state import awaits, order
 from tests.rig import PAGE, Rig, RigWorker, reference
@@ -33,7 +33,7 @@ def prompt(number: int, pages: int) -> list[int]:
 
 
 def ended(worker: RigWorker) -> list[Message]:
-    return [message for message in worker.said if isinstance(message, Prefilled | Failed)]
+    return [message for message in worker.said if isinstance(message, Prefilled | AttemptFailed)]
 
 
 def run(rig: Rig, workers: list[RigWorker], prompts: int, rng: random.Random | None = None) -> list[Message]:
@@ -47,7 +47,7 @@ def run(rig: Rig, workers: list[RigWorker], prompts: int, rng: random.Random | N
             worker.handle(Tick())
             worker.turn()
             for message in ended(worker):
-                assert isinstance(message, Prefilled | Failed)
+                assert isinstance(message, Prefilled | AttemptFailed)
                 result.append(message)
                 worker.said.remove(message)
                 worker.handle(Cancel(message.request, message.attempt))
@@ -73,7 +73,7 @@ def test_two_prompts_on_two_workers_that_together_exceed_the_arena() -> None:
 
 
 def test_a_prompt_that_is_behind_and_keeps_its_leases_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrefillState, "_give_back", lambda self, job: [])
+    monkeypatch.setattr(PrefillScheduler, "_give_back", lambda self, job: [])
     with pytest.raises(WaitCycle):
         test_two_prompts_on_two_workers_that_together_exceed_the_arena()
 
@@ -102,7 +102,9 @@ def test_two_nodes_that_hand_off_to_each_other_and_have_room_for_little_more_tha
                 prefills[other].handle(order(prompts[node], node))
                 rig.settle()
     while not all(Started(node, 1, fetched_pages=8) in decodes[node].said for node in there):
-        assert not [message for worker in decodes.values() for message in worker.said if isinstance(message, Have)]
+        assert not [
+            message for worker in decodes.values() for message in worker.said if isinstance(message, FetchIncomplete)
+        ]
         assert rig.now < STORE_MS / 1_000, "the nodes wait for each other"
         for worker in (*prefills.values(), *decodes.values()):
             worker.handle(Tick())

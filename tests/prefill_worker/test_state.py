@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
-from baton.membership import OwnerLost
+from baton.membership import RouterLost
 from baton.messages import (
     KEY_BYTES,
+    AttemptFailed,
     AttemptName,
     Cancel,
     Decode,
-    Failed,
-    Have,
+    FetchIncomplete,
     Message,
     Prefill,
     Prefilled,
     Refused,
     RouterHeartbeat,
-    Sampling,
+    SamplingParams,
     Started,
     Tokens,
 )
 from engine.batch import Chunk
 from engine.step import StepFailed
 from kvstore.keys import cacheable_pages, pack_tokens
-from prefill_worker.prefill_request import Phase
+from prefill_worker.prefill_request import PrefillPhase
 from tests.decode_worker.test_state import tokens_of
 from tests.rig import PAGE, ROOT, Rig, RigWorker, reference
 
@@ -38,7 +38,7 @@ def handed(prompt: list[int], request: str = "r") -> Prefill:
 
 def awaits(prompt: list[int], count: int, request: str = "r", **more: object) -> Decode:
     pages, tokens = -(-(len(prompt) - 1) // PAGE), pack_tokens(prompt)
-    greedy = Sampling(temperature=0)
+    greedy = SamplingParams(temperature=0)
     return Decode(request, 1, ROOT, tokens, len(prompt), count, greedy, fetch=pages, awaited=True, **more)  # type: ignore[arg-type]
 
 
@@ -103,7 +103,7 @@ def test_pages_arrive_at_a_waiting_decode_worker_while_later_chunks_are_computed
     prefill = rig.worker("prefill", 32, PrefillConfig(chunk_tokens=PAGE))
     decode = rig.worker("decode", 32, DecodeConfig())
     tokens = pack_tokens(PROMPT)
-    decode.handle(Decode("r", 1, ROOT, tokens, len(PROMPT), 9, Sampling(temperature=0), fetch=3, awaited=True))
+    decode.handle(Decode("r", 1, ROOT, tokens, len(PROMPT), 9, SamplingParams(temperature=0), fetch=3, awaited=True))
     prefill.handle(order(PROMPT))
     prefill.turn()
     prefill.turn()
@@ -158,7 +158,7 @@ def test_a_partial_page_that_does_not_come_is_computed() -> None:
     rig.now += 0.2
     decode.handle(Tick())
     rig.settle()
-    assert not [m for m in decode.said if isinstance(m, Have)]
+    assert not [m for m in decode.said if isinstance(m, FetchIncomplete)]
     assert Started("r", 1, fetched_pages=3) in decode.said
     assert tokens_of(decode.said) == reference(PROMPT, 5)
 
@@ -254,7 +254,7 @@ def test_a_full_store_is_asked_again_and_its_silence_ends_the_prompt() -> None:
     rig.settle()
     rig.now += 1.1
     one.handle(Tick())
-    assert [m.reason for m in one.said if isinstance(m, Failed)] == ["store"]
+    assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["store"]
     assert one.state.cache.available == one.num_pages
 
 
@@ -264,7 +264,7 @@ def test_our_own_pause_is_not_the_stores_silence() -> None:
         one.handle(order(PROMPT))  # the store has not answered yet
         one.rig.now += 50.0
         one.handle(Tick(paused=paused))
-        assert [m.reason for m in one.said if isinstance(m, Failed)] == failed
+        assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == failed
 
 
 def test_two_that_take_each_others_pages_from_the_store_do_not_go_on_so_for_ever() -> None:
@@ -279,7 +279,7 @@ def test_two_that_take_each_others_pages_from_the_store_do_not_go_on_so_for_ever
         rig.tick(0.5)
         one.handle(Tick())
     assert [m.request for m in done(one.said)] == ["held"]
-    assert {m.request: m.reason for m in one.said if isinstance(m, Failed)} == {"a": "store", "b": "store"}
+    assert {m.request: m.reason for m in one.said if isinstance(m, AttemptFailed)} == {"a": "store", "b": "store"}
 
 
 def test_a_lost_store_fails_its_prompts() -> None:
@@ -287,9 +287,9 @@ def test_a_lost_store_fails_its_prompts() -> None:
     one.handle(order(PROMPT))
     one.turn()
     one.rig.restart_store()
-    assert [m.reason for m in one.said if isinstance(m, Failed)] == ["store_gone"]
+    assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["store_gone"]
     one.handle(order(PROMPT, "too early"))
-    assert [m.reason for m in one.said if isinstance(m, Failed)] == ["store_gone"] * 2
+    assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["store_gone"] * 2
     assert one.state.cache.available == one.num_pages
 
 
@@ -298,16 +298,16 @@ def test_a_writer_that_dies_lets_those_who_wait_know() -> None:
     prefill = rig.worker("prefill", 32, PrefillConfig(chunk_tokens=PAGE))
     decode = rig.worker("decode", 32, DecodeConfig())
     tokens = pack_tokens(PROMPT)
-    decode.handle(Decode("r", 1, ROOT, tokens, len(PROMPT), 9, Sampling(temperature=0), fetch=3, awaited=True))
+    decode.handle(Decode("r", 1, ROOT, tokens, len(PROMPT), 9, SamplingParams(temperature=0), fetch=3, awaited=True))
     prefill.handle(order(PROMPT))
     prefill.turn()
     prefill.turn()
     rig.kill(prefill)
     decode.turn()
     decode.turn()
-    (have,) = [m for m in decode.said if isinstance(m, Have)]
+    (have,) = [m for m in decode.said if isinstance(m, FetchIncomplete)]
     assert 0 <= have.pages < 3
-    decode.handle(Decode("r", 2, ROOT, tokens, len(PROMPT), 9, Sampling(temperature=0)))
+    decode.handle(Decode("r", 2, ROOT, tokens, len(PROMPT), 9, SamplingParams(temperature=0)))
     rig.settle()
     assert tokens_of(decode.said, attempt=2) == reference(PROMPT, 9)
     assert rig.store.stats(0.0).reserved == 0
@@ -325,11 +325,11 @@ def test_limits_are_said() -> None:
         ("b", "busy"),
     ]
     one.handle(Prefill("c", 1, ROOT, pack_tokens([1, 2, 3])))
-    assert [m.reason for m in one.said if isinstance(m, Failed)] == ["malformed_message"]
+    assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["malformed_message"]
 
 
 def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
-    for ending in (Cancel("r", 1), RouterHeartbeat(), OwnerLost()):
+    for ending in (Cancel("r", 1), RouterHeartbeat(), RouterLost()):
         one = worker(chunk_tokens=PAGE)
         one.handle(order(PROMPT))
         one.turn()
@@ -356,7 +356,7 @@ def test_a_deadline_and_a_failed_step_are_said() -> None:
     one.handle(StepFailed({AttemptName("bad", 1): Chunk([], 0, [])}, "boom"))
     one.rig.now += 0.2
     one.handle(Tick())
-    assert [(m.request, m.reason) for m in one.said if isinstance(m, Failed)] == [
+    assert [(m.request, m.reason) for m in one.said if isinstance(m, AttemptFailed)] == [
         ("bad", "internal"),
         ("late", "deadline"),
     ]
@@ -387,7 +387,9 @@ def test_a_prompt_like_one_that_waits_for_slots_has_all_its_tokens_and_no_more()
         one.handle(handed(PROMPT, request))
         for _ in range(4):
             one.turn()
-    assert [(job.pending, job.phase) for job in one.state._jobs.values() if job.active] == [(0, Phase.SETTLING)] * 2
+    assert [(job.pending, job.phase) for job in one.state._jobs.values() if job.active] == [
+        (0, PrefillPhase.SETTLING)
+    ] * 2
     assert not one.state.busy
     one.handle(Cancel("full", 1))
     for _ in range(2):  # the second asks while the first one's pages are being written

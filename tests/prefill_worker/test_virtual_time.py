@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from baton.messages import Cancel, Failed, Prefilled
+from baton.messages import AttemptFailed, Cancel, Prefilled
 from baton.step_cost_model import pairs
 from tests.prefill_worker.timed import PAGE, Timed, machine
 
@@ -122,6 +122,6 @@ def test_a_deadline_of_the_first_is_no_concern_of_the_others() -> None:
     worker.state._jobs["first"].deadline = 0.3
     worker.order("second", LONG[:6_400])
     worker.run()
-    assert isinstance(worker.said["first"], Failed)
+    assert isinstance(worker.said["first"], AttemptFailed)
     assert isinstance(worker.said["second"], Prefilled)
     assert worker.tokens("first") + worker.tokens("second") == 6_400

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 from baton.clock import Tick
 from baton.config import PrefillConfig
-from baton.membership import Say
-from baton.messages import Failed, Message, Prefill, Prefilled
+from baton.membership import SendToRouter
+from baton.messages import AttemptFailed, Message, Prefill, Prefilled
 from baton.step_cost_model import pairs
-from baton.store_protocol import Acquire, NotComing, Reserve, Reserved, Seal, Sealed, StoreCall, StoreReply
-from engine.step import Plan, StepDone
-from kvstore.client.transfer import Call, CopiedOut, CopyOut, StoreUp, batches
+from baton.store_protocol import Acquire, PagesUnavailable, Reserve, Reserved, Seal, Sealed, StoreCall, StoreReply
+from engine.step import ScheduledBatch, StepDone
+from kvstore.client.transfer import CallStore, CopiedOut, CopyOut, StoreUp, batches
 from kvstore.keys import pack_tokens
-from prefill_worker.scheduler import Event, PrefillState
+from prefill_worker.scheduler import PrefillEvent, PrefillScheduler
 
 PAGE = 16
 ROOT = b"r" * 16
@@ -35,13 +35,17 @@ class Timed:
     config: PrefillConfig = field(default_factory=lambda: PrefillConfig(max_prompts=64))
     pages: int = 8_000
     now: float = 0.0
-    ended: dict[str, float] = field(default_factory=dict[str, float])  # when each request was Prefilled or Failed
+    ended: dict[str, float] = field(
+        default_factory=dict[str, float]
+    )  # when each request was Prefilled or AttemptFailed
     said: dict[str, Message] = field(default_factory=dict[str, Message])
-    steps: list[tuple[float, Plan]] = field(default_factory=list[tuple[float, Plan]])  # when each began
+    steps: list[tuple[float, ScheduledBatch]] = field(
+        default_factory=list[tuple[float, ScheduledBatch]]
+    )  # when each began
     sealed: set[bytes] = field(default_factory=set[bytes])
 
     def __post_init__(self) -> None:
-        self.state = PrefillState(self.config, PAGE, self.pages)
+        self.state = PrefillScheduler(self.config, PAGE, self.pages)
         self._keys: dict[int, list[bytes]] = {}  # of each shipment, by ticket
         self._slots = itertools.count()
         self.handle(StoreUp(10**6, 1))
@@ -49,13 +53,13 @@ class Timed:
     def order(self, request: str, tokens: Sequence[int], priority: int = 0) -> None:
         self.handle(Prefill(request, 1, ROOT, pack_tokens(tokens), priority=priority))
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: PrefillEvent) -> None:
         for command in self.state.handle(event, self.now):
             match command:
-                case Call(call=call):
+                case CallStore(call=call):
                     for reply in self._store(call):
                         self.handle(reply)
-                case Say(message=Prefilled() | Failed() as message):
+                case SendToRouter(message=Prefilled() | AttemptFailed() as message):
                     self.ended[message.request] = self.now
                     self.said[message.request] = message
                 case _:
@@ -94,7 +98,9 @@ class Timed:
     def _store(self, call: StoreCall) -> list[StoreReply]:
         match call:
             case Acquire(ticket=ticket):
-                return [NotComing(ticket, 0)]  # its lookups find nothing: prompts of before are of no concern here
+                return [
+                    PagesUnavailable(ticket, 0)
+                ]  # its lookups find nothing: prompts of before are of no concern here
             case Reserve(ticket=ticket, keys=keys):
                 wanted = [keys[at : at + 16] for at in range(0, len(keys), 16)]
                 self._keys[ticket] = wanted

@@ -21,7 +21,7 @@ from baton.errors import BatonError, ContextTooLong, InvalidRequest, ModelMismat
 from baton.store_protocol import Reserve
 from baton.unix import UnixSocket
 from baton.v1 import generation_pb2
-from baton.wire import Keys
+from baton.wire import ClusterKeys
 from deploy.client import Client
 from deploy.local import LocalCluster
 from kvstore.client.connection import store_address
@@ -126,7 +126,7 @@ def test_garbage_on_every_internal_socket(cluster: LocalCluster) -> None:
         before = {p.name: p.incarnation for p in client.status().processes}
     dealer = zmq.Context.instance().socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
-    cluster_keys.client(dealer, Keys.read(cluster.config.cluster.key_path)).connect(cluster.addresses.endpoint)
+    cluster_keys.client(dealer, ClusterKeys.read(cluster.config.cluster.key_path)).connect(cluster.addresses.endpoint)
     for junk in JUNK:
         dealer.send(junk)
         dealer.send_multipart([junk, junk, junk])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deploy.local import LocalCluster
-from engine.batch import Chunk, Draw
+from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
 from tests import checkpoints
 from tests.support import workload
@@ -117,7 +117,7 @@ def test_a_lost_page_is_seen(checkpoint: Callable[[str], Path]) -> None:
 def _greedy(engine: Engine, prompt: list[int], pages: list[int]) -> list[int]:
     tokens = list(prompt)
     for _ in range(workload.OUTPUT):
-        (drawn,) = engine.step([Chunk(tokens[-1:], len(tokens) - 1, pages, Draw(temperature=0.0))])
+        (drawn,) = engine.step([Chunk(tokens[-1:], len(tokens) - 1, pages, TokenDraw(temperature=0.0))])
         assert drawn is not None
         tokens.append(drawn.token)
     return tokens[len(prompt) :]

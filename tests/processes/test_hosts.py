@@ -16,7 +16,7 @@ import pytest
 
 from baton.errors import StartupError
 from baton.v1 import cluster_pb2
-from baton.wire import Keys
+from baton.wire import ClusterKeys
 from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints, hosts
@@ -53,7 +53,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def keys_in(folder: Path) -> str:
-    Keys.generate().write(folder / "cluster.key")
+    ClusterKeys.generate().write(folder / "cluster.key")
     return str(folder / "cluster.key")
 
 
@@ -149,7 +149,7 @@ def test_processes_of_two_hosts_are_one_cluster(two: Hosts, checkpoint: Callable
 def test_a_process_with_other_keys_never_joins(two: Hosts, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     key_file, strange = keys_in(tmp_path), tmp_path / "strange.key"
     with spread(two, checkpoint("llama"), tmp_path, **{"cluster.key_file": key_file}) as cluster:
-        Keys.generate().write(strange)
+        ClusterKeys.generate().write(strange)
         assert cluster.addresses is not None
         config = tmp_path / "strange.yaml"
         config.write_text((tmp_path / "config.yaml").read_text().replace(key_file, str(strange)))

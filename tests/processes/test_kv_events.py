@@ -11,10 +11,10 @@ import msgspec
 import zmq
 
 from baton.config import Config
-from baton.wire import Keys, Subscriber, use_keys
+from baton.wire import ClusterKeys, Subscriber, use_keys
 from deploy.client import Client
 from deploy.local import LocalCluster
-from kvstore.events.wire_format import Batch, BlockStored, decode
+from kvstore.events.wire_format import BlockStored, KvEventBatch, decode
 from tests import checkpoints, cluster_keys
 from tests.support import workload
 from tests.support.eventually import eventually
@@ -94,7 +94,7 @@ async def _read_tokens(cluster: LocalCluster) -> None:
     """Ask for one prompt after the other, until everybody has been heard to tell of one."""
     endpoints = [owners(cluster)[name][0] for name in OWNERS]
     friends = [Subscriber(endpoint) for endpoint in endpoints]
-    use_keys(Keys.generate())
+    use_keys(ClusterKeys.generate())
     strangers = [Subscriber(endpoint) for endpoint in endpoints]
     overheard = [asyncio.create_task(stranger.receive()) for stranger in strangers]
     heard = [asyncio.create_task(_first_stored(friend)) for friend in friends]
@@ -123,7 +123,7 @@ async def _read_tokens(cluster: LocalCluster) -> None:
 async def _first_stored(subscriber: Subscriber) -> BlockStored:
     """The first event of pages that begin a chain."""
     while True:
-        batch: Batch = decode(*await subscriber.receive())
+        batch: KvEventBatch = decode(*await subscriber.receive())
         for event in batch.events:
             if isinstance(event, BlockStored) and event.parent_block_hash is None:
                 return event

@@ -17,9 +17,9 @@ import pytest
 import zmq
 
 from baton.messages import Delta, Envelope, Hello, Message, Peer, Tokens
-from baton.peer_protocol import Want
+from baton.peer_protocol import FetchPages
 from baton.v1 import cluster_pb2
-from baton.wire import Keys
+from baton.wire import ClusterKeys
 from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints, cluster_keys, other_user
@@ -33,7 +33,7 @@ COUNT = 60  # tokens
 
 pytestmark = pytest.mark.skipif(bool(other_user.unavailable()), reason=other_user.unavailable() or "-")
 
-WITHOUT = {"no keys": "", "keys of its own": Keys.generate().secret}
+WITHOUT = {"no keys": "", "keys of its own": ClusterKeys.generate().secret}
 without = pytest.mark.parametrize("keys", list(WITHOUT.values()), ids=list(WITHOUT))
 
 
@@ -147,7 +147,7 @@ def wanting(cluster: LocalCluster, keys: str) -> Job:
     while not (known := stored(store.replay_endpoint)):
         assert time.monotonic() < end, "the store has told of no page"
     names = [name for event in known for name in event["block_hashes"]]  # type: ignore[attr-defined]
-    wants = [Want(power, 2**power, b"".join(names[:4]), False, 4) for power in range(6, 21)]  # a page has one
+    wants = [FetchPages(power, 2**power, b"".join(names[:4]), False, 4) for power in range(6, 21)]  # a page has one
     said = tuple((envelope("store-9.x", store.incarnation, want),) for want in wants)
     return Job(keys, zmq.DEALER, tuple(zmq_ports(store)), identity=b"store-9.x", messages=said)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local import LocalCluster, Node
+from deploy.local import LocalCluster, LocalNode
 from kvstore.disk.files import NodeDirectory
 from tests.store_deaths import PAGE_BYTES, SETTINGS, Load, documents, store_deaths
 from tests.support import workload
@@ -105,7 +105,7 @@ def site(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
     small = {"disk.path": str(folder / "disk"), "disk.segment_bytes": 16 * PAGE_BYTES, "disk.max_bytes": LIMIT}
     entering = folder / "enter.sh"
     entering.write_text('exec "$@"\n')
-    node = Node(NODE, enter=("sh", str(entering)))
+    node = LocalNode(NODE, enter=("sh", str(entering)))
     settings = workload.settings(path, 1, 1, **{**SETTINGS, **small})
     with LocalCluster(settings, folder / "cluster", nodes=[node]) as cluster:
         yield Site(cluster, documents(path), folder / "disk" / NODE, entering)

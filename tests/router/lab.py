@@ -15,10 +15,10 @@ from baton.messages import (
     Envelope,
     Heartbeat,
     Hello,
-    Load,
+    LoadReport,
     Message,
     ModelCard,
-    PageRun,
+    PageSegment,
     Peer,
     Prefill,
     Snapshot,
@@ -26,8 +26,18 @@ from baton.messages import (
     Welcome,
 )
 from kvstore.keys import namespace_root, page_keys
-from router.events import Command, Emit, End, Event, Heard, KvSnapshot, Note, Send, Submit
-from router.placement.policy import Placer
+from router.events import (
+    Emit,
+    KvSnapshot,
+    Log,
+    MessageReceived,
+    RequestEnded,
+    RouterCommand,
+    RouterEvent,
+    SendMessage,
+    Submit,
+)
+from router.placement.policy import PlacementPolicy
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, ROUTER, VOCAB, card, load_of, submit
@@ -38,17 +48,17 @@ M = TypeVar("M", bound=Message)
 class Lab:
     """Time stands still unless a test moves it."""
 
-    def __init__(self, config: settings.Config = CONFIG, placer: Placer | None = None) -> None:
+    def __init__(self, config: settings.Config = CONFIG, placer: PlacementPolicy | None = None) -> None:
         self.config = config
         self.state = RouterState(ROUTER, config, ModelLimits(VOCAB, CONTEXT), placer)
         self.now = 100.0
-        self.log: list[Command] = []
+        self.log: list[RouterCommand] = []
         self.counts: dict[str, int] = {}
 
-    def tell(self, event: Event) -> list[Command]:
+    def tell(self, event: RouterEvent) -> list[RouterCommand]:
         commands = self.state.handle(event, self.now)
         for command in commands:
-            if isinstance(command, Send):
+            if isinstance(command, SendMessage):
                 self.counts[command.incarnation] = self.counts.get(command.incarnation, 0) + 1
         self.state.validate()
         self.log += commands
@@ -56,13 +66,15 @@ class Lab:
 
     # --- peers ---
 
-    def hello(self, role: Any, name: str, node: str = "a", incarnation: str = "", **more: Any) -> list[Command]:
+    def hello(self, role: Any, name: str, node: str = "a", incarnation: str = "", **more: Any) -> list[RouterCommand]:
         incarnation = incarnation or f"{name}.1"
         more = {"events": f"tcp://{name}"} | more
         model: ModelCard | None = more.pop("model", None if role == "store" else card())
         peer = Peer(role, name, node, incarnation, 7)
-        commands = self.tell(Heard(Envelope(incarnation, "", 1, Hello(peer, model=model, **more))))
-        if role != "store" and any(isinstance(each, Send) and isinstance(each.message, Welcome) for each in commands):
+        commands = self.tell(MessageReceived(Envelope(incarnation, "", 1, Hello(peer, model=model, **more))))
+        if role != "store" and any(
+            isinstance(each, SendMessage) and isinstance(each.message, Welcome) for each in commands
+        ):
             self.report(incarnation, load_of(peer))
         return commands
 
@@ -86,14 +98,14 @@ class Lab:
     def leaves(self, incarnation: str) -> None:
         """Gone at once: it says Hello in a protocol that nobody speaks."""
         (peer,) = [view.peer for view in self.state.processes(self.now) if view.peer.incarnation == incarnation]
-        self.tell(Heard(Envelope(incarnation, "", 1, Hello(peer, protocol=99))))
+        self.tell(MessageReceived(Envelope(incarnation, "", 1, Hello(peer, protocol=99))))
 
-    def say(self, sender: str, message: Any, addressee: str = ROUTER.incarnation) -> list[Command]:
-        return self.tell(Heard(Envelope(sender, addressee, 1, message)))
+    def say(self, sender: str, message: Any, addressee: str = ROUTER.incarnation) -> list[RouterCommand]:
+        return self.tell(MessageReceived(Envelope(sender, addressee, 1, message)))
 
     def beat(
         self, sender: str, *held: AttemptHeld, heard: int | None = None, age: int = 0, loop: int = 0
-    ) -> list[Command]:
+    ) -> list[RouterCommand]:
         """A heartbeat that lists exactly this; by default its sender has heard everything. `age`, `loop`: milliseconds
         since its step began, and since its loop turned."""
         heard = self.counts[sender] if heard is None else heard
@@ -104,9 +116,9 @@ class Lab:
         """Let the prefix map know that `sender` has the first pages of a request's prompt."""
         root = namespace_root(NAMESPACE, order.tenant)
         keys = page_keys(root, order.tokens[: pages * PAGE * 4], PAGE)
-        self.tell(KvSnapshot(sender, Snapshot(sequence, (PageRun(b"", keys, medium),) if keys else ())))
+        self.tell(KvSnapshot(sender, Snapshot(sequence, (PageSegment(b"", keys, medium),) if keys else ())))
 
-    def report(self, sender: str, load: Load) -> None:
+    def report(self, sender: str, load: LoadReport) -> None:
         """A heartbeat of a process that has no work."""
         self.say(sender, Heartbeat(self.counts[sender], load))
 
@@ -119,12 +131,12 @@ class Lab:
 
     def tokens(
         self, sender: str, request: str, attempt: int, position: int, *tokens: int, **more: Any
-    ) -> list[Command]:
+    ) -> list[RouterCommand]:
         return self.say(sender, Tokens(1, (Delta(request, attempt, position, tokens, **more),)))
 
     # --- time ---
 
-    def advance(self, seconds: float) -> list[Command]:
+    def advance(self, seconds: float) -> list[RouterCommand]:
         self.now += seconds
         return self.tell(Tick())
 
@@ -132,12 +144,12 @@ class Lab:
 
     def sent(self, kind: type[M], to: str | None = None) -> list[M]:
         """Every message of that kind so far (to that peer)."""
-        sends = [command for command in self.log if isinstance(command, Send)]
+        sends = [command for command in self.log if isinstance(command, SendMessage)]
         return [s.message for s in sends if isinstance(s.message, kind) and to in (None, s.incarnation)]
 
     def to(self, message: Message) -> str:
         """Whom a message was sent to."""
-        return next(c.incarnation for c in self.log if isinstance(c, Send) and c.message is message)
+        return next(c.incarnation for c in self.log if isinstance(c, SendMessage) and c.message is message)
 
     @property
     def decode(self) -> Decode:
@@ -149,18 +161,18 @@ class Lab:
         return self.sent(Prefill)[-1]
 
     def notes(self) -> list[str]:
-        return [command.text for command in self.log if isinstance(command, Note)]
+        return [command.text for command in self.log if isinstance(command, Log)]
 
     def emitted(self, request: str = "r") -> list[int]:
         return [t for c in self.log if isinstance(c, Emit) and c.request == request for t in c.tokens]
 
-    def end(self, request: str = "r") -> End:
-        ends = [c for c in self.log if isinstance(c, End) and c.request == request]
+    def end(self, request: str = "r") -> RequestEnded:
+        ends = [c for c in self.log if isinstance(c, RequestEnded) and c.request == request]
         assert len(ends) == 1, f"{len(ends)} ends"
         return ends[0]
 
     def alive(self, request: str = "r") -> bool:
-        return not any(isinstance(c, End) and c.request == request for c in self.log)
+        return not any(isinstance(c, RequestEnded) and c.request == request for c in self.log)
 
     def cancelled(self, peer: str, request: str = "r") -> list[int]:
         """Attempts that the peer was told to forget."""

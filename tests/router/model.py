@@ -24,35 +24,47 @@ from baton.membership import Membership
 from baton.messages import (
     TOKEN_BYTES,
     Accepted,
+    AttemptFailed,
     AttemptHeld,
     AttemptName,
-    Become,
     Cancel,
+    ChangeRole,
     Decode,
     Delta,
     Envelope,
-    Failed,
-    Have,
+    FetchIncomplete,
     Heartbeat,
     Hello,
-    Load,
+    LoadReport,
     Message,
     ModelCard,
     Namespace,
+    PageSource,
     Peer,
     Prefill,
     Prefilled,
     Refused,
     Resend,
     RouterHeartbeat,
-    Sampling,
-    Source,
+    SamplingParams,
     Started,
     Tokens,
     WorkerRole,
 )
 from kvstore.keys import pack_tokens, unpack_tokens
-from router.events import AskSnapshot, Command, Emit, End, Event, Forget, Heard, KvEvents, KvSnapshot, Send, Submit
+from router.events import (
+    AskSnapshot,
+    Emit,
+    ForgetPeer,
+    KvEvents,
+    KvSnapshot,
+    MessageReceived,
+    RequestEnded,
+    RouterCommand,
+    RouterEvent,
+    SendMessage,
+    Submit,
+)
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from tests.router.stores import PAGE, Stores, chain_of
@@ -77,9 +89,9 @@ def card(pool_pages: int = 64, namespace: Namespace = NAMESPACE, *, head: bool =
     )
 
 
-def load_of(peer: Peer) -> Load:
+def load_of(peer: Peer) -> LoadReport:
     """Prefill workers compute prompts so much quicker than decode workers that they are worth waiting for."""
-    return Load(prefill_rate={"prefill": 10_000.0, "decode": 500.0}.get(peer.role, 0.0))
+    return LoadReport(prefill_rate={"prefill": 10_000.0, "decode": 500.0}.get(peer.role, 0.0))
 
 
 def token_at(seed: int, position: int) -> int:
@@ -101,7 +113,7 @@ def expected(seed: int, prompt: int, max_tokens: int) -> tuple[list[int], str]:
 
 def submit(name: str, prompt: int = 10, max_tokens: int | None = 6, seed: int = 1, **more: Any) -> Submit:
     tokens = pack_tokens([1 + (seed + i) % 100 for i in range(prompt)])
-    sampling = Sampling(seed=seed)
+    sampling = SamplingParams(seed=seed)
     received = more.pop("received", 0.0)
     return Submit(name, tokens, sampling, received, max_tokens, stop_token_ids=(EOS,), **more)
 
@@ -179,7 +191,7 @@ class Cluster:
         self.sequences: dict[str, int] = {}  # the listener's counts
         self.submitted: dict[str, Submit] = {}
         self.emitted: dict[str, list[int]] = {}
-        self.ended: dict[str, End] = {}
+        self.ended: dict[str, RequestEnded] = {}
         self.stores = Stores()
         self.asked: list[str] = []  # holders whose snapshots are on their way
         self.endpoints: dict[str, str] = {}  # of every store that ever was, by incarnation
@@ -210,7 +222,7 @@ class Cluster:
 
     # --- the router ----------------------------------------------------------------------------------------
 
-    def tell(self, event: Event) -> list[Command]:
+    def tell(self, event: RouterEvent) -> list[RouterCommand]:
         """Hand the state an event and carry out what it says."""
         commands = self.state.handle(event, self.now)
         for command in commands:
@@ -224,19 +236,19 @@ class Cluster:
         self.emitted[event.request] = []
         self.tell(event)
 
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: RouterCommand) -> None:
         match command:
-            case Send(incarnation=incarnation, message=message):
+            case SendMessage(incarnation=incarnation, message=message):
                 sequence = self.sequences[incarnation] = self.sequences.get(incarnation, 0) + 1
                 if (process := self.processes.get(incarnation)) is not None:
                     process.inbox.append(Envelope(ROUTER.incarnation, incarnation, sequence, message))
-            case Forget(incarnation=incarnation):
+            case ForgetPeer(incarnation=incarnation):
                 self.sequences.pop(incarnation, None)
             case Emit(request=request, tokens=tokens):
                 assert request not in self.ended, "tokens after the end"
                 self.emitted[request] += tokens
                 assert self.emitted[request] == self.expected(request)[0][: len(self.emitted[request])]
-            case End(request=request):
+            case RequestEnded(request=request):
                 assert request not in self.ended, f"{request} ended twice"
                 self.ended[request] = command
             case AskSnapshot(incarnation=incarnation):
@@ -257,7 +269,7 @@ class Cluster:
 
     def hear(self, process: Process, link: deque[Envelope[Any]]) -> None:
         """The router reads the next message of one of a process's links."""
-        self.tell(Heard(link.popleft()))
+        self.tell(MessageReceived(link.popleft()))
 
     def receive(self, process: Process) -> None:
         """A process reads its next message."""
@@ -309,7 +321,7 @@ class Cluster:
         stores = [p for p in self.processes.values() if p.peer.role == "store" and p.peer.node == node]
         return stores[-1].peer.incarnation if stores and not stores[-1].stopped else None
 
-    def serving(self, source: Source) -> bool:
+    def serving(self, source: PageSource) -> bool:
         process = self.processes.get(source.store)
         return process is not None and not process.stopped
 
@@ -323,7 +335,7 @@ class Cluster:
             if (process := self.processes.get(holder)) is not None and not process.stopped:
                 self.tell(KvSnapshot(holder, self.stores.snapshot(holder)))
 
-    def check_sources(self, process: Process, sources: tuple[Source, ...]) -> None:
+    def check_sources(self, process: Process, sources: tuple[PageSource, ...]) -> None:
         """What a worker is told to get pages from are stores of other nodes that serve others."""
         assert len({source.store for source in sources}) == len(sources) <= 3
         for source in sources:
@@ -357,7 +369,7 @@ class Cluster:
                 s = process.sequences.get(request)
                 if s and s.order.attempt == attempt:
                     self._say_tokens(process, s, max(position, s.start))
-            case Become(role=role):
+            case ChangeRole(role=role):
                 process.becomes = role
             case _:
                 pass
@@ -451,12 +463,12 @@ class Cluster:
         for sequence in process.sequences.values():
             if sequence.waiting and sequence.order.awaited:
                 sequence.waiting, sequence.short = False, True
-                process.say(Have(*_named(sequence), min(pages, sequence.order.fetch)))
+                process.say(FetchIncomplete(*_named(sequence), min(pages, sequence.order.fetch)))
 
     def fail(self, process: Process, reason: str = "internal") -> None:
         """The worker gives up everything it has."""
         for order in [w.order for w in (*process.sequences.values(), *process.jobs.values())]:
-            process.say(Failed(order.request, order.attempt, reason, "as the test asked"))
+            process.say(AttemptFailed(order.request, order.attempt, reason, "as the test asked"))
         process.forget_all()
 
     # --- many turns ----------------------------------------------------------------------------------------

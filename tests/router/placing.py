@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton import config as configuration
-from baton.messages import AttemptName, Hello, Load, ModelCard, Namespace, Peer, Source, TierSpeed
-from kvstore.prefix_map.prefix_map import Match
-from router.members import Member, Members, Prompt, Work
-from router.placement.cached_prefix import Prefix
-from router.placement.cluster_view import View
-from router.placement.cost_matrix import Prices
-from router.placement.policy import Decision, LowestTtft
-from router.placement.step_costs import PrefillCost, StepCost
-from router.placement.types import Ask, Choice, Plan
+from baton.messages import AttemptName, Hello, LoadReport, ModelCard, Namespace, PageSource, Peer, TierSpeed
+from kvstore.prefix_map.prefix_map import PrefixMatch
+from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
+from router.placement.cached_prefix import CacheablePrefix
+from router.placement.cluster_view import ClusterView
+from router.placement.cost_matrix import PlacementCosts
+from router.placement.policy import LowestTtft, PlacementDecision
+from router.placement.step_costs import DecodeCost, PrefillCost
+from router.placement.types import Placement, PlacementChoice, PlacementRequest
 
-PREFIX = Prefix(pages=8, page_size=10, page_bytes=1_000)
+PREFIX = CacheablePrefix(pages=8, page_size=10, page_bytes=1_000)
 TAIL = 4  # tokens after the prefix
 REST = TAIL - 1  # of these, those that a prefill worker makes a partial page of
 HANDED = PREFIX.pages + 1  # pages of a hand-off
@@ -37,45 +37,49 @@ NAMESPACE = Namespace(model=b"m" * 16, numerics=1, kv_dtype="float32", page_size
 class Cluster:
     """Live members and what they cost; time stands still unless a test moves it."""
 
-    members: Members = field(default_factory=lambda: Members(10))
+    members: ClusterMembership = field(default_factory=lambda: ClusterMembership(10))
     placer: LowestTtft = field(default_factory=LowestTtft)
-    held: dict[str, Match] = field(default_factory=dict[str, Match])
+    held: dict[str, PrefixMatch] = field(default_factory=dict[str, PrefixMatch])
     prefills: dict[str, PrefillCost] = field(default_factory=dict[str, PrefillCost])
-    steps: dict[str, StepCost] = field(default_factory=dict[str, StepCost])
+    steps: dict[str, DecodeCost] = field(default_factory=dict[str, DecodeCost])
     now: float = 100.0
     given: int = 0
 
     def __post_init__(self) -> None:
-        self.view = View(CONFIG, self.members, self)
+        self.view = ClusterView(CONFIG, self.members, self)
 
     def prefill(self, incarnation: str) -> PrefillCost:
         return self.prefills.get(incarnation, PrefillCost(0.0, 1 / RATE, 0.0))
 
-    def step(self, incarnation: str) -> StepCost:
-        return self.steps.get(incarnation, StepCost(STEP, 0.0, 0.0))
+    def step(self, incarnation: str) -> DecodeCost:
+        return self.steps.get(incarnation, DecodeCost(STEP, 0.0, 0.0))
 
-    def join(self, role: Any, name: str, node: str, pool: int = 1_000, **more: Any) -> Member:
+    def join(self, role: Any, name: str, node: str, pool: int = 1_000, **more: Any) -> MemberRecord:
         card = None if role == "store" else ModelCard(NAMESPACE, 1_000, 100, 10_000, pool)
         member = self.members.join(Hello(Peer(role, name, node, name, 1), model=card, **more), self.now)
         if role != "store":
-            member.reports(Load(prefill_rate=RATE), 0, Load(), self.now)
+            member.reports(LoadReport(prefill_rate=RATE), 0, LoadReport(), self.now)
         return member
 
-    def decoder(self, name: str = "d0", node: str = "a", device: int = 0, busy: int = 0, pool: int = 1_000) -> Member:
+    def decoder(
+        self, name: str = "d0", node: str = "a", device: int = 0, busy: int = 0, pool: int = 1_000
+    ) -> MemberRecord:
         """`busy`: pages of prompts that it has to compute."""
         return self._worker(self.join("decode", name, node, pool), device, busy)
 
-    def prefiller(self, name: str = "p0", node: str = "a", device: int = 0, busy: int = 0, slots: int = 1) -> Member:
+    def prefiller(
+        self, name: str = "p0", node: str = "a", device: int = 0, busy: int = 0, slots: int = 1
+    ) -> MemberRecord:
         member = self._worker(self.join("prefill", name, node), device, busy)
         for taken in range(len(member.slots), 2 - slots):
-            member.promise(AttemptName(f"slot {taken}", 1), Prompt(0), self.now)
+            member.promise(AttemptName(f"slot {taken}", 1), PendingPrefill(0), self.now)
         return member
 
-    def _worker(self, member: Member, device: int, busy: int) -> Member:
+    def _worker(self, member: MemberRecord, device: int, busy: int) -> MemberRecord:
         if device:
-            self.held[member.incarnation] = Match(device, {"GPU": device})
+            self.held[member.incarnation] = PrefixMatch(device, {"GPU": device})
         if busy:
-            member.promise(AttemptName("busy", 1), Prompt(busy * 10), self.now)
+            member.promise(AttemptName("busy", 1), PendingPrefill(busy * 10), self.now)
         return member
 
     def store(
@@ -86,43 +90,49 @@ class Cluster:
         *,
         serves: bool = True,
         speeds: tuple[TierSpeed, ...] = (QUICK, NEAR),
-    ) -> Member:
+    ) -> MemberRecord:
         member = self.join("store", f"s-{node}", node, data=f"tcp://{node}" if serves else "")
-        member.reports(Load(tiers=speeds), 0, Load(), self.now)
+        member.reports(LoadReport(tiers=speeds), 0, LoadReport(), self.now)
         if host + disk:
-            self.held[member.incarnation] = Match(host + disk, {"CPU": host, "DISK": disk} if disk else {"CPU": host})
+            self.held[member.incarnation] = PrefixMatch(
+                host + disk, {"CPU": host, "DISK": disk} if disk else {"CPU": host}
+            )
         return member
 
-    def runs(self, member: Member, count: int, tpot: float | None = None, pages: int = 0, context: int = 100) -> None:
+    def runs(
+        self, member: MemberRecord, count: int, tpot: float | None = None, pages: int = 0, context: int = 100
+    ) -> None:
         """Give a decode worker sequences."""
         for _ in range(count):
             self.given += 1
-            work = Work(self.given, 1, context=context, taken=pages, tpot=tpot)
+            work = AssignedAttempt(self.given, 1, context=context, taken=pages, tpot=tpot)
             member.give(AttemptName(f"running {self.given}", 1), work)
 
-    def ask(self, **more: Any) -> Ask:
-        prefix: Prefix = more.pop("prefix", PREFIX)
+    def ask(self, **more: Any) -> PlacementRequest:
+        prefix: CacheablePrefix = more.pop("prefix", PREFIX)
         tokens = prefix.pages * prefix.page_size + TAIL
         held = {incarnation: match for incarnation, match in self.held.items() if self.members.get(incarnation)}
-        return Ask("r", prefix, (), more.pop("held", held), tokens, more.pop("max_tokens", 10), tokens, **more)
+        return PlacementRequest(
+            "r", prefix, (), more.pop("held", held), tokens, more.pop("max_tokens", 10), tokens, **more
+        )
 
-    def decide(self, **more: Any) -> Decision:
+    def decide(self, **more: Any) -> PlacementDecision:
         """Place one request, and record the decision as the router does."""
         decision = self.placer.place(self.ask(**more), self.view)
         if decision.reservation is not None:
             self.view.reserve(decision.reservation)
-        if isinstance(decision.choice, Plan):
+        if isinstance(decision.choice, Placement):
             self.view.used(decision.choice)
         return decision
 
-    def prices(self, **more: Any) -> Prices:
+    def prices(self, **more: Any) -> PlacementCosts:
         """What the first decision of a round is made from."""
         self.view.begin(self.now)
         prices = self.decide(**more).considered
         assert prices is not None
         return prices
 
-    def choose(self, **more: Any) -> Choice:
+    def choose(self, **more: Any) -> PlacementChoice:
         self.view.begin(self.now)
         return self.decide(**more).choice
 
@@ -130,26 +140,26 @@ class Cluster:
         """Seconds that a prompt would wait for those before it on the first decode worker."""
         return float(self.prices().queue[0])
 
-    def plan(self, **more: Any) -> Plan:
+    def plan(self, **more: Any) -> Placement:
         choice = self.choose(**more)
-        assert isinstance(choice, Plan), choice
+        assert isinstance(choice, Placement), choice
         return choice
 
-    def begin(self, plan: Plan, name: str = "") -> AttemptName:
+    def begin(self, plan: Placement, name: str = "") -> AttemptName:
         """Count a plan as the router does when it sends it."""
         self.given += 1
         attempt = AttemptName(name or f"r{self.given}", 1)
         new, known = (PREFIX.pages - plan.cached) * 10, plan.cached * 10
         if plan.prefill is not None:
-            self.members.live(plan.prefill).promise(attempt, Prompt(new, known), self.now)
+            self.members.live(plan.prefill).promise(attempt, PendingPrefill(new, known), self.now)
         else:
-            self.members.live(plan.decode).promise(attempt, Prompt(new + TAIL, known), self.now)
-        self.members.live(plan.decode).give(attempt, Work(self.given, 9, context=100.0))
+            self.members.live(plan.decode).promise(attempt, PendingPrefill(new + TAIL, known), self.now)
+        self.members.live(plan.decode).give(attempt, AssignedAttempt(self.given, 9, context=100.0))
         return attempt
 
 
-def source(node: str, pages: int) -> Source:
-    return Source(f"s-{node}", f"tcp://{node}", pages)
+def source(node: str, pages: int) -> PageSource:
+    return PageSource(f"s-{node}", f"tcp://{node}", pages)
 
 
 def one_node(**store: Any) -> Cluster:

@@ -15,8 +15,8 @@ import msgspec
 from baton import config as settings
 from baton import messages
 from baton.v1 import generation_pb2
-from baton.wire import Link
-from router.service import Addresses, serve
+from baton.wire import RouterSocket
+from router.service import RouterAddresses, serve
 from tests import cluster_keys
 from tests.router import tokenizers
 from tests.router.model import CONFIG, CONTEXT, EOS, VOCAB, Cluster, Process
@@ -45,15 +45,15 @@ def settings_for(folder: Path, **router: Any) -> settings.Config:
 class Served:
     """A running router, and the workers that a test starts behind it."""
 
-    def __init__(self, addresses: Addresses) -> None:
+    def __init__(self, addresses: RouterAddresses) -> None:
         self.addresses = addresses
         self.cluster = Cluster()
         self.step_seconds = 0.002
-        self._links: dict[str, Link[Any]] = {}
+        self._links: dict[str, RouterSocket[Any]] = {}
 
     def start(self, role: Any, name: str, **more: Any) -> Process:
         process = self.cluster.start(role, name, **more)
-        self._links[process.peer.incarnation] = Link(self.addresses.internal, process.peer, _heard(role))
+        self._links[process.peer.incarnation] = RouterSocket(self.addresses.internal, process.peer, _heard(role))
         return process
 
     def kill(self, process: Process) -> None:
@@ -69,7 +69,7 @@ class Served:
                     self._turn(process, self._links[process.peer.incarnation])
             await asyncio.sleep(self.step_seconds)
 
-    def _turn(self, process: Process, link: Link[Any]) -> None:
+    def _turn(self, process: Process, link: RouterSocket[Any]) -> None:
         process.inbox.extend(link.receive())
         while process.inbox:
             self.cluster.receive(process)
@@ -93,7 +93,7 @@ def _heard(role: str) -> Any:
 async def served(config: settings.Config) -> AsyncIterator[Served]:
     """A router that serves until the block is left."""
     stop = asyncio.Event()
-    ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
+    ready: asyncio.Future[RouterAddresses] = asyncio.get_running_loop().create_future()
     router = asyncio.create_task(serve(config, "router", "a", stop, ready.set_result))
     await asyncio.wait([router, ready], return_when=asyncio.FIRST_COMPLETED, timeout=20)
     if router.done():

@@ -14,11 +14,35 @@ from typing import Any
 
 from baton import config as settings
 from baton.clock import Tick
-from baton.membership import Membership, OwnerLost
-from baton.messages import Departed, Envelope, Heartbeat, Hello, Message, ModelCard, Peer, Pin, Sampling, Unpin
+from baton.membership import Membership, RouterLost
+from baton.messages import (
+    Envelope,
+    Heartbeat,
+    Hello,
+    Message,
+    ModelCard,
+    Peer,
+    PinPages,
+    SamplingParams,
+    UnpinPages,
+    WorkerDied,
+)
 from kvstore.keys import pack_tokens
-from kvstore.server.events import RouterSaid
-from router.events import WARM, Emit, End, Event, Forget, Heard, Kept, Send, Submit, Unwarm, Warm, Warmed
+from kvstore.server.events import RouterMessageReceived
+from router.events import (
+    WARM,
+    Emit,
+    ForgetPeer,
+    MessageReceived,
+    PinAnswered,
+    Pinned,
+    PinPrefix,
+    RequestEnded,
+    RouterEvent,
+    SendMessage,
+    Submit,
+    UnpinPrefix,
+)
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from tests.rig import NAMESPACE, PAGE, PAGE_BYTES, VOCAB, Rig, RigStore, RigWorker, reference
@@ -46,8 +70,8 @@ class Router:
     sent: Counter[str] = field(default_factory=Counter[str])
     submitted: dict[str, Submit] = field(default_factory=dict[str, Submit])
     emitted: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
-    ended: dict[str, End] = field(default_factory=dict[str, End])
-    warmed: dict[str, Warmed] = field(default_factory=dict[str, Warmed])
+    ended: dict[str, RequestEnded] = field(default_factory=dict[str, RequestEnded])
+    warmed: dict[str, PinAnswered] = field(default_factory=dict[str, PinAnswered])
     wishes: set[str] = field(default_factory=set[str])
 
     @property
@@ -100,8 +124,8 @@ class Process:
     def hear(self, event: Any, router: str = "") -> None:
         if isinstance(self.body, RigWorker):
             self.body.handle(event, router)
-        elif isinstance(event, Pin | Unpin):
-            self.body.handle(RouterSaid(event, router))
+        elif isinstance(event, PinPages | UnpinPages):
+            self.body.handle(RouterMessageReceived(event, router))
 
 
 class World:
@@ -144,7 +168,7 @@ class World:
         store = self.processes[process.body.node.incarnation]
         for link in store.links.values():
             if link.membership.router is not None:
-                departed = Departed(process.peer.incarnation, process.peer.pid)
+                departed = WorkerDied(process.peer.incarnation, process.peer.pid)
                 link.say(store.peer.incarnation, link.membership.router, departed)
 
     def restart_store(self, node: str) -> None:
@@ -167,23 +191,23 @@ class World:
 
     # --- routers -----------------------------------------------------------------------------------------------------
 
-    def tell(self, router: Router, event: Event) -> None:
+    def tell(self, router: Router, event: RouterEvent) -> None:
         for command in router.state.handle(event, self.rig.now):
             match command:
-                case Send(incarnation=incarnation, message=message):
+                case SendMessage(incarnation=incarnation, message=message):
                     router.sent[incarnation] += 1
                     if (process := self.processes.get(incarnation)) is not None:
                         envelope = Envelope(router.incarnation, incarnation, router.sent[incarnation], message)
                         process.links[router.name].inbox.append(envelope)
-                case Forget(incarnation=incarnation):
+                case ForgetPeer(incarnation=incarnation):
                     del router.sent[incarnation]
                 case Emit(request=request, tokens=tokens):
                     assert request not in router.ended, "tokens after the end"
                     router.emitted[request] += tokens
-                case End(request=request):
+                case RequestEnded(request=request):
                     assert request not in router.ended, f"{request} ended twice"
                     router.ended[request] = command
-                case Warmed(name=name):
+                case PinAnswered(name=name):
                     router.warmed[name] = command
                 case _:
                     pass
@@ -192,7 +216,7 @@ class World:
     def submit(self, name: str, prompt: list[int], max_tokens: int) -> str:
         router = self.routers[name]
         request = f"r-{router.incarnation}-{len(router.submitted)}"
-        order = Submit(request, pack_tokens(prompt), Sampling(temperature=0.0), self.rig.now, max_tokens)
+        order = Submit(request, pack_tokens(prompt), SamplingParams(temperature=0.0), self.rig.now, max_tokens)
         router.submitted[request] = order
         router.emitted[request] = []
         self.tell(router, order)
@@ -202,13 +226,13 @@ class World:
         router = self.routers[name]
         wish = f"{WARM}{router.incarnation}-{len(router.wishes)}"
         router.wishes.add(wish)
-        self.tell(router, Warm(wish, pin, pack_tokens(tokens), ttl))
+        self.tell(router, PinPrefix(wish, pin, pack_tokens(tokens), ttl))
 
     def unwarm(self, name: str) -> None:
         """Every pin of that router."""
         router = self.routers[name]
         for pin in router.state.pins("", self.rig.now):
-            self.tell(router, Unwarm(pin.pin))
+            self.tell(router, UnpinPrefix(pin.pin))
 
     def check(self) -> None:
         """Nobody has been told a wrong token."""
@@ -245,7 +269,7 @@ class World:
             for name, link in process.links.items():
                 for letters in self.random.sample([link.outbox, link.heart], 2):
                     for envelope in self._arriving(link, letters, loss, lag):
-                        self.tell(self.routers[name], Heard(envelope))
+                        self.tell(self.routers[name], MessageReceived(envelope))
         self.rig.tick(seconds)
         for router in self.routers.values():
             self.tell(router, Tick())
@@ -255,7 +279,7 @@ class World:
             link.say(process.peer.incarnation, "", message)
         if verdict.lost is not None:
             link.lost.append(verdict.lost)
-            process.hear(OwnerLost(verdict.lost))
+            process.hear(RouterLost(verdict.lost))
 
     def _speak(self, process: Process) -> None:
         me = process.peer.incarnation
@@ -309,4 +333,4 @@ class World:
 
     def kept(self, name: str) -> int:
         """How many wishes of that router were granted."""
-        return sum(isinstance(warmed.outcome, Kept) for warmed in self.routers[name].warmed.values())
+        return sum(isinstance(warmed.outcome, Pinned) for warmed in self.routers[name].warmed.values())

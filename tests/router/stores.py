@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.messages import TOKEN_BYTES, PageRun, Snapshot
-from kvstore.events.wire_format import Batch, BlockStored
+from baton.messages import TOKEN_BYTES, PageSegment, Snapshot
+from kvstore.events.wire_format import BlockStored, KvEventBatch
 from kvstore.keys import START, page_keys, split_keys
 
 PAGE = 4  # tokens
@@ -23,7 +23,7 @@ class Stores:
         self._pages: dict[str, dict[bytes, bytes]] = {}
         self._batches: dict[str, int] = {}  # published
 
-    def seal(self, store: str, chain: Sequence[bytes]) -> Batch | None:
+    def seal(self, store: str, chain: Sequence[bytes]) -> KvEventBatch | None:
         """The pages of a chain are in that store now. Returns what it publishes of it."""
         pages = self._pages.setdefault(store, {})
         links = list(zip(chain, [START, *chain[:-1]], strict=True))
@@ -33,7 +33,7 @@ class Stores:
         pages |= new
         self._batches[store] = self._batches.get(store, 0) + 1
         keys, parent = tuple(key for key, _ in new), new[0][1] or None
-        return Batch(store, self._batches[store], (BlockStored(keys, parent, (), PAGE, None, "CPU", None),))
+        return KvEventBatch(store, self._batches[store], (BlockStored(keys, parent, (), PAGE, None, "CPU", None),))
 
     def lose(self, store: str) -> None:
         """It drops everything, and what it says of that never arrives."""
@@ -43,5 +43,5 @@ class Stores:
         return self._pages.get(store, {}).keys() >= set(chain)
 
     def snapshot(self, store: str) -> Snapshot:
-        runs = tuple(PageRun(parent, key, "CPU") for key, parent in self._pages.get(store, {}).items())
+        runs = tuple(PageSegment(parent, key, "CPU") for key, parent in self._pages.get(store, {}).items())
         return Snapshot(self._batches.get(store, 0), runs)

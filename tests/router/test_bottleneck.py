@@ -8,51 +8,59 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement.step_costs import StepCost
-from router.placement.utilization import HOLD, Advice, Bottleneck, Demand, Sides, advise, utilisation
+from router.placement.step_costs import DecodeCost
+from router.placement.utilization import (
+    HOLD,
+    OfferedLoad,
+    PoolCapacity,
+    RoleAdvice,
+    UtilizationMonitor,
+    advise,
+    utilisation,
+)
 
-STEP = StepCost(fixed=0.01, row=0.001, context=1e-6)
-SIDES = Sides(prefill=4, decode=4, step=STEP, pool=100_000)
+STEP = DecodeCost(fixed=0.01, row=0.001, context=1e-6)
+SIDES = PoolCapacity(prefill=4, decode=4, step=STEP, pool=100_000)
 
 shares = st.floats(0, 100)
-demands = st.builds(Demand, prompts=shares, tokens=st.floats(0, 1e5), context=st.floats(0, 1e5))
-steps = st.builds(StepCost, fixed=st.floats(0, 0.1), row=st.floats(0, 0.01), context=st.floats(0, 1e-4))
+demands = st.builds(OfferedLoad, prompts=shares, tokens=st.floats(0, 1e5), context=st.floats(0, 1e5))
+steps = st.builds(DecodeCost, fixed=st.floats(0, 0.1), row=st.floats(0, 0.01), context=st.floats(0, 1e-4))
 sides = st.builds(
-    Sides, st.integers(0, 8), st.integers(0, 8), steps, st.floats(1, 1e6), st.none() | st.floats(1e-3, 1.0)
+    PoolCapacity, st.integers(0, 8), st.integers(0, 8), steps, st.floats(1, 1e6), st.none() | st.floats(1e-3, 1.0)
 )
 
 
-def moved(before: Sides, advice: Advice) -> Sides:
+def moved(before: PoolCapacity, advice: RoleAdvice) -> PoolCapacity:
     more = 1 if advice.role == "prefill" else -1
     return replace(before, prefill=before.prefill + more, decode=before.decode - more)
 
 
 def test_a_decode_worker_can_do_what_a_full_batch_can() -> None:
     # 100 sequences of 1,000 tokens fit: a step takes 10 + 100 · 2 ms, so 2.1 ms a token.
-    assert utilisation(Demand(2.0, 1_000, 1_000), SIDES).decode == pytest.approx(1_000 * 0.0021 / 4)
-    assert utilisation(Demand(2.0, 1_000, 1_000), SIDES).prefill == pytest.approx(0.5)
+    assert utilisation(OfferedLoad(2.0, 1_000, 1_000), SIDES).decode == pytest.approx(1_000 * 0.0021 / 4)
+    assert utilisation(OfferedLoad(2.0, 1_000, 1_000), SIDES).prefill == pytest.approx(0.5)
     # 40 sequences keep 90 ms: 2.25 ms a token.
     bound = replace(SIDES, tpot=0.09)
-    assert utilisation(Demand(2.0, 1_000, 1_000), bound).decode == pytest.approx(1_000 * 0.00225 / 4)
+    assert utilisation(OfferedLoad(2.0, 1_000, 1_000), bound).decode == pytest.approx(1_000 * 0.00225 / 4)
 
 
 def test_one_more_of_the_side_that_has_too_much() -> None:
-    prompts = advise(Demand(3.6, 400, 1_000), SIDES)
+    prompts = advise(OfferedLoad(3.6, 400, 1_000), SIDES)
     assert prompts is not None
     assert (prompts.role, prompts.now.prefill, prompts.then.prefill) == ("prefill", 0.9, 0.72)
-    tokens = advise(Demand(1.0, 1_900, 1_000), SIDES)
+    tokens = advise(OfferedLoad(1.0, 1_900, 1_000), SIDES)
     assert tokens is not None
     assert tokens.role == "decode"
 
 
 def test_nothing_where_it_would_not_help() -> None:
-    assert advise(Demand(3.6, 1_700, 1_000), SIDES) is None, "both sides are as busy"
-    assert advise(Demand(1.2, 0, 0), SIDES) is None, "nobody is busy"
-    assert advise(Demand(0.0, 0, 0), SIDES) is None
+    assert advise(OfferedLoad(3.6, 1_700, 1_000), SIDES) is None, "both sides are as busy"
+    assert advise(OfferedLoad(1.2, 0, 0), SIDES) is None, "nobody is busy"
+    assert advise(OfferedLoad(0.0, 0, 0), SIDES) is None
 
 
 @given(demands, sides)
-def test_a_side_is_never_left_empty(demand: Demand, before: Sides) -> None:
+def test_a_side_is_never_left_empty(demand: OfferedLoad, before: PoolCapacity) -> None:
     if (advice := advise(demand, before)) is not None:
         after = moved(before, advice)
         assert min(after.prefill, after.decode) >= 1
@@ -61,7 +69,7 @@ def test_a_side_is_never_left_empty(demand: Demand, before: Sides) -> None:
 
 
 @given(demands, sides)
-def test_a_constant_load_comes_to_rest(demand: Demand, before: Sides) -> None:
+def test_a_constant_load_comes_to_rest(demand: OfferedLoad, before: PoolCapacity) -> None:
     roles: list[str] = []
     while (advice := advise(demand, before)) is not None:
         roles.append(advice.role)
@@ -71,7 +79,7 @@ def test_a_constant_load_comes_to_rest(demand: Demand, before: Sides) -> None:
 
 
 def test_a_change_must_be_worth_it_for_a_while() -> None:
-    watch, now = Bottleneck(), 100.0
+    watch, now = UtilizationMonitor(), 100.0
     first = None
     for _ in range(200):
         watch.prompt(3.6)
@@ -91,7 +99,7 @@ def test_a_change_must_be_worth_it_for_a_while() -> None:
 
 
 def test_a_burst_changes_nothing() -> None:
-    watch, now = Bottleneck(), 0.0
+    watch, now = UtilizationMonitor(), 0.0
     for second in range(120):
         watch.prompt(20.0 if second == 40 else 0.5)
         now += 1.0

@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from baton.messages import Load, StepSample
-from baton.step_cost_model import StepSeconds, pairs
+from baton.messages import LoadReport, StepSample
+from baton.step_cost_model import StepCoefficients, pairs
 from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE
-from router.placement.prediction_error import Scores
-from router.placement.step_costs import Costs, PrefillCost, StepCost
+from router.placement.prediction_error import PredictionErrors
+from router.placement.step_costs import DecodeCost, FittedCosts, PrefillCost
 
 PREFILL = PrefillCost(fixed=0.01, token=1e-4, pair=1e-8)
-MACHINE = StepSeconds(fixed=0.01, token=1e-4, pair=1e-8, row=1e-3, context=1e-6)
+MACHINE = StepCoefficients(fixed=0.01, token=1e-4, pair=1e-8, row=1e-3, context=1e-6)
 PROMPTS = [(256, pairs(256), 0, 0), (512, pairs(512, 2_000), 4, 9_000), (512, pairs(512), 0, 0), (16, pairs(16), 0, 0)]
 STEPS = [(0, 0, 8, 4_000), (0, 0, 1, 3_000), *PROMPTS]
 
@@ -31,23 +31,23 @@ def test_a_prompt_costs_its_steps_its_tokens_and_its_pairs() -> None:
 
 
 def test_a_decode_step_costs_its_rows_and_their_contexts() -> None:
-    assert StepCost(fixed=0.01, row=1e-3, context=1e-6).seconds(8, 4_000) == pytest.approx(0.022)
+    assert DecodeCost(fixed=0.01, row=1e-3, context=1e-6).seconds(8, 4_000) == pytest.approx(0.022)
 
 
 def test_of_a_worker_that_told_nothing_something_is_known_and_steps_teach_the_rest() -> None:
-    costs = Costs(Scores())
+    costs = FittedCosts(PredictionErrors())
     costs.join("d", "decode", ())
     assert costs.prefill("d").token == pytest.approx(1 / DEFAULT_PREFILL_RATE)
-    costs.observe("d", 0, Load(prefill_rate=500.0))
+    costs.observe("d", 0, LoadReport(prefill_rate=500.0))
     assert costs.prefill("d").token == pytest.approx(1 / 500)
     for step in range(16, 481, 16):
-        costs.observe("d", step, Load(steps=tuple(ran(16))))
+        costs.observe("d", step, LoadReport(steps=tuple(ran(16))))
     assert costs.prefill("d").seconds(512, 2_000) == pytest.approx(PREFILL.seconds(512, 2_000), rel=0.05)
     assert costs.step("d").seconds(8, 4_000) == pytest.approx(0.022, rel=0.05)
 
 
 def test_a_calibration_counts_before_any_work_and_others_of_the_role_before_that() -> None:
-    costs = Costs(Scores())
+    costs = FittedCosts(PredictionErrors())
     costs.join("slow", "decode", ran(16, factor=2.0))
     assert costs.step("slow").seconds(8, 4_000) == pytest.approx(0.044, rel=0.05)
     costs.join("fresh", "decode", ())
@@ -59,26 +59,26 @@ def test_a_calibration_counts_before_any_work_and_others_of_the_role_before_that
 
 
 def test_a_worker_that_has_not_worked_yet_does_not_look_slow() -> None:
-    costs = Costs(Scores())
+    costs = FittedCosts(PredictionErrors())
     costs.join("p", "prefill", ())
     costs.join("d", "decode", ())
-    costs.observe("d", 1, Load(prefill_rate=50_000.0))
+    costs.observe("d", 1, LoadReport(prefill_rate=50_000.0))
     assert costs.prefill("p") == costs.prefill("d") == PrefillCost(0.0, 1 / 50_000, 0.0)
 
 
 def test_heartbeats_that_repeat_steps_or_overtake_each_other_teach_them_once() -> None:
-    scores = Scores()
-    costs = Costs(scores)
+    scores = PredictionErrors()
+    costs = FittedCosts(scores)
     costs.join("d", "decode", ran(16))
     for step, last in ((4, 4), (4, 4), (2, 2), (6, 6), (6, 6), (100, 8)):
-        costs.observe("d", step, Load(steps=tuple(ran(last))))
+        costs.observe("d", step, LoadReport(steps=tuple(ran(last))))
     assert sum(score.count for score in scores.scores().values()) == 4 + 2 + 8
     costs.forget("d")
     costs.forget("d")
 
 
 def test_scores_are_of_the_last_predictions_whichever_way_they_were_wrong() -> None:
-    scores = Scores()
+    scores = PredictionErrors()
     assert scores.scores() == {}
     scores.add("ttft", 0.0, 1.0)
     scores.add("ttft", 1.0, 0.0)

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import InvalidRequest, ProcessNotFound
 from baton.messages import Accepted, Decode, Prefill
-from router.events import Drain, Finished
+from router.events import DrainWorker, Finished
 from tests.router.lab import Lab
 from tests.router.model import Cluster, submit
 
@@ -19,7 +19,7 @@ def test_a_draining_worker_is_given_nothing_new_and_keeps_what_it_has() -> None:
     lab.submit("r")
     drained = lab.to(lab.decode)
     name = drained.removesuffix(".1")
-    lab.tell(Drain(name))
+    lab.tell(DrainWorker(name))
     for i in range(6):
         lab.submit(f"s{i}")
         assert lab.to(lab.decode) != drained
@@ -28,7 +28,7 @@ def test_a_draining_worker_is_given_nothing_new_and_keeps_what_it_has() -> None:
     lab.tokens(drained, "r", 1, 10, 9, finish="length")
     assert lab.end("r").outcome == Finished("length")
     assert {view.peer.name: view.attempts for view in lab.state.processes(lab.now)}[name] == 0
-    lab.tell(Drain(name, undo=True))
+    lab.tell(DrainWorker(name, undo=True))
     lab.submit("t")
     assert lab.to(lab.decode) == drained
 
@@ -39,7 +39,7 @@ def test_what_a_decode_worker_has_goes_elsewhere_at_once() -> None:
     lab.submit("r")
     drained = lab.to(lab.decode)
     lab.tokens(drained, "r", 1, 10, 9, 9)
-    lab.tell(Drain(drained.removesuffix(".1"), at_once=True))
+    lab.tell(DrainWorker(drained.removesuffix(".1"), at_once=True))
     assert lab.cancelled(drained) == [1]
     assert lab.to(lab.decode) != drained
     assert len(lab.decode.tokens) == 4 * 12
@@ -52,7 +52,7 @@ def test_prompts_of_a_drained_prefill_worker_are_made_elsewhere() -> None:
     decode, prefill, _store = lab.split()
     lab.submit("r", prompt=50)
     lab.say(decode, Accepted("r", 1, 0))
-    lab.tell(Drain("prefill-0", at_once=True))
+    lab.tell(DrainWorker("prefill-0", at_once=True))
     assert lab.cancelled(prefill) == lab.cancelled(decode) == [1]
     assert lab.decode.attempt == 2
     lab.say(decode, Accepted("r", 2, 0))
@@ -63,19 +63,19 @@ def test_what_can_not_be_drained() -> None:
     lab = Lab()
     lab.split()
     with pytest.raises(InvalidRequest, match="nowhere to go"):
-        lab.tell(Drain("decode-0", at_once=True))
+        lab.tell(DrainWorker("decode-0", at_once=True))
     for name in ("store-0", "decode-9"):
         with pytest.raises(ProcessNotFound, match=name):
-            lab.tell(Drain(name))
+            lab.tell(DrainWorker(name))
     assert lab.state.serving
-    lab.tell(Drain("decode-0"))
+    lab.tell(DrainWorker("decode-0"))
     assert not lab.state.serving
 
 
 def test_a_process_that_was_silent_comes_back_draining_and_its_successor_does_not() -> None:
     lab = Lab()
     first, _second = lab.colocated(2)
-    lab.tell(Drain("decode-0"))
+    lab.tell(DrainWorker("decode-0"))
     lab.advance(5)  # both are silent
     assert lab.join("decode", "decode-0") == first
     lab.submit("r")
@@ -104,7 +104,7 @@ def test_drains_at_any_time_lose_nothing_and_are_obeyed(seed: int) -> None:
         if rng.random() < 0.3:
             name = rng.choice(workers)
             undo = name in drained or sum(other.startswith("decode") for other in drained) >= 3
-            cluster.tell(Drain(name, at_once=rng.random() < 0.5, undo=undo))
+            cluster.tell(DrainWorker(name, at_once=rng.random() < 0.5, undo=undo))
             drained.pop(name, None)
             if not undo:
                 drained[name] = attempts(cluster)[name]

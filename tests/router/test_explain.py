@@ -11,14 +11,14 @@ from baton.messages import Accepted, Prefilled, Refused, Started
 from baton.v1 import explain_pb2
 from router.events import ClientGone
 from router.frontend import responses
-from router.placement.types import Candidate, Plan, Predicted
+from router.placement.types import Candidate, Placement, PredictedTtft
 from router.request import Attempt, Request
-from router.requests.explain import SHOWN, Explanations, Record, Weighed, reason
+from router.requests.explain import SHOWN, ConsideredPlacements, Explanations, RequestRecord, reason
 from tests.router.lab import Lab, named
 from tests.router.model import CONFIG, card, submit
 
 
-def explained(lab: Lab, name: str = "r") -> Record:
+def explained(lab: Lab, name: str = "r") -> RequestRecord:
     return lab.state.explain(name, "")
 
 
@@ -189,13 +189,13 @@ def test_a_request_that_outlives_its_record() -> None:
 
 
 def candidate(decode: str, prefill: str = "", why_not: str = "", **terms: float) -> Candidate:
-    return Candidate(decode, prefill, 0, Predicted(**terms), why_not)
+    return Candidate(decode, prefill, 0, PredictedTtft(**terms), why_not)
 
 
-def placed(explanations: Explanations, name: str, chosen: Candidate, weighed: Weighed) -> None:
+def placed(explanations: Explanations, name: str, chosen: Candidate, weighed: ConsideredPlacements) -> None:
     request = Request.from_submit(submit(name), 1, 0.0)
     explanations.submitted(request)
-    plan = Plan(chosen.decode, predicted=chosen.predicted)
+    plan = Placement(chosen.decode, predicted=chosen.predicted)
     request.attempt = Attempt(named(name, 1), plan, request.known, 0.0, chosen.decode, None)
     explanations.placed(request, chosen.decode, chosen.prefill, chosen.cached, weighed)
 
@@ -203,7 +203,7 @@ def placed(explanations: Explanations, name: str, chosen: Candidate, weighed: We
 def test_the_best_are_shown_and_the_chosen_one_always() -> None:
     every = [candidate(f"decode-{i}", queue=float(i)) for i in range(100)]
     explanations = Explanations(10)
-    placed(explanations, "r", every[70], Weighed(100, lambda: every))
+    placed(explanations, "r", every[70], ConsideredPlacements(100, lambda: every))
     record = explanations.find("r", "")
     assert record is not None
     shown, omitted = record.attempts[0].candidates()
@@ -214,7 +214,7 @@ def test_the_best_are_shown_and_the_chosen_one_always() -> None:
 def test_what_was_weighed_is_bounded_and_the_rest_stays() -> None:
     explanations = Explanations(1_000)
     for i in range(150):
-        placed(explanations, f"r-{i}", candidate("d"), Weighed(1_000, lambda: [candidate("d")]))
+        placed(explanations, f"r-{i}", candidate("d"), ConsideredPlacements(1_000, lambda: [candidate("d")]))
     known = [record.attempts[0].weighed is not None for record in explanations.last(1_000, "")]
     assert known == [True] * 100 + [False] * 50
     oldest = explanations.find("r-0", "")
@@ -251,7 +251,7 @@ PAIR = candidate("a", "p", queue=1.0, compute=0.5)
 )
 def test_the_choice_in_words(chosen: Candidate, others: list[Candidate], says: str) -> None:
     explanations = Explanations(1)
-    placed(explanations, "r", chosen, Weighed(1, lambda: [*others, chosen]))
+    placed(explanations, "r", chosen, ConsideredPlacements(1, lambda: [*others, chosen]))
     (record,) = explanations.last(1, "")
     account = record.attempts[0]
     assert reason(account, account.candidates()[0]) == says
@@ -260,7 +260,7 @@ def test_the_choice_in_words(chosen: Candidate, others: list[Candidate], says: s
 
 def test_a_choice_that_is_not_laid_out_is_shown_by_its_plan() -> None:
     explanations = Explanations(1)
-    placed(explanations, "r", ALONE, Weighed(2, lambda: [candidate("b"), candidate("c")]))
+    placed(explanations, "r", ALONE, ConsideredPlacements(2, lambda: [candidate("b"), candidate("c")]))
     (record,) = explanations.last(1, "")
     shown, omitted = record.attempts[0].candidates()
     assert ({one.decode for one in shown}, omitted) == ({"a", "b", "c"}, 0)

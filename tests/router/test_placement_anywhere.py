@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 
 from baton.messages import AttemptName
-from baton.store_protocol import TierRun
-from kvstore.prefix_map.prefix_map import Match
-from router.members import Prompt
-from router.placement.cost_matrix import Prices
+from baton.store_protocol import TierPages
+from kvstore.prefix_map.prefix_map import PrefixMatch
+from router.members import PendingPrefill
+from router.placement.cost_matrix import PlacementCosts
 from router.placement.policy import plan_for
-from router.placement.step_costs import PrefillCost, StepCost
-from router.placement.types import Ask, Plan, Wait
+from router.placement.step_costs import DecodeCost, PrefillCost
+from router.placement.types import Placement, PlacementRequest, Wait
 from tests.router.placing import (
     FAR,
     HANDED,
@@ -50,7 +50,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         pool = draw(st.sampled_from([5, 40, 1_000]))
         member = cluster.decoder(f"d{index}", draw(nodes), draw(pages), draw(busy), pool)
         cluster.runs(member, draw(st.integers(0, 12)), draw(st.sampled_from([None, 0.02, 0.2])), pages=3)
-        cluster.steps[f"d{index}"] = draw(st.sampled_from([StepCost(0.01, 0.0, 0.0), StepCost(0.005, 0.002, 1e-5)]))
+        cluster.steps[f"d{index}"] = draw(st.sampled_from([DecodeCost(0.01, 0.0, 0.0), DecodeCost(0.005, 0.002, 1e-5)]))
         if draw(st.booleans()) and member.work:
             member.refuses(next(iter(member.work)))
     for index in range(draw(st.integers(0, 4))):
@@ -69,7 +69,7 @@ ASKS = st.fixed_dictionaries(
 @given(cluster=clusters(), ask=ASKS)
 def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) -> None:
     choice = cluster.choose(**ask)
-    if not isinstance(choice, Plan):
+    if not isinstance(choice, Placement):
         return
     chosen = cluster.members.live(choice.decode)
     stores = {store.incarnation: store for store in cluster.members.of("store")}
@@ -118,20 +118,20 @@ def test_arrays_say_what_one_way_at_a_time_says(cluster: Cluster, ask: dict[str,
         for (maker, taker), seconds in ways.items()
     }
     assert prices.lowest == pytest.approx(min(dear.values(), default=inf))
-    if isinstance(choice, Plan):
+    if isinstance(choice, Placement):
         best = prices.lowest
         assert dear[choice.prefill, choice.decode] <= best + max(0.001, 0.02 * best) + 1e-9
         reach = prices.cached[cluster.view.table.index[choice.prefill or choice.decode]]
         assert choice.cached == reach, "arrays and the one function agree on what is loaded"
 
 
-def every_way(cluster: Cluster, prices: Prices) -> Sequence[tuple[int | None, int]]:
+def every_way(cluster: Cluster, prices: PlacementCosts) -> Sequence[tuple[int | None, int]]:
     takers = range(prices.decoders)
     makers = range(prices.decoders, len(prices.workers))
     return [(None, taker) for taker in takers] + [(maker, taker) for maker in makers for taker in takers]
 
 
-def by_hand(cluster: Cluster, prices: Prices, ask: Ask, maker: int | None, taker: int) -> float:
+def by_hand(cluster: Cluster, prices: PlacementCosts, ask: PlacementRequest, maker: int | None, taker: int) -> float:
     """Seconds of one way; inf: it can't be."""
     decoder = prices.workers[taker]
     assert decoder.hello.model is not None
@@ -153,7 +153,7 @@ def by_hand(cluster: Cluster, prices: Prices, ask: Ask, maker: int | None, taker
     making = cost.seconds((PREFIX.pages - cached) * 10 + REST, cached * 10, 2_048)
     load = prices.load[maker]
     left = sum(cost.seconds(prompt.new, 0, 2_048) for prompt in worker.slots.values())
-    held = ask.held.get(own.incarnation, Match(0))
+    held = ask.held.get(own.incarnation, PrefixMatch(0))
     here = max(ask.on_device(decoder.incarnation), held.pages - held.tiers.get("DISK", 0))
     transfer = 0.0
     if not same:
@@ -166,14 +166,14 @@ def by_hand(cluster: Cluster, prices: Prices, ask: Ask, maker: int | None, taker
 @given(cluster=clusters(), more=st.integers(1, 30))
 def test_a_longer_queue_makes_nobody_more_likely_to_be_chosen(cluster: Cluster, more: int) -> None:
     before = cluster.choose()
-    if not isinstance(before, Plan):
+    if not isinstance(before, Placement):
         return
     for member in cluster.members:
         worker = before.prefill or before.decode
         if member.incarnation not in (worker, before.decode) and member.peer.role != "store":
-            member.promise(AttemptName("more", 1), Prompt(more * 10), cluster.now)
+            member.promise(AttemptName("more", 1), PendingPrefill(more * 10), cluster.now)
     after = cluster.choose()
-    assert isinstance(after, Plan)
+    assert isinstance(after, Placement)
     assert after.prefill == before.prefill or before.prefill is None
     assert after.predicted.queue == pytest.approx(before.predicted.queue)
 
@@ -196,15 +196,15 @@ def test_of_many_workers_the_best_are_found(random: Any) -> None:
     seconds = {way: by_hand(cluster, prices, cluster.ask(), *way) for way in every_way(cluster, prices)}
     dear = {way: value + (float(prices.nuisance[way[1]]) if way[0] is None else 0) for way, value in seconds.items()}
     assert prices.lowest <= min(dear.values()) * 1.02 + 0.001
-    assert isinstance(choice, Plan | Wait)
+    assert isinstance(choice, Placement | Wait)
 
 
 def test_a_plan_for_chosen_workers_is_that_of_the_rule() -> None:
     cluster = two_nodes({"host": 3}, {})
     cluster.decoder("d1", "b")
     assert plan_for(cluster.ask(), cluster.view, "d1", "p0").choice == replace(cluster.plan(), decode="d1")
-    assert plan_for(cluster.ask(), cluster.view, "d1").choice == Plan(
-        "d1", fetch=3, cached=3, store="s-b", sources=(source("a", 3),), loads=(TierRun(NEAR, 3),)
+    assert plan_for(cluster.ask(), cluster.view, "d1").choice == Placement(
+        "d1", fetch=3, cached=3, store="s-b", sources=(source("a", 3),), loads=(TierPages(NEAR, 3),)
     )
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from baton.messages import Load, Source, TierSpeed
-from baton.store_protocol import TierRun
+from baton.messages import LoadReport, PageSource, TierSpeed
+from baton.store_protocol import TierPages
 from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE
-from kvstore.prefix_map.prefix_map import Match
-from router.placement.cluster_view import View
-from router.placement.types import Plan
+from kvstore.prefix_map.prefix_map import PrefixMatch
+from router.placement.cluster_view import ClusterView
+from router.placement.types import Placement
 from tests.router.placing import (
     CONFIG,
     FAR,
@@ -32,14 +32,14 @@ from tests.router.placing import (
 @pytest.mark.parametrize(
     ("here", "others", "expected"),
     [
-        pytest.param({"host": 2, "disk": 4}, [], (6, [TierRun(QUICK, 4)], []), id="disk where that is quicker"),
+        pytest.param({"host": 2, "disk": 4}, [], (6, [TierPages(QUICK, 4)], []), id="disk where that is quicker"),
         pytest.param(
             {"host": 2, "disk": 4, "speeds": (SLOW, NEAR)}, [], (2, [], []), id="no disk where that is slower"
         ),
         pytest.param(
             {"host": 2},
             [{"host": 7}],
-            (7, [TierRun(NEAR, 5)], [source("b", 7)]),
+            (7, [TierPages(NEAR, 5)], [source("b", 7)]),
             id="another node where that is quicker",
         ),
         pytest.param(
@@ -48,13 +48,13 @@ from tests.router.placing import (
         pytest.param(
             {"host": 2, "disk": 2},
             [{"host": 3, "disk": 4}],
-            (7, [TierRun(QUICK, 2), TierRun(NEAR, 3)], [source("b", 7)]),
+            (7, [TierPages(QUICK, 2), TierPages(NEAR, 3)], [source("b", 7)]),
             id="the disk, and the rest from another node",
         ),
         pytest.param(
             {"host": 2, "disk": 2, "speeds": (QUICK, FAR)},
             [{"host": 7}],
-            (4, [TierRun(QUICK, 2)], []),
+            (4, [TierPages(QUICK, 2)], []),
             id="the disk, and no further",
         ),
         pytest.param(
@@ -63,13 +63,13 @@ from tests.router.placing import (
         pytest.param(
             {"host": 2},
             [{"host": 7}, {"host": 5}, {"host": 8, "serves": False}, {"host": 2}],
-            (7, [TierRun(NEAR, 5)], [source("b", 7), source("c", 5)]),
+            (7, [TierPages(NEAR, 5)], [source("b", 7), source("c", 5)]),
             id="all that have more, the longest first",
         ),
     ],
 )
 def test_loads_are_taken_where_they_pay(
-    here: dict[str, Any], others: list[dict[str, Any]], expected: tuple[int, list[TierRun], list[Source]]
+    here: dict[str, Any], others: list[dict[str, Any]], expected: tuple[int, list[TierPages], list[PageSource]]
 ) -> None:
     cached, loads, sources = expected
     cluster = Cluster()
@@ -89,8 +89,8 @@ def test_only_what_follows_the_workers_own_pages_is_loaded() -> None:
     cluster.store(host=2, disk=4)
     cluster.store("b", host=8)
     plan = cluster.plan()
-    runs = (TierRun(QUICK, 2), TierRun(NEAR, 2))
-    assert plan == Plan("d0", fetch=8, cached=8, store="s-a", sources=(source("b", 8),), loads=runs)
+    runs = (TierPages(QUICK, 2), TierPages(NEAR, 2))
+    assert plan == Placement("d0", fetch=8, cached=8, store="s-a", sources=(source("b", 8),), loads=runs)
     assert plan.predicted.load == pytest.approx(0.01 + 0.002 + 0.02 + 0.002)
 
 
@@ -100,7 +100,7 @@ def test_a_prefill_worker_loads_what_pays_for_it() -> None:
     plan = cluster.plan()
     assert (plan.prefill, plan.cached) == ("p0", 6)
     assert (plan.sources, plan.prefill_sources) == ((), (source("b", 6),))
-    cluster.held["p0"] = Match(6)
+    cluster.held["p0"] = PrefixMatch(6)
     has_them = cluster.plan()
     assert (has_them.cached, has_them.prefill_sources) == (6, ())
     cluster = one_node(host=1, speeds=(QUICK, FAR))
@@ -111,10 +111,10 @@ def test_a_prefill_worker_loads_what_pays_for_it() -> None:
 
 def test_before_anything_is_measured_the_rates_that_workers_tell_count() -> None:
     cluster = Cluster()
-    cluster.view = View(CONFIG, cluster.members)
+    cluster.view = ClusterView(CONFIG, cluster.members)
     worker = cluster.decoder()
     assert cluster.plan().predicted.total == pytest.approx(84 / RATE)
-    worker.reports(Load(), 0, Load(), cluster.now)
+    worker.reports(LoadReport(), 0, LoadReport(), cluster.now)
     assert cluster.plan().predicted.total == pytest.approx(84 / DEFAULT_PREFILL_RATE)
 
 
@@ -123,7 +123,7 @@ def test_before_anything_is_measured_the_rates_that_workers_tell_count() -> None
 
 def test_a_pair_of_two_nodes_hands_pages_over_from_store_to_store() -> None:
     plan = two_nodes({"host": 3}, {}).plan()
-    assert plan == Plan("d0", "p0", fetch=HANDED, cached=3, store="s-b", sources=(source("a", HANDED),))
+    assert plan == Placement("d0", "p0", fetch=HANDED, cached=3, store="s-b", sources=(source("a", HANDED),))
     assert plan.predicted.transfer == pytest.approx(NEAR.latency)
     slow = two_nodes({"host": 3}, {"speeds": (QUICK, FAR)})
     slow.runs(slow.members.live("d0"), 20)
@@ -154,7 +154,7 @@ def test_a_pair_of_one_node_is_preferred_while_it_costs_no_more() -> None:
     ],
 )
 def test_a_pair_of_two_nodes_needs_both_stores(a: dict[str, Any] | None, b: dict[str, Any] | None) -> None:
-    assert two_nodes(a, b).plan() == Plan("d0")
+    assert two_nodes(a, b).plan() == Placement("d0")
 
 
 def test_a_store_that_serves_nobody_may_be_served() -> None:
@@ -164,7 +164,7 @@ def test_a_store_that_serves_nobody_may_be_served() -> None:
 def test_who_has_failed_a_request_is_not_asked_again() -> None:
     cluster = two_nodes({"host": 8}, {})
     assert cluster.plan().sources == (source("a", 8),)
-    assert cluster.plan(avoid={"s-a"}) == Plan("d0")
+    assert cluster.plan(avoid={"s-a"}) == Placement("d0")
     assert cluster.plan(avoid={"p0"}).prefill is None
     assert cluster.plan(avoid={"d0"}).decode == "d0", "there is no other"
     cluster.decoder("d1", "b")

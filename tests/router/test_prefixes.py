@@ -11,13 +11,13 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from baton.messages import Medium, PageRun, Snapshot
-from kvstore.client.device_block_manager import DeviceCache
+from baton.messages import Medium, PageSegment, Snapshot
+from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.events.changes import packed_digest, page_runs
-from kvstore.events.wire_format import Batch, EncodedBatch, EventLog, decode
-from kvstore.prefix_map.event_tracker import Action, EventTracker
+from kvstore.events.wire_format import EncodedKvEventBatch, KvEventBatch, KvEventLog, decode
+from kvstore.prefix_map.event_tracker import EventTracker, TrackerAction
 from kvstore.prefix_map.prefix_map import MEDIA, PrefixMap
-from router.placement.prefix_lookup import Prefixes
+from router.placement.prefix_lookup import KvIndex
 from tests.kvstore.chains import CHAINS, key, keys, parent
 
 FATES = st.sampled_from(["arrives", "is lost", "comes twice", "is overtaken"])
@@ -29,9 +29,9 @@ class Source:
 
     def __init__(self, holder: str) -> None:
         self.holder = holder
-        self.caches: dict[Medium, DeviceCache] = {"CPU": DeviceCache(6), "DISK": DeviceCache(8)}
-        self.log = EventLog(holder, "model", 0.0)
-        self.sent: list[EncodedBatch] = [self.log.batch(0)]
+        self.caches: dict[Medium, DeviceBlockManager] = {"CPU": DeviceBlockManager(6), "DISK": DeviceBlockManager(8)}
+        self.log = KvEventLog(holder, "model", 0.0)
+        self.sent: list[EncodedKvEventBatch] = [self.log.batch(0)]
 
     def use(self, chain: str, medium: Medium) -> None:
         cache = self.caches[medium]
@@ -43,7 +43,7 @@ class Source:
         if changes := cache.drain_events():
             self.sent.append(self.log.append([(medium, changes)], 16, 0.0))
 
-    def runs(self) -> list[PageRun]:
+    def runs(self) -> list[PageSegment]:
         return [
             run
             for medium, cache in self.caches.items()
@@ -66,7 +66,7 @@ class PrefixesMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.numbers = itertools.count()
-        self.prefixes = Prefixes()
+        self.prefixes = KvIndex()
         self.asked: list[str] = []
         self.answers: list[tuple[str, Snapshot]] = []
         self.beats: list[tuple[str, int, int]] = []
@@ -191,18 +191,18 @@ TestPrefixes = PrefixesMachine.TestCase
 # --- the machine finds what it is there to find -----------------------------------------------------------------------
 
 
-def believe_every_digest(self: EventTracker, *told: object) -> list[Action]:
+def believe_every_digest(self: EventTracker, *told: object) -> list[TrackerAction]:
     return []
 
 
-def overlook_gaps(self: EventTracker, batch: Batch, now: float) -> list[Action]:
+def overlook_gaps(self: EventTracker, batch: KvEventBatch, now: float) -> list[TrackerAction]:
     source = self._sources.get(batch.holder)
     if source is not None and source.following:
         source.next = max(source.next, batch.sequence)
     return _batch(self, batch, now)
 
 
-def never_late(self: EventTracker, now: float) -> list[Action]:
+def never_late(self: EventTracker, now: float) -> list[TrackerAction]:
     for source in self._sources.values():
         source.claim = None
     return _tick(self, now)

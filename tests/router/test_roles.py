@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from baton.errors import InvalidRequest, ProcessNotFound
-from baton.messages import Accepted, Become, Heartbeat, Load, Prefill
-from router.events import Drain, Finished, SetRole
+from baton.messages import Accepted, ChangeRole, Heartbeat, LoadReport, Prefill
+from router.events import DrainWorker, Finished, SetRole
 from tests.router.lab import Lab, held
 from tests.router.model import CONFIG, Cluster, card, submit
 
@@ -21,7 +21,7 @@ def views(lab: Lab) -> dict[str, tuple[str, bool, str | None]]:
 
 
 def becomes(lab: Lab, to: str) -> list[str]:
-    return [message.role for message in lab.sent(Become, to)]
+    return [message.role for message in lab.sent(ChangeRole, to)]
 
 
 def test_an_idle_worker_is_told_at_once_and_joins_in_its_new_role() -> None:
@@ -75,10 +75,10 @@ def test_after_a_while_what_it_has_goes_elsewhere() -> None:
 def test_the_attempts_of_other_routers_are_waited_for_too() -> None:
     lab = Lab()
     lab.colocated(2)
-    lab.say("decode-0.1", Heartbeat(lab.counts["decode-0.1"], Load(running=1), others=Load(running=1)))
+    lab.say("decode-0.1", Heartbeat(lab.counts["decode-0.1"], LoadReport(running=1), others=LoadReport(running=1)))
     lab.tell(SetRole("decode-0", "prefill", 30.0))
     assert not becomes(lab, "decode-0.1")
-    lab.say("decode-0.1", Heartbeat(lab.counts["decode-0.1"], Load()))
+    lab.say("decode-0.1", Heartbeat(lab.counts["decode-0.1"], LoadReport()))
     assert becomes(lab, "decode-0.1") == ["prefill"]
 
 
@@ -130,7 +130,7 @@ def test_it_can_be_called_off() -> None:
     busy = lab.to(lab.decode)
     name = busy.removesuffix(".1")
     lab.tell(SetRole(name, "prefill", 30.0))
-    lab.tell(Drain(name, undo=True))
+    lab.tell(DrainWorker(name, undo=True))
     lab.tokens(busy, "r", 1, 10, 9, finish="length")
     assert views(lab)[name] == ("decode", False, None)
     assert not becomes(lab, busy)
@@ -176,7 +176,7 @@ def test_what_can_not_be() -> None:
         lab.tell(SetRole("decode-0", "prefill", 0.0))
     with pytest.raises(InvalidRequest, match=r"prefill\.head"):
         lab.tell(SetRole("prefill-1", "decode", 0.0))
-    assert not lab.sent(Become)
+    assert not lab.sent(ChangeRole)
     assert not any(draining for _, draining, _ in views(lab).values())
 
 
@@ -254,15 +254,15 @@ def test_a_change_is_advised_from_what_was_asked() -> None:
 
 
 def test_what_is_advised_is_carried_out_where_that_is_wanted() -> None:
-    assert not busy().sent(Become)
+    assert not busy().sent(ChangeRole)
     lab = busy("auto")
-    asked = {lab.to(message) for message in lab.sent(Become)}
+    asked = {lab.to(message) for message in lab.sent(ChangeRole)}
     assert asked == {"decode-0.1"}, "one worker, and no other until it has changed"
     assert views(lab)["decode-0"] == ("decode", True, "prefill")
     lab.join("prefill", "decode-0", incarnation="decode-0.2")
     lab.log.clear()
     ask_for(lab, 0.8)
-    assert not lab.sent(Become), "the same load asks for nothing more"
+    assert not lab.sent(ChangeRole), "the same load asks for nothing more"
 
 
 def test_what_was_asked_before_there_was_a_worker_of_each_kind_fades() -> None:
@@ -276,4 +276,4 @@ def test_what_was_asked_before_there_was_a_worker_of_each_kind_fades() -> None:
             lab.beat(f"decode-{name}.1")
     lab.join("prefill", "prefill-0")
     ask_for(lab, 0.0)
-    assert not lab.sent(Become)
+    assert not lab.sent(ChangeRole)

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from baton import config as settings_
 from baton.config import ObjectivesConfig, TenantConfig
 from baton.errors import BatonError, ObjectiveUnreachable, Overloaded, RateLimited
-from baton.messages import Accepted, Decode, Load, Prefilled, Refused
-from baton.messages import Failed as WorkerFailed
+from baton.messages import Accepted, Decode, LoadReport, Prefilled, Refused
+from baton.messages import AttemptFailed as WorkerFailed
 from router.events import Failed
 from router.frontend.grpc_server import status_of
-from router.placement.cluster_view import View
-from router.placement.policy import Decision, LowestTtft
-from router.placement.types import Ask, Choice, Reject, Wait
+from router.placement.cluster_view import ClusterView
+from router.placement.policy import LowestTtft, PlacementDecision
+from router.placement.types import PlacementChoice, PlacementRequest, Reject, Wait
 from router.queueing.quantile import Quantile, Spread
 from tests.router.lab import Lab, held
 from tests.router.model import CONFIG, EOS
@@ -48,13 +48,13 @@ def finish(lab: Lab, worker: str, request: str, prompt: int, attempt: int = 1) -
 class Watching(LowestTtft):
     """Baton's own rule, and what it was asked; or what a test makes it answer."""
 
-    def __init__(self, answer: Choice | None = None) -> None:
+    def __init__(self, answer: PlacementChoice | None = None) -> None:
         self.answer = answer
-        self.asked: list[Ask] = []
+        self.asked: list[PlacementRequest] = []
 
-    def place(self, ask: Ask, view: View) -> Decision:
+    def place(self, ask: PlacementRequest, view: ClusterView) -> PlacementDecision:
         self.asked.append(ask)
-        return Decision(self.answer) if self.answer else super().place(ask, view)
+        return PlacementDecision(self.answer) if self.answer else super().place(ask, view)
 
 
 def test_objectives_come_from_the_request_or_from_its_class() -> None:
@@ -115,7 +115,7 @@ def test_a_wait_that_outlasts_the_objective_ends_then() -> None:
 def test_the_time_that_computing_takes_is_no_time_to_wait() -> None:
     cluster = lab(Watching(Wait("every worker is busy")))
     (decode,) = cluster.colocated()
-    cluster.report(decode, Load(prefill_rate=100.0))
+    cluster.report(decode, LoadReport(prefill_rate=100.0))
     cluster.submit(prompt=60, ttft=1.0)
     cluster.advance(0.3)
     assert cluster.alive()
@@ -128,9 +128,9 @@ class OneByOne(LowestTtft):
 
     free = 1
 
-    def place(self, ask: Ask, view: View) -> Decision:
+    def place(self, ask: PlacementRequest, view: ClusterView) -> PlacementDecision:
         if not self.free:
-            return Decision(Wait("every worker is busy"))
+            return PlacementDecision(Wait("every worker is busy"))
         self.free -= 1
         return super().place(ask, view)
 
@@ -364,7 +364,7 @@ def test_a_tenant_that_waits_has_its_share_whatever_the_other_sends(
 
 def computes(cluster: Lab, decode: str, seconds: float) -> None:
     """The worker takes so long for a prompt of 40 tokens."""
-    cluster.report(decode, Load(prefill_rate=40 / seconds))
+    cluster.report(decode, LoadReport(prefill_rate=40 / seconds))
 
 
 def test_where_several_tenants_are_a_worker_has_no_more_prompts_than_it_needs() -> None:

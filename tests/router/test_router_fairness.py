@@ -7,7 +7,7 @@ from collections import Counter, deque
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from router.queueing.fairness import OTHER, Fairness, Prices, TokensServed
+from router.queueing.fairness import OTHER, TenantFairness, TokensServed, TokenWeights
 
 
 def even(tenant: str) -> float:
@@ -15,12 +15,12 @@ def even(tenant: str) -> float:
 
 
 def test_prices() -> None:
-    assert Prices().prompt(100, 0) == 100
-    assert Prices(cached=0.25).prompt(100, 80) == 40
+    assert TokenWeights().prompt(100, 0) == 100
+    assert TokenWeights(cached=0.25).prompt(100, 80) == 40
 
 
 def test_a_counter_is_service_by_weight() -> None:
-    fairness = Fairness({"a": 1.0, "b": 4.0}.__getitem__)
+    fairness = TenantFairness({"a": 1.0, "b": 4.0}.__getitem__)
     for tenant in "ab":
         fairness.waits(tenant)
     for tenant in "ab":
@@ -31,7 +31,7 @@ def test_a_counter_is_service_by_weight() -> None:
 
 
 def test_whoever_begins_to_wait_has_no_credit() -> None:
-    fairness = Fairness(even)
+    fairness = TenantFairness(even)
     fairness.waits("busy")
     fairness.charge("busy", 1_000)
     fairness.waits("fresh")
@@ -39,7 +39,7 @@ def test_whoever_begins_to_wait_has_no_credit() -> None:
 
 
 def test_or_what_it_may_have_saved_up_of_its_share() -> None:
-    fairness = Fairness({"busy": 1.0, "fresh": 1.0, "rich": 3.0}.__getitem__)
+    fairness = TenantFairness({"busy": 1.0, "fresh": 1.0, "rich": 3.0}.__getitem__)
     fairness.waits("busy")
     fairness.charge("busy", 1_000)
     fairness.waits("fresh", 100)
@@ -49,7 +49,7 @@ def test_or_what_it_may_have_saved_up_of_its_share() -> None:
 
 
 def test_what_was_saved_up_is_used_once() -> None:
-    fairness = Fairness(even)
+    fairness = TenantFairness(even)
     fairness.waits("busy")
     fairness.charge("busy", 1_000)
     for _ in range(10):  # it asks again and again, and is always served at once
@@ -63,7 +63,7 @@ def test_what_was_saved_up_is_used_once() -> None:
 
 
 def test_whoever_begins_to_wait_keeps_its_debt() -> None:
-    fairness = Fairness(even)
+    fairness = TenantFairness(even)
     fairness.waits("busy")
     fairness.charge("idle", 500)
     fairness.waits("idle")
@@ -71,7 +71,7 @@ def test_whoever_begins_to_wait_keeps_its_debt() -> None:
 
 
 def test_after_nobody_waited_counting_goes_on_where_the_last_left_it() -> None:
-    fairness = Fairness(even)
+    fairness = TenantFairness(even)
     fairness.waits("a")
     fairness.charge("a", 1_000)
     fairness.waits_no_more("a")
@@ -81,7 +81,7 @@ def test_after_nobody_waited_counting_goes_on_where_the_last_left_it() -> None:
 
 def test_who_has_had_more_than_its_share() -> None:
     """The weights are 1, 1 and 2: 800 tokens would bring all three to where "a" is."""
-    fairness = Fairness(WEIGHTS.__getitem__)
+    fairness = TenantFairness(WEIGHTS.__getitem__)
     fairness.waits("a")
     assert fairness.leaders(0) == frozenset(), "there is nobody to be ahead of"
     fairness.waits("b")
@@ -94,7 +94,7 @@ def test_who_has_had_more_than_its_share() -> None:
 
 
 def test_tenants_that_owe_nothing_are_forgotten() -> None:
-    fairness = Fairness(even)
+    fairness = TenantFairness(even)
     for i in range(1_000):
         fairness.waits(f"t{i}")
         fairness.charge(f"t{i}", 10)
@@ -131,8 +131,8 @@ def test_those_who_wait_all_the_time_are_served_alike(
     saving: float,
 ) -> None:
     """The bound of the paper's theorem, by weight: what the requests that run at once can differ by, twice."""
-    prices = Prices()
-    fairness = Fairness(WEIGHTS.__getitem__)
+    prices = TokenWeights()
+    fairness = TenantFairness(WEIGHTS.__getitem__)
     for tenant, cost in before:
         fairness.charge(tenant, cost)
     waiting: dict[str, deque[tuple[int, int]]] = {tenant: deque() for tenant in WEIGHTS}

@@ -23,7 +23,7 @@ from baton import config as settings
 from baton.errors import BatonError, ModelNotFound, Overloaded, PortInUse, all_errors
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, explain_pb2, generation_pb2, generation_pb2_grpc
 from router.frontend import grpc_server
-from router.frontend.client_sessions import Relay
+from router.frontend.client_sessions import RouterDriver
 from tests.router import tokenizers
 from tests.router.model import expected, token_at
 from tests.router.served import Served, collect, served, settings_for
@@ -230,7 +230,7 @@ def test_our_own_mistakes_are_logged_and_not_shown(tmp_path: Path, monkeypatch: 
     def broken(*_: object) -> None:
         raise RuntimeError("a secret of the router")
 
-    monkeypatch.setattr(Relay, "submit", broken)
+    monkeypatch.setattr(RouterDriver, "submit", broken)
 
     async def test() -> None:
         async with cluster(settings_for(tmp_path), "decode-0") as client:

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.errors import BatonError
 from baton.v1 import cache_pb2, cluster_pb2, explain_pb2, generation_pb2
 from router.frontend import grpc_server
-from router.frontend.guard import Guard
+from router.frontend.guard import MessageGuard
 from tests.router.model import CONTEXT
 from tests.router.served import Served, served, settings_for
 from tests.router.test_router_front import Client, cluster, request, until
@@ -176,14 +176,14 @@ class _Health(health_pb2_grpc.HealthServicer):
 @contextlib.asynccontextmanager
 async def _small(
     max_rpcs: int = 100, max_bytes: int = 1_000, message_s: float = 30.0
-) -> AsyncIterator[tuple[Guard, Generation, grpc.aio.Channel]]:
+) -> AsyncIterator[tuple[MessageGuard, Generation, grpc.aio.Channel]]:
     """A server with a guard and nothing behind it that could refuse."""
 
     async def refuse(context: Any, error: BatonError) -> Any:
         await context.abort(*grpc_server.status_of(error)[:1], str(error))
 
     generation = Generation()
-    guard = Guard(refuse, max_rpcs, max_bytes, {GENERATE: 2}, message_s)
+    guard = MessageGuard(refuse, max_rpcs, max_bytes, {GENERATE: 2}, message_s)
     server = grpc.aio.server(interceptors=(guard,))
     handler = grpc.unary_stream_rpc_method_handler(
         generation.generate,

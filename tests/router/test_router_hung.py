@@ -8,12 +8,12 @@ from baton.messages import (
     Accepted,
     Cancel,
     Decode,
-    Have,
+    FetchIncomplete,
     Heartbeat,
-    Introduce,
-    Load,
+    LoadReport,
     Prefill,
     Prefilled,
+    RequestHello,
     Role,
     Started,
 )
@@ -39,10 +39,10 @@ def test_a_process_whose_loop_stands_still_is_stuck_until_it_goes_on(role: Role)
     assert states(lab)[f"{role}-0"] is None
     lab.beat(victim, loop=STUCK)
     assert states(lab)[f"{role}-0"] == "stuck"
-    assert lab.say(victim, Heartbeat(0, Load(), loop_age_ms=STUCK + 250)) == []
-    assert lab.sent(Introduce, victim) == []
-    lab.say(victim, Heartbeat(0, Load()))
-    assert len(lab.sent(Introduce, victim)) == 1
+    assert lab.say(victim, Heartbeat(0, LoadReport(), loop_age_ms=STUCK + 250)) == []
+    assert lab.sent(RequestHello, victim) == []
+    lab.say(victim, Heartbeat(0, LoadReport()))
+    assert len(lab.sent(RequestHello, victim)) == 1
     lab.join(role, f"{role}-0")
     assert states(lab)[f"{role}-0"] is None
 
@@ -54,7 +54,7 @@ def test_a_worker_that_was_stuck_and_joins_again_is_given_work() -> None:
     lab.submit("before")
     lab.tokens(one, "before", 1, 10, 50, 51, 52, 53, 54, 55, finish="length")
     lab.beat(one, loop=STUCK)
-    lab.say(one, Heartbeat(0, Load()))
+    lab.say(one, Heartbeat(0, LoadReport()))
     lab.join("decode", "decode-0")
     lab.beat(one)
     lab.submit("after")
@@ -234,11 +234,11 @@ def test_a_have_that_comes_after_all_counts_once() -> None:
     lab.submit(prompt=40)
     lab.say(decode, Accepted("r", 1))
     lab.beat(decode, held("r", 1, 40, short=True))
-    lab.say(decode, Have("r", 1, 0))
+    lab.say(decode, FetchIncomplete("r", 1, 0))
     assert lab.decode.attempt == 2
     lab.beat(decode, held("r", 1, 40, short=True))
     lab.beat(decode, held("r", 2, 40))
-    lab.say(decode, Have("r", 1, 0))
+    lab.say(decode, FetchIncomplete("r", 1, 0))
     assert lab.decode.attempt == 2
 
 

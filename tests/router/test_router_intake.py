@@ -11,11 +11,11 @@ import pytest
 
 from baton.config import ModelConfig
 from baton.errors import BatonError, ContextTooLong, InvalidRequest, ModelError, ModelMismatch, ModelNotFound
-from baton.messages import Sampling
+from baton.messages import SamplingParams
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import unpack_tokens
 from router.frontend.detokenizer import Tokenizer
-from router.frontend.request_parsing import Intake, name_of, take_in
+from router.frontend.request_parsing import ValidatedRequest, name_of, take_in
 from router.frontend.served_model import ServedModel, load
 from router.queueing.admission import ModelLimits
 from tests.router import tokenizers
@@ -25,16 +25,16 @@ MODEL = ServedModel(
     tokenizer=Tokenizer(tokenizers.byte_level()),
     limits=ModelLimits(400, 1_000),
     eos=(1,),
-    defaults=Sampling(temperature=0.6, top_p=0.9, top_k=20, min_p=0.05),
+    defaults=SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.05),
 )
-BARE = ServedModel("bare", None, MODEL.limits, (), Sampling())
+BARE = ServedModel("bare", None, MODEL.limits, (), SamplingParams())
 
 
 def seed() -> int:
     return 42
 
 
-def taken(request: pb.GenerateRequest, model: ServedModel) -> Intake:
+def taken(request: pb.GenerateRequest, model: ServedModel) -> ValidatedRequest:
     return take_in(request, name_of(request), model, seed)
 
 
@@ -82,7 +82,7 @@ def test_bad_fields_are_named_with_their_value(fields: dict[str, Any], kind: typ
 
 def test_what_is_open_is_filled_in() -> None:
     intake = taken(pb.GenerateRequest(text="fox"), MODEL)
-    assert intake.sampling == Sampling(0.6, 0.9, 20, 0.05, 42)
+    assert intake.sampling == SamplingParams(0.6, 0.9, 20, 0.05, 42)
     assert intake.stop_token_ids == (1,)
     assert (intake.max_tokens, intake.ttft, intake.tpot) == (None, None, None)
     assert unpack_tokens(intake.tokens) == list(intake.prompt) == tokenizers.byte_level().encode("fox").ids
@@ -109,7 +109,7 @@ def test_what_is_given_wins() -> None:
         tpot_ms=50,
     )
     intake = taken(request, MODEL)
-    assert intake.sampling == Sampling(0.0, 1.0, 0, 0.0, 7, 0)
+    assert intake.sampling == SamplingParams(0.0, 1.0, 0, 0.0, 7, 0)
     assert (intake.stops, intake.stop_token_ids) == (("a", "b"), (9,))
     assert (intake.max_tokens, intake.request_id, intake.priority) == (3, "mine", -2)
     assert (intake.ttft, intake.tpot, intake.affinity) == (2.0, 0.05, "conversation-7")
@@ -138,16 +138,16 @@ CONFIG = {"vocab_size": 400, "max_position_embeddings": 1_000, "eos_token_id": 1
 def test_a_checkpoint_is_read(tmp_path: Path) -> None:
     model = load(checkpoint(tmp_path, CONFIG))
     assert (model.name, model.eos, model.limits) == (tmp_path.name, (1,), ModelLimits(400, 1_000))
-    assert model.defaults == Sampling()
+    assert model.defaults == SamplingParams()
     assert model.tokenizer is not None
 
 
 def test_generation_settings_win_and_count_only_where_sampling_is_recommended(tmp_path: Path) -> None:
     recommended = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [2, 3]}
     model = load(checkpoint(tmp_path, CONFIG, recommended))
-    assert model.defaults == Sampling(temperature=0.6, top_k=20)
+    assert model.defaults == SamplingParams(temperature=0.6, top_k=20)
     assert model.eos == (2, 3)
-    assert load(checkpoint(tmp_path, CONFIG, recommended | {"do_sample": False})).defaults == Sampling()
+    assert load(checkpoint(tmp_path, CONFIG, recommended | {"do_sample": False})).defaults == SamplingParams()
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,17 @@ from baton.errors import (
 )
 from baton.messages import (
     Accepted,
+    AttemptFailed,
     AttemptHeld,
     Cancel,
     Decode,
-    Failed,
-    Have,
-    Load,
+    FetchIncomplete,
+    LoadReport,
+    PageSource,
     Prefill,
     Prefilled,
     Refused,
     Resend,
-    Source,
     Started,
     TierSpeed,
     TokenLogprob,
@@ -126,7 +126,7 @@ def test_a_prefill_worker_that_is_needed_no_more_disturbs_nobody(ending: str) ->
     lab.say(decode, Started("r", 1, device_pages=0, fetched_pages=3))
     match ending:
         case "failed":
-            lab.say(prefill, Failed("r", 1, "store_gone", "the store is gone"))
+            lab.say(prefill, AttemptFailed("r", 1, "store_gone", "the store is gone"))
         case "refused":
             lab.say(prefill, Refused("r", 1, "busy"))
         case "silent":
@@ -196,7 +196,7 @@ def test_a_pair_of_two_nodes_passes_pages_from_store_to_store() -> None:
     lab = Lab()
     decode, prefill, made, wanted = lab.split_over_nodes()
     lab.submit(prompt=14)
-    source = Source(made, "tcp://a:1", 4)
+    source = PageSource(made, "tcp://a:1", 4)
     assert (lab.decode.fetch, lab.decode.awaited, lab.decode.sources) == (4, True, (source,))
     lab.say(decode, Accepted("r", 1))
     assert lab.to(lab.prefill) == prefill
@@ -216,7 +216,7 @@ def test_a_prefill_worker_is_told_who_has_more() -> None:
     lab.submit(prompt=100)
     lab.say(decode, Accepted("r", 1))
     assert lab.prefill.request == "r"
-    assert lab.prefill.sources == (Source(wanted, "tcp://b:1", 20),)
+    assert lab.prefill.sources == (PageSource(wanted, "tcp://b:1", 20),)
 
 
 @pytest.mark.parametrize(("medium", "others"), [("CPU", True), ("DISK", True), ("CPU", False)])
@@ -227,7 +227,7 @@ def test_a_whole_cached_prompt_comes_from_another_node_that_serves_it(medium: st
     store = lab.join("store", "store-a", "a", data="tcp://a:1" if others else "")
     lab.holds(store, lab.submit("first", prompt=41), 10, medium)
     lab.submit(prompt=41)
-    expected = (10, False, (Source(store, "tcp://a:1", 10),)) if others else (0, False, ())
+    expected = (10, False, (PageSource(store, "tcp://a:1", 10),)) if others else (0, False, ())
     assert (lab.decode.fetch, lab.decode.awaited, lab.decode.sources) == expected
 
 
@@ -243,8 +243,8 @@ def test_a_whole_cached_prompt_comes_from_another_node_that_serves_it(medium: st
 def test_reported_figures_decide_what_is_loaded(seconds: float, rate: float, fetch: int) -> None:
     lab = Lab()
     decode, store = lab.join("decode", "decode-0"), lab.join("store", "store-0")
-    lab.report(store, Load(tiers=(TierSpeed("disk", seconds, 1e9, measured=True),)))
-    lab.report(decode, Load(prefill_rate=rate))
+    lab.report(store, LoadReport(tiers=(TierSpeed("disk", seconds, 1e9, measured=True),)))
+    lab.report(decode, LoadReport(prefill_rate=rate))
     lab.holds(store, lab.submit("first", prompt=41), 10, "DISK")
     lab.submit(prompt=41)
     assert (lab.decode.fetch, lab.decode.sources) == (fetch, ())
@@ -317,7 +317,7 @@ def test_a_source_from_which_nothing_came_is_not_named_again() -> None:
     lab.submit(prompt=14)
     lab.say(decode, Accepted("r", 1))
     assert [source.store for source in lab.decode.sources] == [made]
-    lab.say(decode, Have("r", 1, 0, "no page came"))
+    lab.say(decode, FetchIncomplete("r", 1, 0, "no page came"))
     assert (lab.decode.attempt, lab.decode.awaited, lab.decode.sources) == (2, False, ())
 
 
@@ -519,7 +519,7 @@ def test_the_next_attempt_knows_the_tokens_so_far() -> None:
     one, two = lab.colocated(2)
     order = lab.submit(prompt=10, max_tokens=6)
     lab.tokens(one, "r", 1, 10, 50, 51, computed=10)
-    lab.say(one, Failed("r", 1, "internal", "a step failed"))
+    lab.say(one, AttemptFailed("r", 1, "internal", "a step failed"))
     assert unpack_tokens(lab.decode.tokens) == [*unpack_tokens(order.tokens), 50, 51]
     assert (lab.decode.attempt, lab.decode.prompt, lab.decode.max_tokens) == (2, 10, 6)
     assert lab.to(lab.decode) == two
@@ -539,7 +539,7 @@ def test_logits_that_are_not_finite_end_the_request_at_once() -> None:
     one, _ = lab.colocated(2)
     lab.submit(prompt=10, max_tokens=6)
     lab.tokens(one, "r", 1, 10, 50, computed=10)
-    lab.say(one, Failed("r", 1, "non_finite_logits", "the logits of token 11 are not finite"))
+    lab.say(one, AttemptFailed("r", 1, "non_finite_logits", "the logits of token 11 are not finite"))
     assert type(error(lab)) is NonFiniteLogits
     assert lab.emitted() == [50]
 
@@ -553,12 +553,12 @@ def test_a_short_fetch_is_a_new_attempt_without_that_prefill_worker() -> None:
         assert lab.decode.awaited
         lab.say(decode, Accepted("r", attempt))
         assert lab.to(lab.prefill) == prefill
-        lab.say(decode, Have("r", attempt, 1, "gone"))
+        lab.say(decode, FetchIncomplete("r", attempt, 1, "gone"))
         assert lab.cancelled(prefill) == [attempt]
     assert lab.cancelled(decode) == [1, 2]
     assert (lab.decode.attempt, lab.decode.fetch, lab.decode.awaited) == (3, 0, False)
     lab.say(decode, Accepted("r", 3))
-    lab.say(decode, Failed("r", 3, "internal", "out of luck"))
+    lab.say(decode, AttemptFailed("r", 3, "internal", "out of luck"))
     assert type(error(lab)) is AttemptsExhausted
     assert "out of luck" in str(error(lab))
 
@@ -580,7 +580,7 @@ def test_who_was_silent_before_it_was_chosen_costs_no_attempt(heard: bool) -> No
         lab.beat(store)
     assert lab.decode.attempt == 2
     lab.say(decode, Accepted("r", 2))
-    lab.say(decode, Failed("r", 2, "internal", "out of luck"))
+    lab.say(decode, AttemptFailed("r", 2, "internal", "out of luck"))
     assert lab.alive() is not heard
 
 
@@ -592,7 +592,7 @@ def test_the_last_attempt_needs_neither_prefill_worker_nor_store() -> None:
     for attempt in (1, 2):
         assert lab.decode.fetch == 4
         lab.say(decode, Accepted("r", attempt))
-        lab.say(decode, Failed("r", attempt, "internal", "a step failed"))
+        lab.say(decode, AttemptFailed("r", attempt, "internal", "a step failed"))
     assert (lab.decode.attempt, lab.decode.fetch, lab.decode.awaited) == (3, 0, False)
 
 
@@ -603,7 +603,7 @@ def test_attempts_that_brought_tokens_do_not_count_against_the_budget() -> None:
     for attempt in range(1, 10):
         lab.say(decode, Accepted("r", attempt))
         lab.tokens(decode, "r", attempt, 9 + attempt, 50)
-        lab.say(decode, Failed("r", attempt, "internal", "again"))
+        lab.say(decode, AttemptFailed("r", attempt, "internal", "again"))
     assert lab.alive()
     assert lab.decode.attempt == 10
 
@@ -644,7 +644,7 @@ def test_a_prefill_worker_that_can_not_is_not_asked_again() -> None:
     decode, prefill, _ = lab.split()
     lab.submit(prompt=14)
     lab.say(decode, Accepted("r", 1))
-    lab.say(prefill, Failed("r", 1, "store", "no slots"))
+    lab.say(prefill, AttemptFailed("r", 1, "store", "no slots"))
     assert lab.cancelled(decode) == [1]
     assert (lab.decode.attempt, lab.decode.awaited) == (2, False)
 
@@ -653,10 +653,10 @@ def test_what_a_worker_says_about_the_request_is_final() -> None:
     lab = Lab()
     (decode,) = lab.colocated()
     lab.submit()
-    lab.say(decode, Failed("r", 1, "invalid_request", "nonsense"))
+    lab.say(decode, AttemptFailed("r", 1, "invalid_request", "nonsense"))
     assert type(error(lab)) is InvalidRequest
     lab.submit("s", deadline=lab.now + 5)
-    lab.say(decode, Failed("s", 1, "deadline", "too late"))
+    lab.say(decode, AttemptFailed("s", 1, "deadline", "too late"))
     assert type(error(lab, "s")) is DeadlineExpired
 
 

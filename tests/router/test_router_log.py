@@ -12,8 +12,8 @@ import pytest
 from baton.logs import RateLimit, RateLimitedLog
 from baton.messages import Accepted, Hello, Peer, Started, ToDecode
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from baton.wire import Link
-from router.events import Note
+from baton.wire import RouterSocket
+from router.events import Log
 from router.frontend import client_sessions
 from tests.router.lab import Lab
 from tests.router.served import served, settings_for
@@ -39,7 +39,7 @@ def test_a_served_request_has_one_short_line(caplog: pytest.LogCaptureFixture) -
     lab.say(decode, Started("r", 1))
     lab.tokens(decode, "r", 1, 10, 50, computed=10, finish="length")
     for command in lab.log[before:]:
-        if isinstance(command, Note):
+        if isinstance(command, Log):
             client_sessions._write(command)
     assert lines(caplog) == ["request=r finished: length, 10 prompt tokens, 0 cached, 1 generated"]
 
@@ -48,10 +48,10 @@ def test_lines_that_a_client_or_peer_causes_are_limited(caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO)
     for number in range(1_000):
         client_sessions._write(
-            Note("failed: invalid_request: " + "x" * 10_000, f"r{number}", kind="failed: invalid_request")
+            Log("failed: invalid_request: " + "x" * 10_000, f"r{number}", kind="failed: invalid_request")
         )
-        client_sessions._write(Note(f"finished {number}", f"s{number}"))
-    client_sessions._write(Note("store store-0 is gone: silent", warning=True, kind="gone"))
+        client_sessions._write(Log(f"finished {number}", f"s{number}"))
+    client_sessions._write(Log("store store-0 is gone: silent", warning=True, kind="gone"))
     written = lines(caplog)
     assert sum("failed" in line for line in written) == 20
     assert sum("finished" in line for line in written) == 1_000
@@ -72,7 +72,7 @@ def test_a_flood_of_nonsense_writes_few_lines(tmp_path: Path, caplog: pytest.Log
             links = []
             for number in range(200):
                 peer = Peer("router", f"n{number}", "a", f"n{number}.1", 1)
-                links.append(Link[ToDecode](router.addresses.internal, peer, ToDecode))
+                links.append(RouterSocket[ToDecode](router.addresses.internal, peer, ToDecode))
                 links[-1].send("", Hello(peer))
             client = generation_pb2_grpc.GenerationStub(channel)
             for _ in range(200):

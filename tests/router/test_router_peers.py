@@ -14,26 +14,35 @@ from baton.messages import (
     Cancel,
     Decode,
     Delta,
-    Departed,
     Envelope,
     Heartbeat,
     Hello,
-    Introduce,
-    Load,
+    LoadReport,
     Peer,
     Prefill,
     Prefilled,
     Rejected,
+    RequestHello,
     Resend,
     RouterHeartbeat,
     Started,
     Tokens,
     Welcome,
+    WorkerDied,
 )
 from kvstore.events.changes import packed_digest
-from kvstore.events.wire_format import AllBlocksCleared, Batch
+from kvstore.events.wire_format import AllBlocksCleared, KvEventBatch
 from kvstore.keys import namespace_root, page_keys
-from router.events import AskSnapshot, Finished, Forget, Heard, KvEvents, Send, Subscribe, Unsubscribe
+from router.events import (
+    AskSnapshot,
+    Finished,
+    ForgetPeer,
+    KvEvents,
+    MessageReceived,
+    SendMessage,
+    Subscribe,
+    Unsubscribe,
+)
 from tests.router.lab import Lab, held, named
 from tests.router.model import NAMESPACE, PAGE, ROUTER, card
 
@@ -48,12 +57,12 @@ def names(lab: Lab) -> dict[str, str | None]:
 def test_a_hello_is_welcomed_followed_and_asked_for_its_pages() -> None:
     lab = Lab()
     commands = lab.hello("decode", "decode-0", events="tcp://127.0.0.1:5", replay="tcp://127.0.0.1:6")
-    assert Send("decode-0.1", Welcome(ROUTER, 250, 1_000)) in commands
+    assert SendMessage("decode-0.1", Welcome(ROUTER, 250, 1_000)) in commands
     assert Subscribe("decode-0.1", "tcp://127.0.0.1:5", "tcp://127.0.0.1:6") in commands
     assert AskSnapshot("decode-0.1") in commands
     assert lab.state.serving
     again = lab.hello("decode", "decode-0", events="tcp://127.0.0.1:5")
-    assert [type(c) for c in again] == [Send]  # welcomed again, and nothing else
+    assert [type(c) for c in again] == [SendMessage]  # welcomed again, and nothing else
 
 
 def changed(**fields: Any):
@@ -81,7 +90,7 @@ def test_who_does_not_fit_is_rejected_by_field_and_both_values(more: dict[str, A
     (rejected,) = lab.sent(Rejected)
     assert rejected.reason == "incompatible"
     assert all(part in rejected.message for part in says), rejected.message
-    assert commands[-1] == Forget(f"{arguments['name']}.1")
+    assert commands[-1] == ForgetPeer(f"{arguments['name']}.1")
     assert len(names(lab)) == 3
 
 
@@ -98,13 +107,13 @@ def test_the_first_live_worker_sets_the_namespace_until_nobody_of_it_is_left() -
 def test_nobody_speaks_for_another() -> None:
     lab = Lab()
     peer = Peer("decode", "decode-0", "a", "victim", 1)
-    lab.tell(Heard(Envelope("thief", "", 1, Hello(peer, model=card()))))
+    lab.tell(MessageReceived(Envelope("thief", "", 1, Hello(peer, model=card()))))
     assert not names(lab)
 
 
 def test_a_stranger_is_asked_to_introduce_itself() -> None:
     lab = Lab()
-    assert lab.say("nobody.1", Accepted("r", 1)) == [Send("nobody.1", Introduce()), Forget("nobody.1")]
+    assert lab.say("nobody.1", Accepted("r", 1)) == [SendMessage("nobody.1", RequestHello()), ForgetPeer("nobody.1")]
 
 
 # --- leaving ---
@@ -133,7 +142,7 @@ def test_a_stuck_worker_is_gone_though_its_heart_beats_and_is_left_alone_until_i
     assert lab.to(lab.decode) == two
     assert names(lab) == {"decode-0": "stuck", "decode-1": None}
     assert lab.beat(one, held("r", 1, 10), age=9_000) == []
-    assert [type(c.message) for c in lab.beat(one, age=0) if isinstance(c, Send)] == [Introduce]
+    assert [type(c.message) for c in lab.beat(one, age=0) if isinstance(c, SendMessage)] == [RequestHello]
 
 
 def test_a_hello_of_the_same_name_replaces_the_live_one_at_once() -> None:
@@ -146,7 +155,7 @@ def test_a_hello_of_the_same_name_replaces_the_live_one_at_once() -> None:
     lab.tokens(old, "r", 1, 10, 50)
     lab.tokens(old, "r", 2, 10, 50)
     assert lab.emitted() == []
-    assert len(lab.sent(Introduce, old)) == 2
+    assert len(lab.sent(RequestHello, old)) == 2
 
 
 def test_a_stopped_worker_that_wakes_is_rejected_while_its_successor_lives_and_no_longer() -> None:
@@ -155,7 +164,7 @@ def test_a_stopped_worker_that_wakes_is_rejected_while_its_successor_lives_and_n
     lab.advance(1.1)
     new = lab.join("decode", "decode-0", incarnation="decode-0.2")
     lab.say(old, Accepted("r", 1))
-    assert lab.sent(Introduce, old)
+    assert lab.sent(RequestHello, old)
     lab.hello("decode", "decode-0", incarnation=old)
     (rejected,) = lab.sent(Rejected, old)
     assert "replaced by decode-0.2" in rejected.message
@@ -202,13 +211,13 @@ def test_a_stores_word_that_a_worker_of_its_node_is_gone_is_enough() -> None:
     other = lab.join("decode", "decode-1", node="b")
     lab.submit()
     assert lab.to(lab.decode) == decode
-    for nonsense in (Departed(decode, 8), Departed(other, 7), Departed("nobody", 7)):
+    for nonsense in (WorkerDied(decode, 8), WorkerDied(other, 7), WorkerDied("nobody", 7)):
         lab.say(store, nonsense)
     assert len(lab.sent(Decode)) == 1
-    lab.say(store, Departed(decode, 7))
+    lab.say(store, WorkerDied(decode, 7))
     assert lab.to(lab.decode) == other
     assert names(lab)["decode-0"] == "dead"
-    lab.say(store, Departed(decode, 7))
+    lab.say(store, WorkerDied(decode, 7))
     assert names(lab)["decode-0"] == "dead"
 
 
@@ -256,7 +265,7 @@ def test_what_the_router_does_not_know_is_cancelled() -> None:
     (decode,) = lab.colocated()
     lab.submit()
     commands = lab.beat(decode, held("r", 1, 10), held("old", 3, 5))
-    assert [c.message for c in commands if isinstance(c, Send)] == [Cancel("old", 3)]
+    assert [c.message for c in commands if isinstance(c, SendMessage)] == [Cancel("old", 3)]
 
 
 def test_a_lost_accepted_is_made_up_for_by_two_heartbeats() -> None:
@@ -316,9 +325,9 @@ def test_a_gap_in_the_events_asks_for_a_snapshot() -> None:
     order = lab.submit("first", prompt=14)
     lab.holds(store, order, 1, sequence=4)
     before = lab.log.count(AskSnapshot(store))
-    lab.tell(KvEvents(Batch(store, 5, (AllBlocksCleared(),))))
+    lab.tell(KvEvents(KvEventBatch(store, 5, (AllBlocksCleared(),))))
     assert lab.log.count(AskSnapshot(store)) == before
-    lab.tell(KvEvents(Batch(store, 9, (AllBlocksCleared(),))))
+    lab.tell(KvEvents(KvEventBatch(store, 9, (AllBlocksCleared(),))))
     assert lab.log.count(AskSnapshot(store)) == before + 1
 
 
@@ -329,9 +338,9 @@ def test_a_digest_that_differs_asks_for_a_snapshot() -> None:
     lab.holds(store, order, 2, sequence=4)
     keys = page_keys(namespace_root(NAMESPACE, order.tenant), order.tokens[: 2 * PAGE * 4], PAGE)
     before = lab.log.count(AskSnapshot(store))
-    lab.say(store, Heartbeat(lab.counts[store], Load(), events=4, digest=packed_digest(keys, "CPU")))
+    lab.say(store, Heartbeat(lab.counts[store], LoadReport(), events=4, digest=packed_digest(keys, "CPU")))
     assert lab.log.count(AskSnapshot(store)) == before
-    lab.say(store, Heartbeat(lab.counts[store], Load(), events=4, digest=packed_digest(keys, "DISK")))
+    lab.say(store, Heartbeat(lab.counts[store], LoadReport(), events=4, digest=packed_digest(keys, "DISK")))
     assert lab.log.count(AskSnapshot(store)) == before + 1
     stats = lab.state.stats().prefixes
     assert (stats.pages, stats.gaps, stats.divergences) == (2, 0, 1)

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from baton import config as configuration
-from baton.messages import AttemptName, Load
-from kvstore.prefix_map.prefix_map import Match
-from router.members import Prompt
-from router.placement.cached_prefix import Prefix
-from router.placement.step_costs import PrefillCost, StepCost
-from router.placement.types import Plan, Reject, Wait
+from baton.messages import AttemptName, LoadReport
+from kvstore.prefix_map.prefix_map import PrefixMatch
+from router.members import PendingPrefill
+from router.placement.cached_prefix import CacheablePrefix
+from router.placement.step_costs import DecodeCost, PrefillCost
+from router.placement.types import Placement, Reject, Wait
 from tests.router.placing import CONFIG, HANDED, PAGE, PREFIX, RATE, REST, STEP, Cluster, one_node
 
 # --- one node ---
@@ -21,7 +21,7 @@ from tests.router.placing import CONFIG, HANDED, PAGE, PREFIX, RATE, REST, STEP,
 
 def test_missing_pages_are_prefilled_elsewhere() -> None:
     plan = one_node(host=3).plan()
-    assert plan == Plan("d0", "p0", fetch=HANDED, cached=3, store="s-a")
+    assert plan == Placement("d0", "p0", fetch=HANDED, cached=3, store="s-a")
     assert plan.awaited
     assert plan.predicted.compute == pytest.approx(5 * PAGE + REST / RATE)
     assert plan.predicted.step == pytest.approx(STEP), "the decode worker computes the last token alone"
@@ -30,11 +30,11 @@ def test_missing_pages_are_prefilled_elsewhere() -> None:
 
 
 def test_nothing_missing_nothing_split() -> None:
-    assert one_node().plan(prefix=Prefix(0, 10, 1_000)) == Plan("d0")
-    assert one_node(host=8).plan() == Plan("d0", fetch=8, cached=8, store="s-a")
+    assert one_node().plan(prefix=CacheablePrefix(0, 10, 1_000)) == Placement("d0")
+    assert one_node(host=8).plan() == Placement("d0", fetch=8, cached=8, store="s-a")
     cluster = one_node(host=2)
-    cluster.held["d0"] = Match(8)
-    assert cluster.plan() == Plan("d0", cached=8)
+    cluster.held["d0"] = PrefixMatch(8)
+    assert cluster.plan() == Placement("d0", cached=8)
 
 
 def test_a_split_needs_a_prefill_worker_and_a_store_on_both_nodes() -> None:
@@ -45,7 +45,7 @@ def test_a_split_needs_a_prefill_worker_and_a_store_on_both_nodes() -> None:
             cluster.store(node)
         if has_prefill:
             cluster.prefiller()
-        assert cluster.plan() == Plan("d0")
+        assert cluster.plan() == Placement("d0")
 
 
 def test_nobody_is_placed_where_nobody_lives() -> None:
@@ -65,11 +65,11 @@ def test_the_longest_prefix_wins_until_it_costs_more_than_it_saves() -> None:
     cluster = Cluster()
     cluster.decoder("d0")
     cluster.decoder("d1", device=6)
-    assert cluster.plan() == Plan("d1", cached=6)
-    cluster.members.live("d1").promise(AttemptName("busy", 1), Prompt(70), cluster.now)
-    assert cluster.plan() == Plan("d0")
+    assert cluster.plan() == Placement("d1", cached=6)
+    cluster.members.live("d1").promise(AttemptName("busy", 1), PendingPrefill(70), cluster.now)
+    assert cluster.plan() == Placement("d0")
     cluster.now += 0.2  # by then it has computed some of that
-    assert cluster.plan() == Plan("d1", cached=6)
+    assert cluster.plan() == Placement("d1", cached=6)
 
 
 def test_the_prefill_worker_that_is_done_first_is_chosen() -> None:
@@ -77,8 +77,8 @@ def test_the_prefill_worker_that_is_done_first_is_chosen() -> None:
     cluster.prefiller("p1", busy=5, device=3)
     cluster.prefiller("p2", busy=5)
     assert cluster.plan().prefill == "p0"
-    cluster.members.live("p0").promise(AttemptName("busy", 1), Prompt(40), cluster.now)
-    assert cluster.plan() == Plan("d0", "p1", fetch=HANDED, cached=3, store="s-a")
+    cluster.members.live("p0").promise(AttemptName("busy", 1), PendingPrefill(40), cluster.now)
+    assert cluster.plan() == Placement("d0", "p1", fetch=HANDED, cached=3, store="s-a")
     cluster.prefiller("p3", busy=20)
     cluster.prefills["p3"] = PrefillCost(0.0, 1 / RATE / 10, 0.0)
     assert cluster.plan().prefill == "p3"
@@ -94,7 +94,7 @@ def test_a_local_plan_needs_nobody() -> None:
     cluster = one_node(host=8)
     cluster.store("b", host=8)
     cluster.decoder("d1", device=2)
-    assert cluster.plan(local=True) == Plan("d1", cached=2)
+    assert cluster.plan(local=True) == Placement("d1", cached=2)
 
 
 # --- waiting ---
@@ -105,14 +105,14 @@ def test_a_full_prefill_worker_is_waited_for_where_that_is_quicker() -> None:
     prefill = cluster.members.live("p0")
     cluster.runs(cluster.members.live("d0"), 4)  # a prompt here would make four wait for their next tokens
     for slot in range(2):
-        prefill.promise(AttemptName(f"slot {slot}", 1), Prompt(80), cluster.now)
+        prefill.promise(AttemptName(f"slot {slot}", 1), PendingPrefill(80), cluster.now)
     choice = cluster.choose()
     assert isinstance(choice, Wait)
     assert "p0" in choice.why
     assert choice.predicted == pytest.approx(24 * PAGE + REST / RATE + STEP)
     other = cluster.prefiller("p1", busy=10)
     assert cluster.plan().prefill == "p1"
-    other.promise(AttemptName("more", 1), Prompt(200), cluster.now)
+    other.promise(AttemptName("more", 1), PendingPrefill(200), cluster.now)
     assert isinstance(cluster.choose(), Wait)
     prefill.computed(AttemptName("slot 0", 1))
     assert cluster.plan().prefill == "p0"
@@ -124,7 +124,7 @@ def test_a_decode_worker_that_is_always_busy_still_has_all_its_prompts_before_it
     decode = cluster.decoder()
     names = [AttemptName(f"prompt {number}", 1) for number in range(3)]
     for name in names:
-        decode.promise(name, Prompt(200), cluster.now)
+        decode.promise(name, PendingPrefill(200), cluster.now)
     queues = [cluster.queued()]
     for name in names[:2]:
         cluster.now += 3 * queues[0]
@@ -139,7 +139,7 @@ def test_those_who_wait_count_for_those_behind_them() -> None:
     for name, pages in (("p0", 4), ("p1", 19)):
         worker = cluster.members.live("p0") if name == "p0" else cluster.prefiller("p1")
         for slot in range(2):
-            worker.promise(AttemptName(f"{name} {slot}", 1), Prompt(pages * 10), cluster.now)
+            worker.promise(AttemptName(f"{name} {slot}", 1), PendingPrefill(pages * 10), cluster.now)
     cluster.view.begin(cluster.now)
     waits = [cluster.decide().choice for _ in range(6)]
     assert all(isinstance(wait, Wait) for wait in waits)
@@ -152,8 +152,8 @@ def test_those_who_wait_count_for_those_behind_them() -> None:
 def test_a_decode_worker_computes_what_would_wait_longer_elsewhere() -> None:
     cluster = one_node()
     cluster.prefiller("p1", busy=20)
-    cluster.members.live("p0").promise(AttemptName("busy", 1), Prompt(200), cluster.now)
-    assert cluster.plan() == Plan("d0")
+    cluster.members.live("p0").promise(AttemptName("busy", 1), PendingPrefill(200), cluster.now)
+    assert cluster.plan() == Placement("d0")
     cluster.runs(cluster.members.live("d0"), 10)
     assert cluster.plan().prefill is not None, "ten streams would wait for it"
 
@@ -161,13 +161,13 @@ def test_a_decode_worker_computes_what_would_wait_longer_elsewhere() -> None:
 def test_an_operator_may_want_every_prompt_split() -> None:
     cluster = one_node()
     cluster.prefiller("p1", busy=20)
-    cluster.members.live("p0").promise(AttemptName("busy", 1), Prompt(200), cluster.now)
+    cluster.members.live("p0").promise(AttemptName("busy", 1), PendingPrefill(200), cluster.now)
     assert cluster.plan().prefill is None
     cluster.view.config = msgspec.structs.replace(CONFIG, router=configuration.RouterConfig(split="always"))
     assert cluster.plan().prefill is not None
     assert cluster.plan(local=True).prefill is None, "a last attempt"
     assert cluster.plan(avoid=["p0", "p1"]).prefill is None, "there is nobody else"
-    cluster.held["d0"] = Match(PREFIX.pages, {"GPU": PREFIX.pages})
+    cluster.held["d0"] = PrefixMatch(PREFIX.pages, {"GPU": PREFIX.pages})
     assert cluster.plan().prefill is None, "nothing is missing"
 
 
@@ -177,7 +177,7 @@ def test_an_operator_may_want_every_prompt_split() -> None:
 def test_a_decode_worker_takes_no_more_than_its_objectives_allow() -> None:
     cluster = Cluster()
     one, other = cluster.decoder("d0"), cluster.decoder("d1", busy=2)
-    cluster.steps = dict.fromkeys(("d0", "d1"), StepCost(0.01, 0.001, 0.0))
+    cluster.steps = dict.fromkeys(("d0", "d1"), DecodeCost(0.01, 0.001, 0.0))
     cluster.runs(one, 9)
     assert cluster.plan(tpot=0.03, max_tokens=1_000).decode == "d0", "it has no prompts to compute"
     assert cluster.plan(tpot=0.0195, max_tokens=1_000).decode == "d1", "with ten sequences a step takes 20 ms"
@@ -205,7 +205,7 @@ def test_a_pool_that_is_full_is_waited_for() -> None:
     assert isinstance(cluster.choose(), Wait)
     one.drop(AttemptName("running 1", 1))
     assert cluster.plan().decode == "d0"
-    one.reports(Load(pages_free=3, pages_total=40), cluster.given, Load(), cluster.now)
+    one.reports(LoadReport(pages_free=3, pages_total=40), cluster.given, LoadReport(), cluster.now)
     assert isinstance(cluster.choose(), Wait), "whatever we thought, it has no more"
 
 
@@ -215,11 +215,11 @@ def test_what_other_routers_gave_a_worker_counts_when_it_is_told() -> None:
     cluster.runs(cluster.members.live("d0"), 4)
     cluster.runs(cluster.decoder("d1"), 6)
     assert (cluster.plan().prefill, cluster.plan().decode) == ("p0", "d0")
-    others = Load(2, 1, tokens_queued=100)
+    others = LoadReport(2, 1, tokens_queued=100)
     cluster.members.live("p0").reports(others, 0, others, cluster.now)
     assert cluster.plan().prefill == "p1"
     cluster.members.live("d0").reports(
-        Load(9, 0, context=500, prefill_rate=RATE), 0, Load(5, 0, context=300), cluster.now
+        LoadReport(9, 0, context=500, prefill_rate=RATE), 0, LoadReport(5, 0, context=300), cluster.now
     )
     assert cluster.plan().decode == "d1"
 
@@ -273,7 +273,7 @@ def users_of_a_hot_prefix(per_second: float) -> int:
     cluster = Cluster()
     for index in range(4):
         cluster.decoder(f"d{index}")
-    cluster.held["d0"] = Match(8)
+    cluster.held["d0"] = PrefixMatch(8)
     done: list[tuple[float, str, AttemptName]] = []
     used: Counter[str] = Counter()
     for turn in range(200):
@@ -282,7 +282,7 @@ def users_of_a_hot_prefix(per_second: float) -> int:
             cluster.members.live(name).drop(attempt)
             done.remove((when, name, attempt))
         plan = cluster.plan()
-        cluster.held[plan.decode] = Match(8)
+        cluster.held[plan.decode] = PrefixMatch(8)
         done.append((cluster.now + plan.predicted.total, plan.decode, cluster.begin(plan)))
         used[plan.decode] += turn >= 100
     return sum(count > 5 for count in used.values())

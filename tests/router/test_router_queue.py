@@ -7,8 +7,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.queueing.fairness import Fairness
-from router.queueing.waiting_queue import Queue
+from router.queueing.fairness import TenantFairness
+from router.queueing.waiting_queue import WaitingQueue
 from router.request import Request
 from tests.router.model import submit
 
@@ -20,8 +20,8 @@ class Line:
     """A queue and the requests that went through it."""
 
     def __init__(self) -> None:
-        self.fairness = Fairness(lambda tenant: WEIGHTS.get(tenant, 1.0))
-        self.queue = Queue(self.fairness, AGEING)
+        self.fairness = TenantFairness(lambda tenant: WEIGHTS.get(tenant, 1.0))
+        self.queue = WaitingQueue(self.fairness, AGEING)
         self.requests: dict[str, Request] = {}
         self.now = 0.0
 

@@ -8,11 +8,11 @@ from hypothesis import given
 
 from baton.config import TenantConfig
 from baton.errors import RateLimited
-from router.queueing.rate_limits import ANYBODY, Bucket, Quotas, Retries
+from router.queueing.rate_limits import ANYBODY, RateLimits, RetryBudget, TokenBucket
 
 
 def test_a_bucket_fills_up_to_its_capacity() -> None:
-    bucket = Bucket(rate=10, capacity=20)
+    bucket = TokenBucket(rate=10, capacity=20)
     bucket.take(20, 0.0)
     assert bucket.wait(5, 0.0) == 0.5
     assert bucket.level(1.0) == 10
@@ -21,7 +21,7 @@ def test_a_bucket_fills_up_to_its_capacity() -> None:
 
 
 def test_a_full_bucket_lets_more_through_than_it_holds_and_then_owes() -> None:
-    bucket = Bucket(rate=10, capacity=20)
+    bucket = TokenBucket(rate=10, capacity=20)
     assert bucket.wait(100, 0.0) == 0
     bucket.take(100, 0.0)
     assert bucket.wait(1, 0.0) == pytest.approx(8.1)
@@ -29,7 +29,7 @@ def test_a_full_bucket_lets_more_through_than_it_holds_and_then_owes() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 60)), max_size=40), st.floats(0.5, 50), st.floats(1, 100))
 def test_what_passes_is_bounded_by_rate_and_burst(asked: list[tuple[float, int]], rate: float, capacity: float) -> None:
-    bucket, now, passed, largest = Bucket(rate, capacity), 0.0, 0.0, 0
+    bucket, now, passed, largest = TokenBucket(rate, capacity), 0.0, 0.0, 0
     for gap, amount in asked:
         now += gap
         wait = bucket.wait(amount, now)
@@ -43,7 +43,7 @@ def test_what_passes_is_bounded_by_rate_and_burst(asked: list[tuple[float, int]]
 
 
 def test_a_tenant_over_its_tokens_is_told_when_to_come_again() -> None:
-    quotas = Quotas({"a": TenantConfig(tokens_per_minute=6_000, burst_s=60)})
+    quotas = RateLimits({"a": TenantConfig(tokens_per_minute=6_000, burst_s=60)})
     quotas.enter("a", 5_500, 0.0)
     with pytest.raises(RateLimited, match="tokens") as caught:
         quotas.enter("a", 1_000, 0.0)
@@ -53,7 +53,7 @@ def test_a_tenant_over_its_tokens_is_told_when_to_come_again() -> None:
 
 
 def test_a_tenant_over_its_requests() -> None:
-    quotas = Quotas({ANYBODY: TenantConfig(requests_per_minute=2, burst_s=60)})
+    quotas = RateLimits({ANYBODY: TenantConfig(requests_per_minute=2, burst_s=60)})
     for _ in range(2):
         quotas.enter("a", 20, 0.0)
     with pytest.raises(RateLimited, match="requests") as caught:
@@ -63,7 +63,7 @@ def test_a_tenant_over_its_requests() -> None:
 
 
 def test_who_is_refused_for_one_kind_is_not_charged_for_the_other() -> None:
-    quotas = Quotas({"a": TenantConfig(requests_per_minute=2, tokens_per_minute=100, burst_s=60)})
+    quotas = RateLimits({"a": TenantConfig(requests_per_minute=2, tokens_per_minute=100, burst_s=60)})
     quotas.enter("a", 100, 0.0)
     for _ in range(5):
         with pytest.raises(RateLimited, match="tokens"):
@@ -72,7 +72,7 @@ def test_who_is_refused_for_one_kind_is_not_charged_for_the_other() -> None:
 
 
 def test_the_estimate_is_corrected_in_the_end() -> None:
-    quotas = Quotas({"a": TenantConfig(tokens_per_minute=600, requests_per_minute=1, burst_s=60)})
+    quotas = RateLimits({"a": TenantConfig(tokens_per_minute=600, requests_per_minute=1, burst_s=60)})
     quotas.enter("a", 600, 0.0)
     quotas.leave("a", 600, 150, 0.0)
     with pytest.raises(RateLimited, match="requests"):
@@ -83,7 +83,7 @@ def test_the_estimate_is_corrected_in_the_end() -> None:
 
 
 def test_who_is_turned_away_has_used_nothing() -> None:
-    quotas = Quotas({"a": TenantConfig(tokens_per_minute=600, requests_per_minute=1, burst_s=60)})
+    quotas = RateLimits({"a": TenantConfig(tokens_per_minute=600, requests_per_minute=1, burst_s=60)})
     for _ in range(5):
         quotas.enter("a", 600, 0.0)
         quotas.leave("a", 600, None, 0.0)
@@ -91,7 +91,7 @@ def test_who_is_turned_away_has_used_nothing() -> None:
 
 
 def test_buckets_of_tenants_long_gone_are_forgotten() -> None:
-    quotas = Quotas({ANYBODY: TenantConfig(tokens_per_minute=60_000)})
+    quotas = RateLimits({ANYBODY: TenantConfig(tokens_per_minute=60_000)})
     for i in range(1_000):
         tenant = f"t{i}"
         quotas.enter(tenant, 200, float(i))
@@ -100,7 +100,7 @@ def test_buckets_of_tenants_long_gone_are_forgotten() -> None:
 
 
 def test_retries_are_a_share_of_first_attempts_and_a_trickle() -> None:
-    retries = Retries(share=0.5, steady=1.0)
+    retries = RetryBudget(share=0.5, steady=1.0)
     made = 0
     while retries.allow(0.0):
         retries.take(0.0)

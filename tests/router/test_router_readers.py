@@ -11,17 +11,17 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.messages import Sampling, TokenLogprob
+from baton.messages import SamplingParams, TokenLogprob
 from baton.monotonic_clock import MonotonicClock
 from baton.timeline import Timeline
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from router.events import Cancelled, End, Finished, Outcome, Summary, Usage
+from router.events import Cancelled, Finished, RequestEnded, RequestOutcome, Summary, Usage
 from router.frontend.detokenizer import TextStream
-from router.frontend.grpc_server import GenerationFront
-from router.frontend.output_stream import MAX_UNREAD, MAX_UNREAD_BYTES, Output, Stream, Verdict
-from router.frontend.request_parsing import Intake
+from router.frontend.grpc_server import GenerationServicer
+from router.frontend.output_stream import MAX_UNREAD, MAX_UNREAD_BYTES, Output, OutputStream, StopVerdict
+from router.frontend.request_parsing import ValidatedRequest
 from router.frontend.served_model import ServedModel
-from router.frontend.tokenizing import Tokenizing
+from router.frontend.tokenizing import TokenizerThreads
 from router.queueing.admission import ModelLimits
 from tests.router.test_router_front import request, until
 
@@ -33,18 +33,18 @@ def run(test: Callable[[], Any]) -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def stream(**limits: int) -> Stream:
-    return Stream("r", TextStream(None, (), (), frozenset()), **limits)
+def stream(**limits: int) -> OutputStream:
+    return OutputStream("r", TextStream(None, (), (), frozenset()), **limits)
 
 
-def end(of: Stream, outcome: Outcome) -> None:
-    of.end(End("r", outcome, Summary(Timeline(0.0), 0.0, Usage(3, 0, 9))))
+def end(of: OutputStream, outcome: RequestOutcome) -> None:
+    of.end(RequestEnded("r", outcome, Summary(Timeline(0.0), 0.0, Usage(3, 0, 9))))
 
 
-def fill(of: Stream, logprobs: Sequence[TokenLogprob] = (LIKELY,), most: int = 100_000) -> int:
+def fill(of: OutputStream, logprobs: Sequence[TokenLogprob] = (LIKELY,), most: int = 100_000) -> int:
     """Put tokens in until they are too many."""
     for count in range(1, most):
-        if of.emit([5], logprobs) is Verdict.UNREAD:
+        if of.emit([5], logprobs) is StopVerdict.UNREAD:
             return count
     raise AssertionError("no end to it")
 
@@ -55,9 +55,9 @@ def test_unread_output_is_bounded_in_bytes_and_in_tokens() -> None:
     assert fill(stream(), logprobs=()) == MAX_UNREAD + 1
     wordy = stream()
     wordy._put("x" * MAX_UNREAD_BYTES, (), ())  # text that held-back stop strings let go
-    assert wordy.emit([5], ()) is Verdict.UNREAD
+    assert wordy.emit([5], ()) is StopVerdict.UNREAD
     full.drop()
-    assert full.emit([5], (LIKELY,)) is Verdict.GOES_ON
+    assert full.emit([5], (LIKELY,)) is StopVerdict.GOES_ON
 
 
 def test_what_is_read_comes_in_small_pieces_and_counts_no_more() -> None:
@@ -81,23 +81,23 @@ class Relay:
     """Takes every request, and leaves its output to the test."""
 
     def __init__(self) -> None:
-        self.model = ServedModel("small", None, ModelLimits(1_000, 1_000), (), Sampling())
-        self.streams: list[Stream] = []
-        self.abandoned: list[Stream] = []
+        self.model = ServedModel("small", None, ModelLimits(1_000, 1_000), (), SamplingParams())
+        self.streams: list[OutputStream] = []
+        self.abandoned: list[OutputStream] = []
 
     def draw_seed(self) -> int:
         return 1
 
-    def submit(self, intake: Intake, received: float, deadline: float | None) -> Stream:
+    def submit(self, intake: ValidatedRequest, received: float, deadline: float | None) -> OutputStream:
         self.streams.append(stream())
         return self.streams[-1]
 
-    def abandon(self, of: Stream) -> None:
+    def abandon(self, of: OutputStream) -> None:
         self.abandoned.append(of)
         end(of, Cancelled("the client has gone"))
 
 
-class Front(GenerationFront):
+class Front(GenerationServicer):
     """Knows how many of its RPCs go on."""
 
     serving = 0
@@ -113,7 +113,7 @@ class Front(GenerationFront):
 @contextlib.asynccontextmanager
 async def serving(linger: float) -> AsyncIterator[tuple[Relay, Front, str]]:
     relay: Any = Relay()
-    front = Front(relay, MonotonicClock(), Tokenizing(), linger)
+    front = Front(relay, MonotonicClock(), TokenizerThreads(), linger)
     server = grpc.aio.server()
     generation_pb2_grpc.add_GenerationServicer_to_server(front, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -129,7 +129,7 @@ def ask(channel: grpc.aio.Channel) -> Any:
 
 
 @pytest.mark.parametrize("outcome", [Cancelled("the client does not read its tokens"), Finished("length")])
-def test_the_rpc_of_a_client_that_does_not_read_is_ended(outcome: Outcome) -> None:
+def test_the_rpc_of_a_client_that_does_not_read_is_ended(outcome: RequestOutcome) -> None:
     async def test() -> None:
         async with (
             serving(linger=0.1) as (relay, front, address),

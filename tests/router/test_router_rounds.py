@@ -5,9 +5,9 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from router.queueing.fairness import Fairness
-from router.queueing.queue_scan import Rounds
-from router.queueing.waiting_queue import Queue
+from router.queueing.fairness import TenantFairness
+from router.queueing.queue_scan import QueueScan
+from router.queueing.waiting_queue import WaitingQueue
 from router.request import Request
 from tests.router.model import submit
 
@@ -16,8 +16,8 @@ class Waiting:
     """Requests of a queue, and whoever of them is placed when their turn comes."""
 
     def __init__(self, count: int = 0) -> None:
-        self.queue = Queue(Fairness(lambda tenant: 1.0), ageing=10.0)
-        self.rounds = Rounds(self.queue)
+        self.queue = WaitingQueue(TenantFairness(lambda tenant: 1.0), ageing=10.0)
+        self.rounds = QueueScan(self.queue)
         self.come = 0
         self.comes(count)
 

@@ -15,13 +15,13 @@ from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from baton.errors import ContextTooLong, Overloaded
-from baton.messages import Sampling
+from baton.messages import SamplingParams
 from baton.v1 import cache_pb2
 from baton.v1 import generation_pb2 as pb
 from router.frontend import detokenizer, request_parsing
 from router.frontend.detokenizer import Tokenizer
 from router.frontend.served_model import ServedModel
-from router.frontend.tokenizing import Lane, Tokenizing
+from router.frontend.tokenizing import TokenizerLane, TokenizerThreads
 from router.queueing.admission import ModelLimits
 from tests.router import tokenizers
 
@@ -72,7 +72,7 @@ class Counting(Tokenizer):
 
 
 def model(tokenizer: Tokenizer, context: int) -> ServedModel:
-    return ServedModel("small", tokenizer, ModelLimits(1_000, context), (), Sampling())
+    return ServedModel("small", tokenizer, ModelLimits(1_000, context), (), SamplingParams())
 
 
 def tokens_of(prompt: str, served: ServedModel) -> list[int]:
@@ -163,7 +163,7 @@ def run(test: Callable[[], object]) -> None:
 def test_what_waits_for_a_thread_is_bounded() -> None:
     async def test() -> None:
         go = threading.Event()
-        lane = Lane("test", threads=1, max_prompts=3, max_bytes=100)
+        lane = TokenizerLane("test", threads=1, max_prompts=3, max_bytes=100)
         with contextlib.closing(lane):
             first = asyncio.create_task(lane.run(1_000, go.wait))  # nothing else is here, so it may be of any length
             await asyncio.sleep(0)
@@ -197,7 +197,7 @@ def test_what_waits_for_a_thread_is_bounded() -> None:
 def test_very_long_prompts_do_not_keep_the_others_from_a_thread() -> None:
     async def test() -> None:
         go = threading.Event()
-        with contextlib.closing(Tokenizing()) as tokenizing:
+        with contextlib.closing(TokenizerThreads()) as tokenizing:
             long = [asyncio.create_task(tokenizing.run(10_000_000, go.wait)) for _ in range(4)]
             await asyncio.sleep(0)
             assert await tokenizing.run(100_000, threading.current_thread) is not threading.main_thread()

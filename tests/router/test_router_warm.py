@@ -21,24 +21,24 @@ from baton.errors import (
 )
 from baton.messages import (
     Accepted,
+    AttemptFailed,
     AttemptHeld,
     Cancel,
     Decode,
-    Departed,
-    Failed,
     Heartbeat,
-    Load,
-    Pin,
-    Pinned,
+    LoadReport,
+    PageSource,
+    PagesPinned,
+    PinPages,
     Prefill,
     Prefilled,
     Refused,
     RouterHeartbeat,
-    Source,
-    Unpin,
+    UnpinPages,
+    WorkerDied,
 )
 from kvstore.keys import namespace_root, pack_tokens, page_keys
-from router.events import Cancelled, ClientGone, Kept, Shutdown, Unwarm, Warm, Warmed
+from router.events import Cancelled, ClientGone, PinAnswered, Pinned, PinPrefix, Shutdown, UnpinPrefix
 from router.events import Failed as Ended
 from tests.router.lab import Lab, held, named
 from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, VOCAB
@@ -48,22 +48,24 @@ DECODE, PREFILL, STORE = "decode-0.1", "prefill-0.1", "store-0.1"
 
 
 class WarmLab(Lab):
-    def warm(self, name: str = W, pin: str = "p", tokens: int = 3 * PAGE + 1, ttl: float = 60.0, **more: Any) -> Warm:
-        order = Warm(name, pin, pack_tokens([1 + i % 100 for i in range(tokens)]), ttl, **more)
+    def warm(
+        self, name: str = W, pin: str = "p", tokens: int = 3 * PAGE + 1, ttl: float = 60.0, **more: Any
+    ) -> PinPrefix:
+        order = PinPrefix(name, pin, pack_tokens([1 + i % 100 for i in range(tokens)]), ttl, **more)
         self.tell(order)
         return order
 
     @property
-    def pin(self) -> Pin:
-        return self.sent(Pin)[-1]
+    def pin(self) -> PinPages:
+        return self.sent(PinPages)[-1]
 
-    def outcome(self, name: str = W) -> Kept | Ended | Cancelled:
-        answers = [command for command in self.log if isinstance(command, Warmed) and command.name == name]
+    def outcome(self, name: str = W) -> Pinned | Ended | Cancelled:
+        answers = [command for command in self.log if isinstance(command, PinAnswered) and command.name == name]
         assert len(answers) == 1, f"{len(answers)} answers"
         return answers[0].outcome
 
     def waits(self, name: str = W) -> bool:
-        return not any(isinstance(command, Warmed) and command.name == name for command in self.log)
+        return not any(isinstance(command, PinAnswered) and command.name == name for command in self.log)
 
     def error(self, name: str = W) -> BatonError:
         outcome = self.outcome(name)
@@ -72,10 +74,10 @@ class WarmLab(Lab):
 
     def until_pinned(self, name: str = W, attempt: int = 1, prefill: str = PREFILL, store: str = STORE) -> None:
         self.say(prefill, Prefilled(name, attempt, 8, 1, 2))
-        self.say(store, Pinned(self.pin.pin, len(self.pin.keys) // 16))
+        self.say(store, PagesPinned(self.pin.pin, len(self.pin.keys) // 16))
 
     def store_beat(self, store: str, *pins: AttemptHeld) -> None:
-        self.say(store, Heartbeat(self.counts[store], Load(), attempts=pins))
+        self.say(store, Heartbeat(self.counts[store], LoadReport(), attempts=pins))
 
     def count(self, phase: str) -> int:
         return self.state.stats().pins[phase]
@@ -104,10 +106,10 @@ def test_from_wish_to_pin() -> None:
     assert it.pin.keys == page_keys(namespace_root(NAMESPACE), prefill.tokens, PAGE)
     assert (it.pin.tenant, it.pin.ttl_ms) == ("", 60_000)
     assert not it.cancelled(PREFILL, W)  # it holds the pages until they are pinned
-    it.say(STORE, Pinned(it.pin.pin, 3))
+    it.say(STORE, PagesPinned(it.pin.pin, 3))
     assert it.cancelled(PREFILL, W) == [1]
     outcome = it.outcome()
-    assert isinstance(outcome, Kept)
+    assert isinstance(outcome, Pinned)
     assert (outcome.computed, outcome.view.tokens, outcome.view.pages, outcome.view.bytes) == (8, 12, 3, 3 * 1_024)
     assert (outcome.view.pin, outcome.view.node, outcome.view.left) == ("p", "a", 60.0)
     assert it.state.pins("", it.now) == [outcome.view]
@@ -124,9 +126,9 @@ def test_a_prefix_that_a_hung_worker_does_not_read_goes_to_another_one() -> None
     assert it.prefill.attempt == 2
     assert it.to(it.prefill) == ({PREFILL, other} - {holder}).pop()
     it.say(holder, Prefilled(W, 1, computed=8, hit=1, shipped=2))
-    assert not it.sent(Pin)
+    assert not it.sent(PinPages)
     it.until_pinned(attempt=2, prefill=it.to(it.prefill))
-    assert isinstance(it.outcome(), Kept)
+    assert isinstance(it.outcome(), Pinned)
 
 
 def test_it_ends_with_its_time() -> None:
@@ -139,7 +141,7 @@ def test_it_ends_with_its_time() -> None:
         it.store_beat(STORE, AttemptHeld(it.pin.pin, 1, 3))
         it.advance(0.3)
     assert not it.state.pins("", it.now)
-    assert it.sent(Unpin, STORE)[-1].pin == it.pin.pin
+    assert it.sent(UnpinPages, STORE)[-1].pin == it.pin.pin
 
 
 def test_it_ends_when_asked_to() -> None:
@@ -147,13 +149,13 @@ def test_it_ends_when_asked_to() -> None:
     it.warm()
     it.until_pinned()
     with pytest.raises(PinNotFound, match="'q'"):
-        it.tell(Unwarm("q"))
+        it.tell(UnpinPrefix("q"))
     with pytest.raises(PinNotFound):
-        it.tell(Unwarm("p", tenant="somebody else"))
-    it.tell(Unwarm("p"))
-    assert [unpin.pin for unpin in it.sent(Unpin, STORE)] == [it.pin.pin]
+        it.tell(UnpinPrefix("p", tenant="somebody else"))
+    it.tell(UnpinPrefix("p"))
+    assert [unpin.pin for unpin in it.sent(UnpinPages, STORE)] == [it.pin.pin]
     with pytest.raises(PinNotFound):
-        it.tell(Unwarm("p"))
+        it.tell(UnpinPrefix("p"))
 
 
 def test_tenants_have_keys_and_names_of_their_own() -> None:
@@ -162,7 +164,7 @@ def test_tenants_have_keys_and_names_of_their_own() -> None:
     it.until_pinned()
     it.warm("warm 2", tenant="two")
     it.until_pinned("warm 2")
-    first, second = it.sent(Pin)
+    first, second = it.sent(PinPages)
     assert (first.tenant, second.tenant) == ("one", "two")
     assert first.keys != second.keys
     assert [len(it.state.pins(tenant, it.now)) for tenant in ("one", "two", "")] == [1, 1, 0]
@@ -176,9 +178,9 @@ def test_another_of_its_name_takes_its_place_once_it_is_pinned() -> None:
     it.warm("warm 2", tokens=5 * PAGE)
     it.say(PREFILL, Prefilled("warm 2", 1, 8, 1, 2))
     assert it.pin.pin != first
-    assert not it.sent(Unpin)
-    it.say(STORE, Pinned(it.pin.pin, 5))
-    assert [unpin.pin for unpin in it.sent(Unpin, STORE)] == [first]
+    assert not it.sent(UnpinPages)
+    it.say(STORE, PagesPinned(it.pin.pin, 5))
+    assert [unpin.pin for unpin in it.sent(UnpinPages, STORE)] == [first]
     assert [view.pages for view in it.state.pins("", it.now)] == [5]
 
 
@@ -188,7 +190,7 @@ def test_one_that_fails_leaves_what_had_its_name() -> None:
     it.until_pinned()
     it.warm("warm 2", tokens=5 * PAGE)
     it.say(PREFILL, Prefilled("warm 2", 1, 8, 1, 2))
-    it.say(STORE, Pinned(it.pin.pin, 0, "quota"))
+    it.say(STORE, PagesPinned(it.pin.pin, 0, "quota"))
     assert isinstance(it.error("warm 2"), QuotaExceeded)
     assert [view.pages for view in it.state.pins("", it.now)] == [3]
 
@@ -208,7 +210,7 @@ def test_one_that_fails_leaves_what_had_its_name() -> None:
 )
 def test_bad_prefixes_are_refused_at_the_door(tokens: list[int], kind: type[BatonError], says: str) -> None:
     it = lab(store=msgspec.convert({"pin_bytes": 7 * 1_024}, StoreConfig, dec_hook=lambda kind, value: kind(value)))
-    it.tell(Warm(W, "p", pack_tokens(tokens), 60.0))
+    it.tell(PinPrefix(W, "p", pack_tokens(tokens), 60.0))
     assert type(it.error()) is kind
     assert says in str(it.error())
     assert not it.sent(Prefill)
@@ -332,7 +334,7 @@ def test_where_most_of_it_is_already() -> None:
     it = lab()
     it.join("prefill", "prefill-1", "b")
     it.join("store", "store-1", "b")
-    order = Warm(W, "p", pack_tokens(list(range(1, 14))), 60.0)
+    order = PinPrefix(W, "p", pack_tokens(list(range(1, 14))), 60.0)
     it.holds("store-1.1", order, 2)  # type: ignore[arg-type]
     it.tell(order)
     assert it.to(it.prefill) == "prefill-1.1"
@@ -343,12 +345,12 @@ def test_where_most_of_it_is_already() -> None:
 
 def test_others_that_have_more_of_it_are_named() -> None:
     it = lab()
-    order = Warm(W, "p", pack_tokens(list(range(1, 14))), 60.0)
+    order = PinPrefix(W, "p", pack_tokens(list(range(1, 14))), 60.0)
     for name, pages in (("b", 2), ("c", 3), ("d", 0)):  # none has a prefill worker
         it.join("store", f"store-{name}", name, data=f"tcp://{name}")
         it.holds(f"store-{name}.1", order, pages)  # type: ignore[arg-type]
     it.tell(order)
-    assert it.prefill.sources == (Source("store-c.1", "tcp://c", 3), Source("store-b.1", "tcp://b", 2))
+    assert it.prefill.sources == (PageSource("store-c.1", "tcp://c", 3), PageSource("store-b.1", "tcp://b", 2))
 
 
 # --- things go wrong ---
@@ -366,20 +368,20 @@ def test_it_is_listed_like_any_work_and_lost_work_is_begun_anew() -> None:
     keep_alive(it, 0.75, DECODE, PREFILL, STORE)
     assert it.prefill.attempt == 2
     it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))  # of the attempt that is over
-    assert not it.sent(Pin)
+    assert not it.sent(PinPages)
     it.until_pinned(attempt=2)
-    assert isinstance(it.outcome(), Kept)
+    assert isinstance(it.outcome(), Pinned)
 
 
 def test_a_lost_prefilled_is_seen_in_heartbeats() -> None:
     it = lab()
     it.warm()
     it.beat(PREFILL, held(W, 1, 12, ended=True))
-    assert not it.sent(Pin)
+    assert not it.sent(PinPages)
     it.beat(PREFILL, held(W, 1, 12, ended=True))
-    it.say(STORE, Pinned(it.pin.pin, 3))
+    it.say(STORE, PagesPinned(it.pin.pin, 3))
     outcome = it.outcome()
-    assert isinstance(outcome, Kept)
+    assert isinstance(outcome, Pinned)
     assert outcome.computed is None
 
 
@@ -391,19 +393,19 @@ def test_a_lost_pin_or_answer_is_asked_for_again() -> None:
         it.beat(PREFILL, held(W, 1, 12, ended=True))
         it.beat(STORE)
         it.advance(0.25)
-    first, second = it.sent(Pin)
+    first, second = it.sent(PinPages)
     assert first == second
     assert it.waits()
-    it.say(STORE, Pinned(first.pin, 3))
-    it.say(STORE, Pinned(first.pin, 3))
-    assert isinstance(it.outcome(), Kept)
+    it.say(STORE, PagesPinned(first.pin, 3))
+    it.say(STORE, PagesPinned(first.pin, 3))
+    assert isinstance(it.outcome(), Pinned)
 
 
 def test_a_worker_that_dies_while_it_computes() -> None:
     it = lab()
     it.join("prefill", "prefill-1")
     it.warm()
-    it.say(STORE, Departed(PREFILL, 7))
+    it.say(STORE, WorkerDied(PREFILL, 7))
     assert it.waits()
     keep_alive(it, 0.75, DECODE, "prefill-1.1", STORE)
     assert it.to(it.prefill) == "prefill-1.1"
@@ -414,16 +416,16 @@ def test_a_worker_that_dies_while_it_holds() -> None:
     it = lab()
     it.warm()
     it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
-    it.say(STORE, Departed(PREFILL, 7))
-    it.say(STORE, Pinned(it.pin.pin, 3))
-    assert isinstance(it.outcome(), Kept)
+    it.say(STORE, WorkerDied(PREFILL, 7))
+    it.say(STORE, PagesPinned(it.pin.pin, 3))
+    assert isinstance(it.outcome(), Pinned)
 
 
 def test_failures_count_and_name_the_last() -> None:
     it = lab()
     it.warm()
     for attempt in (1, 2, 3):
-        it.say(PREFILL, Failed(W, attempt, "store", "the store gave no slots"))
+        it.say(PREFILL, AttemptFailed(W, attempt, "store", "the store gave no slots"))
         keep_alive(it, 0.75, DECODE, PREFILL, STORE)
     assert isinstance(it.error(), AttemptsExhausted)
     assert "the store gave no slots" in str(it.error())
@@ -432,7 +434,7 @@ def test_failures_count_and_name_the_last() -> None:
 def test_what_a_worker_says_of_the_prefix_is_final() -> None:
     it = lab()
     it.warm()
-    it.say(PREFILL, Failed(W, 1, "invalid_request", "no whole pages"))
+    it.say(PREFILL, AttemptFailed(W, 1, "invalid_request", "no whole pages"))
     assert isinstance(it.error(), InvalidRequest)
 
 
@@ -451,10 +453,10 @@ def test_pages_that_went_before_they_were_pinned() -> None:
     it = lab()
     it.warm()
     it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
-    it.say(STORE, Pinned(it.pin.pin, 1, "missing"))
+    it.say(STORE, PagesPinned(it.pin.pin, 1, "missing"))
     keep_alive(it, 0.75, DECODE, PREFILL, STORE)
     it.say(PREFILL, Prefilled(W, 2, 8, 1, 2))
-    it.say(STORE, Pinned(it.pin.pin, 2, "missing"))
+    it.say(STORE, PagesPinned(it.pin.pin, 2, "missing"))
     assert isinstance(it.error(), Overloaded)
     assert "only 2 of 3" in str(it.error())
     assert it.cancelled(PREFILL, W) == [1, 2]
@@ -464,7 +466,7 @@ def test_over_quota_names_the_setting() -> None:
     it = lab()
     it.warm()
     it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
-    it.say(STORE, Pinned(it.pin.pin, 0, "quota"))
+    it.say(STORE, PagesPinned(it.pin.pin, 0, "quota"))
     assert isinstance(it.error(), QuotaExceeded)
     assert "store.pin_bytes" in str(it.error())
     assert it.cancelled(PREFILL, W) == [1]
@@ -477,9 +479,9 @@ def test_a_client_that_leaves_wants_no_pin() -> None:
     it.tell(ClientGone(W))
     assert it.cancelled(PREFILL, W) == [1]
     pin = it.pin.pin
-    assert [unpin.pin for unpin in it.sent(Unpin, STORE)] == [pin]
-    it.say(STORE, Pinned(pin, 3))  # it was on its way
-    assert [unpin.pin for unpin in it.sent(Unpin, STORE)] == [pin, pin]
+    assert [unpin.pin for unpin in it.sent(UnpinPages, STORE)] == [pin]
+    it.say(STORE, PagesPinned(pin, 3))  # it was on its way
+    assert [unpin.pin for unpin in it.sent(UnpinPages, STORE)] == [pin, pin]
     assert not it.state.pins("", it.now)
 
 
@@ -506,10 +508,10 @@ def test_a_pin_is_made_anew_when_its_store_dies() -> None:
     it.say(PREFILL, Prefilled(W, 2, 8, 1, 2))
     assert it.to(it.pin) == "store-0.2"
     assert it.pin.ttl_ms == 50_000  # what is left of its time
-    it.say("store-0.2", Pinned(it.pin.pin, 3))
+    it.say("store-0.2", PagesPinned(it.pin.pin, 3))
     (view,) = it.state.pins("", it.now)
     assert (view.node, view.left) == ("a", 50.0)
-    assert isinstance(it.outcome(), Kept)  # and no second answer
+    assert isinstance(it.outcome(), Pinned)  # and no second answer
 
 
 def test_what_can_not_be_made_anew_ends_with_its_time() -> None:
@@ -536,7 +538,7 @@ def test_a_store_that_lists_less_than_it_should() -> None:
     it.store_beat(STORE, AttemptHeld(pin, 1, 3))
     assert len(it.sent(Prefill)) == 1
     it.store_beat(STORE, AttemptHeld(pin, 1, 2))
-    assert it.sent(Unpin, STORE)[-1].pin == pin
+    assert it.sent(UnpinPages, STORE)[-1].pin == pin
     assert it.prefill.attempt == 2
 
 
@@ -544,9 +546,9 @@ def test_a_store_that_lists_what_nobody_wants() -> None:
     it = lab()
     it.warm()
     it.until_pinned()
-    it.tell(Unwarm("p"))
+    it.tell(UnpinPrefix("p"))
     it.store_beat(STORE, AttemptHeld(it.pin.pin, 1, 3))
-    assert [unpin.pin for unpin in it.sent(Unpin, STORE)] == [it.pin.pin] * 2
+    assert [unpin.pin for unpin in it.sent(UnpinPages, STORE)] == [it.pin.pin] * 2
     assert not it.sent(Cancel, STORE)
 
 
@@ -555,7 +557,7 @@ def test_a_heartbeat_from_before_the_pin_proves_nothing() -> None:
     it.warm()
     heard = it.counts[STORE]
     it.until_pinned()
-    it.say(STORE, Heartbeat(heard, Load()))
+    it.say(STORE, Heartbeat(heard, LoadReport()))
     assert it.count("pinned") == 1
 
 
@@ -567,7 +569,7 @@ def test_shutting_down_answers_who_waits_and_leaves_what_is_pinned() -> None:
     it.tell(Shutdown())
     assert isinstance(it.error("warm 2"), Unavailable)
     assert it.cancelled(PREFILL, "warm 2") == [1]
-    assert not it.sent(Unpin)
+    assert not it.sent(UnpinPages)
     it.warm("warm 3")
     assert isinstance(it.error("warm 3"), Unavailable)
 
@@ -576,7 +578,7 @@ def test_requests_and_prefixes_never_share_a_name() -> None:
     it = lab(cluster=ClusterConfig(heartbeat_ms=250, silence_ms=1_000))
     it.warm()
     it.say(PREFILL, Prefilled("warm 2", 1, 8, 1, 2))
-    it.say(PREFILL, Failed("warm", 1, "internal", ""))
+    it.say(PREFILL, AttemptFailed("warm", 1, "internal", ""))
     it.say(DECODE, Prefilled(W, 1, 8, 1, 2))  # it has no say in it
     assert it.waits()
-    assert not it.sent(Pin)
+    assert not it.sent(PinPages)

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from baton.config import StoreConfig
 from baton.errors import PinNotFound
-from router.events import Cancelled, ClientGone, Failed, Kept
-from router.prefix_pinning.pin import Phase
+from router.events import Cancelled, ClientGone, Failed, Pinned
+from router.prefix_pinning.pin import PinPhase
 from tests.router.model import CONFIG, Process, submit
 from tests.router.test_router_faults import break_process
 from tests.router.warm_model import PAGE_BYTES, WarmCluster
@@ -121,7 +121,7 @@ class Faults(RuleBasedStateMachine):
     @invariant()
     def what_counts_as_pinned_is_pinned(self) -> None:
         for prefix in self.cluster.prefixes():
-            if prefix.phase is Phase.PINNED and self.cluster.now < prefix.expires:
+            if prefix.phase is PinPhase.PINNED and self.cluster.now < prefix.expires:
                 self.cluster.kept_at(prefix)
 
     def teardown(self) -> None:
@@ -159,7 +159,7 @@ def test_without_faults_every_prefix_takes_one_attempt_and_survives_eviction() -
     for _ in range(100):
         cluster.round()
         cluster.evict()
-    assert all(isinstance(cluster.answers[name], Kept) for name in names)
+    assert all(isinstance(cluster.answers[name], Pinned) for name in names)
     assert all(prefix.attempts == 1 and cluster.kept_at(prefix) for prefix in cluster.prefixes())
     cluster.finish()
     cluster.run(70)
@@ -191,6 +191,6 @@ def test_a_busy_cluster_survives_random_faults(seed: int) -> None:
                 cluster.start(role, name, node)
         cluster.round(loss=loss, lag=lag)
     cluster.finish()
-    kept = [answer for answer in cluster.answers.values() if isinstance(answer, Kept)]
+    kept = [answer for answer in cluster.answers.values() if isinstance(answer, Pinned)]
     assert kept
-    assert all(isinstance(answer, Kept | Failed | Cancelled) for answer in cluster.answers.values())
+    assert all(isinstance(answer, Pinned | Failed | Cancelled) for answer in cluster.answers.values())

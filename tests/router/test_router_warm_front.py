@@ -15,7 +15,7 @@ from baton.errors import BatonError, InvalidRequest, ModelMismatch
 from baton.v1 import cache_pb2, cache_pb2_grpc, generation_pb2
 from kvstore.keys import unpack_tokens
 from router.frontend.request_parsing import pin_of, take_in_prefix
-from router.service import Addresses
+from router.service import RouterAddresses
 from tests.router import tokenizers
 from tests.router.served import Served, served, settings_for
 from tests.router.test_router_front import until
@@ -74,7 +74,7 @@ def test_what_is_not_said() -> None:
 class Warmed(Served):
     """A router whose stores keep pages."""
 
-    def __init__(self, addresses: Addresses) -> None:
+    def __init__(self, addresses: RouterAddresses) -> None:
         super().__init__(addresses)
         self.cluster: WarmCluster = WarmCluster()
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from router.events import Finished
-from router.request import Phase
+from router.request import RequestPhase
 from tests.rig import VOCAB
 from tests.router.shared_model import World
 
@@ -63,7 +63,9 @@ def test_the_death_of_one_takes_nothing_from_the_other(moment: int) -> None:
     for _ in range(moment):
         world.round()
     requests = world.routers["one"].state._life.requests.values()
-    running = {r.name: r.attempts for r in requests if r.attempt is not None and r.attempt.phase is Phase.RUNNING}
+    running = {
+        r.name: r.attempts for r in requests if r.attempt is not None and r.attempt.phase is RequestPhase.RUNNING
+    }
     world.start_router("two")  # in place of the one that dies
     world.run(2.5)
     for process in world.workers:

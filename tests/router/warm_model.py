@@ -6,11 +6,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton import config as settings
-from baton.messages import AttemptHeld, Envelope, Failed, Heartbeat, Load, Message, Pin, Pinned, Prefill, Refused, Unpin
+from baton.messages import (
+    AttemptFailed,
+    AttemptHeld,
+    Envelope,
+    Heartbeat,
+    LoadReport,
+    Message,
+    PagesPinned,
+    PinPages,
+    Prefill,
+    Refused,
+    UnpinPages,
+)
 from kvstore.keys import pack_tokens, page_keys, split_keys
-from router.events import WARM, Cancelled, Command, Kept, Unwarm, Warm, Warmed
+from router.events import WARM, Cancelled, PinAnswered, Pinned, PinPrefix, RouterCommand, UnpinPrefix
 from router.events import Failed as Ended
-from router.prefix_pinning.pin import Phase, WarmPrefix
+from router.prefix_pinning.pin import PinnedPrefix, PinPhase
 from tests.router.model import CONFIG, PAGE, Cluster, Job, Process
 
 PAGE_BYTES = 1_024  # as `model.card` has it
@@ -20,7 +32,7 @@ PAGE_BYTES = 1_024  # as `model.card` has it
 class KeptPin:
     """One pin, as a store has it."""
 
-    order: Pin
+    order: PinPages
     expires: float
 
 
@@ -44,27 +56,27 @@ class WarmCluster(Cluster):
     def __init__(self, config: settings.Config = CONFIG) -> None:
         super().__init__(config)
         self.pages: dict[str, Pages] = {}  # by incarnation of the store
-        self.wishes: dict[str, Warm] = {}
-        self.answers: dict[str, Kept | Ended | Cancelled] = {}
+        self.wishes: dict[str, PinPrefix] = {}
+        self.answers: dict[str, Pinned | Ended | Cancelled] = {}
 
     # --- clients ---
 
     def warm(self, pin: str = "p", pages: int = 3, ttl: float = 60.0, seed: int = 0, **more: Any) -> str:
         name = f"{WARM}{len(self.wishes) + 1}"
         tokens = more.pop("tokens", [1 + (seed + i) % 100 for i in range(pages * PAGE + 1)])
-        order = self.wishes[name] = Warm(name, pin, pack_tokens(tokens), ttl, **more)
+        order = self.wishes[name] = PinPrefix(name, pin, pack_tokens(tokens), ttl, **more)
         self.tell(order)
         return name
 
     def unwarm(self, pin: str = "p") -> None:
-        self.tell(Unwarm(pin))
+        self.tell(UnpinPrefix(pin))
 
-    def prefixes(self) -> list[WarmPrefix]:
+    def prefixes(self) -> list[PinnedPrefix]:
         return list(self.state._warmer.prefixes.values())
 
-    def kept_at(self, prefix: WarmPrefix) -> KeptPin | None:
+    def kept_at(self, prefix: PinnedPrefix) -> KeptPin | None:
         """The pin of a prefix that counts as pinned; none: its store has gone."""
-        assert prefix.phase is Phase.PINNED
+        assert prefix.phase is PinPhase.PINNED
         assert prefix.store is not None
         if prefix.store not in self.processes:
             return None
@@ -74,8 +86,8 @@ class WarmCluster(Cluster):
         assert pin.order.keys == prefix.keys
         return pin
 
-    def _carry_out(self, command: Command) -> None:
-        if isinstance(command, Warmed):
+    def _carry_out(self, command: RouterCommand) -> None:
+        if isinstance(command, PinAnswered):
             assert command.name not in self.answers, f"{command.name} was answered twice"
             self.answers[command.name] = command.outcome
         else:
@@ -110,24 +122,24 @@ class WarmCluster(Cluster):
 
     def _obey(self, process: Process, message: Message) -> None:
         match message:
-            case Pin():
+            case PinPages():
                 process.say(self._pin(self.pages[process.peer.incarnation], message))
-            case Unpin(pin=pin):
+            case UnpinPages(pin=pin):
                 self.pages[process.peer.incarnation].pins.pop(pin, None)
             case _:
                 super()._obey(process, message)
 
-    def _pin(self, pages: Pages, order: Pin) -> Pinned:
+    def _pin(self, pages: Pages, order: PinPages) -> PagesPinned:
         keys = split_keys(order.keys)
         here = next((i for i, key in enumerate(keys) if key not in pages.sealed), len(keys))
         if here < len(keys):
-            return Pinned(order.pin, here, "missing")
+            return PagesPinned(order.pin, here, "missing")
         others = [kept for pin, kept in pages.pins.items() if pin != order.pin and kept.order.tenant == order.tenant]
         all_keys = {key for kept in others for key in split_keys(kept.order.keys)} | set(keys)
         if len(all_keys) * PAGE_BYTES > self.config.store.pin_bytes:
-            return Pinned(order.pin, 0, "quota")
+            return PagesPinned(order.pin, 0, "quota")
         pages.pins[order.pin] = KeptPin(order, self.now + order.ttl_ms / 1_000)
-        return Pinned(order.pin, len(keys))
+        return PagesPinned(order.pin, len(keys))
 
     def beat(self, process: Process) -> None:
         if process.peer.role != "store":
@@ -138,7 +150,7 @@ class WarmCluster(Cluster):
         for pin, kept in pages.pins.items():
             here = sum(key in pages.sealed for key in split_keys(kept.order.keys))
             held.append(AttemptHeld(pin, 1, here))
-        beat = Heartbeat(process.membership.heard, Load(), step_age_ms=process.step_age_ms, attempts=tuple(held))
+        beat = Heartbeat(process.membership.heard, LoadReport(), step_age_ms=process.step_age_ms, attempts=tuple(held))
         process.latest = Envelope(process.peer.incarnation, process.membership.router or "", 0, beat)
         process.heart.append(process.latest)
 
@@ -153,7 +165,9 @@ class WarmCluster(Cluster):
             return
         process.jobs.pop(order.request, None)
         if self.store_of(process.peer.node) is None:
-            process.say(Failed(order.request, order.attempt, "store_gone", "this worker's node has no store now"))
+            process.say(
+                AttemptFailed(order.request, order.attempt, "store_gone", "this worker's node has no store now")
+            )
         elif process.full or len(process.jobs) >= process.slots:
             process.say(Refused(order.request, order.attempt, "busy"))
         else:
@@ -172,7 +186,7 @@ class WarmCluster(Cluster):
             owner = (process.peer.incarnation, name)
             if job.done and (store is None or owner not in store.held):
                 del process.jobs[name]
-                process.say(Failed(name, job.order.attempt, "store_gone", "the node's store is gone"))
+                process.say(AttemptFailed(name, job.order.attempt, "store_gone", "the node's store is gone"))
             elif not job.done and job.left <= 1 and store is not None:
                 keys = split_keys(page_keys(job.order.root, job.order.tokens, PAGE))
                 store.sealed |= set(keys)
@@ -211,7 +225,7 @@ class WarmCluster(Cluster):
     def check_nothing_left(self) -> None:
         """Stores have exactly what counts as pinned. One that was replaced, and lives, belongs to no router and hears
         nothing: it keeps its pins until their time is over."""
-        pinned = {self.state._warmer._pin_name(p): p for p in self.prefixes() if p.phase is Phase.PINNED}
+        pinned = {self.state._warmer._pin_name(p): p for p in self.prefixes() if p.phase is PinPhase.PINNED}
         for incarnation, pages in self.pages.items():
             if self.state._members.get(incarnation) is None:
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from simulator.cluster import Cluster, Layout
+from simulator.cluster import Layout, SimulatedCluster
 from simulator.measure import Measures
 from simulator.timing import DiskTimes, StepTimes, Timing
 from simulator.workloads import Arrival
@@ -46,17 +46,17 @@ def cluster(
     routers: int = 1,
     model: Timing | None = None,
     **settings: Any,
-) -> Cluster:
+) -> SimulatedCluster:
     model = model or timing()
     config = model.configuration(PAGE, {name.replace("__", "."): value for name, value in settings.items()})
-    return Cluster(Layout.parse(layout, per_node), model, config, seed, runs=runs, routers=routers)
+    return SimulatedCluster(Layout.parse(layout, per_node), model, config, seed, runs=runs, routers=routers)
 
 
 def request(at: float, prompt: int, output: int, blocks: Sequence[int] = (1, 2, 3, 4)) -> Arrival:
     return Arrival(at, blocks, prompt, output, max_tokens=output + 100)
 
 
-def serve(cluster: Cluster, load: Iterable[Arrival], limit: float = 600.0) -> Measures:
+def serve(cluster: SimulatedCluster, load: Iterable[Arrival], limit: float = 600.0) -> Measures:
     """Serve the load; every request must end, once, and nobody may be left with anything."""
     measures = cluster.run(iter(load), limit)
     assert not measures.waiting

@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.advice import RUNG, Bracket, Break, Objectives, Search, Served, Trial, breaks_by, name, pays, sentence
+from simulator.advice import (
+    RUNG,
+    Bracket,
+    Break,
+    Objectives,
+    Search,
+    Trial,
+    TrialResult,
+    breaks_by,
+    name,
+    pays,
+    sentence,
+)
 from simulator.cluster import Layout
 
 OBJECTIVES = Objectives(ttft=2.0, tpot=0.05)
@@ -16,8 +28,8 @@ OBJECTIVES = Objectives(ttft=2.0, tpot=0.05)
 
 def served(
     rate: float = 1.0, late: float = 0.0, slow: float = 0.0, prefill: float = 0.5, tpot: float = 0.02
-) -> Served:  # fmt: skip
-    return Served(rate, late, slow, (0.5, 1.0), (tpot, tpot), 0.0, {"prefill": prefill, "decode": 0.9})
+) -> TrialResult:  # fmt: skip
+    return TrialResult(rate, late, slow, (0.5, 1.0), (tpot, tpot), 0.0, {"prefill": prefill, "decode": 0.9})
 
 
 class Table:
@@ -27,7 +39,7 @@ class Table:
         self._highest = highest
         self.trials: list[Trial] = []
 
-    def __call__(self, trials: Sequence[Trial]) -> list[Served]:
+    def __call__(self, trials: Sequence[Trial]) -> list[TrialResult]:
         self.trials.extend(trials)
         return [served(t.speed, late=0.0 if t.speed <= self._highest(t.layout) else 0.2) for t in trials]
 
@@ -107,7 +119,7 @@ def test_a_bracket_begins_at_its_own_rung_after_a_failure_far_above() -> None:
     assert bracket.next == 3
 
 
-def found(layout: Layout, at: Served | None, beyond: Served | None = None) -> Break:
+def found(layout: Layout, at: TrialResult | None, beyond: TrialResult | None = None) -> Break:
     return Break(layout, Trial(layout, 0) if at else None, at, beyond)
 
 
@@ -121,7 +133,7 @@ def found(layout: Layout, at: Served | None, beyond: Served | None = None) -> Br
         (Layout(2, 2), served(late=0.2, prefill=0.4), "first tokens come too late: decode takes no more"),
     ],
 )
-def test_what_gives_way(layout: Layout, beyond: Served, says: str) -> None:
+def test_what_gives_way(layout: Layout, beyond: TrialResult, says: str) -> None:
     assert breaks_by(layout, beyond) == says
 
 

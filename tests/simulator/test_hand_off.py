@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
-from baton.messages import Cancel, Decode, Prefill, Refused, Resend, Sampling, Source, Tokens
-from decode_worker.sequence import Phase
+from baton.messages import Cancel, Decode, PageSource, Prefill, Refused, Resend, SamplingParams, Tokens
+from decode_worker.sequence import SequencePhase
 from kvstore.keys import cacheable_pages, pack_tokens
-from prefill_worker.scheduler import PrefillState
+from prefill_worker.scheduler import PrefillScheduler
 from tests.rig import PAGE, ROOT, Rig, RigStore, RigWorker, reference
 from tests.wait_for import assert_no_cycle, waits_of_rig
 
@@ -55,9 +55,9 @@ class HandOff(RuleBasedStateMachine):
     def store(self, number: int) -> RigStore:
         return self.rig.stores[NODES[number]]
 
-    def sources(self, chosen: list[tuple[int, int]]) -> tuple[Source, ...]:
+    def sources(self, chosen: list[tuple[int, int]]) -> tuple[PageSource, ...]:
         return tuple(
-            self.store(number).source(pages) if number < len(NODES) else Source("gone", "inproc", pages)
+            self.store(number).source(pages) if number < len(NODES) else PageSource("gone", "inproc", pages)
             for number, pages in chosen
         )
 
@@ -76,7 +76,7 @@ class HandOff(RuleBasedStateMachine):
         request = f"r{len(self.requests)}"
         self.requests[request] = (prompt, count)
         tokens = prompt + reference(prompt, min(known, count - 1))
-        greedy = Sampling(temperature=0)
+        greedy = SamplingParams(temperature=0)
         self.pick(to, "decode").handle(
             Decode(request, 1, ROOT, pack_tokens(tokens), len(prompt), count, greedy, (), fetch, awaited,
                    self.sources(chosen))
@@ -223,12 +223,14 @@ class HandOff(RuleBasedStateMachine):
                 worker.handle(Tick())
         self.rig.settle()
         for worker in self.workers:
-            if isinstance(worker.state, PrefillState):
+            if isinstance(worker.state, PrefillScheduler):
                 assert worker.state.stats().running == 0, "a prompt is neither done nor given up"
             else:
                 # Who fell short keeps its device pages until the router says what next; others may have to wait.
                 phases = {sequence.phase for sequence in worker.state._sequences.values()}
-                assert phases <= {Phase.ENDED, Phase.SHORT} | ({Phase.PREEMPTED} if Phase.SHORT in phases else set())
+                assert phases <= {SequencePhase.ENDED, SequencePhase.SHORT} | (
+                    {SequencePhase.PREEMPTED} if SequencePhase.SHORT in phases else set()
+                )
 
 
 TestHandOff = HandOff.TestCase

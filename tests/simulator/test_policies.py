@@ -7,30 +7,30 @@ from typing import Any
 
 import pytest
 
-from router.placement.step_costs import PrefillCost, StepCost
+from router.placement.step_costs import DecodeCost, PrefillCost
 from simulator.policies import dynamo_kv
 from simulator.policies.balance import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
 from simulator.policies.cache_aware import CacheAware
 from simulator.policies.dynamo_kv import DynamoKv
 from simulator.policies.llm_d import LlmD
 from simulator.policies.mooncake import Mooncake
-from simulator.policies.rule import Prompt, Rule, Stage, Worker
+from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage
 
 _SEED = 7
 
 
-def _prompt(*keys: str, page_size: int = 100) -> Prompt:
-    return Prompt(len(keys) * page_size, [key.encode() for key in keys], page_size, page_bytes=1_000)
+def _prompt(*keys: str, page_size: int = 100) -> RulePrompt:
+    return RulePrompt(len(keys) * page_size, [key.encode() for key in keys], page_size, page_bytes=1_000)
 
 
 _TEN = _prompt(*"0123456789")
 
 
-def _workers(**each: dict[str, Any]) -> list[Worker]:
-    return [Worker(name, **fields) for name, fields in each.items()]
+def _workers(**each: dict[str, Any]) -> list[RuleWorker]:
+    return [RuleWorker(name, **fields) for name, fields in each.items()]
 
 
-def _often(rule: Rule, workers: list[Worker], stage: Stage = "both", times: int = 400) -> Counter[str]:
+def _often(rule: Rule, workers: list[RuleWorker], stage: Stage = "both", times: int = 400) -> Counter[str]:
     return Counter(rule.choose(stage, _TEN, workers).name for _ in range(times))
 
 
@@ -112,17 +112,17 @@ def test_cache_aware_decodes_by_power_of_two() -> None:
 @pytest.mark.parametrize(("stage", "expected"), [("prefill", 6.25), ("decode", 30), ("both", 36.25)])
 def test_dynamo_cost(stage: Stage, expected: float) -> None:
     """6 blocks being computed + 10 − (4·1 + 2·0.75 + 1·0.25 = 5.75) = 10.25; 20 active + 10 = 30."""
-    worker = Worker("a", prompt_tokens=200, pages=20, device=4, host=2, disk=1)
+    worker = RuleWorker("a", prompt_tokens=200, pages=20, device=4, host=2, disk=1)
     assert dynamo_kv.cost(stage, _TEN, worker) == pytest.approx(expected)
 
 
 def test_dynamo_credits_half_of_what_other_nodes_have() -> None:
     """10 blocks, 2 of them on the device, 8 on some node: 10 − (2·1 + 6·0.5) = 5."""
-    assert dynamo_kv.cost("prefill", _TEN, Worker("a", device=2), longest=8) == pytest.approx(5)
+    assert dynamo_kv.cost("prefill", _TEN, RuleWorker("a", device=2), longest=8) == pytest.approx(5)
 
 
 def test_dynamo_credits_never_make_work_negative() -> None:
-    assert dynamo_kv.cost("prefill", _TEN, Worker("a", device=40)) == 0
+    assert dynamo_kv.cost("prefill", _TEN, RuleWorker("a", device=40)) == 0
 
 
 def test_dynamo_takes_the_lowest_and_equal_ones_alike() -> None:
@@ -167,15 +167,15 @@ _COST = {"prefill": PrefillCost(0.1, 0.001, 0.0), "link": 10_000.0}  # a page of
 def test_mooncake_ttft() -> None:
     """Own prefix 4 of 10 pages, longest 8: at a threshold of 2 not worth copying, 0.1 + 600 · 0.001 = 0.7 behind a
     queue of 1 s. Longest 9: five pages are copied in 0.5 s, and 100 tokens computed in 0.2 s."""
-    rule, worker = Mooncake(_SEED), Worker("a", device=3, host=1, queue=1.0, **_COST)
+    rule, worker = Mooncake(_SEED), RuleWorker("a", device=3, host=1, queue=1.0, **_COST)
     assert rule.ttft(_TEN, worker, longest=8) == pytest.approx(1.7)
     assert rule.ttft(_TEN, worker, longest=9) == pytest.approx(1.0 + 0.5 + 0.2)
 
 
 def test_mooncake_copies_to_who_has_nothing() -> None:
     rule = Mooncake(_SEED)
-    assert rule.copies(Worker("a"), 1)
-    assert not rule.copies(Worker("a"), 0)
+    assert rule.copies(RuleWorker("a"), 1)
+    assert not rule.copies(RuleWorker("a"), 0)
 
 
 def test_mooncake_spreads_a_hot_prefix() -> None:
@@ -192,7 +192,7 @@ def test_mooncake_spreads_a_hot_prefix() -> None:
 
 def test_mooncake_decodes_where_a_step_stays_shortest() -> None:
     """a: 2 rows of 5,000 tokens; b: 5 rows of 2,000; each with one more of 1,000."""
-    step = StepCost(0.01, 0.001, 1e-6)
+    step = DecodeCost(0.01, 0.001, 1e-6)
     workers = _workers(
         a={"requests": 2, "context": 5_000, "step": step},  # 0.01 + 0.003 + 0.006
         b={"requests": 5, "context": 2_000, "step": step},  # 0.01 + 0.006 + 0.003

@@ -8,18 +8,18 @@ import pytest
 
 from baton.messages import Accepted, Cancel, Decode, Prefill, Prefilled, Refused
 from router.events import ClientGone, Failed, Finished
-from router.placement.policy import Placer
-from router.placement.step_costs import PrefillCost, StepCost
+from router.placement.policy import PlacementPolicy
+from router.placement.step_costs import DecodeCost, PrefillCost
 from router.queueing.admission import ModelLimits
 from router.state import RouterState
 from simulator.policies import POLICIES, placer
-from simulator.policies.placer import Ruled
-from simulator.policies.rule import Prompt, Rule, Stage, Worker
+from simulator.policies.placer import RulePolicy
+from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage
 from tests.router.lab import Lab
 from tests.router.model import CONFIG, CONTEXT, PAGE, ROUTER, VOCAB
 
 _PREFILL = PrefillCost(0.0, 0.1, 0.0)
-_STEP = StepCost(0.01, 0.0, 0.0)
+_STEP = DecodeCost(0.01, 0.0, 0.0)
 
 
 class _Told(Rule):
@@ -27,22 +27,22 @@ class _Told(Rule):
 
     def __init__(self) -> None:
         self.choice: dict[Stage, str | None] = {}
-        self.shown: list[tuple[Stage, dict[str, Worker]]] = []
+        self.shown: list[tuple[Stage, dict[str, RuleWorker]]] = []
 
-    def choose(self, stage: Stage, prompt: Prompt, workers: Sequence[Worker]) -> Worker | None:
+    def choose(self, stage: Stage, prompt: RulePrompt, workers: Sequence[RuleWorker]) -> RuleWorker | None:
         by_name = {worker.name: worker for worker in workers}
         self.shown.append((stage, by_name))
         name = self.choice.get(stage, min(by_name))
         return by_name[name] if name is not None else None
 
 
-def _lab(policy: Placer) -> Lab:
+def _lab(policy: PlacementPolicy) -> Lab:
     lab = Lab()
     lab.state = RouterState(ROUTER, CONFIG, ModelLimits(VOCAB, CONTEXT), policy)
     return lab
 
 
-def _split(policy: Placer) -> Lab:
+def _split(policy: PlacementPolicy) -> Lab:
     """Two workers of each kind on nodes a and b."""
     lab = _lab(policy)
     for node in "ab":
@@ -59,7 +59,7 @@ def rule() -> _Told:
 
 @pytest.fixture
 def lab(rule: _Told) -> Lab:
-    return _split(Ruled(rule, _PREFILL, _STEP, 1e9))
+    return _split(RulePolicy(rule, _PREFILL, _STEP, 1e9))
 
 
 def _accept(lab: Lab, request: str) -> None:
@@ -167,7 +167,7 @@ def test_a_worker_that_goes_is_chosen_for_anew(rule: _Told, lab: Lab) -> None:
 
 
 def test_colocated_workers_do_it_all(rule: _Told) -> None:
-    lab = _lab(Ruled(rule, _PREFILL, _STEP, 1e9))
+    lab = _lab(RulePolicy(rule, _PREFILL, _STEP, 1e9))
     lab.colocated(2)
     rule.choice = {"both": "decode-1"}
     lab.submit("r1", prompt=10 * PAGE)
@@ -182,7 +182,7 @@ def test_colocated_workers_do_it_all(rule: _Told) -> None:
 
 
 def test_a_colocated_worker_that_has_prompts_enough_is_waited_for(rule: _Told) -> None:
-    lab = _lab(Ruled(rule, _PREFILL, _STEP, 1e9))
+    lab = _lab(RulePolicy(rule, _PREFILL, _STEP, 1e9))
     lab.colocated(2)
     rule.choice = {"both": "decode-0"}
     for name in ("r1", "r2", "r3"):
@@ -194,7 +194,7 @@ def test_a_colocated_worker_that_has_prompts_enough_is_waited_for(rule: _Told) -
 
 
 def test_a_busy_worker_is_waited_for(rule: _Told) -> None:
-    lab = _lab(Ruled(rule, _PREFILL, _STEP, 1e9))
+    lab = _lab(RulePolicy(rule, _PREFILL, _STEP, 1e9))
     first, second = lab.colocated(2)
     rule.choice = {"both": "decode-0"}
     lab.submit("r1", prompt=10 * PAGE)

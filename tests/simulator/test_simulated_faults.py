@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.workload import Lengths
-from simulator.cluster import Cluster
+from simulator.cluster import SimulatedCluster
 from simulator.faults import Faults
 from simulator.timing import DiskTimes
 from simulator.workloads import Random, Wishes
@@ -62,11 +62,11 @@ def test_pages_come_from_other_nodes() -> None:
     assert world.network.bytes == 3 * PAGE * 1_000
 
 
-def two_routers(layout: str, seed: int) -> Cluster:
+def two_routers(layout: str, seed: int) -> SimulatedCluster:
     return cluster(layout, per_node=2, seed=seed, routers=2)
 
 
-def nobody_is_left(world: Cluster) -> None:
+def nobody_is_left(world: SimulatedCluster) -> None:
     """When all is quiet again, no worker has anything of anybody's, and each says so."""
     world.network.cuts.clear()
     quiet = world.agenda.now + 30.0  # seconds: longer than silence, and than the start of a process

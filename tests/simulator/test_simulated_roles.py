@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.workload import Lengths
-from simulator.cluster import Cluster
+from simulator.cluster import SimulatedCluster
 from simulator.faults import Faults
 from simulator.workloads import Random, Wishes
 from tests.simulator.simulated import cluster, serve
@@ -21,11 +21,11 @@ PROMPTS = load(4_000, 4, 2.7)  # 1.2 prefill workers' time, and hardly any of a 
 OUTPUTS = load(600, 400, 1.0)  # nearly all of a decode worker's time, and hardly any of a prefill worker's
 
 
-def world(layout: str, roles: str = "auto") -> Cluster:
+def world(layout: str, roles: str = "auto") -> SimulatedCluster:
     return cluster(layout, router__roles=roles, router__split="always")
 
 
-def roles(world: Cluster) -> list[str]:
+def roles(world: SimulatedCluster) -> list[str]:
     return sorted(worker.role for worker in world.workers.values())
 
 

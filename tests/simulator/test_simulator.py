@@ -15,10 +15,10 @@ import pytest
 from baton.errors import ConfigError
 from bench.workload import Lengths
 from simulator import timing
-from simulator.clock import Agenda, Body, Process
+from simulator.clock import Agenda, Body, VirtualProcess
 from simulator.cluster import Layout
 from simulator.measure import longest_tenth
-from simulator.mooncake import Line
+from simulator.mooncake import TraceLine
 from simulator.workloads import Bursts, Random, Wishes, trace
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def test_a_process_sleeps_until_it_is_woken_or_its_time_has_come() -> None:
             yield inf if len(woke) == 1 else agenda.now + 1.0
             woke.append(agenda.now)
 
-    process = Process(agenda, body())
+    process = VirtualProcess(agenda, body())
     agenda.at(0.5, process.wake, 3.0)  # no sooner than it wakes by itself
     agenda.at(4.0, process.wake, 4.5)
     agenda.at(6.0, process.end)
@@ -70,7 +70,7 @@ def test_layouts() -> None:
 
 
 def test_a_trace_at_twice_its_speed_shares_what_it_shared() -> None:
-    lines = [Line(1_000, 700, 5, (3, 4)), Line(3_000, 1_200, 0, (3, 9, 10))]
+    lines = [TraceLine(1_000, 700, 5, (3, 4)), TraceLine(3_000, 1_200, 0, (3, 9, 10))]
     first, second = trace(lines, 2.0, Wishes(max_tokens=100), seed=1)
     assert (first.at, second.at) == (0.0, 1.0)
     assert (first.prompt, second.prompt, second.output, second.max_tokens) == (700, 1_200, 1, 100)

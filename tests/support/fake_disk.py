@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from baton.messages import TierSpeed
 from kvstore.disk.interface import DiskEvent, DiskOrder, DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
-from kvstore.events.changes import Change, ChangeLog
+from kvstore.events.changes import CacheChange, ChangeLog
 from kvstore.load_or_recompute import DEFAULT_SPEEDS
 
 
@@ -118,7 +118,7 @@ class FakeDisk:
     def tick(self, now: float) -> DiskResult:
         return DiskResult()
 
-    def drain_events(self) -> list[Change]:
+    def drain_events(self) -> list[CacheChange]:
         return self._changes.drain()
 
     def pages(self) -> Iterator[tuple[bytes, bytes]]:
