@@ -112,7 +112,7 @@ class ModelCard(Struct, frozen=True):
     max_context: Count  # tokens
     pool_pages: Count
     steps: StepSamples = ()  # of a calibration: what is known of its speed before it has served anybody
-    head: bool = True  # it can generate tokens, so it may become a decode worker if it is none
+    lm_head: bool = True  # it can generate tokens, so it may become a decode worker if it is none
 
 
 class Hello(Message, frozen=True):
@@ -178,7 +178,7 @@ class AttemptHeld(Struct, frozen=True):
     position: Count
     ended: bool = False
     computed: Count = 0
-    short: bool = False
+    incomplete: bool = False
 
 
 class TierSpeed(Struct, frozen=True):
@@ -274,7 +274,7 @@ class Decode(Message, frozen=True):
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...] = ()
     fetch: Count = 0  # pages
-    awaited: bool = False  # some of the pages to fetch are only being made: wait for them
+    prefilled_remotely: bool = False  # some of the pages to fetch are only being made: wait for them
     sources: tuple[PageSource, ...] = ()  # in the order in which to ask them
     priority: int = 0  # lower is more urgent
     deadline_ms: Count | None = None
@@ -389,7 +389,7 @@ class Prefilled(Message, frozen=True):
     attempt: Annotated[int, Meta(ge=1)]
     computed: Count  # tokens
     hit: Count  # pages found in the store or on the device
-    shipped: Count  # pages written to the store
+    stored: Count  # pages written to the store
     queue_ms: Count = 0
     compute_ms: Count = 0
     predicted_ms: Count = 0  # how long loading cached pages from lower tiers was to take

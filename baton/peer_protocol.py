@@ -47,7 +47,7 @@ class CancelFetch(Message, frozen=True):
 class FetchHeartbeat(Message, frozen=True):
     """The wanting store's heartbeat, numbered: every fetch it still expects something of. Others are forgotten."""
 
-    beat: Count
+    number: Count
     fetches: tuple[int, ...] = ()
 
 
@@ -76,7 +76,7 @@ class FetchStatus(Message, frozen=True):
     """The answer to FetchHeartbeat: every fetch it knows of this peer, with how many pages it has sent, repeated ones
     included. It comes behind the pages, so whoever has received fewer has lost some, and wants them anew."""
 
-    beat: Count
+    number: Count
     fetches: tuple[tuple[int, int], ...] = ()
 
 

@@ -93,7 +93,7 @@ class StepCostModel:
         and how many times as long they took."""
 
     @classmethod
-    def heir(cls, elders: Sequence[StepCostModel]) -> StepCostModel:
+    def from_peers(cls, elders: Sequence[StepCostModel]) -> StepCostModel:
         """One that begins with what others remember, as if from a few steps of its own."""
         heir = cls(elders[0].cost)
         heir.largest = max(elder.largest for elder in elders)

@@ -190,7 +190,7 @@ def _hand_off(
     for ship, at in zip(ships, starts, strict=True):
         _call(writer, ship.start())
         for index in range(_PROMPT):
-            ship.ready(index, at + index)
+            ship.offer(index, at + index)
     for fetch in fetches:
         _call(reader, fetch.start())
     while not all(ship.done for ship in ships):

@@ -50,7 +50,7 @@ def measure(workers: int, decisions: int, seed: int = 0) -> list[float]:
     for index in range(workers):
         role = "decode" if index % 2 else "prefill"
         hello = Hello(Peer(role, f"w{index}", f"n{index // 8}", f"w{index}", 1), model=card)
-        members.join(hello, 0.0).reports(LoadReport(prefill_rate=8_000.0), 0, LoadReport(), 0.0)
+        members.join(hello, 0.0).update_load(LoadReport(prefill_rate=8_000.0), 0, LoadReport(), 0.0)
     view, placer = ClusterView(Config(), members, _Costs()), LowestTtft()
     running: list[tuple[float, Placement, AttemptName]] = []
     taken: list[float] = []
@@ -59,23 +59,23 @@ def measure(workers: int, decisions: int, seed: int = 0) -> list[float]:
         while running and running[0][0] <= now:
             _, plan, name = running.pop(0)
             for incarnation in filter(None, (plan.decode, plan.prefill)):
-                members.live(incarnation).drop(name)
+                members.require_live(incarnation).unassign(name)
         tokens = _PAGES * 16 + 10
         ask = PlacementRequest(
             f"r{number}", CacheablePrefix(_PAGES, 16, 5_242_880), (), _held(draw, workers), tokens, tokens + 300, tokens
         )
         begin = time.perf_counter()
-        view.begin(now)
+        view.begin_scan(now)
         choice = placer.place(ask, view).choice
         taken.append(time.perf_counter() - begin)
         if isinstance(choice, Placement):
-            view.used(choice)
+            view.mark_used(choice)
             name = AttemptName(ask.request, 1)
-            members.live(choice.prefill or choice.decode).promise(
-                name, PendingPrefill((_PAGES - choice.cached) * 16), now
+            members.require_live(choice.prefill or choice.decode).assign_prefill(
+                name, PendingPrefill((_PAGES - choice.cached_pages) * 16), now
             )
-            members.live(choice.decode).give(
-                name, AssignedAttempt(number, _PAGES, tokens + 150.0, taken=_PAGES, tpot=0.1)
+            members.require_live(choice.decode).assign(
+                name, AssignedAttempt(number, _PAGES, tokens + 150.0, new_pages=_PAGES, tpot=0.1)
             )
             running.append((now + 20.0, choice, name))
     return taken[decisions // 10 :]

@@ -96,7 +96,7 @@ def restore(prefixes: KvIndex, world: World) -> tuple[float, float]:
     started, busy = time.perf_counter(), time.process_time()
     for holder, parts in world.snapshots.items():
         for part in parts:
-            prefixes.snapshot(holder, _decoder.decode(part), 0.0)
+            prefixes.apply_snapshot(holder, _decoder.decode(part), 0.0)
     return time.perf_counter() - started, time.process_time() - busy
 
 
@@ -224,7 +224,7 @@ def told(prefixes: KvIndex, batches: Sequence[EncodedKvEventBatch]) -> float:
     tracker.next = batches[0].sequence  # each list of batches is numbered from 1
     started = time.perf_counter()
     for batch in batches:
-        asks = prefixes.batch(decode(batch.topic, batch.sequence, batch.payload), 0.0)
+        asks = prefixes.apply_batch(decode(batch.topic, batch.sequence, batch.payload), 0.0)
         assert not asks
     return time.perf_counter() - started
 

@@ -19,7 +19,7 @@ class SequenceAdmission:
     """Of newcomers, and of preempted sequences that are to be resumed."""
 
     def __init__(self, cache: DeviceBlockManager, headroom: GrowthReserve, page_size: int) -> None:
-        self._cache, self._headroom, self._page_size = cache, headroom, page_size
+        self._blocks, self._reserve, self._page_size = cache, headroom, page_size
 
     def displaced_by(
         self, newcomer: Sequence, sequences: Collection[Sequence], spare: int = 0
@@ -39,32 +39,32 @@ class SequenceAdmission:
             if not staying or staying[-1].priority <= newcomer.priority or staying[-1].rank < newcomer.rank:
                 return None
             leaving.append(staying.pop())
-            freed += self._cache.sole(leaving[-1].pages)
+            freed += self._blocks.count_unshared(leaving[-1].pages)
         return leaving
 
     def fits(self, sequence: Sequence, holders: Collection[Sequence], freed: int = 0) -> bool:
         """Whether it may have pages beside these `holders` of some, when `freed` pages more than now are available."""
-        own = self._cache.claim(sequence.reusable_keys(), sequence.needs)
+        own = self._blocks.new_blocks_needed(sequence.reusable_keys(), sequence.pages_needed)
         if freed:
-            own = sequence.needs  # what is freed may be what it would have shared
-        left = self._cache.available + freed - own
+            own = sequence.pages_needed  # what is freed may be what it would have shared
+        left = self._blocks.available + freed - own
         if left < 0 or not holders:
             return left >= 0
         outlooks = [self._outlook(each) for each in holders]
-        return left >= self._headroom.needed([*outlooks, _outlook(sequence, sequence.needs, own)], self._page_size)
+        return left >= self._reserve.pages_to_keep([*outlooks, _outlook(sequence, sequence.pages_needed, own)], self._page_size)
 
-    def headroom(self, holders: Collection[Sequence]) -> int:
+    def growth_reserve(self, holders: Collection[Sequence]) -> int:
         """Pages to keep free for these."""
-        return self._headroom.needed([self._outlook(each) for each in holders], self._page_size)
+        return self._reserve.pages_to_keep([self._outlook(each) for each in holders], self._page_size)
 
     def ended(self, sequence: Sequence, cut: bool) -> None:
         """It takes no more pages; `cut`: its output would have gone on."""
         begun = sequence.first_new - sequence.prompt
         if sequence.generated > begun:
-            self._headroom.ended(begun, sequence.generated, cut)
+            self._reserve.ended(begun, sequence.generated, cut)
 
     def _outlook(self, holder: Sequence) -> GrowthOutlook:
-        return _outlook(holder, len(holder.pages), self._cache.sole(holder.pages))
+        return _outlook(holder, len(holder.pages), self._blocks.count_unshared(holder.pages))
 
 
 def _outlook(sequence: Sequence, pages: int, own: int) -> GrowthOutlook:

@@ -39,42 +39,42 @@ class BatchBudget(Struct, frozen=True):
 
     tokens: int
     prompts: int = 0
-    tails: int = 0
+    short_prompts: int = 0
     overdue: float = 0.0
     rate: float = 0.0
-    grain: int = 1
+    alignment: int = 1
 
 
-def grain(page_size: int) -> int:
+def chunk_alignment(page_size: int) -> int:
     """Tokens of which a step has whole multiples, as far as a long tail has so many. A page, so that pages fill up; but
     no more than a step can have without making those who decode wait, however large pages are."""
     return min(page_size, _GRAIN)
 
 
-def plan_step(decoding: list[Sequence], tails: list[Sequence], budget: BatchBudget) -> ScheduledBatch:
+def build_batch(decoding: list[Sequence], partial_prefills: list[Sequence], budget: BatchBudget) -> ScheduledBatch:
     """Chunks for the running sequences, each of which must hold the pages that its known tokens need: those with one
     token to compute, and those with more."""
     if len(decoding) > budget.tokens:
-        decoding = sorted(decoding, key=lambda s: (s.served, s.rank))[: budget.tokens]
+        decoding = sorted(decoding, key=lambda s: (s.last_step, s.rank))[: budget.tokens]
     plan = {s.name: _chunk(s, 1) for s in decoding}
-    if tails:
-        plan |= {s.name: _chunk(s, count) for s, count in _share(tails, budget, budget.tokens - len(decoding))}
+    if partial_prefills:
+        plan |= {s.name: _chunk(s, count) for s, count in _share_budget(partial_prefills, budget, budget.tokens - len(decoding))}
     return plan
 
 
-def _share(tails: list[Sequence], budget: BatchBudget, room: int) -> list[tuple[Sequence, int]]:
+def _share_budget(tails: list[Sequence], budget: BatchBudget, room: int) -> list[tuple[Sequence, int]]:
     """How many tokens of which tails. `room` is what the step has left for them."""
-    whole = budget.grain
+    whole = budget.alignment
     short = sorted((s for s in tails if s.pending <= whole), key=lambda s: s.rank)
     long = sorted((s for s in tails if s.pending > whole), key=lambda s: _due(s, budget.rate))
-    left = budget.prompts if long else budget.tails
+    left = budget.prompts if long else budget.short_prompts
     entitled = max(whole, left // 2) if long else left
     overdue = max(entitled, room - (whole if long else 0))
     chosen: list[tuple[Sequence, int]] = []
     waiting: list[Sequence] = []
     taken = 0
-    for sequence in sorted(short, key=lambda s: s.joined > budget.overdue):
-        most = (overdue if sequence.joined <= budget.overdue else entitled) - taken
+    for sequence in sorted(short, key=lambda s: s.running_since > budget.overdue):
+        most = (overdue if sequence.running_since <= budget.overdue else entitled) - taken
         if sequence.pending <= most or (most > 0 and not long):
             chosen.append((sequence, min(sequence.pending, most)))
             taken += chosen[-1][1]
@@ -93,7 +93,7 @@ def _share(tails: list[Sequence], budget: BatchBudget, room: int) -> list[tuple[
 def _due(sequence: Sequence, rate: float) -> tuple[float, int]:
     """When a long tail is to be done; the same from step to step but for what is learned about the rate."""
     urgency, arrival = sequence.rank
-    return (urgency + _STRETCH * sequence.tail / rate if rate else urgency, arrival)
+    return (urgency + _STRETCH * sequence.remaining_prefill / rate if rate else urgency, arrival)
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:

@@ -60,7 +60,7 @@ class GrowthReserve(Protocol):
         """A sequence that began with `begun` output tokens has ended with `generated`; `cut`: it would have gone on."""
         ...
 
-    def needed(self, holders: Sequence[GrowthOutlook], page_size: int) -> int:
+    def pages_to_keep(self, holders: Sequence[GrowthOutlook], page_size: int) -> int:
         """Pages that should be free for what these sequences are going to take."""
         ...
 
@@ -88,7 +88,7 @@ class LearnedGrowthReserve:
         if not cut:
             self._ends[np.searchsorted(_EDGES, generated, side="left") - 1 if generated else 0] += 1
 
-    def needed(self, holders: Sequence[GrowthOutlook], page_size: int) -> int:
+    def pages_to_keep(self, holders: Sequence[GrowthOutlook], page_size: int) -> int:
         """See `GrowthReserve`. O(sequences · horizons)."""
         if not holders:
             return 0

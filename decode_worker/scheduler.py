@@ -44,7 +44,7 @@ from baton.router_fairness import RouterFairness
 from baton.store_protocol import StoreReply
 from baton.waits import WaitEdge
 from decode_worker.admission import SequenceAdmission
-from decode_worker.batching import BatchBudget, grain, plan_step
+from decode_worker.batching import BatchBudget, chunk_alignment, build_batch
 from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
 from decode_worker.sequence import Sequence, SequencePhase
 from decode_worker.step_budget import DecodeRows, StepBudget
@@ -65,7 +65,7 @@ from kvstore.client.transfer import (
     TransferEvent,
 )
 from kvstore.keys import unpack_tokens
-from kvstore.load_or_recompute import LoadInProgress, choose
+from kvstore.load_or_recompute import LoadInProgress, choose_load_length
 
 _LEVELS = 8  # of priority to either side of 0; beyond them no request is more, or less, urgent
 
@@ -90,10 +90,10 @@ class DecodeStats:
     prompt_tokens_computed: int
     prompt_pages_device: int
     prompt_pages_fetched: int
-    fetches_short: int
-    pages_shipped: int
-    ships_refused: int
-    headroom: int  # pages to keep free for what the present sequences are going to take
+    kv_loads_incomplete: int
+    pages_stored: int
+    writes_refused: int
+    growth_reserve: int  # pages to keep free for what the present sequences are going to take
     load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
 
 
@@ -116,18 +116,18 @@ class DecodeScheduler:
         everybody's step."""
         self._config = config
         self._vocab_size = vocab_size
-        self._page_size, self._grain = page_size, grain(page_size)
-        self._cache = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
+        self._page_size, self._grain = page_size, chunk_alignment(page_size)
+        self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
         self._sequences: dict[str, Sequence] = {}  # by request: one attempt each
-        self._admission = SequenceAdmission(self._cache, headroom or LearnedGrowthReserve(), page_size)
-        self._turns = RouterFairness()
+        self._admission = SequenceAdmission(self._blocks, headroom or LearnedGrowthReserve(), page_size)
+        self._router_fairness = RouterFairness()
         self._pace = WorkerStepTimes(calibration)
-        self._tempo = StepBudget(config, self._pace)
+        self._step_budget = StepBudget(config, self._pace)
         self._fetching: dict[int, Sequence] = {}  # by ticket
         self._copies = CopyQueue()  # of fetches
         self._tickets = itertools.count(1)
-        self._shipments = WriteThrough(self._cache, self._tickets, page_size)
+        self._write_through = WriteThrough(self._blocks, self._tickets, page_size)
         self._arrivals = itertools.count()
         self._store_up = False
         self._page_bytes = 0
@@ -150,18 +150,18 @@ class DecodeScheduler:
                 return self._decode(event, router, now)
             case Cancel(request=request, attempt=attempt):
                 sequence = self._find(AttemptName(request, attempt), router)
-                return [] if sequence is None else self._forget(sequence, cut=False)
+                return [] if sequence is None else self._drop_sequence(sequence, cut=False)
             case Resend(request=request, attempt=attempt, position=position):
                 sequence = self._find(AttemptName(request, attempt), router)
                 return [] if sequence is None else self._resend(sequence, position)
             case RouterHeartbeat(attempts=listed):
                 keep = frozenset(listed)
                 gone = [s for s in self._owned_by(router) if s.name not in keep]
-                return [command for sequence in gone for command in self._forget(sequence, cut=False)]
+                return [command for sequence in gone for command in self._drop_sequence(sequence, cut=False)]
             case RouterLost(router=owner):
-                self._turns.admitted(owner)
+                self._router_fairness.admitted(owner)
                 gone = list(self._owned_by(owner))
-                return [command for sequence in gone for command in self._forget(sequence, cut=True)]
+                return [command for sequence in gone for command in self._drop_sequence(sequence, cut=True)]
             case StepDone():
                 return self._step_done(event, now)
             case StepFailed(plan=plan, message=message):
@@ -195,8 +195,8 @@ class DecodeScheduler:
                 return [SendToRouter(AttemptFailed(*_named(name), MalformedMessage.reason, message), router)]
             if old.name.attempt >= order.attempt:
                 return []
-            commands += self._forget(old, cut=True)
-            urgency = old.urgency
+            commands += self._drop_sequence(old, cut=True)
+            urgency = old.priority_time
         try:
             tokens = unpack_tokens(order.tokens, self._vocab_size)
         except BatonError as error:
@@ -213,14 +213,14 @@ class DecodeScheduler:
             max_tokens=order.max_tokens,
             sampling=order.sampling,
             stop_token_ids=frozenset(order.stop_token_ids),
-            urgency=urgency,
+            priority_time=urgency,
             priority=priority,
             arrival=next(self._arrivals),
             page_size=self._page_size,
             deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
-            awaited=order.awaited,
+            prefilled_remotely=order.prefilled_remotely,
             sources=order.sources,
-            progress=now,
+            progressed_at=now,
         )
         sequence.first_new = len(sequence.tokens)
         sequence.extend_keys()
@@ -228,15 +228,15 @@ class DecodeScheduler:
         if most > self._num_pages:
             message = f"prompt and output take up to {most} pages and this worker has {self._num_pages}"
             return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
-        waits = self._turns.must_wait(router, self._held(), now)
+        waits = self._router_fairness.must_wait(router, self._held(), now)
         if waits or (made := self._make_room(sequence)) is None:
-            self._turns.refused(router, now)
+            self._router_fairness.refused(router, now)
             return [
                 *commands,
-                SendToRouter(Refused(*_named(name), "busy", f"{self._cache.available} pages are free"), router),
+                SendToRouter(Refused(*_named(name), "busy", f"{self._blocks.available} pages are free"), router),
             ]
         commands += made
-        self._turns.admitted(router)
+        self._router_fairness.admitted(router)
         self._sequences[order.request] = sequence
         sequence.device_pages = sequence.computed // self._page_size
         self._device_pages += sequence.device_pages
@@ -248,12 +248,12 @@ class DecodeScheduler:
     def _make_room(self, newcomer: Sequence) -> list[DecodeCommand] | None:
         """Reserve pages for a newcomer, if need be those of less urgent sequences; none, and no change, if there is no
         room."""
-        leaving = self._admission.displaced_by(newcomer, self._sequences.values(), self._shipments.spare)
+        leaving = self._admission.displaced_by(newcomer, self._sequences.values(), self._write_through.spare)
         if leaving is None:
             return None
         commands = [command for victim in leaving for command in self._preempt(victim)]
         while not self._reserve(newcomer):
-            commands += self._give_up_shipment()
+            commands += self._abandon_write()
         return commands
 
     def _held(self) -> Mapping[str, int]:
@@ -266,23 +266,23 @@ class DecodeScheduler:
     def _holders(self) -> list[Sequence]:
         return [s for s in self._sequences.values() if s.pages]
 
-    def _give_up_shipment(self) -> list[DecodeCommand]:
+    def _abandon_write(self) -> list[DecodeCommand]:
         """What is written through only for others' sake makes room."""
-        given_up = self._shipments.give_up()
+        given_up = self._write_through.abandon()
         assert given_up is not None, "there is room, and nothing holds it"
         return [*given_up]
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Device pages for every known token, the cached prefix among them; all or nothing."""
         keys = sequence.reusable_keys()
-        cached = self._cache.match(keys)
-        pages = self._cache.take(keys, sequence.needs)
+        cached = self._blocks.match(keys)
+        pages = self._blocks.allocate_with_prefix(keys, sequence.pages_needed)
         if pages is None:
             return False
         sequence.pages = pages
         sequence.computed = cached * self._page_size
-        sequence.published = cached
-        sequence.shipped = max(sequence.shipped, cached)
+        sequence.cached_pages = cached
+        sequence.stored_pages = max(sequence.stored_pages, cached)
         return True
 
     def _begin(self, sequence: Sequence, goal: int, now: float) -> list[DecodeCommand]:
@@ -297,14 +297,14 @@ class DecodeScheduler:
         pages = sequence.pages[have : have + len(keys)]
         partial = have + len(keys) > full
         parent = sequence.parent_of(have)
-        fetch = PageFetch(self._tickets, keys, pages, sequence.awaited, parent, sources, partial=partial)
-        sequence.phase, sequence.fetch, sequence.progress = SequencePhase.FETCHING, fetch, now
+        fetch = PageFetch(self._tickets, keys, pages, sequence.prefilled_remotely, parent, sources, partial=partial)
+        sequence.phase, sequence.fetch, sequence.progressed_at = SequencePhase.WAITING_FOR_REMOTE_KVS, fetch, now
         self._fetching |= dict.fromkeys(fetch.tickets, sequence)
         return [CallStore(call) for call in fetch.start()]
 
     def _run(self, sequence: Sequence, now: float) -> list[DecodeCommand]:
         sequence.phase = SequencePhase.RUNNING
-        sequence.joined, sequence.tail = now, sequence.pending
+        sequence.running_since, sequence.remaining_prefill = now, sequence.pending
         loading = sequence.loading
         predicted, took = (loading.predicted, loading.seconds) if loading else (0.0, 0.0)
         pages = (sequence.device_pages, sequence.fetched_pages)
@@ -318,22 +318,22 @@ class DecodeScheduler:
         ticket = getattr(event, "ticket", 0)
         if isinstance(event, CopiedIn | CopiedOut):
             pages = len(event.checksums) if isinstance(event, CopiedOut) else len(event.indices) + len(event.corrupt)
-            self._tempo.copied(pages, now - self._copying)
+            self._step_budget.observe_copies(pages, now - self._copying)
             self._copying = now
         if (sequence := self._fetching.get(ticket)) is not None and sequence.fetch is not None:
             fetch, before = sequence.fetch, sequence.fetch.covered
             commands: list[DecodeCommand] = [*self._copies.add(fetch.handle(event))]
-            sequence.progress = now
+            sequence.progressed_at = now
             self._count_fetched(sequence, fetch.covered - before)
             if fetch.undecided:
                 commands += self._decide(sequence, fetch, now)
             return commands + (self._end_fetch(sequence, "the store has no more", now) if fetch.ended else [])
-        return [*self._shipments.handle(ticket, event)]
+        return [*self._write_through.handle(ticket, event)]
 
     def _decide(self, sequence: Sequence, fetch: PageFetch, now: float) -> list[DecodeCommand]:
         """How much of a cached prefix that lower tiers have is worth loading."""
         runs = fetch.runs
-        choice = choose(runs, self._page_bytes, self._page_size, self._pace.rate(sequence.computed))
+        choice = choose_load_length(runs, self._page_bytes, self._page_size, self._pace.rate(sequence.computed))
         if choice.pages:
             sequence.loading = LoadInProgress(choice, runs, now)
             sequence.loaded_from = fetch.here
@@ -344,8 +344,8 @@ class DecodeScheduler:
             return
         end = sequence.computed // self._page_size + count
         sequence.computed = min(end * self._page_size, len(sequence.tokens) - 1)
-        self._publish(sequence)
-        sequence.shipped = sequence.published
+        self._cache_full_pages(sequence)
+        sequence.stored_pages = sequence.cached_pages
         sequence.fetched_pages += count
         self._fetched_pages += count
 
@@ -360,9 +360,9 @@ class DecodeScheduler:
         commands = self._drop_fetch(sequence)
         self._short += not complete
         full = sequence.computed // self._page_size == len(sequence.reusable_keys())
-        if complete or full or not sequence.awaited:
+        if complete or full or not sequence.prefilled_remotely:
             return commands + self._run(sequence, now)
-        sequence.phase = SequencePhase.SHORT
+        sequence.phase = SequencePhase.KV_LOAD_INCOMPLETE
         have = FetchIncomplete(*_named(sequence.name), sequence.computed // self._page_size, why)
         return [*commands, SendToRouter(have, sequence.owner)]
 
@@ -378,7 +378,7 @@ class DecodeScheduler:
 
     def _store_lost(self, now: float) -> list[DecodeCommand]:
         self._store_up = False
-        commands: list[DecodeCommand] = [*self._shipments.end_all()]
+        commands: list[DecodeCommand] = [*self._write_through.end_all()]
         for sequence in self._sequences.values():
             if sequence.fetch is not None:
                 commands += self._end_fetch(sequence, "the node's store is gone", now)
@@ -389,11 +389,11 @@ class DecodeScheduler:
     def take_copies(self) -> list[Copy]:
         """The copies to make now, as many as those who decode can bear; what somebody waits for comes first. Report
         each as CopiedIn or CopiedOut."""
-        if not (self._copies or self._shipments.copying):
+        if not (self._copies or self._write_through.copying):
             return []
-        most = self._tempo.copies(self._decoding())
+        most = self._step_budget.copies(self._decoding())
         coming = self._copies.take(most)
-        return coming + self._shipments.take_copies(most - len(coming))
+        return coming + self._write_through.take_copies(most - len(coming))
 
     @property
     def patience(self) -> float:
@@ -401,24 +401,24 @@ class DecodeScheduler:
         their sequence joins this step rather than the one after it. 0: there is nothing to wait for."""
         if not any(s.fetch is not None and s.fetch.confirming for s in self._fetching.values()):
             return 0.0
-        return self._tempo.patience(self._decoding())
+        return self._step_budget.patience(self._decoding())
 
     @property
     def busy(self) -> bool:
         """There is something to do without waiting for a message."""
         running = any(s.phase is SequencePhase.RUNNING for s in self._sequences.values())
-        return running or bool(self._copies) or self._shipments.copying
+        return running or bool(self._copies) or self._write_through.copying
 
     def prepare(self, now: float) -> list[DecodeCommand]:
         """Before a plan: give every running sequence the pages that its known tokens need, at the cost of the last in
         rank where none are left; then resume preempted ones, in order of rank, as far as there is room."""
         commands: list[DecodeCommand] = []
-        lacking = [s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.needs > len(s.pages)]
+        lacking = [s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.pages_needed > len(s.pages)]
         for sequence in sorted(lacking, key=lambda s: s.rank):
-            while sequence.phase is SequencePhase.RUNNING and (missing := sequence.needs - len(sequence.pages)):
-                if (grown := self._cache.grow(missing)) is not None:
+            while sequence.phase is SequencePhase.RUNNING and (missing := sequence.pages_needed - len(sequence.pages)):
+                if (grown := self._blocks.allocate(missing)) is not None:
                     sequence.pages += grown
-                elif (given_up := self._shipments.give_up()) is not None:
+                elif (given_up := self._write_through.abandon()) is not None:
                     commands += given_up
                 else:
                     commands += self._preempt(max(self._holders(), key=lambda s: s.rank))
@@ -431,7 +431,7 @@ class DecodeScheduler:
             commands += self._begin(sequence, len(sequence.keys) if self._store_up else 0, now)
         return commands
 
-    def plan(self, now: float) -> ScheduledBatch:
+    def schedule(self, now: float) -> ScheduledBatch:
         """The next step; empty when nothing runs."""
         self._planned = now
         decoding: list[Sequence] = []
@@ -441,24 +441,24 @@ class DecodeScheduler:
                 (decoding if sequence.pending == 1 else tails).append(sequence)
         if not tails:
             self._put_off = False
-            return plan_step(decoding, tails, BatchBudget(self._config.step_tokens))
+            return build_batch(decoding, tails, BatchBudget(self._config.step_tokens))
         rows = _rows(decoding)
         context = max(s.computed for s in tails)
-        prompts = self._tempo.prompt_tokens(rows, context, self._grain)
-        self._put_off = not self._put_off and self._tempo.holds_up(rows, now - self._stepped)
-        parts = 0 if self._put_off else self._tempo.tail_tokens(rows, context, self._grain)
+        prompts = self._step_budget.prompt_tokens(rows, context, self._grain)
+        self._put_off = not self._put_off and self._step_budget.delays_too_long(rows, now - self._stepped)
+        parts = 0 if self._put_off else self._step_budget.short_prompt_tokens(rows, context, self._grain)
         overdue = now - self._config.first_step_ms / 1_000
         budget = BatchBudget(self._config.step_tokens, prompts, parts, overdue, self._pace.rate(), self._grain)
-        return plan_step(decoding, tails, budget)
+        return build_batch(decoding, tails, budget)
 
-    def alike(self, plan: ScheduledBatch) -> int:
+    def repeatable_steps(self, plan: ScheduledBatch) -> int:
         """How many steps in a row may run this plan, each row feeding on its own last token, and come to the same as if
         each had been planned by itself, while nothing comes in and no stop token is drawn: nobody waits for a turn, a
         copy or its first token, or comes to the end of its page or to `max_tokens`."""
         waits = any(s.phase is SequencePhase.RUNNING and s.name not in plan for s in self._sequences.values())
-        if waits or self._copies or self._shipments.copying:
+        if waits or self._copies or self._write_through.copying:
             return 1
-        return min(self._sequences[name.request].steps_alike(chunk.end) for name, chunk in plan.items())
+        return min(self._sequences[name.request].repeatable_steps(chunk.end) for name, chunk in plan.items())
 
     def _decoding(self) -> DecodeRows:
         return _rows([s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.pending == 1])
@@ -468,14 +468,14 @@ class DecodeScheduler:
         whose fetch ended short waits for the router all the same."""
         commands = self._drop_fetch(sequence)
         self._preemptions += 1
-        self._cache.free(sequence.pages)
+        self._blocks.free(sequence.pages)
         sequence.pages = []
-        sequence.computed = sequence.published = 0
-        if sequence.phase is SequencePhase.SHORT:
+        sequence.computed = sequence.cached_pages = 0
+        if sequence.phase is SequencePhase.KV_LOAD_INCOMPLETE:
             return commands
         sequence.phase = SequencePhase.PREEMPTED
         sequence.sources, sequence.loading = (), None
-        sequence.awaited = False  # what the store has by then is taken, the rest is computed here
+        sequence.prefilled_remotely = False  # what the store has by then is taken, the rest is computed here
         return commands
 
     def _step_done(self, done: StepDone, now: float) -> list[DecodeCommand]:
@@ -485,7 +485,7 @@ class DecodeScheduler:
         self._stepped = now
         sample = self._pace.stepped(plan, seconds, steps)
         if all(len(chunk.tokens) <= self._grain for chunk in plan.values()):
-            self._tempo.stepped(sample, steps)
+            self._step_budget.observe_step(sample, steps)
         deltas: dict[str, list[Delta]] = {}  # by owner
         commands: list[DecodeCommand] = []
         for index, ((name, chunk), drawn) in enumerate(zip(plan.items(), done.sampled, strict=True)):
@@ -494,9 +494,9 @@ class DecodeScheduler:
                 in_prompt = min(sequence.prompt, chunk.end) - chunk.start
                 sequence.prompt_computed += in_prompt
                 self._computed += in_prompt
-            sequence.served = self._step
+            sequence.last_step = self._step
             if drawn is not None and not all(each.finite for each in (drawn, *(step[index] for step in done.more))):
-                commands += self._forget(sequence, cut=True)  # none of this step's pages is cached
+                commands += self._drop_sequence(sequence, cut=True)  # none of this step's pages is cached
                 message = f"the logits of token {chunk.end} are not finite; look at the checkpoint and its dtype"
                 commands.append(
                     SendToRouter(AttemptFailed(*_named(name), NonFiniteLogits.reason, message), sequence.owner)
@@ -508,13 +508,13 @@ class DecodeScheduler:
                 delta = self._append(sequence, [drawn, *(step[index] for step in done.more)])
                 deltas.setdefault(sequence.owner, []).append(delta)
                 sequence.computed = len(sequence.tokens) - 1
-            self._publish(sequence)
+            self._cache_full_pages(sequence)
             if self._store_up:
-                commands += self._shipments.ship(sequence)
+                commands += self._write_through.store(sequence)
             if sequence.finish is not None:
                 self._admission.ended(sequence, cut=sequence.finish == "length")
                 sequence.phase = SequencePhase.ENDED
-                self._cache.free(sequence.pages)
+                self._blocks.free(sequence.pages)
                 sequence.pages = []
         return [*(SendToRouter(Tokens(self._step, tuple(each)), owner) for owner, each in deltas.items()), *commands]
 
@@ -535,20 +535,20 @@ class DecodeScheduler:
         logprobs = tuple(sequence.logprobs[position - sequence.first_new :])
         return Delta(*_named(sequence.name), position, tokens, logprobs, sequence.finish, computed)
 
-    def _publish(self, sequence: Sequence) -> None:
-        for page in range(sequence.published, sequence.computed // self._page_size):
+    def _cache_full_pages(self, sequence: Sequence) -> None:
+        for page in range(sequence.cached_pages, sequence.computed // self._page_size):
             tokens = sequence.tokens[page * self._page_size : (page + 1) * self._page_size]
             key = sequence.keys[page]
-            self._cache.publish(key, sequence.parent_of(page), sequence.pages[page], tokens)
+            self._blocks.cache_block(key, sequence.parent_of(page), sequence.pages[page], tokens)
             # Who hangs below a cached page must refer to it: or it would count as free once its maker has gone.
-            sequence.pages[page] = self._cache.merged(key, sequence.pages[page])
-            sequence.published = page + 1
+            sequence.pages[page] = self._blocks.deduplicate(key, sequence.pages[page])
+            sequence.cached_pages = page + 1
 
     def _step_failed(self, plan: ScheduledBatch, message: str) -> list[DecodeCommand]:
         commands: list[DecodeCommand] = []
         for name in plan:
             sequence = self._sequences[name.request]
-            commands += self._forget(sequence, cut=True)
+            commands += self._drop_sequence(sequence, cut=True)
             commands.append(SendToRouter(AttemptFailed(*_named(name), "internal", message), sequence.owner))
         return commands
 
@@ -564,13 +564,13 @@ class DecodeScheduler:
         delta = Delta(*_named(sequence.name), position, tokens, logprobs, sequence.finish, computed)
         return [SendToRouter(Tokens(self._step, (delta,)), sequence.owner)]
 
-    def _forget(self, sequence: Sequence, cut: bool) -> list[DecodeCommand]:
+    def _drop_sequence(self, sequence: Sequence, cut: bool) -> list[DecodeCommand]:
         """Free everything it holds. Its complete pages stay cached, which is what makes a new attempt cheap. `cut`: its
         request goes on elsewhere, so its output would have been longer."""
         commands = self._drop_fetch(sequence)
         if sequence.phase is not SequencePhase.ENDED:
             self._admission.ended(sequence, cut)
-        self._cache.free(sequence.pages)
+        self._blocks.free(sequence.pages)
         sequence.pages = []
         del self._sequences[sequence.name.request]
         return commands
@@ -579,21 +579,21 @@ class DecodeScheduler:
         self._copying = now
         commands: list[DecodeCommand] = []
         for sequence in list(self._sequences.values()):
-            sequence.progress += paused
+            sequence.progressed_at += paused
             if sequence.deadline is not None and now > sequence.deadline and sequence.phase is not SequencePhase.ENDED:
-                commands += self._forget(sequence, cut=False)
+                commands += self._drop_sequence(sequence, cut=False)
                 failed = AttemptFailed(*_named(sequence.name), "deadline", "the request's deadline has passed")
                 commands.append(SendToRouter(failed, sequence.owner))
-            elif sequence.fetch is not None and now - sequence.progress > self._config.fetch_ms / 1_000:
+            elif sequence.fetch is not None and now - sequence.progressed_at > self._config.fetch_ms / 1_000:
                 commands += self._end_fetch(sequence, f"no page came for {self._config.fetch_ms} ms", now)
         return commands
 
     # --- what others read ---------------------------------------------------------------------------------------
 
     @property
-    def cache(self) -> DeviceBlockManager:
+    def blocks(self) -> DeviceBlockManager:
         """For its KV events and its snapshot; never to change it."""
-        return self._cache
+        return self._blocks
 
     def attempts(self, router: str) -> frozenset[AttemptName]:
         """Those of this router that have not ended."""
@@ -602,14 +602,14 @@ class DecodeScheduler:
     @property
     def tickets(self) -> tuple[int, ...]:
         """Every ticket at the store that we still care about."""
-        return (*self._fetching, *self._shipments.tickets)
+        return (*self._fetching, *self._write_through.tickets)
 
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
         """For one router: what it owns, and how busy we are with all."""
         sequences = self._sequences.values()
         load = replace(
             _load(sequences),
-            pages_free=self._cache.available,
+            pages_free=self._blocks.available,
             pages_total=self._num_pages,
             prefill_rate=self._pace.rate(),
             steps=self._pace.last,
@@ -633,37 +633,37 @@ class DecodeScheduler:
         return DecodeStats(
             running=sum(phase is SequencePhase.RUNNING for phase in phases),
             waiting=sum(
-                phase in (SequencePhase.FETCHING, SequencePhase.SHORT, SequencePhase.PREEMPTED) for phase in phases
+                phase in (SequencePhase.WAITING_FOR_REMOTE_KVS, SequencePhase.KV_LOAD_INCOMPLETE, SequencePhase.PREEMPTED) for phase in phases
             ),
             ended=sum(phase is SequencePhase.ENDED for phase in phases),
-            pages_free=self._cache.available,
+            pages_free=self._blocks.available,
             pages_total=self._num_pages,
             preemptions=self._preemptions,
             tokens_generated=self._generated,
             prompt_tokens_computed=self._computed,
             prompt_pages_device=self._device_pages,
             prompt_pages_fetched=self._fetched_pages,
-            fetches_short=self._short,
-            pages_shipped=self._shipments.written,
-            ships_refused=self._shipments.refused,
-            headroom=self._admission.headroom(self._holders()),
+            kv_loads_incomplete=self._short,
+            pages_stored=self._write_through.written,
+            writes_refused=self._write_through.refused,
+            growth_reserve=self._admission.growth_reserve(self._holders()),
             load_regret=dict(self._regret),
         )
 
     def validate(self) -> None:
         """Raise AssertionError unless every invariant holds. For tests."""
-        self._cache.validate()
+        self._blocks.validate()
         for sequence in self._sequences.values():
             assert sequence.computed <= len(sequence.tokens), sequence.name
             assert sequence.computed <= len(sequence.pages) * self._page_size or not sequence.pages, sequence.name
-            assert (sequence.phase is SequencePhase.FETCHING) == (sequence.fetch is not None), sequence.name
+            assert (sequence.phase is SequencePhase.WAITING_FOR_REMOTE_KVS) == (sequence.fetch is not None), sequence.name
             if sequence.phase in (SequencePhase.PREEMPTED, SequencePhase.ENDED):
                 assert not sequence.pages, sequence.name
-            if sequence.phase in (SequencePhase.FETCHING, SequencePhase.RUNNING):
+            if sequence.phase in (SequencePhase.WAITING_FOR_REMOTE_KVS, SequencePhase.RUNNING):
                 assert sequence.pages, sequence.name
         assert set(self._fetching) == {t for s in self._sequences.values() if s.fetch for t in s.fetch.tickets}
         assert self._copies.tickets <= set(self._fetching)
-        self._shipments.validate()
+        self._write_through.validate()
 
 
 def _load(sequences: Collection[Sequence]) -> LoadReport:
@@ -672,7 +672,7 @@ def _load(sequences: Collection[Sequence]) -> LoadReport:
     return LoadReport(
         running=len(running),
         waiting=sum(
-            s.phase in (SequencePhase.FETCHING, SequencePhase.SHORT, SequencePhase.PREEMPTED) for s in sequences
+            s.phase in (SequencePhase.WAITING_FOR_REMOTE_KVS, SequencePhase.KV_LOAD_INCOMPLETE, SequencePhase.PREEMPTED) for s in sequences
         ),
         tokens_queued=sum(s.pending for s in sequences if s.phase is not SequencePhase.ENDED and s.pending > 1),
         context=sum(len(s.tokens) for s in running),

@@ -27,8 +27,8 @@ from kvstore.load_or_recompute import LoadInProgress
 
 
 class SequencePhase(Enum):
-    FETCHING = "fetching"
-    SHORT = "short"
+    WAITING_FOR_REMOTE_KVS = "fetching"
+    KV_LOAD_INCOMPLETE = "short"
     RUNNING = "running"
     PREEMPTED = "preempted"
     ENDED = "ended"
@@ -45,30 +45,30 @@ class Sequence:
     max_tokens: int  # output tokens over all attempts
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
-    urgency: float  # seconds: when its request came here, later by `decode.ageing_ms` for each level of priority
+    priority_time: float  # seconds: when its request came here, later by `decode.ageing_ms` for each level of priority
     priority: int
     arrival: int  # order of arrival at this worker
     page_size: int
     owner: str = ""  # incarnation of the router that ordered it
     deadline: float | None = None
-    phase: SequencePhase = SequencePhase.FETCHING
+    phase: SequencePhase = SequencePhase.WAITING_FOR_REMOTE_KVS
     pages: list[int] = field(default_factory=list[int])
     keys: list[bytes] = field(default_factory=list[bytes])  # of the full pages of `tokens`
     computed: int = 0  # tokens from the start whose K and V lie in `pages`
-    published: int = 0  # pages from the start that this sequence has handed to the device cache
-    shipped: int = 0  # pages from the start that need no write-through any more
-    ships: bool = True  # write-through goes on; false once the store refused a page, since its children are orphans
+    cached_pages: int = 0  # pages from the start that this sequence has handed to the device cache
+    stored_pages: int = 0  # pages from the start that need no write-through any more
+    writes_through: bool = True  # write-through goes on; false once the store refused a page, since its children are orphans
     device_pages: int = 0  # prompt pages found on the device
     fetched_pages: int = 0  # prompt pages that came from the store
     fetch: PageFetch | None = None
-    awaited: bool = False  # a prefill worker makes the pages to fetch
+    prefilled_remotely: bool = False  # a prefill worker makes the pages to fetch
     sources: tuple[PageSource, ...] = ()  # other stores to get them from
     loading: LoadInProgress | None = None  # what the store was asked to bring from lower tiers
     loaded_from: int = 0  # page of the fetch from which on that was
-    progress: float = 0.0  # when the fetch last went on
-    joined: float = 0.0  # when it last began to run
-    tail: int = 0  # tokens that were to be computed then
-    served: int = 0  # number of the last step that it was part of
+    progressed_at: float = 0.0  # when the fetch last went on
+    running_since: float = 0.0  # when it last began to run
+    remaining_prefill: int = 0  # tokens that were to be computed then
+    last_step: int = 0  # number of the last step that it was part of
     prompt_computed: int = 0  # prompt tokens computed by this attempt
     first_new: int = 0  # tokens known when the attempt began
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # of tokens[first_new:]
@@ -88,14 +88,14 @@ class Sequence:
         """Order of service, of resumption and, backwards, of preemption: urgent first, then oldest first. It never
         changes, and a request is only ever overtaken by those that come within `decode.ageing_ms` for each level of
         priority between them."""
-        return (self.urgency, self.arrival)
+        return (self.priority_time, self.arrival)
 
     @property
-    def needs(self) -> int:
+    def pages_needed(self) -> int:
         """Device pages that all known tokens take."""
         return -(-len(self.tokens) // self.page_size)
 
-    def steps_alike(self, end: int) -> int:
+    def repeatable_steps(self, end: int) -> int:
         """How many steps of one token each it can be given in a row, if the next one ends at position `end`, before
         something becomes of it; at least one."""
         if self.pending > 1 or len(self.tokens) == self.first_new:
@@ -122,11 +122,11 @@ class Sequence:
     def fetchable_keys(self) -> list[bytes]:
         """Those, and that of the partial page after them where a prefill worker makes it."""
         keys = [*self.reusable_keys()]
-        if self.awaited and (rest := self.tokens[len(keys) * self.page_size : -1]):
+        if self.prefilled_remotely and (rest := self.tokens[len(keys) * self.page_size : -1]):
             keys.append(partial_key(keys[-1] if keys else self.root, pack_tokens(rest)))
         return keys
 
     def held(self) -> AttemptHeld:
         ended = self.phase is SequencePhase.ENDED
-        short = self.phase is SequencePhase.SHORT
+        short = self.phase is SequencePhase.KV_LOAD_INCOMPLETE
         return AttemptHeld(self.name.request, self.name.attempt, len(self.tokens), ended, self.computed, short)

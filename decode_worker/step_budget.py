@@ -43,23 +43,23 @@ class StepBudget:
 
     def __init__(self, config: DecodeConfig, pace: WorkerStepTimes) -> None:
         self._config = config
-        self._pace = pace
+        self._costs = pace
         self._copy_seconds = 0.0  # for a page; 0: not measured yet
         self._tail_shares: dict[int, float] = {}
         """By how much comes before it (`_magnitude`): by how much of itself a tail's token makes a step longer. Fits to
         all steps tell little about so few tokens, of which the first few cost the most."""
         self._lately = 1.0  # times what the fit, which lags behind, expects: steps without prompts
 
-    def copied(self, pages: int, seconds: float) -> None:
+    def observe_copies(self, pages: int, seconds: float) -> None:
         """So many pages were copied, and the store was told, in that time."""
         if pages <= 0 or seconds <= 0:
             return
         each, old = seconds / pages, self._copy_seconds
         self._copy_seconds = old + _WEIGHT * (min(each, _FAR * old) - old) if old else each
 
-    def stepped(self, step: StepSample, steps: int = 1) -> None:
+    def observe_step(self, step: StepSample, steps: int = 1) -> None:
         """So many steps in which all there was of prompts were short tails, if anything."""
-        plain = self._pace.seconds(rows=step.rows, context=step.context)
+        plain = self._costs.seconds(rows=step.rows, context=step.context)
         if not step.rows or not plain:
             return
         took = step.seconds / plain
@@ -77,11 +77,11 @@ class StepBudget:
         least two grains, so that both short and long tails of prompts get on."""
         room = self._config.step_tokens - rows.count
         if rows.count:
-            within = self._pace.tokens_within(self.longest_step(rows) - self._seconds(rows), context, rows.count)
+            within = self._costs.tokens_within(self.longest_step(rows) - self._seconds(rows), context, rows.count)
             room = min(room, self._config.step_tokens // _UNKNOWN if within is None else within)
         return max(room, 2 * grain)
 
-    def tail_tokens(self, rows: DecodeRows, context: int, grain: int) -> int:
+    def short_prompt_tokens(self, rows: DecodeRows, context: int, grain: int) -> int:
         """The same where no prompt has more than a grain left."""
         most = self.prompt_tokens(rows, context, grain)
         if not rows.count:
@@ -89,7 +89,7 @@ class StepBudget:
         share = self._tail_shares.get(_magnitude(context), _UNKNOWN_SHARE)
         return min(most, max(int((_TAIL - 1) / max(share, _FREE)), _LEAST_TAIL))
 
-    def holds_up(self, rows: DecodeRows, seconds: float) -> bool:
+    def delays_too_long(self, rows: DecodeRows, seconds: float) -> bool:
         """Whether so much between two steps keeps those who decode waiting long enough as it is."""
         return rows.count > 0 and seconds > _BESIDES * self._seconds(rows) > 0
 
@@ -111,7 +111,7 @@ class StepBudget:
 
     def _seconds(self, rows: DecodeRows) -> float:
         """Of a step without prompts."""
-        return self._pace.seconds(rows=rows.count, context=rows.context)
+        return self._costs.seconds(rows=rows.count, context=rows.context)
 
 
 def _magnitude(context: int) -> int:

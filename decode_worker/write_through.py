@@ -31,7 +31,7 @@ class WriteThrough:
     """All that are under way."""
 
     def __init__(self, cache: DeviceBlockManager, tickets: Iterator[int], page_size: int) -> None:
-        self._cache, self._numbers, self._page_size = cache, tickets, page_size
+        self._blocks, self._numbers, self._page_size = cache, tickets, page_size
         self._under_way: dict[int, _PageWrite] = {}  # by ticket, oldest first
         self._copies = CopyQueue()
         self.written = 0  # pages that were sealed
@@ -46,22 +46,22 @@ class WriteThrough:
         """Copies wait to be made."""
         return bool(self._copies)
 
-    def ship(self, sequence: Sequence) -> list[CallStore]:
+    def store(self, sequence: Sequence) -> list[CallStore]:
         """Write the pages of `sequence` that have filled up since the last time."""
         full = sequence.computed // self._page_size
-        first, sequence.shipped = sequence.shipped, max(sequence.shipped, full)
-        if not sequence.ships:
+        first, sequence.stored_pages = sequence.stored_pages, max(sequence.stored_pages, full)
+        if not sequence.writes_through:
             return []
         calls: list[CallStore] = []
         for start in range(first, full, MAX_KEYS_PER_CALL):
             end = min(start + MAX_KEYS_PER_CALL, full)
             ship = StorePages(next(self._numbers), sequence.parent_of(start), sequence.keys[start:end], hold=False)
             pages = sequence.pages[start:end]
-            self._cache.retain(pages)
+            self._blocks.incref(pages)
             self._under_way[ship.ticket] = _PageWrite(ship, pages, sequence)
             calls += self._copies.add(ship.start())
             for index, page in enumerate(pages):
-                calls += self._copies.add(ship.ready(index, page))
+                calls += self._copies.add(ship.offer(index, page))
         return calls
 
     def handle(self, ticket: int, event: TransferEvent) -> list[CallStore]:
@@ -72,7 +72,7 @@ class WriteThrough:
         calls = self._copies.add(shipment.ship.handle(event))
         if shipment.ship.refused:
             self.refused += 1
-            shipment.sequence.ships = False
+            shipment.sequence.writes_through = False
         if shipment.ship.done or shipment.ship.refused:
             calls += self._end(ticket)
         return calls
@@ -84,9 +84,9 @@ class WriteThrough:
     @property
     def spare(self) -> int:
         """Device pages that would be available if all were given up whose sequences have let go of theirs."""
-        return sum(self._cache.sole(each.pages) for each in self._under_way.values() if not each.sequence.pages)
+        return sum(self._blocks.count_unshared(each.pages) for each in self._under_way.values() if not each.sequence.pages)
 
-    def give_up(self) -> list[CallStore] | None:
+    def abandon(self) -> list[CallStore] | None:
         """End the oldest shipment of a sequence that has let go of its pages; none: there is no such shipment."""
         for ticket, shipment in self._under_way.items():
             if not shipment.sequence.pages:
@@ -103,7 +103,7 @@ class WriteThrough:
 
     def _end(self, ticket: int) -> list[CallStore]:
         shipment = self._under_way.pop(ticket)
-        self.written += shipment.ship.written
+        self.written += shipment.ship.pages_written
         self._copies.drop(ticket)
-        self._cache.free(shipment.pages)
+        self._blocks.free(shipment.pages)
         return [CallStore(EndLease(ticket))]

@@ -46,7 +46,7 @@ class LoadChoice:
     compute_seconds: float
 
 
-def choose(
+def choose_load_length(
     runs: Sequence[TierPages], page_bytes: int, page_size: int, prefill_rate: float, on_device: int = 0
 ) -> LoadChoice:
     """How far to load. `runs` lie one after the other in the chain; `page_size` in tokens, `prefill_rate` in tokens

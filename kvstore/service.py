@@ -57,7 +57,7 @@ from kvstore.server.events import (
     TellRouter,
     WriterDied,
 )
-from kvstore.server.metrics import figures
+from kvstore.server.metrics import metric_samples
 from kvstore.server.state import StoreState
 from kvstore.transport.nixl_transport import NixlTransport
 from kvstore.transport.zmq_transport import ZmqTransport
@@ -195,7 +195,7 @@ class StoreService:
             with span("calls", "sockets", connection=connection.number):
                 self._hear(connection, _CALLS_PER_TURN)
         for pid in [pid for pid, pidfd in self._pidfds.items() if pidfd in ready]:
-            self._bury(pid)
+            self._writer_died(pid)
         if self._accept_at is not None and now >= self._accept_at:
             self._accept_at = None
             self._poller.add(self._listener.fileno())
@@ -247,7 +247,7 @@ class StoreService:
         if known is not None:
             if not readable(known, 0):
                 return True
-            self._bury(socket.pid)  # another process has its number now
+            self._writer_died(socket.pid)  # another process has its number now
         try:
             self._pidfds[socket.pid] = socket.pidfd()
         except OSError:  # it has ended, or there is no descriptor left: the worker connects again
@@ -263,14 +263,14 @@ class StoreService:
             try:
                 received = connection.socket.receive()
             except StoreGone:
-                self._lose(connection)
+                self._connection_lost(connection)
                 return
             except MalformedMessage as error:
                 self._malformed += 1
                 of_peers.warning("closing the connection of process %d: %s", connection.socket.pid, error)
                 with contextlib.suppress(StoreGone):
                     connection.socket.send(AttachRefused(error.reason, str(error)[:_MAX_REFUSAL]))
-                self._lose(connection)
+                self._connection_lost(connection)
                 return
             if received is None:
                 return
@@ -282,7 +282,7 @@ class StoreService:
                 self._workers.setdefault(connection.socket.pid, set()).add(call.peer.incarnation)
             self._handle(CallReceived(connection.number, call))
 
-    def _bury(self, pid: int) -> None:
+    def _writer_died(self, pid: int) -> None:
         """The kernel has told of a process's end; what it had said before still counts."""
         for connection in [each for each in self._connections.values() if each.socket.pid == pid]:
             self._hear(connection)
@@ -292,7 +292,7 @@ class StoreService:
             of_peers.info("process %d, %s, is gone", pid, incarnation)
             self._routers.tell_all(WorkerDied(incarnation, pid))
 
-    def _lose(self, connection: _Connection) -> None:
+    def _connection_lost(self, connection: _Connection) -> None:
         self._close(connection)
         self._handle(Disconnected(connection.number))
         self._unwatch_if_done(connection.socket.pid)
@@ -355,7 +355,7 @@ class StoreService:
             try:
                 self._congested |= not connection.socket.flush()
             except StoreGone:
-                self._lose(connection)
+                self._connection_lost(connection)
 
     # --- routers ----------------------------------------------------------------------------------------------------
 
@@ -394,8 +394,8 @@ class StoreService:
             malformed = self._malformed + self._routers.malformed + self._events.malformed + peers.malformed
             self._metrics.publish(
                 {
-                    **figures(stats),
-                    **self._events.figures,
+                    **metric_samples(stats),
+                    **self._events.metric_samples,
                     "store_calls": {(call,): count for call, count in self._calls.items()},
                     "malformed_messages": malformed + stats.refusals,
                     "connections_refused": refused() + self._strangers,

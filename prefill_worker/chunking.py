@@ -53,22 +53,22 @@ PageSeconds: TypeAlias = Callable[[PrefillRequest, int], float]
 """Seconds of a prompt's n-th page from now, counted from 0."""
 
 
-def plan_step(jobs: Collection[PrefillRequest], pace: StepCostModel, step: float, most: int) -> ScheduledBatch:
+def build_batch(jobs: Collection[PrefillRequest], pace: StepCostModel, step: float, most: int) -> ScheduledBatch:
     """Whole pages of the prompts that are computing: as many as fit into the seconds that a step may last, and at most
     `most` tokens, but at least one page. Counts in each prompt how long it has been passed over."""
     ready = [job for job in jobs if job.phase is PrefillPhase.COMPUTING and job.pending]
     if not ready:
         return {}
     most = max(1, min(most, max(_UNMEASURED, _GROWTH * pace.largest)) // ready[0].page_size)
-    alone = sum(job.phase not in (PrefillPhase.SETTLING, PrefillPhase.DONE) for job in jobs) == 1
+    alone = sum(job.phase not in (PrefillPhase.COMMITTING, PrefillPhase.DONE) for job in jobs) == 1
     fixed = pace.cost.fixed
     seconds = max(_ALONE * step if alone else step, _FIXED * fixed) - fixed
     if alone:
         seconds = _equal_steps(ready[0], pace, seconds)
     cost = _cost(pace, ready[0].page_size)
-    ranks = rank(ready, [job for job in jobs if job.phase is PrefillPhase.WAITING])
-    shares = share(ranks, cost, seconds if pace.largest else inf, most)
-    _age(ranks, cost, shares)
+    ranks = rank_requests(ready, [job for job in jobs if job.phase is PrefillPhase.WAITING])
+    shares = share_pages(ranks, cost, seconds if pace.largest else inf, most)
+    _count_skipped(ranks, cost, shares)
     return {job.name: _chunk(job, count) for job, count in shares.items()}
 
 
@@ -79,24 +79,24 @@ def _equal_steps(job: PrefillRequest, pace: StepCostModel, seconds: float) -> fl
     return rest / steps if steps > 1 else inf
 
 
-def rank(ready: Collection[PrefillRequest], waiting: Collection[PrefillRequest]) -> Ranks:
+def rank_requests(ready: Collection[PrefillRequest], waiting: Collection[PrefillRequest]) -> Ranks:
     """Who goes first, by the formula above; among equals those who have waited longest, then those who got least, then
     those who came first."""
     urgent = min(job.priority for job in (*ready, *waiting))
     ranked: list[tuple[int, Sequence[PrefillRequest]]] = []
     for job in ready:
         behind = [job, *(other for other in waiting if other.waits_for is job)]
-        best = min(min(each.priority - urgent, LEVELS) * STEPS_PER_LEVEL - each.passed for each in behind)
+        best = min(min(each.priority - urgent, LEVELS) * STEPS_PER_LEVEL - each.skipped_steps for each in behind)
         ranked.append((max(0, best), behind))
     return sorted(ranked, key=_place)
 
 
 def _place(ranked: tuple[int, Sequence[PrefillRequest]]) -> tuple[float, ...]:
     of, (job, *behind) = ranked
-    return of, -max(each.passed for each in (job, *behind)), job.computed_here, job.arrival
+    return of, -max(each.skipped_steps for each in (job, *behind)), job.computed_here, job.arrival
 
 
-def share(ranks: Ranks, cost: PageSeconds, seconds: float, most: int) -> Shares:
+def share_pages(ranks: Ranks, cost: PageSeconds, seconds: float, most: int) -> Shares:
     """Pages worth that time, at most `most` of them, but at least one: rank after rank, and within a rank page by page
     to whoever will have had the least time with it."""
     shares: dict[PrefillRequest, int] = {}
@@ -118,7 +118,7 @@ def share(ranks: Ranks, cost: PageSeconds, seconds: float, most: int) -> Shares:
     for _, equals in groupby(ranks, key=lambda item: item[0]):
         served = [behind[0] for _, behind in equals]
         for job in served:
-            if job.passed:
+            if job.skipped_steps:
                 give(job)
         queue = [(spent.get(job, 0.0) + cost(job, shares.get(job, 0)), place, job) for place, job in enumerate(served)]
         heapify(queue)
@@ -129,14 +129,14 @@ def share(ranks: Ranks, cost: PageSeconds, seconds: float, most: int) -> Shares:
     return shares
 
 
-def _age(ranks: Ranks, cost: PageSeconds, shares: Shares) -> None:
+def _count_skipped(ranks: Ranks, cost: PageSeconds, shares: Shares) -> None:
     times = {job: sum(cost(job, page) for page in range(count)) for job, count in shares.items()}
     part = sum(times.values()) / len(ranks)
     for _, (job, *behind) in ranks:
         count = shares.get(job, 0)
         served = count == job.total - job.ready or (count and times[job] + cost(job, count) > part)
         for each in (job, *behind):
-            each.passed = 0 if served else each.passed + 1
+            each.skipped_steps = 0 if served else each.skipped_steps + 1
 
 
 def _cost(pace: StepCostModel, page_size: int) -> PageSeconds:

@@ -27,11 +27,11 @@ from kvstore.load_or_recompute import LoadInProgress
 
 
 class PrefillPhase(Enum):
-    LOOKING = "looking"
+    LOOKUP = "looking"
     WAITING = "waiting"
-    READING = "reading"
+    LOADING = "reading"
     COMPUTING = "computing"
-    SETTLING = "settling"
+    COMMITTING = "settling"
     DONE = "done"
 
 
@@ -48,28 +48,28 @@ class PrefillRequest:
     deadline: float | None
     pages: list[int]
     owner: str = ""  # incarnation of the router that ordered it
-    phase: PrefillPhase = PrefillPhase.LOOKING
+    phase: PrefillPhase = PrefillPhase.LOOKUP
     stored: int = 0  # pages from the start that the store had when we looked
     computed: int = 0  # tokens from the start whose K and V lie in `pages`
     sources: tuple[PageSource, ...] = ()  # other stores that have some of its pages cached
     waits_for: PrefillRequest | None = None  # while WAITING: who makes the next page
-    passed: int = 0  # steps in a row in which it got less than its part
+    skipped_steps: int = 0  # steps in a row in which it got less than its part
     loading: LoadInProgress | None = None  # what the store was asked to bring from lower tiers
     loaded_from: int = 0  # page from which on that was
     lookup: PrefixLookup | None = None
     fetch: PageFetch | None = None
-    ship: StorePages | None = None
-    settled: int = 0  # pages from the start that are in the store; where the shipment begins
+    store: StorePages | None = None
+    committed: int = 0  # pages from the start that are in the store; where the shipment begins
     lost_at: int = 0  # the most it had there when the store gave them to others; as far it has to come to go on
     offered: int = 0  # pages from the start that were handed to a shipment
     window: int = MAX_KEYS_PER_CALL  # pages per shipment
-    place: int | None = None  # the number under which it waits in the store's line for slots, once it has asked for any
+    line_number: int | None = None  # the number under which it waits in the store's line for slots, once it has asked for any
     holding: list[int] = field(default_factory=list[int])  # tickets of shipments that are in the store
     retry_at: float | None = None  # when to ask again for slots, seconds
     refused: str | None = None  # why it was refused slots the last time
-    progress: float = 0.0  # when it last went on, seconds
+    progressed_at: float = 0.0  # when it last went on, seconds
     computed_here: int = 0  # tokens
-    shipped: int = 0  # pages written to the store
+    pages_stored: int = 0  # pages written to the store
     first_step: float | None = None  # when its first chunk was planned, seconds
 
     @property
@@ -86,7 +86,7 @@ class PrefillRequest:
         """Pages from the start whose contents lie complete on the device."""
         return self.computed // self.page_size if self.pending else self.total
 
-    def has(self, pages: int) -> None:
+    def mark_complete(self, pages: int) -> None:
         """So many pages from the start lie complete on the device. The last one may be partial."""
         self.computed = min(pages * self.page_size, len(self.tokens))
 
@@ -101,14 +101,14 @@ class PrefillRequest:
         return self.phase is not PrefillPhase.DONE
 
     @property
-    def making(self) -> bool:
+    def computing(self) -> bool:
         """Its next page is on its way to the device."""
-        return self.phase in (PrefillPhase.READING, PrefillPhase.COMPUTING) and self.pending > 0
+        return self.phase in (PrefillPhase.LOADING, PrefillPhase.COMPUTING) and self.pending > 0
 
     @property
     def awaits_store(self) -> bool:
         """It can go on only when the store says something."""
-        return self.phase in (PrefillPhase.LOOKING, PrefillPhase.READING, PrefillPhase.SETTLING)
+        return self.phase in (PrefillPhase.LOOKUP, PrefillPhase.LOADING, PrefillPhase.COMMITTING)
 
     @property
     def waits_in_line(self) -> str | None:
@@ -118,7 +118,7 @@ class PrefillRequest:
     @property
     def loading_now(self) -> bool:
         """Pages of its prefix are on their way to the arena."""
-        return self.phase is PrefillPhase.LOOKING and self.loading is not None and not self.loading.seconds
+        return self.phase is PrefillPhase.LOOKUP and self.loading is not None and not self.loading.seconds
 
     def in_common(self, keys: Sequence[bytes]) -> int:
         """How many pages at the start of `keys` are this prompt's, too. A key stands for everything before it."""

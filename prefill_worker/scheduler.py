@@ -52,9 +52,9 @@ from kvstore.client.transfer import (
     TransferEvent,
 )
 from kvstore.keys import prompt_keys, unpack_tokens
-from kvstore.load_or_recompute import LoadInProgress, choose
+from kvstore.load_or_recompute import LoadInProgress, choose_load_length
 from prefill_worker import shared_prefix
-from prefill_worker.chunking import plan_step
+from prefill_worker.chunking import build_batch
 from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
 
 _SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
@@ -81,7 +81,7 @@ class PrefillStats:
     tokens_computed: int
     pages_hit: int
     pages_hit_in_store: int  # of these, those that the store had; the device had the others
-    pages_shipped: int
+    pages_stored: int
     load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
 
 
@@ -104,8 +104,8 @@ class PrefillScheduler:
         self._vocab_size = vocab_size
         self._page_size = page_size
         self._num_pages = num_pages
-        self._cache = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
-        self._jobs: dict[str, PrefillRequest] = {}  # by request: one attempt each
+        self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
+        self._requests: dict[str, PrefillRequest] = {}  # by request: one attempt each
         self._owners: dict[int, PrefillRequest] = {}  # by ticket
         self._turns = RouterFairness()
         self._copies = CopyQueue()
@@ -131,19 +131,19 @@ class PrefillScheduler:
             case Prefill():
                 return self._prefill(event, router, now)
             case Cancel(request=request, attempt=attempt):
-                job = self._jobs.get(request)
+                job = self._requests.get(request)
                 ours = job is not None and job.owner == router and job.name.attempt == attempt
-                return self._forget(job) if job and ours else []
+                return self._drop_request(job) if job and ours else []
             case RouterHeartbeat(attempts=listed):
                 keep = frozenset(listed)
-                return [c for job in self._owned_by(router) if job.name not in keep for c in self._forget(job)]
+                return [c for job in self._owned_by(router) if job.name not in keep for c in self._drop_request(job)]
             case RouterLost(router=owner):
                 self._turns.admitted(owner)
-                return [c for job in self._owned_by(owner) for c in self._forget(job)]
+                return [c for job in self._owned_by(owner) for c in self._drop_request(job)]
             case StepDone(plan=plan):
                 return self._step_done(plan, now)
             case StepFailed(plan=plan, message=message):
-                return [c for name in plan for c in self._fail(self._jobs[name.request], "internal", message)]
+                return [c for name in plan for c in self._fail(self._requests[name.request], "internal", message)]
             case StoreUp(slots=slots, page_bytes=page_bytes):
                 self._slots, self._page_bytes = slots, page_bytes
                 return []
@@ -151,25 +151,25 @@ class PrefillScheduler:
                 self._slots = 0
                 # What was done is in that store no more either: the router must not count on it.
                 message = "the node's store is gone"
-                return [c for job in list(self._jobs.values()) for c in self._fail(job, StoreGone.reason, message)]
+                return [c for job in list(self._requests.values()) for c in self._fail(job, StoreGone.reason, message)]
             case Tick(paused=paused):
                 return self._tick(now, paused)
             case _:
                 return self._transfer(event, now)
 
     def _owned_by(self, router: str) -> list[PrefillRequest]:
-        return [job for job in self._jobs.values() if job.owner == router]
+        return [job for job in self._requests.values() if job.owner == router]
 
     def _prefill(self, order: Prefill, router: str, now: float) -> list[PrefillCommand]:
         name = AttemptName(order.request, order.attempt)
         commands: list[PrefillCommand] = []
-        if (old := self._jobs.get(order.request)) is not None:
+        if (old := self._requests.get(order.request)) is not None:
             if old.owner != router:
                 message = f"request {order.request!r} is another router's"
                 return [SendToRouter(AttemptFailed(*_named(name), MalformedMessage.reason, message), router)]
             if old.name.attempt >= order.attempt:
                 return []
-            commands += self._forget(old)
+            commands += self._drop_request(old)
         try:
             tokens = unpack_tokens(order.tokens, self._vocab_size)
             if len(tokens) < self._page_size:
@@ -190,10 +190,10 @@ class PrefillScheduler:
         active = self._active
         waits = self._turns.must_wait(router, Counter(job.owner for job in active), now)
         full = waits or len(active) >= self._config.max_prompts
-        taken = None if full else shared_prefix.take(self._cache, keys, active)
+        taken = None if full else shared_prefix.allocate_shared(self._blocks, keys, active)
         if taken is None:
             self._turns.refused(router, now)
-            message = f"{len(active)} prompts are being computed and {self._cache.available} pages are free"
+            message = f"{len(active)} prompts are being computed and {self._blocks.available} pages are free"
             return [*commands, SendToRouter(Refused(*_named(name), "busy", message), router)]
         self._turns.admitted(router)
         pages, complete = taken
@@ -208,60 +208,60 @@ class PrefillScheduler:
             deadline=None if order.deadline_ms is None else now + order.deadline_ms / 1_000,
             pages=pages,
             sources=order.sources,
-            progress=now,
+            progressed_at=now,
             window=self._window,
         )
-        job.has(complete)
-        self._jobs[order.request] = job
-        return commands + self._look(job)
+        job.mark_complete(complete)
+        self._requests[order.request] = job
+        return commands + self._start_lookup(job)
 
     # --- prompts that begin alike -----------------------------------------------------------------------------------
 
     @property
     def _active(self) -> list[PrefillRequest]:
         """The prompts that are not done, in the order in which they came."""
-        return [job for job in self._jobs.values() if job.active]
+        return [job for job in self._requests.values() if job.active]
 
     def _gained(self, job: PrefillRequest, before: int) -> None:
         """Pages of `job` from `before` on have become complete: full ones can be found, and those who share them have
         them as well."""
         for page in range(before, min(job.ready, job.full)):
             tokens = job.tokens[page * self._page_size : (page + 1) * self._page_size]
-            self._cache.publish(job.keys[page], job.keys[page - 1] if page else b"", job.pages[page], tokens)
-        shared_prefix.tell(job, self._active)
+            self._blocks.cache_block(job.keys[page], job.keys[page - 1] if page else b"", job.pages[page], tokens)
+        shared_prefix.mark_complete(job, self._active)
 
     def _wake(self, now: float) -> list[PrefillCommand]:
         """Those who wait for a page that is complete, or that nobody makes any more, go on; the most urgent first,
         lest they all wait again for the least urgent one."""
-        waiting = [job for job in self._jobs.values() if job.phase is PrefillPhase.WAITING]
+        waiting = [job for job in self._requests.values() if job.phase is PrefillPhase.WAITING]
         commands: list[PrefillCommand] = []
         for job in sorted(waiting, key=lambda job: (job.priority, job.arrival)):
-            job.waits_for = shared_prefix.maker(job, self._active)
+            job.waits_for = shared_prefix.computing_request(job, self._active)
             if job.waits_for is None:
-                job.progress = now
-                commands += self._go_on(job)
+                job.progressed_at = now
+                commands += self._advance(job)
         return commands
 
     # --- from phase to phase --------------------------------------------------------------------------------------
 
-    def _look(self, job: PrefillRequest) -> list[PrefillCommand]:
-        job.phase = PrefillPhase.LOOKING
+    def _start_lookup(self, job: PrefillRequest) -> list[PrefillCommand]:
+        job.phase = PrefillPhase.LOOKUP
         job.lookup = PrefixLookup(self._tickets, job.keys[: job.full], job.sources)
         return self._ask(job, job.lookup.tickets, job.lookup.start())
 
-    def _look_on(
+    def _continue_lookup(
         self, job: PrefillRequest, lookup: PrefixLookup, event: TransferEvent, now: float
     ) -> list[PrefillCommand]:
         """The store has said something about what it has, and what it could load."""
         lookup.handle(event)
-        if job.phase is not PrefillPhase.LOOKING:
+        if job.phase is not PrefillPhase.LOOKUP:
             return []
         commands: list[PrefillCommand] = []
         if lookup.undecided:
             runs = lookup.runs
-            spared = max(0, shared_prefix.spared(job, self._active) - lookup.here)
+            spared = max(0, shared_prefix.pages_not_to_compute(job, self._active) - lookup.here)
             rate = self._pace.rate(lookup.here * self._page_size)
-            choice = choose(runs, self._page_bytes, self._page_size, rate, spared)
+            choice = choose_load_length(runs, self._page_bytes, self._page_size, rate, spared)
             commands = [CallStore(call) for call in lookup.decide(choice.pages)]
             if choice.pages:
                 job.loading = LoadInProgress(choice, runs, now)
@@ -276,75 +276,75 @@ class PrefillScheduler:
 
     def _found(self, job: PrefillRequest, found: int, now: float) -> list[PrefillCommand]:
         """The store has, and holds for us, a prefix of `found` pages."""
-        job.stored = job.settled = job.offered = found
-        return self._finish(job, now) if found == job.total else self._go_on(job)
+        job.stored = job.committed = job.offered = found
+        return self._finish(job, now) if found == job.total else self._advance(job)
 
-    def _go_on(self, job: PrefillRequest) -> list[PrefillCommand]:
+    def _advance(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Bring what the store has to the device, as far as computing the rest needs it, and compute the rest; unless
         another prompt is making the same pages."""
-        job.waits_for = shared_prefix.maker(job, self._active)
+        job.waits_for = shared_prefix.computing_request(job, self._active)
         if job.waits_for is not None:
             job.phase = PrefillPhase.WAITING
             return []
         have, found = job.ready, job.stored
         if found <= have:
             return self._compute(job)
-        job.phase = PrefillPhase.READING
+        job.phase = PrefillPhase.LOADING
         job.fetch = PageFetch(self._tickets, job.keys[have:found], job.pages[have:found], wait=False)
         return self._ask(job, job.fetch.tickets, job.fetch.start())
 
     def _compute(self, job: PrefillRequest) -> list[PrefillCommand]:
-        job.phase = PrefillPhase.COMPUTING if job.pending else PrefillPhase.SETTLING
-        return self._reserve(job) + self._offer(job)
+        job.phase = PrefillPhase.COMPUTING if job.pending else PrefillPhase.COMMITTING
+        return self._reserve(job) + self._offer_pages(job)
 
     def _reserve(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Ask for slots for the next pages that the store lacks."""
-        first, last = job.settled, min(job.settled + job.window, job.total)
+        first, last = job.committed, min(job.committed + job.window, job.total)
         parent, keys = job.keys[first - 1] if first else b"", job.keys[first:last]
-        if job.place is None:
-            job.place = next(self._tickets)
-            self._owners[job.place] = job
-        job.ship = StorePages(next(self._tickets), parent, keys, True, partial=last > job.full, prompt=job.place)
+        if job.line_number is None:
+            job.line_number = next(self._tickets)
+            self._owners[job.line_number] = job
+        job.store = StorePages(next(self._tickets), parent, keys, True, partial=last > job.full, prompt=job.line_number)
         job.retry_at = None
-        return self._ask(job, (job.ship.ticket,), job.ship.start())
+        return self._ask(job, (job.store.ticket,), job.store.start())
 
-    def _offer(self, job: PrefillRequest) -> list[PrefillCommand]:
+    def _offer_pages(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Hand the pages that are complete on the device to the shipment that covers them."""
-        ship = job.ship
+        ship = job.store
         if ship is None:
             return []
         commands: list[PrefillCommand] = []
-        for page in range(job.offered, min(job.ready, job.settled + ship.count)):
-            commands += self._copies.add(ship.ready(page - job.settled, job.pages[page]))
+        for page in range(job.offered, min(job.ready, job.committed + ship.count)):
+            commands += self._copies.add(ship.offer(page - job.committed, job.pages[page]))
             job.offered = page + 1
         return commands
 
-    def _shipped_window(self, job: PrefillRequest, ship: StorePages, now: float) -> list[PrefillCommand]:
+    def _window_stored(self, job: PrefillRequest, ship: StorePages, now: float) -> list[PrefillCommand]:
         """Every page of a shipment is in the store: go on with the next, or be done."""
-        job.shipped += ship.written
-        job.settled += ship.count
-        job.offered = max(job.offered, job.settled)  # pages that others had sealed were never offered
+        job.pages_stored += ship.pages_written
+        job.committed += ship.count
+        job.offered = max(job.offered, job.committed)  # pages that others had sealed were never offered
         commands: list[PrefillCommand] = []
         job.holding.append(ship.ticket)
         job.window = min(2 * job.window, self._window)  # another prompt may have needed the share
-        job.ship = None
-        if job.settled == job.total:
+        job.store = None
+        if job.committed == job.total:
             return commands + self._finish(job, now)
-        return commands + self._reserve(job) + self._offer(job)
+        return commands + self._reserve(job) + self._offer_pages(job)
 
     def _no_slots(self, job: PrefillRequest, ship: StorePages, now: float) -> list[PrefillCommand]:
         commands = self._drop(ship.ticket)
-        job.ship, job.offered = None, job.settled
+        job.store, job.offered = None, job.committed
         if ship.refused == "quota" and job.window > 1:
             # What our own prompts have reserved is our share. They write it without waiting for other slots, so this
             # prompt may keep what it holds.
             job.window = max(1, ship.count // 2)
-            return commands + self._reserve(job) + self._offer(job)
+            return commands + self._reserve(job) + self._offer_pages(job)
         if ship.refused == "orphan":
             # What we found when we looked has gone since: look again. Two that pass through the same few slots, each of
             # them taking what the other one has written, would do so for ever, and call that progress.
-            job.lost_at = max(job.lost_at, job.settled + 1)
-            return commands + self._give_back(job) + self._look(job)
+            job.lost_at = max(job.lost_at, job.committed + 1)
+            return commands + self._give_back(job) + self._start_lookup(job)
         if ship.refused == "behind":
             # Another prompt may wait for what this one holds. It goes first: see `kvstore.server.head_of_line`.
             commands += self._give_back(job)
@@ -359,14 +359,14 @@ class PrefillScheduler:
 
     def _finish(self, job: PrefillRequest, now: float) -> list[PrefillCommand]:
         job.phase = PrefillPhase.DONE
-        left, job.place = self._drop(job.place) if job.place is not None else [], None
-        self._cache.free(job.pages)
+        left, job.line_number = self._drop(job.line_number) if job.line_number is not None else [], None
+        self._blocks.free(job.pages)
         job.pages = []
         hit = job.total - -(-job.computed_here // self._page_size)
         self._done += 1
         self._hit += hit
         self._hit_in_store += min(hit, job.stored)
-        self._shipped += job.shipped
+        self._shipped += job.pages_stored
         begun = job.first_step if job.first_step is not None else now
         return [
             *left,
@@ -375,7 +375,7 @@ class PrefillScheduler:
                     *_named(job.name),
                     computed=job.computed_here,
                     hit=hit,
-                    shipped=job.shipped,
+                    stored=job.pages_stored,
                     queue_ms=int((begun - job.arrival) * 1_000),
                     compute_ms=int((now - begun) * 1_000),
                     predicted_ms=int(job.loading.predicted * 1_000) if job.loading else 0,
@@ -393,18 +393,18 @@ class PrefillScheduler:
         job = self._owners.get(ticket)
         if job is None:
             return []
-        if not isinstance(event, NotReserved) and job.settled >= job.lost_at:
-            job.progress = now
+        if not isinstance(event, NotReserved) and job.committed >= job.lost_at:
+            job.progressed_at = now
         if job.lookup is not None and ticket in job.lookup.tickets:
-            return self._look_on(job, job.lookup, event, now)
+            return self._continue_lookup(job, job.lookup, event, now)
         elif job.fetch is not None and ticket in job.fetch.tickets:
             return self._fetch_went_on(job, job.fetch, event)
-        elif job.ship is not None and ticket == job.ship.ticket:
-            ship = job.ship
+        elif job.store is not None and ticket == job.store.ticket:
+            ship = job.store
             commands: list[PrefillCommand] = [*self._copies.add(ship.handle(event))]
             if ship.refused:
                 return commands + self._no_slots(job, ship, now)
-            return commands + (self._shipped_window(job, ship, now) if ship.done else [])
+            return commands + (self._window_stored(job, ship, now) if ship.done else [])
         return []
 
     def _fetch_went_on(self, job: PrefillRequest, fetch: PageFetch, event: TransferEvent) -> list[PrefillCommand]:
@@ -413,7 +413,7 @@ class PrefillScheduler:
         if fetch.undecided:
             fetch.decide(0)  # what was worth loading has been loaded
         ready = job.ready
-        job.has(ready + fetch.covered - before)
+        job.mark_complete(ready + fetch.covered - before)
         self._gained(job, ready)
         if fetch.ended:
             job.fetch = None
@@ -440,7 +440,7 @@ class PrefillScheduler:
     @property
     def busy(self) -> bool:
         """There is something to do without waiting for a message."""
-        return bool(self._copies) or any(job.phase is PrefillPhase.COMPUTING for job in self._jobs.values())
+        return bool(self._copies) or any(job.phase is PrefillPhase.COMPUTING for job in self._requests.values())
 
     @property
     def patience(self) -> float:
@@ -454,17 +454,17 @@ class PrefillScheduler:
 
     def _answered_soon(self, job: PrefillRequest) -> bool:
         """The store is about to say what lets it go on."""
-        if job.phase is PrefillPhase.SETTLING:
-            return job.ship is not None and job.offered == job.total and job.ship.ticket not in self._copies.tickets
-        return job.phase is PrefillPhase.READING or (job.phase is PrefillPhase.LOOKING and not job.loading_now)
+        if job.phase is PrefillPhase.COMMITTING:
+            return job.store is not None and job.offered == job.total and job.store.ticket not in self._copies.tickets
+        return job.phase is PrefillPhase.LOADING or (job.phase is PrefillPhase.LOOKUP and not job.loading_now)
 
-    def plan(self, now: float) -> ScheduledBatch:
+    def schedule(self, now: float) -> ScheduledBatch:
         """The next step; empty when nothing computes."""
         step = self._config.step_ms / 1_000
-        plan = plan_step(self._jobs.values(), self._pace, step, self._config.chunk_tokens)
+        plan = build_batch(self._requests.values(), self._pace, step, self._config.chunk_tokens)
         self._planned = now
         for name in plan:
-            job = self._jobs[name.request]
+            job = self._requests[name.request]
             job.first_step = now if job.first_step is None else job.first_step
         return plan
 
@@ -473,51 +473,51 @@ class PrefillScheduler:
         self._pace.stepped(plan, now - self._planned)
         commands: list[PrefillCommand] = []
         for name, chunk in plan.items():
-            job, before = self._jobs[name.request], self._jobs[name.request].ready
+            job, before = self._requests[name.request], self._requests[name.request].ready
             job.computed = chunk.end
             job.computed_here += len(chunk.tokens)
             self._computed += len(chunk.tokens)
-            job.progress = now
+            job.progressed_at = now
             self._gained(job, before)
             if not job.pending:
-                job.phase = PrefillPhase.SETTLING
-            commands += self._offer(job)
+                job.phase = PrefillPhase.COMMITTING
+            commands += self._offer_pages(job)
         return commands
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
-    def _forget(self, job: PrefillRequest) -> list[PrefillCommand]:
+    def _drop_request(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Free everything it holds. Its complete pages stay cached, here and in the store."""
-        del self._jobs[job.name.request]
-        self._cache.free(job.pages)
+        del self._requests[job.name.request]
+        self._blocks.free(job.pages)
         job.pages = []
         tickets = [ticket for ticket, owner in self._owners.items() if owner is job]
         return [c for ticket in tickets for c in self._drop(ticket)]
 
     def _fail(self, job: PrefillRequest, reason: str, message: str) -> list[PrefillCommand]:
-        return [*self._forget(job), SendToRouter(AttemptFailed(*_named(job.name), reason, message), job.owner)]
+        return [*self._drop_request(job), SendToRouter(AttemptFailed(*_named(job.name), reason, message), job.owner)]
 
     def _tick(self, now: float, paused: float) -> list[PrefillCommand]:
         commands: list[PrefillCommand] = []
-        for job in list(self._jobs.values()):
-            job.progress += paused
+        for job in list(self._requests.values()):
+            job.progressed_at += paused
             if job.phase is PrefillPhase.DONE:
                 continue
             if job.deadline is not None and now > job.deadline:
                 commands += self._fail(job, "deadline", "the request's deadline has passed")
-            elif job.awaits_store and now - job.progress > self._config.store_ms / 1_000:
+            elif job.awaits_store and now - job.progressed_at > self._config.store_ms / 1_000:
                 message = f"the store gave neither answers nor slots that last for {self._config.store_ms} ms"
                 commands += self._fail(job, StoreError.reason, message)
             elif job.retry_at is not None and now >= job.retry_at:
-                commands += self._reserve(job) + self._offer(job)
+                commands += self._reserve(job) + self._offer_pages(job)
         return commands
 
     # --- what others read ---------------------------------------------------------------------------------------
 
     @property
-    def cache(self) -> DeviceBlockManager:
+    def blocks(self) -> DeviceBlockManager:
         """For its KV events and its snapshot; never to change it."""
-        return self._cache
+        return self._blocks
 
     @property
     def tickets(self) -> tuple[int, ...]:
@@ -529,7 +529,7 @@ class PrefillScheduler:
         active = self._active
         load = replace(
             self._load(active),
-            pages_free=self._cache.available,
+            pages_free=self._blocks.available,
             pages_total=self._num_pages,
             prefill_rate=self._pace.rate(),
             steps=self._pace.last,
@@ -554,47 +554,47 @@ class PrefillScheduler:
         """Yield the edges of the wait-for graph that this worker knows; for tests. `me` and `store`: incarnations."""
         for job in self._active:
             prompt = ("prompt", me, job.name.request)
-            transfer = job.lookup if job.phase is PrefillPhase.LOOKING else job.fetch
+            transfer = job.lookup if job.phase is PrefillPhase.LOOKUP else job.fetch
             yield from ((prompt, ("ticket", me, ticket)) for ticket in (transfer.tickets if transfer else ()))
-            yield from ((("promise", store, key), prompt) for key in job.keys[job.settled :])
+            yield from ((("promise", store, key), prompt) for key in job.keys[job.committed :])
             if job.waits_for is not None:
                 yield prompt, ("prompt", me, job.waits_for.name.request)
-            if job.place is not None:
-                yield ("place", me, job.place), prompt
+            if job.line_number is not None:
+                yield ("place", me, job.line_number), prompt
                 if job.waits_in_line is not None:
-                    yield prompt, ("line", store) if job.waits_in_line == "behind" else ("slots", me, job.place)
+                    yield prompt, ("line", store) if job.waits_in_line == "behind" else ("slots", me, job.line_number)
 
     def stats(self) -> PrefillStats:
-        done = sum(job.phase is PrefillPhase.DONE for job in self._jobs.values())
+        done = sum(job.phase is PrefillPhase.DONE for job in self._requests.values())
         return PrefillStats(
-            running=len(self._jobs) - done,
-            waiting=sum(job.phase is PrefillPhase.WAITING for job in self._jobs.values()),
+            running=len(self._requests) - done,
+            waiting=sum(job.phase is PrefillPhase.WAITING for job in self._requests.values()),
             holding=done,
-            pages_free=self._cache.available,
+            pages_free=self._blocks.available,
             pages_total=self._num_pages,
             prompts_done=self._done,
             tokens_computed=self._computed,
             pages_hit=self._hit,
             pages_hit_in_store=self._hit_in_store,
-            pages_shipped=self._shipped,
+            pages_stored=self._shipped,
             load_regret=dict(self._regret),
         )
 
     def validate(self) -> None:
         """Raise AssertionError unless every invariant holds. For tests."""
-        self._cache.validate()
-        for job in self._jobs.values():
+        self._blocks.validate()
+        for job in self._requests.values():
             assert (job.phase is PrefillPhase.DONE) == (not job.pages), job.name
-            assert job.offered >= job.settled or job.phase is PrefillPhase.DONE, job.name
+            assert job.offered >= job.committed or job.phase is PrefillPhase.DONE, job.name
             assert job.ready <= job.total, job.name
             assert job.pending >= 0, job.name
             assert job.phase is not PrefillPhase.COMPUTING or job.pending, job.name
             assert (job.phase is PrefillPhase.WAITING) == (job.waits_for is not None), job.name
-            assert (job.fetch is not None) == (job.phase is PrefillPhase.READING), job.name
+            assert (job.fetch is not None) == (job.phase is PrefillPhase.LOADING), job.name
         active = self._active
         shared_prefix.validate(active)
-        assert self._cache.stats().referenced == len({page for job in active for page in job.pages})
-        jobs = {id(job) for job in self._jobs.values()}
+        assert self._blocks.stats().referenced == len({page for job in active for page in job.pages})
+        jobs = {id(job) for job in self._requests.values()}
         assert all(id(job) in jobs for job in self._owners.values())
         assert self._copies.tickets <= set(self._owners)
 

@@ -18,7 +18,7 @@ from kvstore.client.device_block_manager import DeviceBlockManager
 from prefill_worker.prefill_request import PrefillRequest
 
 
-def take(
+def allocate_shared(
     cache: DeviceBlockManager, keys: Sequence[bytes], at_hand: Collection[PrefillRequest]
 ) -> tuple[list[int], int] | None:
     """Device pages for a new prompt, all or nothing, and how many of them, from the start, are complete. Pages of a
@@ -28,51 +28,51 @@ def take(
     common = alike.in_common(keys) if alike is not None else 0
     cached = cache.match(keys)
     if alike is None or common <= cached:
-        pages = cache.take(keys, len(keys))
+        pages = cache.allocate_with_prefix(keys, len(keys))
         return None if pages is None else (pages, cached)
     shared = alike.pages[:common]
-    cache.retain(shared)
-    fresh = cache.grow(len(keys) - common)
+    cache.incref(shared)
+    fresh = cache.allocate(len(keys) - common)
     if fresh is None:
         cache.free(shared)
         return None
     return shared + fresh, min(alike.ready, common)
 
 
-def maker(job: PrefillRequest, at_hand: Collection[PrefillRequest]) -> PrefillRequest | None:
+def computing_request(job: PrefillRequest, at_hand: Collection[PrefillRequest]) -> PrefillRequest | None:
     """Who else is making the page that `job` lacks next, or at least has it loaded."""
-    alike = [other for other in at_hand if other is not job and _lack_the_same(job, other)]
-    making = (other for other in alike if other.making)
+    alike = [other for other in at_hand if other is not job and _lack_same_page(job, other)]
+    making = (other for other in alike if other.computing)
     return next(making, None) or next((other for other in alike if other.loading_now), None)
 
 
-def spared(job: PrefillRequest, at_hand: Collection[PrefillRequest]) -> int:
+def pages_not_to_compute(job: PrefillRequest, at_hand: Collection[PrefillRequest]) -> int:
     """How many pages from the start `job` need not make: those that are complete, those that another prompt is making,
     and those of prompts that came earlier (`at_hand` is in the order of arrival) and will make them."""
     earlier = takewhile(lambda other: other is not job, at_hand)
-    others = [*earlier, maker(job, at_hand)]
+    others = [*earlier, computing_request(job, at_hand)]
     return max([job.ready, *(other.in_common(job.keys) for other in others if other is not None)])
 
 
-def tell(job: PrefillRequest, at_hand: Collection[PrefillRequest]) -> None:
+def mark_complete(job: PrefillRequest, at_hand: Collection[PrefillRequest]) -> None:
     """More pages of `job` are complete: so are they for all who share them."""
     for other in at_hand:
-        if other.ready < job.ready and _lack_the_same(other, job):
-            other.has(min(job.ready, job.in_common(other.keys)))
+        if other.ready < job.ready and _lack_same_page(other, job):
+            other.mark_complete(min(job.ready, job.in_common(other.keys)))
 
 
 def validate(at_hand: Collection[PrefillRequest]) -> None:
     """Raise AssertionError unless what stands above holds. For tests."""
     for job in at_hand:
-        assert job.waits_for is None or job.waits_for is maker(job, at_hand), job.name
+        assert job.waits_for is None or job.waits_for is computing_request(job, at_hand), job.name
     for job, other in combinations(at_hand, 2):
         common = job.in_common(other.keys)
         assert job.pages[:common] == other.pages[:common], (job.name, other.name)
         assert min(job.ready, common) == min(other.ready, common), (job.name, other.name)
-        assert not (job.making and other.making and _lack_the_same(job, other)), (job.name, other.name)
+        assert not (job.computing and other.computing and _lack_same_page(job, other)), (job.name, other.name)
 
 
-def _lack_the_same(job: PrefillRequest, other: PrefillRequest) -> bool:
+def _lack_same_page(job: PrefillRequest, other: PrefillRequest) -> bool:
     """The page that `job` lacks next is a page of `other`."""
     page = job.ready
     return page < min(job.total, other.total) and job.pages[page] == other.pages[page]

@@ -44,10 +44,10 @@ class AssignedAttempt:
     sequence: int  # of the message that gave it
     pages: int  # how much work it is; 0 once it is done and merely held
     context: float = 0.0  # tokens that a step attends to
-    taken: int = 0  # device pages that nothing had before
+    new_pages: int = 0  # device pages that nothing had before
     growth: float = 0.0  # device pages that its output is still expected to take
     tpot: float | None = None  # objective, seconds
-    missing: bool = False  # the last heartbeat should have listed it, and did not
+    missing_in_heartbeat: bool = False  # the last heartbeat should have listed it, and did not
 
 
 @dataclass
@@ -67,8 +67,8 @@ class MemberRecord:
     hello: Hello
     heard_at: float  # when it last said anything, seconds
     load: LoadReport = field(default_factory=LoadReport)
-    work: dict[AttemptName, AssignedAttempt] = field(default_factory=dict[AttemptName, AssignedAttempt])
-    slots: dict[AttemptName, PendingPrefill] = field(
+    assigned: dict[AttemptName, AssignedAttempt] = field(default_factory=dict[AttemptName, AssignedAttempt])
+    pending_prefills: dict[AttemptName, PendingPrefill] = field(
         default_factory=dict[AttemptName, PendingPrefill]
     )  # prompts it is to compute
     unanswered: set[AttemptName] = field(default_factory=set[AttemptName])  # neither accepted nor refused
@@ -78,19 +78,19 @@ class MemberRecord:
     draining: bool = False  # it is given nothing new
     unresponsive: bool = False  # by its last heartbeat its main loop reads nothing, in a long step or because it hangs
     changed: set[str] = field(default_factory=set[str], repr=False)  # incarnations, shared by all members
-    since: float = 0.0  # its prompts are being computed as from then, seconds
+    prefill_busy_since: float = 0.0  # its prompts are being computed as from then, seconds
     context: float = 0.0  # of all its work
     growth: float = 0.0  # of all its work, pages
-    room: int = 0  # free device pages: told by the last heartbeat, less what it was given since; below 0 by mistake
-    strangers: int = 0  # sequences or prompts of other routers, as the last heartbeat told
-    strange_context: float = 0.0  # and tokens of theirs that run
-    strange_tokens: int = 0  # and those that are to be computed
+    free_pages: int = 0  # free device pages: told by the last heartbeat, less what it was given since; below 0 by mistake
+    other_routers_requests: int = 0  # sequences or prompts of other routers, as the last heartbeat told
+    other_routers_context: float = 0.0  # and tokens of theirs that run
+    other_routers_tokens: int = 0  # and those that are to be computed
     tracing: str = ""  # the mark of the trace that it makes, as it was asked for or as the last heartbeat told
     asked_to_trace: int = 0  # sequence of the message that asked; heartbeats that do not reflect it tell nothing
 
     def __post_init__(self) -> None:
-        self.room = self.hello.model.pool_pages if self.hello.model else 0
-        self.touch()
+        self.free_pages = self.hello.model.pool_pages if self.hello.model else 0
+        self.mark_changed()
 
     @property
     def peer(self) -> Peer:
@@ -103,84 +103,84 @@ class MemberRecord:
     @property
     def pages(self) -> int:
         """How much work it has, in pages: what it has been given from here, and what other routers' prompts lack."""
-        strange = self.strange_tokens // self.hello.model.namespace.page_size if self.hello.model else 0
-        return sum(work.pages for work in self.work.values()) + strange
+        strange = self.other_routers_tokens // self.hello.model.namespace.page_size if self.hello.model else 0
+        return sum(work.pages for work in self.assigned.values()) + strange
 
-    def touch(self) -> None:
+    def mark_changed(self) -> None:
         """Something that placement reads is different now."""
         self.changed.add(self.incarnation)
 
     def drain(self, *, draining: bool) -> None:
         """Give it nothing new, or work again."""
         self.draining = draining
-        self.touch()
+        self.mark_changed()
 
     # --- work --------------------------------------------------------------------------------------------------------
 
-    def promise(self, name: AttemptName, prompt: PendingPrefill, now: float) -> None:
+    def assign_prefill(self, name: AttemptName, prompt: PendingPrefill, now: float) -> None:
         """It is to compute a prompt, at once or when another worker has room for the pages."""
-        if not self.slots:
-            self.since = now
-        self.slots[name] = prompt
-        self.touch()
+        if not self.pending_prefills:
+            self.prefill_busy_since = now
+        self.pending_prefills[name] = prompt
+        self.mark_changed()
 
-    def give(self, name: AttemptName, work: AssignedAttempt) -> None:
+    def assign(self, name: AttemptName, work: AssignedAttempt) -> None:
         """A message to it begins an attempt."""
-        self.work[name] = work
+        self.assigned[name] = work
         self.context += work.context
         self.growth += work.growth
-        self.room -= work.taken
-        self.touch()
+        self.free_pages -= work.new_pages
+        self.mark_changed()
 
-    def computed(self, name: AttemptName, now: float | None = None) -> None:
+    def prefill_done(self, name: AttemptName, now: float | None = None) -> None:
         """It has computed that prompt, at `now`, or need not any more: there is a slot for another."""
-        if (prompt := self.slots.pop(name, None)) is None:
+        if (prompt := self.pending_prefills.pop(name, None)) is None:
             return
         if now is not None and self.peer.role == "decode":
-            self.since = now  # it never tells how far a prompt is, and what decodes beside it makes each take longer
+            self.prefill_busy_since = now  # it never tells how far a prompt is, and what decodes beside it makes each take longer
         else:
-            self.since += prompt.seconds  # that went into this one; the next report tells better
-        self.touch()
+            self.prefill_busy_since += prompt.seconds  # that went into this one; the next report tells better
+        self.mark_changed()
 
-    def drop(self, name: AttemptName) -> bool:
+    def unassign(self, name: AttemptName) -> bool:
         """It has nothing to do with this attempt any more. False: it was never given it."""
-        self.computed(name)
+        self.prefill_done(name)
         self.unanswered.discard(name)
         self.positions.pop(name, None)
-        self.touch()
-        if (work := self.work.pop(name, None)) is None:
+        self.mark_changed()
+        if (work := self.assigned.pop(name, None)) is None:
             return False
-        self.context = self.context - work.context if self.work else 0.0
-        self.growth = self.growth - work.growth if self.work else 0.0
-        self.room += work.taken
+        self.context = self.context - work.context if self.assigned else 0.0
+        self.growth = self.growth - work.growth if self.assigned else 0.0
+        self.free_pages += work.new_pages
         return True
 
     def answered(self, name: AttemptName) -> None:
         """It has said whether it takes it."""
         self.unanswered.discard(name)
-        self.touch()
+        self.mark_changed()
 
-    def refuses(self, name: AttemptName) -> None:
+    def mark_busy(self, name: AttemptName) -> None:
         """It had no room for this."""
-        self.busy_since = self.work[name].sequence
-        self.touch()
+        self.busy_since = self.assigned[name].sequence
+        self.mark_changed()
 
-    def may_have_room(self) -> None:
+    def clear_busy(self) -> None:
         self.busy_since = None
-        self.touch()
+        self.mark_changed()
 
     @property
     def takes_sequences(self) -> bool:
         """Whether this decode worker may have room."""
         return not self.unresponsive and self.busy_since is None and len(self.unanswered) < _UNANSWERED
 
-    def free_prompts(self, most: int) -> int:
+    def free_prefill_slots(self, most: int) -> int:
         """Return how many more prompts this worker may be given, of `most`, other routers' counted. A router without a
         prompt there may always ask for one: after a refusal the worker keeps the next room for it
         (`baton.router_fairness`)."""
         if self.unresponsive or self.busy_since is not None:
             return 0
-        return max(most - len(self.slots) - self.strangers, 0 if self.slots else 1)
+        return max(most - len(self.pending_prefills) - self.other_routers_requests, 0 if self.pending_prefills else 1)
 
     def traces(self, mark: str, sequence: int) -> None:
         """That message asks it for a trace."""
@@ -191,27 +191,27 @@ class MemberRecord:
         if heard >= self.asked_to_trace:
             self.tracing = mark
 
-    def reports(
+    def update_load(
         self, load: LoadReport, heard: int, others: LoadReport, now: float, *, unresponsive: bool = False
     ) -> bool:
         """A heartbeat: what it says of itself holds for everything that was given up to the message `heard`. `others`
         is what other routers' work makes of `load`. Returns whether that has changed, or whether its loop goes on
         again: there may be room then."""
-        before = (self.strangers, self.strange_context, self.strange_tokens)
+        before = (self.other_routers_requests, self.other_routers_context, self.other_routers_tokens)
         goes_on = self.unresponsive and not unresponsive
         self.load, self.unresponsive = load, unresponsive
-        if self.peer.role == "prefill" or not self.slots:  # how far ours are, only prefill workers tell
-            self.since = now
-        self.strangers = others.running + others.waiting
-        self.strange_context, self.strange_tokens = others.context, others.tokens_queued
+        if self.peer.role == "prefill" or not self.pending_prefills:  # how far ours are, only prefill workers tell
+            self.prefill_busy_since = now
+        self.other_routers_requests = others.running + others.waiting
+        self.other_routers_context, self.other_routers_tokens = others.context, others.tokens_queued
         if load.pages_total:
-            self.room = load.pages_free - sum(work.taken for work in self.work.values() if work.sequence > heard)
-        self.touch()
-        return goes_on or before != (self.strangers, self.strange_context, self.strange_tokens)
+            self.free_pages = load.pages_free - sum(work.new_pages for work in self.assigned.values() if work.sequence > heard)
+        self.mark_changed()
+        return goes_on or before != (self.other_routers_requests, self.other_routers_context, self.other_routers_tokens)
 
 
 @dataclass
-class _Acquaintance:
+class _LinkCounter:
     order: int  # of first Hellos
     sent: int = 0  # messages
 
@@ -224,7 +224,7 @@ class ClusterMembership:
         self._live: dict[str, MemberRecord] = {}  # by incarnation
         self._by_role: dict[Role, dict[str, MemberRecord]] = {"router": {}, "prefill": {}, "decode": {}, "store": {}}
         self._gone: dict[str, MemberRecord] = {}  # by name, until replaced
-        self._known: dict[str, _Acquaintance] = {}  # by incarnation, oldest first
+        self._known: dict[str, _LinkCounter] = {}  # by incarnation, oldest first
         self._met = 0
         self.changed: set[str] = set()  # incarnations about which placement may read something new; the reader clears
 
@@ -232,7 +232,7 @@ class ClusterMembership:
         """The live process of that incarnation."""
         return self._live.get(incarnation)
 
-    def live(self, incarnation: str) -> MemberRecord:
+    def require_live(self, incarnation: str) -> MemberRecord:
         """The same, of one that must be live: somebody with a current attempt."""
         member = self._live.get(incarnation)
         assert member is not None, f"{incarnation} has an attempt and is not live"
@@ -242,25 +242,25 @@ class ClusterMembership:
         """The live ones; members may leave meanwhile."""
         return iter(list(self._live.values()))
 
-    def of(self, role: Role) -> list[MemberRecord]:
+    def with_role(self, role: Role) -> list[MemberRecord]:
         return list(self._by_role[role].values())
 
-    def open(self, role: Role) -> list[MemberRecord]:
+    def schedulable(self, role: Role) -> list[MemberRecord]:
         """The live ones that may be given something."""
-        return [member for member in self.of(role) if not member.draining]
+        return [member for member in self.with_role(role) if not member.draining]
 
     def store_of(self, node: str) -> MemberRecord | None:
-        return next((member for member in self.of("store") if member.peer.node == node), None)
+        return next((member for member in self.with_role("store") if member.peer.node == node), None)
 
     def another_prefill(self, node: str, most: int, avoid: Collection[str]) -> MemberRecord | None:
         """Return the prefill worker of `node` with the fewest tokens to compute, of those that take a prompt now. Each
         takes `most` prompts."""
         able = [
             member
-            for member in self.open("prefill")
-            if member.peer.node == node and member.incarnation not in avoid and member.free_prompts(most) > 0
+            for member in self.schedulable("prefill")
+            if member.peer.node == node and member.incarnation not in avoid and member.free_prefill_slots(most) > 0
         ]
-        return min(able, key=lambda m: (sum(prompt.new for prompt in m.slots.values()), m.peer.name), default=None)
+        return min(able, key=lambda m: (sum(prompt.new for prompt in m.pending_prefills.values()), m.peer.name), default=None)
 
     def named(self, name: str) -> MemberRecord | None:
         """The live process of that name."""
@@ -291,7 +291,7 @@ class ClusterMembership:
     @property
     def largest_pool(self) -> int | None:
         """Pages of the largest decode worker; none while none is live."""
-        return max((m.hello.model.pool_pages for m in self.of("decode") if m.hello.model), default=None)
+        return max((m.hello.model.pool_pages for m in self.with_role("decode") if m.hello.model), default=None)
 
     # --- coming and going -------------------------------------------------------------------------------------------
 
@@ -326,7 +326,7 @@ class ClusterMembership:
         """A process that has passed `check`; again for one that is live and says Hello again."""
         if (member := self._live.get(hello.peer.incarnation)) is not None:
             member.hello, member.heard_at = hello, now
-            member.touch()
+            member.mark_changed()
             return member
         self._meet(hello.peer.incarnation)
         before = self._gone.pop(hello.peer.name, None)
@@ -339,7 +339,7 @@ class ClusterMembership:
         del self._live[member.incarnation]
         del self._by_role[member.peer.role][member.incarnation]
         member.gone = why
-        member.touch()
+        member.mark_changed()
         if why != "replaced":
             self._gone[member.peer.name] = member
 
@@ -347,8 +347,8 @@ class ClusterMembership:
         """We did not listen for so long: nobody is to blame for silence."""
         for member in self._live.values():
             member.heard_at += seconds
-            member.since += seconds
-            member.touch()
+            member.prefill_busy_since += seconds
+            member.mark_changed()
 
     def _check_card(self, card: ModelCard) -> None:
         if card.namespace.page_size != self._page_size:
@@ -365,7 +365,7 @@ class ClusterMembership:
 
     # --- counting along ---------------------------------------------------------------------------------------------
 
-    def count(self, incarnation: str) -> int | None:
+    def next_sequence(self, incarnation: str) -> int | None:
         """The sequence of the message that is sent to it now; none for a stranger."""
         if (known := self._known.get(incarnation)) is None:
             return None
@@ -384,7 +384,7 @@ class ClusterMembership:
         # Whoever comes back keeps its order and its count: a heartbeat from before may still be on its way, and what
         # that has heard must not pass for having heard what is sent from now on.
         self._met += 1
-        self._known.setdefault(incarnation, _Acquaintance(self._met))
+        self._known.setdefault(incarnation, _LinkCounter(self._met))
 
     def _older(self, incarnation: str, than: str) -> bool:
         mine, other = self._known.get(incarnation), self._known.get(than)
@@ -399,9 +399,9 @@ class ClusterMembership:
             assert self._by_role[member.peer.role][member.incarnation] is member
             assert member.gone is None
             assert member.incarnation in self._known
-            assert member.unanswered <= set(member.work), member.unanswered
-            assert abs(member.context - sum(work.context for work in member.work.values())) < 1e-3
-            assert abs(member.growth - sum(work.growth for work in member.work.values())) < 1e-3
+            assert member.unanswered <= set(member.assigned), member.unanswered
+            assert abs(member.context - sum(work.context for work in member.assigned.values())) < 1e-3
+            assert abs(member.growth - sum(work.growth for work in member.assigned.values())) < 1e-3
 
 
 def _shown(value: object) -> str:

@@ -22,13 +22,13 @@ class Outbox:
     def send(self, incarnation: str, message: Message) -> int:
         """Send a message; returns its sequence on that link."""
         self._commands.append(SendMessage(incarnation, message))
-        sequence = self._members.count(incarnation)
+        sequence = self._members.next_sequence(incarnation)
         if sequence is None:  # nobody's count goes on from what a stranger is told
             self._commands.append(ForgetPeer(incarnation))
             return 0
         return sequence
 
-    def note(
+    def log(
         self, text: str, request: str = "", *, warning: bool = False, kind: str = "", detail: bool = False
     ) -> None:
         """A line for the log. `kind`: a peer or client can cause it, so lines of this kind are rate-limited."""

@@ -38,21 +38,21 @@ class Attempt:
     """The one active attempt of a request. Who is not named here has no say in it."""
 
     name: AttemptName
-    plan: Placement
+    placement: Placement
     start: int  # tokens known when it began
-    progress: float  # when it last got on, seconds
+    progressed_at: float  # when it last got on, seconds
     decode: str  # incarnation
     prefill: str | None  # incarnation that is to make the pages: its slot is taken; none once it has nothing of ours
     phase: RequestPhase = RequestPhase.PLACED
-    predicted: int = 0  # prompt tokens that its prefill worker has been asked to compute, until it says how many it did
+    prefill_unreported: int = 0  # prompt tokens that its prefill worker has been asked to compute, until it says how many it did
     prefill_sent: bool = False
     prefilled: bool = False
     computed: int = 0  # tokens that its decode worker has computed, by the last heartbeat
-    sightings: int = 0  # heartbeats that listed it before its Accepted came
-    shorts: int = 0  # heartbeats in a row that listed it as short
-    ends: int = 0  # heartbeats of its prefill worker that listed it as ended before its Prefilled came
-    behind: int | None = None  # what we had when the last heartbeat showed that the worker has more
-    asked_from: int | None = None  # position of the last Resend that a gap made us send
+    listed_before_accepted: int = 0  # heartbeats that listed it before its Accepted came
+    listed_incomplete: int = 0  # heartbeats in a row that listed it as short
+    listed_ended: int = 0  # heartbeats of its prefill worker that listed it as ended before its Prefilled came
+    missing_from: int | None = None  # what we had when the last heartbeat showed that the worker has more
+    resend_asked_from: int | None = None  # position of the last Resend that a gap made us send
 
     @property
     def needs_prefill(self) -> bool:
@@ -62,11 +62,11 @@ class Attempt:
     @property
     def stores(self) -> set[str]:
         """Incarnations of the stores that pages of this attempt are still to come through."""
-        if self.phase is RequestPhase.RUNNING or not self.plan.fetch:
+        if self.phase is RequestPhase.RUNNING or not self.placement.fetch_pages:
             return set()
         prefills = self.prefill is not None and self.needs_prefill
-        sources = self.plan.sources + (self.plan.prefill_sources if prefills else ())
-        return {self.plan.store, *(source.store for source in sources)}
+        sources = self.placement.sources + (self.placement.prefill_sources if prefills else ())
+        return {self.placement.store, *(source.store for source in sources)}
 
 
 @dataclass
@@ -89,22 +89,22 @@ class Request:
     tpot: float | None = None  # the same
     affinity: str = ""  # requests of one key go to one decode worker while it lives
     attempt: Attempt | None = None
-    give_up: float | None = None  # when the wait in the queue ends, seconds; none while somebody has accepted it
+    queue_deadline: float | None = None  # when the wait in the queue ends, seconds; none while somebody has accepted it
     attempts: int = 0  # started
     failures: int = 0  # accepted attempts since the last token that came to nothing
-    begun: bool = False  # a worker has accepted it once: it is never turned away for want of room
-    repeats: bool = False  # its next attempt repeats one that failed, which counts against everybody's retries
-    quota: int | None = None  # tokens taken out of its tenant's quota; none: it never came in
-    forecast: float | None = None  # when its wait in the queue should end, seconds; none: it was not asked, or is over
-    least: float | None = None  # seconds that computing its prompt takes at least; none: it never had to wait
+    ever_accepted: bool = False  # a worker has accepted it once: it is never turned away for want of room
+    is_retry: bool = False  # its next attempt repeats one that failed, which counts against everybody's retries
+    tokens_charged_to_quota: int | None = None  # tokens taken out of its tenant's quota; none: it never came in
+    predicted_dequeue_at: float | None = None  # when its wait in the queue should end, seconds; none: it was not asked, or is over
+    min_prefill_seconds: float | None = None  # seconds that computing its prompt takes at least; none: it never had to wait
     charged: float = 0.0  # to its tenant for its prompt
-    turned_away: int = 0  # times that a prefill worker had no room
-    local: bool = False  # the next attempts shall need nobody but a decode worker
-    failed_on: set[str] = field(default_factory=set[str])  # incarnations that said they could not do it
+    busy_refusals: int = 0  # times that a prefill worker had no room
+    decode_only: bool = False  # the next attempts shall need nobody but a decode worker
+    excluded: set[str] = field(default_factory=set[str])  # incarnations that said they could not do it
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list[bytes])  # of the pages that may be found in caches
     # The account:
-    unreported: int = 0  # prompt tokens that prefill workers of earlier attempts may have computed without saying so
+    prefill_unreported: int = 0  # prompt tokens that prefill workers of earlier attempts may have computed without saying so
     prefill_computed: int = 0
     decode_computed: int | None = None
     decode_workers: list[str] = field(default_factory=list[str])
@@ -152,13 +152,13 @@ class Request:
         """Its priority within what is told apart."""
         return max(-_LEVELS, min(_LEVELS, self.priority))
 
-    def until(self, progress: float) -> float:
+    def next_timeout(self, progress: float) -> float:
         """When its present state ends at the latest, whatever anybody else does: no state waits without a limit.
         `progress`: how many seconds an attempt may go on without any."""
         limit = inf if self.deadline is None else self.deadline
-        if self.give_up is not None and self.give_up < limit:
-            limit = self.give_up
-        return limit if self.attempt is None else min(limit, self.attempt.progress + progress)
+        if self.queue_deadline is not None and self.queue_deadline < limit:
+            limit = self.queue_deadline
+        return limit if self.attempt is None else min(limit, self.attempt.progressed_at + progress)
 
     def left_ms(self, now: float) -> int | None:
         """Milliseconds until its deadline."""
@@ -186,7 +186,7 @@ class Request:
     def summary(self, completion: int | None = None) -> Summary:
         """The account as it stands. `completion` tokens count, where a stop string cut the output short."""
         # A prefill that has not said what it computed has computed what it was expected to.
-        predicted = self.unreported + (self.attempt.predicted if self.attempt else 0)
+        predicted = self.prefill_unreported + (self.attempt.prefill_unreported if self.attempt else 0)
         computed = self.prefill_computed + predicted + (self.decode_computed or 0)
         cached = 0 if self.decode_computed is None else max(0, self.prompt - computed)
         usage = Usage(self.prompt, cached, self.generated if completion is None else completion)

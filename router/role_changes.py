@@ -54,7 +54,7 @@ class RoleChanges:
         self._next_look = float("-inf")
         self.advice: RoleAdvice | None = None
         self._members = members
-        self._life = life
+        self._manager = life
         self._out = out
         self._changes: dict[str, _Change] = {}  # by incarnation
 
@@ -64,15 +64,15 @@ class RoleChanges:
         name, role = member.peer.name, member.peer.role
         if role == wish.role:
             raise InvalidRequest(f"{name} is a {role} worker already")
-        if wish.role == "decode" and not (member.hello.model and member.hello.model.head):
+        if wish.role == "decode" and not (member.hello.model and member.hello.model.lm_head):
             raise InvalidRequest(f"{name} has loaded no output head; start it anew with prefill.head=true")
         if self._is_last(member):
             raise InvalidRequest(f"no decode worker but {name} takes work: nobody would be left to generate tokens")
         member.drain(draining=True)
         self._changes[member.incarnation] = _Change(wish.role, now + wish.patience)
-        self._out.note(f"{name} drains, and is a {wish.role} worker then", kind="role")
+        self._out.log(f"{name} drains, and is a {wish.role} worker then", kind="role")
 
-    def becoming(self, incarnation: str) -> WorkerRole | None:
+    def target_role(self, incarnation: str) -> WorkerRole | None:
         """What this incarnation is to become, if anything."""
         change = self._changes.get(incarnation)
         return None if change is None else change.role
@@ -89,21 +89,21 @@ class RoleChanges:
             elif self._is_last(member):
                 del self._changes[incarnation]
                 member.drain(draining=False)
-                self._life.rounds.may_have_room()
-                self._out.note(
+                self._manager.scan.cluster_changed()
+                self._out.log(
                     f"{member.peer.name} stays a decode worker: there is no other now", warning=True, kind="role kept"
                 )
             elif now >= change.told + self._again and (now >= change.until or _is_empty(member)):
-                self._life.clear(member, now)
+                self._manager.move_work_off(member, now)
                 self._out.send(incarnation, ChangeRole(change.role))
                 change.told = now
 
     # --- advice ------------------------------------------------------------------------------------------------------
 
     @property
-    def utilisation(self) -> PoolUtilization | None:
+    def utilization(self) -> PoolUtilization | None:
         """Of both sides lately; none before there has been a worker of each kind."""
-        return self._life.bottleneck.now
+        return self._manager.utilization.now
 
     def tick(self, now: float) -> None:
         """Look, once a second, whether another role for some worker would help; with `router.roles: auto`, see to
@@ -111,10 +111,10 @@ class RoleChanges:
         if now < self._next_look:
             return
         self._next_look = now + _LOOK
-        prefill, decode = self._members.open("prefill"), self._members.open("decode")
+        prefill, decode = self._members.schedulable("prefill"), self._members.schedulable("decode")
         self.advice = None
         if not prefill or not decode or self._changes:
-            self._life.bottleneck.demand(now)  # what was asked of one role alone fades as well
+            self._manager.utilization.demand(now)  # what was asked of one role alone fades as well
             return
         steps = [self._costs.step(member.incarnation) for member in decode]
         pools = [member.hello.model.pool_pages for member in decode if member.hello.model]
@@ -124,18 +124,18 @@ class RoleChanges:
             sum(step.context for step in steps) / len(steps),
         )
         pool = sum(pools) / len(decode) * self._page_size
-        self.advice = self._life.bottleneck.look(PoolCapacity(len(prefill), len(decode), mean, pool, self._tpot), now)
+        self.advice = self._manager.utilization.assess(PoolCapacity(len(prefill), len(decode), mean, pool, self._tpot), now)
         if self.advice is None or not self._auto:
             return
-        able = decode if self.advice.role == "prefill" else [m for m in prefill if m.hello.model and m.hello.model.head]
+        able = decode if self.advice.role == "prefill" else [m for m in prefill if m.hello.model and m.hello.model.lm_head]
         if able:
             member = min(able, key=lambda member: (member.pages, member.peer.name))
             self.ask(SetRole(member.peer.name, self.advice.role, PATIENCE), member, now)
 
     def _is_last(self, member: MemberRecord) -> bool:
         """Whether no other decode worker takes work."""
-        return member.peer.role == "decode" and all(other is member for other in self._members.open("decode"))
+        return member.peer.role == "decode" and all(other is member for other in self._members.schedulable("decode"))
 
 
 def _is_empty(member: MemberRecord) -> bool:
-    return not (member.work or member.slots or member.strangers)
+    return not (member.assigned or member.pending_prefills or member.other_routers_requests)

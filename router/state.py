@@ -95,7 +95,7 @@ class ProcessView:
     replay: str = ""  # and that where those who missed some ask
     draining: bool = False  # it is given nothing new
     attempts: int = 0  # that it was given and that have not ended
-    becoming: WorkerRole | None = None  # once it is empty
+    changing_to: WorkerRole | None = None  # once it is empty
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ class RouterStats:
     prompt_tokens: int  # of finished requests
     cached_tokens: int  # of finished requests
     generated_tokens: int
-    prefixes: KvIndexStats
+    kv_index: KvIndexStats
     pins: Mapping[str, int]  # prefixes that are kept warm, or are to be, by phase
     waiting: Mapping[int, int]  # in the queue, by level of priority
     rejected: Mapping[str, int]  # requests that no worker had begun, by reason
     tenant_tokens: Mapping[tuple[str, str], int]  # by tenant (a bounded number) and kind
-    scores: Mapping[PredictionKind, PredictionError]  # of predictions
-    utilisation: PoolUtilization | None  # of prefill and decode workers; none: not known yet
+    prediction_errors: Mapping[PredictionKind, PredictionError]  # of predictions
+    utilization: PoolUtilization | None  # of prefill and decode workers; none: not known yet
     advice: RoleAdvice | None  # another role for one of them
 
 
@@ -133,16 +133,16 @@ class RouterState:
         self._me = me
         self._config = config
         self._members = ClusterMembership(config.pages.page_size)
-        self._prefixes = KvIndex()
+        self._kv_index = KvIndex()
         self._out = Outbox(self._members)
-        self._scores = PredictionErrors()
-        self._costs = FittedCosts(self._scores)
+        self._prediction_errors = PredictionErrors()
+        self._costs = FittedCosts(self._prediction_errors)
         placer = placer or LowestTtft()
-        self._life = RequestManager(config, limits, self._members, self._prefixes, self._costs, self._out, placer)
-        self._answers = WorkerMessageHandler(config, limits, self._members, self._life, self._scores, self._out)
-        self._warmer = PrefixPinner(config, limits, self._members, self._prefixes, self._life, self._out)
-        self._warm_answers = PinMessageHandler(config, self._warmer, self._out)
-        self._roles = RoleChanges(config, self._members, self._costs, self._life, self._out)
+        self._manager = RequestManager(config, limits, self._members, self._kv_index, self._costs, self._out, placer)
+        self._worker_messages = WorkerMessageHandler(config, limits, self._members, self._manager, self._prediction_errors, self._out)
+        self._pinner = PrefixPinner(config, limits, self._members, self._kv_index, self._manager, self._out)
+        self._pin_messages = PinMessageHandler(config, self._pinner, self._out)
+        self._role_changes = RoleChanges(config, self._members, self._costs, self._manager, self._out)
         self._next_beat = float("-inf")
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
@@ -151,17 +151,17 @@ class RouterState:
         ProfileProcess, Drain or SetRole names what there is not."""
         match event:
             case MessageReceived(envelope=envelope):
-                self._heard(envelope, now)
+                self._message_received(envelope, now)
             case KvEvents(batch=batch):
-                self._ask(self._prefixes.batch(batch, now))
+                self._request_snapshots(self._kv_index.apply_batch(batch, now))
             case KvSnapshot(holder=holder, part=part):
-                self._ask(self._prefixes.snapshot(holder, part, now))
+                self._request_snapshots(self._kv_index.apply_snapshot(holder, part, now))
             case Submit():
-                self._life.submit(event, now)
+                self._manager.submit(event, now)
             case PinPrefix():
-                self._warmer.warm(event, now)
+                self._pinner.pin_prefix(event, now)
             case UnpinPrefix():
-                self._warmer.unwarm(event, now)
+                self._pinner.unpin_prefix(event, now)
             case ProfileProcess():
                 self._profile(event)
             case StopProfile(process=process):
@@ -169,27 +169,27 @@ class RouterState:
             case DrainWorker():
                 self._drain(event, now)
             case SetRole():
-                self._roles.ask(event, self._worker(event.worker), now)
+                self._role_changes.ask(event, self._worker(event.worker), now)
             case ClientGone(request=name, why=why):
-                self._warmer.abandon(name, why)
-                if (request := self._life.requests.get(name)) is not None:
-                    self._life.end(request, Cancelled(why), now)
+                self._pinner.abandon(name, why)
+                if (request := self._manager.requests.get(name)) is not None:
+                    self._manager.end(request, Cancelled(why), now)
             case StopMatched(request=name, completion=completion):
-                if (request := self._life.requests.get(name)) is not None:
-                    self._life.end(request, Finished("stop"), now, completion)
+                if (request := self._manager.requests.get(name)) is not None:
+                    self._manager.end(request, Finished("stop"), now, completion)
             case Tick(paused=paused):
                 self._tick(paused, now)
             case Shutdown():
-                self._life.shut(now)
-                self._warmer.shut()
-        self._roles.settle(now)
-        self._life.settle(now)
-        self._warmer.settle(now)
+                self._manager.shut(now)
+                self._pinner.shut()
+        self._role_changes.settle(now)
+        self._manager.place_waiting(now)
+        self._pinner.start_waiting(now)
         return self._out.take()
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
-    def _heard(self, envelope: Envelope[ToRouter], now: float) -> None:
+    def _message_received(self, envelope: Envelope[ToRouter], now: float) -> None:
         message, sender = envelope.message, envelope.sender
         if isinstance(message, Hello):
             self._hello(message, sender, now)
@@ -212,15 +212,15 @@ class RouterState:
                 if departed is not None and of_its_node and departed.peer.pid == pid:
                     self._gone(departed, "dead", now)
             case messages.PagesPinned():
-                self._warm_answers.pinned(member, message, now)
+                self._pin_messages.pinned(member, message, now)
             case messages.Prefilled() | messages.Refused() | messages.AttemptFailed() if message.request.startswith(
                 WARM
             ):
-                self._warm_answers.answer(member, message, now)
+                self._pin_messages.answer(member, message, now)
             case messages.Tokens(deltas=deltas):
                 for delta in deltas:
                     if found := self._current(member, delta.request, delta.attempt, "decode"):
-                        self._answers.delta(*found, delta, now)
+                        self._worker_messages.delta(*found, delta, now)
             case _:
                 self._about_attempt(member, message, now)
 
@@ -239,31 +239,31 @@ class RouterState:
             request, attempt = found
             match message:
                 case messages.Accepted(device=device):
-                    self._answers.accepted(request, attempt, device, now)
+                    self._worker_messages.accepted(request, attempt, device, now)
                 case messages.Refused():
-                    self._answers.refused(request, attempt, message, now)
+                    self._worker_messages.refused(request, attempt, message, now)
                 case messages.Started():
-                    self._answers.started(request, attempt, message, now)
+                    self._worker_messages.started(request, attempt, message, now)
                 case messages.FetchIncomplete():
-                    self._answers.short(request, attempt, message, now)
+                    self._worker_messages.fetch_incomplete(request, attempt, message, now)
                 case messages.AttemptFailed():
-                    self._answers.worker_failed(request, attempt, member, message, now)
+                    self._worker_messages.worker_failed(request, attempt, member, message, now)
                 case messages.Prefilled():
                     pass
         elif found := self._current(member, message.request, message.attempt, "prefill"):
             match message:
                 case messages.Prefilled():
-                    self._answers.prefilled(*found, message, now)
+                    self._worker_messages.prefilled(*found, message, now)
                 case messages.Refused():
-                    self._answers.prefill_refused(*found, message, now)
+                    self._worker_messages.prefill_refused(*found, message, now)
                 case messages.AttemptFailed():
-                    self._answers.worker_failed(*found, member, message, now)
+                    self._worker_messages.worker_failed(*found, member, message, now)
                 case _:
                     pass
 
     def _current(self, member: MemberRecord, request: str, attempt: int, role: Role) -> tuple[Request, Attempt] | None:
         """The request and its attempt, if this member has a say in it in this role; all else is dropped (rule 1)."""
-        found = self._life.requests.get(request)
+        found = self._manager.requests.get(request)
         if found is None or found.attempt is None or found.attempt.name.attempt != attempt:
             return None
         if role == "decode":
@@ -277,13 +277,13 @@ class RouterState:
     def _hello(self, hello: Hello, sender: str, now: float) -> None:
         peer = hello.peer
         if peer.incarnation != sender:
-            self._out.note(f"{sender} says Hello as {peer.incarnation}: dropped", warning=True, kind="hello")
+            self._out.log(f"{sender} says Hello as {peer.incarnation}: dropped", warning=True, kind="hello")
             return
         member = self._members.get(sender)
         try:
             self._members.check(hello)
         except BatonError as error:
-            self._out.note(f"rejected {peer.name}: {error}", warning=True, kind="rejected")
+            self._out.log(f"rejected {peer.name}: {error}", warning=True, kind="rejected")
             if member is not None:
                 self._gone(member, "rejected", now)
             self._out.send(sender, Rejected(error.reason, str(error)))
@@ -297,26 +297,26 @@ class RouterState:
         if new:
             if hello.model is not None:
                 self._costs.join(sender, peer.role, hello.model.steps)
-            self._out.note(
+            self._out.log(
                 f"{peer.role} {peer.name} of node {peer.node} joins as {sender}, pid {peer.pid}", kind="joins"
             )
             if hello.events:
                 self._out.put(Subscribe(sender, hello.events, hello.replay))
-                self._ask(self._prefixes.follow(sender, now))
-            self._life.rounds.may_have_room()
+                self._request_snapshots(self._kv_index.follow(sender, now))
+            self._manager.scan.cluster_changed()
 
     def _gone(self, member: MemberRecord, why: GoneReason, now: float) -> None:
         """In one step it is no candidate any more, nothing of it is in the map, and its work goes elsewhere."""
-        self._out.note(
+        self._out.log(
             f"{member.peer.role} {member.peer.name} ({member.incarnation}) is gone: {why}", warning=True, kind="gone"
         )
         self._members.leave(member, why)
-        self._prefixes.forget(member.incarnation)
+        self._kv_index.forget(member.incarnation)
         self._costs.forget(member.incarnation)
         if member.hello.events:
             self._out.put(Unsubscribe(member.incarnation))
-        self._warmer.member_gone(member, now)
-        self._life.member_gone(member, now)
+        self._pinner.member_gone(member, now)
+        self._manager.member_gone(member, now)
 
     def _is_stuck(self, message: ToRouter) -> bool:
         if not isinstance(message, Heartbeat):
@@ -329,127 +329,127 @@ class RouterState:
         """Compare what it has with what it should have, and repair the difference."""
         member.reports_trace(beat.tracing, beat.heard)
         standing = max(beat.step_age_ms, beat.loop_age_ms) > self._config.cluster.silence_ms
-        if member.reports(beat.load, beat.heard, beat.others, now, unresponsive=standing):
-            self._life.rounds.may_have_room()
-        self._ask(self._prefixes.heartbeat(member.incarnation, beat.events, beat.digest, now))
+        if member.update_load(beat.load, beat.heard, beat.others, now, unresponsive=standing):
+            self._manager.scan.cluster_changed()
+        self._request_snapshots(self._kv_index.heartbeat(member.incarnation, beat.events, beat.digest, now))
         if self._is_stuck(beat):
             self._gone(member, "stuck", now)
             return
         if member.peer.role == "store":
-            self._warm_answers.listed_pins(member, beat, now)
+            self._pin_messages.listed_pins(member, beat, now)
             return
         self._costs.observe(member.incarnation, beat.step, beat.load)
         listed = {AttemptName(held.request, held.attempt): held for held in beat.attempts}
         for name in listed:
-            if name not in member.work:
+            if name not in member.assigned:
                 self._out.send(member.incarnation, Cancel(name.request, name.attempt))
-        for name in list(member.work):
-            work = member.work.get(name)  # what one of them leads to may take others away
+        for name in list(member.assigned):
+            work = member.assigned.get(name)  # what one of them leads to may take others away
             if work is None:
                 continue
             if (held := listed.get(name)) is not None:
-                work.missing = False
-                self._listed(member, name, held, now)
+                work.missing_in_heartbeat = False
+                self._attempt_listed(member, name, held, now)
             elif work.sequence <= beat.heard:
                 # Heartbeats overtake other messages: only the second without it proves that no answer was on its way.
-                if work.missing:
-                    self._lost(member, name, now)
+                if work.missing_in_heartbeat:
+                    self._attempt_lost(member, name, now)
                 else:
-                    work.missing = True
+                    work.missing_in_heartbeat = True
             elif standing:
-                self._unread(member, name, now, hangs=not beat.step_age_ms)
+                self._order_unread(member, name, now, hangs=not beat.step_age_ms)
         if member.busy_since is not None and member.busy_since <= beat.heard:
-            member.may_have_room()
-            self._life.rounds.may_have_room()
+            member.clear_busy()
+            self._manager.scan.cluster_changed()
 
-    def _listed(self, member: MemberRecord, name: AttemptName, held: AttemptHeld, now: float) -> None:
+    def _attempt_listed(self, member: MemberRecord, name: AttemptName, held: AttemptHeld, now: float) -> None:
         """It has the attempt: take from that what messages should have told and perhaps did not."""
         if name.request.startswith(WARM):
-            self._warm_answers.listed(member, name, held, now)
+            self._pin_messages.listed(member, name, held, now)
             return
         if found := self._current(member, name.request, name.attempt, "decode"):
             request, attempt = found
-            attempt.shorts = attempt.shorts + 1 if held.short else 0
-            if held.short:
-                if attempt.shorts >= _SIGHTINGS:
+            attempt.listed_incomplete = attempt.listed_incomplete + 1 if held.incomplete else 0
+            if held.incomplete:
+                if attempt.listed_incomplete >= _SIGHTINGS:
                     pages = held.computed // self._config.pages.page_size
                     have = messages.FetchIncomplete(
                         name.request, name.attempt, pages, "its heartbeats say that it waits"
                     )
-                    self._answers.short(request, attempt, have, now)
+                    self._worker_messages.fetch_incomplete(request, attempt, have, now)
                 return
             if attempt.phase is RequestPhase.PLACED:
-                attempt.sightings += 1
-                if attempt.sightings >= _SIGHTINGS:
-                    self._answers.accepted(request, attempt, 0, now)
+                attempt.listed_before_accepted += 1
+                if attempt.listed_before_accepted >= _SIGHTINGS:
+                    self._worker_messages.accepted(request, attempt, 0, now)
                 return
             if held.computed > attempt.computed:  # it may be a long prompt that brings no token for a while
-                attempt.progress = now
+                attempt.progressed_at = now
             attempt.computed = held.computed
             ahead = held.position > request.known or held.ended
-            if ahead and attempt.behind == request.known:
-                self._answers.resend(request, attempt)
-            attempt.behind = request.known if ahead else None
+            if ahead and attempt.missing_from == request.known:
+                self._worker_messages.resend(request, attempt)
+            attempt.missing_from = request.known if ahead else None
             return
         found = self._current(member, name.request, name.attempt, "prefill")
         if held.position > member.positions.get(name, 0):
             member.positions[name] = held.position
             if found:
-                found[1].progress = now
+                found[1].progressed_at = now
         if found and held.ended and not found[1].prefilled:
-            found[1].ends += 1
-            if found[1].ends >= _SIGHTINGS:
-                self._answers.prefill_ended(*found, now)
+            found[1].listed_ended += 1
+            if found[1].listed_ended >= _SIGHTINGS:
+                self._worker_messages.prefill_ended(*found, now)
 
-    def _lost(self, member: MemberRecord, name: AttemptName, now: float) -> None:
+    def _attempt_lost(self, member: MemberRecord, name: AttemptName, now: float) -> None:
         if name.request.startswith(WARM):
-            self._warm_answers.lost(member, name, now)
+            self._pin_messages.lost(member, name, now)
             return
         if found := self._current(member, name.request, name.attempt, "decode"):
-            self._life.retry(found[0], f"{member.peer.name} does not have it", now)
+            self._manager.retry(found[0], f"{member.peer.name} does not have it", now)
         elif found := self._current(member, name.request, name.attempt, "prefill"):
             request, attempt = found
             if not attempt.needs_prefill:  # should its pages go, the decode worker will say what it has
                 attempt.prefill = None
-                member.drop(name)
+                member.unassign(name)
             else:
-                self._life.retry(request, f"{member.peer.name} does not have it", now)
+                self._manager.retry(request, f"{member.peer.name} does not have it", now)
 
-    def _unread(self, member: MemberRecord, name: AttemptName, now: float, *, hangs: bool) -> None:
+    def _order_unread(self, member: MemberRecord, name: AttemptName, now: float, *, hangs: bool) -> None:
         """Its loop has stood still for cluster.silence_ms and has not read this order: another worker gets it.
 
         A worker in a long step reads the order when the step ends, so its orders stay where no other worker could take
         them. A worker is tried once for each request, so an attempt moves no more often than there are workers. Neither
         counts against the request's attempts. `hangs`: no step runs there."""
         if name.request.startswith(WARM):
-            self._warm_answers.unread(member, name, now)
+            self._pin_messages.unread(member, name, now)
             return
         if found := self._current(member, name.request, name.attempt, "decode"):
-            request, others = found[0], [each for each in self._members.open("decode") if each.takes_sequences]
+            request, others = found[0], [each for each in self._members.schedulable("decode") if each.takes_sequences]
         elif (found := self._current(member, name.request, name.attempt, "prefill")) and found[1].needs_prefill:
             request, most = found[0], self._config.prefill.max_prompts
-            others = [each for each in self._members.open("prefill") if each.free_prompts(most) > 0]
+            others = [each for each in self._members.schedulable("prefill") if each.free_prefill_slots(most) > 0]
             if hangs:
-                others.append(self._members.live(found[1].decode))  # it computes the prompt itself if need be
+                others.append(self._members.require_live(found[1].decode))  # it computes the prompt itself if need be
         else:
             return
-        if any(other.incarnation not in request.failed_on for other in others):
-            request.failed_on.add(member.incarnation)
-            self._life.retry(request, f"{member.peer.name} does not read: its loop stands still", now, free=True)
+        if any(other.incarnation not in request.excluded for other in others):
+            request.excluded.add(member.incarnation)
+            self._manager.retry(request, f"{member.peer.name} does not read: its loop stands still", now, free=True)
 
     # --- draining ----------------------------------------------------------------------------------------------------
 
     def _drain(self, wish: DrainWorker, now: float) -> None:
         member = self._worker(wish.worker)
-        others = [other for other in self._members.open("decode") if other is not member]
+        others = [other for other in self._members.schedulable("decode") if other is not member]
         if wish.at_once and not wish.undo and member.peer.role == "decode" and not others:
             raise InvalidRequest(f"no decode worker but {wish.worker} takes work: what it runs has nowhere to go")
         member.drain(draining=not wish.undo)
-        self._out.note(f"{wish.worker} {'is given work again' if wish.undo else 'drains'}", kind="drains")
+        self._out.log(f"{wish.worker} {'is given work again' if wish.undo else 'drains'}", kind="drains")
         if wish.undo:
-            self._life.rounds.may_have_room()
+            self._manager.scan.cluster_changed()
         elif wish.at_once:
-            self._life.clear(member, now)
+            self._manager.move_work_off(member, now)
 
     def _worker(self, name: str) -> MemberRecord:
         """The live worker of that name."""
@@ -498,25 +498,25 @@ class RouterState:
     def _tick(self, paused: float, now: float) -> None:
         if paused > 0:  # rule 6: judge only what has been read
             self._members.extend(paused)
-            self._life.extend(paused)
-            self._warmer.extend(paused)
-            self._out.note(f"this router stood still for {paused:.3f} s", warning=True, kind="stood still")
+            self._manager.extend(paused)
+            self._pinner.extend(paused)
+            self._out.log(f"this router stood still for {paused:.3f} s", warning=True, kind="stood still")
         silence = self._config.cluster.silence_ms / 1_000
         for member in self._members:
             if now - member.heard_at > silence:
                 self._gone(member, "silent", now)
-        self._life.expire(now)
-        self._warmer.expire(now)
-        self._roles.tick(now)
-        self._ask(self._prefixes.tick(now))
+        self._manager.expire(now)
+        self._pinner.expire(now)
+        self._role_changes.tick(now)
+        self._request_snapshots(self._kv_index.tick(now))
         if now >= self._next_beat:
             self._next_beat = now + self._config.cluster.heartbeat_ms / 1_000
             for member in self._members:
-                self._out.send(member.incarnation, RouterHeartbeat(tuple(member.work)))
+                self._out.send(member.incarnation, RouterHeartbeat(tuple(member.assigned)))
             for incarnation in self._members.forgettable():
                 self._out.put(ForgetPeer(incarnation))
 
-    def _ask(self, holders: list[str]) -> None:
+    def _request_snapshots(self, holders: list[str]) -> None:
         for holder in holders:
             self._out.put(AskSnapshot(holder))
 
@@ -530,7 +530,7 @@ class RouterState:
     @property
     def serving(self) -> bool:
         """Whether a request that comes now can be placed: one decode worker is live and does not drain."""
-        return bool(self._members.open("decode"))
+        return bool(self._members.schedulable("decode"))
 
     def processes(self, now: float) -> list[ProcessView]:
         """Every process but this one, by name."""
@@ -541,38 +541,38 @@ class RouterState:
                 gone=member.gone,
                 heartbeat_age=now - member.heard_at,
                 metrics=member.hello.metrics,
-                pages_known=self._prefixes.pages(member.incarnation),
+                pages_known=self._kv_index.pages(member.incarnation),
                 events=member.hello.events,
                 replay=member.hello.replay,
                 draining=member.draining,
-                attempts=len({*member.work, *member.slots}),
-                becoming=self._roles.becoming(member.incarnation),
+                attempts=len({*member.assigned, *member.pending_prefills}),
+                changing_to=self._role_changes.target_role(member.incarnation),
             )
             for member in self._members.listed(now)
         ]
 
     def pins(self, tenant: str, now: float) -> list[PinView]:
         """The prefixes that are kept warm for a tenant."""
-        return self._warmer.pins(tenant, now)
+        return self._pinner.pins(tenant, now)
 
     def explain(self, name: str, tenant: str) -> RequestRecord:
         """What is remembered of a tenant's request. Raises RequestNotFound."""
-        if (record := self._life.recent.find(name, tenant)) is None:
+        if (record := self._manager.explanations.find(name, tenant)) is None:
             most = self._config.router.explain_requests
             raise RequestNotFound(f"no request {shown(name)!r} is among the last {most} (router.explain_requests)")
         return record
 
     def recent(self, count: int, tenant: str) -> list[RequestRecord]:
         """A tenant's last requests, newest first."""
-        return self._life.recent.last(count, tenant)
+        return self._manager.explanations.last(count, tenant)
 
     def stats(self) -> RouterStats:
-        life, counts = self._life, self._life.counts
+        life, counts = self._manager, self._manager.counts
         roles: tuple[Role, ...] = ("prefill", "decode", "store")
         return RouterStats(
             queued=len(life.queue),
             running=len(life.requests) - len(life.queue),
-            live={role: len(self._members.of(role)) for role in roles},
+            live={role: len(self._members.with_role(role)) for role in roles},
             finished=dict(life.finished),
             failed=dict(life.failed),
             cancelled=life.cancelled,
@@ -583,19 +583,19 @@ class RouterState:
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
             generated_tokens=counts.generated_tokens,
-            prefixes=self._prefixes.stats(),
-            pins={phase.value: self._warmer.count()[phase] for phase in PinPhase},
+            kv_index=self._kv_index.stats(),
+            pins={phase.value: self._pinner.count()[phase] for phase in PinPhase},
             waiting=life.queue.levels(),
             rejected=dict(life.admission.rejected),
             tenant_tokens=dict(life.admission.served.tokens),
-            scores=self._scores.scores(),
-            utilisation=self._roles.utilisation,
-            advice=self._roles.advice,
+            prediction_errors=self._prediction_errors.summaries(),
+            utilization=self._role_changes.utilization,
+            advice=self._role_changes.advice,
         )
 
     def waits(self) -> Iterator[WaitEdge]:
         """Yield the edges of the wait-for graph that this router knows; for tests."""
-        for request in self._life.requests.values():
+        for request in self._manager.requests.values():
             node, attempt = ("request", self._me.incarnation, request.name), request.attempt
             if attempt is None:
                 continue  # in the queue, until a place or its deadline
@@ -606,8 +606,8 @@ class RouterState:
     def validate(self) -> None:
         """Raise AssertionError unless every invariant holds. For tests."""
         self._members.validate()
-        self._prefixes.validate()
-        self._life.validate()
-        self._warmer.validate()
+        self._kv_index.validate()
+        self._manager.validate()
+        self._pinner.validate()
         live = {member.incarnation for member in self._members}
-        assert set(self._prefixes.holders()) <= live, "pages of a holder that is gone"
+        assert set(self._kv_index.holders()) <= live, "pages of a holder that is gone"

@@ -171,7 +171,7 @@ class SimulatedStore:
             case SendReply(connection=connection, reply=reply):
                 if (worker := self._workers.get(connection)) is not None:
                     said = StoreUp(reply.slots, reply.page_bytes) if isinstance(reply, Attached) else reply
-                    self._network.call(worker.peer.incarnation, worker.hear_store, said, connection)
+                    self._network.call(worker.peer.incarnation, worker.receive_from_store, said, connection)
             case CloseConnection(connection=connection):
                 raise AssertionError(f"the store dropped the well-behaved {self._workers.get(connection)}")
             case TellRouter(message=message, router=router):

@@ -112,13 +112,13 @@ class SimulatedWorker:
 
     # --- what others do to it -----------------------------------------------------------------------------------------
 
-    def hear_router(self, place: int, envelope: Envelope[Any]) -> None:
+    def receive_from_router(self, place: int, envelope: Envelope[Any]) -> None:
         """A router says something."""
         self._inbox.append((place, envelope))
         if self._run is None or not self._can_wait(envelope):
             self._arrived("all")
 
-    def hear_store(self, reply: Any, connection: int) -> None:
+    def receive_from_store(self, reply: Any, connection: int) -> None:
         """The store says something."""
         if connection == self.connection:
             self._from_store.append(reply)
@@ -166,7 +166,7 @@ class SimulatedWorker:
     def snapshot(self) -> list[Snapshot]:
         """For those who follow its KV events."""
         self._publish()
-        return self.feed.snapshot(page_runs(((page.key, page.parent) for page in self.state.cache.pages()), "GPU"))
+        return self.feed.snapshot(page_runs(((page.key, page.parent) for page in self.state.blocks.pages()), "GPU"))
 
     # --- its loop -----------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class SimulatedWorker:
             copied |= yield from self._wait_for_store()
             if isinstance(self.state, DecodeScheduler):
                 self._do(self.state.prepare(self._agenda.now))
-            plan = self.state.plan(self._agenda.now)
+            plan = self.state.schedule(self._agenda.now)
             if plan:
                 yield from self._step(plan)
             self._publish()
@@ -232,7 +232,7 @@ class SimulatedWorker:
         run = self._run = StepRun(plan, self._agenda.now, first, self._times.context * work.rows * noise)
         if isinstance(self.state, DecodeScheduler) and work.rows == len(plan) and self._longest:
             left = min(self._output(name).end - chunk.end for name, chunk in plan.items())
-            run.steps = int(max(1, min(self.state.alike(plan), left, self._longest / first)))
+            run.steps = int(max(1, min(self.state.repeatable_steps(plan), left, self._longest / first)))
         yield run.end
         self._run = None
         self._finish(run, run.steps)
@@ -274,7 +274,7 @@ class SimulatedWorker:
             self._store.call(self, call)
 
     def _publish(self) -> None:
-        for batch in self.feed.batches([("GPU", self.state.cache.drain_events())]):
+        for batch in self.feed.batches([("GPU", self.state.blocks.drain_events())]):
             for incarnation, router in self.followers.items():
                 self._network.message(self.peer.incarnation, incarnation, router.hear_events, batch)
 

@@ -168,9 +168,9 @@ class RigWorker:
     def step(self) -> bool:
         """Plan and run a step; whether there was one."""
         if isinstance(self.state, PrefillScheduler):
-            plan = self.state.plan(self.rig.now)
+            plan = self.state.schedule(self.rig.now)
             for name, chunk in plan.items():
-                self.device.run(self.state._jobs[name.request].tokens, chunk)
+                self.device.run(self.state._requests[name.request].tokens, chunk)
             if plan:
                 self.handle(StepDone(plan, [None] * len(plan)))
         else:

@@ -82,12 +82,12 @@ class WorkerScheduler(Protocol):
     @property
     def patience(self) -> float: ...
     @property
-    def cache(self) -> DeviceBlockManager: ...
+    def blocks(self) -> DeviceBlockManager: ...
     @property
     def tickets(self) -> tuple[int, ...]: ...
     def handle(self, event: Any, now: float, router: str = "") -> Sequence[SendToRouter | CallStore]: ...
     def take_copies(self) -> list[Copy]: ...
-    def plan(self, now: float) -> ScheduledBatch: ...
+    def schedule(self, now: float) -> ScheduledBatch: ...
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat: ...
 
 
@@ -108,7 +108,7 @@ class WorkerLoop:
         `engine`: as `load` made it, and used by no other. Raises PortInUse or StartupError."""
         self.clock = MonotonicClock()
         self.peer = Peer(role, name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
-        self.becomes: WorkerRole | None = None  # what a router wants this process to be from now on
+        self.next_role: WorkerRole | None = None  # what a router wants this process to be from now on
         self.engine = engine
         namespace = _namespace(self.engine, config.pages.page_size)
         layout = self.engine.layout
@@ -200,19 +200,19 @@ class WorkerLoop:
                 case RouterMessage(message=StopTrace(mark=mark)):
                     self.tracer.stop(mark)
                 case RouterMessage(message=ChangeRole(role=role)):
-                    self._become(role)
+                    self._change_role(role)
                 case _:
                     yield event
         yield Tick(paused)
 
-    def _become(self, role: WorkerRole) -> None:
+    def _change_role(self, role: WorkerRole) -> None:
         if role == "decode" and not self.engine.has_head:
             of_peers.warning("can't become a decode worker without an output head (prefill.head)")
         elif role != self.peer.role:
             of_peers.info("becomes a %s worker; all work here is forgotten", role)
-            self.becomes = role
+            self.next_role = role
 
-    def hear_store(self, state: WorkerScheduler, *, copying: bool) -> None:
+    def receive_from_store(self, state: WorkerScheduler, *, copying: bool) -> None:
         """Before a step is planned, hear what the store is about to say, for as long as `state` has patience: a round
         trip to the store is much shorter than a step. `copying`: make the copies that follow from it at once."""
         until = self.clock.now() + state.patience
@@ -255,9 +255,9 @@ class WorkerLoop:
         router, event = (event.router, event.message) if isinstance(event, RouterMessage) else ("", event)
         with self.tracer.span(f"handle {type(event).__name__}", "scheduler"):
             commands = state.handle(event, self.clock.now(), router)
-        self.do(commands)
+        self.carry_out(commands)
 
-    def do(self, commands: Sequence[SendToRouter | CallStore]) -> None:
+    def carry_out(self, commands: Sequence[SendToRouter | CallStore]) -> None:
         """Carry out a state's commands. What is for a router or store that is not there is dropped: the state hears
         of the loss and starts over."""
         for command in commands:
@@ -308,10 +308,10 @@ class WorkerLoop:
         self.corrupt += not intact
         return intact
 
-    def plan(self, state: WorkerScheduler) -> ScheduledBatch:
+    def schedule(self, state: WorkerScheduler) -> ScheduledBatch:
         """What the state would have the engine do next: nothing, perhaps."""
         with self.tracer.span("plan", "scheduler"):
-            return state.plan(self.clock.now())
+            return state.schedule(self.clock.now())
 
     def step(self, state: WorkerScheduler, plan: ScheduledBatch) -> StepDone | StepFailed:
         """Run one step of the engine. While it runs, the heart tells how old it is."""
@@ -319,7 +319,7 @@ class WorkerLoop:
         self._stepped = True
         self._step_started = self.clock.now()
         with self.tracer.span("heartbeat", "sockets"):
-            self._beat(state)
+            self._heartbeat(state)
         chunks = list(plan.values())
         size = {"chunks": len(chunks), "tokens": sum(len(chunk.tokens) for chunk in chunks)} if self.tracer.on else {}
         try:
@@ -339,18 +339,18 @@ class WorkerLoop:
         next_step_tells = self._stepped and state.busy  # in a moment: its heartbeat's snapshot is as good
         self._stepped = False
         with self.tracer.span("publish changes", "sockets"):
-            self._publish_changes(state.cache)
+            self._publish_changes(state.blocks)
         if not next_step_tells:
             with self.tracer.span("heartbeat", "sockets"):
-                self._beat(state)
+                self._heartbeat(state)
         if now >= self._next_beat:
             self._next_beat = now + self._routers.heartbeat
             with self.tracer.span("publish metrics", "sockets"):
-                self.metrics.publish({**values(), **self._moved()})
+                self.metrics.publish({**values(), **self._copied()})
             if self._store.connected:
                 self._store.call(LeaseHeartbeat(state.tickets))
 
-    def _beat(self, state: WorkerScheduler) -> None:
+    def _heartbeat(self, state: WorkerScheduler) -> None:
         events, digest, tracing = self._events.sequence, self._events.digest, self.tracer.mark
         self._routers.beat(
             lambda heard, router: msgspec.structs.replace(
@@ -363,11 +363,11 @@ class WorkerLoop:
         self._events.publish([("GPU", cache.drain_events())], self._page_size)
         self._events.answer(lambda: page_runs(((page.key, page.parent) for page in cache.pages()), "GPU"))
 
-    def _moved(self) -> Mapping[str, Sample]:
+    def _copied(self) -> Mapping[str, Sample]:
         page_bytes = self.engine.layout.page_bytes
         moved = {("in",): float(self.pages_in), ("out",): float(self.pages_out)}
         return {
-            **self._events.figures,
+            **self._events.metric_samples,
             "pages_moved": moved,
             "bytes_moved": {direction: pages * page_bytes for direction, pages in moved.items()},
             "checksum_failures": {("host",): self.corrupt},

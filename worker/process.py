@@ -43,7 +43,7 @@ def run(
             settle()
             log.info("%s worker %s serves with %d pages", serves, worker.peer.incarnation, worker.num_pages)
             _SERVE[serves](worker, config, stop)
-            serves = None if stop.is_set() else worker.becomes
+            serves = None if stop.is_set() else worker.next_role
 
 
 def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) -> None:
@@ -56,13 +56,13 @@ def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) ->
         calibration=worker.calibration,
         vocab_size=worker.engine.config.vocab_size,
     )
-    while not (stop.is_set() or worker.becomes):
+    while not (stop.is_set() or worker.next_role):
         with worker.turn():
             for event in worker.events(state):
                 worker.handle(state, event)
             worker.copy(state)
-            worker.hear_store(state, copying=True)
-            if plan := worker.plan(state):
+            worker.receive_from_store(state, copying=True)
+            if plan := worker.schedule(state):
                 worker.handle(state, worker.step(state, plan))
                 worker.copy(state)  # somebody may wait for what this step has made
             worker.publish(state, lambda: _prefill_samples(state.stats()))
@@ -94,15 +94,15 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         calibration=worker.calibration,
         vocab_size=worker.engine.config.vocab_size,
     )
-    while not (stop.is_set() or worker.becomes):
+    while not (stop.is_set() or worker.next_role):
         with worker.turn():
             for event in worker.events(state):
                 worker.handle(state, event)
             worker.copy(state)
-            worker.hear_store(state, copying=False)
+            worker.receive_from_store(state, copying=False)
             with worker.tracer.span("prepare", "scheduler"):
-                worker.do(state.prepare(worker.clock.now()))
-            if plan := worker.plan(state):
+                worker.carry_out(state.prepare(worker.clock.now()))
+            if plan := worker.schedule(state):
                 worker.handle(state, worker.step(state, plan))
             worker.publish(state, lambda: _decode_samples(state.stats()))
 
@@ -115,13 +115,13 @@ def _decode_samples(stats: DecodeStats) -> Mapping[str, Sample]:
         "kv_cache_usage_perc": {("device",): used / stats.pages_total},
         "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
         "num_preemptions": stats.preemptions,
-        "headroom_pages": stats.headroom,
+        "headroom_pages": stats.growth_reserve,
         "generation_tokens": stats.tokens_generated,
         "prompt_tokens_computed": stats.prompt_tokens_computed,
         "load_regret_seconds": {(tier,): seconds for tier, seconds in stats.load_regret.items()},
         "prompt_pages_cached": {("device",): stats.prompt_pages_device, ("host",): stats.prompt_pages_fetched},
-        "fetches_short": stats.fetches_short,
-        "pages_not_written": stats.ships_refused,
+        "fetches_short": stats.kv_loads_incomplete,
+        "pages_not_written": stats.writes_refused,
     }
 
 

@@ -54,7 +54,7 @@ class ProcessLedger:
         self._seen[name] = ObservedProcess(name, node, Condition.JOINING, now)
         self._old.add(name)
 
-    def turn(
+    def decide(
         self,
         desired: Sequence[ProcessSpec],
         facts: Mapping[str, Facts],

@@ -79,11 +79,11 @@ class Supervisor:
         kept = self._keys.get(DESIRED_KEY)
         self._desired = DesiredCluster.decode(kept) if kept is not None else desired
         self._keep(self._desired)
-        self._crew = ActorRegistry(namespace)
-        self._identity = self._crew.sign(SUPERVISOR)
+        self._registry = ActorRegistry(namespace)
+        self._identity = self._registry.sign(SUPERVISOR)
         restart_patience = self._desired.config.cluster.restart_patience_ms / 1_000
         self._ledger = ProcessLedger(self._desired.join_patience, restart_patience)
-        for name, node in self._crew.rediscover().items():
+        for name, node in self._registry.rediscover().items():
             log.info("found %s on %s", name, node)
             self._ledger.started(name, node, time.monotonic())
         self._endings: dict[str, Future[bool]] = {}
@@ -112,20 +112,20 @@ class Supervisor:
     def _run(self) -> None:
         while True:
             try:
-                self._turn()
+                self._reconcile()
                 self._problem = ""
             except Exception as error:
                 log.exception("a turn failed; the next one tries again")
                 self._problem = f"{type(error).__name__}: {error}"
             time.sleep(TURN)
 
-    def _turn(self) -> None:
+    def _reconcile(self) -> None:
         statuses, answering = self._ask_routers()
-        self._crew.poll()
+        self._registry.poll()
         with self._lock:
             now = time.monotonic()
             facts = {name: self._facts(name, statuses, answering) for name in self._ledger.names}
-            actions = self._ledger.turn(self._specs(), facts, now, self._pauses.tick(now))
+            actions = self._ledger.decide(self._specs(), facts, now, self._pauses.tick(now))
             for action in actions:
                 self._do(action, now)
             overview = self._overview()
@@ -137,13 +137,13 @@ class Supervisor:
                 self._start(spec, now)
             case KillProcess(name, why):
                 log.warning("ending %s: %s", name, why)
-                self._endings[name] = self._pool.submit(self._crew.end, name)
+                self._endings[name] = self._pool.submit(self._registry.end, name)
             case StopProcess(name):
                 log.info("retiring %s", name)
-                self._endings[name] = self._pool.submit(self._crew.retire, name)
+                self._endings[name] = self._pool.submit(self._registry.retire, name)
             case ReapProcess(name):
                 self._endings.pop(name, None)
-                self._crew.bury(name)
+                self._registry.bury(name)
 
     def _start(self, spec: ProcessSpec, now: float) -> None:
         config, known = self._desired.config, self._desired.routers
@@ -156,7 +156,7 @@ class Supervisor:
         routers = () if spec.role == "router" else tuple(router.endpoint for router in known.values())
         workers = workers_on(spec.node, self._specs())
         order = Order(self._namespace, spec.name, spec.role, spec.node, config, self._cluster_keys, routers, workers)
-        if self._crew.start(order):
+        if self._registry.start(order):
             log.info("started %s on %s", spec.name, spec.node)
             self._ledger.started(spec.name, spec.node, now)
 
@@ -185,7 +185,7 @@ class Supervisor:
             return "alive" if self._clients[name].answers() else None
 
     def _facts(self, name: str, statuses: Mapping[str, cluster_pb2.GetStatusResponse], answering: set[str]) -> Facts:
-        member = self._crew.member(name)
+        member = self._registry.member(name)
         if (ending := self._endings.get(name)) is not None and ending.done() and not member.gone:
             del self._endings[name]  # it could not be ended; the ledger will ask again
         if member.addresses is not None and member.addresses != self._desired.routers.get(name):
@@ -202,7 +202,7 @@ class Supervisor:
         )
 
     def _specs(self) -> Sequence[ProcessSpec]:
-        return plan(self._desired.config, self._desired.scale, self._crew.nodes(), self._ledger.placed())
+        return plan(self._desired.config, self._desired.scale, self._registry.nodes(), self._ledger.placed())
 
     # --- telling -----------------------------------------------------------------------------------------------------
 

@@ -148,12 +148,12 @@ class HostPagePool:
             else:
                 last = self._tree.add(key, last, HostPageEntry(partial and place == len(keys) - 1))
                 self._lru.insert(last)
-            result.append(self._claim(last, writer))
+            result.append(self._take_slot(last, writer))
         if deepest is not None:
             self._lru.unpin(deepest)
         return result
 
-    def claim(self, writer: Hashable, parent: bytes, key: bytes) -> SlotReservation | None:
+    def reserve_one(self, writer: Hashable, parent: bytes, key: bytes) -> SlotReservation | None:
         """A slot for a page that is not here, below `parent` if that is sealed or claimed by the same writer, else
         loose. None when no slot is free or evictable."""
         result = self.reserve(writer, parent, [key])
@@ -168,7 +168,7 @@ class HostPagePool:
         self.reserved += 1
         return SlotReservation(key, self._free.pop(), writer, None)
 
-    def land(self, reservation: SlotReservation, checksum: int) -> HostPage:
+    def seal_brought(self, reservation: SlotReservation, checksum: int) -> HostPage:
         """What was claimed has come. Returns the page, held once for the caller: the one that its key has now, or a
         loose one."""
         if reservation.node is not None:
@@ -193,7 +193,7 @@ class HostPagePool:
             self._free.append(reservation.slot)
         else:
             page = node.value.page = HostPage(reservation.key, reservation.slot, checksum, node)
-            self._tell(node)
+            self._list(node)
         if hold:
             self.hold(page)
         self._lru.unpin(node)
@@ -222,7 +222,7 @@ class HostPagePool:
         self.reserved -= 1
         self._free.append(reservation.slot)
 
-    def making(self, key: bytes) -> bool:
+    def being_written(self, key: bytes) -> bool:
         """Whether somebody has reserved a slot for this key, which is not sealed."""
         node = self._tree.find(key)
         return node is not None and node.value.page is None
@@ -309,7 +309,7 @@ class HostPagePool:
         assert len(used) + self.unlisted + self.reserved - attached == self.slots, "a slot is lost"
         assert self.sealed == sum(node.value.page is not None for node in self._tree.preorder())
 
-    def _claim(self, node: RadixNode[HostPageEntry], writer: Hashable) -> HostPage | SlotReservation:
+    def _take_slot(self, node: RadixNode[HostPageEntry], writer: Hashable) -> HostPage | SlotReservation:
         """Turn a pin on `node` into a hold of its page, or into a reservation."""
         if (page := node.value.page) is not None:
             page.holds += 1
@@ -328,7 +328,7 @@ class HostPagePool:
             node.value.reservations.remove(reservation)
         return node
 
-    def _tell(self, node: RadixNode[HostPageEntry]) -> None:
+    def _list(self, node: RadixNode[HostPageEntry]) -> None:
         """`node` was sealed: if all before it is, it and the sealed pages that waited below it are whole now."""
         if node.value.partial or (node.parent is not None and not node.parent.value.whole):
             return

@@ -69,33 +69,33 @@ class DeviceBlockManager:
         """How many pages at the start of `keys` are cached. Changes nothing, not even the eviction order."""
         return len(self._tree.match(keys))
 
-    def sole(self, pages: Sequence[int]) -> int:
+    def count_unshared(self, pages: Sequence[int]) -> int:
         """How many of these pages, in the order of their chain, nobody but the caller refers to. What is shared comes
         first, so the place where it ends is sought: O(log pages)."""
         return len(pages) - bisect_left(pages, True, key=lambda page: self._references[page] == 1)
 
-    def claim(self, keys: Sequence[bytes], total: int) -> int:
+    def new_blocks_needed(self, keys: Sequence[bytes], total: int) -> int:
         """By how many pages `available` shrinks if `total` are taken so: the fresh ones, and the cached ones that
         nobody refers to now."""
-        return self._claim(self._tree.match(keys[:total]), total)
+        return self._new_blocks_needed(self._tree.match(keys[:total]), total)
 
-    def take(self, keys: Sequence[bytes], total: int) -> list[int] | None:
+    def allocate_with_prefix(self, keys: Sequence[bytes], total: int) -> list[int] | None:
         """`total` pages, all or nothing: those of the cached prefix of `keys`, in order, then fresh ones, each with
         one reference for the caller. None, and no change, when there is no room."""
         cached = self._tree.match(keys[:total])
-        if self._claim(cached, total) > self.available:
+        if self._new_blocks_needed(cached, total) > self.available:
             return None
         for node in cached:
-            self._refer(node.value)
+            self._incref(node.value)
         self._lookups += len(keys)
         self._hits += len(cached)
-        return [node.value for node in cached] + self._allocate(total - len(cached))
+        return [node.value for node in cached] + self._take_free(total - len(cached))
 
-    def grow(self, count: int) -> list[int] | None:
+    def allocate(self, count: int) -> list[int] | None:
         """`count` fresh pages with one reference each, or None and no change."""
-        return self._allocate(count) if count <= self.available else None
+        return self._take_free(count) if count <= self.available else None
 
-    def publish(self, key: bytes, parent: bytes, page: int, tokens: Sequence[int] = ()) -> None:
+    def cache_block(self, key: bytes, parent: bytes, page: int, tokens: Sequence[int] = ()) -> None:
         """The contents of `page`, which the caller refers to, are complete: from now on `key` finds it. `tokens` are
         what it was computed from.
 
@@ -111,18 +111,18 @@ class DeviceBlockManager:
         self._nodes[page] = node
         self._changes.stored(key, parent, tokens if self._tell_tokens else ())
 
-    def merged(self, key: bytes, page: int) -> int:
+    def deduplicate(self, key: bytes, page: int) -> int:
         """The page under which `key` is cached, in exchange for `page`, which the caller refers to and whose contents
         are the same: two that computed the same at the same time keep it once. `page` itself where it is that one, or
         none is."""
         node = self._tree.find(key)
         if node is None or node.value == page:
             return page
-        self._refer(node.value)
+        self._incref(node.value)
         self.free([page])
         return node.value
 
-    def retain(self, pages: Sequence[int]) -> None:
+    def incref(self, pages: Sequence[int]) -> None:
         """One more reference on each of `pages`, which the caller refers to already: a copy outlives its sequence."""
         for page in pages:
             assert self._references[page] > 0, "retained without a reference"
@@ -182,21 +182,21 @@ class DeviceBlockManager:
                 assert node.pins == (references > 0)
         assert len(self._tree) == sum(node is not None for node in self._nodes)
 
-    def _claim(self, cached: Sequence[RadixNode[int]], total: int) -> int:
+    def _new_blocks_needed(self, cached: Sequence[RadixNode[int]], total: int) -> int:
         return total - len(cached) + (self._lru.exempted_by(cached[-1]) if cached else 0)
 
-    def _refer(self, page: int) -> None:
+    def _incref(self, page: int) -> None:
         node = self._nodes[page]
         if node is not None and not self._references[page]:
             self._lru.pin(node)  # however many refer to a page, its node is pinned once
         self._references[page] += 1
 
-    def _allocate(self, count: int) -> list[int]:
+    def _take_free(self, count: int) -> list[int]:
         while len(self._free) < count:
             self._evict()
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
-            self._refer(page)
+            self._incref(page)
         return pages
 
     def _evict(self) -> None:

@@ -323,7 +323,7 @@ class StorePages:
         self._waiting: dict[int, int] = {}  # complete pages handed over before the slots were known: index → page
         self._missing = set(range(len(keys)))  # not known to be in the store yet
         self.refused: str | None = None  # why the store gave no slots
-        self.written = 0  # pages sealed by this shipment
+        self.pages_written = 0  # pages sealed by this shipment
 
     @property
     def count(self) -> int:
@@ -339,7 +339,7 @@ class StorePages:
         """Ask for slots."""
         return [Reserve(self.ticket, self._parent, b"".join(self._keys), self._partial, self._prompt)]
 
-    def ready(self, index: int, page: int) -> list[StoreCall | Copy]:
+    def offer(self, index: int, page: int) -> list[StoreCall | Copy]:
         """The contents of page `index` lie complete in the device page `page`."""
         if self._slots is None:
             self._waiting[index] = page
@@ -354,7 +354,7 @@ class StorePages:
                 self._slots = slots
                 self._missing -= {index for index, slot in enumerate(slots) if slot is None}
                 waiting, self._waiting = self._waiting, {}
-                return [copy for index, page in waiting.items() for copy in self.ready(index, page)]
+                return [copy for index, page in waiting.items() for copy in self.offer(index, page)]
             case NotReserved(reason=reason):
                 self.refused = reason
             case PagesUnavailable():
@@ -363,7 +363,7 @@ class StorePages:
                 return [Seal(ticket, first, checksums, self._hold)]
             case Sealed(first=first, count=count):
                 self._missing -= set(range(first, first + count))
-                self.written += count
+                self.pages_written += count
             case _:
                 pass
         return []

@@ -491,14 +491,14 @@ class DiskIndex:
             self._segments.left(victim)
 
     def _evict(self) -> None:
-        self._bury(self._pages.evict())
+        self._retire_record(self._pages.evict())
         self._count.evictions += 1
 
     def _drop(self, page: StoredPage) -> None:
         for each in self._pages.drop(page):
-            self._bury(each)
+            self._retire_record(each)
 
-    def _bury(self, page: StoredPage) -> None:
+    def _retire_record(self, page: StoredPage) -> None:
         """Nobody can find a page any more: its record is dead, or will be when it is written."""
         if page.segment is not None:
             self._segments.died(page.segment, page.record)

@@ -90,7 +90,7 @@ class KvEventPublisher:
         return self._replayer.malformed
 
     @property
-    def figures(self) -> Mapping[str, Sample]:
+    def metric_samples(self) -> Mapping[str, Sample]:
         """For the metrics page."""
         return {"kv_event_answers_dropped": self._answers.given_up, "kv_event_digests_corrected": self._corrected}
 
@@ -112,7 +112,7 @@ class KvEventPublisher:
                 self._answers.snapshot(follower, now)
         if self._answers.snapshot_wanted and (parts := self._snapshot(snapshot, now)):
             self._answers.made(parts, now)
-        self._answers.turn(self._send, now)
+        self._answers.send_some(self._send, now)
 
     def close(self) -> None:
         self._publisher.close()

@@ -83,7 +83,7 @@ class ReplayQueue:
             if answer.waits:
                 answer.waits, answer.since, answer.parts, answer.sent = False, now, parts, 0
 
-    def turn(self, send: SendReplayItem, now: float) -> None:
+    def send_some(self, send: SendReplayItem, now: float) -> None:
         """Send some messages, each follower's in turn."""
         sent = 0
         full: set[bytes] = set()  # followers without room in this turn

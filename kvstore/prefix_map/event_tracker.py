@@ -67,7 +67,7 @@ TrackerAction: TypeAlias = RequestSnapshot | LoadSnapshot | ApplyEvents
 
 
 @dataclass(slots=True)
-class _Claim:
+class _ReportedDigest:
     """What a heartbeat said of a batch that has not been applied yet."""
 
     sequence: int
@@ -85,7 +85,7 @@ class _Source:
     part: int = 0  # of the snapshot that is coming in: expected next
     loading: int = 0  # its sequence
     digests: dict[int, int] = field(default_factory=dict[int, int])  # the map's, by sequence, latest last
-    claim: _Claim | None = None
+    claim: _ReportedDigest | None = None
     heal_at: float = float("-inf")  # not before is another snapshot asked for because of a digest
     heal_wait: float = 0.0
 
@@ -153,7 +153,7 @@ class EventTracker:
                 actions += self.batch(batch, now)
         return actions
 
-    def claimed(self, holder: str, sequence: int, digest: int, ours: int, now: float) -> list[TrackerAction]:
+    def digest_reported(self, holder: str, sequence: int, digest: int, ours: int, now: float) -> list[TrackerAction]:
         """A heartbeat: `digest` is of all that the holder had once batch `sequence` had happened; `ours` is what the
         map says of it now."""
         source = self._sources.get(holder)
@@ -164,7 +164,7 @@ class EventTracker:
         if sequence in source.digests:
             return self._compare(holder, source, sequence, digest, now)
         if source.claim is None and sequence >= source.next:
-            source.claim = _Claim(sequence, digest, now)
+            source.claim = _ReportedDigest(sequence, digest, now)
         return []
 
     # --- how it went ------------------------------------------------------------------------------------------------

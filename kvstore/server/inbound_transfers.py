@@ -96,12 +96,12 @@ class RemoteFetch:
     tried: frozenset[str] = frozenset()  # stores that had none of these
     credit: int = 0  # pages before this index have a slot, or need none
     slots: dict[int, SlotReservation] = field(default_factory=dict[int, SlotReservation])  # granted and not landed
-    void: list[SlotReservation] = field(
+    abandoned: list[SlotReservation] = field(
         default_factory=list[SlotReservation]
     )  # the same of pages that it will not bring
     received: int = 0  # pages that came, damaged ones too
-    vain: int = 0  # pages that will come or have come, and for which there was no slot: they were here already
-    behind: tuple[int, int] = (0, 0)  # pages sent and received, by the last FetchStatus
+    duplicates: int = 0  # pages that will come or have come, and for which there was no slot: they were here already
+    lost_pages: tuple[int, int] = (0, 0)  # pages sent and received, by the last FetchStatus
     doubts: dict[int, int] = field(default_factory=dict[int, int])
     doubted: int = 0  # the last beat before the last doubt
     beat: int | None = None  # the first FetchHeartbeat that listed it
@@ -207,7 +207,7 @@ class InboundTransfers:
             elif not self._disk.has(key):
                 outcome.failed.append(key)
                 del self._coming[key]
-            elif (reservation := self._claim(key, parent)) is not None:
+            elif (reservation := self._reserve(key, parent)) is not None:
                 self._coming[key] = reservation
                 self._reading[key] = now
                 batch.append((key, reservation.slot))
@@ -322,7 +322,7 @@ class InboundTransfers:
                 fetch = self._fetches.get(number)
                 if fetch is not None and fetch.source.store == store:
                     self._lacks_from(fetch, index, outcome, now)
-            case FetchStatus(beat=beat, fetches=served):
+            case FetchStatus(number=beat, fetches=served):
                 sent = dict(served)
                 for fetch in [f for f in self._fetches.values() if f.source.store == store]:
                     known = fetch.beat is None or fetch.beat > beat or fetch.number in sent
@@ -392,16 +392,16 @@ class InboundTransfers:
     def _missing(self, key: bytes) -> bool:
         return key not in self._coming and self._pages.find(key) is None
 
-    def _claim(self, key: bytes, parent: bytes) -> SlotReservation | None:
+    def _reserve(self, key: bytes, parent: bytes) -> SlotReservation | None:
         if self._reserved >= self._allowed:
             return None
-        reservation = self._pages.claim(STORE, parent, key)
+        reservation = self._pages.reserve_one(STORE, parent, key)
         self._reserved += reservation is not None
         return reservation
 
     def _land(self, reservation: SlotReservation, checksum: int) -> HostPage:
         self._reserved -= 1
-        return self._pages.land(reservation, checksum)
+        return self._pages.seal_brought(reservation, checksum)
 
     def _grant(self, fetch: RemoteFetch, loose: bool = False) -> InboundResult:
         """Give slots to the pages that come next, as far as there are. `loose`: the next page is claimed without its
@@ -410,9 +410,9 @@ class InboundTransfers:
         while fetch.credit < len(fetch.keys) and len(fetch.slots) < self._window:
             key = fetch.keys[fetch.credit]
             if self._pages.find(key) is not None:  # somebody has sealed it here meanwhile
-                fetch.vain += 1
+                fetch.duplicates += 1
                 del self._coming[key]
-            elif (reservation := self._claim(key, NOWHERE if loose else fetch.parents[fetch.credit])) is not None:
+            elif (reservation := self._reserve(key, NOWHERE if loose else fetch.parents[fetch.credit])) is not None:
                 loose = False  # the next page has no parent here anyway
                 fetch.slots[fetch.credit] = reservation
                 granted.append((fetch.credit, reservation.slot))
@@ -468,8 +468,8 @@ class InboundTransfers:
     def _lacks(self, fetch: RemoteFetch, sent: int) -> bool:
         """Whether pages were lost: more were sent than came. Some may have come in vain, which nobody counts: then it
         is believed when it is so a second time."""
-        before, fetch.behind = fetch.behind, (sent, fetch.received)
-        return sent > fetch.received and (sent > fetch.received + fetch.vain or before == fetch.behind)
+        before, fetch.lost_pages = fetch.lost_pages, (sent, fetch.received)
+        return sent > fetch.received and (sent > fetch.received + fetch.duplicates or before == fetch.lost_pages)
 
     def _try_next(self, fetch: RemoteFetch, outcome: InboundResult, now: float) -> InboundResult:
         """This source has no more of it."""
@@ -486,7 +486,7 @@ class InboundTransfers:
         fetch.credit = min(fetch.credit, index)
         for each in sorted((each for each in fetch.slots if each >= index), reverse=True):
             reservation = fetch.slots.pop(each)
-            fetch.void.append(reservation)
+            fetch.abandoned.append(reservation)
             outcome.unmade += [key for key in self._pages.detach(reservation) if key != reservation.key]
         lost = [link for link in lost if self._coming.get(link[0]) is fetch]
         for key, _ in lost:
@@ -521,7 +521,7 @@ class InboundTransfers:
         slots = list(fetch.slots.values())
         for reservation in reversed(slots):
             outcome.unmade += [key for key in self._pages.detach(reservation) if key != reservation.key]
-        self._retired[fetch.number] = [*slots, *fetch.void]
+        self._retired[fetch.number] = [*slots, *fetch.abandoned]
         outcome.orders += [RetractFetch(fetch.number), AskPeer(fetch.source, CancelFetch(fetch.number))]
         return outcome
 
@@ -535,7 +535,7 @@ class InboundTransfers:
                 yield each
         for fetch in self._fetches.values():
             yield from fetch.slots.values()
-            yield from fetch.void
+            yield from fetch.abandoned
         for slots in self._retired.values():
             yield from slots
 

@@ -91,11 +91,11 @@ class PageWaiters:
         """Who waits for `key`, each with its index there."""
         return self._waiting.get(key, {})
 
-    def enter(self, waiter: PageWaiter, index: int) -> None:
+    def add(self, waiter: PageWaiter, index: int) -> None:
         waiter.waits.add(index)
         self._waiting.setdefault(waiter.keys[index], {})[waiter] = index
 
-    def leave(self, waiter: PageWaiter, first: int = 0) -> None:
+    def remove(self, waiter: PageWaiter, first: int = 0) -> None:
         """`waiter` waits no longer for its pages from index `first` on."""
         for index in [index for index in waiter.waits if index >= first]:
             waiter.waits.discard(index)
@@ -104,7 +104,7 @@ class PageWaiters:
             if not waiting:
                 del self._waiting[waiter.keys[index]]
 
-    def call(self, key: bytes) -> list[tuple[PageWaiter, int]]:
+    def page_arrived(self, key: bytes) -> list[tuple[PageWaiter, int]]:
         """Everybody who waits for `key`, which has come: they wait for it no longer."""
         called = list(self._waiting.pop(key, {}).items())
         for waiter, index in called:
@@ -115,7 +115,7 @@ class PageWaiters:
         """Everybody who waits for one of `keys`, each once."""
         return list(dict.fromkeys(waiter for key in keys for waiter in self._waiting.get(key, ())))
 
-    def send_away(self, keys: Iterable[bytes], who: Callable[[PageWaiter, int], bool]) -> list[tuple[PageWaiter, int]]:
+    def cancel(self, keys: Iterable[bytes], who: Callable[[PageWaiter, int], bool]) -> list[tuple[PageWaiter, int]]:
         """`keys` are not coming for those `who` it concerns: whoever waits for one waits no longer for it, nor for what
         follows it in their chain. Returns the first index concerned of each."""
         first: dict[PageWaiter, int] = {}
@@ -124,7 +124,7 @@ class PageWaiters:
                 if who(waiter, index):
                     first[waiter] = min(index, first.get(waiter, index))
         for waiter, index in first.items():
-            self.leave(waiter, index)
+            self.remove(waiter, index)
         return list(first.items())
 
     def validate(self, waiters: Iterable[PageWaiter]) -> None:

@@ -10,7 +10,7 @@ from kvstore.server.events import StoreStats
 HOST, DISK, REMOTE = ("host",), ("disk",), ("remote",)
 
 
-def figures(stats: StoreStats) -> Mapping[str, Sample]:
+def metric_samples(stats: StoreStats) -> Mapping[str, Sample]:
     """Every metric that `stats` tells of. A store without a disk tier, and without other stores, shows zeros there."""
     loads, disk = stats.loads, stats.disk
     return {

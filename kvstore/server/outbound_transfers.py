@@ -115,17 +115,17 @@ class OutboundTransfers:
         fetches = self._peers.setdefault(peer, {})
         match request:
             case FetchPages():
-                return self._want(peer, fetches, request, now)
+                return self._fetch_pages(peer, fetches, request, now)
             case FetchCredit(fetch=number, credit=credit):
                 if (fetch := fetches.get(number)) is not None:
                     fetch.credit = max(fetch.credit, min(credit, len(fetch.keys)))
                     return self._go_on(fetch, now)
             case ChecksumMismatch(fetch=number, index=index):
                 if (fetch := fetches.get(number)) is not None and 0 <= index < fetch.next:
-                    return self._doubt(fetch, index)
+                    return self._recheck(fetch, index)
             case CancelFetch(fetch=number):
                 self._forget(fetches, number)
-            case FetchHeartbeat(beat=beat, fetches=listed):
+            case FetchHeartbeat(number=beat, fetches=listed):
                 for number in fetches.keys() - set(listed):
                     self._forget(fetches, number)
                 # Whoever lists a fetch that has ended here has not heard so.
@@ -162,7 +162,7 @@ class OutboundTransfers:
         elif not intact:
             outcome = self._corrupt(page)
             if known:
-                self._waiting.leave(fetch, doubted.index)
+                self._waiting.remove(fetch, doubted.index)
                 outcome.add(self.not_coming(fetch, doubted.index))
         self._pages.unhold(page)
         return outcome
@@ -179,7 +179,7 @@ class OutboundTransfers:
 
     # --- internals --------------------------------------------------------------------------------------------------
 
-    def _want(self, peer: str, fetches: dict[int, PeerFetch], want: FetchPages, now: float) -> InboundResult:
+    def _fetch_pages(self, peer: str, fetches: dict[int, PeerFetch], want: FetchPages, now: float) -> InboundResult:
         try:
             keys = split_keys(want.keys)
         except MalformedMessage:
@@ -203,9 +203,9 @@ class OutboundTransfers:
                 here.append((index, page))
             elif (parent := self._parent_on_disk(key)) is not None and (fetch.wait or not self._fetching(key)):
                 below.append((key, parent))
-                self._waiting.enter(fetch, index)
+                self._waiting.add(fetch, index)
             elif fetch.wait:
-                self._waiting.enter(fetch, index)
+                self._waiting.add(fetch, index)
             else:
                 outcome.add(self.not_coming(fetch, index))
                 break
@@ -234,10 +234,10 @@ class OutboundTransfers:
             self._sent += len(batch)
         return outcome
 
-    def _doubt(self, fetch: PeerFetch, index: int) -> InboundResult:
+    def _recheck(self, fetch: PeerFetch, index: int) -> InboundResult:
         page = self._pages.find(fetch.keys[index])
         if page is None:
-            self._waiting.leave(fetch, index)
+            self._waiting.remove(fetch, index)
             return self.not_coming(fetch, index)
         self._numbers += 1
         self._pages.hold(page)
@@ -246,7 +246,7 @@ class OutboundTransfers:
 
     def _forget(self, fetches: dict[int, PeerFetch], number: int) -> None:
         if (fetch := fetches.pop(number, None)) is not None:
-            self._waiting.leave(fetch)
+            self._waiting.remove(fetch)
 
     # --- what can be read off -------------------------------------------------------------------------------------
 

@@ -166,7 +166,7 @@ class StoreState:
             case Disconnected(connection=connection):
                 return self._disconnect(connection)
             case WriterDied(pid=pid):
-                return self._bury([process for process in self._processes.values() if process.pid == pid])
+                return self._end_processes([process for process in self._processes.values() if process.pid == pid])
             case Tick(paused=paused):
                 return self._tick(now, paused)
             case RouterMessageReceived(message=message, router=router):
@@ -267,14 +267,14 @@ class StoreState:
         process.connection = None
         self._line.keep(process, ())
         for ticket in list(process.tickets.values()):
-            self._let_go(ticket)
+            self._end_lease_parts(ticket)
             if not ticket.reservations:
                 del process.tickets[ticket.number]
         if not process.tickets:
             del self._processes[process.pid, process.incarnation]
         return []
 
-    def _bury(self, processes: list[ClientProcess]) -> list[StoreCommand]:
+    def _end_processes(self, processes: list[ClientProcess]) -> list[StoreCommand]:
         commands: list[StoreCommand] = []
         for process in processes:
             if process.connection is not None:
@@ -372,7 +372,7 @@ class StoreState:
                 missing.append(index)
                 if not call.wait:
                     break
-                self._tiers.waiting.enter(ticket, index)
+                self._tiers.waiting.add(ticket, index)
             else:
                 self._pages.hold(page)
                 ticket.holds[index] = page
@@ -445,10 +445,10 @@ class StoreState:
         if not 0 <= index < len(ticket.keys):
             raise MalformedMessage(f"index {index} of ticket {ticket.number}, which is for {len(ticket.keys)} keys")
 
-    def _let_go(self, ticket: Lease) -> None:
+    def _end_lease_parts(self, ticket: Lease) -> None:
         """End the holds and waits of a ticket; its reservations stay."""
         self._ended |= bool(ticket.waits)
-        self._tiers.waiting.leave(ticket)
+        self._tiers.waiting.remove(ticket)
         for page in ticket.holds.values():
             self._pages.unhold(page)
         ticket.holds.clear()
@@ -457,7 +457,7 @@ class StoreState:
         """End tickets with all that is under them, and tell those who wait for what will not be made now."""
         unmade: list[bytes] = []
         for ticket in tickets:
-            self._let_go(ticket)
+            self._end_lease_parts(ticket)
             for index in sorted(ticket.reservations, reverse=True):
                 unmade += [ticket.keys[index], *self._pages.abort(ticket.reservations.pop(index))]
             del ticket.owner.tickets[ticket.number]
@@ -489,7 +489,7 @@ class StoreState:
             self._count.expired += len(ticket.holds)
             if ticket.waits:
                 commands += self._reply(ticket.owner, PagesUnavailable(ticket.number, min(ticket.waits)))
-            self._let_go(ticket)
+            self._end_lease_parts(ticket)
         return commands
 
     def _tell(self, turn: TierResult) -> list[StoreCommand]:

@@ -144,7 +144,7 @@ class TierManager:
             if (page := self.pages.find(ticket.keys[index])) is not None:
                 self._grant(ticket, index, page, turn)
             else:
-                self.waiting.enter(ticket, index)
+                self.waiting.add(ticket, index)
         parent = ticket.keys[first - 1] if first else ticket.parent
         on_disk = first + self.disk.prefix(ticket.keys[first:until], parent)
         chain = links(ticket.keys, ticket.parent)
@@ -156,7 +156,7 @@ class TierManager:
             if most < until:
                 self._refuse(ticket.keys[max(most, on_disk) : until], turn, lambda waiter, index: waiter is ticket)
         contested = [key for key in ticket.keys[first:until] if self._contested(key)]
-        self._send_away(contested, turn, lambda waiter, index: waiter is ticket)
+        self._cancel_waiters(contested, turn, lambda waiter, index: waiter is ticket)
         return turn
 
     def hand_off(self, ticket: Lease, now: float) -> TierResult:
@@ -236,7 +236,7 @@ class TierManager:
             self._arrive(page, turn)
             self.pages.unhold(page)
         contested = [key for key in outcome.contested if self._contested(key)]
-        self._send_away(contested, turn, lambda waiter, index: isinstance(waiter, Lease) and not waiter.wait)
+        self._cancel_waiters(contested, turn, lambda waiter, index: isinstance(waiter, Lease) and not waiter.wait)
         if not (outcome.unmade or outcome.failed or outcome.gone):
             return turn
         turn.add(self._ask_others(outcome, now))
@@ -269,7 +269,7 @@ class TierManager:
         return turn
 
     def _arrive(self, page: HostPage, turn: TierResult) -> None:
-        for waiter, index in self.waiting.call(page.key):
+        for waiter, index in self.waiting.page_arrived(page.key):
             if isinstance(waiter, Lease):
                 self._grant(waiter, index, page, turn)
             elif isinstance(waiter, PeerFetch):
@@ -288,7 +288,7 @@ class TierManager:
         self._forsaken.update(key for key in keys if self.loads.coming(key))
         self._refuse(keys, turn, lambda waiter, index: True)
         lost = [key for key in keys if self.loads.handing_off(key) and not self._made_here(key)]
-        self._send_away(lost, turn, lambda waiter, index: not isinstance(waiter, Lease))
+        self._cancel_waiters(lost, turn, lambda waiter, index: not isinstance(waiter, Lease))
 
     def _made_here(self, key: bytes) -> bool:
         """Return whether a worker of this node has reserved a slot for this page."""
@@ -303,11 +303,11 @@ class TierManager:
 
     def _refuse(self, keys: Iterable[bytes], turn: TierResult, who: Callable[[PageWaiter, int], bool]) -> None:
         """These are not coming for those `who` it concerns, unless somebody else makes or brings them."""
-        gone = [key for key in keys if not self.loads.coming(key) and not self.pages.making(key)]
-        self._send_away(gone, turn, who)
+        gone = [key for key in keys if not self.loads.coming(key) and not self.pages.being_written(key)]
+        self._cancel_waiters(gone, turn, who)
 
-    def _send_away(self, gone: Iterable[bytes], turn: TierResult, who: Callable[[PageWaiter, int], bool]) -> None:
-        for waiter, index in self.waiting.send_away(gone, who):
+    def _cancel_waiters(self, gone: Iterable[bytes], turn: TierResult, who: Callable[[PageWaiter, int], bool]) -> None:
+        for waiter, index in self.waiting.cancel(gone, who):
             if isinstance(waiter, Lease):
                 turn.refused.append((waiter, index))
             elif isinstance(waiter, PeerFetch):

@@ -91,10 +91,10 @@ class RouterDriver:
         self.metrics = metrics
         self.address = ""  # host:port of our own metrics
         self.draw_seed: Callable[[], int] = partial(secrets.randbits, 63)
-        self._wire = wire
+        self._sockets = wire
         self._clock = clock
         self._streams: dict[str, OutputStream] = {}
-        self._warming: dict[str, asyncio.Future[Pinned | Failed | Cancelled]] = {}
+        self._pinning: dict[str, asyncio.Future[Pinned | Failed | Cancelled]] = {}
         self._last_token: dict[str, float] = {}
         self._numbered = 0
         self._events: deque[RouterEvent] = deque()
@@ -130,15 +130,15 @@ class RouterDriver:
         """The client has gone before the end."""
         self.handle(ClientGone(stream.name))
 
-    async def warm(self, wish: ValidatedPin, deadline: float | None) -> Pinned:
+    async def pin_prefix(self, wish: ValidatedPin, deadline: float | None) -> Pinned:
         """Have a prefix computed and pinned. Raises BatonError. Whoever stops waiting for it no longer wants it."""
         name = f"{WARM}{self._number()}"
-        answer = self._warming[name] = asyncio.get_running_loop().create_future()
+        answer = self._pinning[name] = asyncio.get_running_loop().create_future()
         try:
             self.handle(PinPrefix(name, wish.pin, wish.tokens, wish.ttl, deadline=deadline))
             outcome = await answer
         finally:
-            if self._warming.pop(name, None) is not None:
+            if self._pinning.pop(name, None) is not None:
                 self.handle(ClientGone(name))
         if isinstance(outcome, Failed):
             raise outcome.error
@@ -146,7 +146,7 @@ class RouterDriver:
             raise RequestCancelled(outcome.why)
         return outcome
 
-    def unwarm(self, pin: str) -> None:
+    def unpin_prefix(self, pin: str) -> None:
         """End a pin. Raises PinNotFound."""
         self.handle(UnpinPrefix(pin))
 
@@ -218,24 +218,24 @@ class RouterDriver:
     def _carry_out(self, command: RouterCommand) -> None:
         match command:
             case SendMessage(incarnation=incarnation, message=message):
-                self._wire.send(incarnation, message)
+                self._sockets.send(incarnation, message)
             case Emit():
                 self._emit(command)
             case RequestEnded():
                 self._end(command)
             case PinAnswered(name=name, outcome=outcome):
-                if (answer := self._warming.pop(name, None)) is not None and not answer.done():
+                if (answer := self._pinning.pop(name, None)) is not None and not answer.done():
                     answer.set_result(outcome)
             case Log() as note:
                 _write(note)
             case ForgetPeer(incarnation=incarnation):
-                self._wire.forget(incarnation)
+                self._sockets.forget(incarnation)
             case Subscribe(incarnation=incarnation, endpoint=endpoint, replay=replay):
-                self._wire.subscribe(incarnation, endpoint, replay)
+                self._sockets.subscribe(incarnation, endpoint, replay)
             case AskSnapshot(incarnation=incarnation):
-                self._wire.ask(incarnation)
+                self._sockets.ask(incarnation)
             case Unsubscribe(incarnation=incarnation):
-                self._wire.unsubscribe(incarnation)
+                self._sockets.unsubscribe(incarnation)
 
     def _emit(self, command: Emit) -> None:
         name, now = command.request, self._clock.now()
@@ -284,24 +284,24 @@ class RouterDriver:
                 "generation_tokens": stats.generated_tokens,
                 "prefix_cache_queries": stats.prompt_tokens,
                 "prefix_cache_hits": stats.cached_tokens,
-                "prefix_map_pages": stats.prefixes.pages,
+                "prefix_map_pages": stats.kv_index.pages,
                 "prefix_map_healed": {
-                    ("gap",): float(stats.prefixes.gaps),
-                    ("digest",): float(stats.prefixes.divergences),
+                    ("gap",): float(stats.kv_index.gaps),
+                    ("digest",): float(stats.kv_index.divergences),
                 },
                 "requests_waiting": {(str(level),): float(count) for level, count in stats.waiting.items()},
                 "requests_rejected": {(reason,): float(count) for reason, count in stats.rejected.items()},
                 "prediction_error": {
                     (kind, quantile): error
-                    for kind, score in stats.scores.items()
+                    for kind, score in stats.prediction_errors.items()
                     for quantile, error in (("0.5", score.median), ("0.9", score.p90))
                 },
                 "tenant_tokens": {labels: float(count) for labels, count in stats.tenant_tokens.items()},
                 "pins": {(phase,): float(count) for phase, count in stats.pins.items()},
                 "peers": {(role,): float(count) for role, count in stats.live.items()},
                 "predicted_utilisation": {}
-                if stats.utilisation is None
-                else {("prefill",): stats.utilisation.prefill, ("decode",): stats.utilisation.decode},
+                if stats.utilization is None
+                else {("prefill",): stats.utilization.prefill, ("decode",): stats.utilization.decode},
                 "role_advised": {
                     (role,): float(stats.advice is not None and stats.advice.role == role)
                     for role in ("prefill", "decode")

@@ -48,8 +48,8 @@ from router.frontend.request_parsing import (
     pin_of,
     role_of,
     steps_of,
-    take_in,
-    take_in_prefix,
+    parse_generate_request,
+    parse_pin_request,
 )
 from router.frontend.tokenizing import TokenizerThreads
 from router.role_changes import PATIENCE
@@ -87,7 +87,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     def __init__(
         self, relay: RouterDriver, clock: Clock, tokenizing: TokenizerThreads, linger: float = _LINGER
     ) -> None:
-        self._relay = relay
+        self._driver = relay
         self._clock = clock
         self._tokenizing = tokenizing
         self._linger = linger
@@ -102,8 +102,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             request_id = name_of(request)
             with _connected():
                 await context.send_initial_metadata(((REQUEST_ID, request_id),))
-            intake = await self._take_in(request, request_id)
-            stream = self._relay.submit(intake, received, deadline)
+            intake = await self._parse(request, request_id)
+            stream = self._driver.submit(intake, received, deadline)
             if not await self._pass_on(intake, stream, context):
                 await self._give_up(stream, request_id, context)
         except BatonError as error:
@@ -115,10 +115,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             await _abort(context, BatonError("internal error; the router's log says more"), request_id)
         finally:
             if stream is not None and not stream.ended:
-                self._relay.abandon(stream)
+                self._driver.abandon(stream)
 
-    async def _take_in(self, request: generation_pb2.GenerateRequest, request_id: str) -> ValidatedRequest:
-        work = partial(take_in, request, request_id, self._relay.model, self._relay.draw_seed)
+    async def _parse(self, request: generation_pb2.GenerateRequest, request_id: str) -> ValidatedRequest:
+        work = partial(parse_generate_request, request, request_id, self._driver.model, self._driver.draw_seed)
         return await self._tokenizing.run(_text_bytes(request), work)
 
     async def _pass_on(self, intake: ValidatedRequest, stream: OutputStream, context: Any) -> bool:
@@ -143,7 +143,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def _give_up(self, stream: OutputStream, request_id: str, context: Any) -> None:
         """End an RPC whose client does not read. Neither the write nor the status that waits behind it is cancelled:
         gRPC still holds them. They end when the client reads, or has gone, and cost no more than a piece until then."""
-        stream.drop()
+        stream.abandon()
         error = RequestCancelled(f"the client has read nothing for {self._linger:g} s after its request's end")
         aborting = asyncio.create_task(_abort(context, error, request_id))
         aborting.add_done_callback(looked_at)
@@ -177,7 +177,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
     """Prefixes that are to be warm."""
 
     def __init__(self, relay: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
-        self._relay = relay
+        self._driver = relay
         self._clock = clock
         self._tokenizing = tokenizing
 
@@ -185,23 +185,23 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         left = context.time_remaining()
         deadline = None if left is None else self._clock.now() + left
         async with _typed(context):
-            wish = await self._take_in(request, pin_of(request))
-            return responses.warmed(await self._relay.warm(wish, deadline))
+            wish = await self._parse(request, pin_of(request))
+            return responses.warmed(await self._driver.pin_prefix(wish, deadline))
         raise AssertionError("abort returned")
 
     async def Unpin(self, request: cache_pb2.UnpinRequest, context: Any) -> cache_pb2.UnpinResponse:  # noqa: N802
         async with _typed(context):
-            self._relay.unwarm(request.id)
+            self._driver.unpin_prefix(request.id)
         return cache_pb2.UnpinResponse()
 
     async def ListPins(  # noqa: N802
         self, request: cache_pb2.ListPinsRequest, context: Any
     ) -> cache_pb2.ListPinsResponse:
-        return cache_pb2.ListPinsResponse(pins=map(responses.pin, self._relay.pins()))
+        return cache_pb2.ListPinsResponse(pins=map(responses.pin, self._driver.pins()))
 
-    async def _take_in(self, request: cache_pb2.WarmRequest, pin: str) -> ValidatedPin:
+    async def _parse(self, request: cache_pb2.WarmRequest, pin: str) -> ValidatedPin:
         return await self._tokenizing.run(
-            _text_bytes(request), partial(take_in_prefix, request, pin, self._relay.model)
+            _text_bytes(request), partial(parse_pin_request, request, pin, self._driver.model)
         )
 
 
@@ -209,12 +209,12 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     """What the cluster looks like from here."""
 
     def __init__(self, relay: RouterDriver) -> None:
-        self._relay = relay
+        self._driver = relay
 
     async def GetStatus(  # noqa: N802 gRPC's name
         self, request: cluster_pb2.GetStatusRequest, context: Any
     ) -> cluster_pb2.GetStatusResponse:
-        relay = self._relay
+        relay = self._driver
         me, others = relay.processes()
         first = responses.process(me)
         first.ClearField("heartbeat_age_ms")
@@ -235,15 +235,15 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         async with _typed(context):
             steps = steps_of(request)
             if request.stop:
-                path, node = self._relay.stop_profile(request.process)
+                path, node = self._driver.stop_profile(request.process)
             else:
-                path, node = self._relay.profile(request.process, steps)
+                path, node = self._driver.profile(request.process, steps)
             return cluster_pb2.ProfileResponse(path=str(path), node=node, steps=steps)
         raise AssertionError("abort returned")
 
     async def Drain(self, request: cluster_pb2.DrainRequest, context: Any) -> cluster_pb2.DrainResponse:  # noqa: N802
         async with _typed(context):
-            view = self._relay.drain(request.worker, request.now, request.undo)
+            view = self._driver.drain(request.worker, request.now, request.undo)
             return cluster_pb2.DrainResponse(worker=responses.process(view))
         raise AssertionError("abort returned")
 
@@ -252,19 +252,19 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.SetRoleResponse:
         async with _typed(context):
             patience = request.patience_ms / 1_000 if request.HasField("patience_ms") else PATIENCE
-            view = self._relay.set_role(request.worker, role_of(request), patience)
+            view = self._driver.set_role(request.worker, role_of(request), patience)
             return cluster_pb2.SetRoleResponse(worker=responses.process(view))
         raise AssertionError("abort returned")
 
     async def Explain(self, request: explain_pb2.ExplainRequest, context: Any) -> explain_pb2.ExplainResponse:  # noqa: N802
         async with _typed(context):
-            return responses.explained(*self._relay.explain(request.request_id))
+            return responses.explained(*self._driver.explain(request.request_id))
         raise AssertionError("abort returned")
 
     async def ListRequests(  # noqa: N802 gRPC's name
         self, request: explain_pb2.ListRequestsRequest, context: Any
     ) -> explain_pb2.ListRequestsResponse:
-        records, now = self._relay.recent(request.last or _LISTED)
+        records, now = self._driver.recent(request.last or _LISTED)
         return explain_pb2.ListRequestsResponse(requests=[responses.request_summary(record, now) for record in records])
 
 
@@ -360,14 +360,14 @@ class OperatorServer:
     another server listens anew, and connections to the first one live on."""
 
     def __init__(self, relay: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
-        self._relay = relay
+        self._driver = relay
         self._cache, self._cluster = CacheServicer(relay, clock, tokenizing), ClusterServicer(relay)
         self._servers: list[_GrpcServer] = []
         self._path: Path | None = None  # of the socket
 
     async def start(self, setting: str, cluster: str, router: str) -> str:
         """Listen where `router.operator` says; returns the gRPC target. Raises ConfigError, StartupError, PortInUse."""
-        server = _GrpcServer((CLUSTER, CACHE), self._relay, _OPERATOR_RPCS)
+        server = _GrpcServer((CLUSTER, CACHE), self._driver, _OPERATOR_RPCS)
         cache_pb2_grpc.add_CacheServicer_to_server(self._cache, server.grpc)
         cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, server.grpc)
         remedy = "stop what listens there or change router.operator"

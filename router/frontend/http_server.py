@@ -37,7 +37,7 @@ class HttpServer:
     """The server; it reads the relay and changes nothing."""
 
     def __init__(self, relay: RouterDriver) -> None:
-        self._relay = relay
+        self._driver = relay
         self._routes: dict[str, Callable[[], Awaitable[web.Response]]] = {
             "/metrics": self._metrics,
             "/discovery": self._discovery,
@@ -93,12 +93,12 @@ class HttpServer:
 
     async def _metrics(self) -> web.Response:
         if self._rendering is None or self._rendering.done():
-            self._rendering = asyncio.create_task(asyncio.to_thread(self._relay.metrics.page))
+            self._rendering = asyncio.create_task(asyncio.to_thread(self._driver.metrics.page))
         return web.Response(body=await asyncio.shield(self._rendering), headers={"Content-Type": PAGE_TYPE})
 
     async def _discovery(self) -> web.Response:
         """Every live process's metrics address, as Prometheus' `http_sd_configs` takes it."""
-        me, others = self._relay.processes()
+        me, others = self._driver.processes()
         targets = [
             {
                 "targets": [view.metrics],
@@ -111,7 +111,7 @@ class HttpServer:
 
     async def _healthz(self) -> web.Response:
         """200 while a request that comes now can be served."""
-        if self._relay.state.serving:
+        if self._driver.state.serving:
             return web.Response(text="serving\n")
         return web.Response(status=503, text="no decode worker is live\n")
 

@@ -121,7 +121,7 @@ class OutputStream:
             self._news.clear()
             await self._news.wait()
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Forget what is unread: the client does not come for it."""
         self._pieces.clear()
         self._unread = self._unread_bytes = 0

@@ -102,7 +102,7 @@ def _checked(field: str, given: str) -> str:
     return given
 
 
-def take_in(
+def parse_generate_request(
     request: pb.GenerateRequest, request_id: str, model: ServedModel, draw_seed: Callable[[], int]
 ) -> ValidatedRequest:
     """Check a request. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
@@ -132,7 +132,7 @@ def take_in(
     )
 
 
-def take_in_prefix(request: cache_pb2.WarmRequest, pin: str, model: ServedModel) -> ValidatedPin:
+def parse_pin_request(request: cache_pb2.WarmRequest, pin: str, model: ServedModel) -> ValidatedPin:
     """Check a prefix that is to be warm. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
     _check_model(request.model, model)
     ttl_ms = request.ttl_ms if request.HasField("ttl_ms") else _DEFAULT_TTL_MS

@@ -103,14 +103,14 @@ def process(view: ProcessView) -> cluster_pb2.Process:
         metrics_address=view.metrics,
         pages_known=view.pages_known,
         attempts=view.attempts,
-        becoming=_ROLES[view.becoming] if view.becoming else cluster_pb2.ROLE_UNSPECIFIED,
+        becoming=_ROLES[view.changing_to] if view.changing_to else cluster_pb2.ROLE_UNSPECIFIED,
         events_endpoint=view.events,
         replay_endpoint=view.replay,
     )
 
 
 def bottleneck(stats: RouterStats) -> cluster_pb2.Bottleneck | None:
-    now, advice = stats.utilisation, stats.advice
+    now, advice = stats.utilization, stats.advice
     if now is None:
         return None
     if advice is None:
@@ -169,7 +169,7 @@ def warmed(kept: Pinned) -> cache_pb2.WarmResponse:
 
 
 def request_summary(record: RequestRecord, now: float) -> explain_pb2.RequestSummary:
-    account, line = record.account, record.line
+    account, line = record.account, record.timeline
     usage, last = account.usage, record.attempts[-1] if record.attempts else None
     return explain_pb2.RequestSummary(
         request_id=record.request_id,
@@ -184,7 +184,7 @@ def request_summary(record: RequestRecord, now: float) -> explain_pb2.RequestSum
         ttft_ms=_ms(line.ttft),
         tpot_ms=_ms(line.tpot(usage.completion)),
         e2e_ms=_since(line, "ended"),
-        attempts=record.begun,
+        attempts=record.ever_accepted,
         decode_worker=last.decode if last else "",
         prefill_worker=last.prefill if last else "",
         waits_because=record.waits,
@@ -198,13 +198,13 @@ def explained(record: RequestRecord, now: float) -> explain_pb2.ExplainResponse:
         candidates=[_candidate(one, chosen=False) for one in candidates],
         candidates_omitted=omitted,
         attempts=[_attempt(record, account) for account in record.attempts],
-        attempts_omitted=record.begun - len(record.attempts),
+        attempts_omitted=record.ever_accepted - len(record.attempts),
     )
 
 
 def _attempt(record: RequestRecord, account: AttemptAccount) -> explain_pb2.ExplainedAttempt:
     candidates, omitted = account.candidates()
-    line, first, placed = account.line, account.first_token, account.line.placed
+    line, first, placed = account.timeline, account.first_token, account.timeline.placed
     return explain_pb2.ExplainedAttempt(
         number=account.number,
         decode_worker=account.decode,
@@ -215,8 +215,8 @@ def _attempt(record: RequestRecord, account: AttemptAccount) -> explain_pb2.Expl
         predicted=explain_pb2.Outlook(
             cached_tokens=account.cached,
             ttft_ms=_ms(account.predicted_ttft),
-            tpot_ms=_ms(account.plan.tpot or None),
-            start_ms=_ms(account.plan.predicted.total),
+            tpot_ms=_ms(account.placement.tpot or None),
+            start_ms=_ms(account.placement.predicted.total),
         ),
         actual=explain_pb2.Outlook(
             cached_tokens=account.actually_cached,
@@ -234,7 +234,7 @@ def _attempt(record: RequestRecord, account: AttemptAccount) -> explain_pb2.Expl
             ended=None if account.ended is None else (account.ended - line.received) * 1_000,
         ),
         notes=account.notes,
-        ended_because=account.over,
+        ended_because=account.end_reason,
     )
 
 

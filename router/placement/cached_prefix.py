@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from baton.messages import LowerTier, PageSource, TierSpeed
 from baton.store_protocol import TierPages
-from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, choose
+from kvstore.load_or_recompute import DEFAULT_PREFILL_RATE, DEFAULT_SPEEDS, choose_load_length
 from kvstore.prefix_map.prefix_map import PrefixMatch
 from router.members import ClusterMembership, MemberRecord
 
@@ -74,13 +74,13 @@ class ReusablePrefix(Struct, frozen=True):
     sources: tuple[PageSource, ...] = ()  # for those that come from other nodes
 
 
-def stores(members: ClusterMembership, held: Mapping[str, PrefixMatch], avoid: Collection[str]) -> list[StoreCache]:
+def store_caches(members: ClusterMembership, held: Mapping[str, PrefixMatch], avoid: Collection[str]) -> list[StoreCache]:
     """The live store of each node, unless its loop hangs. Those to `avoid` serve their own node and no other."""
-    able = [member for member in members.of("store") if not member.unresponsive]
-    return [store_of(member, held, serves=member.incarnation not in avoid) for member in able]
+    able = [member for member in members.with_role("store") if not member.unresponsive]
+    return [store_cache(member, held, serves=member.incarnation not in avoid) for member in able]
 
 
-def store_of(member: MemberRecord, held: Mapping[str, PrefixMatch], *, serves: bool) -> StoreCache:
+def store_cache(member: MemberRecord, held: Mapping[str, PrefixMatch], *, serves: bool) -> StoreCache:
     """What that store has. An arena is evicted from the leaves, so what is only on the disk follows what is in it."""
     match = held.get(member.incarnation, _NOTHING)
     speeds: dict[LowerTier, TierSpeed] = {**DEFAULT_SPEEDS, **{speed.tier: speed for speed in member.load.tiers}}
@@ -96,23 +96,23 @@ def store_of(member: MemberRecord, held: Mapping[str, PrefixMatch], *, serves: b
     )
 
 
-def nodes_of(stores: Sequence[StoreCache]) -> dict[str, NodeCache]:
+def node_caches(stores: Sequence[StoreCache]) -> dict[str, NodeCache]:
     """Every node that has a live store, with the others that can help it."""
     serving = sorted((store for store in stores if store.endpoint), key=lambda store: (-store.pages, store.incarnation))
     return {store.node: NodeCache(store, _others(store, serving)) for store in stores}
 
 
-def decoder_reach(prefix: CacheablePrefix, node: NodeCache | None, device: int, rate: float) -> ReusablePrefix:
+def reusable_on_decode_worker(prefix: CacheablePrefix, node: NodeCache | None, device: int, rate: float) -> ReusablePrefix:
     """Of a decode worker, which fetches only what follows the `device` pages that it has itself."""
     if node is None:
         return ReusablePrefix(device)
-    return _reach(prefix, node, max(device, node.store.host), device, rate)
+    return _reusable(prefix, node, max(device, node.store.host), device, rate)
 
 
-def prefiller_reach(prefix: CacheablePrefix, node: NodeCache, device: int, rate: float) -> ReusablePrefix:
+def reusable_on_prefill_worker(prefix: CacheablePrefix, node: NodeCache, device: int, rate: float) -> ReusablePrefix:
     """Of a prefill worker. All pages must be in its node's store, so that is asked first; but those that the worker
     has on its device need no computing, which makes loading them pay less."""
-    return _reach(prefix, node, node.store.host, device, rate)
+    return _reusable(prefix, node, node.store.host, device, rate)
 
 
 def _others(store: StoreCache, serving: Sequence[StoreCache]) -> Sequence[StoreCache]:
@@ -121,7 +121,7 @@ def _others(store: StoreCache, serving: Sequence[StoreCache]) -> Sequence[StoreC
     return [other for other in best if other.pages > store.pages]
 
 
-def _reach(prefix: CacheablePrefix, node: NodeCache, begin: int, device: int, rate: float) -> ReusablePrefix:
+def _reusable(prefix: CacheablePrefix, node: NodeCache, begin: int, device: int, rate: float) -> ReusablePrefix:
     """`begin`: the first page that must be loaded, or else computed where it is not among the first `device`."""
     here = max(begin, node.store.pages)
     longest = node.others[0].pages if node.others else 0
@@ -130,7 +130,7 @@ def _reach(prefix: CacheablePrefix, node: NodeCache, begin: int, device: int, ra
         TierPages(node.store.remote_speed, max(0, min(longest, prefix.pages) - here)),
     ]
     runs = [run for run in runs if run.pages]
-    choice = choose(runs, prefix.page_bytes, prefix.page_size, rate, max(0, device - begin))
+    choice = choose_load_length(runs, prefix.page_bytes, prefix.page_size, rate, max(0, device - begin))
     loaded = begin + choice.pages
     starts = accumulate((run.pages for run in runs), initial=0)
     return ReusablePrefix(

@@ -29,49 +29,49 @@ class ClusterView:
         self.members = members
         self.now = 0.0  # seconds
         self.table = WorkerTable(config, members, costs or ReportedRates(members))
-        self._claims: dict[str, float] = {}  # seconds of workers, by incarnation
+        self._reserved: dict[str, float] = {}  # seconds of workers, by incarnation
         self._output = _OUTPUT
 
-    def begin(self, now: float) -> None:
+    def begin_scan(self, now: float) -> None:
         """Those who wait are tried anew, in order of service: nobody has a claim yet."""
         self.now = now
-        self._claims.clear()
+        self._reserved.clear()
 
     def reserve(self, reservation: SecondsReservation) -> None:
         """Count the seconds of a waiting request for the requests behind it."""
         worker = reservation.worker
-        self._claims[worker] = self._claims.get(worker, 0.0) + reservation.seconds
+        self._reserved[worker] = self._reserved.get(worker, 0.0) + reservation.seconds
 
-    def used(self, plan: Placement) -> None:
+    def mark_used(self, plan: Placement) -> None:
         """Count the plan's workers as the last ones used, so that equal workers take turns."""
-        self.table.use(self.table.index[worker] for worker in (plan.prefill, plan.decode) if worker is not None)
+        self.table.mark_used(self.table.index[worker] for worker in (plan.prefill, plan.decode) if worker is not None)
 
     @property
-    def claims(self) -> Floats:
+    def reserved_seconds(self) -> Floats:
         """Seconds that have been claimed of each worker of the table."""
         claims = np.zeros(len(self.table.workers))
-        for worker, seconds in self._claims.items():
+        for worker, seconds in self._reserved.items():
             if (row := self.table.index.get(worker)) is not None:
                 claims[row] = seconds
         return claims
 
-    def refreshed(self) -> WorkerTable:
+    def refreshed_table(self) -> WorkerTable:
         """The table as of now."""
         self.table.refresh(self.now, self._output)
         return self.table
 
-    def output(self, most: int) -> float:
+    def expected_output(self, most: int) -> float:
         """How many tokens a request that may generate `most` more is expected to."""
         return min(most, self._output)
 
-    def finished(self, tokens: int) -> None:
+    def learn_output(self, tokens: int) -> None:
         """A request's whole output had so many tokens."""
         self._output += _WEIGHT * (tokens - self._output)
 
     @property
-    def decoders(self) -> list[MemberRecord]:
-        return self.members.open("decode")
+    def decode_workers(self) -> list[MemberRecord]:
+        return self.members.schedulable("decode")
 
     @property
-    def prefillers(self) -> list[MemberRecord]:
-        return self.members.open("prefill")
+    def prefill_workers(self) -> list[MemberRecord]:
+        return self.members.schedulable("prefill")

@@ -39,119 +39,119 @@ class PlacementCosts:
         """`output`: tokens that the request is expected to generate; `claims`: seconds of each worker that requests
         which wait have been promised before this one."""
         self.workers, self.prefix = table.workers, ask.prefix
-        self.decoders = d = table.decoders
-        self.rows = table.rows[:d].copy()
+        self.num_decode = d = table.num_decode
+        self.num_sequences = table.num_sequences[:d].copy()
         prefix = ask.prefix
         self.node, self.stored, self.serves = table.node, table.stored, table.serves.copy()
-        if ask.avoid:
-            self.serves[_barred(ask, table)] = 0.0
-        device, host, disk = _held(ask, table)
-        self._stores = not ask.local and prefix.pages > 0 and bool(table.stores)
+        if ask.excluded:
+            self.serves[_excluded_stores(ask, table)] = 0.0
+        device, host, disk = _cached_pages(ask, table)
+        self._stores = not ask.decode_only and prefix.pages > 0 and bool(table.stores)
         self.cached, self.load = device, np.zeros(len(device))  # pages that need no computing; seconds of loading
         if self._stores:
-            self.cached, self.load = reach_of_all(prefix, table, device, host, disk, self.serves)
+            self.cached, self.load = reusable_pages(prefix, table, device, host, disk, self.serves)
         new = (prefix.pages - self.cached) * prefix.page_size
         rest = np.zeros(len(new))
-        rest[d:] = ask.rest  # whoever decodes computes it in his first step, if no prefill worker does
+        rest[d:] = ask.partial_page_tokens  # whoever decodes computes it in his first step, if no prefill worker does
         made = new + rest
         steps = np.ceil(made / table.chunk)
         middle = prefix.pages * prefix.page_size + rest + 0.5 - 0.5 * made  # of what new tokens attend to
         self.compute = made * (table.token + table.pair * middle) + table.fixed * steps
-        self.compute[:d] *= table.stretch[:d]
-        self.queue = np.maximum(table.until - now, 0.0) + claims
-        self.making = self.load + self.compute
-        self.new = new
+        self.compute[:d] *= table.slowdown[:d]
+        self.queue = np.maximum(table.prefills_done_at - now, 0.0) + claims
+        self.prefill_seconds = self.load + self.compute
+        self.new_tokens = new
         self.open = _open(ask, table)
         self.opened = self.open == OPEN
-        self.used = table.used * (_TURN / max(1, table.turn))
-        self._take(ask, table, device, output)
-        self.alone = np.maximum(self.queue[:d], self.wait_alone) + self.making[:d] + self.step + self.tail
-        self.alone[self.open[:d] == NEVER] = inf
-        self.nuisance = np.zeros(d)  # seconds that `alone` is dearer than it takes: others wait for their tokens
-        self.makers = self.takers = np.zeros(0, np.int64)  # prefill and decode workers that are paired
-        self.pairs = np.zeros((0, 0))  # inf: can't be
-        self.best_pair = inf
-        self.moved = self.pairs  # pages that go from one node to another
-        self.missing = self.latency = self.link = np.zeros(d)  # of the way to a decode worker: pages, seconds
+        self.used = table.last_used * (_TURN / max(1, table.use_count))
+        self._price_decode(ask, table, device, output)
+        self.local_seconds = np.maximum(self.queue[:d], self.local_wait) + self.prefill_seconds[:d] + self.step + self.last_tokens_seconds
+        self.local_seconds[self.open[:d] == NEVER] = inf
+        self.interference_seconds = np.zeros(d)  # seconds that `alone` is dearer than it takes: others wait for their tokens
+        self.prefill_rows = self.decode_rows = np.zeros(0, np.int64)  # prefill and decode workers that are paired
+        self.pair_seconds = np.zeros((0, 0))  # inf: can't be
+        self.best_pair_seconds = inf
+        self.pair_pages_moved = self.pair_seconds  # pages that go from one node to another
+        self.pages_to_move = self.latency = self.link = np.zeros(d)  # of the way to a decode worker: pages, seconds
         if self._stores and 0 < d < len(self.workers):
-            self._pair(table, device, host, ask.handed)
+            self._price_pairs(table, device, host, ask.hand_off_pages)
 
     # --- the decode side ---------------------------------------------------------------------------------------------
 
-    def _take(self, ask: PlacementRequest, table: WorkerTable, device: Floats, output: float) -> None:
+    def _price_decode(self, ask: PlacementRequest, table: WorkerTable, device: Floats, output: float) -> None:
         """How long until a decode worker can take it, and its first step then."""
-        d = self.decoders
+        d = self.num_decode
         size = ask.prefix.page_size
         tail = ask.tokens - ask.prefix.pages * size
         self.step = step = table.step[:d] + table.per_context[:d] * (ask.tokens + 0.5 * output)
-        self.tail = tail * (table.token[:d] + table.pair[:d] * ask.tokens)  # what the first takes longer for one alone
-        lack = (ask.tokens + output) / size - device[:d] - table.room[:d]
+        self.last_tokens_seconds = tail * (table.token[:d] + table.pair[:d] * ask.tokens)  # what the first takes longer for one alone
+        lack = (ask.tokens + output) / size - device[:d] - table.free_pages[:d]
         full = self.open[:d] == FULL
         self.wait = np.zeros(d)
         if full.any() or lack.max(initial=0.0) > 0:
-            ends = np.where((lack > 0) & (self.rows > 0), np.ceil(lack / table.slack[:d]), 0.0)
+            ends = np.where((lack > 0) & (self.num_sequences > 0), np.ceil(lack / table.slack[:d]), 0.0)
             self.wait = np.maximum(ends, full) * table.turnover[:d]  # so many sequences must end first
-        self.wait_alone = self.wait
-        self.hopeless = np.zeros(d, np.bool_)  # slower than its objective even alone
-        self.pace = step + self.queue[:d] / output  # seconds per token
+        self.local_wait = self.wait
+        self.misses_tpot_alone = np.zeros(d, np.bool_)  # slower than its objective even alone
+        self.tpot = step + self.queue[:d] / output  # seconds per token
         own = inf if ask.tpot is None else ask.tpot
         limit = table.tpot[:d] if ask.tpot is None else np.minimum(table.tpot[:d], own)
         if limit.min(initial=inf) == inf:
             return
         if ask.tpot is not None:
-            self.hopeless = step - table.crowd[:d] > own
-        late = self.pace - limit
-        later = np.maximum(late, self.pace + self.compute[:d] / output - table.tpot[:d])
+            self.misses_tpot_alone = step - table.others_step_seconds[:d] > own
+        late = self.tpot - limit
+        later = np.maximum(late, self.tpot + self.compute[:d] / output - table.tpot[:d])
         if later.max() > 0:
-            self.wait = np.maximum(self.wait, self._recovers(table, late, output))
-            self.wait_alone = np.maximum(self.wait, self._recovers(table, later, output))
+            self.wait = np.maximum(self.wait, self._seconds_until_tpot_holds(table, late, output))
+            self.local_wait = np.maximum(self.wait, self._seconds_until_tpot_holds(table, later, output))
 
-    def _recovers(self, table: WorkerTable, late: Floats, output: float) -> Floats:
+    def _seconds_until_tpot_holds(self, table: WorkerTable, late: Floats, output: float) -> Floats:
         """Seconds until each decode worker brings its tokens `late` seconds sooner: prompts that it has are computed
         then, or sequences have ended."""
-        d = self.decoders
-        queue, rows = self.queue[:d], table.rows[:d]
-        each = np.maximum(table.crowd[:d] / np.maximum(rows, 1.0), 1e-9)  # seconds of a step that a sequence takes
+        d = self.num_decode
+        queue, rows = self.queue[:d], table.num_sequences[:d]
+        each = np.maximum(table.others_step_seconds[:d] / np.maximum(rows, 1.0), 1e-9)  # seconds of a step that a sequence takes
         ends = np.minimum(np.ceil(np.maximum(late - queue / output, 0.0) / each), rows)
         return np.clip(late * output, 0.0, queue) + ends * table.turnover[:d]
 
     # --- pairs -------------------------------------------------------------------------------------------------------
 
-    def _pair(self, table: WorkerTable, device: Floats, host: Floats, handed: int) -> None:
+    def _price_pairs(self, table: WorkerTable, device: Floats, host: Floats, handed: int) -> None:
         """Price the pairs that may be the best, for a hand-off of so many pages."""
-        d, prefix, node = self.decoders, self.prefix, self.node
+        d, prefix, node = self.num_decode, self.prefix, self.node
         at = node[:d]
         able = (self.open > NEVER) & table.has_store
-        self.missing = np.maximum(prefix.pages - np.maximum(device[:d], host[at]), 0.0) + (handed - prefix.pages)
-        self.latency = table.latency[at] * (self.missing > 0)
-        self.link = self.latency + self.missing * (prefix.page_bytes / table.supposed[at])
+        self.pages_to_move = np.maximum(prefix.pages - np.maximum(device[:d], host[at]), 0.0) + (handed - prefix.pages)
+        self.latency = table.latency[at] * (self.pages_to_move > 0)
+        self.link = self.latency + self.pages_to_move * (prefix.page_bytes / table.assumed_bandwidth[at])
         able[:d] &= self.cached[:d] < prefix.pages  # who has every full page gains nothing from a hand-off
         makers, takers = able[d:].nonzero()[0] + d, able[:d].nonzero()[0]
         if len(makers) == 0 or len(takers) == 0:
             return
         if max(len(makers), len(takers)) > 2 * _MANY:
             makers, takers = self._shortlist(table, able)
-        self.makers, self.takers = makers, takers
-        made = self.making[makers][:, None]
+        self.prefill_rows, self.decode_rows = makers, takers
+        made = self.prefill_seconds[makers][:, None]
         apart = node[makers][:, None] != at[takers]
-        self.moved = apart * self.missing[takers]
+        self.pair_pages_moved = apart * self.pages_to_move[takers]
         transfer = self.link[takers] - made
         np.maximum(transfer, self.latency[takers], out=transfer)
         transfer *= apart
-        self.pairs = np.maximum(self.queue[makers][:, None], self.wait[takers])
-        self.pairs += transfer
-        self.pairs += made
-        self.pairs += self.step[takers]
+        self.pair_seconds = np.maximum(self.queue[makers][:, None], self.wait[takers])
+        self.pair_seconds += transfer
+        self.pair_seconds += made
+        self.pair_seconds += self.step[takers]
         if self.serves[:-1].min() <= 0:
-            self.pairs[apart & (self.serves[node[makers]] <= 0)[:, None]] = inf
-        self.best_pair = float(self.pairs.min())
-        if self.best_pair < inf:
-            self.nuisance = (self.rows + 1.0) * self.compute[:d]
+            self.pair_seconds[apart & (self.serves[node[makers]] <= 0)[:, None]] = inf
+        self.best_pair_seconds = float(self.pair_seconds.min())
+        if self.best_pair_seconds < inf:
+            self.interference_seconds = (self.num_sequences + 1.0) * self.compute[:d]
 
     def _shortlist(self, table: WorkerTable, able: Flags) -> tuple[Indices, Indices]:
         """Those of each side that seem best, and the best of the same nodes."""
-        d = self.decoders
-        making = np.where(able, self.queue + self.making + self.used, inf)
+        d = self.num_decode
+        making = np.where(able, self.queue + self.prefill_seconds + self.used, inf)
         taking = np.where(able[:d], self.wait + self.step + self.used[:d], inf)
         makers = _best(making[d:], self.opened[d:]) + d
         takers = _best(taking, self.opened[:d] & (self.wait <= 0))
@@ -164,73 +164,73 @@ class PlacementCosts:
     @property
     def lowest(self) -> float:
         """Of all ways there are, also those that must be waited for; inf: there is none."""
-        return float(min(self.best_pair, (self.alone + self.nuisance).min(initial=inf)))
+        return float(min(self.best_pair_seconds, (self.local_seconds + self.interference_seconds).min(initial=inf)))
 
     @property
-    def soonest(self) -> tuple[int | None, int]:
+    def best_row_pair(self) -> tuple[int | None, int]:
         """That way: its prefill worker, none if a decode worker does it alone, and its decode worker."""
-        alone = self.alone + self.nuisance
-        if self.pairs.size and self.best_pair <= alone.min():
-            row, column = divmod(int(self.pairs.argmin()), self.pairs.shape[1])
-            return int(self.makers[row]), int(self.takers[column])
+        alone = self.local_seconds + self.interference_seconds
+        if self.pair_seconds.size and self.best_pair_seconds <= alone.min():
+            row, column = divmod(int(self.pair_seconds.argmin()), self.pair_seconds.shape[1])
+            return int(self.prefill_rows[row]), int(self.decode_rows[column])
         return None, int(alone.argmin())
 
-    def ready(self, limit: float) -> tuple[int | None, int] | None:
+    def best_within(self, limit: float) -> tuple[int | None, int] | None:
         """Of the ways that can be gone now and take at most `limit` seconds: the one with the fewest tokens to compute,
         then the emptiest decode worker, then the fewest pages to move, then the workers that were not used for longest.
         Where there is something to compute, a pair is preferred to a decode worker that would compute as much."""
-        d = self.decoders
+        d = self.num_decode
         opened = self.opened
-        now = self.pairs <= limit
-        now &= opened[self.makers][:, None] & (opened[:d] & (self.wait <= 0))[self.takers]
+        now = self.pair_seconds <= limit
+        now &= opened[self.prefill_rows][:, None] & (opened[:d] & (self.wait <= 0))[self.decode_rows]
         made, taken = now.nonzero()
-        alone = ((self.alone + self.nuisance <= limit) & opened[:d] & (self.wait_alone <= 0)).nonzero()[0]
+        alone = ((self.local_seconds + self.interference_seconds <= limit) & opened[:d] & (self.local_wait <= 0)).nonzero()[0]
         if len(made) + len(alone) == 0:
             return None
-        makers, takers = self.makers[made], self.takers[taken]
+        makers, takers = self.prefill_rows[made], self.decode_rows[taken]
         decode = np.concatenate((takers, alone))
         none = np.zeros(len(alone))
         turn = np.concatenate((self.used[makers], none)) + self.used[decode]
-        moved = np.concatenate((self.moved[made, taken], none))
-        tokens = np.concatenate((self.new[makers], self.new[alone]))
-        crowd = np.floor(self.rows[decode] * _LEVELS / max(_LEVELS, self.rows.max()))
-        single = np.concatenate((np.zeros(len(makers)), np.where(self.new[alone] > 0, 1.0, -1.0)))
+        moved = np.concatenate((self.pair_pages_moved[made, taken], none))
+        tokens = np.concatenate((self.new_tokens[makers], self.new_tokens[alone]))
+        crowd = np.floor(self.num_sequences[decode] * _LEVELS / max(_LEVELS, self.num_sequences.max()))
+        single = np.concatenate((np.zeros(len(makers)), np.where(self.new_tokens[alone] > 0, 1.0, -1.0)))
         best = int(np.lexsort((turn, moved, crowd, single, tokens))[0])
         return (int(makers[best]), int(takers[best])) if best < len(makers) else (None, int(alone[best - len(makers)]))
 
-    def keep_only(self, taker: int) -> None:
+    def restrict_decode_to(self, taker: int) -> None:
         """No other decode worker will do."""
-        self.alone[np.arange(self.decoders) != taker] = inf
-        if taker in self.takers:
-            self.pairs[:, self.takers != taker] = inf
+        self.local_seconds[np.arange(self.num_decode) != taker] = inf
+        if taker in self.decode_rows:
+            self.pair_seconds[:, self.decode_rows != taker] = inf
         else:
-            self.pairs[:] = inf
-        self.best_pair = float(self.pairs.min(initial=inf))
+            self.pair_seconds[:] = inf
+        self.best_pair_seconds = float(self.pair_seconds.min(initial=inf))
 
-    def keep_split(self) -> None:
+    def require_disaggregation(self) -> None:
         """Nobody decodes where a prompt is computed that a prefill worker can compute."""
-        if self.best_pair < inf:
-            self.alone[self.new[: self.decoders] > 0] = inf
+        if self.best_pair_seconds < inf:
+            self.local_seconds[self.new_tokens[: self.num_decode] > 0] = inf
 
     # --- one way -----------------------------------------------------------------------------------------------------
 
-    def joined(self, maker: int, taker: int) -> bool:
+    def share_stores(self, maker: int, taker: int) -> bool:
         """Whether pages can come from one to the other."""
         a, b = self.node[maker], self.node[taker]
         return bool(self._stores and self.stored[a] and self.stored[b] and (a == b or self.serves[a]))
 
-    def effort(self, maker: int | None, taker: int) -> float:
+    def seconds_of_prefill(self, maker: int | None, taker: int) -> float:
         """Seconds of work for whoever computes the prompt."""
         row = taker if maker is None else maker
-        return float(self.making[row])
+        return float(self.prefill_seconds[row])
 
     def predict(self, maker: int | None, taker: int) -> PredictedTtft:
         row = taker if maker is None else maker
-        transfer, wait, step = 0.0, self.wait_alone[taker], self.step[taker] + self.tail[taker]
+        transfer, wait, step = 0.0, self.local_wait[taker], self.step[taker] + self.last_tokens_seconds[taker]
         if maker is not None:
             wait, step = self.wait[taker], self.step[taker]
-            if self.node[maker] != self.node[taker] and self.missing[taker] > 0:
-                transfer = max(float(self.latency[taker]), float(self.link[taker] - self.making[maker]))
+            if self.node[maker] != self.node[taker] and self.pages_to_move[taker] > 0:
+                transfer = max(float(self.latency[taker]), float(self.link[taker] - self.prefill_seconds[maker]))
         return PredictedTtft(
             queue=float(self.queue[row]),
             load=float(self.load[row]),
@@ -242,18 +242,18 @@ class PlacementCosts:
 
     def candidates(self) -> list[Candidate]:
         """Every decode worker alone, each worker of a pair with the best other one of those that were paired."""
-        ways: list[tuple[int | None, int, float]] = [(None, row, self.alone[row]) for row in range(self.decoders)]
-        if self.pairs.size:
-            by_maker = {(row, int(column)) for row, column in enumerate(self.pairs.argmin(axis=1))}
-            by_taker = {(int(row), column) for column, row in enumerate(self.pairs.argmin(axis=0))}
+        ways: list[tuple[int | None, int, float]] = [(None, row, self.local_seconds[row]) for row in range(self.num_decode)]
+        if self.pair_seconds.size:
+            by_maker = {(row, int(column)) for row, column in enumerate(self.pair_seconds.argmin(axis=1))}
+            by_taker = {(int(row), column) for column, row in enumerate(self.pair_seconds.argmin(axis=0))}
             for row, column in sorted(by_maker | by_taker):
-                ways.append((int(self.makers[row]), int(self.takers[column]), self.pairs[row, column]))
+                ways.append((int(self.prefill_rows[row]), int(self.decode_rows[column]), self.pair_seconds[row, column]))
         return [self._candidate(maker, taker, bool(seconds < inf)) for maker, taker, seconds in ways]
 
     def _candidate(self, maker: int | None, taker: int, possible: bool) -> Candidate:
         row = taker if maker is None else maker
         names = [self.workers[each].peer.name for each in (row, taker)]
-        wait = self.wait_alone[taker] if maker is None else self.wait[taker]
+        wait = self.local_wait[taker] if maker is None else self.wait[taker]
         why = ""
         for each, name in zip((row, taker), names, strict=True):
             if self.open[each] == NEVER:
@@ -268,14 +268,14 @@ class PlacementCosts:
         return Candidate(names[1], "" if maker is None else names[0], cached, self.predict(maker, taker), why)
 
 
-def reach_of_all(
+def reusable_pages(
     prefix: CacheablePrefix, table: WorkerTable, device: Floats, host: Floats, disk: Floats, serves: Floats
 ) -> tuple[Floats, Floats]:
     """How many pages each worker of the table need not compute, and the seconds that loads take: what `decoder_reach`
     and `prefiller_reach` (`router.placement.cached_prefix`) say of one of them, but for the few pages that are loaded
     to measure a tier. `device` pages are on each worker's device, `host` and `disk` on each node's tiers, for the
     table's rows; `serves`: whether other nodes may get pages from there."""
-    at, d = table.node, table.decoders
+    at, d = table.node, table.num_decode
     begin = host[at]
     begin[:d] = np.maximum(begin[:d], device[:d])
     has = (host + disk) * serves
@@ -302,7 +302,7 @@ def reach_of_all(
     return np.maximum(device, np.where(take, more, ends)), np.where(take, all_, loads)
 
 
-def _held(ask: PlacementRequest, table: WorkerTable) -> tuple[Floats, Floats, Floats]:
+def _cached_pages(ask: PlacementRequest, table: WorkerTable) -> tuple[Floats, Floats, Floats]:
     """Pages of the prefix, without a gap from its first: on each worker's device, in each node's arena, and after
     those on its disk."""
     device = np.zeros(len(table.workers))
@@ -317,21 +317,21 @@ def _held(ask: PlacementRequest, table: WorkerTable) -> tuple[Floats, Floats, Fl
     return device, host, disk
 
 
-def _barred(ask: PlacementRequest, table: WorkerTable) -> list[int]:
+def _excluded_stores(ask: PlacementRequest, table: WorkerTable) -> list[int]:
     """Nodes whose store has failed this request: other nodes are not to get pages from it."""
-    return [table.stores[incarnation] for incarnation in ask.avoid if incarnation in table.stores]
+    return [table.stores[incarnation] for incarnation in ask.excluded if incarnation in table.stores]
 
 
 def _open(ask: PlacementRequest, table: WorkerTable) -> Floats:
     """Whether each worker may be given this request: those that have failed it are asked again only where no other
     decode worker could ever take it."""
-    d = table.decoders
+    d = table.num_decode
     answer = table.open.copy()
-    answer[:d][table.pool[:d] < ask.needs] = NEVER
-    if not ask.avoid:
+    answer[:d][table.pool[:d] < ask.pages_needed] = NEVER
+    if not ask.excluded:
         return answer
     able = answer.copy()
-    for incarnation in ask.avoid:
+    for incarnation in ask.excluded:
         if (row := table.index.get(incarnation)) is not None:
             answer[row] = NEVER
     if d and answer[:d].max() == NEVER:

@@ -26,7 +26,7 @@ from math import inf
 from typing import Protocol
 
 from baton.messages import PageSource
-from router.placement.cached_prefix import SOURCES, NodeCache, StoreCache, decoder_reach, prefiller_reach, store_of
+from router.placement.cached_prefix import SOURCES, NodeCache, StoreCache, reusable_on_decode_worker, reusable_on_prefill_worker, store_cache
 from router.placement.cluster_view import ClusterView
 from router.placement.cost_matrix import PlacementCosts
 from router.placement.types import Placement, PlacementChoice, PlacementRequest, Reject, SecondsReservation, Wait
@@ -64,24 +64,24 @@ class LowestTtft:
 
     def place(self, ask: PlacementRequest, view: ClusterView) -> PlacementDecision:
         prices = _prices(ask, view)
-        if prices.decoders == 0:
+        if prices.num_decode == 0:
             return PlacementDecision(Wait("no decode worker is live"), prices)
         if ask.affinity:
-            prices.keep_only(_home(ask.affinity, prices))
+            prices.restrict_decode_to(_affinity_row(ask.affinity, prices))
         if view.config.router.split == "always":
-            prices.keep_split()
+            prices.require_disaggregation()
         best = prices.lowest
         if best == inf:
             return PlacementDecision(Wait("no live decode worker could hold it"), prices)
-        if (problem := _misses(ask, prices)) is not None:
+        if (problem := _unreachable_objective(ask, prices)) is not None:
             return PlacementDecision(problem, prices)
-        option = prices.ready(best + max(_AT_ONCE, _NEARLY * best))
+        option = prices.best_within(best + max(_AT_ONCE, _NEARLY * best))
         if option is None:
-            maker, taker = prices.soonest
+            maker, taker = prices.best_row_pair
             worker = prices.workers[taker if maker is None else maker].incarnation
-            wait = Wait(_awaits(prices, maker, taker), prices.predict(maker, taker).total)
-            return PlacementDecision(wait, prices, SecondsReservation(worker, prices.effort(maker, taker)))
-        return PlacementDecision(_plan(ask, view, prices, *option), prices)
+            wait = Wait(_wait_reason(prices, maker, taker), prices.predict(maker, taker).total)
+            return PlacementDecision(wait, prices, SecondsReservation(worker, prices.seconds_of_prefill(maker, taker)))
+        return PlacementDecision(_placement(ask, view, prices, *option), prices)
 
     def may_go(self, request: str, view: ClusterView) -> bool:
         """It may go anywhere."""
@@ -91,7 +91,7 @@ class LowestTtft:
         """Nothing is kept of any."""
 
 
-def plan_for(ask: PlacementRequest, view: ClusterView, decode: str, prefill: str | None = None) -> PlacementDecision:
+def place_on(ask: PlacementRequest, view: ClusterView, decode: str, prefill: str | None = None) -> PlacementDecision:
     """The plan that uses just these workers, incarnations of live ones: what is cached is fetched as far as that pays.
     Wait: one of them takes no work now, or the two have no store between them; without `prefill`, never for the
     latter. For policies that choose workers by rules of their own."""
@@ -101,30 +101,30 @@ def plan_for(ask: PlacementRequest, view: ClusterView, decode: str, prefill: str
     if prices.open[taker] != OPEN:
         return PlacementDecision(Wait("the decode worker takes no work now"), prices)
     if prefill is None or prices.cached[taker] >= ask.prefix.pages:
-        return PlacementDecision(_plan(ask, view, prices, None, taker), prices)
+        return PlacementDecision(_placement(ask, view, prices, None, taker), prices)
     maker = index[prefill]
-    if prices.open[maker] != OPEN or not prices.joined(maker, taker):
+    if prices.open[maker] != OPEN or not prices.share_stores(maker, taker):
         return PlacementDecision(Wait("the prefill worker takes no prompt now"), prices)
-    return PlacementDecision(_plan(ask, view, prices, maker, taker), prices)
+    return PlacementDecision(_placement(ask, view, prices, maker, taker), prices)
 
 
 def _prices(ask: PlacementRequest, view: ClusterView) -> PlacementCosts:
-    return PlacementCosts(ask, view.refreshed(), view.now, view.output(ask.left), view.claims)
+    return PlacementCosts(ask, view.refreshed_table(), view.now, view.expected_output(ask.output_left), view.reserved_seconds)
 
 
-def _misses(ask: PlacementRequest, prices: PlacementCosts) -> Reject | None:
+def _unreachable_objective(ask: PlacementRequest, prices: PlacementCosts) -> Reject | None:
     """An objective that no placement meets."""
-    able = prices.open[: prices.decoders] > NEVER
-    if ask.tpot is not None and bool(prices.hopeless[able].all()):
+    able = prices.open[: prices.num_decode] > NEVER
+    if ask.tpot is not None and bool(prices.misses_tpot_alone[able].all()):
         return Reject(f"no decode worker brings a token every {ask.tpot * 1_000:.0f} ms, even with nothing else to do")
-    if ask.ttft is not None and (soonest := prices.predict(*prices.soonest).total) > ask.ttft:
+    if ask.ttft is not None and (soonest := prices.predict(*prices.best_row_pair).total) > ask.ttft:
         return Reject(
             f"the first token would come in {soonest:.3f} s, and {ask.ttft:.3f} s are left", soonest - ask.ttft
         )
     return None
 
 
-def _awaits(prices: PlacementCosts, maker: int | None, taker: int) -> str:
+def _wait_reason(prices: PlacementCosts, maker: int | None, taker: int) -> str:
     """Whom it waits for, and why."""
     if maker is not None and prices.open[maker] != OPEN:
         return f"{prices.workers[maker].peer.name} has all the prompts it takes, and is worth waiting for"
@@ -134,10 +134,10 @@ def _awaits(prices: PlacementCosts, maker: int | None, taker: int) -> str:
     return f"{name} has no room for it, or could not keep an objective"
 
 
-def _home(affinity: str, prices: PlacementCosts) -> int:
+def _affinity_row(affinity: str, prices: PlacementCosts) -> int:
     """The decode worker of a key: by rendezvous hashing (Thaler and Ravishankar, 1998), so that one that goes takes
     only its own keys along, and they are back when one of its name is."""
-    able = [row for row in range(prices.decoders) if prices.open[row] > NEVER] or list(range(prices.decoders))
+    able = [row for row in range(prices.num_decode) if prices.open[row] > NEVER] or list(range(prices.num_decode))
 
     def weight(row: int) -> bytes:
         return blake2b(f"{prices.workers[row].peer.name}\0{affinity}".encode(), digest_size=8).digest()
@@ -148,18 +148,18 @@ def _home(affinity: str, prices: PlacementCosts) -> int:
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
-def _plan(ask: PlacementRequest, view: ClusterView, prices: PlacementCosts, maker: int | None, taker: int) -> Placement:
+def _placement(ask: PlacementRequest, view: ClusterView, prices: PlacementCosts, maker: int | None, taker: int) -> Placement:
     decoder = prices.workers[taker]
-    predicted, tpot = prices.predict(maker, taker), float(prices.pace[taker])
+    predicted, tpot = prices.predict(maker, taker), float(prices.tpot[taker])
     if maker is None:
         node = _node(ask, view, decoder.peer.node)
-        device = ask.on_device(decoder.incarnation)
-        reach = decoder_reach(ask.prefix, node, device, decoder.load.prefill_rate)
+        device = ask.device_pages(decoder.incarnation)
+        reach = reusable_on_decode_worker(ask.prefix, node, device, decoder.load.prefill_rate)
         fetches = node is not None and reach.pages > device
         return Placement(
             decode=decoder.incarnation,
-            fetch=reach.pages if fetches else 0,
-            cached=reach.pages,
+            fetch_pages=reach.pages if fetches else 0,
+            cached_pages=reach.pages,
             store=node.store.incarnation if node is not None and fetches else "",
             sources=reach.sources,
             loads=reach.loads,
@@ -169,13 +169,13 @@ def _plan(ask: PlacementRequest, view: ClusterView, prices: PlacementCosts, make
     worker = prices.workers[maker]
     store, theirs = view.table.store_on[decoder.peer.node], _node(ask, view, worker.peer.node)
     assert theirs is not None, f"no store on node {worker.peer.node}"
-    reach = prefiller_reach(ask.prefix, theirs, ask.on_device(worker.incarnation), worker.load.prefill_rate)
-    source = PageSource(theirs.store.incarnation, theirs.store.endpoint, ask.handed)
+    reach = reusable_on_prefill_worker(ask.prefix, theirs, ask.device_pages(worker.incarnation), worker.load.prefill_rate)
+    source = PageSource(theirs.store.incarnation, theirs.store.endpoint, ask.hand_off_pages)
     return Placement(
         decode=decoder.incarnation,
         prefill=worker.incarnation,
-        fetch=ask.handed,
-        cached=reach.pages,
+        fetch_pages=ask.hand_off_pages,
+        cached_pages=reach.pages,
         store=store,
         sources=() if theirs.store.incarnation == store else (source,),
         prefill_sources=reach.sources,
@@ -188,7 +188,7 @@ def _plan(ask: PlacementRequest, view: ClusterView, prices: PlacementCosts, make
 def _node(ask: PlacementRequest, view: ClusterView, name: str) -> NodeCache | None:
     """A node's store with those that have more of the prefix, the longest first."""
     own = view.members.get(view.table.store_on.get(name, ""))
-    if own is None or ask.local:
+    if own is None or ask.decode_only:
         return None
     store = _store(ask, view, own.incarnation)
     holders = [(held.pages, inc) for inc, held in ask.held.items() if held.pages > store.pages]
@@ -200,11 +200,11 @@ def _serving(ask: PlacementRequest, table: WorkerTable, holders: list[tuple[int,
     return [
         (pages, incarnation)
         for pages, incarnation in holders
-        if (row := table.stores.get(incarnation)) is not None and table.serves[row] and incarnation not in ask.avoid
+        if (row := table.stores.get(incarnation)) is not None and table.serves[row] and incarnation not in ask.excluded
     ]
 
 
 def _store(ask: PlacementRequest, view: ClusterView, incarnation: str) -> StoreCache:
     member = view.members.get(incarnation)
     assert member is not None, incarnation
-    return store_of(member, ask.held, serves=incarnation not in ask.avoid)
+    return store_cache(member, ask.held, serves=incarnation not in ask.excluded)

@@ -44,7 +44,7 @@ class PredictionErrors:
         if predicted > 0 and actual > 0:
             self._errors[kind].append(abs(math.log(actual / predicted)))
 
-    def scores(self) -> Mapping[PredictionKind, PredictionError]:
+    def summaries(self) -> Mapping[PredictionKind, PredictionError]:
         """Of the kinds of which there have been any."""
         return {kind: _score(sorted(errors)) for kind, errors in self._errors.items() if errors}
 

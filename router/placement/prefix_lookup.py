@@ -45,15 +45,15 @@ class KvIndex:
         self._tracker.forget(holder)
         self._map.remove_holder(holder)
 
-    def batch(self, batch: KvEventBatch, now: float) -> list[str]:
+    def apply_batch(self, batch: KvEventBatch, now: float) -> list[str]:
         return self._carry_out(self._tracker.batch(batch, now), now)
 
-    def snapshot(self, holder: str, part: Snapshot, now: float) -> list[str]:
+    def apply_snapshot(self, holder: str, part: Snapshot, now: float) -> list[str]:
         return self._carry_out(self._tracker.snapshot(holder, part, now), now)
 
     def heartbeat(self, holder: str, sequence: int, digest: int, now: float) -> list[str]:
         """The holder tells of its last batch, and the digest of what it had then."""
-        return self._carry_out(self._tracker.claimed(holder, sequence, digest, self._map.digest(holder), now), now)
+        return self._carry_out(self._tracker.digest_reported(holder, sequence, digest, self._map.digest(holder), now), now)
 
     def tick(self, now: float) -> list[str]:
         return self._carry_out(self._tracker.tick(now), now)

@@ -76,13 +76,13 @@ class FittedCosts:
 
     def __init__(self, scores: PredictionErrors) -> None:
         self._workers: dict[str, _Worker] = {}  # by incarnation
-        self._scores = scores
+        self._errors = scores
 
     def join(self, incarnation: str, role: Role, calibration: Sequence[StepSample]) -> None:
         """A worker is live from now on."""
         alike = [worker.pace for worker in self._workers.values() if worker.role == role]
         elders = [pace for pace in alike if pace.knows_anything]
-        pace = StepCostModel.heir(elders) if elders else StepCostModel(_rated(DEFAULT_PREFILL_RATE))
+        pace = StepCostModel.from_peers(elders) if elders else StepCostModel(_rated(DEFAULT_PREFILL_RATE))
         pace.calibrate(calibration)
         self._workers[incarnation] = _Worker(role, pace)
 
@@ -95,7 +95,7 @@ class FittedCosts:
         if new:
             for sample in new:
                 predicted = worker.pace.cost.of(sample.tokens, sample.pairs, sample.rows, sample.context)
-                self._scores.add("prefill" if sample.tokens else "step", predicted, sample.seconds)
+                self._errors.add("prefill" if sample.tokens else "step", predicted, sample.seconds)
             worker.pace.observe(*new)
         elif load.prefill_rate and not worker.pace.knows_anything:
             worker.pace, worker.rated = StepCostModel(_rated(load.prefill_rate)), True

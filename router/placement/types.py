@@ -45,8 +45,8 @@ class Placement:
 
     decode: str
     prefill: str | None = None
-    fetch: int = 0
-    cached: int = 0
+    fetch_pages: int = 0
+    cached_pages: int = 0
     store: str = ""  # where the decode worker fetches: its node's; empty: it needs none
     sources: tuple[PageSource, ...] = ()  # where that store gets what it lacks
     prefill_sources: tuple[PageSource, ...] = ()  # where the prefill worker's node's store does
@@ -55,7 +55,7 @@ class Placement:
     tpot: float = field(default=0.0, compare=False)  # predicted seconds per token after the first
 
     @property
-    def awaited(self) -> bool:
+    def prefilled_remotely(self) -> bool:
         """Some of the pages to fetch are only being made."""
         return self.prefill is not None
 
@@ -93,32 +93,32 @@ class PlacementRequest(Struct, frozen=True):
     waited: float = 0.0  # seconds since it was received
     priority: int = 0  # lower is more urgent
     tenant: str = ""
-    avoid: Collection[str] = ()  # incarnations that have failed it
-    local: bool = False  # only a decode worker may be needed, and no store: this is how a last attempt is made
+    excluded: Collection[str] = ()  # incarnations that have failed it
+    decode_only: bool = False  # only a decode worker may be needed, and no store: this is how a last attempt is made
     affinity: str = ""  # requests of one key go to one decode worker while it lives
 
     @property
-    def needs(self) -> int:
+    def pages_needed(self) -> int:
         """Device pages of a decode worker, for prompt and output."""
         return -(-(self.prompt + self.max_tokens) // self.prefix.page_size)
 
     @property
-    def rest(self) -> int:
+    def partial_page_tokens(self) -> int:
         """Tokens of the partial page that a prefill worker makes after the prefix: whoever decodes begins with the
         last one then."""
         return self.tokens - 1 - self.prefix.pages * self.prefix.page_size
 
     @property
-    def handed(self) -> int:
+    def hand_off_pages(self) -> int:
         """Pages of a hand-off."""
-        return self.prefix.pages + (self.rest > 0)
+        return self.prefix.pages + (self.partial_page_tokens > 0)
 
     @property
-    def left(self) -> int:
+    def output_left(self) -> int:
         """Tokens of output that it may still generate."""
         return self.max_tokens - (self.tokens - self.prompt)
 
-    def on_device(self, worker: str) -> int:
+    def device_pages(self, worker: str) -> int:
         """Pages of the prefix that this one has on its device."""
         return match.pages if (match := self.held.get(worker)) else 0
 

@@ -57,7 +57,7 @@ class PoolUtilization:
     decode: float
 
     @property
-    def worst(self) -> float:
+    def busiest(self) -> float:
         return max(self.prefill, self.decode)
 
 
@@ -70,7 +70,7 @@ class RoleAdvice:
     then: PoolUtilization
 
 
-def utilisation(demand: OfferedLoad, sides: PoolCapacity) -> PoolUtilization:
+def utilization(demand: OfferedLoad, sides: PoolCapacity) -> PoolUtilization:
     """How busy each side is. A side without workers, of which something is asked, is infinitely busy."""
     each = sides.step.row + demand.context * sides.step.context
     batch = sides.pool / max(1.0, demand.context)
@@ -85,16 +85,16 @@ def advise(demand: OfferedLoad, sides: PoolCapacity) -> RoleAdvice | None:
     """The change of one worker's role that helps the busier side most; none, where none is worth it. At least one
     worker of each kind stays. For an unchanged demand the way back is never advised: it would lead to what was
     worse."""
-    now = utilisation(demand, sides)
+    now = utilization(demand, sides)
     ways: list[RoleAdvice] = []
     if sides.prefill and sides.decode > 1:
         more = PoolCapacity(sides.prefill + 1, sides.decode - 1, sides.step, sides.pool, sides.tpot)
-        ways.append(RoleAdvice("prefill", now, utilisation(demand, more)))
+        ways.append(RoleAdvice("prefill", now, utilization(demand, more)))
     if sides.prefill > 1 and sides.decode:
         more = PoolCapacity(sides.prefill - 1, sides.decode + 1, sides.step, sides.pool, sides.tpot)
-        ways.append(RoleAdvice("decode", now, utilisation(demand, more)))
-    best = min(ways, key=lambda way: way.then.worst, default=None)
-    if best is None or now.worst < BUSY or best.then.worst > GAIN * now.worst:
+        ways.append(RoleAdvice("decode", now, utilization(demand, more)))
+    best = min(ways, key=lambda way: way.then.busiest, default=None)
+    if best is None or now.busiest < BUSY or best.then.busiest > GAIN * now.busiest:
         return None
     return best
 
@@ -132,11 +132,11 @@ class UtilizationMonitor:
         context = self._context / self._tokens if self._tokens else 0.0
         return OfferedLoad(self._prompts / seconds, self._tokens / seconds, context)
 
-    def look(self, sides: PoolCapacity, now: float) -> RoleAdvice | None:
+    def assess(self, sides: PoolCapacity, now: float) -> RoleAdvice | None:
         """What should be changed: only what has been worth it for a while, with the same numbers of workers. Call
         about once a second."""
         demand = self.demand(now)
-        self.now = utilisation(demand, sides)
+        self.now = utilization(demand, sides)
         advice = advise(demand, sides)
         wanted = advice.role if advice else None
         if (wanted, (sides.prefill, sides.decode)) != (self._wanted, self._sides):

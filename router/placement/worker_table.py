@@ -50,7 +50,7 @@ class ReportedRates:
         self._members = members
 
     def prefill(self, incarnation: str) -> PrefillCost:
-        rate = self._members.live(incarnation).load.prefill_rate
+        rate = self._members.require_live(incarnation).load.prefill_rate
         return PrefillCost(0.0, 1 / (rate or DEFAULT_PREFILL_RATE), 0.0)
 
     def step(self, incarnation: str) -> DecodeCost:
@@ -65,34 +65,34 @@ class WorkerTable:
         self._cells: Floats = np.zeros((len(_COLUMNS), 0))
         self._node_cells: Floats = np.zeros((len(_NODE_COLUMNS), 0))
         self.workers: Sequence[MemberRecord] = ()  # never changed in place: whoever keeps it knows whom a row was about
-        self.decoders = 0  # so many come first
+        self.num_decode = 0  # so many come first
         self.index: dict[str, int] = {}  # rows by incarnation
         self.stores: dict[str, int] = {}  # rows of nodes, by incarnation of their store
         self.store_on: dict[str, str] = {}  # that incarnation, by node
         self.node: Indices = np.zeros(0, np.int64)  # of each worker; the last one stands for nodes without a store
         self.has_store = np.zeros(0, np.bool_)  # whether the node of each worker has one
-        self.takers_on: Sequence[Indices] = ()  # decode workers of each node
-        self.makers_on: Sequence[Indices] = ()  # prefill workers
-        self.used: Floats = np.zeros(0)  # the turn in which each worker was last chosen
-        self.turn = 0  # the last one
+        self.decode_rows_on: Sequence[Indices] = ()  # decode workers of each node
+        self.prefill_rows_on: Sequence[Indices] = ()  # prefill workers
+        self.last_used: Floats = np.zeros(0)  # the turn in which each worker was last chosen
+        self.use_count = 0  # the last one
         self._name_columns()
 
     def _name_columns(self) -> None:
         c = dict(zip(_COLUMNS, self._cells, strict=True))
         self.open: Floats = c["open"]
-        self.until: Floats = c["until"]  # when it will have computed all prompts that it has
+        self.prefills_done_at: Floats = c["until"]  # when it will have computed all prompts that it has
         self.rate: Floats = c["rate"]  # tokens per second, by which it decides what to load
         self.fixed: Floats = c["fixed"]  # seconds of a step, of a token, of a pair: see `router.placement.step_costs`
         self.token: Floats = c["token"]
         self.pair: Floats = c["pair"]
         self.chunk: Floats = c["chunk"]  # tokens of a prompt in a step
-        self.stretch: Floats = c["stretch"]  # by which computing beside decoding sequences takes longer
-        self.rows: Floats = c["rows"]  # sequences
+        self.slowdown: Floats = c["stretch"]  # by which computing beside decoding sequences takes longer
+        self.num_sequences: Floats = c["rows"]  # sequences
         self.step: Floats = c["step"]  # seconds of a step with one more, but for that one's context
-        self.crowd: Floats = c["crowd"]  # seconds of that step that are due to the others
+        self.others_step_seconds: Floats = c["crowd"]  # seconds of that step that are due to the others
         self.per_context: Floats = c["per_context"]  # seconds of a step for each token of that
         self.turnover: Floats = c["turnover"]  # seconds until one of the sequences has ended
-        self.room: Floats = c["room"]  # pages that are free, and will be
+        self.free_pages: Floats = c["room"]  # pages that are free, and will be
         self.pool: Floats = c["pool"]  # pages in all
         self.tpot: Floats = c["tpot"]  # the tightest objective of its sequences
         self.slack: Floats = c["slack"]  # pages that one of its sequences gives back
@@ -104,9 +104,9 @@ class WorkerTable:
         self.latency: Floats = n["latency"]  # of pages from other nodes
         self.link: Floats = n["rate"]  # bytes per second
         self._measured: Floats = n["measured"]
-        self.supposed: Floats = self._suppose()  # the same of the way to a decode worker, whether measured or not
+        self.assumed_bandwidth: Floats = self._assume_bandwidth()  # the same of the way to a decode worker, whether measured or not
 
-    def _suppose(self) -> Floats:
+    def _assume_bandwidth(self) -> Floats:
         """What is not measured may be quicker than it is taken for, which only its use can tell. It passes for the
         quickest of all: or it would look slow beside a link that was used, and everything would take that one."""
         quickest = self.link[:-1].max(initial=0.0) or inf  # the last belongs to no store
@@ -117,7 +117,7 @@ class WorkerTable:
         changed = self._members.changed
         if not changed:
             return
-        if any(self._moved(incarnation) for incarnation in changed):
+        if any(self._membership_changed(incarnation) for incarnation in changed):
             self._rebuild(now, output)
         else:
             for incarnation in changed:
@@ -128,28 +128,28 @@ class WorkerTable:
                     assert member is not None
                     self._node_cells[:, row] = _store(member)
             if not changed.isdisjoint(self.stores):
-                self.supposed = self._suppose()
+                self.assumed_bandwidth = self._assume_bandwidth()
         changed.clear()
 
-    def use(self, rows: Iterable[int]) -> None:
+    def mark_used(self, rows: Iterable[int]) -> None:
         """These have been chosen."""
-        self.turn += 1
+        self.use_count += 1
         for row in rows:
-            self.used[row] = self.turn
+            self.last_used[row] = self.use_count
 
     def nearest(self, makers: Indices, takers: Indices, making: Floats, taking: Floats) -> tuple[Indices, Indices]:
         """The workers of the same nodes that make soonest for these takers, and that take soonest from these makers."""
         near_makers: list[int] = []
         near_takers: list[int] = []
         for node in {int(self.node[row]) for row in takers}:
-            if (rows := self.makers_on[node]).size:
+            if (rows := self.prefill_rows_on[node]).size:
                 near_makers.append(int(rows[making[rows].argmin()]))
         for node in {int(self.node[row]) for row in makers}:
-            if (rows := self.takers_on[node]).size:
+            if (rows := self.decode_rows_on[node]).size:
                 near_takers.append(int(rows[taking[rows].argmin()]))
         return np.array(near_makers, np.int64), np.array(near_takers, np.int64)
 
-    def _moved(self, incarnation: str) -> bool:
+    def _membership_changed(self, incarnation: str) -> bool:
         """Whether it has joined, or left, or both since the last look; a store whose loop hangs is not there."""
         member = self._members.get(incarnation)
         if member is None or member.peer.role == "store":
@@ -159,11 +159,11 @@ class WorkerTable:
         return row is None or self.workers[row] is not member
 
     def _rebuild(self, now: float, output: float) -> None:
-        used = {worker.incarnation: self.used[row] for row, worker in enumerate(self.workers)}
-        decoders = self._members.of("decode")
-        stores = [store for store in self._members.of("store") if not store.unresponsive]
-        self.workers = (*decoders, *self._members.of("prefill"))
-        self.decoders = len(decoders)
+        used = {worker.incarnation: self.last_used[row] for row, worker in enumerate(self.workers)}
+        decoders = self._members.with_role("decode")
+        stores = [store for store in self._members.with_role("store") if not store.unresponsive]
+        self.workers = (*decoders, *self._members.with_role("prefill"))
+        self.num_decode = len(decoders)
         self.index = {worker.incarnation: row for row, worker in enumerate(self.workers)}
         self.stores = {store.incarnation: row for row, store in enumerate(stores)}
         self.store_on = {store.peer.node: store.incarnation for store in stores}
@@ -171,9 +171,9 @@ class WorkerTable:
         self.node = np.array(at, np.int64)
         self.has_store = self.node < len(stores)
         on = [np.flatnonzero(self.node == node) for node in range(len(stores) + 1)]
-        self.takers_on = [rows[rows < self.decoders] for rows in on]
-        self.makers_on = [rows[rows >= self.decoders] for rows in on]
-        self.used = np.array([used.get(worker.incarnation, 0.0) for worker in self.workers])
+        self.decode_rows_on = [rows[rows < self.num_decode] for rows in on]
+        self.prefill_rows_on = [rows[rows >= self.num_decode] for rows in on]
+        self.last_used = np.array([used.get(worker.incarnation, 0.0) for worker in self.workers])
         self._cells = np.array([self._worker(w, now, output) for w in self.workers]).reshape(-1, len(_COLUMNS)).T.copy()
         self._node_cells = np.array([*map(_store, stores), _NO_STORE]).T.copy()
         self._name_columns()
@@ -185,23 +185,23 @@ class WorkerTable:
         decodes = member.peer.role == "decode"
         chunk = self._config.decode.step_tokens if decodes else self._config.prefill.chunk_tokens
         seconds = self._prompts(member, cost, chunk)
-        member.since = min(member.since, now)
+        member.prefill_busy_since = min(member.prefill_busy_since, now)
         if not decodes:
-            full = member.free_prompts(self._config.prefill.max_prompts) <= 0
+            full = member.free_prefill_slots(self._config.prefill.max_prompts) <= 0
             open_ = NEVER if member.draining or member.unresponsive else FULL if full else OPEN
-            until = member.since + seconds
+            until = member.prefill_busy_since + seconds
             return (open_, until, rate, cost.fixed, cost.token, cost.pair, chunk, 1.0, *_NO_DECODING)
         step = self._costs.step(member.incarnation)
-        rows = len(member.work) + member.strangers
-        context = member.context + member.strange_context
+        rows = len(member.assigned) + member.other_routers_requests
+        context = member.context + member.other_routers_context
         plain = step.seconds(rows + 1, 0) + context * step.context
         longest = self._config.decode.itl_ms / 1_000 or _MIXED * plain
         stretch = 1.0 if not rows or not plain else longest / max(longest - plain, longest / _MIXED)
         pool = member.hello.model.pool_pages if member.hello.model else 0
-        room = member.room - member.growth
+        room = member.free_pages - member.growth
         return (
             NEVER if member.draining or member.unresponsive else OPEN if member.takes_sequences else FULL,
-            member.since + seconds * stretch,
+            member.prefill_busy_since + seconds * stretch,
             rate,
             cost.fixed,
             cost.token,
@@ -215,18 +215,18 @@ class WorkerTable:
             output * plain / max(1, rows),
             room if rows else pool,
             pool,
-            min((work.tpot for work in member.work.values() if work.tpot is not None), default=inf),
+            min((work.tpot for work in member.assigned.values() if work.tpot is not None), default=inf),
             max(1.0, (pool - room) / max(1, rows)),
         )
 
     def _prompts(self, member: MemberRecord, cost: PrefillCost, chunk: int) -> float:
         """Seconds until it has computed the prompts that it has, other routers' among them, from when it last told how
         far it is."""
-        for name, prompt in member.slots.items():
+        for name, prompt in member.pending_prefills.items():
             done = min(prompt.new, max(0, member.positions.get(name, 0) - prompt.context))
             prompt.seconds = cost.seconds(prompt.new - done, prompt.context + done, chunk)
-        ours = sum(prompt.seconds for prompt in member.slots.values())
-        return ours + (cost.seconds(member.strange_tokens, 0, chunk) if member.strange_tokens else 0.0)
+        ours = sum(prompt.seconds for prompt in member.pending_prefills.values())
+        return ours + (cost.seconds(member.other_routers_tokens, 0, chunk) if member.other_routers_tokens else 0.0)
 
 
 _NO_DECODING = (0.0,) * 9

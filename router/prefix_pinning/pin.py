@@ -40,7 +40,7 @@ class PinnedPrefix:
     tokens: bytes  # packed, whole pages
     ttl: float  # seconds
     deadline: float | None
-    give_up: float | None  # when the wait for a worker ends, seconds; none while one has taken it, or nobody waits
+    gives_up_at: float | None  # when the wait for a worker ends, seconds; none while one has taken it, or nobody waits
     awaited: bool = True  # a client waits for the answer
     expires: float = 0.0  # seconds; counts once it has been pinned
     phase: PinPhase = PinPhase.WAITING
@@ -48,7 +48,7 @@ class PinnedPrefix:
     attempts: int = 0  # begun
     failures: int = 0  # attempts that came to nothing since it was last pinned
     missed: bool = False  # its store has lost pages between their making and their pinning
-    failed_on: set[str] = field(default_factory=set[str])  # prefill workers that could not do it
+    excluded: set[str] = field(default_factory=set[str])  # prefill workers that could not do it
     # Of the attempt at hand:
     keys: bytes = b""  # packed
     page_bytes: int = 0

@@ -44,7 +44,7 @@ from kvstore.keys import namespace_root, split_keys
 from router.events import WARM, Cancelled, Failed, PinAnswered, Pinned, PinPrefix, PinView, UnpinPrefix
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
 from router.outbox import Outbox
-from router.placement.cached_prefix import nodes_of, stores
+from router.placement.cached_prefix import node_caches, store_caches
 from router.placement.prefix_lookup import KvIndex
 from router.prefix_pinning.pin import PinnedPrefix, PinPhase
 from router.queueing.admission import ModelLimits, check_tokens
@@ -71,7 +71,7 @@ class PrefixPinner:
         self._limits = limits
         self._members = members
         self._pages = pages
-        self._life = life
+        self._manager = life
         self._out = outbox
         self._shut = False
         self._arrivals = 0
@@ -81,7 +81,7 @@ class PrefixPinner:
 
     # --- what clients want -------------------------------------------------------------------------------------------
 
-    def warm(self, order: PinPrefix, now: float) -> None:
+    def pin_prefix(self, order: PinPrefix, now: float) -> None:
         """Everything that is wrong with the wish is told by its PinAnswered."""
         try:
             self._check(order)
@@ -93,7 +93,7 @@ class PrefixPinner:
         prefix = PinnedPrefix.of(order, self._arrivals, self._config.pages.page_size, give_up)
         self.prefixes[prefix.name] = self._waiting[prefix.name] = prefix
 
-    def unwarm(self, order: UnpinPrefix, now: float) -> None:
+    def unpin_prefix(self, order: UnpinPrefix, now: float) -> None:
         """Raises PinNotFound."""
         found = [prefix for prefix in self.prefixes.values() if prefix.owner == (order.tenant, order.pin)]
         if not found:
@@ -131,14 +131,14 @@ class PrefixPinner:
             raise QuotaExceeded(
                 f"the prefix takes {needed} bytes, and store.pin_bytes lets a tenant pin {pin_bytes} on one node"
             )
-        if not self._config.cluster.prefill and not self._members.of("prefill"):
+        if not self._config.cluster.prefill and not self._members.with_role("prefill"):
             raise Unavailable("this cluster has no prefill worker to warm a prefix with; `baton scale --prefill 1`")
 
     # --- attempts begin ----------------------------------------------------------------------------------------------
 
-    def settle(self, now: float) -> None:
+    def start_waiting(self, now: float) -> None:
         """Begin what can be: call when an event has been handled, after requests have been placed."""
-        if not self._waiting or len(self._life.queue):
+        if not self._waiting or len(self._manager.queue):
             return
         for prefix in sorted(self._waiting.values(), key=lambda prefix: prefix.arrival):
             free = self._free()
@@ -152,9 +152,9 @@ class PrefixPinner:
         most = max(1, self._config.prefill.max_prompts - 1)
         return [
             (worker, store)
-            for worker in self._members.open("prefill")
-            if not worker.unresponsive and worker.busy_since is None and len(worker.slots) + worker.strangers < most
-            if not any(name.request.startswith(WARM) for name in worker.slots)
+            for worker in self._members.schedulable("prefill")
+            if not worker.unresponsive and worker.busy_since is None and len(worker.pending_prefills) + worker.other_routers_requests < most
+            if not any(name.request.startswith(WARM) for name in worker.pending_prefills)
             if (store := self._members.store_of(worker.peer.node)) is not None and not store.unresponsive
         ]
 
@@ -171,7 +171,7 @@ class PrefixPinner:
         def cost(pair: tuple[MemberRecord, MemberRecord]) -> tuple[bool, int, int, str]:
             worker, store = pair
             return (
-                worker.incarnation in prefix.failed_on,
+                worker.incarnation in prefix.excluded,
                 -held.get(store.incarnation, 0),
                 worker.pages,
                 worker.peer.name,
@@ -182,7 +182,7 @@ class PrefixPinner:
         del self._waiting[prefix.name]
         here = held.get(store.incarnation, 0)
         missing = prefix.pages - here
-        node = nodes_of(stores(self._members, matches, ()))[store.peer.node]
+        node = node_caches(store_caches(self._members, matches, ()))[store.peer.node]
         message = Prefill(
             request=prefix.name,
             attempt=prefix.attempts,
@@ -192,21 +192,21 @@ class PrefixPinner:
             priority=_LEAST_URGENT,
             deadline_ms=prefix.left_ms(now),
         )
-        worker.promise(prefix.attempt, PendingPrefill(missing * size, here * size), now)
-        worker.give(prefix.attempt, AssignedAttempt(self._out.send(worker.incarnation, message), missing))
-        self.note(prefix, f"attempt {prefix.attempts} on {worker.peer.name}: {prefix.pages} pages, {missing} missing")
+        worker.assign_prefill(prefix.attempt, PendingPrefill(missing * size, here * size), now)
+        worker.assign(prefix.attempt, AssignedAttempt(self._out.send(worker.incarnation, message), missing))
+        self.log(prefix, f"attempt {prefix.attempts} on {worker.peer.name}: {prefix.pages} pages, {missing} missing")
 
     # --- attempts go on ----------------------------------------------------------------------------------------------
 
     def prefilled(self, prefix: PinnedPrefix, computed: int | None, now: float) -> None:
         """Every page is in the store, and held by the worker until it is pinned."""
         assert prefix.worker is not None, prefix.name
-        worker = self._members.live(prefix.worker)
-        worker.computed(prefix.attempt)
-        worker.work[prefix.attempt].pages = 0
-        worker.may_have_room()
-        self._life.rounds.may_have_room()
-        prefix.phase, prefix.computed, prefix.progress, prefix.give_up = PinPhase.PINNING, computed, now, None
+        worker = self._members.require_live(prefix.worker)
+        worker.prefill_done(prefix.attempt)
+        worker.assigned[prefix.attempt].pages = 0
+        worker.clear_busy()
+        self._manager.scan.cluster_changed()
+        prefix.phase, prefix.computed, prefix.progress, prefix.gives_up_at = PinPhase.PINNING, computed, now, None
         self._ask(prefix, now)
 
     def _ask(self, prefix: PinnedPrefix, now: float) -> None:
@@ -224,8 +224,8 @@ class PrefixPinner:
         """Its store has it pinned. If a client waits for that, it takes the place of what had its name before."""
         self.release(prefix)
         prefix.phase, prefix.failures, prefix.missed = PinPhase.PINNED, 0, False
-        prefix.failed_on.clear()
-        self.note(prefix, f"{prefix.pages} pages are pinned on node {prefix.node}")
+        prefix.excluded.clear()
+        self.log(prefix, f"{prefix.pages} pages are pinned on node {prefix.node}")
         if prefix.awaited:
             prefix.awaited, prefix.deadline = False, None
             self._out.put(PinAnswered(prefix.name, Pinned(prefix.view(now), prefix.computed)))
@@ -241,7 +241,7 @@ class PrefixPinner:
             why = f"{member.peer.name} is gone: {member.gone}"
             if prefix.store == member.incarnation:
                 if prefix.phase is PinPhase.PINNED:
-                    self.note(prefix, f"{why}; the prefix is made anew", warning=True)
+                    self.log(prefix, f"{why}; the prefix is made anew", warning=True)
                     self.wait(prefix, now, now)
                 else:
                     self.retry(prefix, why, now)
@@ -255,7 +255,7 @@ class PrefixPinner:
         """The attempt has come to nothing. The next one waits a little: what a death leaves behind is noticed by one
         process after the other, and each would fail us meanwhile."""
         prefix.failures += 1
-        self.note(prefix, f"attempt {prefix.attempts} is over: {why}", warning=True)
+        self.log(prefix, f"attempt {prefix.attempts} is over: {why}", warning=True)
         if prefix.failures >= self._config.router.max_attempts:
             message = f"{prefix.failures} attempts failed; the last because {why}"
             self.end(prefix, Failed(AttemptsExhausted(message)))
@@ -266,8 +266,8 @@ class PrefixPinner:
         """Back to where it came from; not to be tried before `until`."""
         self._withdraw(prefix)
         prefix.phase, prefix.not_before = PinPhase.WAITING, until
-        if prefix.awaited and prefix.give_up is None:
-            prefix.give_up = now + self._config.router.queue_ms / 1_000
+        if prefix.awaited and prefix.gives_up_at is None:
+            prefix.gives_up_at = now + self._config.router.queue_ms / 1_000
         self._waiting[prefix.name] = prefix
 
     def _withdraw(self, prefix: PinnedPrefix) -> None:
@@ -282,16 +282,16 @@ class PrefixPinner:
         """The worker forgets it, done or not."""
         incarnation, prefix.worker = prefix.worker, None
         worker = self._members.get(incarnation) if incarnation is not None else None
-        if worker is not None and worker.drop(prefix.attempt):
+        if worker is not None and worker.unassign(prefix.attempt):
             self._out.send(worker.incarnation, Cancel(prefix.name, prefix.attempts))
-            self._life.rounds.may_have_room()
+            self._manager.scan.cluster_changed()
 
     def end(self, prefix: PinnedPrefix, outcome: Failed | Cancelled) -> None:
         """The one way out. Whoever waits hears why."""
         self._withdraw(prefix)
         del self.prefixes[prefix.name]
         why = str(outcome.error) if isinstance(outcome, Failed) else outcome.why
-        self.note(prefix, f"ended: {why}", warning=isinstance(outcome, Failed))
+        self.log(prefix, f"ended: {why}", warning=isinstance(outcome, Failed))
         if prefix.awaited:
             self._out.put(PinAnswered(prefix.name, outcome))
 
@@ -306,18 +306,18 @@ class PrefixPinner:
                 self.end(prefix, Cancelled("its time is over"))
             elif prefix.deadline is not None and now >= prefix.deadline:
                 self.end(prefix, Failed(DeadlineExpired("the deadline passed before the prefix was pinned")))
-            elif prefix.give_up is not None and now >= prefix.give_up:
+            elif prefix.gives_up_at is not None and now >= prefix.gives_up_at:
                 self.end(prefix, Failed(self._no_worker()))
             elif working and now - prefix.progress >= progress:
                 if prefix.worker is not None:
-                    prefix.failed_on.add(prefix.worker)
+                    prefix.excluded.add(prefix.worker)
                 self.retry(prefix, f"no progress for {self._config.router.progress_ms} ms", now)
             elif prefix.phase is PinPhase.PINNING and now - prefix.asked >= self._patience:
                 self._ask(prefix, now)
 
     def _no_worker(self) -> BatonError:
         waited = f"no prefill worker took the prefix within {self._config.router.queue_ms} ms"
-        workers = self._members.of("prefill")
+        workers = self._members.with_role("prefill")
         if not workers:
             return Unavailable(f"{waited}: none is live")
         if not any(self._members.store_of(worker.peer.node) for worker in workers):
@@ -329,8 +329,8 @@ class PrefixPinner:
         for prefix in self.prefixes.values():
             prefix.progress += seconds
             prefix.asked += seconds
-            if prefix.give_up is not None:
-                prefix.give_up += seconds
+            if prefix.gives_up_at is not None:
+                prefix.gives_up_at += seconds
 
     def shut(self) -> None:
         """Nobody is answered any more. What is pinned stays so, until its time is over: it serves the next router."""
@@ -361,8 +361,8 @@ class PrefixPinner:
         """Unlike any that another attempt has given."""
         return f"{prefix.name}.{prefix.attempts}"
 
-    def note(self, prefix: PinnedPrefix, text: str, *, warning: bool = False) -> None:
-        self._out.note(f"pin {prefix.pin}: {text}", warning=warning, kind=f"pin, {warning}")
+    def log(self, prefix: PinnedPrefix, text: str, *, warning: bool = False) -> None:
+        self._out.log(f"pin {prefix.pin}: {text}", warning=warning, kind=f"pin, {warning}")
 
     def validate(self) -> None:
         """Check every invariant; for tests."""
@@ -376,7 +376,7 @@ class PrefixPinner:
                 prefix.name
             )
             assert prefix.phase is not PinPhase.PINNED or not prefix.awaited, prefix.name
-            assert not waits or not prefix.awaited or prefix.give_up is not None, f"{prefix.name} waits without a limit"
+            assert not waits or not prefix.awaited or prefix.gives_up_at is not None, f"{prefix.name} waits without a limit"
             if prefix.worker is not None:
                 at_work.add((prefix.worker, prefix.attempt))
                 assert prefix.phase in (PinPhase.PREFILLING, PinPhase.PINNING), prefix.name
@@ -384,8 +384,8 @@ class PrefixPinner:
                 assert prefix.worker is not None, prefix.name
                 computing.add((prefix.worker, prefix.attempt))
         assert len(self.asked) == sum(p.phase in (PinPhase.PINNING, PinPhase.PINNED) for p in self.prefixes.values())
-        assert at_work == {(m.incarnation, n) for m in self._members for n in _warm(m.work)}
-        assert computing == {(m.incarnation, n) for m in self._members for n in _warm(m.slots)}
+        assert at_work == {(m.incarnation, n) for m in self._members for n in _warm(m.assigned)}
+        assert computing == {(m.incarnation, n) for m in self._members for n in _warm(m.pending_prefills)}
         owners = Counter(prefix.owner for prefix in self.prefixes.values() if not prefix.awaited)
         assert not owners or max(owners.values()) == 1, owners
 

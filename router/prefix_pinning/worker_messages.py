@@ -30,7 +30,7 @@ class PinMessageHandler:
 
     def __init__(self, config: Config, warmer: PrefixPinner, outbox: Outbox) -> None:
         self._config = config
-        self._warmer = warmer
+        self._pinner = warmer
         self._out = outbox
 
     # --- what prefill workers say ------------------------------------------------------------------------------------
@@ -45,49 +45,49 @@ class PinMessageHandler:
         match message:
             case messages.Prefilled(computed=computed):
                 if prefix.phase is PinPhase.PREFILLING:
-                    self._warmer.prefilled(prefix, computed, now)
+                    self._pinner.prefilled(prefix, computed, now)
             case Refused(reason="too_large", message=text):
-                self._warmer.end(prefix, Failed(ContextTooLong(f"{member.peer.name}: {text}")))
+                self._pinner.end(prefix, Failed(ContextTooLong(f"{member.peer.name}: {text}")))
             case Refused():
-                member.refuses(prefix.attempt)
-                self._warmer.wait(prefix, now, now)
+                member.mark_busy(prefix.attempt)
+                self._pinner.wait(prefix, now, now)
             case messages.AttemptFailed(reason=reason, message=text):
                 error = from_reason(reason, text)
                 if isinstance(error, InvalidRequest | DeadlineExpired):
-                    self._warmer.end(prefix, Failed(error))
+                    self._pinner.end(prefix, Failed(error))
                 else:
-                    prefix.failed_on.add(member.incarnation)
-                    self._warmer.retry(prefix, f"{member.peer.name} failed: {reason}: {text}", now)
+                    prefix.excluded.add(member.incarnation)
+                    self._pinner.retry(prefix, f"{member.peer.name} failed: {reason}: {text}", now)
 
     def listed(self, member: MemberRecord, name: AttemptName, held: AttemptHeld, now: float) -> None:
         """Its worker has it: take from that what messages should have told and perhaps did not."""
         prefix = self._current(member, name)
         if prefix is None or prefix.phase is not PinPhase.PREFILLING:
             return
-        prefix.give_up = None
+        prefix.gives_up_at = None
         if held.position > prefix.position:
             prefix.position, prefix.progress = held.position, now
         prefix.sightings += held.ended
         if prefix.sightings >= _SIGHTINGS:
-            self._warmer.prefilled(prefix, None, now)
+            self._pinner.prefilled(prefix, None, now)
 
     def unread(self, member: MemberRecord, name: AttemptName, now: float) -> None:
         """Its worker's loop stands still and has not read it: the first worker that is free gets it."""
         prefix = self._current(member, name)
         if prefix is not None and prefix.phase is PinPhase.PREFILLING:
-            self._warmer.wait(prefix, now, now)
+            self._pinner.wait(prefix, now, now)
 
     def lost(self, member: MemberRecord, name: AttemptName, now: float) -> None:
         """Its worker does not have it."""
         if (prefix := self._current(member, name)) is None:
-            member.drop(name)
+            member.unassign(name)
         elif prefix.phase is PinPhase.PREFILLING:
-            self._warmer.retry(prefix, f"{member.peer.name} does not have it", now)
+            self._pinner.retry(prefix, f"{member.peer.name} does not have it", now)
         else:
-            self._warmer.release(prefix)  # the pages may have been pinned in time; the store will say
+            self._pinner.release(prefix)  # the pages may have been pinned in time; the store will say
 
     def _current(self, member: MemberRecord, name: AttemptName) -> PinnedPrefix | None:
-        prefix = self._warmer.prefixes.get(name.request)
+        prefix = self._pinner.prefixes.get(name.request)
         if prefix is None or prefix.attempt != name or prefix.worker != member.incarnation:
             return None
         return prefix
@@ -96,40 +96,40 @@ class PinMessageHandler:
 
     def pinned(self, store: MemberRecord, answer: PagesPinned, now: float) -> None:
         """A store's answer. What it pins and nobody wants any more, it is told to let go of."""
-        prefix = self._warmer.asked.get(answer.pin)
+        prefix = self._pinner.asked.get(answer.pin)
         if prefix is None or prefix.store != store.incarnation:
             self._out.send(store.incarnation, UnpinPages(answer.pin))
         elif answer.reason == "quota":
-            self._warmer.end(prefix, Failed(self._over_quota(prefix)))
+            self._pinner.end(prefix, Failed(self._over_quota(prefix)))
         elif answer.reason == "missing" or answer.pages != prefix.pages:
             self._missing(prefix, answer.pages, now)
         elif prefix.phase is PinPhase.PINNING:
-            self._warmer.keep(prefix, now)
+            self._pinner.keep(prefix, now)
 
     def listed_pins(self, store: MemberRecord, beat: Heartbeat, now: float) -> None:
         """What a store has pinned for us, compared with what it should have (rule 2). What another router had pinned
         there serves whoever asks for it, until its time is over."""
         listed = {held.request: held.position for held in beat.attempts}
         for pin in listed:
-            wanted = self._warmer.asked.get(pin)
+            wanted = self._pinner.asked.get(pin)
             if wanted is None or wanted.store != store.incarnation:
                 self._out.send(store.incarnation, UnpinPages(pin))
-        for pin, prefix in list(self._warmer.asked.items()):
+        for pin, prefix in list(self._pinner.asked.items()):
             judged = prefix.phase is PinPhase.PINNED and prefix.store == store.incarnation and now < prefix.expires
             if judged and prefix.sequence <= beat.heard and listed.get(pin) != prefix.pages:
-                self._warmer.note(
+                self._pinner.log(
                     prefix, f"the store of node {prefix.node} has lost pages of it; it is made anew", warning=True
                 )
-                self._warmer.wait(prefix, now, now)
+                self._pinner.wait(prefix, now, now)
 
     def _missing(self, prefix: PinnedPrefix, pages: int, now: float) -> None:
         """Something was lost between making and pinning: an arena that is too full, most likely. Once is chance."""
         why = f"the store of node {prefix.node} has kept only {pages} of {prefix.pages} pages"
         if prefix.missed:
-            self._warmer.end(prefix, Failed(Overloaded(f"{why}, twice; its arena is too full, or too small")))
+            self._pinner.end(prefix, Failed(Overloaded(f"{why}, twice; its arena is too full, or too small")))
             return
         prefix.missed = True
-        self._warmer.retry(prefix, why, now)
+        self._pinner.retry(prefix, why, now)
 
     def _over_quota(self, prefix: PinnedPrefix) -> BatonError:
         whose = f"tenant {prefix.tenant!r}" if prefix.tenant else "a tenant"

@@ -75,10 +75,10 @@ class AdmissionControl:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._prices = TokenWeights(config.cached_weight, config.output_weight)
-        self._quotas = RateLimits(config.tenants)
-        self._retries = RetryBudget(config.retry_share, config.retries_per_s)
-        self._fairness = TenantFairness(self._quotas.weight)
+        self._token_weights = TokenWeights(config.cached_weight, config.output_weight)
+        self._rate_limits = RateLimits(config.tenants)
+        self._retry_budget = RetryBudget(config.retry_share, config.retries_per_s)
+        self._fairness = TenantFairness(self._rate_limits.weight)
         self._late = Quantile(_LATE_IN_TIME, least=0.05)
         self.queue = WaitingQueue(self._fairness, config.ageing_ms / 1_000)
         self.served = TokensServed()
@@ -87,7 +87,7 @@ class AdmissionControl:
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
-    def promise(self, request: Request) -> None:
+    def set_objectives(self, request: Request) -> None:
         """What a request does not ask for itself, its class does."""
         promised = self._config.classes.get(request.priority)
         if promised is not None and request.ttft is None and promised.ttft_ms:
@@ -95,39 +95,39 @@ class AdmissionControl:
         if promised is not None and request.tpot is None and promised.tpot_ms:
             request.tpot = promised.tpot_ms / 1_000
 
-    def enter(self, request: Request, output: float, now: float) -> None:
+    def charge_quota(self, request: Request, output: float, now: float) -> None:
         """A request that may come in as far as its quota goes; it is expected to generate `output` tokens. Raises
         RateLimited."""
         tokens = request.prompt + ceil(output)
         try:
-            self._quotas.enter(request.tenant, tokens, now)
+            self._rate_limits.take(request.tenant, tokens, now)
         except RateLimited:
             self.rejected["rate_limited"] += 1
             raise
-        request.quota = tokens
+        request.tokens_charged_to_quota = tokens
         self._here[request.tenant, request.level] += 1
 
-    def wait(self, request: Request, now: float) -> None:
+    def enqueue(self, request: Request, now: float) -> None:
         """It waits for a worker, with a limit. Whoever comes back unaccepted goes on with the wait it had."""
-        if request.give_up is None:
-            request.give_up = now + self._config.queue_ms / 1_000
+        if request.queue_deadline is None:
+            request.queue_deadline = now + self._config.queue_ms / 1_000
         self.queue.add(request, now)
 
-    def waits_on(self, request: Request, work: int, seconds: float, now: float) -> Overloaded | None:
+    def check_wait(self, request: Request, work: int, seconds: float, now: float) -> Overloaded | None:
         """A newcomer could not be placed at once. It has `work` tokens to compute, which takes `seconds` at least.
         Returns an error where it would wait in vain, and sets the limit of its wait where it would not."""
-        self.queue.weigh(request, work)
-        if request.give_up is None:
+        self.queue.set_work(request, work)
+        if request.queue_deadline is None:
             return None
         if request.ttft is not None:
             limit = request.timeline.received + request.ttft - seconds - self._late.seconds
-            request.give_up = min(request.give_up, limit)
+            request.queue_deadline = min(request.queue_deadline, limit)
         wait = self.queue.wait(request, now)
-        if now + wait + self.queue.doubt(request, wait, request.give_up - now) < request.give_up:
-            request.least = seconds
-            request.forecast = now + wait if wait else None
+        if now + wait + self.queue.safety_margin(request, wait, request.queue_deadline - now) < request.queue_deadline:
+            request.min_prefill_seconds = seconds
+            request.predicted_dequeue_at = now + wait if wait else None
             return None
-        late = max(0.0, now + wait - request.give_up)
+        late = max(0.0, now + wait - request.queue_deadline)
         self.queue.refuse(request, now)
         if request.ttft is None:
             self.rejected["no_worker"] += 1
@@ -136,12 +136,12 @@ class AdmissionControl:
         message = f"the queue would bring the first token {late:.1f} s after the {request.ttft:.1f} s it may take"
         return ObjectiveUnreachable(message, _hint(late))
 
-    def too_early(self, request: Request, ahead: float) -> bool:
+    def should_hold(self, request: Request, ahead: float) -> bool:
         """Whether it should wait here rather than at a worker that has prompts to compute for `ahead` seconds: here
         turns are kept. Where all are of one tenant and one level it makes no difference."""
-        return ahead > _AHEAD and len(self._here) > 1 and not request.begun
+        return ahead > _AHEAD and len(self._here) > 1 and not request.ever_accepted
 
-    def overfull(self, now: float) -> tuple[Request, Overloaded] | None:
+    def shed_excess(self, now: float) -> tuple[Request, Overloaded] | None:
         """Who must go because too many wait; none: nobody, so far."""
         count, tokens = len(self.queue), self.queue.tokens
         if count <= self._config.max_queued and (tokens <= self._config.max_queued_tokens or count == 1):
@@ -159,13 +159,13 @@ class AdmissionControl:
         self.rejected["objective"] += 1
         return ObjectiveUnreachable(why, _hint(self.queue.wait(request, now) if retry_after is None else retry_after))
 
-    def gives_up(self, request: Request, now: float) -> Overloaded:
+    def queue_timeout(self, request: Request, now: float) -> Overloaded:
         """It has waited for as long as it could."""
         self.queue.learn(request, now)
         waited = now - request.submitted
         self.queue.refuse(request, now)
         hint = _hint(waited)
-        if request.ttft is not None and not request.begun and waited < self._config.queue_ms / 1_000:
+        if request.ttft is not None and not request.ever_accepted and waited < self._config.queue_ms / 1_000:
             self.rejected["objective_while_waiting"] += 1
             message = f"after {waited:.1f} s in the queue the first token can't come within {request.ttft:.1f} s"
             return ObjectiveUnreachable(message, hint)
@@ -174,42 +174,42 @@ class AdmissionControl:
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
-    def held_back(self, request: Request, now: float) -> bool:
+    def lacks_retry_budget(self, request: Request, now: float) -> bool:
         """It would repeat a failed attempt, and too many have been repeated lately."""
-        return request.repeats and not self._retries.allow(now)
+        return request.is_retry and not self._retry_budget.allow(now)
 
     def placed(self, request: Request, cached: int, now: float) -> None:
         """It begins an attempt, with so many of its prompt's tokens cached. A tenant pays for the first only."""
-        self.queue.discard(request, now, placed=True)
+        self.queue.remove(request, now, placed=True)
         self.queue.learn(request, now)
-        if request.repeats:
-            self._retries.take(now)
-            request.repeats = False
+        if request.is_retry:
+            self._retry_budget.take(now)
+            request.is_retry = False
         elif request.attempts == 1:
-            self._retries.first(now)
+            self._retry_budget.first(now)
         if not request.charged:
-            request.charged = self._prices.prompt(request.prompt, cached)
+            request.charged = self._token_weights.prompt(request.prompt, cached)
             self._charge(request.tenant, request.charged)
 
     def began(self, request: Request, now: float) -> None:
         """Its first token is here."""
-        if request.least is not None and request.timeline.placed is not None and request.attempts == 1:
-            self._late.learn(now - request.timeline.placed - request.least)
+        if request.min_prefill_seconds is not None and request.timeline.placed is not None and request.attempts == 1:
+            self._late.learn(now - request.timeline.placed - request.min_prefill_seconds)
 
     def generated(self, request: Request, tokens: int) -> None:
-        self._charge(request.tenant, self._prices.output * tokens)
+        self._charge(request.tenant, self._token_weights.output * tokens)
 
     def ended(self, request: Request, usage: Usage, now: float) -> None:
         """Estimates become what it was."""
-        self.queue.discard(request, now)
-        tenant, begun = request.tenant, request.begun
+        self.queue.remove(request, now)
+        tenant, begun = request.tenant, request.ever_accepted
         if request.charged:
-            cost = self._prices.prompt(usage.prompt, usage.cached) if begun else 0.0
+            cost = self._token_weights.prompt(usage.prompt, usage.cached) if begun else 0.0
             self._charge(tenant, cost - request.charged)
-        if request.quota is not None:
+        if request.tokens_charged_to_quota is not None:
             self._here -= Counter({(tenant, request.level): 1})
             used = usage.prompt + usage.completion if begun else None
-            self._quotas.leave(tenant, request.quota, used, now)
+            self._rate_limits.settle(tenant, request.tokens_charged_to_quota, used, now)
         if begun:
             self.served.add(tenant, "computed", usage.prompt - usage.cached)
             self.served.add(tenant, "cached", usage.cached)

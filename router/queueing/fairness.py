@@ -52,7 +52,7 @@ class TenantFairness:
         own = self._counters.get(tenant, 0.0)
         return own if tenant in self._waiting else max(own, self._floor - self._saved)
 
-    def leaders(self, tokens: float) -> frozenset[str]:
+    def over_served(self, tokens: float) -> frozenset[str]:
         """Of the tenants that wait those that have had more than their share by so much: all who wait would have to be
         served so many tokens until the one that was served least had as much, by weight."""
         if len(self._waiting) < 2:
@@ -61,7 +61,7 @@ class TenantFairness:
         most = least + tokens / sum(self.weight(tenant) for tenant in self._waiting)
         return frozenset(tenant for tenant in self._waiting if self._counters[tenant] > most)
 
-    def waits(self, tenant: str, saving: float = 0.0) -> None:
+    def start_waiting(self, tenant: str, saving: float = 0.0) -> None:
         """One more request of it waits. Had it not waited before, it may have saved up its share of `saving` tokens."""
         if tenant not in self._waiting:
             self._saved = saving / (self.weight(tenant) + sum(self.weight(other) for other in self._waiting))
@@ -70,7 +70,7 @@ class TenantFairness:
             self._counters[tenant] = self.counter(tenant)
         self._waiting[tenant] += 1
 
-    def waits_no_more(self, tenant: str) -> None:
+    def stop_waiting(self, tenant: str) -> None:
         """One request of it waits no longer, whatever became of it."""
         self._waiting[tenant] -= 1
         if self._waiting[tenant] > 0:

@@ -25,57 +25,57 @@ class QueueScan:
 
     def __init__(self, queue: WaitingQueue) -> None:
         self._queue = queue
-        self._room = False
+        self._changed = False
         self._ticked = False  # since the last round, and somebody is to be tried again, or further
-        self._behind: list[Request] = []  # who has still to be tried, the next one last
-        self._missed = False  # there has been room since these were listed
-        self._tried: set[str] = set()  # in this round, and can't be placed
+        self._remaining: list[Request] = []  # who has still to be tried, the next one last
+        self._changed_since_listed = False  # there has been room since these were listed
+        self._unplaceable: set[str] = set()  # in this round, and can't be placed
 
     @property
     def due(self) -> bool:
         """Whether it is time for a round."""
-        return self._room or self._ticked
+        return self._changed or self._ticked
 
     @property
-    def room(self) -> bool:
+    def changed(self) -> bool:
         """Whether something has changed since the last round that may let a queued request be placed."""
-        return self._room
+        return self._changed
 
-    def may_have_room(self) -> None:
+    def cluster_changed(self) -> None:
         """Something has changed that may let a queued request be placed."""
-        self._room = True
+        self._changed = True
 
     def tick(self, again: bool) -> None:
         """Time passes; `again`: that alone may let the first ones be placed."""
-        self._ticked = again or self._missed or bool(self._behind)
+        self._ticked = again or self._changed_since_listed or bool(self._remaining)
 
-    def round(self, now: float) -> Iterator[Request]:
+    def scan(self, now: float) -> Iterator[Request]:
         """Whom to try, in order of service; tell of each `in_vain` before the next one is asked for. A round that is
         left early is taken up with the next tick."""
         behind = self._ticked
-        self._missed |= self._room
-        self._room = self._ticked = False
-        self._tried = set()
+        self._changed_since_listed |= self._changed
+        self._changed = self._ticked = False
+        self._unplaceable = set()
         for request in self._queue.in_order(now):
-            if len(self._tried) >= _FIRST:
+            if len(self._unplaceable) >= _FIRST:
                 if behind:
-                    yield from self._further(now)
+                    yield from self._scan_remaining(now)
                 return
             yield request
-        self._behind, self._missed = [], False
+        self._remaining, self._changed_since_listed = [], False
 
-    def in_vain(self, request: Request) -> None:
+    def mark_unplaceable(self, request: Request) -> None:
         """It can't be placed now."""
-        self._tried.add(request.name)
+        self._unplaceable.add(request.name)
 
-    def _further(self, now: float) -> Iterator[Request]:
+    def _scan_remaining(self, now: float) -> Iterator[Request]:
         """From where the last round ended."""
-        if not self._behind and self._missed:
-            self._behind = [*self._queue.in_order(now)][::-1]
-            self._missed = False
-        enough = len(self._tried) + _BEHIND
-        while self._behind and len(self._tried) < enough:
-            request = self._behind[-1]
-            if request in self._queue and request.name not in self._tried:
+        if not self._remaining and self._changed_since_listed:
+            self._remaining = [*self._queue.in_order(now)][::-1]
+            self._changed_since_listed = False
+        enough = len(self._unplaceable) + _BEHIND
+        while self._remaining and len(self._unplaceable) < enough:
+            request = self._remaining[-1]
+            if request in self._queue and request.name not in self._unplaceable:
                 yield request
-            self._behind.pop()
+            self._remaining.pop()

@@ -58,7 +58,7 @@ class RateLimits:
         """Its share beside that of others."""
         return self._of(tenant).weight
 
-    def enter(self, tenant: str, tokens: int, now: float) -> None:
+    def take(self, tenant: str, tokens: int, now: float) -> None:
         """Take a request of about so many tokens out of its tenant's quota. Raises RateLimited while the quota has not
         got them, and then takes nothing."""
         wants = (("requests", 1), ("tokens", tokens))
@@ -69,7 +69,7 @@ class RateLimits:
         for bucket, amount, _ in buckets:
             bucket.take(amount, now)
 
-    def leave(self, tenant: str, taken: int, used: int | None, now: float) -> None:
+    def settle(self, tenant: str, taken: int, used: int | None, now: float) -> None:
         """The request took `used` tokens of the `taken`; none: it was turned away, so that nothing of it counts."""
         if (tokens := self._bucket(tenant, "tokens")) is not None:
             tokens.put(taken - (used or 0), now)

@@ -67,12 +67,12 @@ class WaitingQueue:
         """`ageing`: seconds of waiting that one level is worth."""
         self._fairness = fairness
         self._ageing = ageing
-        self._lines: dict[tuple[str, int, bool], _TenantQueue] = {}
-        self._pasts: dict[tuple[str, int], DrainHistory] = {}  # of newcomers' lines, by tenant and level
+        self._tenant_queues: dict[tuple[str, int, bool], _TenantQueue] = {}
+        self._histories: dict[tuple[str, int], DrainHistory] = {}  # of newcomers' lines, by tenant and level
         self._places: dict[str, tuple[_TenantQueue, int, float]] = {}  # line, work and since when, by request
         self._refused: dict[str, float] = {}  # tenants that were turned away lately, and when
         self.tokens = 0  # known ones, of all that wait
-        self.outflow = DrainRate()  # prompt tokens to compute
+        self.drain_rate = DrainRate()  # prompt tokens to compute
         self._service = DrainRate()  # what tenants are charged for
 
     def __len__(self) -> int:
@@ -84,54 +84,54 @@ class WaitingQueue:
     @property
     def begun(self) -> bool:
         """Whether somebody waits whom a worker had accepted before."""
-        return any(not line.newcomers for line in self._lines.values())
+        return any(not line.newcomers for line in self._tenant_queues.values())
 
     def levels(self) -> Mapping[int, int]:
         """How many wait, by level."""
         levels: Counter[int] = Counter()
-        for line in self._lines.values():
+        for line in self._tenant_queues.values():
             levels[line.level] += len(line.requests)
         return levels
 
     def add(self, request: Request, now: float) -> None:
         self._until(now, waiting=bool(self))
-        key = (request.tenant, request.level, not request.begun)
-        if (line := self._lines.get(key)) is None:
-            line = self._lines[key] = _TenantQueue(*key)
+        key = (request.tenant, request.level, not request.ever_accepted)
+        if (line := self._tenant_queues.get(key)) is None:
+            line = self._tenant_queues[key] = _TenantQueue(*key)
             if line.newcomers:
                 line.past = self._remembered(request.tenant, request.level, now)
-        line.past.outflow.until(now, waiting=bool(line.requests))
+        line.past.drain_rate.until(now, waiting=bool(line.requests))
         insort(line.requests, request, key=_arrival)
         self._places[request.name] = (line, 0, now)
         self.tokens += request.known
         self._waits(request.tenant)
         for tenant in [tenant for tenant, at in self._refused.items() if now - at > _HORIZON]:
             del self._refused[tenant]
-            self._fairness.waits_no_more(tenant)
-        self.weigh(request, request.known)
+            self._fairness.stop_waiting(tenant)
+        self.set_work(request, request.known)
 
-    def weigh(self, request: Request, work: int) -> None:
+    def set_work(self, request: Request, work: int) -> None:
         """So many tokens must be computed for it: those that nobody has cached."""
         line, before, since = self._places[request.name]
         self._places[request.name] = (line, work, since)
         line.work += work - before
 
-    def discard(self, request: Request, now: float, *, placed: bool = False) -> None:
+    def remove(self, request: Request, now: float, *, placed: bool = False) -> None:
         """It waits no longer, having been placed or not; nothing happens if it did not wait."""
         if (place := self._places.pop(request.name, None)) is None:
             return
         self._until(now, waiting=True)
         line, work, since = place
-        line.past.outflow.until(now, waiting=True)
+        line.past.drain_rate.until(now, waiting=True)
         if placed and (self._places or now > since):
-            self.outflow.took(work)
-            line.past.outflow.took(work)
+            self.drain_rate.took(work)
+            line.past.drain_rate.took(work)
         del line.requests[bisect_left(line.requests, request.arrival, key=_arrival)]
         line.work -= work
         if not line.requests:
-            del self._lines[line.tenant, line.level, line.newcomers]
+            del self._tenant_queues[line.tenant, line.level, line.newcomers]
         self.tokens -= request.known
-        self._fairness.waits_no_more(request.tenant)
+        self._fairness.stop_waiting(request.tenant)
 
     def refuse(self, request: Request, now: float) -> None:
         """One that waits is turned away. Its tenant counts for a while as if it went on waiting: who has nobody in the
@@ -141,7 +141,7 @@ class WaitingQueue:
         self._refused[request.tenant] = now
 
     def _waits(self, tenant: str) -> None:
-        self._fairness.waits(tenant, _SAVINGS * self._service.rate)
+        self._fairness.start_waiting(tenant, _SAVINGS * self._service.rate)
 
     def served(self, cost: float) -> None:
         """Some tenant was charged for so much."""
@@ -152,10 +152,10 @@ class WaitingQueue:
 
     def in_order(self, now: float) -> Iterator[Request]:
         """In order of service. Requests may be discarded meanwhile, and tenants charged: that counts at once."""
-        if not self._lines:
+        if not self._tenant_queues:
             return  # mostly: after every event somebody asks
-        top, leaders = self._top(), self._leaders()
-        heap = [(self._rank(line, 0, top, leaders, now), line, 0) for line in self._lines.values()]
+        top, leaders = self._top(), self._over_served_tenants()
+        heap = [(self._rank(line, 0, top, leaders, now), line, 0) for line in self._tenant_queues.values()]
         heapify(heap)  # ranks differ: each has its request's arrival
         while heap:
             rank, line, index = heap[0]
@@ -180,11 +180,11 @@ class WaitingQueue:
         """Who is turned away when somebody must be: the newest of a tenant far ahead of its share, or else of the least
         urgent line, and there of the tenant that would be served last if all it waits for were served, so that no flood
         leaves the others without a place. None: nobody waits but those that a worker had accepted, and they stay."""
-        top, leaders = self._top(), self._leaders()
+        top, leaders = self._top(), self._over_served_tenants()
         backlog: Counter[str] = Counter()
-        for line in self._lines.values():
+        for line in self._tenant_queues.values():
             backlog[line.tenant] += line.work
-        lines = [line for line in self._lines.values() if line.newcomers]
+        lines = [line for line in self._tenant_queues.values() if line.newcomers]
         return max(
             (line.requests[-1] for line in lines),
             key=lambda request: (
@@ -198,11 +198,11 @@ class WaitingQueue:
         )
 
     def _top(self) -> int:
-        return min((line.level for line in self._lines.values() if line.newcomers), default=0)
+        return min((line.level for line in self._tenant_queues.values() if line.newcomers), default=0)
 
-    def _leaders(self) -> frozenset[str]:
+    def _over_served_tenants(self) -> frozenset[str]:
         rate = self._service.rate
-        return self._fairness.leaders(_LEAD * rate) if rate else frozenset()
+        return self._fairness.over_served(_LEAD * rate) if rate else frozenset()
 
     def _level(self, request: Request, top: int, now: float) -> int:
         return max(top, request.level - int((now - request.submitted) / self._ageing))
@@ -231,46 +231,46 @@ class WaitingQueue:
         prompts. A queue that has just formed says nothing of half a minute: the few prompts that have left it may have
         been short ones, or slow to leave."""
         self._until(now, waiting=True)
-        if not (rate := self.outflow.rate):
+        if not (rate := self.drain_rate.rate):
             return 0.0
-        line = self._lines[request.tenant, request.level, True]
-        line.past.outflow.until(now, waiting=True)
+        line = self._tenant_queues[request.tenant, request.level, True]
+        line.past.drain_rate.until(now, waiting=True)
         own = self._places[request.name][1] if self._is_next(request) else 0
         work = line.work - own
         expected = (self._ahead(request, work) - own) / rate
         if expected > 0 and work > 0:
-            expected = work / line.past.outflow.rate_given(work / expected)
-        return min(expected, _FURTHEST * self.outflow.seconds)
+            expected = work / line.past.drain_rate.rate_given(work / expected)
+        return min(expected, _FURTHEST * self.drain_rate.seconds)
 
-    def doubt(self, request: Request, wait: float, limit: float) -> float:
+    def safety_margin(self, request: Request, wait: float, limit: float) -> float:
         """Seconds by which it may wait longer than the `wait` that was forecast, where `limit` are all that it has.
         Others come who go before it, and being told at once is better than being turned away after a wait."""
-        longer = self._lines[request.tenant, request.level, True].past.longer.most
+        longer = self._tenant_queues[request.tenant, request.level, True].past.longer.most
         return min(longer * (wait + _ROUGHLY), _MOST_DOUBT * limit)
 
     def learn(self, request: Request, now: float) -> None:
         """A newcomer has waited for so long at least."""
-        past = self._pasts.get((request.tenant, request.level))
-        if past is not None and request.forecast is not None:
-            wait = request.forecast - request.submitted
-            past.longer.learn((now - request.forecast) / (wait + _ROUGHLY))
-        request.forecast = None
+        past = self._histories.get((request.tenant, request.level))
+        if past is not None and request.predicted_dequeue_at is not None:
+            wait = request.predicted_dequeue_at - request.submitted
+            past.longer.learn((now - request.predicted_dequeue_at) / (wait + _ROUGHLY))
+        request.predicted_dequeue_at = None
 
     def _until(self, now: float, *, waiting: bool) -> None:
-        self.outflow.until(now, waiting=waiting)
+        self.drain_rate.until(now, waiting=waiting)
         self._service.until(now, waiting=waiting)
 
     def _is_next(self, request: Request) -> bool:
         """Whether others wait, but nobody else of its tenant, and that one is not far ahead of its share."""
-        if len(self._places) == 1 or request.tenant in self._leaders():
+        if len(self._places) == 1 or request.tenant in self._over_served_tenants():
             return False
-        return sum(len(line.requests) for line in self._lines.values() if line.tenant == request.tenant) == 1
+        return sum(len(line.requests) for line in self._tenant_queues.values() if line.tenant == request.tenant) == 1
 
     def _ahead(self, request: Request, mine: int) -> float:
         """`mine`: tokens of its own line."""
         until = self._fairness.counter(request.tenant) + mine / self._weight(request.tenant)
         ahead = 0.0
-        for line in self._lines.values():
+        for line in self._tenant_queues.values():
             same_level = line.newcomers and line.level == request.level
             if not line.newcomers or line.level < request.level or (same_level and line.tenant == request.tenant):
                 ahead += line.work
@@ -281,19 +281,19 @@ class WaitingQueue:
 
     def _remembered(self, tenant: str, level: int, now: float) -> DrainHistory:
         """Of a line that begins anew. What it was like long ago says nothing."""
-        found = self._pasts.get((tenant, level))
-        if found is None or found.outflow.idle(now) > _MEMORY:
-            found = self._pasts[tenant, level] = DrainHistory()
-            if len(self._pasts) > 2 * len(self._lines) + 64:
-                self._pasts = {key: past for key, past in self._pasts.items() if past.outflow.idle(now) <= _MEMORY}
+        found = self._histories.get((tenant, level))
+        if found is None or found.drain_rate.idle(now) > _MEMORY:
+            found = self._histories[tenant, level] = DrainHistory()
+            if len(self._histories) > 2 * len(self._tenant_queues) + 64:
+                self._histories = {key: past for key, past in self._histories.items() if past.drain_rate.idle(now) <= _MEMORY}
         return found
 
     def validate(self) -> None:
         """Check every invariant; for tests."""
-        waiting = [request for line in self._lines.values() for request in line.requests]
+        waiting = [request for line in self._tenant_queues.values() for request in line.requests]
         assert sorted(request.name for request in waiting) == sorted(self._places)
         assert self.tokens == sum(request.known for request in waiting)
-        for key, line in self._lines.items():
+        for key, line in self._tenant_queues.items():
             assert line.requests, f"line {key} is empty"
             assert line.work == sum(self._places[request.name][1] for request in line.requests)
             assert line.requests == sorted(line.requests, key=_arrival)
@@ -304,7 +304,7 @@ class DrainHistory:
     than their forecast."""
 
     def __init__(self) -> None:
-        self.outflow = DrainRate()
+        self.drain_rate = DrainRate()
         self.longer = Spread()
 
 

@@ -37,7 +37,7 @@ class ConsideredPlacements:
     """What placement chose from: `rows` workers, and what lays the candidates out."""
 
     rows: int
-    lay_out: Callable[[], Sequence[Candidate]]
+    candidates: Callable[[], Sequence[Candidate]]
 
 
 @dataclass(slots=True)
@@ -45,20 +45,20 @@ class AttemptAccount:
     """One attempt: the choice, and what happened."""
 
     number: int
-    plan: Placement
+    placement: Placement
     decode: str  # name
     prefill: str  # name; "": the decode worker computes the prompt itself
     start: int  # tokens known when it began
     cached: int  # of those, how many nobody need compute, as predicted
-    line: Timeline  # the request's own while the attempt is current; afterwards a copy
-    weighed: ConsideredPlacements | None  # none: it was too long ago
+    timeline: Timeline  # the request's own while the attempt is current; afterwards a copy
+    considered: ConsideredPlacements | None  # none: it was too long ago
     attempt: Attempt | None  # while it is current
     first_token: float | None = None  # of this attempt
     prefill_computed: int = 0
     unreported: int = 0  # tokens that its prefill worker was asked to compute and has not accounted for
     decode_computed: int | None = None
     ended: float | None = None
-    over: str = ""  # why it ended; "": it has not, or it brought the request to its end
+    end_reason: str = ""  # why it ended; "": it has not, or it brought the request to its end
     notes: list[str] = field(default_factory=list[str])
 
     @property
@@ -66,29 +66,29 @@ class AttemptAccount:
         """Tokens that nobody computed for this attempt; none before the first token."""
         if self.decode_computed is None:
             return None
-        unreported = self.attempt.predicted if self.attempt else self.unreported
+        unreported = self.attempt.prefill_unreported if self.attempt else self.unreported
         return max(0, self.start - self.prefill_computed - unreported - self.decode_computed)
 
     @property
     def predicted_ttft(self) -> float | None:
         """From the request's receipt, seconds; none where an earlier attempt had brought the first token."""
-        if self.line.placed is None or self.resumes:
+        if self.timeline.placed is None or self.resumes:
             return None
-        return self.line.placed - self.line.received + self.plan.predicted.total
+        return self.timeline.placed - self.timeline.received + self.placement.predicted.total
 
     @property
     def resumes(self) -> bool:
         """The request had its first token already."""
-        first, placed = self.line.first_token, self.line.placed
+        first, placed = self.timeline.first_token, self.timeline.placed
         return first is not None and placed is not None and first < placed
 
     def candidates(self) -> tuple[list[Candidate], int]:
         """The best of those that were weighed, the chosen one among them, and how many more there were."""
-        if self.weighed is None:
+        if self.considered is None:
             return [], 0
-        every = list(self.weighed.lay_out())
+        every = list(self.considered.candidates())
         if not any(map(self.chose, every)):  # placement lays out the best of each kind only
-            every.append(Candidate(self.decode, self.prefill, self.cached, self.plan.predicted))
+            every.append(Candidate(self.decode, self.prefill, self.cached, self.placement.predicted))
         every.sort(key=_merit)
         best = every[:SHOWN]
         if chosen := next((one for one in every[SHOWN:] if self.chose(one)), None):
@@ -107,11 +107,11 @@ class RequestRecord:
     tenant: str
     priority: int
     request: Request | None  # while it has not ended
-    line: Timeline
+    timeline: Timeline
     attempts: deque[AttemptAccount] = field(default_factory=lambda: deque[AttemptAccount](maxlen=_ATTEMPTS))
-    begun: int = 0  # attempts, also those that are not kept
+    ever_accepted: int = 0  # attempts, also those that are not kept
     refusal: str = ""  # why placement had no worker for it when it was last tried
-    weighed: ConsideredPlacements | None = None  # and what it looked at then
+    considered: ConsideredPlacements | None = None  # and what it looked at then
     outcome: RequestOutcome | None = None
     summary: Summary | None = None
 
@@ -122,7 +122,7 @@ class RequestRecord:
 
     def candidates(self) -> tuple[list[Candidate], int]:
         """The best of those that were weighed and not chosen, and how many more there were; none once it was placed."""
-        every = sorted(self.weighed.lay_out(), key=_merit) if self.weighed else []
+        every = sorted(self.considered.candidates(), key=_merit) if self.considered else []
         return every[:SHOWN], len(every[SHOWN:])
 
     @property
@@ -192,7 +192,7 @@ class Explanations:
         self._most = most
         self._records: dict[str, RequestRecord] = {}  # by name, oldest first
         self._latest: dict[str, RequestRecord] = {}  # by what clients call them: they may use a name twice
-        self._weighed: deque[AttemptAccount | RequestRecord] = deque()  # those with something weighed, oldest first
+        self._with_considered: deque[AttemptAccount | RequestRecord] = deque()  # those with something weighed, oldest first
         self._rows = 0  # in all of them
 
     # --- what happens ------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class Explanations:
         record = RequestRecord(request.name, request.tenant, request.priority, request, request.timeline)
         self._records[request.name] = self._latest[record.request_id] = record
 
-    def waits(self, request: Request, why: str, weighed: ConsideredPlacements | None) -> None:
+    def kept_waiting(self, request: Request, why: str, weighed: ConsideredPlacements | None) -> None:
         """No worker is given to it for now."""
         if record := self._records.get(request.name):
             record.refusal = why
@@ -218,18 +218,18 @@ class Explanations:
         attempt = request.attempt
         if (record := self._records.get(request.name)) is None or attempt is None:
             return
-        record.begun += 1
+        record.ever_accepted += 1
         record.refusal = ""
         self._keep(record, None)
         account = AttemptAccount(
             number=attempt.name.attempt,
-            plan=attempt.plan,
+            placement=attempt.placement,
             decode=decode,
             prefill=prefill,
             start=attempt.start,
             cached=cached,
-            line=request.timeline,
-            weighed=None,
+            timeline=request.timeline,
+            considered=None,
             attempt=attempt,
         )
         record.attempts.append(account)
@@ -245,23 +245,23 @@ class Explanations:
         if account := self._current(request):
             account.prefill_computed += computed
 
-    def began(self, request: Request, computed: int, now: float) -> None:
+    def first_token(self, request: Request, computed: int, now: float) -> None:
         """The first token of the current attempt is here; the decode worker computed so many tokens for it."""
         if account := self._current(request):
             account.first_token, account.decode_computed = now, computed
 
-    def over(self, request: Request, why: str, now: float) -> None:
+    def attempt_ended(self, request: Request, why: str, now: float) -> None:
         """The current attempt ends, and the request does not. Call before the attempt is withdrawn."""
         if account := self._current(request):
             self._close(account, replace(request.timeline), now)
-            account.over = why
+            account.end_reason = why
 
     def ended(self, request: Request, outcome: RequestOutcome, summary: Summary, now: float) -> None:
         """The request ends, and its current attempt, if it has one, with it. Call before that is withdrawn."""
         if account := self._current(request):
             self._close(account, summary.timeline, now)
         if record := self._records.get(request.name):
-            record.request, record.outcome, record.summary, record.line = None, outcome, summary, summary.timeline
+            record.request, record.outcome, record.summary, record.timeline = None, outcome, summary, summary.timeline
 
     def _current(self, request: Request) -> AttemptAccount | None:
         record = self._records.get(request.name)
@@ -270,8 +270,8 @@ class Explanations:
 
     def _close(self, account: AttemptAccount, line: Timeline, now: float) -> None:
         assert account.attempt is not None
-        account.unreported, account.attempt = account.attempt.predicted, None
-        account.line, account.ended = line, now
+        account.unreported, account.attempt = account.attempt.prefill_unreported, None
+        account.timeline, account.ended = line, now
 
     # --- what is asked -----------------------------------------------------------------------------------------------
 
@@ -299,11 +299,11 @@ class Explanations:
 
     def _keep(self, holder: AttemptAccount | RequestRecord, weighed: ConsideredPlacements | None) -> None:
         """What was weighed for `holder`, instead of what it has; the oldest of all goes."""
-        if weighed is not None and holder.weighed is None:
-            self._weighed.append(holder)
-        self._rows += (weighed.rows if weighed else 0) - (holder.weighed.rows if holder.weighed else 0)
-        holder.weighed = weighed
-        while self._rows > _ROWS or len(self._weighed) > self._most:
-            oldest = self._weighed.popleft()
-            self._rows -= oldest.weighed.rows if oldest.weighed else 0
-            oldest.weighed = None
+        if weighed is not None and holder.considered is None:
+            self._with_considered.append(holder)
+        self._rows += (weighed.rows if weighed else 0) - (holder.considered.rows if holder.considered else 0)
+        holder.considered = weighed
+        while self._rows > _ROWS or len(self._with_considered) > self._most:
+            oldest = self._with_considered.popleft()
+            self._rows -= oldest.considered.rows if oldest.considered else 0
+            oldest.considered = None

@@ -66,24 +66,24 @@ class RequestManager:
         placer: PlacementPolicy,
     ) -> None:
         self._config = config
-        self._placer = placer
+        self._policy = placer
         self._view = ClusterView(config, members, costs)
         self._costs = costs
         self._limits = limits
         self._members = members
-        self._prefixes = prefixes
+        self._kv_index = prefixes
         self._out = outbox
         self._arrivals = 0
         self._shut = False
         self.requests: dict[str, Request] = {}
         self.admission = AdmissionControl(config.router)
         self.queue = self.admission.queue
-        self.rounds = QueueScan(self.queue)
+        self.scan = QueueScan(self.queue)
         self._held = False  # somebody waits here who might as well wait at a worker
-        self._expires = -inf  # until then no request has waited for too long
+        self._next_expiry = -inf  # until then no request has waited for too long
         self.counts = RequestCounts()
-        self.bottleneck = UtilizationMonitor()
-        self.recent = Explanations(config.router.explain_requests)
+        self.utilization = UtilizationMonitor()
+        self.explanations = Explanations(config.router.explain_requests)
         self.finished: Counter[str] = Counter()  # by reason
         self.failed: Counter[str] = Counter()  # by reason
         self.cancelled = 0
@@ -97,40 +97,40 @@ class RequestManager:
             raise InvalidRequest(f"request {submit.request!r} is being served already")
         self._arrivals += 1
         request = Request.from_submit(submit, self._arrivals, now)
-        self.admission.promise(request)
+        self.admission.set_objectives(request)
         self.requests[request.name] = request
-        self.recent.submitted(request)
+        self.explanations.submitted(request)
         try:
             if self._shut:
                 raise Unavailable("this router is stopping")
             check_tokens(submit.tokens, self._limits.vocab_size)
             self._settle_length(request)
-            self.admission.enter(request, submit.max_tokens or self._view.output(self._limits.max_context), now)
+            self.admission.charge_quota(request, submit.max_tokens or self._view.expected_output(self._limits.max_context), now)
         except BatonError as error:
             self.end(request, Failed(error), now)
             return
-        self.admission.wait(request, now)
-        if self.rounds.room:
-            self.settle(now)
-        elif self._open() and (not self._held or self.queue.first(now) is request):  # nothing new for those who wait
+        self.admission.enqueue(request, now)
+        if self.scan.changed:
+            self.place_waiting(now)
+        elif self._can_place() and (not self._held or self.queue.first(now) is request):  # nothing new for those who wait
             self._view.now = now
             self._place(request, now)
         if request in self.queue:
-            self._wait(request, now)
+            self._check_wait(request, now)
         self._expires_with(request)
 
-    def _wait(self, request: Request, now: float) -> None:
+    def _check_wait(self, request: Request, now: float) -> None:
         """A newcomer was not placed at once: it may not be worth its while to wait, or somebody else's."""
         work, seconds = request.prompt, 0.0
         if (card := self._members.card) is not None:
             request.derive_keys(namespace_root(card.namespace, request.tenant), self._config.pages.page_size)
-            held = self._prefixes.match(request.keys).values()
+            held = self._kv_index.match(request.keys).values()
             work -= max((match.pages for match in held), default=0) * self._config.pages.page_size
-            rates = [m.load.prefill_rate for m in self._view.prefillers or self._view.decoders]
+            rates = [m.load.prefill_rate for m in self._view.prefill_workers or self._view.decode_workers]
             seconds = work / rate if (rate := max(rates, default=0.0)) else 0.0
-        if (error := self.admission.waits_on(request, work, seconds, now)) is not None:
+        if (error := self.admission.check_wait(request, work, seconds, now)) is not None:
             self.end(request, Failed(error), now)
-        while (surplus := self.admission.overfull(now)) is not None:
+        while (surplus := self.admission.shed_excess(now)) is not None:
             self.end(surplus[0], Failed(surplus[1]), now)
 
     def _settle_length(self, request: Request) -> None:
@@ -144,23 +144,23 @@ class RequestManager:
 
     # --- placing -----------------------------------------------------------------------------------------------------
 
-    def settle(self, now: float) -> None:
+    def place_waiting(self, now: float) -> None:
         """Place what can be placed, if there may be room now: call when an event has been handled."""
-        if not self.rounds.due:
+        if not self.scan.due:
             return
-        self._view.begin(now)
+        self._view.begin_scan(now)
         self._held = False
-        for request in self.rounds.round(now):
-            if not self._open():
+        for request in self.scan.scan(now):
+            if not self._can_place():
                 return
-            if not self._placer.may_go(request.name, self._view) or self.admission.held_back(request, now):
+            if not self._policy.may_go(request.name, self._view) or self.admission.lacks_retry_budget(request, now):
                 continue
             if not self._place(request, now):
-                self.rounds.in_vain(request)
+                self.scan.mark_unplaceable(request)
 
-    def _open(self) -> bool:
+    def _can_place(self) -> bool:
         """Whether anything can be placed at all."""
-        return any(member.takes_sequences for member in self._members.open("decode"))
+        return any(member.takes_sequences for member in self._members.schedulable("decode"))
 
     def _place(self, request: Request, now: float) -> bool:
         card = self._members.card
@@ -184,45 +184,45 @@ class RequestManager:
             request=request.name,
             prefix=CacheablePrefix(len(request.keys), self._config.pages.page_size, card.page_bytes),
             keys=request.keys,
-            held=self._prefixes.match(request.keys),
+            held=self._kv_index.match(request.keys),
             tokens=request.known,
             max_tokens=request.max_tokens,
             prompt=request.prompt,
-            ttft=None if request.ttft is None or request.begun else request.ttft - (now - request.timeline.received),
+            ttft=None if request.ttft is None or request.ever_accepted else request.ttft - (now - request.timeline.received),
             tpot=request.tpot,
             waited=now - request.submitted,
             priority=request.priority,
             tenant=request.tenant,
-            avoid=request.failed_on,
-            local=final or request.local,
+            excluded=request.excluded,
+            decode_only=final or request.decode_only,
             affinity=request.affinity,
         )
-        decision = self._placer.place(ask, self._view)
-        choice, considered = decision.choice, _weighed(decision.considered)
+        decision = self._policy.place(ask, self._view)
+        choice, considered = decision.choice, _considered(decision.considered)
         if decision.reservation is not None:
             self._view.reserve(decision.reservation)
         if isinstance(choice, Placement):
-            self._view.used(choice)
-            if self._too_early(request, choice, considered):
+            self._view.mark_used(choice)
+            if self._should_hold(request, choice, considered):
                 return False
             self._begin(request, ask, choice, considered, now)
             return True
-        self.recent.waits(request, choice.why, considered)
-        if isinstance(choice, Reject) and not request.begun:
+        self.explanations.kept_waiting(request, choice.why, considered)
+        if isinstance(choice, Reject) and not request.ever_accepted:
             error = self.admission.unreachable(request, choice.why, choice.retry_after, now)
             self.end(request, Failed(error), now)
             return True
         return False
 
-    def _too_early(self, request: Request, plan: Placement, considered: ConsideredPlacements | None) -> bool:
+    def _should_hold(self, request: Request, plan: Placement, considered: ConsideredPlacements | None) -> bool:
         """Whether it waits here, since its worker has prompts enough; for those behind it that counts like a prompt."""
-        worker = self._members.live(plan.prefill or plan.decode)
-        prompts = worker.slots.values()
+        worker = self._members.require_live(plan.prefill or plan.decode)
+        prompts = worker.pending_prefills.values()
         enough = len(prompts) >= self._config.prefill.max_prompts
-        if not enough or not self.admission.too_early(request, sum(prompt.seconds for prompt in prompts)):
+        if not enough or not self.admission.should_hold(request, sum(prompt.seconds for prompt in prompts)):
             return False
         self._view.reserve(SecondsReservation(worker.incarnation, plan.predicted.load + plan.predicted.compute))
-        self.recent.waits(request, f"{worker.peer.name} has prompts enough", considered)
+        self.explanations.kept_waiting(request, f"{worker.peer.name} has prompts enough", considered)
         self._held = True
         return True
 
@@ -235,26 +235,26 @@ class RequestManager:
         now: float,
     ) -> None:
         request.attempts += 1
-        self.admission.placed(request, min(request.prompt, plan.cached * ask.prefix.page_size), now)
+        self.admission.placed(request, min(request.prompt, plan.cached_pages * ask.prefix.page_size), now)
         name = AttemptName(request.name, request.attempts)
         request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill)
         _start_over(request, now)
         self.counts.attempts += 1
         self.counts.split += plan.prefill is not None
         self.counts.local += plan.prefill is None
-        decoder = self._members.live(plan.decode)
-        known, left = plan.cached * ask.prefix.page_size, self._view.output(ask.max_tokens - request.generated)
+        decoder = self._members.require_live(plan.decode)
+        known, left = plan.cached_pages * ask.prefix.page_size, self._view.expected_output(ask.max_tokens - request.generated)
         if plan.prefill is not None:
             prompt = PendingPrefill(ask.tokens - 1 - known, known)
-            self._members.live(plan.prefill).promise(name, prompt, now)
+            self._members.require_live(plan.prefill).assign_prefill(name, prompt, now)
         else:
             prompt = PendingPrefill(request.known - known, known)
-            decoder.promise(name, prompt, now)
+            decoder.assign_prefill(name, prompt, now)
         cost = self._costs.prefill(plan.prefill or plan.decode)
-        self.bottleneck.prompt(cost.seconds(prompt.new, prompt.context, self._config.prefill.chunk_tokens))
-        prefill = self._members.live(plan.prefill).peer.name if plan.prefill else ""
-        cached = min(request.known, plan.cached * self._config.pages.page_size)
-        self.recent.placed(request, decoder.peer.name, prefill, cached, considered)
+        self.utilization.prompt(cost.seconds(prompt.new, prompt.context, self._config.prefill.chunk_tokens))
+        prefill = self._members.require_live(plan.prefill).peer.name if plan.prefill else ""
+        cached = min(request.known, plan.cached_pages * self._config.pages.page_size)
+        self.explanations.placed(request, decoder.peer.name, prefill, cached, considered)
         if request.decode_workers[-1:] != [decoder.peer.name]:
             request.decode_workers.append(decoder.peer.name)
         assert request.max_tokens is not None, request.name
@@ -267,8 +267,8 @@ class RequestManager:
             max_tokens=request.max_tokens,
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
-            fetch=plan.fetch,
-            awaited=plan.awaited,
+            fetch=plan.fetch_pages,
+            prefilled_remotely=plan.prefilled_remotely,
             sources=plan.sources,
             priority=request.priority,
             deadline_ms=request.left_ms(now),
@@ -278,17 +278,17 @@ class RequestManager:
             self._out.send(plan.decode, message),
             pages,
             context=request.known + left / 2,
-            taken=pages - ask.on_device(plan.decode),
+            new_pages=pages - ask.device_pages(plan.decode),
             growth=left / self._config.pages.page_size,
             tpot=request.tpot,
         )
-        decoder.give(name, work)
+        decoder.assign(name, work)
         decoder.unanswered.add(name)
         split = f", prefill by {prefill}" if prefill else ""
         loads = "".join(f", {run.pages} from {run.speed.tier}" for run in plan.loads)
-        self._out.note(
-            f"attempt {name.attempt} on {decoder.peer.name}{split}: {len(request.keys)} pages, {plan.cached} cached"
-            f"{loads}, {plan.fetch} to fetch; predicted {plan.predicted}",
+        self._out.log(
+            f"attempt {name.attempt} on {decoder.peer.name}{split}: {len(request.keys)} pages, {plan.cached_pages} cached"
+            f"{loads}, {plan.fetch_pages} to fetch; predicted {plan.predicted}",
             request.name,
             detail=True,
         )
@@ -297,11 +297,11 @@ class RequestManager:
 
     def member_gone(self, member: MemberRecord, now: float) -> None:
         """`member` is no longer listed; whatever it had is placed anew."""
-        names = {*member.work, *member.slots}
+        names = {*member.assigned, *member.pending_prefills}
         if member.peer.role == "store":
             names = {name for name, attempt in self._attempts() if member.incarnation in attempt.stores}
         for name in sorted(names):
-            member.drop(name)
+            member.unassign(name)
             request = self.requests.get(name.request)
             if request is None or request.attempt is None or request.attempt.name != name:
                 continue
@@ -316,9 +316,9 @@ class RequestManager:
                 before = member.gone == "silent" and placed is not None and member.heard_at < placed
                 self.retry(request, f"{member.peer.name} is gone: {member.gone}", now, free=before, death=True)
 
-    def clear(self, member: MemberRecord, now: float) -> None:
+    def move_work_off(self, member: MemberRecord, now: float) -> None:
         """What somebody still needs of a live worker is placed anew, at nobody's cost."""
-        for name in sorted({*member.work, *member.slots}):
+        for name in sorted({*member.assigned, *member.pending_prefills}):
             request = self.requests.get(name.request)
             if request is None or request.attempt is None or request.attempt.name != name:
                 continue
@@ -337,48 +337,48 @@ class RequestManager:
         fail what it is given next."""
         attempt = request.attempt
         assert attempt is not None, request.name
-        self._out.note(f"attempt {attempt.name.attempt} is over: {why}", request.name, warning=not free, kind="attempt")
+        self._out.log(f"attempt {attempt.name.attempt} is over: {why}", request.name, warning=not free, kind="attempt")
         if blame:
-            request.failed_on.add(attempt.decode)
+            request.excluded.add(attempt.decode)
         failed = attempt.phase is not RequestPhase.PLACED and not free
         request.failures += failed
-        request.repeats = failed and not death
-        self.recent.over(request, why, now)
-        self.withdraw(request)
+        request.is_retry = failed and not death
+        self.explanations.attempt_ended(request, why, now)
+        self.cancel_attempt(request)
         if request.failures >= self._config.router.max_attempts:
             message = f"{request.attempts} attempts failed; the last because {why}"
             self.end(request, Failed(AttemptsExhausted(message)), now)
             return
-        self.enqueue(request, now)
+        self.requeue(request, now)
 
     def release_prefill(self, request: Request, attempt: Attempt) -> None:
         """The prefill worker forgets this attempt, done or not."""
         prefill, attempt.prefill = attempt.prefill, None
-        self.rounds.may_have_room()
+        self.scan.cluster_changed()
         if prefill is None or (member := self._members.get(prefill)) is None:
             return
-        if member.drop(attempt.name):
+        if member.unassign(attempt.name):
             self._out.send(prefill, Cancel(request.name, attempt.name.attempt))
 
-    def enqueue(self, request: Request, now: float) -> None:
+    def requeue(self, request: Request, now: float) -> None:
         """Wait for a worker."""
-        self.admission.wait(request, now)
+        self.admission.enqueue(request, now)
         self._expires_with(request)
-        self.rounds.may_have_room()
+        self.scan.cluster_changed()
 
-    def withdraw(self, request: Request) -> None:
+    def cancel_attempt(self, request: Request) -> None:
         """Everybody involved in the current attempt forgets it."""
         attempt, request.attempt = request.attempt, None
         if attempt is None:
             return
-        request.unreported += attempt.predicted
+        request.prefill_unreported += attempt.prefill_unreported
         self.release_prefill(request, attempt)
         decoder = self._members.get(attempt.decode)
-        if decoder is not None and decoder.drop(attempt.name):
+        if decoder is not None and decoder.unassign(attempt.name):
             self._out.send(attempt.decode, Cancel(request.name, attempt.name.attempt))
             if attempt.phase is not RequestPhase.PLACED:
-                decoder.may_have_room()  # it has given pages back
-        self.rounds.may_have_room()
+                decoder.clear_busy()  # it has given pages back
+        self.scan.cluster_changed()
 
     # --- requests end ------------------------------------------------------------------------------------------------
 
@@ -386,23 +386,23 @@ class RequestManager:
         """The one way out. `completion`: how many tokens count, if not all."""
         request.timeline.ended = now
         summary = request.summary(completion)
-        self.recent.ended(request, outcome, summary, now)
-        self.withdraw(request)
+        self.explanations.ended(request, outcome, summary, now)
+        self.cancel_attempt(request)
         self.admission.ended(request, summary.usage, now)
-        self._placer.ended(request.name)
+        self._policy.ended(request.name)
         del self.requests[request.name]
         match outcome:
             case Finished(reason=reason):
                 self.finished[reason] += 1
-                self._view.finished(request.generated)
+                self._view.learn_output(request.generated)
                 self.counts.prompt_tokens += summary.usage.prompt
                 self.counts.cached_tokens += summary.usage.cached
                 usage = summary.usage
                 tokens = f"{usage.prompt} prompt tokens, {usage.cached} cached, {usage.completion} generated"
-                self._out.note(f"finished: {reason}, {tokens}", request.name)
+                self._out.log(f"finished: {reason}, {tokens}", request.name)
             case Failed(error=error):
                 self.failed[error.reason] += 1
-                self._out.note(
+                self._out.log(
                     f"failed: {error.reason}: {error}",
                     request.name,
                     warning=not isinstance(error, InvalidRequest),
@@ -410,19 +410,19 @@ class RequestManager:
                 )
             case Cancelled(why=why):
                 self.cancelled += 1
-                self._out.note(f"cancelled: {why}", request.name, kind="cancelled")
+                self._out.log(f"cancelled: {why}", request.name, kind="cancelled")
         self._out.put(RequestEnded(request.name, outcome, summary))
 
     def expire(self, now: float) -> None:
         """Everything that has waited for too long: a client, a place in the queue, an attempt."""
-        self.rounds.tick(again=self.queue.begun or self._held)
-        if now < self._expires:
+        self.scan.tick(again=self.queue.begun or self._held)
+        if now < self._next_expiry:
             return
         progress = self._config.router.progress_ms / 1_000
-        self._expires = now + progress  # attempts that are made from now on
+        self._next_expiry = now + progress  # attempts that are made from now on
         late: list[Request] = []
         for request in self.requests.values():
-            if now >= request.until(progress):
+            if now >= request.next_timeout(progress):
                 late.append(request)
             else:
                 self._expires_with(request)
@@ -430,14 +430,14 @@ class RequestManager:
             if request.deadline is not None and now >= request.deadline:
                 message = f"the deadline passed after {request.generated} of {request.max_tokens} tokens"
                 self.end(request, Failed(DeadlineExpired(message)), now)
-            elif request.give_up is not None and now >= request.give_up:
+            elif request.queue_deadline is not None and now >= request.queue_deadline:
                 self.end(request, Failed(self._no_place(request, now)), now)
             else:
                 self.retry(request, f"no progress for {self._config.router.progress_ms} ms", now, blame=True)
 
     def _expires_with(self, request: Request) -> None:
         """There is a new limit to what it waits for."""
-        self._expires = min(self._expires, request.until(self._config.router.progress_ms / 1_000))
+        self._next_expiry = min(self._next_expiry, request.next_timeout(self._config.router.progress_ms / 1_000))
 
     def shut(self, now: float) -> None:
         """Nobody is served any more, and the workers need not find that out by our silence."""
@@ -446,17 +446,17 @@ class RequestManager:
             self.end(request, Failed(Unavailable("this router is stopping")), now)
 
     def _no_place(self, request: Request, now: float) -> BatonError:
-        if not self._members.of("decode"):
+        if not self._members.with_role("decode"):
             return Unavailable("the request could not wait any longer, and no decode worker is live")
-        return self.admission.gives_up(request, now)
+        return self.admission.queue_timeout(request, now)
 
     def extend(self, seconds: float) -> None:
         """We stood still for so long. What a client asked for does not wait for us; all else does."""
         for request in self.requests.values():
-            if request.give_up is not None:
-                request.give_up += seconds
+            if request.queue_deadline is not None:
+                request.queue_deadline += seconds
             if request.attempt is not None:
-                request.attempt.progress += seconds
+                request.attempt.progressed_at += seconds
 
     def validate(self) -> None:
         """Check every invariant; for tests."""
@@ -466,8 +466,8 @@ class RequestManager:
         for request in self.requests.values():
             attempt = request.attempt
             assert (attempt is None) == (request in self.queue), request.name
-            limit = request.until(self._config.router.progress_ms / 1_000)
-            assert self._expires <= limit < inf, f"{request.name} waits without a limit"
+            limit = request.next_timeout(self._config.router.progress_ms / 1_000)
+            assert self._next_expiry <= limit < inf, f"{request.name} waits without a limit"
             if attempt is None:
                 continue
             expected[attempt.decode].add(attempt.name)
@@ -478,12 +478,12 @@ class RequestManager:
                     expected[attempt.prefill].add(attempt.name)
                 if not attempt.prefilled:
                     slots[attempt.prefill].add(attempt.name)
-            if attempt.plan.prefill is None and request.known == attempt.start:
+            if attempt.placement.prefill is None and request.known == attempt.start:
                 slots[attempt.decode].add(attempt.name)
         for member in self._members:
-            work = {name for name in member.work if not name.request.startswith(WARM)}
+            work = {name for name in member.assigned if not name.request.startswith(WARM)}
             assert work == expected[member.incarnation], member.peer.name
-            taken = {name for name in member.slots if not name.request.startswith(WARM)}
+            taken = {name for name in member.pending_prefills if not name.request.startswith(WARM)}
             assert taken == slots[member.incarnation], member.peer.name
 
 
@@ -498,5 +498,5 @@ def _start_over(request: Request, now: float) -> None:
     request.predicted_ms = request.load_ms = 0
 
 
-def _weighed(considered: PlacementCosts | None) -> ConsideredPlacements | None:
+def _considered(considered: PlacementCosts | None) -> ConsideredPlacements | None:
     return None if considered is None else ConsideredPlacements(len(considered.workers), considered.candidates)

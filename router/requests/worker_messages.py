@@ -38,7 +38,7 @@ class WorkerMessageHandler:
         self._config = config
         self._limits = limits
         self._members = members
-        self._life = life
+        self._manager = life
         self._scores = scores
         self._out = outbox
 
@@ -52,51 +52,51 @@ class WorkerMessageHandler:
         if attempt.prefill is None:
             return
         if device >= len(request.keys):
-            self._life.release_prefill(request, attempt)  # nothing is missing after all
+            self._manager.release_prefill(request, attempt)  # nothing is missing after all
         else:
             self._send_prefill(request, attempt, attempt.prefill, now)
 
     def _accept(self, request: Request, attempt: Attempt, now: float) -> None:
         """It has been accepted, whether or not we ever heard it said."""
-        self._members.live(attempt.decode).answered(attempt.name)
-        self._life.rounds.may_have_room()
+        self._members.require_live(attempt.decode).answered(attempt.name)
+        self._manager.scan.cluster_changed()
         if attempt.phase is RequestPhase.PLACED:
-            attempt.phase, attempt.progress = RequestPhase.PREPARING, now
+            attempt.phase, attempt.progressed_at = RequestPhase.PREPARING, now
             request.timeline.accepted = now
-            request.give_up, request.begun = None, True
+            request.queue_deadline, request.ever_accepted = None, True
 
     def refused(self, request: Request, attempt: Attempt, refusal: messages.Refused, now: float) -> None:
         """The decode worker has no room. Nothing was done, so the budget of attempts is not touched."""
         if attempt.phase is not RequestPhase.PLACED:
             return
-        member = self._members.live(attempt.decode)
+        member = self._members.require_live(attempt.decode)
         if refusal.reason == "too_large":
-            self._life.end(request, Failed(ContextTooLong(f"{member.peer.name}: {refusal.message}")), now)
+            self._manager.end(request, Failed(ContextTooLong(f"{member.peer.name}: {refusal.message}")), now)
             return
-        member.refuses(attempt.name)
-        member.drop(attempt.name)
-        self._out.note(f"attempt {attempt.name.attempt}: {member.peer.name} is busy", request.name, detail=True)
-        self._life.recent.over(request, f"{member.peer.name} is busy", now)
-        self._life.withdraw(request)
-        self._life.enqueue(request, now)
+        member.mark_busy(attempt.name)
+        member.unassign(attempt.name)
+        self._out.log(f"attempt {attempt.name.attempt}: {member.peer.name} is busy", request.name, detail=True)
+        self._manager.explanations.attempt_ended(request, f"{member.peer.name} is busy", now)
+        self._manager.cancel_attempt(request)
+        self._manager.requeue(request, now)
 
     def started(self, request: Request, attempt: Attempt, event: messages.Started, now: float) -> None:
-        attempt.progress = now
+        attempt.progressed_at = now
         if attempt.phase is not RequestPhase.RUNNING:  # a preempted sequence says it again when it resumes
             request.pages_on_device, request.pages_fetched = event.device_pages, event.fetched_pages
             self._loaded(request, event)
         self._run(request, attempt, now)
 
-    def short(self, request: Request, attempt: Attempt, event: messages.FetchIncomplete, now: float) -> None:
+    def fetch_incomplete(self, request: Request, attempt: Attempt, event: messages.FetchIncomplete, now: float) -> None:
         """A fetch ended short: the prefill worker has died, perhaps, and we have not noticed yet; or its pages have
         been evicted since. Whichever, it is not asked again for this request."""
         self._accept(request, attempt, now)  # or nothing could have been fetched: so this counts as an attempt
         if attempt.prefill is not None:
-            request.failed_on.add(attempt.prefill)
-        request.failed_on.update(source.store for source in attempt.plan.sources)  # the link may be cut, not the store
-        member = self._members.live(attempt.decode)
-        why = f"{member.peer.name} has only {event.pages} of {attempt.plan.fetch} pages: {event.message}"
-        self._life.retry(request, why, now)
+            request.excluded.add(attempt.prefill)
+        request.excluded.update(source.store for source in attempt.placement.sources)  # the link may be cut, not the store
+        member = self._members.require_live(attempt.decode)
+        why = f"{member.peer.name} has only {event.pages} of {attempt.placement.fetch_pages} pages: {event.message}"
+        self._manager.retry(request, why, now)
 
     def _run(self, request: Request, attempt: Attempt, now: float) -> None:
         """The prompt is covered: nobody needs the prefill worker's holds any more. Its account, which may come a moment
@@ -108,14 +108,14 @@ class WorkerMessageHandler:
         request.timeline.started = now
         self._compare(request, attempt, now)
         if attempt.prefilled or not attempt.prefill_sent:
-            self._life.release_prefill(request, attempt)
+            self._manager.release_prefill(request, attempt)
 
     def _compare(self, request: Request, attempt: Attempt, now: float) -> None:
         """Predicted beside actual, for whoever wonders about a placement."""
         took = now - (request.timeline.placed or now)
         loads = f"; loads took {request.load_ms} ms, predicted {request.predicted_ms} ms" if request.load_ms else ""
-        text = f"started in {took:.3f} s, predicted {attempt.plan.predicted.total:.3f} s{loads}"
-        self._out.note(f"attempt {attempt.name.attempt} {text}", request.name, detail=True)
+        text = f"started in {took:.3f} s, predicted {attempt.placement.predicted.total:.3f} s{loads}"
+        self._out.log(f"attempt {attempt.name.attempt} {text}", request.name, detail=True)
 
     def _loaded(self, request: Request, event: messages.Started | messages.Prefilled) -> None:
         request.loaded(event.predicted_ms, event.load_ms)
@@ -131,31 +131,31 @@ class WorkerMessageHandler:
             return
         new, logprobs = delta.tokens[skip:], delta.logprobs[skip:]
         if problem := self._problem(request, new, logprobs):
-            self._life.retry(request, f"{self._members.live(attempt.decode).peer.name} sent {problem}", now, blame=True)
+            self._manager.retry(request, f"{self._members.require_live(attempt.decode).peer.name} sent {problem}", now, blame=True)
             return
         self._run(request, attempt, now)
         if request.decode_computed is None and delta.position == attempt.start:
             request.decode_computed = delta.computed
         if new:
             if request.known == attempt.start:
-                self._members.live(attempt.decode).computed(attempt.name, now)
-                self._life.recent.began(request, delta.computed, now)
+                self._members.require_live(attempt.decode).prefill_done(attempt.name, now)
+                self._manager.explanations.first_token(request, delta.computed, now)
             request.extend(new)
-            attempt.progress = now
+            attempt.progressed_at = now
             request.failures = 0
             if request.timeline.first_token is None:
                 request.timeline.first_token = now
-                self._scores.add("ttft", attempt.plan.predicted.total, now - (request.timeline.placed or now))
-                self._life.admission.began(request, now)
-            self._life.counts.generated_tokens += len(new)
-            self._life.bottleneck.generated(len(new), request.known)
-            self._life.admission.generated(request, len(new))
+                self._scores.add("ttft", attempt.placement.predicted.total, now - (request.timeline.placed or now))
+                self._manager.admission.began(request, now)
+            self._manager.counts.generated_tokens += len(new)
+            self._manager.utilization.generated(len(new), request.known)
+            self._manager.admission.generated(request, len(new))
             self._out.put(Emit(request.name, new, logprobs))
         if delta.finish is not None:
             began, rest = request.timeline.first_token, request.generated - 1
             if began is not None and rest and request.attempts == 1:
-                self._scores.add("tpot", attempt.plan.tpot, (now - began) / rest)
-            self._life.end(request, Finished(delta.finish), now)
+                self._scores.add("tpot", attempt.placement.tpot, (now - began) / rest)
+            self._manager.end(request, Finished(delta.finish), now)
 
     def _problem(self, request: Request, tokens: tuple[int, ...], logprobs: tuple[object, ...]) -> str:
         """What no worker in its right mind says; empty: all is well."""
@@ -168,12 +168,12 @@ class WorkerMessageHandler:
         return ""
 
     def _gap(self, request: Request, attempt: Attempt) -> None:
-        if attempt.asked_from != request.known:  # once; if that gets lost, heartbeats will tell
-            attempt.asked_from = request.known
+        if attempt.resend_asked_from != request.known:  # once; if that gets lost, heartbeats will tell
+            attempt.resend_asked_from = request.known
             self.resend(request, attempt)
 
     def resend(self, request: Request, attempt: Attempt) -> None:
-        self._life.counts.resends += 1
+        self._manager.counts.resends += 1
         self._out.send(attempt.decode, Resend(request.name, attempt.name.attempt, request.known))
 
     # --- what prefill workers say ------------------------------------------------------------------------------------
@@ -181,27 +181,27 @@ class WorkerMessageHandler:
     def prefilled(self, request: Request, attempt: Attempt, event: messages.Prefilled, now: float) -> None:
         if attempt.prefilled:
             return
-        attempt.predicted = 0
+        attempt.prefill_unreported = 0
         request.prefill_computed += event.computed
-        self._life.recent.prefilled(request, event.computed)
+        self._manager.explanations.prefilled(request, event.computed)
         request.pages_hit += event.hit
-        request.pages_shipped += event.shipped
+        request.pages_shipped += event.stored
         request.prefill_queue_ms, request.prefill_compute_ms = event.queue_ms, event.compute_ms
         self._loaded(request, event)
         self.prefill_ended(request, attempt, now)
 
     def prefill_ended(self, request: Request, attempt: Attempt, now: float) -> None:
         """The prefill worker has made every page, whether or not we heard its account."""
-        attempt.prefilled, attempt.progress = True, now
+        attempt.prefilled, attempt.progressed_at = True, now
         request.timeline.prefilled = now
         if attempt.prefill is not None:  # it still holds the pages, but has a slot for another prompt
-            member = self._members.live(attempt.prefill)
-            member.computed(attempt.name)
-            member.work[attempt.name].pages = 0
-            member.may_have_room()
-            self._life.rounds.may_have_room()
+            member = self._members.require_live(attempt.prefill)
+            member.prefill_done(attempt.name)
+            member.assigned[attempt.name].pages = 0
+            member.clear_busy()
+            self._manager.scan.cluster_changed()
             if attempt.phase is RequestPhase.RUNNING:
-                self._life.release_prefill(request, attempt)
+                self._manager.release_prefill(request, attempt)
 
     def prefill_refused(self, request: Request, attempt: Attempt, refusal: messages.Refused, now: float) -> None:
         """Another one of that node, whose store the decode worker's gets the pages from; or a new attempt. Who has no
@@ -209,26 +209,26 @@ class WorkerMessageHandler:
         for is made elsewhere."""
         assert attempt.prefill is not None, attempt.name
         if not attempt.needs_prefill:
-            self._life.release_prefill(request, attempt)
+            self._manager.release_prefill(request, attempt)
             return
-        member = self._members.live(attempt.prefill)
+        member = self._members.require_live(attempt.prefill)
         if refusal.reason == "busy":
-            member.refuses(attempt.name)
-            request.turned_away += 1
-        member.drop(attempt.name)
-        self._life.recent.noted(request, f"{member.peer.name} refuses to prefill: {refusal.message}")
-        attempt.prefill, attempt.prefill_sent, attempt.predicted = None, False, 0
-        if refusal.reason != "busy" or request.turned_away >= _TURNED_AWAY:
-            request.failed_on.add(member.incarnation)
+            member.mark_busy(attempt.name)
+            request.busy_refusals += 1
+        member.unassign(attempt.name)
+        self._manager.explanations.noted(request, f"{member.peer.name} refuses to prefill: {refusal.message}")
+        attempt.prefill, attempt.prefill_sent, attempt.prefill_unreported = None, False, 0
+        if refusal.reason != "busy" or request.busy_refusals >= _TURNED_AWAY:
+            request.excluded.add(member.incarnation)
         most = self._config.prefill.max_prompts
-        if (other := self._members.another_prefill(member.peer.node, most, request.failed_on)) is not None:
+        if (other := self._members.another_prefill(member.peer.node, most, request.excluded)) is not None:
             attempt.prefill = other.incarnation
-            missing = request.missing_tokens(attempt.plan.cached, self._config.pages.page_size)
-            prompt = PendingPrefill(missing, attempt.plan.cached * self._config.pages.page_size)
-            other.promise(attempt.name, prompt, now)
+            missing = request.missing_tokens(attempt.placement.cached_pages, self._config.pages.page_size)
+            prompt = PendingPrefill(missing, attempt.placement.cached_pages * self._config.pages.page_size)
+            other.assign_prefill(attempt.name, prompt, now)
             self._send_prefill(request, attempt, other.incarnation, now)
             return
-        self._life.retry(request, f"{member.peer.name} refuses to prefill: {refusal.message}", now, free=True)
+        self._manager.retry(request, f"{member.peer.name} refuses to prefill: {refusal.message}", now, free=True)
 
     def _send_prefill(self, request: Request, attempt: Attempt, prefill: str, now: float) -> None:
         message = Prefill(
@@ -236,15 +236,15 @@ class WorkerMessageHandler:
             attempt=attempt.name.attempt,
             root=request.root,
             tokens=bytes(request.tokens[: (attempt.start - 1) * messages.TOKEN_BYTES]),
-            sources=attempt.plan.prefill_sources,
+            sources=attempt.placement.prefill_sources,
             priority=request.priority,
             deadline_ms=request.left_ms(now),
         )
-        member = self._members.live(prefill)
-        work = AssignedAttempt(self._out.send(prefill, message), attempt.plan.fetch - attempt.plan.cached)
-        member.give(attempt.name, work)
+        member = self._members.require_live(prefill)
+        work = AssignedAttempt(self._out.send(prefill, message), attempt.placement.fetch_pages - attempt.placement.cached_pages)
+        member.assign(attempt.name, work)
         attempt.prefill_sent = True
-        attempt.predicted = request.missing_tokens(attempt.plan.cached, self._config.pages.page_size)
+        attempt.prefill_unreported = request.missing_tokens(attempt.placement.cached_pages, self._config.pages.page_size)
         request.prefill_worker = member.peer.name
         request.timeline.prefill_sent = now
 
@@ -255,14 +255,14 @@ class WorkerMessageHandler:
     ) -> None:
         """A worker gives an attempt up. What it says about the request itself is final; about itself, it is not."""
         if member.incarnation == attempt.prefill and not attempt.needs_prefill:
-            self._life.release_prefill(request, attempt)
+            self._manager.release_prefill(request, attempt)
             return
-        member.drop(attempt.name)
+        member.unassign(attempt.name)
         error = from_reason(event.reason, event.message)
         if isinstance(error, InvalidRequest | DeadlineExpired | NonFiniteLogits):
-            self._life.end(request, Failed(error), now)
+            self._manager.end(request, Failed(error), now)
             return
         if member.incarnation == attempt.prefill:
-            request.local = True  # who can't, or whose store can't, is not asked again for this prompt
+            request.decode_only = True  # who can't, or whose store can't, is not asked again for this prompt
         why = f"{member.peer.name} failed: {event.reason}: {event.message}"
-        self._life.retry(request, why, now, blame=member.incarnation == attempt.decode)
+        self._manager.retry(request, why, now, blame=member.incarnation == attempt.decode)

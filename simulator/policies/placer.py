@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from kvstore.prefix_map.prefix_map import PrefixMatch
 from router.members import MemberRecord
 from router.members import PendingPrefill as PromptWork
-from router.placement.cached_prefix import stores
+from router.placement.cached_prefix import store_caches
 from router.placement.cluster_view import ClusterView
-from router.placement.policy import PlacementDecision, plan_for
+from router.placement.policy import PlacementDecision, place_on
 from router.placement.step_costs import DecodeCost, PrefillCost
 from router.placement.types import PlacementRequest, Reject, Wait
 from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage
@@ -53,7 +53,7 @@ class RulePolicy:
 
     def place(self, ask: PlacementRequest, view: ClusterView) -> PlacementDecision:
         waiting = self._waiting.pop(ask.request, None)
-        if waiting is None or waiting.worker in ask.avoid or view.members.get(waiting.worker) is None:
+        if waiting is None or waiting.worker in ask.excluded or view.members.get(waiting.worker) is None:
             waiting = self._choose(ask, view)
             if not isinstance(waiting, _Waiting):
                 return PlacementDecision(waiting)
@@ -74,9 +74,9 @@ class RulePolicy:
 
     def _choose(self, ask: PlacementRequest, view: ClusterView) -> _Waiting | Wait | Reject:
         """Whose prompt it shall be."""
-        split = bool(view.prefillers) and not ask.local
-        able = view.prefillers if split else _decoders(ask, view)
-        able = [member for member in able if member.incarnation not in ask.avoid] or ([] if split else able)
+        split = bool(view.prefill_workers) and not ask.decode_only
+        able = view.prefill_workers if split else _decoders(ask, view)
+        able = [member for member in able if member.incarnation not in ask.excluded] or ([] if split else able)
         if not able:
             return Wait("no worker could do it")
         stage: Stage = "prefill" if split else "both"
@@ -93,11 +93,11 @@ class RulePolicy:
         )
 
     def _plan(self, ask: PlacementRequest, view: ClusterView, worker: str) -> PlacementDecision:
-        member = view.members.live(worker)
+        member = view.members.require_live(worker)
         if not _has_room(member, view):
             return PlacementDecision(Wait(f"{member.peer.name} has all the prompts it takes"))
         if member.peer.role == "decode":
-            return plan_for(ask, view, worker)
+            return place_on(ask, view, worker)
         able = [member for member in _decoders(ask, view) if member.takes_sequences]
         if not able:
             return PlacementDecision(Wait("no decode worker takes work now"))
@@ -105,13 +105,13 @@ class RulePolicy:
         chosen = self._rule.choose("decode", _prompt(ask), workers)
         if chosen is None:
             return PlacementDecision(_MISSED)
-        return plan_for(ask, view, able[workers.index(chosen)].incarnation, worker)
+        return place_on(ask, view, able[workers.index(chosen)].incarnation, worker)
 
     def _shown(
         self, ask: PlacementRequest, view: ClusterView, members: Sequence[MemberRecord], stage: Stage
     ) -> list[RuleWorker]:
         """These workers, as the rule sees them now."""
-        own = {store.node: store for store in stores(view.members, ask.held, ())}
+        own = {store.node: store for store in store_caches(view.members, ask.held, ())}
         queues: dict[str, list[_Waiting]] = {}
         for waiting in self._waiting.values():
             queues.setdefault(waiting.worker, []).append(waiting)
@@ -122,12 +122,12 @@ class RulePolicy:
             host = max(device, store.host if store else 0)
             disk = max(host, store.pages if store else 0)
             queue = queues.get(member.incarnation, [])
-            prompts = [*member.slots.values(), *(waiting.prompt for waiting in queue)]
+            prompts = [*member.pending_prefills.values(), *(waiting.prompt for waiting in queue)]
             pages = member.pages + sum(waiting.pages for waiting in queue)
             shown.append(
                 RuleWorker(
                     name=member.peer.name,
-                    requests=len(queue) + len(member.slots if stage == "prefill" else member.work),
+                    requests=len(queue) + len(member.pending_prefills if stage == "prefill" else member.assigned),
                     prompts=len(prompts),
                     prompt_tokens=sum(prompt.new for prompt in prompts),
                     queue=sum(self._prefill.seconds(prompt.new, prompt.context) for prompt in prompts),
@@ -149,7 +149,7 @@ def _has_room(worker: MemberRecord, view: ClusterView) -> bool:
     """As many prompts at a time for each, whatever its role: the others wait in the router, which drops those that
     can't be in time any more."""
     takes = worker.takes_sequences or worker.peer.role != "decode"
-    return takes and len(worker.slots) < view.config.prefill.max_prompts
+    return takes and len(worker.pending_prefills) < view.config.prefill.max_prompts
 
 
 def _prompt(ask: PlacementRequest) -> RulePrompt:
@@ -158,4 +158,4 @@ def _prompt(ask: PlacementRequest) -> RulePrompt:
 
 def _decoders(ask: PlacementRequest, view: ClusterView) -> list[MemberRecord]:
     """Those whose pool could ever hold it."""
-    return [each for each in view.decoders if each.hello.model and each.hello.model.pool_pages >= ask.needs]
+    return [each for each in view.decode_workers if each.hello.model and each.hello.model.pool_pages >= ask.pages_needed]

@@ -66,7 +66,7 @@ def test_survives_the_wire_as_plain_messagepack(kind: type[Message], data: st.Da
 LOAD = LoadReport(running=1, pages_total=4, context=33, steps=(StepSample(5, 15, 1, 33, 0.25),))
 GOLDEN = [
     (
-        Heartbeat(7, LOAD, step=9, loop_age_ms=12, attempts=(AttemptHeld("r", 2, 33, short=True),)),
+        Heartbeat(7, LOAD, step=9, loop_age_ms=12, attempts=(AttemptHeld("r", 2, 33, incomplete=True),)),
         "86a474797065a9486561727462656174a5686561726407a46c6f616489a772756e6e696e6701a777616974696e6700aa7061"
         "6765735f6672656500ab70616765735f746f74616c04ad746f6b656e735f71756575656400ac70726566696c6c5f72617465"
         "cb0000000000000000a5746965727390a7636f6e7465787421a573746570739195050f0121cb3fd0000000000000a4737465"

@@ -188,7 +188,7 @@ def test_a_larger_step_than_any_before_is_believed() -> None:
 
 def test_an_heir_begins_with_what_others_know_and_soon_knows_better() -> None:
     elders = [teach(StepCostModel(), 100, cost=times(factor)) for factor in (0.9, 1.1)]
-    heir = StepCostModel.heir(elders)
+    heir = StepCostModel.from_peers(elders)
     agrees(heir, MACHINE, rel=0.12)
     assert heir.largest == 512
     teach(heir, 30, cost=times(1.3))

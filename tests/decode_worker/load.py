@@ -106,7 +106,7 @@ def run(wanted: Sequence[Wanted], clients: int, num_pages: int, headroom: Growth
             asking.popleft()
         state.handle(Tick(), now)
         state.prepare(now)
-        plan = state.plan(now)
+        plan = state.schedule(now)
         assert plan, "somebody waits for ever"
         prompts = sum(len(chunk.tokens) for chunk in plan.values() if len(chunk.tokens) > 1)
         took = STEP + ROW * len(plan) + TOKEN * prompts

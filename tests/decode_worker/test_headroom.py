@@ -30,11 +30,11 @@ def taught(*lengths: int, cut: bool = False) -> LearnedGrowthReserve:
 
 def test_a_limit_that_is_near_needs_what_it_allows() -> None:
     """Before anything is known, too: few outputs end within 32 tokens."""
-    assert LearnedGrowthReserve().needed([young(32)] * 10, PAGE) == 20
+    assert LearnedGrowthReserve().pages_to_keep([young(32)] * 10, PAGE) == 20
 
 
 def test_a_limit_that_is_far_is_not_taken_at_its_word_but_outputs_may_be_long() -> None:
-    needed = LearnedGrowthReserve().needed([young(32_000)] * 10, PAGE)
+    needed = LearnedGrowthReserve().pages_to_keep([young(32_000)] * 10, PAGE)
     assert 10 * 5 < needed < 10 * 2_000 / 4
 
 
@@ -43,15 +43,15 @@ def test_short_outputs_need_little_and_long_ones_much() -> None:
     short = taught(*(rng.randrange(10, 40) for _ in range(200)))
     long = taught(*(rng.randrange(400, 1_000) for _ in range(200)))
     many = [young(4_096)] * 20
-    assert short.needed(many, PAGE) < 50
-    assert 20 * 400 / PAGE < long.needed(many, PAGE) < 20 * 1_000 / PAGE + 20
+    assert short.pages_to_keep(many, PAGE) < 50
+    assert 20 * 400 / PAGE < long.pages_to_keep(many, PAGE) < 20 * 1_000 / PAGE + 20
 
 
 def test_what_was_cut_off_counts_as_no_shorter_and_not_as_an_end() -> None:
     """A hundred outputs that were cut at 100 tokens say nothing of any end."""
     many = [young(100)] * 10
-    assert taught(*[100] * 100, cut=True).needed(many, PAGE) >= 68
-    assert taught(*[50] * 100).needed(many, PAGE) < 45
+    assert taught(*[100] * 100, cut=True).pages_to_keep(many, PAGE) >= 68
+    assert taught(*[50] * 100).pages_to_keep(many, PAGE) < 45
 
 
 def test_an_output_that_began_elsewhere_teaches_nothing_about_its_beginning() -> None:
@@ -59,24 +59,24 @@ def test_an_output_that_began_elsewhere_teaches_nothing_about_its_beginning() ->
     headroom = LearnedGrowthReserve()
     for _ in range(100):
         headroom.ended(100, 110, cut=False)
-    assert headroom.needed([young(2_000)] * 10, PAGE) < taught(*[110] * 100).needed([young(2_000)] * 10, PAGE)
+    assert headroom.pages_to_keep([young(2_000)] * 10, PAGE) < taught(*[110] * 100).pages_to_keep([young(2_000)] * 10, PAGE)
 
 
 def test_it_follows_the_load_when_that_changes() -> None:
     headroom = taught(*[20] * 2_000)
-    before = headroom.needed([young(1_000)] * 10, PAGE)
+    before = headroom.pages_to_keep([young(1_000)] * 10, PAGE)
     for _ in range(1_000):
         headroom.ended(0, 600, cut=False)
-    assert headroom.needed([young(1_000)] * 10, PAGE) > 5 * before
+    assert headroom.pages_to_keep([young(1_000)] * 10, PAGE) > 5 * before
 
 
 def test_one_that_is_about_to_end_makes_room_for_others() -> None:
     """Of two that grow, the older gives its pages back before the younger needs them."""
     headroom = taught(*[100] * 500)
     old = GrowthOutlook(generated=90, left=1_000, known=154, pages=10, own=10)
-    assert headroom.needed([old, young(1_000)], PAGE) < 7
+    assert headroom.pages_to_keep([old, young(1_000)], PAGE) < 7
     shared = GrowthOutlook(generated=90, left=1_000, known=154, pages=10, own=0)
-    assert headroom.needed([shared, young(1_000)], PAGE) >= 7
+    assert headroom.pages_to_keep([shared, young(1_000)], PAGE) >= 7
 
 
 outlooks = st.lists(
@@ -97,7 +97,7 @@ def test_it_is_a_page_each_at_least_and_what_is_allowed_at_most(
     headroom = LearnedGrowthReserve()
     for begun, more, cut in outputs:
         headroom.ended(begun, begun + more, cut)
-    needed = headroom.needed(holders, PAGE)
+    needed = headroom.pages_to_keep(holders, PAGE)
     allowed = AllThatIsAllowed().needed(holders, PAGE)
     assert min(allowed, OnePageEach().needed(holders, PAGE)) <= needed <= allowed
 

@@ -101,7 +101,7 @@ class DecodeMachine(RuleBasedStateMachine):
         ran = self.worker.step()
         self.steps += ran
         now = self.phases()
-        if first and before[name] in (SequencePhase.RUNNING, SequencePhase.FETCHING):
+        if first and before[name] in (SequencePhase.RUNNING, SequencePhase.WAITING_FOR_REMOTE_KVS):
             assert now[name] is not SequencePhase.PREEMPTED, "the first in rank was preempted"
         for each in resumed & set(now):
             assert now[each] is not SequencePhase.PREEMPTED, "resumed only to be preempted at once"

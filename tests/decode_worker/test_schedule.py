@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.messages import AttemptName, SamplingParams
-from decode_worker.batching import BatchBudget, grain, plan_step
+from decode_worker.batching import BatchBudget, chunk_alignment, build_batch
 from decode_worker.sequence import Sequence, SequencePhase
 from engine.step import ScheduledBatch
 
@@ -20,9 +20,9 @@ def sequence(
     pages = list(range(-(-known // page)))
     made = Sequence(
         AttemptName(name, 1), b"", [7] * known, known, 100, SamplingParams(temperature=0), frozenset(), urgency, 0,
-        arrival, page, phase=SequencePhase.RUNNING, pages=pages, computed=computed, joined=joined,
+        arrival, page, phase=SequencePhase.RUNNING, pages=pages, computed=computed, running_since=joined,
     )  # fmt: skip
-    made.tail = made.pending
+    made.remaining_prefill = made.pending
     return made
 
 
@@ -39,7 +39,7 @@ def budget(
 
 def planned(running: list[Sequence], limits: BatchBudget) -> ScheduledBatch:
     decodes, has_tail = ([s for s in running if (s.pending > 1) == tail] for tail in (False, True))
-    return plan_step(decodes, has_tail, limits)
+    return build_batch(decodes, has_tail, limits)
 
 
 def run(plan: ScheduledBatch, sequences: list[Sequence], step: int) -> None:
@@ -47,10 +47,10 @@ def run(plan: ScheduledBatch, sequences: list[Sequence], step: int) -> None:
     by_name = {each.name: each for each in sequences}
     for name, chunk in plan.items():
         each = by_name[name]
-        each.computed, each.served = chunk.end, step
+        each.computed, each.last_step = chunk.end, step
         if chunk.sample is not None:
             each.tokens.append(7)
-            each.pages += range(len(each.pages), each.needs)
+            each.pages += range(len(each.pages), each.pages_needed)
 
 
 def sizes(plan: ScheduledBatch) -> dict[str, int]:
@@ -95,7 +95,7 @@ def test_without_a_long_one_short_tails_come_in_parts() -> None:
 def test_a_shorter_prompt_overtakes_a_much_longer_one_but_not_for_ever() -> None:
     tails = [sequence("long", 4_000, 0), sequence("middle", 100, 0, arrival=1, urgency=10.0)]
     assert next(iter(sizes(planned(tails, budget())))) == "middle"  # it takes 0.1 s, the other one 4
-    tails[1].urgency = 20.0
+    tails[1].priority_time = 20.0
     assert next(iter(sizes(planned(tails, budget())))) == "long"
 
 
@@ -111,8 +111,8 @@ def test_chunks_of_long_tails_end_with_a_page() -> None:
 
 
 def test_large_pages_do_not_make_chunks_large() -> None:
-    assert grain(PAGE) == PAGE
-    small = grain(512)
+    assert chunk_alignment(PAGE) == PAGE
+    small = chunk_alignment(512)
     assert small < 512
     tails = [sequence("long", 4_000, 0, page=512), sequence("short", 4_100, 4_000, arrival=1, page=512)]
     assert sizes(planned(tails, budget(prompts=2 * small, grain=small))) == {"short": 100, "long": small}

@@ -101,7 +101,7 @@ def test_a_turn_that_kept_those_who_decode_waiting_computes_no_short_tail_but_th
 
     def step(passed: float) -> dict[str, int]:
         nonlocal now
-        plan = state.plan(now := now + passed)
+        plan = state.schedule(now := now + passed)
         drawn = [None if chunk.sample is None else Sampled(7) for chunk in plan.values()]
         state.handle(StepDone(plan, drawn), now := now + 0.01 + 0.004 * (len(plan) - 1))
         return {name.request: len(chunk.tokens) for name, chunk in plan.items()}
@@ -243,7 +243,7 @@ def test_an_urgent_newcomer_displaces_the_less_urgent_until_these_have_waited_lo
 def _step(state: DecodeScheduler, now: float) -> None:
     """One turn without a store."""
     state.prepare(now)
-    plan = state.plan(now)
+    plan = state.schedule(now)
     state.handle(StepDone(plan, [None if chunk.sample is None else Sampled(7) for chunk in plan.values()]), now + 0.01)
     state.validate()
 
@@ -396,17 +396,17 @@ def test_logits_that_are_not_finite_fail_their_request_and_no_other(broken_step:
     cached = 0
     for step in range(9):
         assert not state.prepare(0.0)
-        plan = state.plan(0.0)
+        plan = state.schedule(0.0)
         broken = [step == broken_step and name.request == "bad" for name in plan]
-        cached = len(state.cache.pages()) if any(broken) else cached
+        cached = len(state.blocks.pages()) if any(broken) else cached
         handle(StepDone(plan, [Sampled(7, finite=not bad) for bad in broken]))
         if step == broken_step:
             of_good = (len(PROMPT) + step) // PAGE
-            assert len(state.cache.pages()) <= max(cached + 1, of_good)  # no page of this step is the bad one's
+            assert len(state.blocks.pages()) <= max(cached + 1, of_good)  # no page of this step is the bad one's
     assert [(m.request, m.reason) for m in said if isinstance(m, AttemptFailed)] == [("bad", "non_finite_logits")]
     assert tokens_of(said, "bad") == [7] * broken_step
     assert tokens_of(said, "good") == [7] * 9
-    assert state.cache.available == 64
+    assert state.blocks.available == 64
 
 
 def test_a_token_that_the_model_lacks_fails_its_own_request_alone() -> None:

@@ -72,56 +72,56 @@ def test_before_anything_is_known_prompts_get_little_beside_those_who_decode() -
 def test_the_last_tokens_of_prompts_come_in_parts_that_hold_up_nobody_for_long() -> None:
     """What they cost is learned apart for those with little and with much before them."""
     tempo = measured()
-    assert tempo.tail_tokens(rows(0), 0, GRAIN) == 512
-    assert tempo.tail_tokens(rows(8), 48, GRAIN) == tempo.tail_tokens(rows(8), 2_000, GRAIN) == 4  # unknown yet
+    assert tempo.short_prompt_tokens(rows(0), 0, GRAIN) == 512
+    assert tempo.short_prompt_tokens(rows(8), 48, GRAIN) == tempo.short_prompt_tokens(rows(8), 2_000, GRAIN) == 4  # unknown yet
     for context, each in ((48, 0.0004), (2_000, 0.003)):
         for _ in range(30):
-            tempo.stepped(tails(4, context, 0.014 + 4 * each))
-    assert tempo.tail_tokens(rows(8), 48, GRAIN) == pytest.approx(0.3 * 14 / 0.4, abs=2)
-    assert tempo.tail_tokens(rows(8), 2_000, GRAIN) == 4
+            tempo.observe_step(tails(4, context, 0.014 + 4 * each))
+    assert tempo.short_prompt_tokens(rows(8), 48, GRAIN) == pytest.approx(0.3 * 14 / 0.4, abs=2)
+    assert tempo.short_prompt_tokens(rows(8), 2_000, GRAIN) == 4
     for _ in range(30):
-        tempo.stepped(tails(4, 2_000, 0.014))
-    assert tempo.tail_tokens(rows(8), 2_000, GRAIN) > GRAIN
+        tempo.observe_step(tails(4, 2_000, 0.014))
+    assert tempo.short_prompt_tokens(rows(8), 2_000, GRAIN) > GRAIN
 
 
 def test_what_tails_cost_is_seen_beside_the_steps_before_them() -> None:
     """Whatever all steps so far would have it, those of now take half as long again."""
     tempo = measured()
     for _ in range(30):
-        tempo.stepped(StepSample(0, 0, 8, 8 * 51, 0.021))
-        tempo.stepped(tails(4, 48, 0.021 * (1 + 4 * 0.045)))
-    assert tempo.tail_tokens(rows(8), 48, GRAIN) == 6
+        tempo.observe_step(StepSample(0, 0, 8, 8 * 51, 0.021))
+        tempo.observe_step(tails(4, 48, 0.021 * (1 + 4 * 0.045)))
+    assert tempo.short_prompt_tokens(rows(8), 48, GRAIN) == 6
 
 
 def test_a_process_that_stood_still_says_little_about_tails() -> None:
     tempo = measured()
     for _ in range(30):
-        tempo.stepped(tails(8, 48, 0.014 + 8 * 0.0002))
-    before = tempo.tail_tokens(rows(8), 48, GRAIN)
-    tempo.stepped(tails(8, 48, 5.0))
-    assert before > tempo.tail_tokens(rows(8), 48, GRAIN) > before / 5
-    tempo.stepped(tails(8, 48, 5.0, beside=0))  # nobody was disturbed
-    assert tempo.tail_tokens(rows(8), 48, GRAIN) > before / 5
+        tempo.observe_step(tails(8, 48, 0.014 + 8 * 0.0002))
+    before = tempo.short_prompt_tokens(rows(8), 48, GRAIN)
+    tempo.observe_step(tails(8, 48, 5.0))
+    assert before > tempo.short_prompt_tokens(rows(8), 48, GRAIN) > before / 5
+    tempo.observe_step(tails(8, 48, 5.0, beside=0))  # nobody was disturbed
+    assert tempo.short_prompt_tokens(rows(8), 48, GRAIN) > before / 5
 
 
 def test_what_passed_between_two_steps_is_measured_by_a_step() -> None:
-    assert measured().holds_up(rows(8), 0.004)
-    assert not measured().holds_up(rows(8), 0.002)
-    assert not measured().holds_up(rows(0), 1.0)  # nobody decodes
-    assert not StepBudget(DecodeConfig(), WorkerStepTimes()).holds_up(rows(8), 1.0)
+    assert measured().delays_too_long(rows(8), 0.004)
+    assert not measured().delays_too_long(rows(8), 0.002)
+    assert not measured().delays_too_long(rows(0), 1.0)  # nobody decodes
+    assert not StepBudget(DecodeConfig(), WorkerStepTimes()).delays_too_long(rows(8), 1.0)
 
 
 def test_copies_take_a_share_of_a_step() -> None:
     tempo = measured(copy_share=0.5, copies_per_step=1_000)
     assert tempo.copies(rows(8)) == 1_000
     for _ in range(30):
-        tempo.copied(50, 50 * 100e-6)
+        tempo.observe_copies(50, 50 * 100e-6)
     assert tempo.copies(rows(8)) == pytest.approx(0.5 * 14e-3 / 100e-6, rel=0.1)
     assert tempo.copies(rows(0)) == 1_000
-    tempo.copied(1, 3.0)  # we stood still
+    tempo.observe_copies(1, 3.0)  # we stood still
     assert tempo.copies(rows(8)) > 30
     for _ in range(30):
-        tempo.copied(1, 1.0)
+        tempo.observe_copies(1, 1.0)
     assert tempo.copies(rows(8)) == 1
 
 
@@ -145,13 +145,13 @@ def test_whatever_was_measured_there_is_a_plan(
     config, pace = DecodeConfig(), WorkerStepTimes()
     tempo = StepBudget(config, pace)
     for step, seconds, times in steps:
-        tempo.stepped(pace.stepped(step, seconds, times), times)
+        tempo.observe_step(pace.stepped(step, seconds, times), times)
     for pages, seconds in copies:
-        tempo.copied(pages, seconds)
+        tempo.observe_copies(pages, seconds)
     for beside in (rows(0), rows(1), rows(30)):
         most = tempo.prompt_tokens(beside, context, GRAIN)
         assert 2 * GRAIN <= most <= config.step_tokens
-        assert 1 <= tempo.tail_tokens(beside, context, GRAIN) <= most
+        assert 1 <= tempo.short_prompt_tokens(beside, context, GRAIN) <= most
         assert 1 <= tempo.copies(beside) <= config.copies_per_step
         assert isfinite(tempo.longest_step(beside))
         assert tempo.patience(beside) >= 0

@@ -12,7 +12,7 @@ from baton.messages import Peer
 from baton.metrics import TABLE, Metrics
 from deploy.commands import figures, show, status
 from kvstore.disk.index import DiskIndex
-from kvstore.server.metrics import figures as figures_of
+from kvstore.server.metrics import metric_samples as figures_of
 from kvstore.server.state import StoreState
 
 

@@ -88,10 +88,10 @@ def test_a_process_that_comes_back_is_kept_and_one_that_is_gone_is_replaced_at_o
             "router": Facts(answers=True),
             "decode-0": Facts(listed="live" if now % 10 == 0 else "silent"),
         }
-        assert ledger.turn([ROUTER, DECODE], facts, float(now)) == []
+        assert ledger.decide([ROUTER, DECODE], facts, float(now)) == []
     gone = {"router": Facts(answers=True), "decode-0": Facts(gone=True, listed="silent", why_gone="killed")}
-    assert ledger.turn([ROUTER, DECODE], gone, 99.5) == [ReapProcess("decode-0", "killed")]
-    assert ledger.turn([ROUTER, DECODE], {"router": Facts(answers=True)}, 99.75) == [StartProcess(DECODE)]
+    assert ledger.decide([ROUTER, DECODE], gone, 99.5) == [ReapProcess("decode-0", "killed")]
+    assert ledger.decide([ROUTER, DECODE], {"router": Facts(answers=True)}, 99.75) == [StartProcess(DECODE)]
 
 
 def test_nothing_starts_under_a_name_before_its_process_is_proven_gone():
@@ -205,18 +205,18 @@ def test_a_supervisor_that_was_held_up_blames_nobody():
     ledger.started("decode-0", "a", 0.0)
     wanted = [ROUTER, DECODE]
     live = {"router": Facts(answers=True), "decode-0": Facts(listed="live")}
-    assert ledger.turn(wanted, live, 1.0) == []
+    assert ledger.decide(wanted, live, 1.0) == []
     lost = {"router": Facts(answers=True), "decode-0": Facts(listed="absent")}
-    assert ledger.turn(wanted, lost, 2.0) == []
-    assert ledger.turn(wanted, lost, 500.0, held_up=498.0) == []
-    assert isinstance(ledger.turn(wanted, lost, 503.0 + REJOIN_PATIENCE)[0], KillProcess)
+    assert ledger.decide(wanted, lost, 2.0) == []
+    assert ledger.decide(wanted, lost, 500.0, held_up=498.0) == []
+    assert isinstance(ledger.decide(wanted, lost, 503.0 + REJOIN_PATIENCE)[0], KillProcess)
 
 
 def test_the_ledger_tells_restarts_and_the_last_failure():
     ledger = ProcessLedger()
     ledger.started("router", "a", 0.0)
-    ledger.turn([ROUTER], {"router": Facts(failure=Failure("port_in_use", "taken"))}, 1.0)
-    ledger.turn([ROUTER], {"router": Facts(gone=True)}, 2.0)
+    ledger.decide([ROUTER], {"router": Facts(failure=Failure("port_in_use", "taken"))}, 1.0)
+    ledger.decide([ROUTER], {"router": Facts(gone=True)}, 2.0)
     (view,) = ledger.views([ROUTER], 2.0)
     assert (view.condition, view.restarts, view.failure) == ("waiting", 1, Failure("port_in_use", "taken"))
 
@@ -235,7 +235,7 @@ def test_of_each_process_the_first_reason_counts_and_of_its_name_the_last_proces
             continue
         if not told:
             ledger.started("router", "a", 0.0)
-        ledger.turn([ROUTER], {"router": facts}, 100.0 + len(told))
+        ledger.decide([ROUTER], {"router": facts}, 100.0 + len(told))
         (view,) = ledger.views([ROUTER], 200.0)
         told.append(view.failure.message if view.failure else "")
     assert told == ["taken", "taken", "killed"]
@@ -245,7 +245,7 @@ def test_a_process_may_take_as_long_to_join_as_the_user_waits():
     for patience, ends in ((JOIN_PATIENCE, True), (2 * JOIN_PATIENCE, False)):
         ledger = ProcessLedger(patience)
         ledger.started("decode-0", "a", 0.0)
-        actions = ledger.turn([DECODE], {"decode-0": Facts(listed="absent")}, JOIN_PATIENCE + 1.0)
+        actions = ledger.decide([DECODE], {"decode-0": Facts(listed="absent")}, JOIN_PATIENCE + 1.0)
         assert any(isinstance(action, KillProcess) for action in actions) == ends
 
 
@@ -289,7 +289,7 @@ class SupervisorMachine(RuleBasedStateMachine):
     def turn(self, seconds: float) -> None:
         self.now += seconds
         facts = {name: self.facts(name) for name in self.ledger.names}
-        for action in self.ledger.turn(self.desired, facts, self.now):
+        for action in self.ledger.decide(self.desired, facts, self.now):
             self.carry_out(action)
 
     @precondition(lambda self: self.world.running)

@@ -36,7 +36,7 @@ class Followers:
         return True
 
     def turn(self) -> None:
-        self.answers.turn(self.send, self.now)
+        self.answers.send_some(self.send, self.now)
 
     def sequences(self, follower: bytes) -> list[int]:
         """Of the batches that a follower got; -1 is the end of a replay."""

@@ -11,7 +11,7 @@ from kvstore.load_or_recompute import (
     DEFAULT_SPEEDS,
     LoadInProgress,
     SpeedMeter,
-    choose,
+    choose_load_length,
     load_seconds,
 )
 
@@ -39,7 +39,7 @@ LATE = TierSpeed("remote", 0.0451, 1e9, measured=True)
     ],
 )
 def test_loads_stop_where_computing_is_as_quick(runs: list[TierPages], on_device: int, pages: int) -> None:
-    choice = choose(runs, PAGE_BYTES, PAGE_SIZE, RATE, on_device)
+    choice = choose_load_length(runs, PAGE_BYTES, PAGE_SIZE, RATE, on_device)
     assert choice.pages == pages
     if not pages:
         assert (choice.load_seconds, choice.compute_seconds) == (0.0, 0.0)
@@ -49,7 +49,7 @@ def test_loads_stop_where_computing_is_as_quick(runs: list[TierPages], on_device
 
 def test_before_anything_is_measured_the_defaults_count() -> None:
     run = TierPages(DEFAULT_SPEEDS["disk"], 10)
-    choice = choose([run], PAGE_BYTES, PAGE_SIZE, 0.0)
+    choice = choose_load_length([run], PAGE_BYTES, PAGE_SIZE, 0.0)
     assert choice.load_seconds == load_seconds(run, PAGE_BYTES) == pytest.approx(0.012)
     assert choice.compute_seconds == pytest.approx(10 * PAGE_SIZE / DEFAULT_PREFILL_RATE)
 
@@ -76,7 +76,7 @@ def test_a_load_that_takes_no_time_at_all_is_measured_too() -> None:
 )
 def test_regret_is_the_time_that_computing_would_have_saved(pages: int, seconds: float, regret: float) -> None:
     runs = [TierPages(QUICK, 10)]
-    loading = LoadInProgress(choose(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, began=5.0)
+    loading = LoadInProgress(choose_load_length(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, began=5.0)
     loading.end(pages, 5.0 + seconds)
     assert loading.regret == pytest.approx(regret)
     assert loading.predicted == pytest.approx(0.011)
@@ -84,7 +84,7 @@ def test_regret_is_the_time_that_computing_would_have_saved(pages: int, seconds:
 
 def test_a_load_is_of_the_tier_that_it_came_from() -> None:
     runs = [TierPages(QUICK, 10), TierPages(SLOW, 50)]
-    assert LoadInProgress(choose(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, 0.0).tier == "disk"
+    assert LoadInProgress(choose_load_length(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, 0.0).tier == "disk"
 
 
 @pytest.mark.parametrize(
@@ -100,5 +100,5 @@ def test_a_little_of_a_tier_that_was_never_measured_is_loaded_whatever_it_is_sai
     runs: list[TierSpeed], page_size: int, on_device: int, pages: int
 ) -> None:
     runs = [*runs[:-1], TierSpeed(runs[-1].tier, runs[-1].latency, runs[-1].bytes_per_second)]
-    choice = choose([TierPages(speed, 40) for speed in runs], PAGE_BYTES, page_size, RATE * page_size / 16, on_device)
+    choice = choose_load_length([TierPages(speed, 40) for speed in runs], PAGE_BYTES, page_size, RATE * page_size / 16, on_device)
     assert choice.pages == pages

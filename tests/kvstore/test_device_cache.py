@@ -63,7 +63,7 @@ class DeviceCacheMachine(RuleBasedStateMachine):
         kept = set(keys(chain)[:prefix])
         room = PAGES - len(self.referenced() | set(cached.values())) + len(self.evictable() - kept)
         used = self.referenced()
-        pages = self.cache.take(keys(chain), wanted)
+        pages = self.cache.allocate_with_prefix(keys(chain), wanted)
         if pages is None:
             assert wanted - prefix > room
             assert self.cached() == cached
@@ -87,7 +87,7 @@ class DeviceCacheMachine(RuleBasedStateMachine):
         self.contents[page] = word
         before = self.cached()
         above = parent(sequence.chain, sequence.done)
-        self.cache.publish(key(word), above, page)
+        self.cache.cache_block(key(word), above, page)
         if key(word) in before or (above and above not in before):
             assert self.cached() == before
         else:
@@ -99,7 +99,7 @@ class DeviceCacheMachine(RuleBasedStateMachine):
         if sequence not in self.live:
             return
         used, available = self.referenced(), self.cache.available
-        pages = self.cache.grow(1)
+        pages = self.cache.allocate(1)
         assert (pages is None) == (available == 0)
         if pages is not None:
             assert not used & set(pages)
@@ -148,33 +148,33 @@ TestDeviceCache = DeviceCacheMachine.TestCase
 
 def filled(chain: str, num_pages: int) -> tuple[DeviceBlockManager, list[int]]:
     cache = DeviceBlockManager(num_pages)
-    pages = cache.take(keys(chain), len(chain))
+    pages = cache.allocate_with_prefix(keys(chain), len(chain))
     assert pages is not None
     for index, page in enumerate(pages):
-        cache.publish(key(chain[: index + 1]), parent(chain, index), page)
+        cache.cache_block(key(chain[: index + 1]), parent(chain, index), page)
     return cache, pages
 
 
 def test_leaves_go_first_and_the_least_recently_used_of_them() -> None:
     cache, pages = filled("abc", 4)
     cache.free(pages)
-    other = cache.take(keys("x"), 1)
+    other = cache.allocate_with_prefix(keys("x"), 1)
     assert other is not None
-    cache.publish(key("x"), b"", other[0])
+    cache.cache_block(key("x"), b"", other[0])
     cache.free(other)
-    assert cache.grow(1) is not None
+    assert cache.allocate(1) is not None
     assert cache.match(keys("abc")) == 2
     assert cache.match(keys("x")) == 1
-    assert cache.grow(2) is not None
+    assert cache.allocate(2) is not None
     assert cache.match(keys("abc")) == 0
     assert cache.match(keys("x")) == 1
 
 
 def test_a_second_copy_of_a_page_stays_private_and_is_free_at_once() -> None:
     cache, _ = filled("a", 3)
-    copy = cache.grow(1)
+    copy = cache.allocate(1)
     assert copy is not None
-    cache.publish(key("a"), b"", copy[0])
+    cache.cache_block(key("a"), b"", copy[0])
     assert [page.page for page in cache.pages()] != copy
     free = cache.stats().free
     cache.free(copy)
@@ -183,22 +183,22 @@ def test_a_second_copy_of_a_page_stays_private_and_is_free_at_once() -> None:
 
 def test_a_child_in_use_protects_its_parent_though_nobody_refers_to_that() -> None:
     cache, mine = filled("a", 3)
-    theirs = cache.take([], 2)  # a copy of "a" of their own, and its child
+    theirs = cache.allocate_with_prefix([], 2)  # a copy of "a" of their own, and its child
     assert theirs is not None
-    cache.publish(key("a"), b"", theirs[0])
-    cache.publish(key("ab"), key("a"), theirs[1])
+    cache.cache_block(key("a"), b"", theirs[0])
+    cache.cache_block(key("ab"), key("a"), theirs[1])
     cache.free(mine)
     assert cache.available == 0
-    assert cache.grow(1) is None
+    assert cache.allocate(1) is None
     cache.free(theirs)
     assert cache.available == 3
 
 
 def test_an_unknown_parent_keeps_a_page_private() -> None:
     cache = DeviceBlockManager(2)
-    pages = cache.grow(1)
+    pages = cache.allocate(1)
     assert pages is not None
-    cache.publish(key("ab"), key("a"), pages[0])
+    cache.cache_block(key("ab"), key("a"), pages[0])
     assert cache.pages() == []
     cache.free(pages)
     assert cache.stats().free == 2
@@ -209,20 +209,20 @@ def test_misuse_is_our_own_bug_and_said_so() -> None:
     with pytest.raises(AssertionError):
         cache.free([0])
     with pytest.raises(AssertionError):
-        cache.publish(key("a"), b"", 0)
+        cache.cache_block(key("a"), b"", 0)
 
 
 def test_what_taking_costs_and_what_is_nobody_elses() -> None:
     cache = DeviceBlockManager(8)
-    first = cache.take(keys("abc"), 4)
+    first = cache.allocate_with_prefix(keys("abc"), 4)
     assert first is not None
     for index, name in enumerate(keys("abc")):
-        cache.publish(name, parent("abc", index), first[index])
-    assert cache.sole(first) == 4
-    assert cache.claim(keys("ab"), 3) == 1  # two are in use anyway
-    second = cache.take(keys("ab"), 3)
+        cache.cache_block(name, parent("abc", index), first[index])
+    assert cache.count_unshared(first) == 4
+    assert cache.new_blocks_needed(keys("ab"), 3) == 1  # two are in use anyway
+    second = cache.allocate_with_prefix(keys("ab"), 3)
     assert second is not None
-    assert (cache.sole(first), cache.sole(second)) == (2, 1)
+    assert (cache.count_unshared(first), cache.count_unshared(second)) == (2, 1)
     cache.free(first)
-    assert cache.claim(keys("abc"), 4) == 2  # the third is cached, but it could have been evicted
+    assert cache.new_blocks_needed(keys("abc"), 4) == 2  # the third is cached, but it could have been evicted
     assert cache.available == 5

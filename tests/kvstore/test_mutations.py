@@ -204,7 +204,7 @@ def a_page_is_released_when_it_is_served(patch: Patch) -> None:
 
 @mutation("interrupted")
 def a_doubted_page_is_not_held(patch: Patch) -> None:
-    doubt = OutboundTransfers._doubt
+    doubt = OutboundTransfers._recheck
 
     def release(self: OutboundTransfers, fetch: PeerFetch, index: int) -> InboundResult:
         outcome = doubt(self, fetch, index)
@@ -332,7 +332,7 @@ def a_dropped_page_leaves_its_children(patch: Patch) -> None:
 
 @mutation("reserve", "seal")
 def a_child_is_told_of_before_its_parent(patch: Patch) -> None:
-    tell = HostPagePool._tell
+    tell = HostPagePool._list
 
     def early(self: HostPagePool, node: Any) -> None:
         if node.parent is not None and not node.parent.value.whole:
@@ -378,7 +378,7 @@ def nobody_hears_that_a_load_has_failed(patch: Patch) -> None:
 
 @mutation("interrupted", "odds_and_ends", "cut_off")
 def a_load_is_forgotten_with_one_of_its_tickets(patch: Patch) -> None:
-    let_go = StoreState._let_go
+    let_go = StoreState._end_lease_parts
 
     def forget(self: StoreState, ticket: Lease) -> None:
         for index in ticket.waits:

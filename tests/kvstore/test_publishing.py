@@ -178,14 +178,14 @@ def test_any_number_of_followers_end_up_with_the_same_map(owner: Owner) -> None:
 
         async def batches() -> None:
             while True:
-                do(prefixes.batch(decode(*await subscriber.receive()), time.monotonic()))
+                do(prefixes.apply_batch(decode(*await subscriber.receive()), time.monotonic()))
 
         async def parts() -> None:
             while True:
                 topic, part = await asker.receive()
                 holder = publisher_of(topic)
                 assert holder is not None
-                do(prefixes.snapshot(holder, part, time.monotonic()))
+                do(prefixes.apply_snapshot(holder, part, time.monotonic()))
 
         async def beats() -> None:
             while True:
@@ -256,11 +256,11 @@ def test_a_large_change_is_told_in_many_batches_and_one_digest(owner: Owner) -> 
     assert owner.events.digest == packed_digest(b"".join(chain[:100]), "CPU")
     prefixes = KvIndex()
     prefixes.follow("store-0-abc", 0.0)
-    prefixes.snapshot("store-0-abc", Snapshot(0, ()), 0.0)
+    prefixes.apply_snapshot("store-0-abc", Snapshot(0, ()), 0.0)
     log = owner.events._log
     for batch in map(log.batch, range(1, log.last + 1)):
         assert len(batch.payload) < 200_000
-        assert prefixes.batch(decode(batch.topic, batch.sequence, batch.payload), 0.0) == []
+        assert prefixes.apply_batch(decode(batch.topic, batch.sequence, batch.payload), 0.0) == []
     assert prefixes.match(chain)["store-0-abc"].pages == 100
     assert prefixes.heartbeat("store-0-abc", owner.events.sequence, owner.events.digest, 0.0) == []
     owner.events.publish([("DISK", [PagesCleared()])], 16)
@@ -281,7 +281,7 @@ def test_who_contradicts_himself_is_put_right_by_his_own_pages(
     owner.store(keys("abc"))
     owner.events.publish([("CPU", [PagesRemoved((key("zzz"),))])], 16)  # it never had that
     ask(owner, follower, SNAPSHOT, is_last)
-    assert owner.events.figures["kv_event_digests_corrected"] == 1
+    assert owner.events.metric_samples["kv_event_digests_corrected"] == 1
     assert owner.events.digest == packed_digest(b"".join(keys("abc")), "CPU")
     assert "do not add up" in caplog.text
 
@@ -376,7 +376,7 @@ def test_a_follower_that_does_not_read_costs_little_and_is_given_up() -> None:
             clock.advance(11.0)
             owner.turn()
             assert not owner.events._answers
-            assert owner.events.figures["kv_event_answers_dropped"] == 1
+            assert owner.events.metric_samples["kv_event_answers_dropped"] == 1
             assert owner.snapshots == 1, "one for both"
     finally:
         owner.events.close()
@@ -412,7 +412,7 @@ def test_too_many_followers_wait(owner: Owner, monkeypatch: pytest.MonkeyPatch) 
             cluster_keys.client(socket).connect(owner.events.replay)
             socket.send_multipart([b"", SNAPSHOT])
         end = time.monotonic() + PATIENCE
-        while owner.events.figures["kv_event_answers_dropped"] < 2:
+        while owner.events.metric_samples["kv_event_answers_dropped"] < 2:
             assert time.monotonic() < end
             owner.turn()
         assert len(owner.events._answers) == 2

@@ -49,7 +49,7 @@ class Bench:
                 continue
             page = self.pages.seal(each, checksum or index, hold=True)
             assert page is not None
-            for waiter, place in self.waiting.call(page.key):
+            for waiter, place in self.waiting.page_arrived(page.key):
                 self.server.arrived(waiter, place, page)
             self.pages.unhold(page)
 

@@ -72,28 +72,28 @@ def following(digest: int = 7) -> EventTracker:
 
 def test_a_digest_is_compared_after_the_same_batch_only() -> None:
     tracker = following()
-    assert tracker.claimed("h", 4, 7, 7, 0.0) == []
-    assert tracker.claimed("h", 3, 99, 7, 0.0) == [], "from before the snapshot"
-    assert tracker.claimed("h", 5, 8, 7, 0.0) == [], "batch 5 is still on its way"
+    assert tracker.digest_reported("h", 4, 7, 7, 0.0) == []
+    assert tracker.digest_reported("h", 3, 99, 7, 0.0) == [], "from before the snapshot"
+    assert tracker.digest_reported("h", 5, 8, 7, 0.0) == [], "batch 5 is still on its way"
     tracker.batch(stored(5, "a"), 0.1)
     assert tracker.applied("h", 5, 8, 0.1) == []
     assert tracker.divergences == 0
-    assert tracker.claimed("h", 6, 9, 8, 0.2) == []
+    assert tracker.digest_reported("h", 6, 9, 8, 0.2) == []
     tracker.batch(stored(6, "b"), 0.3)
     assert tracker.applied("h", 6, 10, 0.3) == [RequestSnapshot("h")]
     assert (tracker.divergences, tracker.gaps) == (1, 0)
-    assert tracker.claimed("h", 6, 9, 10, 0.4) == [], "it is being healed"
+    assert tracker.digest_reported("h", 6, 9, 10, 0.4) == [], "it is being healed"
 
 
 def test_a_map_that_changes_between_two_batches_is_found_out() -> None:
     tracker = following()
-    assert tracker.claimed("h", 4, 7, 7, 1.0) == []
-    assert tracker.claimed("h", 4, 7, 8, 2.0) == [RequestSnapshot("h")]
+    assert tracker.digest_reported("h", 4, 7, 7, 1.0) == []
+    assert tracker.digest_reported("h", 4, 7, 8, 2.0) == [RequestSnapshot("h")]
 
 
 def test_a_batch_that_only_a_heartbeat_knows_of_counts_as_lost_after_a_while() -> None:
     tracker = following()
-    tracker.claimed("h", 6, 1, 7, 10.0)
+    tracker.digest_reported("h", 6, 1, 7, 10.0)
     assert tracker.tick(11.5) == []
     tracker.batch(stored(5, "a"), 11.6)
     assert tracker.tick(13.5) == [], "they do come"
@@ -105,17 +105,17 @@ def test_who_never_agrees_is_asked_ever_less_often() -> None:
     tracker = following()
     now, asks = 0.0, 0
     while now < 300.0:
-        asks += len(tracker.claimed("h", 4, 99, 7, now))
+        asks += len(tracker.digest_reported("h", 4, 99, 7, now))
         if not tracker.following("h"):
             tracker.snapshot("h", Snapshot(4, ()), now)
             tracker.applied("h", 4, 7, now)
         now += 0.25
     assert 5 <= asks <= 12
     assert tracker.divergences == asks
-    assert tracker.claimed("h", 4, 7, 7, now) == [], "agreed at last"
+    assert tracker.digest_reported("h", 4, 7, 7, now) == [], "agreed at last"
     tracker.batch(stored(5, "a"), now)
     tracker.applied("h", 5, 1, now)
-    assert tracker.claimed("h", 5, 2, 1, now + 60.0) == [RequestSnapshot("h")]
+    assert tracker.digest_reported("h", 5, 2, 1, now + 60.0) == [RequestSnapshot("h")]
 
 
 def test_a_snapshot_that_makes_no_sense_is_asked_for_again_later() -> None:

@@ -160,15 +160,15 @@ def test_keys_and_device_pages_go_together() -> None:
 
 def test_pages_are_written_once_they_are_ready_and_slots_are_known() -> None:
     ship = StorePages(1, b"", chain(3), hold=True)
-    assert ship.ready(0, 50) == []
+    assert ship.offer(0, 50) == []
     assert ship.handle(Reserved(1, (4, None, 6))) == [CopyOut(1, 0, 50, 4)]
-    assert ship.ready(1, 51) == [], "it is there already"
-    assert ship.ready(2, 52) == [CopyOut(1, 2, 52, 6)]
+    assert ship.offer(1, 51) == [], "it is there already"
+    assert ship.offer(2, 52) == [CopyOut(1, 2, 52, 6)]
     assert ship.handle(CopiedOut(1, 0, (9,))) == [Seal(1, 0, (9,), True)]
     ship.handle(Sealed(1, 0, 1))
     assert not ship.done
     ship.handle(Sealed(1, 2, 1))
-    assert (ship.done, ship.written) == (True, 2)
+    assert (ship.done, ship.pages_written) == (True, 2)
 
 
 def test_why_it_was_refused_is_kept() -> None:

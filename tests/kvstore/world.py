@@ -413,7 +413,7 @@ class Node:
     def coming(self, name: bytes) -> bool:
         """Somebody makes or brings it, or it is here."""
         tiers = self.state._tiers
-        return tiers.pages.find(name) is not None or tiers.pages.making(name) or tiers.loads.coming(name)
+        return tiers.pages.find(name) is not None or tiers.pages.being_written(name) or tiers.loads.coming(name)
 
     def waits(self) -> dict[bytes, set[PageWaiter]]:
         return {name: set(waiting) for name, waiting in self.state._tiers.waiting._waiting.items()}
@@ -455,7 +455,7 @@ class Node:
         """Every wait has a live producer. A hand-off without sources waits for whoever the router knows of."""
         tiers = self.state._tiers
         for name, waiters in self.waits().items():
-            made = tiers.pages.making(name) or tiers.loads.coming(name)
+            made = tiers.pages.being_written(name) or tiers.loads.coming(name)
             for waiter in waiters:
                 has_sources = isinstance(waiter, Lease) and any(
                     source.pages > index for source in waiter.sources for index in waiter.waits

@@ -184,12 +184,12 @@ def _others_are_not_told_of_complete_pages(patch: pytest.MonkeyPatch) -> None:
 
 
 def _each_takes_pages_of_its_own(patch: pytest.MonkeyPatch) -> None:
-    take = shared_prefix.take
+    take = shared_prefix.allocate_shared
     patch.setattr(shared_prefix, "take", lambda cache, keys, at_hand: take(cache, keys, ()))
 
 
 def _a_shared_page_counts_as_complete(patch: pytest.MonkeyPatch) -> None:
-    take = shared_prefix.take
+    take = shared_prefix.allocate_shared
 
     def hasty(
         cache: DeviceBlockManager, keys: Sequence[bytes], at_hand: Collection[PrefillRequest]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.messages import AttemptName, StepSample
 from baton.step_cost_model import StepCostModel, pairs
 from engine.step import ScheduledBatch
-from prefill_worker.chunking import LEVELS, STEPS_PER_LEVEL, plan_step
+from prefill_worker.chunking import LEVELS, STEPS_PER_LEVEL, build_batch
 from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
 
 PAGE = 16
@@ -42,7 +42,7 @@ def prompt(
 
 def planned(jobs: Sequence[PrefillRequest], pages: int) -> dict[str, int]:
     """The pages of each prompt in a step of at most so many, on a machine whose pace nobody knows."""
-    plan = plan_step(jobs, StepCostModel(), 1.0, pages * PAGE)
+    plan = build_batch(jobs, StepCostModel(), 1.0, pages * PAGE)
     return {name.request: len(chunk.tokens) // PAGE for name, chunk in plan.items()}
 
 
@@ -82,8 +82,8 @@ def test_a_step_is_whole_pages_in_order_within_its_budget(
 ) -> None:
     for job in jobs:
         job.computed = data.draw(st.integers(0, job.total)) * PAGE
-        job.passed = data.draw(st.integers(0, 40))
-    plan = plan_step(jobs, StepCostModel(), 1.0, pages * PAGE)
+        job.skipped_steps = data.draw(st.integers(0, 40))
+    plan = build_batch(jobs, StepCostModel(), 1.0, pages * PAGE)
     ready = {job.name: job for job in jobs if job.pending}
     assert plan.keys() <= ready.keys()
     for name, chunk in plan.items():
@@ -107,7 +107,7 @@ def test_whatever_arrives_nobody_is_passed_over_for_longer_than_the_bound(
     most = 0
     while ready := [job for job in jobs if job.pending]:
         most = max(most, len(ready))
-        plan = plan_step(jobs, StepCostModel(), 1.0, pages * PAGE)
+        plan = build_batch(jobs, StepCostModel(), 1.0, pages * PAGE)
         part = max(1, sum(len(chunk.tokens) for chunk in plan.values()) // PAGE // len(ready))
         for job in ready:
             got = len(plan[job.name].tokens) // PAGE if job.name in plan else 0
@@ -129,7 +129,7 @@ def test_nor_where_some_pages_take_far_longer_than_others(
         job.computed = data.draw(st.integers(0, job.total)) * PAGE
     while ready := [job for job in jobs if job.pending]:
         most = max(most, len(ready))
-        plan = plan_step(jobs, pace, step, 10_000)
+        plan = build_batch(jobs, pace, step, 10_000)
         assert len(plan) == 1 or took(plan) < max(4 * step, 0.008) * 1.1
         for job in ready:
             passed[job.name] = 0 if job.name in plan else passed.get(job.name, 0) + 1
@@ -162,14 +162,14 @@ def test_who_waits_rises_the_sooner_the_less_is_between(priority: int, steps: in
     jobs = [prompt(10_000, priority=0), prompt(100, priority=priority)]
     until = 0
     while True:
-        plan = plan_step(jobs, StepCostModel(), 1.0, 10 * PAGE)
+        plan = build_batch(jobs, StepCostModel(), 1.0, 10 * PAGE)
         if jobs[1].name in plan:
             break
         until += 1
         run(jobs, plan)
     assert until == steps
     assert len(plan[jobs[1].name].tokens) == 5 * PAGE  # its part
-    assert jobs[1].passed == 0
+    assert jobs[1].skipped_steps == 0
 
 
 def test_scraps_are_no_part() -> None:
@@ -184,7 +184,7 @@ def test_with_more_prompts_than_pages_they_take_turns() -> None:
     jobs = [prompt(4) for _ in range(5)]
     seen: list[str] = []
     for _ in range(5):
-        plan = plan_step(jobs, StepCostModel(), 1.0, 2 * PAGE)
+        plan = build_batch(jobs, StepCostModel(), 1.0, 2 * PAGE)
         seen += [name.request for name in plan]
         run(jobs, plan)
     assert [seen.count(job.name.request) for job in jobs] == [2] * 5
@@ -199,22 +199,22 @@ def test_who_is_waited_for_goes_as_early_as_those_who_wait() -> None:
     waiter.waits_for = maker
     assert planned([maker, other, waiter], 10) == {maker.name.request: 10}
     # And its age: whoever waited long, waits behind somebody who has not.
-    waiter.priority, waiter.passed = 9, 16
+    waiter.priority, waiter.skipped_steps = 9, 16
     assert planned([maker, other, waiter], 10) == {maker.name.request: 5, other.name.request: 5}
-    assert waiter.passed == 0
+    assert waiter.skipped_steps == 0
     assert planned([maker, other, waiter], 10) == {other.name.request: 10}
-    assert (maker.passed, waiter.passed) == (1, 1)
+    assert (maker.skipped_steps, waiter.skipped_steps) == (1, 1)
 
 
 def test_a_step_lasts_as_long_as_it_should() -> None:
     pace = known_pace()
-    for jobs, seconds in (([prompt(1_000)], 0.2), ([prompt(1_000), prompt(500, phase=PrefillPhase.LOOKING)], 0.05)):
-        assert took(plan_step(jobs, pace, 0.05, 10_000)) == pytest.approx(seconds, rel=0.1)
+    for jobs, seconds in (([prompt(1_000)], 0.2), ([prompt(1_000), prompt(500, phase=PrefillPhase.LOOKUP)], 0.05)):
+        assert took(build_batch(jobs, pace, 0.05, 10_000)) == pytest.approx(seconds, rel=0.1)
 
 
 def test_the_end_of_a_long_prompt_takes_smaller_chunks_than_its_beginning() -> None:
     pace = known_pace()
-    first, last = (plan_step([prompt(2_000, computed=at)], pace, 0.05, 10_000) for at in (0, 1_800))
+    first, last = (build_batch([prompt(2_000, computed=at)], pace, 0.05, 10_000) for at in (0, 1_800))
     assert took(first) == pytest.approx(0.2, rel=0.1)
     assert 0.16 < took(last) <= 0.205  # a page takes 25 ms there
     ((many,), (few,)) = first.values(), last.values()
@@ -222,21 +222,21 @@ def test_the_end_of_a_long_prompt_takes_smaller_chunks_than_its_beginning() -> N
 
 
 def test_where_a_step_costs_much_in_itself_it_computes_more() -> None:
-    assert took(plan_step([prompt(1_000)], known_pace(0.1), 0.05, 10_000), 0.1) == pytest.approx(0.4, rel=0.1)
+    assert took(build_batch([prompt(1_000)], known_pace(0.1), 0.05, 10_000), 0.1) == pytest.approx(0.4, rel=0.1)
 
 
 def test_a_slow_machine_still_gets_a_page_done_and_a_fast_one_keeps_to_the_bound() -> None:
     slow, fast = StepCostModel(), StepCostModel()
     slow.calibrate([StepSample(size * PAGE, pairs(size * PAGE), 0, 0, 4.0 * size) for size in (1, 2, 4, 8, 16)])
     fast.observe(StepSample(512, pairs(512), 0, 0, 0.001))
-    assert [len(c.tokens) for c in plan_step([prompt(100)], slow, 0.05, 512).values()] == [PAGE]
-    assert [len(c.tokens) for c in plan_step([prompt(100)], fast, 0.05, 512).values()] == [512]
+    assert [len(c.tokens) for c in build_batch([prompt(100)], slow, 0.05, 512).values()] == [PAGE]
+    assert [len(c.tokens) for c in build_batch([prompt(100)], fast, 0.05, 512).values()] == [512]
 
 
 def test_steps_grow_no_faster_than_they_are_measured() -> None:
     pace, job, counts = StepCostModel(), prompt(1_000), []
     for _ in range(5):
-        (chunk,) = plan_step([job], pace, 60.0, 10_000).values()
+        (chunk,) = build_batch([job], pace, 60.0, 10_000).values()
         counts.append(len(chunk.tokens))
         pace.observe(StepSample(len(chunk.tokens), pairs(len(chunk.tokens), chunk.start), 0, 0, 0.001))
     assert counts == [256, 1_024, 4_096, 10_000, 10_000]
@@ -245,11 +245,11 @@ def test_steps_grow_no_faster_than_they_are_measured() -> None:
 def test_a_first_step_has_a_page_however_large_pages_are() -> None:
     large = PrefillRequest(AttemptName("large", 1), list(range(1_024)), [b"k" * 16] * 2, 512, 0, 0.0, None, [0, 1])
     large.phase = PrefillPhase.COMPUTING
-    plan = plan_step([large], StepCostModel(), 1.0, 8_192)
+    plan = build_batch([large], StepCostModel(), 1.0, 8_192)
     assert [len(chunk.tokens) for chunk in plan.values()] == [512]
 
 
 def test_there_is_no_step_without_anything_to_compute() -> None:
-    assert plan_step([], StepCostModel(), 1.0, 512) == {}
+    assert build_batch([], StepCostModel(), 1.0, 512) == {}
     others = [prompt(3, phase=phase) for phase in PrefillPhase if phase is not PrefillPhase.COMPUTING]
-    assert plan_step([*others, prompt(3, computed=3)], StepCostModel(), 1.0, 512) == {}
+    assert build_batch([*others, prompt(3, computed=3)], StepCostModel(), 1.0, 512) == {}

@@ -39,7 +39,7 @@ def handed(prompt: list[int], request: str = "r") -> Prefill:
 def awaits(prompt: list[int], count: int, request: str = "r", **more: object) -> Decode:
     pages, tokens = -(-(len(prompt) - 1) // PAGE), pack_tokens(prompt)
     greedy = SamplingParams(temperature=0)
-    return Decode(request, 1, ROOT, tokens, len(prompt), count, greedy, fetch=pages, awaited=True, **more)  # type: ignore[arg-type]
+    return Decode(request, 1, ROOT, tokens, len(prompt), count, greedy, fetch=pages, prefilled_remotely=True, **more)  # type: ignore[arg-type]
 
 
 def order(prompt: list[int], request: str = "r", attempt: int = 1, **more: object) -> Prefill:
@@ -60,7 +60,7 @@ def test_the_result_is_every_page_sealed_and_held() -> None:
     one.handle(order(PROMPT))
     one.rig.settle()
     (result,) = done(one.said)
-    assert (result.computed, result.hit, result.shipped) == (3 * PAGE, 0, 3)
+    assert (result.computed, result.hit, result.stored) == (3 * PAGE, 0, 3)
     stats = one.rig.store.stats(0.0)
     assert (stats.sealed, stats.held) == (3, 3)
     assert one.state.cache.available == one.num_pages
@@ -73,7 +73,7 @@ def test_what_is_there_already_is_held_and_not_computed() -> None:
     for request in ("a", "b"):
         one.handle(order(PROMPT, request))
         one.rig.settle()
-    assert [(m.computed, m.hit, m.shipped) for m in done(one.said)] == [(3 * PAGE, 0, 3), (0, 3, 0)]
+    assert [(m.computed, m.hit, m.stored) for m in done(one.said)] == [(3 * PAGE, 0, 3), (0, 3, 0)]
 
 
 def test_what_the_device_has_is_copied_to_a_new_store() -> None:
@@ -84,7 +84,7 @@ def test_what_the_device_has_is_copied_to_a_new_store() -> None:
     one.attach()
     one.handle(order(PROMPT, "b"))
     one.rig.settle()
-    assert (done(one.said)[-1].computed, done(one.said)[-1].shipped) == (0, 3)
+    assert (done(one.said)[-1].computed, done(one.said)[-1].stored) == (0, 3)
 
 
 def test_what_the_store_has_is_read_to_compute_what_follows() -> None:
@@ -94,7 +94,7 @@ def test_what_the_store_has_is_read_to_compute_what_follows() -> None:
     other = one.rig.worker("prefill", 32, PrefillConfig())
     other.handle(order(PROMPT, "b"))
     one.rig.settle()
-    assert [(m.computed, m.hit, m.shipped) for m in done(other.said)] == [(PAGE, 2, 1)]
+    assert [(m.computed, m.hit, m.stored) for m in done(other.said)] == [(PAGE, 2, 1)]
     assert other.state.stats().pages_hit_in_store == 2
 
 
@@ -103,7 +103,7 @@ def test_pages_arrive_at_a_waiting_decode_worker_while_later_chunks_are_computed
     prefill = rig.worker("prefill", 32, PrefillConfig(chunk_tokens=PAGE))
     decode = rig.worker("decode", 32, DecodeConfig())
     tokens = pack_tokens(PROMPT)
-    decode.handle(Decode("r", 1, ROOT, tokens, len(PROMPT), 9, SamplingParams(temperature=0), fetch=3, awaited=True))
+    decode.handle(Decode("r", 1, ROOT, tokens, len(PROMPT), 9, SamplingParams(temperature=0), fetch=3, prefilled_remotely=True))
     prefill.handle(order(PROMPT))
     prefill.turn()
     prefill.turn()
@@ -121,7 +121,7 @@ def test_what_fills_no_page_is_handed_off_in_a_partial_one_and_kept_for_nobody()
     prefill.handle(handed(PROMPT))
     rig.settle()
     (result,) = done(prefill.said)
-    assert (result.computed, result.hit, result.shipped) == (len(PROMPT) - 1, 0, 4)
+    assert (result.computed, result.hit, result.stored) == (len(PROMPT) - 1, 0, 4)
     assert Started("r", 1, fetched_pages=4) in decode.said
     assert tokens_of(decode.said) == reference(PROMPT, 5)
     first = next(m for m in decode.said if isinstance(m, Tokens)).deltas[0]
@@ -298,7 +298,7 @@ def test_a_writer_that_dies_lets_those_who_wait_know() -> None:
     prefill = rig.worker("prefill", 32, PrefillConfig(chunk_tokens=PAGE))
     decode = rig.worker("decode", 32, DecodeConfig())
     tokens = pack_tokens(PROMPT)
-    decode.handle(Decode("r", 1, ROOT, tokens, len(PROMPT), 9, SamplingParams(temperature=0), fetch=3, awaited=True))
+    decode.handle(Decode("r", 1, ROOT, tokens, len(PROMPT), 9, SamplingParams(temperature=0), fetch=3, prefilled_remotely=True))
     prefill.handle(order(PROMPT))
     prefill.turn()
     prefill.turn()
@@ -388,7 +388,7 @@ def test_a_prompt_like_one_that_waits_for_slots_has_all_its_tokens_and_no_more()
         for _ in range(4):
             one.turn()
     assert [(job.pending, job.phase) for job in one.state._jobs.values() if job.active] == [
-        (0, PrefillPhase.SETTLING)
+        (0, PrefillPhase.COMMITTING)
     ] * 2
     assert not one.state.busy
     one.handle(Cancel("full", 1))

@@ -74,7 +74,7 @@ def test_eight_prompts_that_begin_alike_compute_it_once() -> None:
     assert all(isinstance(result, Prefilled) and result.computed + result.hit * PAGE == 4_032 for result in results)
     assert worker.state.stats().pages_hit == 7 * 4_000 // PAGE
     # What the first computed in its last step was not sealed yet when the others reserved their slots.
-    assert 0 <= worker.state.stats().pages_shipped - (4_000 // PAGE + 8 * 2) < 7 * 600 // PAGE
+    assert 0 <= worker.state.stats().pages_stored - (4_000 // PAGE + 8 * 2) < 7 * 600 // PAGE
     assert worker.state.stats().pages_free == worker.pages
 
 
@@ -119,7 +119,7 @@ def test_an_urgent_prompt_that_waits_lends_its_urgency() -> None:
 def test_a_deadline_of_the_first_is_no_concern_of_the_others() -> None:
     worker = Timed()
     worker.order("first", LONG[:6_400])
-    worker.state._jobs["first"].deadline = 0.3
+    worker.state._requests["first"].deadline = 0.3
     worker.order("second", LONG[:6_400])
     worker.run()
     assert isinstance(worker.said["first"], AttemptFailed)

@@ -70,7 +70,7 @@ class Timed:
         for batch in batches(self.state.take_copies(), 64):
             assert all(isinstance(copy, CopyOut) for copy in batch)
             self.handle(CopiedOut(batch[0].ticket, batch[0].index, (0,) * len(batch)))
-        plan = self.state.plan(self.now)
+        plan = self.state.schedule(self.now)
         if plan:
             self.steps.append((self.now, plan))
             chunks = [(len(chunk.tokens), chunk.start) for chunk in plan.values()]

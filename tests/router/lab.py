@@ -180,7 +180,7 @@ class Lab:
 
 
 def held(request: str, attempt: int, position: int, *, ended: bool = False, short: bool = False) -> AttemptHeld:
-    return AttemptHeld(request, attempt, position, ended, short=short)
+    return AttemptHeld(request, attempt, position, ended, incomplete=short)
 
 
 def named(request: str, attempt: int) -> AttemptName:

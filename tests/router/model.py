@@ -85,7 +85,7 @@ ROUTER = Peer("router", "router", "a", "router.1", 1)
 
 def card(pool_pages: int = 64, namespace: Namespace = NAMESPACE, *, head: bool = True) -> ModelCard:
     return ModelCard(
-        namespace, page_bytes=1_024, vocab_size=VOCAB, max_context=CONTEXT, pool_pages=pool_pages, head=head
+        namespace, page_bytes=1_024, vocab_size=VOCAB, max_context=CONTEXT, pool_pages=pool_pages, lm_head=head
     )
 
 
@@ -297,7 +297,7 @@ class Cluster:
 
     def beat(self, process: Process) -> None:
         held = [
-            AttemptHeld(s.order.request, s.order.attempt, len(s.tokens), s.ended, short=s.short)
+            AttemptHeld(s.order.request, s.order.attempt, len(s.tokens), s.ended, incomplete=s.short)
             for s in process.sequences.values()
         ] + [AttemptHeld(j.order.request, j.order.attempt, j.position, j.done) for j in process.jobs.values()]
         load = load_of(process.peer)
@@ -385,7 +385,7 @@ class Cluster:
         tokens = unpack_tokens(order.tokens)
         assert order.prompt <= len(tokens) < order.prompt + order.max_tokens
         self.check_sources(process, order.sources)
-        assert not order.awaited or len(order.sources) <= 1
+        assert not order.prefilled_remotely or len(order.sources) <= 1
         sequence = Sequence(order, tokens, len(tokens), waiting=order.fetch > 0)
         process.sequences[order.request] = sequence
         self.accepted.add(sequence.name)
@@ -437,7 +437,7 @@ class Cluster:
             self.seal(store, chain)
             sequence.waiting = False
             process.say(Started(*_named(sequence), 0, order.fetch))
-        elif not order.awaited:
+        elif not order.prefilled_remotely:
             sequence.waiting = False
             process.say(Started(*_named(sequence), 0, 0))
 
@@ -461,7 +461,7 @@ class Cluster:
     def give_up_fetch(self, process: Process, pages: int) -> None:
         """Every fetch that still waits ends short."""
         for sequence in process.sequences.values():
-            if sequence.waiting and sequence.order.awaited:
+            if sequence.waiting and sequence.order.prefilled_remotely:
                 sequence.waiting, sequence.short = False, True
                 process.say(FetchIncomplete(*_named(sequence), min(pages, sequence.order.fetch)))
 

@@ -58,7 +58,7 @@ class Cluster:
         card = None if role == "store" else ModelCard(NAMESPACE, 1_000, 100, 10_000, pool)
         member = self.members.join(Hello(Peer(role, name, node, name, 1), model=card, **more), self.now)
         if role != "store":
-            member.reports(LoadReport(prefill_rate=RATE), 0, LoadReport(), self.now)
+            member.update_load(LoadReport(prefill_rate=RATE), 0, LoadReport(), self.now)
         return member
 
     def decoder(
@@ -71,15 +71,15 @@ class Cluster:
         self, name: str = "p0", node: str = "a", device: int = 0, busy: int = 0, slots: int = 1
     ) -> MemberRecord:
         member = self._worker(self.join("prefill", name, node), device, busy)
-        for taken in range(len(member.slots), 2 - slots):
-            member.promise(AttemptName(f"slot {taken}", 1), PendingPrefill(0), self.now)
+        for taken in range(len(member.pending_prefills), 2 - slots):
+            member.assign_prefill(AttemptName(f"slot {taken}", 1), PendingPrefill(0), self.now)
         return member
 
     def _worker(self, member: MemberRecord, device: int, busy: int) -> MemberRecord:
         if device:
             self.held[member.incarnation] = PrefixMatch(device, {"GPU": device})
         if busy:
-            member.promise(AttemptName("busy", 1), PendingPrefill(busy * 10), self.now)
+            member.assign_prefill(AttemptName("busy", 1), PendingPrefill(busy * 10), self.now)
         return member
 
     def store(
@@ -92,7 +92,7 @@ class Cluster:
         speeds: tuple[TierSpeed, ...] = (QUICK, NEAR),
     ) -> MemberRecord:
         member = self.join("store", f"s-{node}", node, data=f"tcp://{node}" if serves else "")
-        member.reports(LoadReport(tiers=speeds), 0, LoadReport(), self.now)
+        member.update_load(LoadReport(tiers=speeds), 0, LoadReport(), self.now)
         if host + disk:
             self.held[member.incarnation] = PrefixMatch(
                 host + disk, {"CPU": host, "DISK": disk} if disk else {"CPU": host}
@@ -105,8 +105,8 @@ class Cluster:
         """Give a decode worker sequences."""
         for _ in range(count):
             self.given += 1
-            work = AssignedAttempt(self.given, 1, context=context, taken=pages, tpot=tpot)
-            member.give(AttemptName(f"running {self.given}", 1), work)
+            work = AssignedAttempt(self.given, 1, context=context, new_pages=pages, tpot=tpot)
+            member.assign(AttemptName(f"running {self.given}", 1), work)
 
     def ask(self, **more: Any) -> PlacementRequest:
         prefix: CacheablePrefix = more.pop("prefix", PREFIX)
@@ -122,18 +122,18 @@ class Cluster:
         if decision.reservation is not None:
             self.view.reserve(decision.reservation)
         if isinstance(decision.choice, Placement):
-            self.view.used(decision.choice)
+            self.view.mark_used(decision.choice)
         return decision
 
     def prices(self, **more: Any) -> PlacementCosts:
         """What the first decision of a round is made from."""
-        self.view.begin(self.now)
+        self.view.begin_scan(self.now)
         prices = self.decide(**more).considered
         assert prices is not None
         return prices
 
     def choose(self, **more: Any) -> PlacementChoice:
-        self.view.begin(self.now)
+        self.view.begin_scan(self.now)
         return self.decide(**more).choice
 
     def queued(self) -> float:
@@ -149,12 +149,12 @@ class Cluster:
         """Count a plan as the router does when it sends it."""
         self.given += 1
         attempt = AttemptName(name or f"r{self.given}", 1)
-        new, known = (PREFIX.pages - plan.cached) * 10, plan.cached * 10
+        new, known = (PREFIX.pages - plan.cached_pages) * 10, plan.cached_pages * 10
         if plan.prefill is not None:
-            self.members.live(plan.prefill).promise(attempt, PendingPrefill(new, known), self.now)
+            self.members.require_live(plan.prefill).assign_prefill(attempt, PendingPrefill(new, known), self.now)
         else:
-            self.members.live(plan.decode).promise(attempt, PendingPrefill(new + TAIL, known), self.now)
-        self.members.live(plan.decode).give(attempt, AssignedAttempt(self.given, 9, context=100.0))
+            self.members.require_live(plan.decode).assign_prefill(attempt, PendingPrefill(new + TAIL, known), self.now)
+        self.members.require_live(plan.decode).assign(attempt, AssignedAttempt(self.given, 9, context=100.0))
         return attempt
 
 

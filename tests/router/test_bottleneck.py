@@ -16,7 +16,7 @@ from router.placement.utilization import (
     RoleAdvice,
     UtilizationMonitor,
     advise,
-    utilisation,
+    utilization,
 )
 
 STEP = DecodeCost(fixed=0.01, row=0.001, context=1e-6)
@@ -37,11 +37,11 @@ def moved(before: PoolCapacity, advice: RoleAdvice) -> PoolCapacity:
 
 def test_a_decode_worker_can_do_what_a_full_batch_can() -> None:
     # 100 sequences of 1,000 tokens fit: a step takes 10 + 100 · 2 ms, so 2.1 ms a token.
-    assert utilisation(OfferedLoad(2.0, 1_000, 1_000), SIDES).decode == pytest.approx(1_000 * 0.0021 / 4)
-    assert utilisation(OfferedLoad(2.0, 1_000, 1_000), SIDES).prefill == pytest.approx(0.5)
+    assert utilization(OfferedLoad(2.0, 1_000, 1_000), SIDES).decode == pytest.approx(1_000 * 0.0021 / 4)
+    assert utilization(OfferedLoad(2.0, 1_000, 1_000), SIDES).prefill == pytest.approx(0.5)
     # 40 sequences keep 90 ms: 2.25 ms a token.
     bound = replace(SIDES, tpot=0.09)
-    assert utilisation(OfferedLoad(2.0, 1_000, 1_000), bound).decode == pytest.approx(1_000 * 0.00225 / 4)
+    assert utilization(OfferedLoad(2.0, 1_000, 1_000), bound).decode == pytest.approx(1_000 * 0.00225 / 4)
 
 
 def test_one_more_of_the_side_that_has_too_much() -> None:
@@ -64,8 +64,8 @@ def test_a_side_is_never_left_empty(demand: OfferedLoad, before: PoolCapacity) -
     if (advice := advise(demand, before)) is not None:
         after = moved(before, advice)
         assert min(after.prefill, after.decode) >= 1
-        assert advice.then == utilisation(demand, after)
-        assert advice.then.worst < advice.now.worst
+        assert advice.then == utilization(demand, after)
+        assert advice.then.busiest < advice.now.busiest
 
 
 @given(demands, sides)
@@ -85,16 +85,16 @@ def test_a_change_must_be_worth_it_for_a_while() -> None:
         watch.prompt(3.6)
         watch.generated(400, 1_000)
         now += 1.0
-        advice = watch.look(SIDES, now)
+        advice = watch.assess(SIDES, now)
         first = first or (now if advice else None)
     assert first is not None
     assert first >= 100 + HOLD
     assert watch.now is not None
     assert watch.now.prefill == pytest.approx(0.9, rel=0.05)
-    assert watch.look(replace(SIDES, prefill=5, decode=3), now + 1) is None, "it has been carried out"
+    assert watch.assess(replace(SIDES, prefill=5, decode=3), now + 1) is None, "it has been carried out"
     for _ in range(200):
         now += 1.0
-        assert watch.look(SIDES, now + 1) is None or now < 300 + 2 * HOLD
+        assert watch.assess(SIDES, now + 1) is None or now < 300 + 2 * HOLD
     assert watch.now.prefill < 0.01
 
 
@@ -103,4 +103,4 @@ def test_a_burst_changes_nothing() -> None:
     for second in range(120):
         watch.prompt(20.0 if second == 40 else 0.5)
         now += 1.0
-        assert watch.look(SIDES, now) is None
+        assert watch.assess(SIDES, now) is None

@@ -72,20 +72,20 @@ def test_heartbeats_that_repeat_steps_or_overtake_each_other_teach_them_once() -
     costs.join("d", "decode", ran(16))
     for step, last in ((4, 4), (4, 4), (2, 2), (6, 6), (6, 6), (100, 8)):
         costs.observe("d", step, LoadReport(steps=tuple(ran(last))))
-    assert sum(score.count for score in scores.scores().values()) == 4 + 2 + 8
+    assert sum(score.count for score in scores.summaries().values()) == 4 + 2 + 8
     costs.forget("d")
     costs.forget("d")
 
 
 def test_scores_are_of_the_last_predictions_whichever_way_they_were_wrong() -> None:
     scores = PredictionErrors()
-    assert scores.scores() == {}
+    assert scores.summaries() == {}
     scores.add("ttft", 0.0, 1.0)
     scores.add("ttft", 1.0, 0.0)
-    assert scores.scores() == {}
+    assert scores.summaries() == {}
     for number in range(1_000):
         scores.add("ttft", 1.0, 2.0 if number % 2 else 0.5)
         scores.add("step", 1.0, 10.0 if number % 5 == 0 else 1.0)
-    found = scores.scores()
+    found = scores.summaries()
     assert found["ttft"].median == found["ttft"].p90 == pytest.approx(math.log(2))
     assert (found["step"].median, found["step"].p90) == (0, pytest.approx(math.log(10)))

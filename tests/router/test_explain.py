@@ -44,7 +44,7 @@ def test_a_split_request_hop_by_hop() -> None:
     lab.now += 1
     lab.say(decode, Accepted("r", 1, 0))
     lab.now += 1
-    lab.say(prefill, Prefilled("r", 1, computed=48, hit=0, shipped=12))
+    lab.say(prefill, Prefilled("r", 1, computed=48, hit=0, stored=12))
     lab.now += 1
     lab.say(decode, Started("r", 1, 0, 12))
     lab.now += 1
@@ -67,7 +67,7 @@ def test_a_split_request_hop_by_hop() -> None:
     assert (found.request.ttft_ms, found.request.tpot_ms, found.request.e2e_ms) == (4_000, 600, 7_000)
     assert found.attempts[0].actual.ttft_ms == 4_000
     assert found.attempts[0].actual.start_ms == 4_000
-    assert found.attempts[0].predicted.ttft_ms == pytest.approx(account.plan.predicted.total * 1_000)
+    assert found.attempts[0].predicted.ttft_ms == pytest.approx(account.placement.predicted.total * 1_000)
     assert not explained(lab).running
 
 
@@ -98,11 +98,11 @@ def test_attempts_keep_their_own_instants_and_why_they_ended() -> None:
     lab.leaves(other)
     record = explained(lab)
     refused, died = record.attempts
-    assert refused.over == f"{refused.decode} is busy"
-    assert refused.line.accepted is None
-    assert died.line.accepted == lab.now - 1
+    assert refused.end_reason == f"{refused.decode} is busy"
+    assert refused.timeline.accepted is None
+    assert died.timeline.accepted == lab.now - 1
     assert died.first_token == lab.now - 1
-    assert "is gone" in died.over
+    assert "is gone" in died.end_reason
     assert not record.running
     assert record.waits
     lab.beat(chosen)  # it may have room again
@@ -215,7 +215,7 @@ def test_what_was_weighed_is_bounded_and_the_rest_stays() -> None:
     explanations = Explanations(1_000)
     for i in range(150):
         placed(explanations, f"r-{i}", candidate("d"), ConsideredPlacements(1_000, lambda: [candidate("d")]))
-    known = [record.attempts[0].weighed is not None for record in explanations.last(1_000, "")]
+    known = [record.attempts[0].considered is not None for record in explanations.last(1_000, "")]
     assert known == [True] * 100 + [False] * 50
     oldest = explanations.find("r-0", "")
     assert oldest is not None
@@ -275,7 +275,7 @@ def test_what_placement_weighed_can_still_be_read_when_workers_have_gone() -> No
     before = account.candidates()
     assert {(one.decode, one.prefill) for one in before[0]} >= {("decode-0", ""), ("decode-1", "")}
     (chosen,) = (one for one in before[0] if account.chose(one))
-    assert chosen.predicted.total == pytest.approx(account.plan.predicted.total)
+    assert chosen.predicted.total == pytest.approx(account.placement.predicted.total)
     assert reason(account, before[0])
     lab.leaves(prefill)
     lab.leaves(decode)

@@ -16,7 +16,7 @@ from baton.store_protocol import TierPages
 from kvstore.prefix_map.prefix_map import PrefixMatch
 from router.members import PendingPrefill
 from router.placement.cost_matrix import PlacementCosts
-from router.placement.policy import plan_for
+from router.placement.policy import place_on
 from router.placement.step_costs import DecodeCost, PrefillCost
 from router.placement.types import Placement, PlacementRequest, Wait
 from tests.router.placing import (
@@ -51,8 +51,8 @@ def clusters(draw: st.DrawFn) -> Cluster:
         member = cluster.decoder(f"d{index}", draw(nodes), draw(pages), draw(busy), pool)
         cluster.runs(member, draw(st.integers(0, 12)), draw(st.sampled_from([None, 0.02, 0.2])), pages=3)
         cluster.steps[f"d{index}"] = draw(st.sampled_from([DecodeCost(0.01, 0.0, 0.0), DecodeCost(0.005, 0.002, 1e-5)]))
-        if draw(st.booleans()) and member.work:
-            member.refuses(next(iter(member.work)))
+        if draw(st.booleans()) and member.assigned:
+            member.mark_busy(next(iter(member.assigned)))
     for index in range(draw(st.integers(0, 4))):
         cluster.prefiller(f"p{index}", draw(nodes), draw(pages), draw(busy), draw(st.integers(0, 2)))
         cluster.prefills[f"p{index}"] = draw(
@@ -71,13 +71,13 @@ def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) ->
     choice = cluster.choose(**ask)
     if not isinstance(choice, Placement):
         return
-    chosen = cluster.members.live(choice.decode)
-    stores = {store.incarnation: store for store in cluster.members.of("store")}
+    chosen = cluster.members.require_live(choice.decode)
+    stores = {store.incarnation: store for store in cluster.members.with_role("store")}
     own = cluster.members.store_of(chosen.peer.node)
     assert chosen.busy_since is None, "full"
     assert chosen.hello.model is not None
-    assert chosen.hello.model.pool_pages >= cluster.ask(**ask).needs
-    assert choice.store == (own.incarnation if own and choice.fetch else "")
+    assert chosen.hello.model.pool_pages >= cluster.ask(**ask).pages_needed
+    assert choice.store == (own.incarnation if own and choice.fetch_pages else "")
     predicted = choice.predicted
     assert min(predicted.queue, predicted.load, predicted.compute, predicted.transfer, predicted.step) >= 0
     assert predicted.wait == 0
@@ -85,11 +85,11 @@ def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) ->
         assert each.endpoint == stores[each.store].hello.data != ""
     assert all(stores[each.store].peer.node != chosen.peer.node for each in choice.sources)
     if ask["local"] or own is None:
-        assert (choice.fetch, choice.prefill, choice.loads) == (0, None, ())
+        assert (choice.fetch_pages, choice.prefill, choice.loads) == (0, None, ())
     elif choice.prefill is not None:
-        maker = cluster.members.live(choice.prefill)
-        assert len(maker.slots) < 2
-        assert choice.fetch == HANDED
+        maker = cluster.members.require_live(choice.prefill)
+        assert len(maker.pending_prefills) < 2
+        assert choice.fetch_pages == HANDED
         theirs = cluster.members.store_of(maker.peer.node)
         assert theirs is not None
         named = () if maker.peer.node == chosen.peer.node else (theirs.incarnation,)
@@ -101,10 +101,10 @@ def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) ->
 def test_arrays_say_what_one_way_at_a_time_says(cluster: Cluster, ask: dict[str, Any]) -> None:
     """Every pair and every decode worker alone, priced one by one in plain Python."""
     wanted = cluster.ask(**ask)
-    cluster.view.begin(cluster.now)
+    cluster.view.begin_scan(cluster.now)
     decision = cluster.decide(**ask)
     choice, prices = decision.choice, decision.considered
-    if prices is None or not prices.decoders:
+    if prices is None or not prices.num_decode:
         return
     ways: dict[tuple[str | None, str], float] = {}
     for way in every_way(cluster, prices):
@@ -114,7 +114,7 @@ def test_arrays_say_what_one_way_at_a_time_says(cluster: Cluster, ask: dict[str,
             ways[maker, prices.workers[way[1]].incarnation] = seconds
             assert prices.predict(*way).total == pytest.approx(seconds)
     dear = {
-        (maker, taker): seconds + (float(prices.nuisance[cluster.view.table.index[taker]]) if maker is None else 0.0)
+        (maker, taker): seconds + (float(prices.interference_seconds[cluster.view.table.index[taker]]) if maker is None else 0.0)
         for (maker, taker), seconds in ways.items()
     }
     assert prices.lowest == pytest.approx(min(dear.values(), default=inf))
@@ -122,12 +122,12 @@ def test_arrays_say_what_one_way_at_a_time_says(cluster: Cluster, ask: dict[str,
         best = prices.lowest
         assert dear[choice.prefill, choice.decode] <= best + max(0.001, 0.02 * best) + 1e-9
         reach = prices.cached[cluster.view.table.index[choice.prefill or choice.decode]]
-        assert choice.cached == reach, "arrays and the one function agree on what is loaded"
+        assert choice.cached_pages == reach, "arrays and the one function agree on what is loaded"
 
 
 def every_way(cluster: Cluster, prices: PlacementCosts) -> Sequence[tuple[int | None, int]]:
-    takers = range(prices.decoders)
-    makers = range(prices.decoders, len(prices.workers))
+    takers = range(prices.num_decode)
+    makers = range(prices.num_decode, len(prices.workers))
     return [(None, taker) for taker in takers] + [(maker, taker) for maker in makers for taker in takers]
 
 
@@ -135,26 +135,26 @@ def by_hand(cluster: Cluster, prices: PlacementCosts, ask: PlacementRequest, mak
     """Seconds of one way; inf: it can't be."""
     decoder = prices.workers[taker]
     assert decoder.hello.model is not None
-    if decoder.hello.model.pool_pages < ask.needs:
+    if decoder.hello.model.pool_pages < ask.pages_needed:
         return inf
     step = prices.step[taker]
     if maker is not None and prices.cached[taker] == PREFIX.pages:
         return inf
     if maker is None:
-        begins = max(prices.queue[taker], prices.wait_alone[taker])
-        return begins + prices.load[taker] + prices.compute[taker] + step + prices.tail[taker]
+        begins = max(prices.queue[taker], prices.local_wait[taker])
+        return begins + prices.load[taker] + prices.compute[taker] + step + prices.last_tokens_seconds[taker]
     worker = prices.workers[maker]
     own, theirs = cluster.members.store_of(decoder.peer.node), cluster.members.store_of(worker.peer.node)
     same = worker.peer.node == decoder.peer.node
-    if ask.local or own is None or theirs is None or not (same or theirs.hello.data):
+    if ask.decode_only or own is None or theirs is None or not (same or theirs.hello.data):
         return inf
     cost = cluster.prefill(worker.incarnation)
     cached = int(prices.cached[maker])
     making = cost.seconds((PREFIX.pages - cached) * 10 + REST, cached * 10, 2_048)
     load = prices.load[maker]
-    left = sum(cost.seconds(prompt.new, 0, 2_048) for prompt in worker.slots.values())
+    left = sum(cost.seconds(prompt.new, 0, 2_048) for prompt in worker.pending_prefills.values())
     held = ask.held.get(own.incarnation, PrefixMatch(0))
-    here = max(ask.on_device(decoder.incarnation), held.pages - held.tiers.get("DISK", 0))
+    here = max(ask.device_pages(decoder.incarnation), held.pages - held.tiers.get("DISK", 0))
     transfer = 0.0
     if not same:
         speed = own.load.tiers[1]
@@ -171,7 +171,7 @@ def test_a_longer_queue_makes_nobody_more_likely_to_be_chosen(cluster: Cluster, 
     for member in cluster.members:
         worker = before.prefill or before.decode
         if member.incarnation not in (worker, before.decode) and member.peer.role != "store":
-            member.promise(AttemptName("more", 1), PendingPrefill(more * 10), cluster.now)
+            member.assign_prefill(AttemptName("more", 1), PendingPrefill(more * 10), cluster.now)
     after = cluster.choose()
     assert isinstance(after, Placement)
     assert after.prefill == before.prefill or before.prefill is None
@@ -189,12 +189,12 @@ def test_of_many_workers_the_best_are_found(random: Any) -> None:
             cluster.store(node, host=random.randrange(9))
         cluster.decoder(f"d{index}", node, random.randrange(9), random.randrange(5))
         cluster.prefiller(f"p{index}", node, random.randrange(9), random.randrange(30), random.randrange(3))
-    cluster.view.begin(cluster.now)
+    cluster.view.begin_scan(cluster.now)
     decision = cluster.decide()
     choice, prices = decision.choice, decision.considered
     assert prices is not None
     seconds = {way: by_hand(cluster, prices, cluster.ask(), *way) for way in every_way(cluster, prices)}
-    dear = {way: value + (float(prices.nuisance[way[1]]) if way[0] is None else 0) for way, value in seconds.items()}
+    dear = {way: value + (float(prices.interference_seconds[way[1]]) if way[0] is None else 0) for way, value in seconds.items()}
     assert prices.lowest <= min(dear.values()) * 1.02 + 0.001
     assert isinstance(choice, Placement | Wait)
 
@@ -202,9 +202,9 @@ def test_of_many_workers_the_best_are_found(random: Any) -> None:
 def test_a_plan_for_chosen_workers_is_that_of_the_rule() -> None:
     cluster = two_nodes({"host": 3}, {})
     cluster.decoder("d1", "b")
-    assert plan_for(cluster.ask(), cluster.view, "d1", "p0").choice == replace(cluster.plan(), decode="d1")
-    assert plan_for(cluster.ask(), cluster.view, "d1").choice == Placement(
-        "d1", fetch=3, cached=3, store="s-b", sources=(source("a", 3),), loads=(TierPages(NEAR, 3),)
+    assert place_on(cluster.ask(), cluster.view, "d1", "p0").choice == replace(cluster.plan(), decode="d1")
+    assert place_on(cluster.ask(), cluster.view, "d1").choice == Placement(
+        "d1", fetch_pages=3, cached_pages=3, store="s-b", sources=(source("a", 3),), loads=(TierPages(NEAR, 3),)
     )
 
 

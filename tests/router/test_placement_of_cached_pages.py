@@ -78,7 +78,7 @@ def test_loads_are_taken_where_they_pay(
     for node, other in zip("bcdef", others, strict=False):
         cluster.store(node, **other)
     plan = cluster.plan()
-    assert (plan.fetch, plan.cached) == (cached, cached)
+    assert (plan.fetch_pages, plan.cached_pages) == (cached, cached)
     assert (list(plan.loads), list(plan.sources)) == (loads, sources)
     assert plan.predicted.compute == pytest.approx((8 - cached) * PAGE)
 
@@ -90,7 +90,7 @@ def test_only_what_follows_the_workers_own_pages_is_loaded() -> None:
     cluster.store("b", host=8)
     plan = cluster.plan()
     runs = (TierPages(QUICK, 2), TierPages(NEAR, 2))
-    assert plan == Placement("d0", fetch=8, cached=8, store="s-a", sources=(source("b", 8),), loads=runs)
+    assert plan == Placement("d0", fetch_pages=8, cached_pages=8, store="s-a", sources=(source("b", 8),), loads=runs)
     assert plan.predicted.load == pytest.approx(0.01 + 0.002 + 0.02 + 0.002)
 
 
@@ -98,15 +98,15 @@ def test_a_prefill_worker_loads_what_pays_for_it() -> None:
     cluster = one_node(host=1)
     cluster.store("b", host=6)
     plan = cluster.plan()
-    assert (plan.prefill, plan.cached) == ("p0", 6)
+    assert (plan.prefill, plan.cached_pages) == ("p0", 6)
     assert (plan.sources, plan.prefill_sources) == ((), (source("b", 6),))
     cluster.held["p0"] = PrefixMatch(6)
     has_them = cluster.plan()
-    assert (has_them.cached, has_them.prefill_sources) == (6, ())
+    assert (has_them.cached_pages, has_them.prefill_sources) == (6, ())
     cluster = one_node(host=1, speeds=(QUICK, FAR))
     cluster.store("b", host=6)
     slow_link = cluster.plan()
-    assert (slow_link.cached, slow_link.prefill_sources) == (1, ())
+    assert (slow_link.cached_pages, slow_link.prefill_sources) == (1, ())
 
 
 def test_before_anything_is_measured_the_rates_that_workers_tell_count() -> None:
@@ -114,7 +114,7 @@ def test_before_anything_is_measured_the_rates_that_workers_tell_count() -> None
     cluster.view = ClusterView(CONFIG, cluster.members)
     worker = cluster.decoder()
     assert cluster.plan().predicted.total == pytest.approx(84 / RATE)
-    worker.reports(LoadReport(), 0, LoadReport(), cluster.now)
+    worker.update_load(LoadReport(), 0, LoadReport(), cluster.now)
     assert cluster.plan().predicted.total == pytest.approx(84 / DEFAULT_PREFILL_RATE)
 
 
@@ -123,10 +123,10 @@ def test_before_anything_is_measured_the_rates_that_workers_tell_count() -> None
 
 def test_a_pair_of_two_nodes_hands_pages_over_from_store_to_store() -> None:
     plan = two_nodes({"host": 3}, {}).plan()
-    assert plan == Placement("d0", "p0", fetch=HANDED, cached=3, store="s-b", sources=(source("a", HANDED),))
+    assert plan == Placement("d0", "p0", fetch_pages=HANDED, cached_pages=3, store="s-b", sources=(source("a", HANDED),))
     assert plan.predicted.transfer == pytest.approx(NEAR.latency)
     slow = two_nodes({"host": 3}, {"speeds": (QUICK, FAR)})
-    slow.runs(slow.members.live("d0"), 20)
+    slow.runs(slow.members.require_live("d0"), 20)
     assert slow.plan().predicted.transfer == pytest.approx(9.02 - 5 * PAGE - REST / RATE), (
         "the link is slower than the making"
     )
@@ -181,5 +181,5 @@ def test_a_link_that_nobody_has_used_is_no_reason_to_crowd_at_another(measured: 
     for name, node, link in (("d0", "b", used), ("d1", "c", slow)):
         cluster.decoder(name, node)
         cluster.store(node, speeds=(QUICK, link))
-    cluster.runs(cluster.members.live("d0"), 3)
+    cluster.runs(cluster.members.require_live("d0"), 3)
     assert cluster.plan().decode == chosen

@@ -35,10 +35,10 @@ class Source:
 
     def use(self, chain: str, medium: Medium) -> None:
         cache = self.caches[medium]
-        pages = cache.take(keys(chain), len(chain))
+        pages = cache.allocate_with_prefix(keys(chain), len(chain))
         assert pages is not None
         for page in range(len(chain)):
-            cache.publish(key(chain[: page + 1]), parent(chain, page), pages[page])
+            cache.cache_block(key(chain[: page + 1]), parent(chain, page), pages[page])
         cache.free(pages)
         if changes := cache.drain_events():
             self.sent.append(self.log.append([(medium, changes)], 16, 0.0))
@@ -107,7 +107,7 @@ class PrefixesMachine(RuleBasedStateMachine):
     def batch_travels(self, fate: str) -> None:
         for batch in self.next_of(self.source.sent, fate):
             read = decode(batch.topic, batch.sequence, batch.payload)
-            self.asked += self.prefixes.batch(read, self.now)
+            self.asked += self.prefixes.apply_batch(read, self.now)
 
     @rule(fate=FATES)
     def request_travels(self, fate: str) -> None:
@@ -118,7 +118,7 @@ class PrefixesMachine(RuleBasedStateMachine):
     @rule(fate=FATES)
     def answer_travels(self, fate: str) -> None:
         for holder, part in self.next_of(self.answers, fate):
-            self.asked += self.prefixes.snapshot(holder, part, self.now)
+            self.asked += self.prefixes.apply_snapshot(holder, part, self.now)
 
     @rule()
     def beat(self) -> None:

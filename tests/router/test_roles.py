@@ -17,7 +17,7 @@ from tests.router.model import CONFIG, Cluster, card, submit
 def views(lab: Lab) -> dict[str, tuple[str, bool, str | None]]:
     """Role, whether it drains, and what it is to become, of each live worker."""
     live = [view for view in lab.state.processes(lab.now) if view.gone is None]
-    return {view.peer.name: (view.peer.role, view.draining, view.becoming) for view in live}
+    return {view.peer.name: (view.peer.role, view.draining, view.changing_to) for view in live}
 
 
 def becomes(lab: Lab, to: str) -> list[str]:
@@ -216,7 +216,7 @@ def test_roles_may_change_at_any_time(seed: int) -> None:
     for name in cluster.ended:
         assert cluster.emitted[name] == cluster.expected(name)[0]
     for view in cluster.state.processes(cluster.now):
-        assert (view.draining, view.becoming, view.attempts) == (False, None, 0)
+        assert (view.draining, view.changing_to, view.attempts) == (False, None, 0)
     roles = {process.peer.name: process.peer.role for process in cluster.processes.values()}
     assert {view.peer.name: view.peer.role for view in cluster.state.processes(cluster.now)} == roles
 
@@ -224,8 +224,8 @@ def test_roles_may_change_at_any_time(seed: int) -> None:
 def ask_for(lab: Lab, prompts: float) -> Lab:
     """So many seconds of prompt work and ten tokens in each second, for two minutes; workers are as quick as that."""
     for _ in range(240):
-        lab.state._life.bottleneck.prompt(prompts / 2)
-        lab.state._life.bottleneck.generated(5, 50)
+        lab.state._manager.utilization.prompt(prompts / 2)
+        lab.state._manager.utilization.generated(5, 50)
         lab.advance(0.5)
         for incarnation in [view.peer.incarnation for view in lab.state.processes(lab.now) if view.gone is None]:
             lab.beat(incarnation)
@@ -249,8 +249,8 @@ def test_a_change_is_advised_from_what_was_asked() -> None:
     assert advice.then.prefill == pytest.approx(0.4, rel=0.05)
     stats = busy(prompts=0.1).state.stats()
     assert stats.advice is None
-    assert stats.utilisation is not None
-    assert stats.utilisation.prefill == pytest.approx(0.1, rel=0.05)
+    assert stats.utilization is not None
+    assert stats.utilization.prefill == pytest.approx(0.1, rel=0.05)
 
 
 def test_what_is_advised_is_carried_out_where_that_is_wanted() -> None:

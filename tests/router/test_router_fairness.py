@@ -22,7 +22,7 @@ def test_prices() -> None:
 def test_a_counter_is_service_by_weight() -> None:
     fairness = TenantFairness({"a": 1.0, "b": 4.0}.__getitem__)
     for tenant in "ab":
-        fairness.waits(tenant)
+        fairness.start_waiting(tenant)
     for tenant in "ab":
         fairness.charge(tenant, 100)
     assert (fairness.counter("a"), fairness.counter("b")) == (100, 25)
@@ -32,73 +32,73 @@ def test_a_counter_is_service_by_weight() -> None:
 
 def test_whoever_begins_to_wait_has_no_credit() -> None:
     fairness = TenantFairness(even)
-    fairness.waits("busy")
+    fairness.start_waiting("busy")
     fairness.charge("busy", 1_000)
-    fairness.waits("fresh")
+    fairness.start_waiting("fresh")
     assert fairness.counter("fresh") == 1_000
 
 
 def test_or_what_it_may_have_saved_up_of_its_share() -> None:
     fairness = TenantFairness({"busy": 1.0, "fresh": 1.0, "rich": 3.0}.__getitem__)
-    fairness.waits("busy")
+    fairness.start_waiting("busy")
     fairness.charge("busy", 1_000)
-    fairness.waits("fresh", 100)
+    fairness.start_waiting("fresh", 100)
     assert fairness.counter("fresh") == 950, "half of it: two have equal weights"
-    fairness.waits("rich", 100)
+    fairness.start_waiting("rich", 100)
     assert fairness.counter("rich") == 980, "of five parts it has three, and each token counts a third"
 
 
 def test_what_was_saved_up_is_used_once() -> None:
     fairness = TenantFairness(even)
-    fairness.waits("busy")
+    fairness.start_waiting("busy")
     fairness.charge("busy", 1_000)
     for _ in range(10):  # it asks again and again, and is always served at once
-        fairness.waits("sly", 100)
+        fairness.start_waiting("sly", 100)
         fairness.charge("sly", 10)
-        fairness.waits_no_more("sly")
+        fairness.stop_waiting("sly")
     assert fairness.counter("sly") == 1_050, "950 when it began"
     fairness.charge("busy", 500)
-    fairness.waits("sly", 100)
+    fairness.start_waiting("sly", 100)
     assert fairness.counter("sly") == 1_450, "and there again, since it has not asked for more for so long"
 
 
 def test_whoever_begins_to_wait_keeps_its_debt() -> None:
     fairness = TenantFairness(even)
-    fairness.waits("busy")
+    fairness.start_waiting("busy")
     fairness.charge("idle", 500)
-    fairness.waits("idle")
+    fairness.start_waiting("idle")
     assert fairness.counter("idle") == 500
 
 
 def test_after_nobody_waited_counting_goes_on_where_the_last_left_it() -> None:
     fairness = TenantFairness(even)
-    fairness.waits("a")
+    fairness.start_waiting("a")
     fairness.charge("a", 1_000)
-    fairness.waits_no_more("a")
-    fairness.waits("b")
+    fairness.stop_waiting("a")
+    fairness.start_waiting("b")
     assert fairness.counter("b") == 1_000
 
 
 def test_who_has_had_more_than_its_share() -> None:
     """The weights are 1, 1 and 2: 800 tokens would bring all three to where "a" is."""
     fairness = TenantFairness(WEIGHTS.__getitem__)
-    fairness.waits("a")
-    assert fairness.leaders(0) == frozenset(), "there is nobody to be ahead of"
-    fairness.waits("b")
-    fairness.waits("c")
+    fairness.start_waiting("a")
+    assert fairness.over_served(0) == frozenset(), "there is nobody to be ahead of"
+    fairness.start_waiting("b")
+    fairness.start_waiting("c")
     fairness.charge("a", 200)
-    assert fairness.leaders(799) == {"a"}
-    assert fairness.leaders(800) == frozenset()
-    fairness.waits_no_more("a")
-    assert fairness.leaders(0) == frozenset()
+    assert fairness.over_served(799) == {"a"}
+    assert fairness.over_served(800) == frozenset()
+    fairness.stop_waiting("a")
+    assert fairness.over_served(0) == frozenset()
 
 
 def test_tenants_that_owe_nothing_are_forgotten() -> None:
     fairness = TenantFairness(even)
     for i in range(1_000):
-        fairness.waits(f"t{i}")
+        fairness.start_waiting(f"t{i}")
         fairness.charge(f"t{i}", 10)
-        fairness.waits_no_more(f"t{i}")
+        fairness.stop_waiting(f"t{i}")
         fairness.validate()
     assert len(fairness._counters) <= 1
 
@@ -142,7 +142,7 @@ def test_those_who_wait_all_the_time_are_served_alike(
         for tenant in [*sorted(backlogged), *visits[turn : turn + 1]]:
             if tenant not in backlogged or not waiting[tenant]:
                 waiting[tenant].append(sizes[(turn + len(tenant)) % len(sizes)])
-                fairness.waits(tenant, saving)
+                fairness.start_waiting(tenant, saving)
         if turn == 0:  # who owed something beforehand pays it first: measured from when all are even
             level = max(fairness.counter(tenant) for tenant in backlogged)
             for tenant in backlogged:
@@ -152,8 +152,8 @@ def test_those_who_wait_all_the_time_are_served_alike(
             prompt, output = waiting[tenant].popleft()
             if tenant in backlogged:
                 waiting[tenant].append(sizes[turn % len(sizes)])
-                fairness.waits(tenant)
-            fairness.waits_no_more(tenant)
+                fairness.start_waiting(tenant)
+            fairness.stop_waiting(tenant)
             fairness.charge(tenant, prices.prompt(prompt, 0))
             served[tenant] += prompt
             running.append((tenant, output))

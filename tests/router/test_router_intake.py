@@ -15,7 +15,7 @@ from baton.messages import SamplingParams
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import unpack_tokens
 from router.frontend.detokenizer import Tokenizer
-from router.frontend.request_parsing import ValidatedRequest, name_of, take_in
+from router.frontend.request_parsing import ValidatedRequest, name_of, parse_generate_request
 from router.frontend.served_model import ServedModel, load
 from router.queueing.admission import ModelLimits
 from tests.router import tokenizers
@@ -35,7 +35,7 @@ def seed() -> int:
 
 
 def taken(request: pb.GenerateRequest, model: ServedModel) -> ValidatedRequest:
-    return take_in(request, name_of(request), model, seed)
+    return parse_generate_request(request, name_of(request), model, seed)
 
 
 def ids(*tokens: int) -> pb.TokenIds:

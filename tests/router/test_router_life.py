@@ -59,7 +59,7 @@ def test_a_local_request_from_decode_to_end() -> None:
     (decode,) = lab.colocated()
     order = lab.submit(prompt=10, max_tokens=3)
     assert lab.decode.tokens == order.tokens
-    assert (lab.decode.prompt, lab.decode.max_tokens, lab.decode.fetch, lab.decode.awaited) == (10, 3, 0, False)
+    assert (lab.decode.prompt, lab.decode.max_tokens, lab.decode.fetch, lab.decode.prefilled_remotely) == (10, 3, 0, False)
     lab.say(decode, Accepted("r", 1))
     lab.say(decode, Started("r", 1))
     lab.tokens(decode, "r", 1, 10, 50, computed=10)
@@ -84,12 +84,12 @@ def test_a_split_request_prefills_only_once_decode_has_accepted() -> None:
     lab = Lab()
     decode, prefill, _ = lab.split()
     order = lab.submit(prompt=14)  # 3 full pages of 4, a partial one, and the last token
-    assert (lab.decode.fetch, lab.decode.awaited) == (4, True)
+    assert (lab.decode.fetch, lab.decode.prefilled_remotely) == (4, True)
     assert not lab.sent(Prefill)
     lab.say(decode, Accepted("r", 1))
     assert lab.to(lab.prefill) == prefill
     assert lab.prefill.tokens == order.tokens[: 13 * 4]
-    lab.say(prefill, Prefilled("r", 1, computed=13, hit=0, shipped=4, queue_ms=4, compute_ms=5))
+    lab.say(prefill, Prefilled("r", 1, computed=13, hit=0, stored=4, queue_ms=4, compute_ms=5))
     assert not lab.sent(Cancel)  # its holds are still needed
     lab.say(decode, Started("r", 1, device_pages=0, fetched_pages=4))
     assert lab.cancelled(prefill) == [1]
@@ -110,7 +110,7 @@ def test_a_prefill_account_that_comes_after_its_pages_is_counted() -> None:
     lab.say(decode, Accepted("r", 1))
     lab.say(decode, Started("r", 1, device_pages=0, fetched_pages=3))
     assert not lab.sent(Cancel)
-    lab.say(prefill, Prefilled("r", 1, computed=8, hit=1, shipped=2))
+    lab.say(prefill, Prefilled("r", 1, computed=8, hit=1, stored=2))
     assert lab.cancelled(prefill) == [1]
     lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
     assert lab.end().summary.served.pages_shipped == 2
@@ -146,7 +146,7 @@ def test_what_is_cached_is_counted_once_whoever_had_it() -> None:
     decode, prefill, _ = lab.split()
     lab.submit(prompt=14)
     lab.say(decode, Accepted("r", 1))
-    lab.say(prefill, Prefilled("r", 1, computed=4, hit=2, shipped=1))
+    lab.say(prefill, Prefilled("r", 1, computed=4, hit=2, stored=1))
     lab.tokens(decode, "r", 1, 14, EOS, finish="stop", computed=2)
     assert lab.end().summary.usage.cached == 8
 
@@ -156,7 +156,7 @@ def test_a_prompt_whose_pages_are_in_the_store_is_fetched_without_a_prefill() ->
     decode, _, store = lab.split()
     lab.holds(store, lab.submit("first", prompt=14), 3)
     lab.submit(prompt=14)
-    assert (lab.decode.request, lab.decode.fetch, lab.decode.awaited) == ("r", 3, False)
+    assert (lab.decode.request, lab.decode.fetch, lab.decode.prefilled_remotely) == ("r", 3, False)
     lab.say(decode, Accepted("r", 1))
     assert not lab.sent(Prefill)
 
@@ -166,7 +166,7 @@ def test_a_prompt_whose_pages_are_on_the_device_fetches_nothing() -> None:
     decode, _, _ = lab.split()
     lab.holds(decode, lab.submit("first", prompt=14), 3, "GPU")
     lab.submit(prompt=14)
-    assert (lab.decode.request, lab.decode.fetch, lab.decode.awaited) == ("r", 0, False)
+    assert (lab.decode.request, lab.decode.fetch, lab.decode.prefilled_remotely) == ("r", 0, False)
 
 
 def test_a_decode_worker_that_had_the_pages_all_along_spares_the_prefill() -> None:
@@ -186,7 +186,7 @@ def test_without_a_store_on_its_node_nothing_is_split() -> None:
     lab.join("prefill", "prefill-0", "b")
     lab.join("store", "store-b", "b")
     lab.submit(prompt=100)
-    assert not lab.decode.awaited
+    assert not lab.decode.prefilled_remotely
 
 
 # --- pages of other nodes and lower tiers ---
@@ -197,11 +197,11 @@ def test_a_pair_of_two_nodes_passes_pages_from_store_to_store() -> None:
     decode, prefill, made, wanted = lab.split_over_nodes()
     lab.submit(prompt=14)
     source = PageSource(made, "tcp://a:1", 4)
-    assert (lab.decode.fetch, lab.decode.awaited, lab.decode.sources) == (4, True, (source,))
+    assert (lab.decode.fetch, lab.decode.prefilled_remotely, lab.decode.sources) == (4, True, (source,))
     lab.say(decode, Accepted("r", 1))
     assert lab.to(lab.prefill) == prefill
     assert lab.prefill.sources == ()
-    lab.say(prefill, Prefilled("r", 1, computed=12, hit=0, shipped=3))
+    lab.say(prefill, Prefilled("r", 1, computed=12, hit=0, stored=3))
     lab.say(decode, Started("r", 1, fetched_pages=3))
     lab.leaves(made)
     lab.leaves(wanted)
@@ -228,7 +228,7 @@ def test_a_whole_cached_prompt_comes_from_another_node_that_serves_it(medium: st
     lab.holds(store, lab.submit("first", prompt=41), 10, medium)
     lab.submit(prompt=41)
     expected = (10, False, (PageSource(store, "tcp://a:1", 10),)) if others else (0, False, ())
-    assert (lab.decode.fetch, lab.decode.awaited, lab.decode.sources) == expected
+    assert (lab.decode.fetch, lab.decode.prefilled_remotely, lab.decode.sources) == expected
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_store_that_goes_takes_those_along_whose_pages_pass_through_it(moment:
         lab.say(decode, Started("r", 1))
     lab.leaves(made if whose == "made" else wanted)
     attempts = 1 if moment == "started" else 2
-    assert (lab.decode.attempt, lab.decode.awaited) == (attempts, moment == "started")
+    assert (lab.decode.attempt, lab.decode.prefilled_remotely) == (attempts, moment == "started")
 
 
 @pytest.mark.parametrize(("moment", "attempts"), [("placed", 2), ("accepted", 2), ("prefilled", 1)])
@@ -318,7 +318,7 @@ def test_a_source_from_which_nothing_came_is_not_named_again() -> None:
     lab.say(decode, Accepted("r", 1))
     assert [source.store for source in lab.decode.sources] == [made]
     lab.say(decode, FetchIncomplete("r", 1, 0, "no page came"))
-    assert (lab.decode.attempt, lab.decode.awaited, lab.decode.sources) == (2, False, ())
+    assert (lab.decode.attempt, lab.decode.prefilled_remotely, lab.decode.sources) == (2, False, ())
 
 
 def test_a_busy_prefill_worker_makes_room_for_one_of_another_node() -> None:
@@ -550,13 +550,13 @@ def test_a_short_fetch_is_a_new_attempt_without_that_prefill_worker() -> None:
     two = lab.join("prefill", "prefill-1")
     lab.submit(prompt=14)
     for attempt, prefill in ((1, one), (2, two)):
-        assert lab.decode.awaited
+        assert lab.decode.prefilled_remotely
         lab.say(decode, Accepted("r", attempt))
         assert lab.to(lab.prefill) == prefill
         lab.say(decode, FetchIncomplete("r", attempt, 1, "gone"))
         assert lab.cancelled(prefill) == [attempt]
     assert lab.cancelled(decode) == [1, 2]
-    assert (lab.decode.attempt, lab.decode.fetch, lab.decode.awaited) == (3, 0, False)
+    assert (lab.decode.attempt, lab.decode.fetch, lab.decode.prefilled_remotely) == (3, 0, False)
     lab.say(decode, Accepted("r", 3))
     lab.say(decode, AttemptFailed("r", 3, "internal", "out of luck"))
     assert type(error(lab)) is AttemptsExhausted
@@ -593,7 +593,7 @@ def test_the_last_attempt_needs_neither_prefill_worker_nor_store() -> None:
         assert lab.decode.fetch == 4
         lab.say(decode, Accepted("r", attempt))
         lab.say(decode, AttemptFailed("r", attempt, "internal", "a step failed"))
-    assert (lab.decode.attempt, lab.decode.fetch, lab.decode.awaited) == (3, 0, False)
+    assert (lab.decode.attempt, lab.decode.fetch, lab.decode.prefilled_remotely) == (3, 0, False)
 
 
 def test_attempts_that_brought_tokens_do_not_count_against_the_budget() -> None:
@@ -622,7 +622,7 @@ def test_a_prefill_worker_that_is_busy_is_replaced_by_another_or_waited_for() ->
     assert lab.cancelled(decode) == [1]
     assert lab.state.stats().queued == 1  # both may have room again by their next heartbeats
     lab.beat(one)
-    assert (lab.decode.attempt, lab.decode.awaited) == (2, True)
+    assert (lab.decode.attempt, lab.decode.prefilled_remotely) == (2, True)
 
 
 def test_a_prompt_that_prefill_workers_never_have_room_for_is_computed_where_it_is_decoded() -> None:
@@ -630,7 +630,7 @@ def test_a_prompt_that_prefill_workers_never_have_room_for_is_computed_where_it_
     decode, prefill, _ = lab.split()
     lab.submit(prompt=14)
     refusals = 0
-    while lab.decode.awaited:
+    while lab.decode.prefilled_remotely:
         refusals += 1
         lab.say(decode, Accepted("r", refusals))
         lab.say(prefill, Refused("r", refusals, "busy"))
@@ -646,7 +646,7 @@ def test_a_prefill_worker_that_can_not_is_not_asked_again() -> None:
     lab.say(decode, Accepted("r", 1))
     lab.say(prefill, AttemptFailed("r", 1, "store", "no slots"))
     assert lab.cancelled(decode) == [1]
-    assert (lab.decode.attempt, lab.decode.awaited) == (2, False)
+    assert (lab.decode.attempt, lab.decode.prefilled_remotely) == (2, False)
 
 
 def test_what_a_worker_says_about_the_request_is_final() -> None:

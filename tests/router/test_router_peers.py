@@ -230,7 +230,7 @@ def test_heartbeats_list_what_a_worker_has_been_given() -> None:
     for peer, attempts in ((decode, (named("r", 1),)), (prefill, (named("r", 1),)), (store, ())):
         assert lab.sent(RouterHeartbeat, peer)[-1].attempts == attempts
     lab.say(decode, Started("r", 1))
-    lab.say(prefill, Prefilled("r", 1, computed=12, hit=0, shipped=3))  # its account may come after its pages
+    lab.say(prefill, Prefilled("r", 1, computed=12, hit=0, stored=3))  # its account may come after its pages
     lab.advance(0.3)
     assert lab.sent(RouterHeartbeat, prefill)[-1].attempts == ()
 
@@ -342,7 +342,7 @@ def test_a_digest_that_differs_asks_for_a_snapshot() -> None:
     assert lab.log.count(AskSnapshot(store)) == before
     lab.say(store, Heartbeat(lab.counts[store], LoadReport(), events=4, digest=packed_digest(keys, "DISK")))
     assert lab.log.count(AskSnapshot(store)) == before + 1
-    stats = lab.state.stats().prefixes
+    stats = lab.state.stats().kv_index
     assert (stats.pages, stats.gaps, stats.divergences) == (2, 0, 1)
 
 

@@ -21,8 +21,8 @@ from tests.router.placing import CONFIG, HANDED, PAGE, PREFIX, RATE, REST, STEP,
 
 def test_missing_pages_are_prefilled_elsewhere() -> None:
     plan = one_node(host=3).plan()
-    assert plan == Placement("d0", "p0", fetch=HANDED, cached=3, store="s-a")
-    assert plan.awaited
+    assert plan == Placement("d0", "p0", fetch_pages=HANDED, cached_pages=3, store="s-a")
+    assert plan.prefilled_remotely
     assert plan.predicted.compute == pytest.approx(5 * PAGE + REST / RATE)
     assert plan.predicted.step == pytest.approx(STEP), "the decode worker computes the last token alone"
     assert plan.predicted.total == pytest.approx(5 * PAGE + REST / RATE + STEP)
@@ -31,10 +31,10 @@ def test_missing_pages_are_prefilled_elsewhere() -> None:
 
 def test_nothing_missing_nothing_split() -> None:
     assert one_node().plan(prefix=CacheablePrefix(0, 10, 1_000)) == Placement("d0")
-    assert one_node(host=8).plan() == Placement("d0", fetch=8, cached=8, store="s-a")
+    assert one_node(host=8).plan() == Placement("d0", fetch_pages=8, cached_pages=8, store="s-a")
     cluster = one_node(host=2)
     cluster.held["d0"] = PrefixMatch(8)
-    assert cluster.plan() == Placement("d0", cached=8)
+    assert cluster.plan() == Placement("d0", cached_pages=8)
 
 
 def test_a_split_needs_a_prefill_worker_and_a_store_on_both_nodes() -> None:
@@ -57,7 +57,7 @@ def test_nobody_is_placed_where_nobody_lives() -> None:
     assert isinstance(cluster.choose(), Wait)
     cluster.decoder("d1")
     assert cluster.plan().decode == "d1"
-    cluster.members.live("d1").drain(draining=True)
+    cluster.members.require_live("d1").drain(draining=True)
     assert isinstance(cluster.choose(), Wait)
 
 
@@ -65,11 +65,11 @@ def test_the_longest_prefix_wins_until_it_costs_more_than_it_saves() -> None:
     cluster = Cluster()
     cluster.decoder("d0")
     cluster.decoder("d1", device=6)
-    assert cluster.plan() == Placement("d1", cached=6)
-    cluster.members.live("d1").promise(AttemptName("busy", 1), PendingPrefill(70), cluster.now)
+    assert cluster.plan() == Placement("d1", cached_pages=6)
+    cluster.members.require_live("d1").assign_prefill(AttemptName("busy", 1), PendingPrefill(70), cluster.now)
     assert cluster.plan() == Placement("d0")
     cluster.now += 0.2  # by then it has computed some of that
-    assert cluster.plan() == Placement("d1", cached=6)
+    assert cluster.plan() == Placement("d1", cached_pages=6)
 
 
 def test_the_prefill_worker_that_is_done_first_is_chosen() -> None:
@@ -77,8 +77,8 @@ def test_the_prefill_worker_that_is_done_first_is_chosen() -> None:
     cluster.prefiller("p1", busy=5, device=3)
     cluster.prefiller("p2", busy=5)
     assert cluster.plan().prefill == "p0"
-    cluster.members.live("p0").promise(AttemptName("busy", 1), PendingPrefill(40), cluster.now)
-    assert cluster.plan() == Placement("d0", "p1", fetch=HANDED, cached=3, store="s-a")
+    cluster.members.require_live("p0").assign_prefill(AttemptName("busy", 1), PendingPrefill(40), cluster.now)
+    assert cluster.plan() == Placement("d0", "p1", fetch_pages=HANDED, cached_pages=3, store="s-a")
     cluster.prefiller("p3", busy=20)
     cluster.prefills["p3"] = PrefillCost(0.0, 1 / RATE / 10, 0.0)
     assert cluster.plan().prefill == "p3"
@@ -94,7 +94,7 @@ def test_a_local_plan_needs_nobody() -> None:
     cluster = one_node(host=8)
     cluster.store("b", host=8)
     cluster.decoder("d1", device=2)
-    assert cluster.plan(local=True) == Placement("d1", cached=2)
+    assert cluster.plan(local=True) == Placement("d1", cached_pages=2)
 
 
 # --- waiting ---
@@ -102,19 +102,19 @@ def test_a_local_plan_needs_nobody() -> None:
 
 def test_a_full_prefill_worker_is_waited_for_where_that_is_quicker() -> None:
     cluster = one_node()
-    prefill = cluster.members.live("p0")
-    cluster.runs(cluster.members.live("d0"), 4)  # a prompt here would make four wait for their next tokens
+    prefill = cluster.members.require_live("p0")
+    cluster.runs(cluster.members.require_live("d0"), 4)  # a prompt here would make four wait for their next tokens
     for slot in range(2):
-        prefill.promise(AttemptName(f"slot {slot}", 1), PendingPrefill(80), cluster.now)
+        prefill.assign_prefill(AttemptName(f"slot {slot}", 1), PendingPrefill(80), cluster.now)
     choice = cluster.choose()
     assert isinstance(choice, Wait)
     assert "p0" in choice.why
     assert choice.predicted == pytest.approx(24 * PAGE + REST / RATE + STEP)
     other = cluster.prefiller("p1", busy=10)
     assert cluster.plan().prefill == "p1"
-    other.promise(AttemptName("more", 1), PendingPrefill(200), cluster.now)
+    other.assign_prefill(AttemptName("more", 1), PendingPrefill(200), cluster.now)
     assert isinstance(cluster.choose(), Wait)
-    prefill.computed(AttemptName("slot 0", 1))
+    prefill.prefill_done(AttemptName("slot 0", 1))
     assert cluster.plan().prefill == "p0"
 
 
@@ -124,23 +124,23 @@ def test_a_decode_worker_that_is_always_busy_still_has_all_its_prompts_before_it
     decode = cluster.decoder()
     names = [AttemptName(f"prompt {number}", 1) for number in range(3)]
     for name in names:
-        decode.promise(name, PendingPrefill(200), cluster.now)
+        decode.assign_prefill(name, PendingPrefill(200), cluster.now)
     queues = [cluster.queued()]
     for name in names[:2]:
         cluster.now += 3 * queues[0]
-        decode.computed(name, cluster.now)
+        decode.prefill_done(name, cluster.now)
         queues.append(cluster.queued())
     assert queues == pytest.approx([queues[0], queues[0] * 2 / 3, queues[0] / 3])
 
 
 def test_those_who_wait_count_for_those_behind_them() -> None:
     cluster = one_node()
-    cluster.runs(cluster.members.live("d0"), 40)
+    cluster.runs(cluster.members.require_live("d0"), 40)
     for name, pages in (("p0", 4), ("p1", 19)):
-        worker = cluster.members.live("p0") if name == "p0" else cluster.prefiller("p1")
+        worker = cluster.members.require_live("p0") if name == "p0" else cluster.prefiller("p1")
         for slot in range(2):
-            worker.promise(AttemptName(f"{name} {slot}", 1), PendingPrefill(pages * 10), cluster.now)
-    cluster.view.begin(cluster.now)
+            worker.assign_prefill(AttemptName(f"{name} {slot}", 1), PendingPrefill(pages * 10), cluster.now)
+    cluster.view.begin_scan(cluster.now)
     waits = [cluster.decide().choice for _ in range(6)]
     assert all(isinstance(wait, Wait) for wait in waits)
     predicted = [wait.predicted for wait in waits if isinstance(wait, Wait) and wait.predicted]
@@ -152,16 +152,16 @@ def test_those_who_wait_count_for_those_behind_them() -> None:
 def test_a_decode_worker_computes_what_would_wait_longer_elsewhere() -> None:
     cluster = one_node()
     cluster.prefiller("p1", busy=20)
-    cluster.members.live("p0").promise(AttemptName("busy", 1), PendingPrefill(200), cluster.now)
+    cluster.members.require_live("p0").assign_prefill(AttemptName("busy", 1), PendingPrefill(200), cluster.now)
     assert cluster.plan() == Placement("d0")
-    cluster.runs(cluster.members.live("d0"), 10)
+    cluster.runs(cluster.members.require_live("d0"), 10)
     assert cluster.plan().prefill is not None, "ten streams would wait for it"
 
 
 def test_an_operator_may_want_every_prompt_split() -> None:
     cluster = one_node()
     cluster.prefiller("p1", busy=20)
-    cluster.members.live("p0").promise(AttemptName("busy", 1), PendingPrefill(200), cluster.now)
+    cluster.members.require_live("p0").assign_prefill(AttemptName("busy", 1), PendingPrefill(200), cluster.now)
     assert cluster.plan().prefill is None
     cluster.view.config = msgspec.structs.replace(CONFIG, router=configuration.RouterConfig(split="always"))
     assert cluster.plan().prefill is not None
@@ -203,22 +203,22 @@ def test_a_pool_that_is_full_is_waited_for() -> None:
     one = cluster.decoder("d0", pool=40)
     cluster.runs(one, 3, pages=11)
     assert isinstance(cluster.choose(), Wait)
-    one.drop(AttemptName("running 1", 1))
+    one.unassign(AttemptName("running 1", 1))
     assert cluster.plan().decode == "d0"
-    one.reports(LoadReport(pages_free=3, pages_total=40), cluster.given, LoadReport(), cluster.now)
+    one.update_load(LoadReport(pages_free=3, pages_total=40), cluster.given, LoadReport(), cluster.now)
     assert isinstance(cluster.choose(), Wait), "whatever we thought, it has no more"
 
 
 def test_what_other_routers_gave_a_worker_counts_when_it_is_told() -> None:
     cluster = one_node()
     cluster.prefiller("p1", busy=5)
-    cluster.runs(cluster.members.live("d0"), 4)
+    cluster.runs(cluster.members.require_live("d0"), 4)
     cluster.runs(cluster.decoder("d1"), 6)
     assert (cluster.plan().prefill, cluster.plan().decode) == ("p0", "d0")
     others = LoadReport(2, 1, tokens_queued=100)
-    cluster.members.live("p0").reports(others, 0, others, cluster.now)
+    cluster.members.require_live("p0").update_load(others, 0, others, cluster.now)
     assert cluster.plan().prefill == "p1"
-    cluster.members.live("d0").reports(
+    cluster.members.require_live("d0").update_load(
         LoadReport(9, 0, context=500, prefill_rate=RATE), 0, LoadReport(5, 0, context=300), cluster.now
     )
     assert cluster.plan().decode == "d1"
@@ -279,7 +279,7 @@ def users_of_a_hot_prefix(per_second: float) -> int:
     for turn in range(200):
         cluster.now = 100 + turn / per_second
         for when, name, attempt in [each for each in done if each[0] <= cluster.now]:
-            cluster.members.live(name).drop(attempt)
+            cluster.members.require_live(name).unassign(attempt)
             done.remove((when, name, attempt))
         plan = cluster.plan()
         cluster.held[plan.decode] = PrefixMatch(8)
@@ -298,11 +298,11 @@ def test_a_key_stays_with_its_worker_while_that_lives() -> None:
     homes = {key: cluster.plan(affinity=key).decode for key in map(str, range(64))}
     assert len(set(homes.values())) == 8
     assert all(cluster.plan(affinity=key).decode == home for key, home in homes.items())
-    cluster.members.leave(cluster.members.live("d3"), "dead")
+    cluster.members.leave(cluster.members.require_live("d3"), "dead")
     moved = {key for key, home in homes.items() if cluster.plan(affinity=key).decode != home}
     assert moved == {key for key, home in homes.items() if home == "d3"}
-    busy = cluster.members.live(homes["0"] if homes["0"] != "d3" else homes["1"])
+    busy = cluster.members.require_live(homes["0"] if homes["0"] != "d3" else homes["1"])
     key = next(key for key, home in homes.items() if home == busy.incarnation)
     cluster.runs(busy, 1)
-    busy.refuses(AttemptName("running 1", 1))
+    busy.mark_busy(AttemptName("running 1", 1))
     assert isinstance(cluster.choose(affinity=key), Wait), "a key is hard: it waits for its worker"

@@ -28,14 +28,14 @@ class Line:
     def comes(self, name: str, tenant: str = "", priority: int = 0, prompt: int = 100, begun: bool = False) -> Request:
         order = submit(name, prompt, tenant=tenant, priority=priority)
         request = self.requests[name] = Request.from_submit(order, len(self.requests), self.now)
-        request.begun = begun
+        request.ever_accepted = begun
         self.queue.add(request, self.now)
         return request
 
     def serve(self) -> str:
         """The next, who pays for its prompt."""
         request = next(iter(self.queue.in_order(self.now)))
-        self.queue.discard(request, self.now, placed=True)
+        self.queue.remove(request, self.now, placed=True)
         self.charge(request.tenant, request.prompt)
         self.queue.validate()
         return request.name
@@ -159,7 +159,7 @@ def test_requests_may_leave_while_the_order_is_read() -> None:
     for request in line.queue.in_order(line.now):
         seen.append(request.name)
         if request.name in ("r0", "r3"):
-            line.queue.discard(request, line.now)
+            line.queue.remove(request, line.now)
             line.charge(request.tenant, 1_000)
     assert sorted(seen) == [f"r{i}" for i in range(6)]
     assert len(line.queue) == 4
@@ -196,7 +196,7 @@ def drained(line: Line, tokens: float) -> None:
     for i in range(400):
         line.now += 0.1
         request = line.comes(f"drained {i}", prompt=int(tokens / 10))
-        line.queue.discard(request, line.now, placed=True)
+        line.queue.remove(request, line.now, placed=True)
 
 
 def test_the_wait_is_what_is_ahead_at_the_rate_of_late() -> None:
@@ -204,16 +204,16 @@ def test_the_wait_is_what_is_ahead_at_the_rate_of_late() -> None:
     first = line.comes("first", prompt=1_000)
     assert line.queue.wait(first, line.now) == 0  # nothing has been seen yet
     drained(line, 500)
-    assert line.queue.outflow.rate == pytest.approx(500, rel=0.05)
+    assert line.queue.drain_rate.rate == pytest.approx(500, rel=0.05)
     second = line.comes("second", prompt=1_000)
     assert line.queue.wait(second, line.now) == pytest.approx(4, rel=0.05)
-    line.queue.weigh(first, 200)  # most of it is cached
+    line.queue.set_work(first, 200)  # most of it is cached
     assert line.queue.wait(second, line.now) == pytest.approx(2.4, rel=0.05)
     urgent = line.comes("urgent", prompt=1_000, priority=-1)
     assert line.queue.wait(urgent, line.now) == pytest.approx(2, rel=0.05)
     begun = line.comes("begun", prompt=500, priority=5, begun=True)
     assert line.queue.wait(urgent, line.now) == pytest.approx(3, rel=0.05)
-    line.queue.discard(begun, line.now)
+    line.queue.remove(begun, line.now)
 
 
 def test_a_queue_that_has_just_formed_says_nothing_of_half_a_minute() -> None:
@@ -238,7 +238,7 @@ def test_a_tenant_does_not_wait_for_the_flood_of_another() -> None:
     assert line.queue.wait(newcomer, line.now) == 0, "it is next"
     second = line.comes("second", "b", prompt=1_000)
     assert line.queue.wait(second, line.now) == pytest.approx(4, rel=0.05)
-    line.queue.discard(second, line.now)
+    line.queue.remove(second, line.now)
     flood = line.comes("flood", "a", prompt=1_000)
     assert line.queue.wait(flood, line.now) == pytest.approx(22, rel=0.05)
 
@@ -249,7 +249,7 @@ def test_an_idle_queue_says_nothing_of_how_fast_it_drains() -> None:
         line.now += 1
         line.comes(f"r{i}")
         line.serve()
-    assert line.queue.outflow.rate == 0
+    assert line.queue.drain_rate.rate == 0
 
 
 def test_the_margin_follows_how_wrong_forecasts_were() -> None:
@@ -258,15 +258,15 @@ def test_the_margin_follows_how_wrong_forecasts_were() -> None:
     drained(line, 1_000)
     for i in range(60):
         request = line.comes(f"r{i}", "a", prompt=1_000)
-        assert line.queue.doubt(request, 4.0, 10.0) <= 8.0, "a fifth of what it may wait is always enough"
-        request.forecast = line.now + 4.0
+        assert line.queue.safety_margin(request, 4.0, 10.0) <= 8.0, "a fifth of what it may wait is always enough"
+        request.predicted_dequeue_at = line.now + 4.0
         line.now += 6.0
         line.queue.learn(request, line.now)
-        line.queue.discard(request, line.now, placed=True)
+        line.queue.remove(request, line.now, placed=True)
     request = line.comes("next", "a", prompt=1_000)
-    assert 2.0 <= line.queue.doubt(request, 4.0, 10.0) <= 6.0
+    assert 2.0 <= line.queue.safety_margin(request, 4.0, 10.0) <= 6.0
     other = line.comes("other", "b", prompt=1_000)
-    assert line.queue.doubt(other, 4.0, 10.0) == 0.0, "each line has its own"
+    assert line.queue.safety_margin(other, 4.0, 10.0) == 0.0, "each line has its own"
 
 
 class Queues(RuleBasedStateMachine):
@@ -284,20 +284,20 @@ class Queues(RuleBasedStateMachine):
     )
     def comes(self, tenant: str, priority: int, prompt: int, begun: bool) -> None:
         request = self.line.comes(f"r{len(self.line.requests)}", tenant, priority, prompt, begun and prompt % 5 == 0)
-        self.line.queue.weigh(request, prompt // 2)
+        self.line.queue.set_work(request, prompt // 2)
 
     @rule(index=st.integers(0, 100))
     def leaves(self, index: int) -> None:
         requests = list(self.line.requests.values())
         if requests:
-            self.line.queue.discard(requests[index % len(requests)], self.line.now)
+            self.line.queue.remove(requests[index % len(requests)], self.line.now)
 
     @rule(index=st.integers(0, 100))
     def comes_back(self, index: int) -> None:
         requests = [r for r in self.line.requests.values() if r not in self.line.queue]
         if requests:
             request = requests[index % len(requests)]
-            request.begun = True
+            request.ever_accepted = True
             self.line.queue.add(request, self.line.now)
 
     @rule()
@@ -315,14 +315,14 @@ class Queues(RuleBasedStateMachine):
         line.queue.validate()
         line.fairness.validate()
         waiting = [request for request in line.requests.values() if request in line.queue]
-        top = min((r.level for r in waiting if not r.begun), default=0)
-        leaders = line.queue._leaders()
+        top = min((r.level for r in waiting if not r.ever_accepted), default=0)
+        leaders = line.queue._over_served_tenants()
 
         def rank(r: Request) -> tuple[object, ...]:
-            level = 0 if r.begun else max(top, r.level - int((line.now - r.submitted) / AGEING))
-            leads = not r.begun and r.tenant in leaders
+            level = 0 if r.ever_accepted else max(top, r.level - int((line.now - r.submitted) / AGEING))
+            leads = not r.ever_accepted and r.tenant in leaders
             return (
-                not r.begun,
+                not r.ever_accepted,
                 leads,
                 level,
                 line.fairness.counter(r.tenant),
@@ -335,7 +335,7 @@ class Queues(RuleBasedStateMachine):
         if waiting:
             assert order[0] == min(waiting, key=rank).name
         if (last := line.queue.last(line.now)) is not None:
-            assert not last.begun
+            assert not last.ever_accepted
             assert line.queue.wait(last, line.now) >= 0
 
 

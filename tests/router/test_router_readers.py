@@ -56,7 +56,7 @@ def test_unread_output_is_bounded_in_bytes_and_in_tokens() -> None:
     wordy = stream()
     wordy._put("x" * MAX_UNREAD_BYTES, (), ())  # text that held-back stop strings let go
     assert wordy.emit([5], ()) is StopVerdict.UNREAD
-    full.drop()
+    full.abandon()
     assert full.emit([5], (LIKELY,)) is StopVerdict.GOES_ON
 
 

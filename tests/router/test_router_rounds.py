@@ -29,16 +29,16 @@ class Waiting:
     def round(self, *placed: int) -> list[int]:
         """Who is tried, when these can be placed and nobody else."""
         tried: list[int] = []
-        for request in self.rounds.round(0.0):
+        for request in self.rounds.scan(0.0):
             tried.append(int(request.name[1:]))
             if tried[-1] in placed:
-                self.queue.discard(request, 0.0, placed=True)
+                self.queue.remove(request, 0.0, placed=True)
             else:
-                self.rounds.in_vain(request)
+                self.rounds.mark_unplaceable(request)
         return tried
 
     def room(self, *placed: int) -> list[int]:
-        self.rounds.may_have_room()
+        self.rounds.cluster_changed()
         return self.round(*placed)
 
     def tick(self, *placed: int) -> list[int]:
@@ -54,7 +54,7 @@ def test_nobody_is_tried_unless_there_may_be_room() -> None:
     waiting = Waiting(3)
     assert not waiting.rounds.due
     assert waiting.tick() == []
-    waiting.rounds.may_have_room()
+    waiting.rounds.cluster_changed()
     assert waiting.rounds.due
     assert waiting.round() == [0, 1, 2]
     assert not waiting.rounds.due
@@ -98,10 +98,10 @@ def test_a_round_that_is_left_early_is_taken_up() -> None:
     waiting = Waiting(20)
     waiting.room()
     waiting.rounds.tick(again=False)
-    for request in waiting.rounds.round(0.0):
+    for request in waiting.rounds.scan(0.0):
         if request.name == "r10":
             break
-        waiting.rounds.in_vain(request)
+        waiting.rounds.mark_unplaceable(request)
     assert waiting.tick() == [*several(0, 7), *several(10, 17)]
 
 

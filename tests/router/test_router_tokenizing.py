@@ -76,7 +76,7 @@ def model(tokenizer: Tokenizer, context: int) -> ServedModel:
 
 
 def tokens_of(prompt: str, served: ServedModel) -> list[int]:
-    return list(request_parsing.take_in(pb.GenerateRequest(text=prompt), "r", served, lambda: 1).prompt)
+    return list(request_parsing.parse_generate_request(pb.GenerateRequest(text=prompt), "r", served, lambda: 1).prompt)
 
 
 @pytest.mark.parametrize("raw", [tokenizers.byte_level(), tokenizers.byte_fallback()], ids=["bytes", "fallback"])
@@ -85,7 +85,7 @@ def test_a_text_that_can_not_fit_is_not_tokenized(raw: RawTokenizer) -> None:
     with pytest.raises(ContextTooLong, match=r"at most \d+ bytes"):
         tokens_of(PROSE * 100_000, model(tokenizer, 1_000))
     with pytest.raises(ContextTooLong, match=r"at most \d+ bytes"):
-        request_parsing.take_in_prefix(cache_pb2.WarmRequest(text=PROSE * 100_000), "pin", model(tokenizer, 1_000))
+        request_parsing.parse_pin_request(cache_pb2.WarmRequest(text=PROSE * 100_000), "pin", model(tokenizer, 1_000))
     assert tokenizer.characters == 0
 
 

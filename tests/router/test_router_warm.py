@@ -101,7 +101,7 @@ def test_from_wish_to_pin() -> None:
     assert prefill.tokens == order.tokens[: 3 * PAGE * 4]  # full pages only, the last token's among them
     assert prefill.priority == 2**31 - 1
     assert it.waits()
-    it.say(PREFILL, Prefilled(W, 1, computed=8, hit=1, shipped=2))
+    it.say(PREFILL, Prefilled(W, 1, computed=8, hit=1, stored=2))
     assert it.to(it.pin) == STORE
     assert it.pin.keys == page_keys(namespace_root(NAMESPACE), prefill.tokens, PAGE)
     assert (it.pin.tenant, it.pin.ttl_ms) == ("", 60_000)
@@ -125,7 +125,7 @@ def test_a_prefix_that_a_hung_worker_does_not_read_goes_to_another_one() -> None
     assert it.cancelled(holder, W) == [1]
     assert it.prefill.attempt == 2
     assert it.to(it.prefill) == ({PREFILL, other} - {holder}).pop()
-    it.say(holder, Prefilled(W, 1, computed=8, hit=1, shipped=2))
+    it.say(holder, Prefilled(W, 1, computed=8, hit=1, stored=2))
     assert not it.sent(PinPages)
     it.until_pinned(attempt=2, prefill=it.to(it.prefill))
     assert isinstance(it.outcome(), Pinned)
@@ -239,7 +239,7 @@ def keep_alive(it: WarmLab, seconds: float, *peers: str) -> None:
         for peer in peers:
             member = it.state._members.get(peer)
             assert member is not None
-            it.beat(peer, *(held(name.request, name.attempt, 0) for name in member.work))
+            it.beat(peer, *(held(name.request, name.attempt, 0) for name in member.assigned))
         it.advance(0)
 
 

@@ -14,7 +14,7 @@ import pytest
 from baton.errors import BatonError, InvalidRequest, ModelMismatch
 from baton.v1 import cache_pb2, cache_pb2_grpc, generation_pb2
 from kvstore.keys import unpack_tokens
-from router.frontend.request_parsing import pin_of, take_in_prefix
+from router.frontend.request_parsing import pin_of, parse_pin_request
 from router.service import RouterAddresses
 from tests.router import tokenizers
 from tests.router.served import Served, served, settings_for
@@ -51,20 +51,20 @@ def wish(**fields: Any) -> cache_pb2.WarmRequest:
 def test_bad_fields_are_named(fields: dict[str, Any], kind: type[BatonError], says: str) -> None:
     request = wish(**fields)
     with pytest.raises(kind, match=says):
-        take_in_prefix(request, pin_of(request), MODEL)
+        parse_pin_request(request, pin_of(request), MODEL)
 
 
 def test_text_needs_a_tokenizer() -> None:
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
-        take_in_prefix(wish(text="x"), "p", BARE)
+        parse_pin_request(wish(text="x"), "p", BARE)
 
 
 def test_what_is_not_said() -> None:
-    taken = take_in_prefix(wish(), pin_of(wish()), MODEL)
+    taken = parse_pin_request(wish(), pin_of(wish()), MODEL)
     assert (unpack_tokens(taken.tokens), taken.ttl) == (PREFIX, 3_600.0)
     assert pin_of(wish()) != pin_of(wish())
     assert pin_of(wish(id="mine")) == "mine"
-    text = take_in_prefix(wish(text="The quick brown fox", ttl_ms=1_500), "p", MODEL)
+    text = parse_pin_request(wish(text="The quick brown fox", ttl_ms=1_500), "p", MODEL)
     assert (unpack_tokens(text.tokens), text.ttl) == (tokenizers.byte_level().encode("The quick brown fox").ids, 1.5)
 
 

@@ -45,16 +45,16 @@ def all_finished(world: World, name: str) -> bool:
 
 def test_both_are_served_and_know_of_each_others_load() -> None:
     world = busy_world()
-    members = {name: router.state._members.of("decode") for name, router in world.routers.items()}
+    members = {name: router.state._members.with_role("decode") for name, router in world.routers.items()}
     seen: set[str] = set()
     for _ in range(200):
         world.round()
-        seen |= {name for name, workers in members.items() if any(worker.strangers for worker in workers)}
+        seen |= {name for name, workers in members.items() if any(worker.other_routers_requests for worker in workers)}
     assert seen == {"one", "two"}
     world.settle()
     assert all_finished(world, "one")
     assert all_finished(world, "two")
-    assert not any(worker.strangers for workers in members.values() for worker in workers)
+    assert not any(worker.other_routers_requests for workers in members.values() for worker in workers)
 
 
 @pytest.mark.parametrize("moment", range(0, 60, 10))
@@ -62,7 +62,7 @@ def test_the_death_of_one_takes_nothing_from_the_other(moment: int) -> None:
     world = busy_world()
     for _ in range(moment):
         world.round()
-    requests = world.routers["one"].state._life.requests.values()
+    requests = world.routers["one"].state._manager.requests.values()
     running = {
         r.name: r.attempts for r in requests if r.attempt is not None and r.attempt.phase is RequestPhase.RUNNING
     }

@@ -72,7 +72,7 @@ class WarmCluster(Cluster):
         self.tell(UnpinPrefix(pin))
 
     def prefixes(self) -> list[PinnedPrefix]:
-        return list(self.state._warmer.prefixes.values())
+        return list(self.state._pinner.prefixes.values())
 
     def kept_at(self, prefix: PinnedPrefix) -> KeptPin | None:
         """The pin of a prefix that counts as pinned; none: its store has gone."""
@@ -80,7 +80,7 @@ class WarmCluster(Cluster):
         assert prefix.store is not None
         if prefix.store not in self.processes:
             return None
-        pin = self.pages[prefix.store].pins.get(self.state._warmer._pin_name(prefix))
+        pin = self.pages[prefix.store].pins.get(self.state._pinner._pin_name(prefix))
         assert pin is not None, f"{prefix.name} counts as pinned, and its store does not have it"
         assert set(split_keys(pin.order.keys)) <= self.pages[prefix.store].sealed
         assert pin.order.keys == prefix.keys
@@ -225,7 +225,7 @@ class WarmCluster(Cluster):
     def check_nothing_left(self) -> None:
         """Stores have exactly what counts as pinned. One that was replaced, and lives, belongs to no router and hears
         nothing: it keeps its pins until their time is over."""
-        pinned = {self.state._warmer._pin_name(p): p for p in self.prefixes() if p.phase is PinPhase.PINNED}
+        pinned = {self.state._pinner._pin_name(p): p for p in self.prefixes() if p.phase is PinPhase.PINNED}
         for incarnation, pages in self.pages.items():
             if self.state._members.get(incarnation) is None:
                 continue

@@ -228,8 +228,8 @@ class HandOff(RuleBasedStateMachine):
             else:
                 # Who fell short keeps its device pages until the router says what next; others may have to wait.
                 phases = {sequence.phase for sequence in worker.state._sequences.values()}
-                assert phases <= {SequencePhase.ENDED, SequencePhase.SHORT} | (
-                    {SequencePhase.PREEMPTED} if SequencePhase.SHORT in phases else set()
+                assert phases <= {SequencePhase.ENDED, SequencePhase.KV_LOAD_INCOMPLETE} | (
+                    {SequencePhase.PREEMPTED} if SequencePhase.KV_LOAD_INCOMPLETE in phases else set()
                 )
 
 
