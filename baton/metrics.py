@@ -114,7 +114,7 @@ TABLE: Mapping[str, MetricSpec] = {
     "store_calls": MetricSpec("counter", "Calls from workers.", ("call",)),
     "store_waits": MetricSpec("gauge", "Pages that somebody waits for."),
     "unproven_reservations": MetricSpec("gauge", "Slots reserved by a writer that left without proof of its death."),
-    "oldest_hold_seconds": MetricSpec("gauge", "Age of the oldest ticket that holds pages."),
+    "oldest_hold_seconds": MetricSpec("gauge", "Age of the oldest lease that holds pages."),
     "holds_expired": MetricSpec("counter", "Holds that their owner did not renew."),
     "pinned_bytes": MetricSpec("gauge", "Bytes kept because somebody pinned them."),
 }

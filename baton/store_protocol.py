@@ -51,7 +51,7 @@ class AttachRefused(Message, frozen=True):
 class Reserve(Message, frozen=True):
     """Slots for `keys`, which follow `parent` (empty at the start of a chain). All or nothing."""
 
-    ticket: Count
+    lease: Count
     parent: bytes
     keys: PackedKeys
     partial: bool = False  # the last one is of a partial page: nobody is told of it, and it goes with its last hold
@@ -61,7 +61,7 @@ class Reserve(Message, frozen=True):
 class Reserved(Message, frozen=True):
     """A slot to write for each key; none where the page is sealed already and nothing need be written."""
 
-    ticket: Count
+    lease: Count
     slots: tuple[int | None, ...]
 
 
@@ -69,15 +69,15 @@ class NotReserved(Message, frozen=True):
     """`full`: no slots free now; `orphan`: the parent isn't here; `quota`: too much reserved by this writer; `behind`:
     another prompt waits for slots, and this one must hold nothing while it does (`kvstore.server.head_of_line`)."""
 
-    ticket: Count
+    lease: Count
     reason: Literal["full", "orphan", "quota", "behind"]
 
 
 class Seal(Message, frozen=True):
-    """The pages `[first, first + len(checksums))` of this ticket are written; XXH3-64 of each. With `hold` the ticket
+    """The pages `[first, first + len(checksums))` of this lease are written; XXH3-64 of each. With `hold` the lease
     holds them from now on, so that they outlast eviction until released."""
 
-    ticket: Count
+    lease: Count
     first: Count
     checksums: tuple[Checksum, ...]
     hold: bool = False
@@ -86,7 +86,7 @@ class Seal(Message, frozen=True):
 class Sealed(Message, frozen=True):
     """Those pages exist now."""
 
-    ticket: Count
+    lease: Count
     first: Count
     count: Count
 
@@ -97,16 +97,16 @@ class Acquire(Message, frozen=True):
     With `wait` this is a hand-off: pages that are not here yet are brought from the `sources`, or waited for until
     somebody seals them here. Without, `LowerTierHits` tells what lower tiers have, for the worker to decide about."""
 
-    ticket: Count
+    lease: Count
     keys: PackedKeys
     wait: bool = False
     parent: bytes = b""
-    sources: tuple[PageSource, ...] = ()  # their `pages` count from the ticket's first key
-    partial: bool = False  # the last one is of a partial page: what is brought from elsewhere is for this ticket alone
+    sources: tuple[PageSource, ...] = ()  # their `pages` count from the lease's first key
+    partial: bool = False  # the last one is of a partial page: what is brought from elsewhere is for this lease alone
 
 
 class LeasedPage(Struct, frozen=True, array_like=True):
-    """A readable page: `index` within the ticket, its slot, and the checksum it was sealed with."""
+    """A readable page: `index` within the lease, its slot, and the checksum it was sealed with."""
 
     index: Count
     slot: Count
@@ -114,9 +114,9 @@ class LeasedPage(Struct, frozen=True, array_like=True):
 
 
 class PagesReady(Message, frozen=True):
-    """These pages of the ticket are held for it and readable."""
+    """These pages of the lease are held for it and readable."""
 
-    ticket: Count
+    lease: Count
     pages: tuple[LeasedPage, ...]
 
 
@@ -128,66 +128,66 @@ class TierPages(Struct, frozen=True, array_like=True):
 
 
 class LowerTierHits(Message, frozen=True):
-    """The pages of the ticket from `first` on that lower tiers have, in order: Promote those worth it."""
+    """The pages of the lease from `first` on that lower tiers have, in order: Promote those worth it."""
 
-    ticket: Count
+    lease: Count
     first: Count
     runs: tuple[TierPages, ...]
 
 
 class Promote(Message, frozen=True):
-    """Bring the pages of the ticket before index `until` into the arena; PagesReady and PagesUnavailable tell of
+    """Bring the pages of the lease before index `until` into the arena; PagesReady and PagesUnavailable tell of
     each."""
 
-    ticket: Count
+    lease: Count
     until: Count
 
 
 class PagesUnavailable(Message, frozen=True):
-    """From `index` on, the pages of this ticket are neither here nor being made (or their maker has gone)."""
+    """From `index` on, the pages of this lease are neither here nor being made (or their maker has gone)."""
 
-    ticket: Count
+    lease: Count
     index: Count
 
 
 class Release(Message, frozen=True):
-    """Done with the pages `indices` of this ticket."""
+    """Done with the pages `indices` of this lease."""
 
-    ticket: Count
+    lease: Count
     indices: Annotated[tuple[int, ...], Meta(max_length=MAX_KEYS_PER_CALL)]
 
 
 class Released(Message, frozen=True):
     """`held` tells, for each index, whether the hold had lasted until now: only then do the bytes read count."""
 
-    ticket: Count
+    lease: Count
     indices: tuple[int, ...]
     held: tuple[bool, ...]
 
 
 class EndLease(Message, frozen=True):
-    """Give up everything under this ticket: unsealed reservations (the writer will not write again), holds, waits."""
+    """Give up everything under this lease: unsealed reservations (the writer will not write again), holds, waits."""
 
-    ticket: Count
+    lease: Count
 
 
 class PageCorrupt(Message, frozen=True):
     """A page's bytes did not match its checksum: drop it."""
 
-    ticket: Count
+    lease: Count
     index: Count
 
 
 class LeaseHeartbeat(Message, frozen=True):
-    """A worker's heartbeat to its store: every ticket it still cares about. The others are forgotten."""
+    """A worker's heartbeat to its store: every lease it still cares about. The others are forgotten."""
 
-    tickets: tuple[int, ...] = ()
+    leases: tuple[int, ...] = ()
 
 
 class StoreHeartbeat(Message, frozen=True):
-    """The store's heartbeat to a worker: every ticket it knows of this worker."""
+    """The store's heartbeat to a worker: every lease it knows of this worker."""
 
-    tickets: tuple[int, ...] = ()
+    leases: tuple[int, ...] = ()
 
 
 StoreCall: TypeAlias = Attach | Reserve | Seal | Acquire | Promote | Release | EndLease | PageCorrupt | LeaseHeartbeat

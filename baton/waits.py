@@ -3,9 +3,9 @@
 Nodes, with the incarnation of the process that has them:
 
     ("request", router, name)      a request, for its workers
-    ("sequence", worker, name)     an attempt on a decode worker, for its tickets, or for device pages of others
-    ("prompt", worker, name)       an attempt on a prefill worker, for its tickets, for another prompt, or for slots
-    ("ticket", worker, number)     for pages of the node's store
+    ("sequence", worker, name)     an attempt on a decode worker, for its leases, or for device pages of others
+    ("prompt", worker, name)       an attempt on a prefill worker, for its leases, for another prompt, or for slots
+    ("lease", worker, number)     for pages of the node's store
     ("page", store, key)           for the worker that writes it, or for the fetch that brings it
     ("promise", store, key)        the same page as another store awaits it; it may still have to be made here
     ("fetch", store, number)       for pages of another store

@@ -87,7 +87,7 @@ class Worker:
         peer = Peer("decode", "bench", "bench", f"bench-{secrets.token_hex(4)}", os.getpid())
         namespace = Namespace(bytes(16), 1, "float32", 16, page_bytes)
         self.store = StoreClient(store_address(cluster, "bench"), peer, namespace, page_bytes, _PATIENCE)
-        self.tickets = itertools.count(1)
+        self.leases = itertools.count(1)
         deadline = time.monotonic() + _PATIENCE
         while not self.store.connected:
             try:
@@ -99,11 +99,11 @@ class Worker:
         self._unread: list[StoreReply] = []
 
     def hear(self) -> StoreReply:
-        """The next answer about a ticket."""
+        """The next answer about a lease."""
         while not self._unread:
             if not select.select([self.store.fileno()], [], [], _PATIENCE)[0]:
                 raise StoreGone(f"no answer for {_PATIENCE} s")
-            self._unread = [reply for reply in self.store.receive() if hasattr(reply, "ticket")]
+            self._unread = [reply for reply in self.store.receive() if hasattr(reply, "lease")]
         return self._unread.pop(0)
 
     def ask(self, call: StoreCall) -> StoreReply:
@@ -157,7 +157,7 @@ def round_trips(calls: int) -> dict[str, list[float]]:
 
         try:
             for _ in range(calls):
-                key, writing, reading = secrets.token_bytes(16), next(worker.tickets), next(worker.tickets)
+                key, writing, reading = secrets.token_bytes(16), next(worker.leases), next(worker.leases)
                 timed("Reserve", Reserve(writing, b"", key), Reserved)
                 timed("Seal", Seal(writing, 0, (1,)), Sealed)
                 timed("Acquire", Acquire(reading, key), PagesReady)
@@ -183,10 +183,10 @@ def _hand_off(
     """Every prompt is known from the start, as to workers with a queue: the store reserves the slots of one while the
     pages of another are copied."""
     starts = range(0, _PAGES, _PROMPT)
-    fetches = [PageFetch(reader.tickets, keys[at : at + _PROMPT], range(at, at + _PROMPT), wait=True) for at in starts]
-    ships = [StorePages(next(writer.tickets), b"", keys[at : at + _PROMPT], hold=True) for at in starts]
-    fetching = {ticket: fetch for fetch in fetches for ticket in fetch.tickets}
-    shipping = {ship.ticket: ship for ship in ships}
+    fetches = [PageFetch(reader.leases, keys[at : at + _PROMPT], range(at, at + _PROMPT), wait=True) for at in starts]
+    ships = [StorePages(next(writer.leases), b"", keys[at : at + _PROMPT], hold=True) for at in starts]
+    fetching = {lease: fetch for fetch in fetches for lease in fetch.leases}
+    shipping = {ship.lease: ship for ship in ships}
     for ship, at in zip(ships, starts, strict=True):
         _call(writer, ship.start())
         for index in range(_PROMPT):
@@ -195,24 +195,24 @@ def _hand_off(
         _call(reader, fetch.start())
     while not all(ship.done for ship in ships):
         reply = writer.hear()
-        ship = shipping[_ticket(reply)]
+        ship = shipping[_lease(reply)]
         for batch in batches(_copies(ship.handle(reply)), _WORD):
             checksums = tuple(_out(writer, ours, copy) for copy in batch)
-            _call(writer, ship.handle(CopiedOut(batch[0].ticket, batch[0].index, checksums)))
+            _call(writer, ship.handle(CopiedOut(batch[0].lease, batch[0].index, checksums)))
     while not all(fetch.complete for fetch in fetches):
         reply = reader.hear()
-        fetch = fetching[_ticket(reply)]
+        fetch = fetching[_lease(reply)]
         for batch in batches(_copies(fetch.handle(reply)), _WORD):
             indices = tuple(copy.index for copy in batch if _in(reader, theirs, copy, verify))
-            _call(reader, fetch.handle(CopiedIn(batch[0].ticket, indices)))
+            _call(reader, fetch.handle(CopiedIn(batch[0].lease, indices)))
     for worker, transfers in ((writer, ships), (reader, fetches)):
         for transfer in transfers:
             _call(worker, transfer.forget())
 
 
-def _ticket(reply: StoreReply) -> int:
+def _lease(reply: StoreReply) -> int:
     assert not isinstance(reply, Attached | AttachRefused | StoreHeartbeat)
-    return reply.ticket
+    return reply.lease
 
 
 def _call(worker: Worker, calls: Sequence[StoreCall | Copy]) -> None:

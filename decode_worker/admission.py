@@ -51,7 +51,9 @@ class SequenceAdmission:
         if left < 0 or not holders:
             return left >= 0
         outlooks = [self._outlook(each) for each in holders]
-        return left >= self._reserve.pages_to_keep([*outlooks, _outlook(sequence, sequence.pages_needed, own)], self._page_size)
+        return left >= self._reserve.pages_to_keep(
+            [*outlooks, _outlook(sequence, sequence.pages_needed, own)], self._page_size
+        )
 
     def growth_reserve(self, holders: Collection[Sequence]) -> int:
         """Pages to keep free for these."""

@@ -58,7 +58,10 @@ def build_batch(decoding: list[Sequence], partial_prefills: list[Sequence], budg
         decoding = sorted(decoding, key=lambda s: (s.last_step, s.rank))[: budget.tokens]
     plan = {s.name: _chunk(s, 1) for s in decoding}
     if partial_prefills:
-        plan |= {s.name: _chunk(s, count) for s, count in _share_budget(partial_prefills, budget, budget.tokens - len(decoding))}
+        plan |= {
+            s.name: _chunk(s, count)
+            for s, count in _share_budget(partial_prefills, budget, budget.tokens - len(decoding))
+        }
     return plan
 
 

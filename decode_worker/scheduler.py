@@ -44,7 +44,7 @@ from baton.router_fairness import RouterFairness
 from baton.store_protocol import StoreReply
 from baton.waits import WaitEdge
 from decode_worker.admission import SequenceAdmission
-from decode_worker.batching import BatchBudget, chunk_alignment, build_batch
+from decode_worker.batching import BatchBudget, build_batch, chunk_alignment
 from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
 from decode_worker.sequence import Sequence, SequencePhase
 from decode_worker.step_budget import DecodeRows, StepBudget
@@ -124,10 +124,10 @@ class DecodeScheduler:
         self._router_fairness = RouterFairness()
         self._pace = WorkerStepTimes(calibration)
         self._step_budget = StepBudget(config, self._pace)
-        self._fetching: dict[int, Sequence] = {}  # by ticket
+        self._fetching: dict[int, Sequence] = {}  # by lease
         self._copies = CopyQueue()  # of fetches
-        self._tickets = itertools.count(1)
-        self._write_through = WriteThrough(self._blocks, self._tickets, page_size)
+        self._leases = itertools.count(1)
+        self._write_through = WriteThrough(self._blocks, self._leases, page_size)
         self._arrivals = itertools.count()
         self._store_up = False
         self._page_bytes = 0
@@ -297,9 +297,9 @@ class DecodeScheduler:
         pages = sequence.pages[have : have + len(keys)]
         partial = have + len(keys) > full
         parent = sequence.parent_of(have)
-        fetch = PageFetch(self._tickets, keys, pages, sequence.prefilled_remotely, parent, sources, partial=partial)
+        fetch = PageFetch(self._leases, keys, pages, sequence.prefilled_remotely, parent, sources, partial=partial)
         sequence.phase, sequence.fetch, sequence.progressed_at = SequencePhase.WAITING_FOR_REMOTE_KVS, fetch, now
-        self._fetching |= dict.fromkeys(fetch.tickets, sequence)
+        self._fetching |= dict.fromkeys(fetch.leases, sequence)
         return [CallStore(call) for call in fetch.start()]
 
     def _run(self, sequence: Sequence, now: float) -> list[DecodeCommand]:
@@ -314,13 +314,13 @@ class DecodeScheduler:
     # --- transfers ----------------------------------------------------------------------------------------------
 
     def _transfer(self, event: TransferEvent, now: float) -> list[DecodeCommand]:
-        """Something about a ticket; one that we have forgotten meanwhile means nothing any more."""
-        ticket = getattr(event, "ticket", 0)
+        """Something about a lease; one that we have forgotten meanwhile means nothing any more."""
+        lease = getattr(event, "lease", 0)
         if isinstance(event, CopiedIn | CopiedOut):
             pages = len(event.checksums) if isinstance(event, CopiedOut) else len(event.indices) + len(event.corrupt)
             self._step_budget.observe_copies(pages, now - self._copying)
             self._copying = now
-        if (sequence := self._fetching.get(ticket)) is not None and sequence.fetch is not None:
+        if (sequence := self._fetching.get(lease)) is not None and sequence.fetch is not None:
             fetch, before = sequence.fetch, sequence.fetch.covered
             commands: list[DecodeCommand] = [*self._copies.add(fetch.handle(event))]
             sequence.progressed_at = now
@@ -328,7 +328,7 @@ class DecodeScheduler:
             if fetch.undecided:
                 commands += self._decide(sequence, fetch, now)
             return commands + (self._end_fetch(sequence, "the store has no more", now) if fetch.ended else [])
-        return [*self._write_through.handle(ticket, event)]
+        return [*self._write_through.handle(lease, event)]
 
     def _decide(self, sequence: Sequence, fetch: PageFetch, now: float) -> list[DecodeCommand]:
         """How much of a cached prefix that lower tiers have is worth loading."""
@@ -371,9 +371,9 @@ class DecodeScheduler:
         fetch, sequence.fetch = sequence.fetch, None
         if fetch is None:
             return []
-        for ticket in fetch.tickets:
-            del self._fetching[ticket]
-            self._copies.drop(ticket)
+        for lease in fetch.leases:
+            del self._fetching[lease]
+            self._copies.drop(lease)
         return [CallStore(call) for call in fetch.forget()]
 
     def _store_lost(self, now: float) -> list[DecodeCommand]:
@@ -413,7 +413,9 @@ class DecodeScheduler:
         """Before a plan: give every running sequence the pages that its known tokens need, at the cost of the last in
         rank where none are left; then resume preempted ones, in order of rank, as far as there is room."""
         commands: list[DecodeCommand] = []
-        lacking = [s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.pages_needed > len(s.pages)]
+        lacking = [
+            s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.pages_needed > len(s.pages)
+        ]
         for sequence in sorted(lacking, key=lambda s: s.rank):
             while sequence.phase is SequencePhase.RUNNING and (missing := sequence.pages_needed - len(sequence.pages)):
                 if (grown := self._blocks.allocate(missing)) is not None:
@@ -600,9 +602,9 @@ class DecodeScheduler:
         return frozenset(s.name for s in self._owned_by(router) if s.phase is not SequencePhase.ENDED)
 
     @property
-    def tickets(self) -> tuple[int, ...]:
-        """Every ticket at the store that we still care about."""
-        return (*self._fetching, *self._write_through.tickets)
+    def leases(self) -> tuple[int, ...]:
+        """Every lease at the store that we still care about."""
+        return (*self._fetching, *self._write_through.leases)
 
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
         """For one router: what it owns, and how busy we are with all."""
@@ -624,7 +626,7 @@ class DecodeScheduler:
         for sequence in self._sequences.values():
             node = ("sequence", me, sequence.name.request)
             if sequence.fetch is not None:
-                yield from ((node, ("ticket", me, ticket)) for ticket in sequence.fetch.tickets)
+                yield from ((node, ("lease", me, lease)) for lease in sequence.fetch.leases)
             elif sequence.phase is SequencePhase.PREEMPTED:
                 yield from ((node, ("sequence", me, other)) for other in holders)
 
@@ -633,7 +635,9 @@ class DecodeScheduler:
         return DecodeStats(
             running=sum(phase is SequencePhase.RUNNING for phase in phases),
             waiting=sum(
-                phase in (SequencePhase.WAITING_FOR_REMOTE_KVS, SequencePhase.KV_LOAD_INCOMPLETE, SequencePhase.PREEMPTED) for phase in phases
+                phase
+                in (SequencePhase.WAITING_FOR_REMOTE_KVS, SequencePhase.KV_LOAD_INCOMPLETE, SequencePhase.PREEMPTED)
+                for phase in phases
             ),
             ended=sum(phase is SequencePhase.ENDED for phase in phases),
             pages_free=self._blocks.available,
@@ -656,13 +660,15 @@ class DecodeScheduler:
         for sequence in self._sequences.values():
             assert sequence.computed <= len(sequence.tokens), sequence.name
             assert sequence.computed <= len(sequence.pages) * self._page_size or not sequence.pages, sequence.name
-            assert (sequence.phase is SequencePhase.WAITING_FOR_REMOTE_KVS) == (sequence.fetch is not None), sequence.name
+            assert (sequence.phase is SequencePhase.WAITING_FOR_REMOTE_KVS) == (sequence.fetch is not None), (
+                sequence.name
+            )
             if sequence.phase in (SequencePhase.PREEMPTED, SequencePhase.ENDED):
                 assert not sequence.pages, sequence.name
             if sequence.phase in (SequencePhase.WAITING_FOR_REMOTE_KVS, SequencePhase.RUNNING):
                 assert sequence.pages, sequence.name
-        assert set(self._fetching) == {t for s in self._sequences.values() if s.fetch for t in s.fetch.tickets}
-        assert self._copies.tickets <= set(self._fetching)
+        assert set(self._fetching) == {t for s in self._sequences.values() if s.fetch for t in s.fetch.leases}
+        assert self._copies.leases <= set(self._fetching)
         self._write_through.validate()
 
 
@@ -672,7 +678,8 @@ def _load(sequences: Collection[Sequence]) -> LoadReport:
     return LoadReport(
         running=len(running),
         waiting=sum(
-            s.phase in (SequencePhase.WAITING_FOR_REMOTE_KVS, SequencePhase.KV_LOAD_INCOMPLETE, SequencePhase.PREEMPTED) for s in sequences
+            s.phase in (SequencePhase.WAITING_FOR_REMOTE_KVS, SequencePhase.KV_LOAD_INCOMPLETE, SequencePhase.PREEMPTED)
+            for s in sequences
         ),
         tokens_queued=sum(s.pending for s in sequences if s.phase is not SequencePhase.ENDED and s.pending > 1),
         context=sum(len(s.tokens) for s in running),

@@ -57,7 +57,9 @@ class Sequence:
     computed: int = 0  # tokens from the start whose K and V lie in `pages`
     cached_pages: int = 0  # pages from the start that this sequence has handed to the device cache
     stored_pages: int = 0  # pages from the start that need no write-through any more
-    writes_through: bool = True  # write-through goes on; false once the store refused a page, since its children are orphans
+    writes_through: bool = (
+        True  # write-through goes on; false once the store refused a page, since its children are orphans
+    )
     device_pages: int = 0  # prompt pages found on the device
     fetched_pages: int = 0  # prompt pages that came from the store
     fetch: PageFetch | None = None

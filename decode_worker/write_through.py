@@ -30,15 +30,15 @@ class _PageWrite:
 class WriteThrough:
     """All that are under way."""
 
-    def __init__(self, cache: DeviceBlockManager, tickets: Iterator[int], page_size: int) -> None:
-        self._blocks, self._numbers, self._page_size = cache, tickets, page_size
-        self._under_way: dict[int, _PageWrite] = {}  # by ticket, oldest first
+    def __init__(self, cache: DeviceBlockManager, leases: Iterator[int], page_size: int) -> None:
+        self._blocks, self._numbers, self._page_size = cache, leases, page_size
+        self._under_way: dict[int, _PageWrite] = {}  # by lease, oldest first
         self._copies = CopyQueue()
         self.written = 0  # pages that were sealed
         self.refused = 0  # shipments that the store had no room for
 
     @property
-    def tickets(self) -> tuple[int, ...]:
+    def leases(self) -> tuple[int, ...]:
         return tuple(self._under_way)
 
     @property
@@ -58,15 +58,15 @@ class WriteThrough:
             ship = StorePages(next(self._numbers), sequence.parent_of(start), sequence.keys[start:end], hold=False)
             pages = sequence.pages[start:end]
             self._blocks.incref(pages)
-            self._under_way[ship.ticket] = _PageWrite(ship, pages, sequence)
+            self._under_way[ship.lease] = _PageWrite(ship, pages, sequence)
             calls += self._copies.add(ship.start())
             for index, page in enumerate(pages):
                 calls += self._copies.add(ship.offer(index, page))
         return calls
 
-    def handle(self, ticket: int, event: TransferEvent) -> list[CallStore]:
+    def handle(self, lease: int, event: TransferEvent) -> list[CallStore]:
         """Something about a shipment; one that has ended means nothing any more."""
-        shipment = self._under_way.get(ticket)
+        shipment = self._under_way.get(lease)
         if shipment is None:
             return []
         calls = self._copies.add(shipment.ship.handle(event))
@@ -74,7 +74,7 @@ class WriteThrough:
             self.refused += 1
             shipment.sequence.writes_through = False
         if shipment.ship.done or shipment.ship.refused:
-            calls += self._end(ticket)
+            calls += self._end(lease)
         return calls
 
     def take_copies(self, count: int) -> list[Copy]:
@@ -84,26 +84,28 @@ class WriteThrough:
     @property
     def spare(self) -> int:
         """Device pages that would be available if all were given up whose sequences have let go of theirs."""
-        return sum(self._blocks.count_unshared(each.pages) for each in self._under_way.values() if not each.sequence.pages)
+        return sum(
+            self._blocks.count_unshared(each.pages) for each in self._under_way.values() if not each.sequence.pages
+        )
 
     def abandon(self) -> list[CallStore] | None:
         """End the oldest shipment of a sequence that has let go of its pages; none: there is no such shipment."""
-        for ticket, shipment in self._under_way.items():
+        for lease, shipment in self._under_way.items():
             if not shipment.sequence.pages:
-                return self._end(ticket)
+                return self._end(lease)
         return None
 
     def end_all(self) -> list[CallStore]:
         """The store is gone."""
-        return [call for ticket in self.tickets for call in self._end(ticket)]
+        return [call for lease in self.leases for call in self._end(lease)]
 
     def validate(self) -> None:
         """Raise AssertionError unless every invariant holds. For tests."""
-        assert self._copies.tickets <= set(self._under_way)
+        assert self._copies.leases <= set(self._under_way)
 
-    def _end(self, ticket: int) -> list[CallStore]:
-        shipment = self._under_way.pop(ticket)
+    def _end(self, lease: int) -> list[CallStore]:
+        shipment = self._under_way.pop(lease)
         self.written += shipment.ship.pages_written
-        self._copies.drop(ticket)
+        self._copies.drop(lease)
         self._blocks.free(shipment.pages)
-        return [CallStore(EndLease(ticket))]
+        return [CallStore(EndLease(lease))]

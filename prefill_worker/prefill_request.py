@@ -63,8 +63,10 @@ class PrefillRequest:
     lost_at: int = 0  # the most it had there when the store gave them to others; as far it has to come to go on
     offered: int = 0  # pages from the start that were handed to a shipment
     window: int = MAX_KEYS_PER_CALL  # pages per shipment
-    line_number: int | None = None  # the number under which it waits in the store's line for slots, once it has asked for any
-    holding: list[int] = field(default_factory=list[int])  # tickets of shipments that are in the store
+    line_number: int | None = (
+        None  # the number under which it waits in the store's line for slots, once it has asked for any
+    )
+    holding: list[int] = field(default_factory=list[int])  # leases of shipments that are in the store
     retry_at: float | None = None  # when to ask again for slots, seconds
     refused: str | None = None  # why it was refused slots the last time
     progressed_at: float = 0.0  # when it last went on, seconds

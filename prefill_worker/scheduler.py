@@ -106,10 +106,10 @@ class PrefillScheduler:
         self._num_pages = num_pages
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
         self._requests: dict[str, PrefillRequest] = {}  # by request: one attempt each
-        self._owners: dict[int, PrefillRequest] = {}  # by ticket
+        self._owners: dict[int, PrefillRequest] = {}  # by lease
         self._turns = RouterFairness()
         self._copies = CopyQueue()
-        self._tickets = itertools.count(1)
+        self._leases = itertools.count(1)
         self._window = MAX_KEYS_PER_CALL  # pages of a shipment, at most
         self._slots = 0  # of the arena; 0 without a store
         self._page_bytes = 0
@@ -246,8 +246,8 @@ class PrefillScheduler:
 
     def _start_lookup(self, job: PrefillRequest) -> list[PrefillCommand]:
         job.phase = PrefillPhase.LOOKUP
-        job.lookup = PrefixLookup(self._tickets, job.keys[: job.full], job.sources)
-        return self._ask(job, job.lookup.tickets, job.lookup.start())
+        job.lookup = PrefixLookup(self._leases, job.keys[: job.full], job.sources)
+        return self._ask(job, job.lookup.leases, job.lookup.start())
 
     def _continue_lookup(
         self, job: PrefillRequest, lookup: PrefixLookup, event: TransferEvent, now: float
@@ -290,8 +290,8 @@ class PrefillScheduler:
         if found <= have:
             return self._compute(job)
         job.phase = PrefillPhase.LOADING
-        job.fetch = PageFetch(self._tickets, job.keys[have:found], job.pages[have:found], wait=False)
-        return self._ask(job, job.fetch.tickets, job.fetch.start())
+        job.fetch = PageFetch(self._leases, job.keys[have:found], job.pages[have:found], wait=False)
+        return self._ask(job, job.fetch.leases, job.fetch.start())
 
     def _compute(self, job: PrefillRequest) -> list[PrefillCommand]:
         job.phase = PrefillPhase.COMPUTING if job.pending else PrefillPhase.COMMITTING
@@ -302,11 +302,11 @@ class PrefillScheduler:
         first, last = job.committed, min(job.committed + job.window, job.total)
         parent, keys = job.keys[first - 1] if first else b"", job.keys[first:last]
         if job.line_number is None:
-            job.line_number = next(self._tickets)
+            job.line_number = next(self._leases)
             self._owners[job.line_number] = job
-        job.store = StorePages(next(self._tickets), parent, keys, True, partial=last > job.full, prompt=job.line_number)
+        job.store = StorePages(next(self._leases), parent, keys, True, partial=last > job.full, prompt=job.line_number)
         job.retry_at = None
-        return self._ask(job, (job.store.ticket,), job.store.start())
+        return self._ask(job, (job.store.lease,), job.store.start())
 
     def _offer_pages(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Hand the pages that are complete on the device to the shipment that covers them."""
@@ -325,7 +325,7 @@ class PrefillScheduler:
         job.committed += ship.count
         job.offered = max(job.offered, job.committed)  # pages that others had sealed were never offered
         commands: list[PrefillCommand] = []
-        job.holding.append(ship.ticket)
+        job.holding.append(ship.lease)
         job.window = min(2 * job.window, self._window)  # another prompt may have needed the share
         job.store = None
         if job.committed == job.total:
@@ -333,7 +333,7 @@ class PrefillScheduler:
         return commands + self._reserve(job) + self._offer_pages(job)
 
     def _no_slots(self, job: PrefillRequest, ship: StorePages, now: float) -> list[PrefillCommand]:
-        commands = self._drop(ship.ticket)
+        commands = self._drop(ship.lease)
         job.store, job.offered = None, job.committed
         if ship.refused == "quota" and job.window > 1:
             # What our own prompts have reserved is our share. They write it without waiting for other slots, so this
@@ -353,9 +353,9 @@ class PrefillScheduler:
 
     def _give_back(self, job: PrefillRequest) -> list[PrefillCommand]:
         """End the holds of this prompt on pages of the store. They stay there as long as there is room."""
-        tickets = [*job.holding, *(job.lookup.tickets if job.lookup else ())]
+        leases = [*job.holding, *(job.lookup.leases if job.lookup else ())]
         job.holding, job.lookup = [], None
-        return [c for ticket in tickets for c in self._drop(ticket)]
+        return [c for lease in leases for c in self._drop(lease)]
 
     def _finish(self, job: PrefillRequest, now: float) -> list[PrefillCommand]:
         job.phase = PrefillPhase.DONE
@@ -388,18 +388,18 @@ class PrefillScheduler:
     # --- transfers ----------------------------------------------------------------------------------------------
 
     def _transfer(self, event: TransferEvent, now: float) -> list[PrefillCommand]:
-        """Something about a ticket; one that we have forgotten meanwhile means nothing any more."""
-        ticket: int = getattr(event, "ticket", 0)
-        job = self._owners.get(ticket)
+        """Something about a lease; one that we have forgotten meanwhile means nothing any more."""
+        lease: int = getattr(event, "lease", 0)
+        job = self._owners.get(lease)
         if job is None:
             return []
         if not isinstance(event, NotReserved) and job.committed >= job.lost_at:
             job.progressed_at = now
-        if job.lookup is not None and ticket in job.lookup.tickets:
+        if job.lookup is not None and lease in job.lookup.leases:
             return self._continue_lookup(job, job.lookup, event, now)
-        elif job.fetch is not None and ticket in job.fetch.tickets:
+        elif job.fetch is not None and lease in job.fetch.leases:
             return self._fetch_went_on(job, job.fetch, event)
-        elif job.store is not None and ticket == job.store.ticket:
+        elif job.store is not None and lease == job.store.lease:
             ship = job.store
             commands: list[PrefillCommand] = [*self._copies.add(ship.handle(event))]
             if ship.refused:
@@ -417,19 +417,19 @@ class PrefillScheduler:
         self._gained(job, ready)
         if fetch.ended:
             job.fetch = None
-            commands += [c for ticket in fetch.tickets for c in self._drop(ticket)]
+            commands += [c for lease in fetch.leases for c in self._drop(lease)]
             commands += self._compute(job)
         return commands
 
-    def _ask(self, job: PrefillRequest, tickets: Sequence[int], calls: Sequence[StoreCall]) -> list[PrefillCommand]:
-        self._owners |= dict.fromkeys(tickets, job)
+    def _ask(self, job: PrefillRequest, leases: Sequence[int], calls: Sequence[StoreCall]) -> list[PrefillCommand]:
+        self._owners |= dict.fromkeys(leases, job)
         return [CallStore(call) for call in calls]
 
-    def _drop(self, ticket: int) -> list[PrefillCommand]:
-        """Forget a ticket, and the copies under it that have not been handed out."""
-        self._owners.pop(ticket, None)
-        self._copies.drop(ticket)
-        return [CallStore(EndLease(ticket))]
+    def _drop(self, lease: int) -> list[PrefillCommand]:
+        """Forget a lease, and the copies under it that have not been handed out."""
+        self._owners.pop(lease, None)
+        self._copies.drop(lease)
+        return [CallStore(EndLease(lease))]
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -455,7 +455,7 @@ class PrefillScheduler:
     def _answered_soon(self, job: PrefillRequest) -> bool:
         """The store is about to say what lets it go on."""
         if job.phase is PrefillPhase.COMMITTING:
-            return job.store is not None and job.offered == job.total and job.store.ticket not in self._copies.tickets
+            return job.store is not None and job.offered == job.total and job.store.lease not in self._copies.leases
         return job.phase is PrefillPhase.LOADING or (job.phase is PrefillPhase.LOOKUP and not job.loading_now)
 
     def schedule(self, now: float) -> ScheduledBatch:
@@ -491,8 +491,8 @@ class PrefillScheduler:
         del self._requests[job.name.request]
         self._blocks.free(job.pages)
         job.pages = []
-        tickets = [ticket for ticket, owner in self._owners.items() if owner is job]
-        return [c for ticket in tickets for c in self._drop(ticket)]
+        leases = [lease for lease, owner in self._owners.items() if owner is job]
+        return [c for lease in leases for c in self._drop(lease)]
 
     def _fail(self, job: PrefillRequest, reason: str, message: str) -> list[PrefillCommand]:
         return [*self._drop_request(job), SendToRouter(AttemptFailed(*_named(job.name), reason, message), job.owner)]
@@ -520,8 +520,8 @@ class PrefillScheduler:
         return self._blocks
 
     @property
-    def tickets(self) -> tuple[int, ...]:
-        """Every ticket at the store that we still care about."""
+    def leases(self) -> tuple[int, ...]:
+        """Every lease at the store that we still care about."""
         return tuple(self._owners)
 
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
@@ -555,7 +555,7 @@ class PrefillScheduler:
         for job in self._active:
             prompt = ("prompt", me, job.name.request)
             transfer = job.lookup if job.phase is PrefillPhase.LOOKUP else job.fetch
-            yield from ((prompt, ("ticket", me, ticket)) for ticket in (transfer.tickets if transfer else ()))
+            yield from ((prompt, ("lease", me, lease)) for lease in (transfer.leases if transfer else ()))
             yield from ((("promise", store, key), prompt) for key in job.keys[job.committed :])
             if job.waits_for is not None:
                 yield prompt, ("prompt", me, job.waits_for.name.request)
@@ -596,7 +596,7 @@ class PrefillScheduler:
         assert self._blocks.stats().referenced == len({page for job in active for page in job.pages})
         jobs = {id(job) for job in self._requests.values()}
         assert all(id(job) in jobs for job in self._owners.values())
-        assert self._copies.tickets <= set(self._owners)
+        assert self._copies.leases <= set(self._owners)
 
 
 def _named(name: AttemptName) -> tuple[str, int]:

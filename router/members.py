@@ -81,7 +81,9 @@ class MemberRecord:
     prefill_busy_since: float = 0.0  # its prompts are being computed as from then, seconds
     context: float = 0.0  # of all its work
     growth: float = 0.0  # of all its work, pages
-    free_pages: int = 0  # free device pages: told by the last heartbeat, less what it was given since; below 0 by mistake
+    free_pages: int = (
+        0  # free device pages: told by the last heartbeat, less what it was given since; below 0 by mistake
+    )
     other_routers_requests: int = 0  # sequences or prompts of other routers, as the last heartbeat told
     other_routers_context: float = 0.0  # and tokens of theirs that run
     other_routers_tokens: int = 0  # and those that are to be computed
@@ -137,7 +139,9 @@ class MemberRecord:
         if (prompt := self.pending_prefills.pop(name, None)) is None:
             return
         if now is not None and self.peer.role == "decode":
-            self.prefill_busy_since = now  # it never tells how far a prompt is, and what decodes beside it makes each take longer
+            self.prefill_busy_since = (
+                now  # it never tells how far a prompt is, and what decodes beside it makes each take longer
+            )
         else:
             self.prefill_busy_since += prompt.seconds  # that went into this one; the next report tells better
         self.mark_changed()
@@ -205,7 +209,9 @@ class MemberRecord:
         self.other_routers_requests = others.running + others.waiting
         self.other_routers_context, self.other_routers_tokens = others.context, others.tokens_queued
         if load.pages_total:
-            self.free_pages = load.pages_free - sum(work.new_pages for work in self.assigned.values() if work.sequence > heard)
+            self.free_pages = load.pages_free - sum(
+                work.new_pages for work in self.assigned.values() if work.sequence > heard
+            )
         self.mark_changed()
         return goes_on or before != (self.other_routers_requests, self.other_routers_context, self.other_routers_tokens)
 
@@ -260,7 +266,9 @@ class ClusterMembership:
             for member in self.schedulable("prefill")
             if member.peer.node == node and member.incarnation not in avoid and member.free_prefill_slots(most) > 0
         ]
-        return min(able, key=lambda m: (sum(prompt.new for prompt in m.pending_prefills.values()), m.peer.name), default=None)
+        return min(
+            able, key=lambda m: (sum(prompt.new for prompt in m.pending_prefills.values()), m.peer.name), default=None
+        )
 
     def named(self, name: str) -> MemberRecord | None:
         """The live process of that name."""

@@ -28,9 +28,7 @@ class Outbox:
             return 0
         return sequence
 
-    def log(
-        self, text: str, request: str = "", *, warning: bool = False, kind: str = "", detail: bool = False
-    ) -> None:
+    def log(self, text: str, request: str = "", *, warning: bool = False, kind: str = "", detail: bool = False) -> None:
         """A line for the log. `kind`: a peer or client can cause it, so lines of this kind are rate-limited."""
         self._commands.append(Log(text, request, warning, kind, detail))
 

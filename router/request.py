@@ -44,7 +44,9 @@ class Attempt:
     decode: str  # incarnation
     prefill: str | None  # incarnation that is to make the pages: its slot is taken; none once it has nothing of ours
     phase: RequestPhase = RequestPhase.PLACED
-    prefill_unreported: int = 0  # prompt tokens that its prefill worker has been asked to compute, until it says how many it did
+    prefill_unreported: int = (
+        0  # prompt tokens that its prefill worker has been asked to compute, until it says how many it did
+    )
     prefill_sent: bool = False
     prefilled: bool = False
     computed: int = 0  # tokens that its decode worker has computed, by the last heartbeat
@@ -95,8 +97,12 @@ class Request:
     ever_accepted: bool = False  # a worker has accepted it once: it is never turned away for want of room
     is_retry: bool = False  # its next attempt repeats one that failed, which counts against everybody's retries
     tokens_charged_to_quota: int | None = None  # tokens taken out of its tenant's quota; none: it never came in
-    predicted_dequeue_at: float | None = None  # when its wait in the queue should end, seconds; none: it was not asked, or is over
-    min_prefill_seconds: float | None = None  # seconds that computing its prompt takes at least; none: it never had to wait
+    predicted_dequeue_at: float | None = (
+        None  # when its wait in the queue should end, seconds; none: it was not asked, or is over
+    )
+    min_prefill_seconds: float | None = (
+        None  # seconds that computing its prompt takes at least; none: it never had to wait
+    )
     charged: float = 0.0  # to its tenant for its prompt
     busy_refusals: int = 0  # times that a prefill worker had no room
     decode_only: bool = False  # the next attempts shall need nobody but a decode worker
@@ -104,7 +110,9 @@ class Request:
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list[bytes])  # of the pages that may be found in caches
     # The account:
-    prefill_unreported: int = 0  # prompt tokens that prefill workers of earlier attempts may have computed without saying so
+    prefill_unreported: int = (
+        0  # prompt tokens that prefill workers of earlier attempts may have computed without saying so
+    )
     prefill_computed: int = 0
     decode_computed: int | None = None
     decode_workers: list[str] = field(default_factory=list[str])

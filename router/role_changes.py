@@ -124,10 +124,14 @@ class RoleChanges:
             sum(step.context for step in steps) / len(steps),
         )
         pool = sum(pools) / len(decode) * self._page_size
-        self.advice = self._manager.utilization.assess(PoolCapacity(len(prefill), len(decode), mean, pool, self._tpot), now)
+        self.advice = self._manager.utilization.assess(
+            PoolCapacity(len(prefill), len(decode), mean, pool, self._tpot), now
+        )
         if self.advice is None or not self._auto:
             return
-        able = decode if self.advice.role == "prefill" else [m for m in prefill if m.hello.model and m.hello.model.lm_head]
+        able = (
+            decode if self.advice.role == "prefill" else [m for m in prefill if m.hello.model and m.hello.model.lm_head]
+        )
         if able:
             member = min(able, key=lambda member: (member.pages, member.peer.name))
             self.ask(SetRole(member.peer.name, self.advice.role, PATIENCE), member, now)

@@ -139,7 +139,9 @@ class RouterState:
         self._costs = FittedCosts(self._prediction_errors)
         placer = placer or LowestTtft()
         self._manager = RequestManager(config, limits, self._members, self._kv_index, self._costs, self._out, placer)
-        self._worker_messages = WorkerMessageHandler(config, limits, self._members, self._manager, self._prediction_errors, self._out)
+        self._worker_messages = WorkerMessageHandler(
+            config, limits, self._members, self._manager, self._prediction_errors, self._out
+        )
         self._pinner = PrefixPinner(config, limits, self._members, self._kv_index, self._manager, self._out)
         self._pin_messages = PinMessageHandler(config, self._pinner, self._out)
         self._role_changes = RoleChanges(config, self._members, self._costs, self._manager, self._out)

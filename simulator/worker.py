@@ -143,7 +143,7 @@ class SimulatedWorker:
         """Its heart, which is a thread of its own. Returns the seconds until the next beat."""
         now = self._agenda.now
         self._routers.beat(self._heartbeat)
-        self._call(LeaseHeartbeat(self.state.tickets))
+        self._call(LeaseHeartbeat(self.state.leases))
         if self._listens == "all":
             self._process.wake(now)
         return self._routers.heartbeat
@@ -184,7 +184,7 @@ class SimulatedWorker:
             self._publish()
             if not (plan or copied or self._inbox or self._from_store):
                 self._listens = "all"
-                yield self._agenda.now + _IDLE if self.state.tickets else inf
+                yield self._agenda.now + _IDLE if self.state.leases else inf
                 self._listens = ""
 
     def _events(self) -> Iterator[Any]:
@@ -301,5 +301,5 @@ class SimulatedWorker:
 
 def _copied(batch: Sequence[Copy]) -> CopiedIn | CopiedOut:
     if isinstance(batch[0], CopyOut):
-        return CopiedOut(batch[0].ticket, batch[0].index, (0,) * len(batch))
-    return CopiedIn(batch[0].ticket, tuple(copy.index for copy in batch))
+        return CopiedOut(batch[0].lease, batch[0].index, (0,) * len(batch))
+    return CopiedIn(batch[0].lease, tuple(copy.index for copy in batch))

@@ -160,10 +160,10 @@ class RigWorker:
         for copy in self.state.take_copies():
             if isinstance(copy, CopyIn):
                 self.device.pages[copy.page] = list(self.node.arena.get(copy.slot, [0] * PAGE))
-                self.handle(CopiedIn(copy.ticket, (copy.index,)))
+                self.handle(CopiedIn(copy.lease, (copy.index,)))
             else:
                 self.node.arena[copy.slot] = list(self.device.pages[copy.page])
-                self.handle(CopiedOut(copy.ticket, copy.index, (0,)))
+                self.handle(CopiedOut(copy.lease, copy.index, (0,)))
 
     def step(self) -> bool:
         """Plan and run a step; whether there was one."""
@@ -190,7 +190,7 @@ class RigWorker:
 
     def heartbeat(self) -> None:
         if self.connection:
-            self.rig.call(self, LeaseHeartbeat(self.state.tickets))
+            self.rig.call(self, LeaseHeartbeat(self.state.leases))
 
 
 @dataclass

@@ -84,7 +84,7 @@ class WorkerScheduler(Protocol):
     @property
     def blocks(self) -> DeviceBlockManager: ...
     @property
-    def tickets(self) -> tuple[int, ...]: ...
+    def leases(self) -> tuple[int, ...]: ...
     def handle(self, event: Any, now: float, router: str = "") -> Sequence[SendToRouter | CallStore]: ...
     def take_copies(self) -> list[Copy]: ...
     def schedule(self, now: float) -> ScheduledBatch: ...
@@ -277,16 +277,16 @@ class WorkerLoop:
         with self.tracer.span("take copies", "scheduler"):
             copies = state.take_copies()
         for batch in batches(copies, _COPIES_PER_WORD):
-            ticket, first = batch[0].ticket, batch[0].index
+            lease, first = batch[0].lease, batch[0].index
             if isinstance(batch[0], CopyOut):
                 with self.tracer.span("copy out", "copies", pages=len(batch)):
-                    event = CopiedOut(ticket, first, tuple(map(self._copy_out, batch)))
+                    event = CopiedOut(lease, first, tuple(map(self._copy_out, batch)))
             else:
                 with self.tracer.span("copy in", "copies", pages=len(batch)):
                     good = [self._copy_in(copy) for copy in batch]
                 indices = tuple(copy.index for copy, intact in zip(batch, good, strict=True) if intact)
                 corrupt = tuple(copy.index for copy, intact in zip(batch, good, strict=True) if not intact)
-                event = CopiedIn(ticket, indices, corrupt)
+                event = CopiedIn(lease, indices, corrupt)
             self.handle(state, event)
 
     def _copy_out(self, copy: Copy) -> int:
@@ -348,7 +348,7 @@ class WorkerLoop:
             with self.tracer.span("publish metrics", "sockets"):
                 self.metrics.publish({**values(), **self._copied()})
             if self._store.connected:
-                self._store.call(LeaseHeartbeat(state.tickets))
+                self._store.call(LeaseHeartbeat(state.leases))
 
     def _heartbeat(self, state: WorkerScheduler) -> None:
         events, digest, tracing = self._events.sequence, self._events.digest, self.tracer.mark

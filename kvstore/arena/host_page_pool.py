@@ -17,7 +17,7 @@ wants it has that on its device. It is never in the tree, so never an orphan, an
 A *partial* page is the end of a prompt on its way to whoever decodes it, and of use to hardly anybody else: nobody is
 told of it, and it goes with its last hold.
 
-Knows nothing of connections, tickets or time: `kvstore.server.state` decides when, this what follows.
+Knows nothing of connections, leases or time: `kvstore.server.state` decides when, this what follows.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A worker's end of the link to its node's store: calls out, replies in, and the arena mapped.
 
 Synchronous and never waiting, so that it fits into the loop of a worker whose steps must not be held up. It keeps no
-tickets and repeats nothing: what is reserved, held and waited for is the worker state's to know. Chains of more than
-`MAX_KEYS_PER_CALL` keys are the caller's to split, under several tickets.
+leases and repeats nothing: what is reserved, held and waited for is the worker state's to know. Chains of more than
+`MAX_KEYS_PER_CALL` keys are the caller's to split, under several leases.
 
 A lost store is told once, by `receive` or `tick` raising StoreGone; `call` never raises it, so that no decision is
-interrupted half-way. Then `disconnect`, forget every ticket, and `connect` again: whoever answers is another
+interrupted half-way. Then `disconnect`, forget every lease, and `connect` again: whoever answers is another
 incarnation with other memory. Views of the old arena stay valid memory for as long as somebody has them.
 """
 

@@ -53,7 +53,7 @@ class CallStore(Struct, frozen=True):
 class CopyIn(msgspec.Struct, frozen=True):
     """Copy an arena slot into a device page."""
 
-    ticket: int
+    lease: int
     index: int
     slot: int
     page: int
@@ -63,24 +63,24 @@ class CopyIn(msgspec.Struct, frozen=True):
 class CopyOut(msgspec.Struct, frozen=True):
     """Copy a device page into an arena slot."""
 
-    ticket: int
+    lease: int
     index: int
     page: int
     slot: int
 
 
 class CopiedIn(Struct, frozen=True):
-    """Those pages of the ticket were copied in; `corrupt` ones did not match their checksum."""
+    """Those pages of the lease were copied in; `corrupt` ones did not match their checksum."""
 
-    ticket: int
+    lease: int
     indices: tuple[int, ...]
     corrupt: tuple[int, ...] = ()
 
 
 class CopiedOut(Struct, frozen=True):
-    """The pages of the ticket from `first` on were copied out and have these checksums."""
+    """The pages of the lease from `first` on were copied out and have these checksums."""
 
-    ticket: int
+    lease: int
     first: int
     checksums: tuple[int, ...]
 
@@ -93,7 +93,7 @@ class StoreUp(Struct, frozen=True):
 
 
 class StoreLost(Struct, frozen=True):
-    """The node's store is gone; every ticket with it."""
+    """The node's store is gone; every lease with it."""
 
 
 Copy: TypeAlias = CopyIn | CopyOut
@@ -101,7 +101,7 @@ TransferEvent: TypeAlias = StoreReply | CopiedIn | CopiedOut
 
 
 def batches(copies: Sequence[Copy], most: int) -> Iterator[Sequence[Copy]]:
-    """Neighbours of one kind, one ticket and consecutive indices together, at most `most`: one word tells of each."""
+    """Neighbours of one kind, one lease and consecutive indices together, at most `most`: one word tells of each."""
     first = 0
     for end in range(1, len(copies) + 1):
         if end == len(copies) or end - first == most or not _follows(copies[end], copies[end - 1]):
@@ -110,15 +110,15 @@ def batches(copies: Sequence[Copy], most: int) -> Iterator[Sequence[Copy]]:
 
 
 def _follows(copy: Copy, last: Copy) -> bool:
-    return copy.index == last.index + 1 and copy.ticket == last.ticket and type(copy) is type(last)
+    return copy.index == last.index + 1 and copy.lease == last.lease and type(copy) is type(last)
 
 
 class _Acquisition:
-    """The tickets under which one chain is acquired, and what the store has said about each."""
+    """The leases under which one chain is acquired, and what the store has said about each."""
 
     def __init__(
         self,
-        tickets: Iterator[int],
+        leases: Iterator[int],
         keys: Sequence[bytes],
         wait: bool,
         parent: bytes,
@@ -128,20 +128,20 @@ class _Acquisition:
     ) -> None:
         self._keys, self._wait, self._parent, self._sources = keys, wait, parent, sources
         self._partial = partial  # the last one is of a partial page
-        self._bases = {next(tickets): base for base in range(0, len(keys), MAX_KEYS_PER_CALL)}
+        self._bases = {next(leases): base for base in range(0, len(keys), MAX_KEYS_PER_CALL)}
         self._here: set[int] = set()  # pages that the arena has, or had
-        self._below: dict[int, Sequence[TierPages]] = {}  # by ticket
-        self._unanswered = set(() if wait else self._bases)  # tickets of which not everything is known yet
+        self._below: dict[int, Sequence[TierPages]] = {}  # by lease
+        self._unanswered = set(() if wait else self._bases)  # leases of which not everything is known yet
         self._decided = wait
         self.limit = len(keys)  # the first page that is known not to come
 
     @property
-    def tickets(self) -> tuple[int, ...]:
+    def leases(self) -> tuple[int, ...]:
         return tuple(self._bases)
 
     def start(self) -> list[StoreCall]:
         calls: list[StoreCall] = []
-        for ticket, base in self._bases.items():
+        for lease, base in self._bases.items():
             keys = b"".join(self._keys[base : base + MAX_KEYS_PER_CALL])
             parent = self._keys[base - 1] if base else self._parent
             sources = tuple(
@@ -150,11 +150,11 @@ class _Acquisition:
                 if source.pages > base
             )
             partial = self._partial and base + MAX_KEYS_PER_CALL >= len(self._keys)
-            calls.append(Acquire(ticket, keys, self._wait, parent, sources, partial))
+            calls.append(Acquire(lease, keys, self._wait, parent, sources, partial))
         return calls
 
     def forget(self) -> list[StoreCall]:
-        return [EndLease(ticket) for ticket in self._bases]
+        return [EndLease(lease) for lease in self._bases]
 
     @property
     def undecided(self) -> bool:
@@ -170,12 +170,12 @@ class _Acquisition:
     def runs(self) -> list[TierPages]:
         """What lower tiers have after the pages that the arena has, without a gap."""
         runs: list[TierPages] = []
-        for ticket, base in self._bases.items():
+        for lease, base in self._bases.items():
             end = min(base + MAX_KEYS_PER_CALL, len(self._keys))
             if self._here.issuperset(range(base, end)):
                 continue
-            runs += self._below.get(ticket, ())
-            if self._arrived(base, end) + sum(run.pages for run in self._below.get(ticket, ())) < end - base:
+            runs += self._below.get(lease, ())
+            if self._arrived(base, end) + sum(run.pages for run in self._below.get(lease, ())) < end - base:
                 break
         return runs
 
@@ -187,8 +187,8 @@ class _Acquisition:
         until = min(self.limit, here + pages)
         self.limit = until
         return [
-            Promote(ticket, min(until - base, MAX_KEYS_PER_CALL))
-            for ticket, base in self._bases.items()
+            Promote(lease, min(until - base, MAX_KEYS_PER_CALL))
+            for lease, base in self._bases.items()
             if until > max(base, here) and here < base + MAX_KEYS_PER_CALL
         ]
 
@@ -198,30 +198,30 @@ class _Acquisition:
 
     def _hear(self, event: TransferEvent) -> None:
         match event:
-            case PagesReady(ticket=ticket, pages=pages):
-                base = self._bases[ticket]
+            case PagesReady(lease=lease, pages=pages):
+                base = self._bases[lease]
                 self._here |= {base + page.index for page in pages}
                 if self._here.issuperset(range(base, min(base + MAX_KEYS_PER_CALL, len(self._keys)))):
-                    self._unanswered.discard(ticket)
-            case LowerTierHits(ticket=ticket, runs=runs):
-                self._below[ticket] = runs
-                self._unanswered.discard(ticket)
-            case PagesUnavailable(ticket=ticket, index=index):
-                self._unanswered.discard(ticket)
-                self._stop_at(ticket, index)
+                    self._unanswered.discard(lease)
+            case LowerTierHits(lease=lease, runs=runs):
+                self._below[lease] = runs
+                self._unanswered.discard(lease)
+            case PagesUnavailable(lease=lease, index=index):
+                self._unanswered.discard(lease)
+                self._stop_at(lease, index)
             case _:
                 pass
 
-    def _stop_at(self, ticket: int, index: int) -> None:
+    def _stop_at(self, lease: int, index: int) -> None:
         if self._decided:
-            self.limit = min(self.limit, self._bases[ticket] + index)
+            self.limit = min(self.limit, self._bases[lease] + index)
 
 
 class PrefixLookup(_Acquisition):
     """Finds, and holds, the prefix of a chain that the store has or can load."""
 
-    def __init__(self, tickets: Iterator[int], keys: Sequence[bytes], sources: Sequence[PageSource] = ()) -> None:
-        super().__init__(tickets, keys, False, b"", sources)
+    def __init__(self, leases: Iterator[int], keys: Sequence[bytes], sources: Sequence[PageSource] = ()) -> None:
+        super().__init__(leases, keys, False, b"", sources)
 
     @property
     def found(self) -> int | None:
@@ -238,7 +238,7 @@ class PageFetch(_Acquisition):
 
     def __init__(
         self,
-        tickets: Iterator[int],
+        leases: Iterator[int],
         keys: Sequence[bytes],
         pages: Sequence[int],
         wait: bool,
@@ -249,7 +249,7 @@ class PageFetch(_Acquisition):
     ) -> None:
         if len(keys) != len(pages):
             raise ValueError(f"{len(keys)} keys for {len(pages)} device pages")
-        super().__init__(tickets, keys, wait, parent, sources, partial=partial)
+        super().__init__(leases, keys, wait, parent, sources, partial=partial)
         self._pages = pages
         self._copied: set[int] = set()
         self._counted: set[int] = set()
@@ -271,37 +271,37 @@ class PageFetch(_Acquisition):
         return self.covered == len(self._keys)
 
     def handle(self, event: TransferEvent) -> list[StoreCall | Copy]:
-        """Take an event about one of this fetch's tickets."""
+        """Take an event about one of this fetch's leases."""
         self._hear(event)
         match event:
-            case PagesReady(ticket=ticket, pages=arrived):
-                base = self._bases[ticket]
+            case PagesReady(lease=lease, pages=arrived):
+                base = self._bases[lease]
                 return [
-                    CopyIn(ticket, page.index, page.slot, self._pages[base + page.index], page.checksum)
+                    CopyIn(lease, page.index, page.slot, self._pages[base + page.index], page.checksum)
                     for page in arrived
                 ]
-            case CopiedIn(ticket=ticket, indices=indices, corrupt=corrupt):
+            case CopiedIn(lease=lease, indices=indices, corrupt=corrupt):
                 for index in corrupt:
-                    self._lost(ticket, index)
-                self._copied |= {self._bases[ticket] + index for index in indices}
-                calls: list[StoreCall | Copy] = [PageCorrupt(ticket, index) for index in corrupt]
-                return [*calls, Release(ticket, indices)] if indices else calls
-            case Released(ticket=ticket, indices=indices, held=held):
+                    self._lost(lease, index)
+                self._copied |= {self._bases[lease] + index for index in indices}
+                calls: list[StoreCall | Copy] = [PageCorrupt(lease, index) for index in corrupt]
+                return [*calls, Release(lease, indices)] if indices else calls
+            case Released(lease=lease, indices=indices, held=held):
                 for index, counts in zip(indices, held, strict=True):
                     if counts:
-                        self._counted.add(self._bases[ticket] + index)
+                        self._counted.add(self._bases[lease] + index)
                     else:
-                        self._lost(ticket, index)
+                        self._lost(lease, index)
                 while self.covered in self._counted:
                     self.covered += 1
             case _:
                 pass
         return []
 
-    def _lost(self, ticket: int, index: int) -> None:
+    def _lost(self, lease: int, index: int) -> None:
         """A page that had arrived is no good: nothing after it is of use."""
         self._decided, self._unanswered = True, set()
-        self._stop_at(ticket, index)
+        self._stop_at(lease, index)
 
 
 class StorePages:
@@ -311,12 +311,12 @@ class StorePages:
     Pages are handed over with `ready` as their contents become complete, in any order."""
 
     def __init__(
-        self, ticket: int, parent: bytes, keys: Sequence[bytes], hold: bool, *, partial: bool = False, prompt: int = 0
+        self, lease: int, parent: bytes, keys: Sequence[bytes], hold: bool, *, partial: bool = False, prompt: int = 0
     ) -> None:
         """`prompt`: which prompt waits for slots; 0 if none does."""
         if not 0 < len(keys) <= MAX_KEYS_PER_CALL:
             raise ValueError(f"a shipment takes 1 to {MAX_KEYS_PER_CALL} pages, not {len(keys)}")
-        self.ticket = ticket
+        self.lease = lease
         self._parent, self._keys, self._hold, self._partial = parent, keys, hold, partial
         self._prompt = prompt
         self._slots: tuple[int | None, ...] | None = None
@@ -337,7 +337,7 @@ class StorePages:
 
     def start(self) -> list[StoreCall]:
         """Ask for slots."""
-        return [Reserve(self.ticket, self._parent, b"".join(self._keys), self._partial, self._prompt)]
+        return [Reserve(self.lease, self._parent, b"".join(self._keys), self._partial, self._prompt)]
 
     def offer(self, index: int, page: int) -> list[StoreCall | Copy]:
         """The contents of page `index` lie complete in the device page `page`."""
@@ -345,10 +345,10 @@ class StorePages:
             self._waiting[index] = page
             return []
         slot = self._slots[index]
-        return [] if slot is None else [CopyOut(self.ticket, index, page, slot)]
+        return [] if slot is None else [CopyOut(self.lease, index, page, slot)]
 
     def handle(self, event: TransferEvent) -> list[StoreCall | Copy]:
-        """Take an event about this shipment's ticket."""
+        """Take an event about this shipment's lease."""
         match event:
             case Reserved(slots=slots):
                 self._slots = slots
@@ -359,8 +359,8 @@ class StorePages:
                 self.refused = reason
             case PagesUnavailable():
                 self.refused = "orphan"  # the chain that these pages follow has been dropped meanwhile
-            case CopiedOut(ticket=ticket, first=first, checksums=checksums):
-                return [Seal(ticket, first, checksums, self._hold)]
+            case CopiedOut(lease=lease, first=first, checksums=checksums):
+                return [Seal(lease, first, checksums, self._hold)]
             case Sealed(first=first, count=count):
                 self._missing -= set(range(first, first + count))
                 self.pages_written += count
@@ -369,7 +369,7 @@ class StorePages:
         return []
 
     def forget(self) -> list[StoreCall]:
-        return [EndLease(self.ticket)]
+        return [EndLease(self.lease)]
 
 
 class CopyQueue:
@@ -386,9 +386,9 @@ class CopyQueue:
         self._copies += [item for item in asked if isinstance(item, CopyIn | CopyOut)]
         return [CallStore(item) for item in asked if not isinstance(item, CopyIn | CopyOut)]
 
-    def drop(self, ticket: int) -> None:
-        """The copies of that ticket are not wanted any more."""
-        self._copies = [copy for copy in self._copies if copy.ticket != ticket]
+    def drop(self, lease: int) -> None:
+        """The copies of that lease are not wanted any more."""
+        self._copies = [copy for copy in self._copies if copy.lease != lease]
 
     def take(self, count: int) -> list[Copy]:
         """Hand out at most `count`, oldest first."""
@@ -396,5 +396,5 @@ class CopyQueue:
         return taken
 
     @property
-    def tickets(self) -> set[int]:
-        return {copy.ticket for copy in self._copies}
+    def leases(self) -> set[int]:
+        return {copy.lease for copy in self._copies}

@@ -104,9 +104,9 @@ class StoreStats:
     held: int  # pages
     unlisted: int  # of these, those that can't be found (any more)
     connections: int
-    tickets: int
+    leases: int
     waits: int  # pages waited for
-    oldest_hold: float  # seconds since the oldest ticket that holds something was made
+    oldest_hold: float  # seconds since the oldest lease that holds something was made
     pins: int
     pinned_bytes: int
 

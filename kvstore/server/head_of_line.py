@@ -11,7 +11,7 @@ pages without waiting for anything but its device, and then is done, or is refus
 prompts that hold pages falls until the head gets its slots. It remains the head until all of its pages are written, and
 its chain fits into the arena by itself. Then it leaves, and another prompt takes its place.
 
-The head has a number of its worker's, which is kept like a ticket. The place is free as soon as the worker forgets that
+The head has a number of its worker's, which is kept like a lease. The place is free as soon as the worker forgets that
 number, leaves it out of its heartbeat, or disconnects.
 """
 

@@ -1,4 +1,4 @@
-"""Tickets, the processes that own them, and who waits for which page."""
+"""Leases, the processes that own them, and who waits for which page."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class ClientProcess:
     pid: int
     incarnation: str
     connection: int | None = None
-    tickets: dict[int, Lease] = field(default_factory=dict[int, Lease])
+    leases: dict[int, Lease] = field(default_factory=dict[int, Lease])
 
     @property
     def reserved(self) -> int:
         """Slots that it may be writing to."""
-        return sum(len(ticket.reservations) for ticket in self.tickets.values())
+        return sum(len(lease.reservations) for lease in self.leases.values())
 
 
 class PageWaiters:

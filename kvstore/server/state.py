@@ -1,6 +1,6 @@
-"""What a node's store knows and decides: who is attached, what each ticket reserves, holds and waits for.
+"""What a node's store knows and decides: who is attached, what each lease reserves, holds and waits for.
 
-A worker's process is named by its pid, which the kernel vouches for, and its incarnation. Tickets belong to the
+A worker's process is named by its pid, which the kernel vouches for, and its incarnation. Leases belong to the
 process, not to the connection:
 
     attached ──Disconnected──▶ away ──attaches again──▶ attached
@@ -11,11 +11,11 @@ process, not to the connection:
 So a reserved slot is freed by its writer's Seal or EndLease or by that proof, and never by time. Holds do end by time,
 because a reader believes its bytes only after `Released` has said that the hold lasted.
 
-Every wait ends: by PagesReady; by PagesUnavailable, when its maker gives up or dies or the waiting ticket expires; or
+Every wait ends: by PagesReady; by PagesUnavailable, when its maker gives up or dies or the waiting lease expires; or
 by its own Forget. Waiting for a key that nobody reserves yet is allowed: the router knows who is going to.
 
-A ticket lives until its owner forgets it, by EndLease or by leaving it out of its heartbeat (the socket keeps the
-order, so an unlisted ticket is one that the owner has done with), until it ends by the death of its process, or, when
+A lease lives until its owner forgets it, by EndLease or by leaving it out of its heartbeat (the socket keeps the
+order, so an unlisted lease is one that the owner has done with), until it ends by the death of its process, or, when
 nothing is reserved under it, by the end of the connection.
 
 What is not in the arena may lie below: on this node's disk, or in another store. A hand-off (`Acquire` with `wait`) is
@@ -94,7 +94,7 @@ from kvstore.server.head_of_line import HeadOfLine
 from kvstore.server.leases import ClientProcess, Lease
 from kvstore.server.tier_manager import TierManager, TierResult
 
-MAX_TICKETS = 16_384
+MAX_LEASES = 16_384
 """Per process: a heartbeat lists them all in one packet."""
 
 
@@ -131,7 +131,7 @@ class StoreState:
         self._attached: dict[int, ClientProcess] = {}  # by connection
         self._processes: dict[tuple[int, str], ClientProcess] = {}
         self._line = HeadOfLine(silence)
-        self._ended = False  # a ticket has ended since what nobody wants was last given up
+        self._ended = False  # a lease has ended since what nobody wants was last given up
         self._count = _Counters()
 
     def _new_tiers(self, slots: int) -> TierManager:
@@ -208,9 +208,9 @@ class StoreState:
             case Release():
                 return self._reply(process, self._release(process, call))
             case EndLease():
-                self._line.leave(process, call.ticket)
-                ticket = process.tickets.get(call.ticket)
-                return self._end([ticket]) if ticket else []
+                self._line.leave(process, call.lease)
+                lease = process.leases.get(call.lease)
+                return self._end([lease]) if lease else []
             case PageCorrupt():
                 return self._corrupt(process, call)
             case LeaseHeartbeat():
@@ -266,11 +266,11 @@ class StoreState:
             return []
         process.connection = None
         self._line.keep(process, ())
-        for ticket in list(process.tickets.values()):
-            self._end_lease_parts(ticket)
-            if not ticket.reservations:
-                del process.tickets[ticket.number]
-        if not process.tickets:
+        for lease in list(process.leases.values()):
+            self._end_lease_parts(lease)
+            if not lease.reservations:
+                del process.leases[lease.number]
+        if not process.leases:
             del self._processes[process.pid, process.incarnation]
         return []
 
@@ -280,59 +280,59 @@ class StoreState:
             if process.connection is not None:
                 commands.append(CloseConnection(process.connection))
                 commands += self._disconnect(process.connection)
-            commands += self._end(list(process.tickets.values()))
+            commands += self._end(list(process.leases.values()))
             self._processes.pop((process.pid, process.incarnation), None)
         return commands
 
     def _reconcile(self, process: ClientProcess, call: LeaseHeartbeat, now: float) -> list[StoreCommand]:
-        listed = set(call.tickets)
+        listed = set(call.leases)
         self._line.keep(process, listed)
-        for ticket in process.tickets.values():
-            ticket.expires = now + self._hold_seconds
-        return self._end([ticket for number, ticket in process.tickets.items() if number not in listed])
+        for lease in process.leases.values():
+            lease.expires = now + self._hold_seconds
+        return self._end([lease for number, lease in process.leases.items() if number not in listed])
 
     # --- writing --------------------------------------------------------------------------------------------------
 
     def _reserve(self, process: ClientProcess, call: Reserve, now: float) -> list[StoreCommand]:
-        """A page that is sealed already is held by the ticket from now on, as one that it seals itself may be."""
+        """A page that is sealed already is held by the lease from now on, as one that it seals itself may be."""
         if len(call.parent) not in (0, KEY_BYTES):
             raise MalformedMessage(f"a parent key of {len(call.parent)} bytes")
-        ticket = self._new_ticket(process, call.ticket, call.keys, now, reserving=True)
+        lease = self._new_lease(process, call.lease, call.keys, now, reserving=True)
         allowed = max(1, int(self._pages.slots * self._settings.writer_share))
-        missing = self._pages.missing(ticket.keys)
+        missing = self._pages.missing(lease.keys)
         if process.reserved + missing > allowed:
-            return self._reply(process, NotReserved(call.ticket, "quota"))
+            return self._reply(process, NotReserved(call.lease, "quota"))
         if missing and call.prompt and self._line.bars(process, call.prompt, now):
-            return self._reply(process, NotReserved(call.ticket, "behind"))
-        ticket.prompt = call.prompt
-        result = self._pages.reserve(process, call.parent, ticket.keys, partial=call.partial)
+            return self._reply(process, NotReserved(call.lease, "behind"))
+        lease.prompt = call.prompt
+        result = self._pages.reserve(process, call.parent, lease.keys, partial=call.partial)
         if isinstance(result, str):
             behind = result == "full" and call.prompt and not self._line.refused(process, call.prompt, now)
-            return self._reply(process, NotReserved(call.ticket, "behind" if behind else result))
+            return self._reply(process, NotReserved(call.lease, "behind" if behind else result))
         self._line.granted(process, call.prompt)
         for index, each in enumerate(result):
             if isinstance(each, HostPage):
-                ticket.holds[index] = each
+                lease.holds[index] = each
             else:
-                ticket.reservations[index] = each
-        process.tickets[ticket.number] = ticket
+                lease.reservations[index] = each
+        process.leases[lease.number] = lease
         slots = tuple(None if isinstance(each, HostPage) else each.slot for each in result)
-        return self._reply(process, Reserved(call.ticket, slots))
+        return self._reply(process, Reserved(call.lease, slots))
 
     def _seal(self, process: ClientProcess, call: Seal) -> list[StoreCommand]:
-        ticket = process.tickets.get(call.ticket)
+        lease = process.leases.get(call.lease)
         end = call.first + len(call.checksums)
-        if ticket is None or not ticket.reserving:
-            raise MalformedMessage(f"Seal for ticket {call.ticket}, under which nothing is reserved")
-        if not call.checksums or end > len(ticket.keys):
-            raise MalformedMessage(f"Seal of pages {call.first} to {end} of a ticket for {len(ticket.keys)}")
-        if not ticket.sealed.isdisjoint(range(call.first, end)):
+        if lease is None or not lease.reserving:
+            raise MalformedMessage(f"Seal for lease {call.lease}, under which nothing is reserved")
+        if not call.checksums or end > len(lease.keys):
+            raise MalformedMessage(f"Seal of pages {call.first} to {end} of a lease for {len(lease.keys)}")
+        if not lease.sealed.isdisjoint(range(call.first, end)):
             raise MalformedMessage(f"Seal of pages {call.first} to {end}, of which some are sealed already")
         new: list[HostPage] = []
         detached: list[int] = []
         for index, checksum in enumerate(call.checksums, call.first):
-            ticket.sealed.add(index)
-            reservation = ticket.reservations.pop(index, None)
+            lease.sealed.add(index)
+            reservation = lease.reservations.pop(index, None)
             if reservation is None:
                 continue  # was sealed when it should have been reserved, and has been held since
             page = self._pages.seal(reservation, checksum, call.hold)
@@ -340,7 +340,7 @@ class StoreState:
                 detached.append(index)
                 continue
             if call.hold:
-                ticket.holds[index] = page
+                lease.holds[index] = page
             if page.slot != reservation.slot:
                 self._count.duplicates += 1
                 continue
@@ -348,9 +348,9 @@ class StoreState:
             new.append(page)
         # A page whose chain has been dropped can't be sealed; nor can those after it, which hang from it.
         count = (detached[0] if detached else end) - call.first
-        commands = self._reply(process, Sealed(call.ticket, call.first, count)) if count else []
+        commands = self._reply(process, Sealed(call.lease, call.first, count)) if count else []
         if detached:
-            commands += self._reply(process, PagesUnavailable(call.ticket, detached[0]))
+            commands += self._reply(process, PagesUnavailable(call.lease, detached[0]))
         return commands + self._tell(self._tiers.sealed(new))
 
     # --- reading --------------------------------------------------------------------------------------------------
@@ -359,115 +359,115 @@ class StoreState:
         """Without `wait`, pages after the first that is missing are of no use and not held."""
         if len(call.parent) not in (0, KEY_BYTES):
             raise MalformedMessage(f"a parent key of {len(call.parent)} bytes")
-        ticket = self._new_ticket(process, call.ticket, call.keys, now, reserving=False)
-        ticket.wait, ticket.parent, ticket.partial = call.wait, call.parent, call.partial
+        lease = self._new_lease(process, call.lease, call.keys, now, reserving=False)
+        lease.wait, lease.parent, lease.partial = call.wait, call.parent, call.partial
         # Our own pages are found without asking; a fetch from ourselves would wait for itself.
-        ticket.sources = tuple(source for source in call.sources if source.store != self._me.incarnation)
-        process.tickets[ticket.number] = ticket
+        lease.sources = tuple(source for source in call.sources if source.store != self._me.incarnation)
+        process.leases[lease.number] = lease
         found: list[PageAt] = []
         missing: list[int] = []
-        for index, key in enumerate(ticket.keys):
+        for index, key in enumerate(lease.keys):
             page = self._pages.find(key)
             if page is None:
                 missing.append(index)
                 if not call.wait:
                     break
-                self._tiers.waiting.add(ticket, index)
+                self._tiers.waiting.add(lease, index)
             else:
                 self._pages.hold(page)
-                ticket.holds[index] = page
+                lease.holds[index] = page
                 found.append(PageAt(index, page.slot, page.checksum))
         self._count.hits += len(found)
-        self._count.misses += len(ticket.keys) - len(found)
-        commands = self._reply(process, PagesReady(call.ticket, tuple(found))) if found else []
+        self._count.misses += len(lease.keys) - len(found)
+        commands = self._reply(process, PagesReady(call.lease, tuple(found))) if found else []
         if call.wait:
-            return commands + self._tell(self._tiers.hand_off(ticket, now))
-        commands += self._tell(self._tiers.used(ticket.keys[: missing[0]] if missing else ticket.keys))
-        ticket.reached = len(found)
+            return commands + self._tell(self._tiers.hand_off(lease, now))
+        commands += self._tell(self._tiers.used(lease.keys[: missing[0]] if missing else lease.keys))
+        lease.reached = len(found)
         if missing:
-            below = self._tiers.below(ticket, missing[0])
+            below = self._tiers.below(lease, missing[0])
             reply = (
-                LowerTierHits(call.ticket, missing[0], tuple(below))
+                LowerTierHits(call.lease, missing[0], tuple(below))
                 if below
-                else PagesUnavailable(call.ticket, missing[0])
+                else PagesUnavailable(call.lease, missing[0])
             )
             commands += self._reply(process, reply)
         return commands
 
     def _promote(self, process: ClientProcess, call: Promote, now: float) -> list[StoreCommand]:
-        ticket = process.tickets.get(call.ticket)
-        if ticket is None:
+        lease = process.leases.get(call.lease)
+        if lease is None:
             return []  # it ended meanwhile, and its owner will learn so
-        if ticket.reserving or ticket.wait or call.until > len(ticket.keys):
-            raise MalformedMessage(f"Promote of {call.until} pages of ticket {call.ticket} for {len(ticket.keys)}")
-        if ticket.waits:
-            raise MalformedMessage(f"a second Promote of ticket {call.ticket}")
-        return self._tell(self._tiers.promote(ticket, call.until, now))
+        if lease.reserving or lease.wait or call.until > len(lease.keys):
+            raise MalformedMessage(f"Promote of {call.until} pages of lease {call.lease} for {len(lease.keys)}")
+        if lease.waits:
+            raise MalformedMessage(f"a second Promote of lease {call.lease}")
+        return self._tell(self._tiers.promote(lease, call.until, now))
 
     def _release(self, process: ClientProcess, call: Release) -> Released:
         """A page that was dropped while it was held, as corrupt or with its chain, does not count as held."""
-        ticket = process.tickets.get(call.ticket)
-        if ticket is None:
-            return Released(call.ticket, call.indices, (False,) * len(call.indices))
+        lease = process.leases.get(call.lease)
+        if lease is None:
+            return Released(call.lease, call.indices, (False,) * len(call.indices))
         for index in call.indices:
-            self._check_index(ticket, index)
+            self._check_index(lease, index)
         held: list[bool] = []
         for index in call.indices:
-            page = ticket.holds.pop(index, None)
+            page = lease.holds.pop(index, None)
             held.append(page is not None and not page.dropped)
             if page is not None:
                 self._pages.unhold(page)
-        return Released(call.ticket, call.indices, tuple(held))
+        return Released(call.lease, call.indices, tuple(held))
 
     def _corrupt(self, process: ClientProcess, call: PageCorrupt) -> list[StoreCommand]:
-        """Believed only of a page that the ticket still holds: without a hold the reader may have read another one."""
-        ticket = process.tickets.get(call.ticket)
-        if ticket is None:
+        """Believed only of a page that the lease still holds: without a hold the reader may have read another one."""
+        lease = process.leases.get(call.lease)
+        if lease is None:
             return []
-        self._check_index(ticket, call.index)
-        page = ticket.holds.get(call.index)
+        self._check_index(lease, call.index)
+        page = lease.holds.get(call.index)
         return [] if page is None else self._tell(self._tiers.drop(page))
 
-    # --- tickets --------------------------------------------------------------------------------------------------
+    # --- leases --------------------------------------------------------------------------------------------------
 
-    def _new_ticket(self, process: ClientProcess, number: int, packed: bytes, now: float, reserving: bool) -> Lease:
-        """A ticket that is not registered yet. Raises MalformedMessage."""
+    def _new_lease(self, process: ClientProcess, number: int, packed: bytes, now: float, reserving: bool) -> Lease:
+        """A lease that is not registered yet. Raises MalformedMessage."""
         keys = split_keys(packed)
         if not keys or len(set(keys)) != len(keys):
-            raise MalformedMessage(f"ticket {number} is for {len(keys)} keys, {len(set(keys))} of them different")
-        if number in process.tickets:
-            raise MalformedMessage(f"ticket {number} is in use")
-        if len(process.tickets) >= MAX_TICKETS:
-            raise MalformedMessage(f"more than {MAX_TICKETS} tickets; forget those that are done with")
+            raise MalformedMessage(f"lease {number} is for {len(keys)} keys, {len(set(keys))} of them different")
+        if number in process.leases:
+            raise MalformedMessage(f"lease {number} is in use")
+        if len(process.leases) >= MAX_LEASES:
+            raise MalformedMessage(f"more than {MAX_LEASES} leases; forget those that are done with")
         return Lease(number, keys, False, process, now + self._hold_seconds, now, reserving)
 
-    def _check_index(self, ticket: Lease, index: int) -> None:
-        if not 0 <= index < len(ticket.keys):
-            raise MalformedMessage(f"index {index} of ticket {ticket.number}, which is for {len(ticket.keys)} keys")
+    def _check_index(self, lease: Lease, index: int) -> None:
+        if not 0 <= index < len(lease.keys):
+            raise MalformedMessage(f"index {index} of lease {lease.number}, which is for {len(lease.keys)} keys")
 
-    def _end_lease_parts(self, ticket: Lease) -> None:
-        """End the holds and waits of a ticket; its reservations stay."""
-        self._ended |= bool(ticket.waits)
-        self._tiers.waiting.remove(ticket)
-        for page in ticket.holds.values():
+    def _end_lease_parts(self, lease: Lease) -> None:
+        """End the holds and waits of a lease; its reservations stay."""
+        self._ended |= bool(lease.waits)
+        self._tiers.waiting.remove(lease)
+        for page in lease.holds.values():
             self._pages.unhold(page)
-        ticket.holds.clear()
+        lease.holds.clear()
 
-    def _end(self, tickets: list[Lease]) -> list[StoreCommand]:
-        """End tickets with all that is under them, and tell those who wait for what will not be made now."""
+    def _end(self, leases: list[Lease]) -> list[StoreCommand]:
+        """End leases with all that is under them, and tell those who wait for what will not be made now."""
         unmade: list[bytes] = []
-        for ticket in tickets:
-            self._end_lease_parts(ticket)
-            for index in sorted(ticket.reservations, reverse=True):
-                unmade += [ticket.keys[index], *self._pages.abort(ticket.reservations.pop(index))]
-            del ticket.owner.tickets[ticket.number]
+        for lease in leases:
+            self._end_lease_parts(lease)
+            for index in sorted(lease.reservations, reverse=True):
+                unmade += [lease.keys[index], *self._pages.abort(lease.reservations.pop(index))]
+            del lease.owner.leases[lease.number]
         return self._tell(self._tiers.unmade(unmade)) if unmade else []
 
     def _tick(self, now: float, paused: float) -> list[StoreCommand]:
         if paused:
             self._line.pause(paused)
-            for ticket in self._tickets():
-                ticket.expires += paused  # nobody could be heard meanwhile
+            for lease in self._leases():
+                lease.expires += paused  # nobody could be heard meanwhile
         commands = self._tell(self._tiers.tick(now, paused))
         if now < self._next_beat:
             return commands
@@ -476,37 +476,37 @@ class StoreState:
             commands
             + self._expire(now)
             + [
-                SendReply(connection, StoreHeartbeat(tuple(process.tickets)))
+                SendReply(connection, StoreHeartbeat(tuple(process.leases)))
                 for connection, process in self._attached.items()
             ]
         )
 
     def _expire(self, now: float) -> list[StoreCommand]:
         commands: list[StoreCommand] = []
-        for ticket in self._tickets():
-            if now < ticket.expires or not (ticket.holds or ticket.waits):
+        for lease in self._leases():
+            if now < lease.expires or not (lease.holds or lease.waits):
                 continue
-            self._count.expired += len(ticket.holds)
-            if ticket.waits:
-                commands += self._reply(ticket.owner, PagesUnavailable(ticket.number, min(ticket.waits)))
-            self._end_lease_parts(ticket)
+            self._count.expired += len(lease.holds)
+            if lease.waits:
+                commands += self._reply(lease.owner, PagesUnavailable(lease.number, min(lease.waits)))
+            self._end_lease_parts(lease)
         return commands
 
     def _tell(self, turn: TierResult) -> list[StoreCommand]:
-        """The orders of a turn, and the replies to the tickets that it concerns."""
+        """The orders of a turn, and the replies to the leases that it concerns."""
         commands: list[StoreCommand] = [*turn.orders]
-        for ticket, pages in turn.granted.items():
+        for lease, pages in turn.granted.items():
             arrived = tuple(PageAt(index, page.slot, page.checksum) for index, page in pages)
-            commands += self._reply(ticket.owner, PagesReady(ticket.number, arrived))
-        for ticket, index in turn.refused:
-            commands += self._reply(ticket.owner, PagesUnavailable(ticket.number, index))
+            commands += self._reply(lease.owner, PagesReady(lease.number, arrived))
+        for lease, index in turn.refused:
+            commands += self._reply(lease.owner, PagesUnavailable(lease.number, index))
         return commands
 
     def _reply(self, process: ClientProcess, reply: StoreReply) -> list[StoreCommand]:
         return [] if process.connection is None else [SendReply(process.connection, reply)]
 
-    def _tickets(self) -> Iterable[Lease]:
-        return (ticket for process in self._processes.values() for ticket in process.tickets.values())
+    def _leases(self) -> Iterable[Lease]:
+        return (lease for process in self._processes.values() for lease in process.leases.values())
 
     # --- what can be read off -------------------------------------------------------------------------------------
 
@@ -534,9 +534,9 @@ class StoreState:
     def waits(self) -> Iterator[WaitEdge]:
         """Yield the edges of the wait-for graph that this store knows; for tests."""
         store = self._me.incarnation
-        tickets = list(self._tickets())
-        yield from self._tiers.waits(store, tickets)
-        having = {(t.owner.incarnation, t.prompt) for t in tickets if t.prompt and (t.holds or t.reservations)}
+        leases = list(self._leases())
+        yield from self._tiers.waits(store, leases)
+        having = {(t.owner.incarnation, t.prompt) for t in leases if t.prompt and (t.holds or t.reservations)}
         waiting = set(having)
         if (head := self._line.waiting) is not None:
             place = (head[0].incarnation, head[1])
@@ -571,9 +571,9 @@ class StoreState:
             held=pages.held,
             unlisted=pages.unlisted,
             connections=len(self._attached),
-            tickets=sum(1 for _ in self._tickets()),
+            leases=sum(1 for _ in self._leases()),
             waits=len(self._tiers.waiting),
-            oldest_hold=max((now - ticket.since for ticket in self._tickets() if ticket.holds), default=0.0),
+            oldest_hold=max((now - lease.since for lease in self._leases() if lease.holds), default=0.0),
             pins=len(self._tiers.pins),
             pinned_bytes=self._tiers.pins.bytes,
             hits=count.hits,
@@ -591,11 +591,11 @@ class StoreState:
 
     def validate(self) -> None:
         """Check every invariant; for tests."""
-        tickets = list(self._tickets())
-        self._tiers.validate(tickets)
-        for ticket in tickets:
-            assert ticket.owner.tickets[ticket.number] is ticket
-            assert ticket.owner.connection is not None or not (ticket.holds or ticket.waits), "away, yet holding"
-            assert all(reservation.writer is ticket.owner for reservation in ticket.reservations.values())
+        leases = list(self._leases())
+        self._tiers.validate(leases)
+        for lease in leases:
+            assert lease.owner.leases[lease.number] is lease
+            assert lease.owner.connection is not None or not (lease.holds or lease.waits), "away, yet holding"
+            assert all(reservation.writer is lease.owner for reservation in lease.reservations.values())
         assert all(self._processes[p.pid, p.incarnation] is p for p in self._attached.values())
         assert all(p.connection is not None or p.reserved for p in self._processes.values())

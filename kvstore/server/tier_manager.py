@@ -7,7 +7,7 @@
     other stores ◀── OutboundTransfers ───────────────────────────┤
     the operator ◀── PinnedPrefixes ──────────────────────────────┘
 
-`kvstore.server.state` knows processes and their tickets; this knows pages, and says to which tickets they were granted
+`kvstore.server.state` knows processes and their leases; this knows pages, and says to which leases they were granted
 or refused.
 """
 
@@ -53,7 +53,7 @@ from kvstore.transport.interface import (
 
 @dataclass(slots=True)
 class TierResult:
-    """What a call led to: orders for the threads, pages that tickets hold now, and from where on they get no more."""
+    """What a call led to: orders for the threads, pages that leases hold now, and from where on they get no more."""
 
     orders: list[PeerOrder | DiskOrder] = field(default_factory=list[PeerOrder | DiskOrder])
     granted: dict[Lease, list[tuple[int, HostPage]]] = field(default_factory=dict[Lease, list[tuple[int, HostPage]]])
@@ -62,8 +62,8 @@ class TierResult:
     def add(self, other: TierResult) -> None:
         self.orders += other.orders
         self.refused += other.refused
-        for ticket, pages in other.granted.items():
-            self.granted.setdefault(ticket, []).extend(pages)
+        for lease, pages in other.granted.items():
+            self.granted.setdefault(lease, []).extend(pages)
 
 
 class TierManager:
@@ -120,62 +120,62 @@ class TierManager:
         """A worker found that page's bytes to be wrong."""
         return self.unmade(self._bad(page))
 
-    def below(self, ticket: Lease, first: int) -> list[TierPages]:
-        """What lower tiers have of the ticket's pages from `first` on, without a gap."""
+    def below(self, lease: Lease, first: int) -> list[TierPages]:
+        """What lower tiers have of the lease's pages from `first` on, without a gap."""
         runs: list[TierPages] = []
-        parent = ticket.keys[first - 1] if first else ticket.parent
-        if on_disk := self.disk.prefix(ticket.keys[first:], parent):
+        parent = lease.keys[first - 1] if first else lease.parent
+        if on_disk := self.disk.prefix(lease.keys[first:], parent):
             runs.append(TierPages(self.disk.speed, on_disk))
-        most = max((source.pages for source in ticket.sources), default=0)
-        elsewhere = min(most, len(ticket.keys)) - first - on_disk
+        most = max((source.pages for source in lease.sources), default=0)
+        elsewhere = min(most, len(lease.keys)) - first - on_disk
         if elsewhere > 0:
             runs.append(TierPages(self.loads.remote_speed.speed, elsewhere))
         return runs
 
-    def promote(self, ticket: Lease, until: int, now: float) -> TierResult:
-        """Bring the ticket's pages before index `until` that are not here from lower tiers. The ticket does not wait
+    def promote(self, lease: Lease, until: int, now: float) -> TierResult:
+        """Bring the lease's pages before index `until` that are not here from lower tiers. The lease does not wait
         for a page that a hand-off brings and that another store awaits here: its maker may be the worker that asks.
 
-        A page that the ticket was granted before is not granted again, even if that hold has expired: what its reader
+        A page that the lease was granted before is not granted again, even if that hold has expired: what its reader
         has copied meanwhile would count, under the new hold, whatever it was."""
-        first, ticket.reached = ticket.reached, max(ticket.reached, until)
+        first, lease.reached = lease.reached, max(lease.reached, until)
         turn = TierResult()
         for index in range(first, until):
-            if (page := self.pages.find(ticket.keys[index])) is not None:
-                self._grant(ticket, index, page, turn)
+            if (page := self.pages.find(lease.keys[index])) is not None:
+                self._grant(lease, index, page, turn)
             else:
-                self.waiting.add(ticket, index)
-        parent = ticket.keys[first - 1] if first else ticket.parent
-        on_disk = first + self.disk.prefix(ticket.keys[first:until], parent)
-        chain = links(ticket.keys, ticket.parent)
+                self.waiting.add(lease, index)
+        parent = lease.keys[first - 1] if first else lease.parent
+        on_disk = first + self.disk.prefix(lease.keys[first:until], parent)
+        chain = links(lease.keys, lease.parent)
         turn.add(self._settle(self.loads.read(chain[first:on_disk], now), now))
         if on_disk < until:
-            sources = [source for source in ticket.sources if source.pages > on_disk]
+            sources = [source for source in lease.sources if source.pages > on_disk]
             most = max((source.pages for source in sources), default=0)
             turn.add(self._settle(self.loads.fetch(sources, chain[on_disk : min(until, most)], False, now), now))
             if most < until:
-                self._refuse(ticket.keys[max(most, on_disk) : until], turn, lambda waiter, index: waiter is ticket)
-        contested = [key for key in ticket.keys[first:until] if self._contested(key)]
-        self._cancel_waiters(contested, turn, lambda waiter, index: waiter is ticket)
+                self._refuse(lease.keys[max(most, on_disk) : until], turn, lambda waiter, index: waiter is lease)
+        contested = [key for key in lease.keys[first:until] if self._contested(key)]
+        self._cancel_waiters(contested, turn, lambda waiter, index: waiter is lease)
         return turn
 
-    def hand_off(self, ticket: Lease, now: float) -> TierResult:
-        """Bring the pages that the ticket waits for: those on the own disk from there, the others from its sources.
+    def hand_off(self, lease: Lease, now: float) -> TierResult:
+        """Bring the pages that the lease waits for: those on the own disk from there, the others from its sources.
 
         A page on the own disk is never asked of another store: that store may await it from this one."""
-        chain, has = _chain(ticket), self.disk.has
-        turn = self._settle(self.loads.read([chain[i] for i in sorted(ticket.waits) if has(chain[i][0])], now), now)
-        turn.add(self._from_others(ticket, now))
+        chain, has = _chain(lease), self.disk.has
+        turn = self._settle(self.loads.read([chain[i] for i in sorted(lease.waits) if has(chain[i][0])], now), now)
+        turn.add(self._from_others(lease, now))
         return turn
 
-    def _from_others(self, ticket: Lease, now: float) -> TierResult:
-        """Pages of the ticket that are not here, and that it waits for, come from its sources as they are sealed; those
+    def _from_others(self, lease: Lease, now: float) -> TierResult:
+        """Pages of the lease that are not here, and that it waits for, come from its sources as they are sealed; those
         that no source is believed to have or make are waited for here. A partial page is loose where it is brought:
         it is nobody else's."""
-        chain = _chain(ticket)
+        chain = _chain(lease)
         wanted: dict[tuple[PageSource, ...], list[ChainLink]] = {}
-        for index in sorted(ticket.waits):
-            if sources := ticket.sources_of(index):
+        for index in sorted(lease.waits):
+            if sources := lease.sources_of(index):
                 wanted.setdefault(sources, []).append(chain[index])
         turn = TierResult()
         for sources, part in wanted.items():
@@ -183,7 +183,7 @@ class TierManager:
         return turn
 
     def prune(self, now: float) -> TierResult:
-        """Stop what is being brought for nobody any more: tickets have ended, or their pages came in another way."""
+        """Stop what is being brought for nobody any more: leases have ended, or their pages came in another way."""
         waiting = self.waiting
         return self._settle(self.loads.prune(waiting.awaited, waiting.wanted, waiting.named, now), now)
 
@@ -256,11 +256,11 @@ class TierManager:
         chains: dict[Lease, list[ChainLink]] = {}
         for key in outcome.gone:
             tried = outcome.tried.get(key, frozenset())
-            for ticket, index in self.waiting.of(key).items():
-                if not isinstance(ticket, Lease) or not ticket.wait:
+            for lease, index in self.waiting.of(key).items():
+                if not isinstance(lease, Lease) or not lease.wait:
                     continue
-                if sources := tuple(source for source in ticket.sources_of(index) if source.store not in tried):
-                    chain = chains[ticket] = chains.get(ticket) or _chain(ticket)
+                if sources := tuple(source for source in lease.sources_of(index) if source.store not in tried):
+                    chain = chains[lease] = chains.get(lease) or _chain(lease)
                     wanted.setdefault((sources, tried), []).append(chain[index])
                     break
         turn = TierResult()
@@ -275,10 +275,10 @@ class TierManager:
             elif isinstance(waiter, PeerFetch):
                 turn.orders += self.server.arrived(waiter, index, page).orders
 
-    def _grant(self, ticket: Lease, index: int, page: HostPage, turn: TierResult) -> None:
+    def _grant(self, lease: Lease, index: int, page: HostPage, turn: TierResult) -> None:
         self.pages.hold(page)
-        ticket.holds[index] = page
-        turn.granted.setdefault(ticket, []).append((index, page))
+        lease.holds[index] = page
+        turn.granted.setdefault(lease, []).append((index, page))
 
     def _refuse_all(self, keys: Iterable[bytes], turn: TierResult) -> None:
         """Nobody makes these any more. Those that are being brought may still come; if they don't, nobody is left.
@@ -365,20 +365,20 @@ class TierManager:
         disk = (self.disk.speed,) if self.disk.working else ()
         return (*disk, self.loads.remote_speed.speed)
 
-    def waits(self, store: str, tickets: Sequence[Lease]) -> Iterator[WaitEdge]:
-        """Yield the waits for pages: of tickets, of other stores' fetches, and of the pages for what brings them."""
+    def waits(self, store: str, leases: Sequence[Lease]) -> Iterator[WaitEdge]:
+        """Yield the waits for pages: of leases, of other stores' fetches, and of the pages for what brings them."""
         writers: dict[bytes, list[WaitNode]] = {}
         cached: dict[bytes, list[WaitNode]] = {}
-        for ticket in tickets:
-            incarnation = ticket.owner.incarnation
-            node = ("ticket", incarnation, ticket.number)
-            for index in ticket.waits:
-                yield node, ("page", store, ticket.keys[index])
-                if not ticket.wait:
-                    cached.setdefault(ticket.keys[index], []).append(node)
-            for index, reservation in ticket.reservations.items():
+        for lease in leases:
+            incarnation = lease.owner.incarnation
+            node = ("lease", incarnation, lease.number)
+            for index in lease.waits:
+                yield node, ("page", store, lease.keys[index])
+                if not lease.wait:
+                    cached.setdefault(lease.keys[index], []).append(node)
+            for index, reservation in lease.reservations.items():
                 if reservation.node is not None:
-                    writers.setdefault(ticket.keys[index], []).append(("place", incarnation, ticket.prompt))
+                    writers.setdefault(lease.keys[index], []).append(("place", incarnation, lease.prompt))
         for fetch in self.server.fetches:
             for index in fetch.waits:
                 awaited = ("promise" if fetch.wait else "page", store, fetch.keys[index])
@@ -397,14 +397,14 @@ class TierManager:
         """Every page that can be found here, parents first, on each tier."""
         return [*page_runs(self.pages.pages(), "CPU"), *page_runs(self.disk.pages(), "DISK")]
 
-    def validate(self, tickets: Sequence[Lease]) -> None:
+    def validate(self, leases: Sequence[Lease]) -> None:
         """Check every invariant; for tests."""
         self.pages.validate()
         self.loads.validate()
         self.disk.validate()
-        self.waiting.validate([*tickets, *self.server.fetches])
+        self.waiting.validate([*leases, *self.server.fetches])
         holds: dict[int, int] = {}
-        held = [page for ticket in tickets for page in ticket.holds.values()]
+        held = [page for lease in leases for page in lease.holds.values()]
         for page in (*held, *self.server.held, *self.pins.held, *self._demoting.values()):
             holds[id(page)] = holds.get(id(page), 0) + 1
             assert page.node is not None or page.dropped or page.holds
@@ -412,19 +412,19 @@ class TierManager:
         assert all(page.holds == holds[number] for number, page in everything.items())
         assert len(everything) == self.pages.held
         assert sum(page.node is None for page in everything.values()) == self.pages.unlisted
-        writers = sum(len(ticket.reservations) for ticket in tickets)
+        writers = sum(len(lease.reservations) for lease in leases)
         assert writers + sum(1 for _ in self.loads.reservations) == self.pages.reserved
-        for ticket in tickets:
-            assert ticket.waits.isdisjoint(ticket.holds)
-            for index in ticket.waits:
-                assert self.pages.find(ticket.keys[index]) is None
+        for lease in leases:
+            assert lease.waits.isdisjoint(lease.holds)
+            for index in lease.waits:
+                assert self.pages.find(lease.keys[index]) is None
 
 
-def _chain(ticket: Lease) -> list[ChainLink]:
+def _chain(lease: Lease) -> list[ChainLink]:
     """Its pages. A partial one is loose where it is brought: it is nobody else's."""
-    chain = links(ticket.keys, ticket.parent)
-    if ticket.partial:
-        chain[-1] = ticket.keys[-1], NOWHERE
+    chain = links(lease.keys, lease.parent)
+    if lease.partial:
+        chain[-1] = lease.keys[-1], NOWHERE
     return chain
 
 

@@ -45,11 +45,11 @@ from router.frontend.request_parsing import (
     ValidatedPin,
     ValidatedRequest,
     name_of,
+    parse_generate_request,
+    parse_pin_request,
     pin_of,
     role_of,
     steps_of,
-    parse_generate_request,
-    parse_pin_request,
 )
 from router.frontend.tokenizing import TokenizerThreads
 from router.role_changes import PATIENCE

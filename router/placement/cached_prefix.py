@@ -74,7 +74,9 @@ class ReusablePrefix(Struct, frozen=True):
     sources: tuple[PageSource, ...] = ()  # for those that come from other nodes
 
 
-def store_caches(members: ClusterMembership, held: Mapping[str, PrefixMatch], avoid: Collection[str]) -> list[StoreCache]:
+def store_caches(
+    members: ClusterMembership, held: Mapping[str, PrefixMatch], avoid: Collection[str]
+) -> list[StoreCache]:
     """The live store of each node, unless its loop hangs. Those to `avoid` serve their own node and no other."""
     able = [member for member in members.with_role("store") if not member.unresponsive]
     return [store_cache(member, held, serves=member.incarnation not in avoid) for member in able]
@@ -102,7 +104,9 @@ def node_caches(stores: Sequence[StoreCache]) -> dict[str, NodeCache]:
     return {store.node: NodeCache(store, _others(store, serving)) for store in stores}
 
 
-def reusable_on_decode_worker(prefix: CacheablePrefix, node: NodeCache | None, device: int, rate: float) -> ReusablePrefix:
+def reusable_on_decode_worker(
+    prefix: CacheablePrefix, node: NodeCache | None, device: int, rate: float
+) -> ReusablePrefix:
     """Of a decode worker, which fetches only what follows the `device` pages that it has itself."""
     if node is None:
         return ReusablePrefix(device)

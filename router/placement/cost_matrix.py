@@ -65,9 +65,16 @@ class PlacementCosts:
         self.opened = self.open == OPEN
         self.used = table.last_used * (_TURN / max(1, table.use_count))
         self._price_decode(ask, table, device, output)
-        self.local_seconds = np.maximum(self.queue[:d], self.local_wait) + self.prefill_seconds[:d] + self.step + self.last_tokens_seconds
+        self.local_seconds = (
+            np.maximum(self.queue[:d], self.local_wait)
+            + self.prefill_seconds[:d]
+            + self.step
+            + self.last_tokens_seconds
+        )
         self.local_seconds[self.open[:d] == NEVER] = inf
-        self.interference_seconds = np.zeros(d)  # seconds that `alone` is dearer than it takes: others wait for their tokens
+        self.interference_seconds = np.zeros(
+            d
+        )  # seconds that `alone` is dearer than it takes: others wait for their tokens
         self.prefill_rows = self.decode_rows = np.zeros(0, np.int64)  # prefill and decode workers that are paired
         self.pair_seconds = np.zeros((0, 0))  # inf: can't be
         self.best_pair_seconds = inf
@@ -84,7 +91,9 @@ class PlacementCosts:
         size = ask.prefix.page_size
         tail = ask.tokens - ask.prefix.pages * size
         self.step = step = table.step[:d] + table.per_context[:d] * (ask.tokens + 0.5 * output)
-        self.last_tokens_seconds = tail * (table.token[:d] + table.pair[:d] * ask.tokens)  # what the first takes longer for one alone
+        self.last_tokens_seconds = tail * (
+            table.token[:d] + table.pair[:d] * ask.tokens
+        )  # what the first takes longer for one alone
         lack = (ask.tokens + output) / size - device[:d] - table.free_pages[:d]
         full = self.open[:d] == FULL
         self.wait = np.zeros(d)
@@ -111,7 +120,9 @@ class PlacementCosts:
         then, or sequences have ended."""
         d = self.num_decode
         queue, rows = self.queue[:d], table.num_sequences[:d]
-        each = np.maximum(table.others_step_seconds[:d] / np.maximum(rows, 1.0), 1e-9)  # seconds of a step that a sequence takes
+        each = np.maximum(
+            table.others_step_seconds[:d] / np.maximum(rows, 1.0), 1e-9
+        )  # seconds of a step that a sequence takes
         ends = np.minimum(np.ceil(np.maximum(late - queue / output, 0.0) / each), rows)
         return np.clip(late * output, 0.0, queue) + ends * table.turnover[:d]
 
@@ -184,7 +195,9 @@ class PlacementCosts:
         now = self.pair_seconds <= limit
         now &= opened[self.prefill_rows][:, None] & (opened[:d] & (self.wait <= 0))[self.decode_rows]
         made, taken = now.nonzero()
-        alone = ((self.local_seconds + self.interference_seconds <= limit) & opened[:d] & (self.local_wait <= 0)).nonzero()[0]
+        alone = (
+            (self.local_seconds + self.interference_seconds <= limit) & opened[:d] & (self.local_wait <= 0)
+        ).nonzero()[0]
         if len(made) + len(alone) == 0:
             return None
         makers, takers = self.prefill_rows[made], self.decode_rows[taken]
@@ -242,12 +255,16 @@ class PlacementCosts:
 
     def candidates(self) -> list[Candidate]:
         """Every decode worker alone, each worker of a pair with the best other one of those that were paired."""
-        ways: list[tuple[int | None, int, float]] = [(None, row, self.local_seconds[row]) for row in range(self.num_decode)]
+        ways: list[tuple[int | None, int, float]] = [
+            (None, row, self.local_seconds[row]) for row in range(self.num_decode)
+        ]
         if self.pair_seconds.size:
             by_maker = {(row, int(column)) for row, column in enumerate(self.pair_seconds.argmin(axis=1))}
             by_taker = {(int(row), column) for column, row in enumerate(self.pair_seconds.argmin(axis=0))}
             for row, column in sorted(by_maker | by_taker):
-                ways.append((int(self.prefill_rows[row]), int(self.decode_rows[column]), self.pair_seconds[row, column]))
+                ways.append(
+                    (int(self.prefill_rows[row]), int(self.decode_rows[column]), self.pair_seconds[row, column])
+                )
         return [self._candidate(maker, taker, bool(seconds < inf)) for maker, taker, seconds in ways]
 
     def _candidate(self, maker: int | None, taker: int, possible: bool) -> Candidate:

@@ -26,7 +26,14 @@ from math import inf
 from typing import Protocol
 
 from baton.messages import PageSource
-from router.placement.cached_prefix import SOURCES, NodeCache, StoreCache, reusable_on_decode_worker, reusable_on_prefill_worker, store_cache
+from router.placement.cached_prefix import (
+    SOURCES,
+    NodeCache,
+    StoreCache,
+    reusable_on_decode_worker,
+    reusable_on_prefill_worker,
+    store_cache,
+)
 from router.placement.cluster_view import ClusterView
 from router.placement.cost_matrix import PlacementCosts
 from router.placement.types import Placement, PlacementChoice, PlacementRequest, Reject, SecondsReservation, Wait
@@ -109,7 +116,9 @@ def place_on(ask: PlacementRequest, view: ClusterView, decode: str, prefill: str
 
 
 def _prices(ask: PlacementRequest, view: ClusterView) -> PlacementCosts:
-    return PlacementCosts(ask, view.refreshed_table(), view.now, view.expected_output(ask.output_left), view.reserved_seconds)
+    return PlacementCosts(
+        ask, view.refreshed_table(), view.now, view.expected_output(ask.output_left), view.reserved_seconds
+    )
 
 
 def _unreachable_objective(ask: PlacementRequest, prices: PlacementCosts) -> Reject | None:
@@ -148,7 +157,9 @@ def _affinity_row(affinity: str, prices: PlacementCosts) -> int:
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
-def _placement(ask: PlacementRequest, view: ClusterView, prices: PlacementCosts, maker: int | None, taker: int) -> Placement:
+def _placement(
+    ask: PlacementRequest, view: ClusterView, prices: PlacementCosts, maker: int | None, taker: int
+) -> Placement:
     decoder = prices.workers[taker]
     predicted, tpot = prices.predict(maker, taker), float(prices.tpot[taker])
     if maker is None:
@@ -169,7 +180,9 @@ def _placement(ask: PlacementRequest, view: ClusterView, prices: PlacementCosts,
     worker = prices.workers[maker]
     store, theirs = view.table.store_on[decoder.peer.node], _node(ask, view, worker.peer.node)
     assert theirs is not None, f"no store on node {worker.peer.node}"
-    reach = reusable_on_prefill_worker(ask.prefix, theirs, ask.device_pages(worker.incarnation), worker.load.prefill_rate)
+    reach = reusable_on_prefill_worker(
+        ask.prefix, theirs, ask.device_pages(worker.incarnation), worker.load.prefill_rate
+    )
     source = PageSource(theirs.store.incarnation, theirs.store.endpoint, ask.hand_off_pages)
     return Placement(
         decode=decoder.incarnation,

@@ -53,7 +53,9 @@ class KvIndex:
 
     def heartbeat(self, holder: str, sequence: int, digest: int, now: float) -> list[str]:
         """The holder tells of its last batch, and the digest of what it had then."""
-        return self._carry_out(self._tracker.digest_reported(holder, sequence, digest, self._map.digest(holder), now), now)
+        return self._carry_out(
+            self._tracker.digest_reported(holder, sequence, digest, self._map.digest(holder), now), now
+        )
 
     def tick(self, now: float) -> list[str]:
         return self._carry_out(self._tracker.tick(now), now)

@@ -153,7 +153,9 @@ class PrefixPinner:
         return [
             (worker, store)
             for worker in self._members.schedulable("prefill")
-            if not worker.unresponsive and worker.busy_since is None and len(worker.pending_prefills) + worker.other_routers_requests < most
+            if not worker.unresponsive
+            and worker.busy_since is None
+            and len(worker.pending_prefills) + worker.other_routers_requests < most
             if not any(name.request.startswith(WARM) for name in worker.pending_prefills)
             if (store := self._members.store_of(worker.peer.node)) is not None and not store.unresponsive
         ]
@@ -376,7 +378,9 @@ class PrefixPinner:
                 prefix.name
             )
             assert prefix.phase is not PinPhase.PINNED or not prefix.awaited, prefix.name
-            assert not waits or not prefix.awaited or prefix.gives_up_at is not None, f"{prefix.name} waits without a limit"
+            assert not waits or not prefix.awaited or prefix.gives_up_at is not None, (
+                f"{prefix.name} waits without a limit"
+            )
             if prefix.worker is not None:
                 at_work.add((prefix.worker, prefix.attempt))
                 assert prefix.phase in (PinPhase.PREFILLING, PinPhase.PINNING), prefix.name

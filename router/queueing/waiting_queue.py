@@ -285,7 +285,9 @@ class WaitingQueue:
         if found is None or found.drain_rate.idle(now) > _MEMORY:
             found = self._histories[tenant, level] = DrainHistory()
             if len(self._histories) > 2 * len(self._tenant_queues) + 64:
-                self._histories = {key: past for key, past in self._histories.items() if past.drain_rate.idle(now) <= _MEMORY}
+                self._histories = {
+                    key: past for key, past in self._histories.items() if past.drain_rate.idle(now) <= _MEMORY
+                }
         return found
 
     def validate(self) -> None:

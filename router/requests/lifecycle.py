@@ -105,14 +105,18 @@ class RequestManager:
                 raise Unavailable("this router is stopping")
             check_tokens(submit.tokens, self._limits.vocab_size)
             self._settle_length(request)
-            self.admission.charge_quota(request, submit.max_tokens or self._view.expected_output(self._limits.max_context), now)
+            self.admission.charge_quota(
+                request, submit.max_tokens or self._view.expected_output(self._limits.max_context), now
+            )
         except BatonError as error:
             self.end(request, Failed(error), now)
             return
         self.admission.enqueue(request, now)
         if self.scan.changed:
             self.place_waiting(now)
-        elif self._can_place() and (not self._held or self.queue.first(now) is request):  # nothing new for those who wait
+        elif self._can_place() and (
+            not self._held or self.queue.first(now) is request
+        ):  # nothing new for those who wait
             self._view.now = now
             self._place(request, now)
         if request in self.queue:
@@ -188,7 +192,9 @@ class RequestManager:
             tokens=request.known,
             max_tokens=request.max_tokens,
             prompt=request.prompt,
-            ttft=None if request.ttft is None or request.ever_accepted else request.ttft - (now - request.timeline.received),
+            ttft=None
+            if request.ttft is None or request.ever_accepted
+            else request.ttft - (now - request.timeline.received),
             tpot=request.tpot,
             waited=now - request.submitted,
             priority=request.priority,
@@ -243,7 +249,10 @@ class RequestManager:
         self.counts.split += plan.prefill is not None
         self.counts.local += plan.prefill is None
         decoder = self._members.require_live(plan.decode)
-        known, left = plan.cached_pages * ask.prefix.page_size, self._view.expected_output(ask.max_tokens - request.generated)
+        known, left = (
+            plan.cached_pages * ask.prefix.page_size,
+            self._view.expected_output(ask.max_tokens - request.generated),
+        )
         if plan.prefill is not None:
             prompt = PendingPrefill(ask.tokens - 1 - known, known)
             self._members.require_live(plan.prefill).assign_prefill(name, prompt, now)

@@ -93,7 +93,9 @@ class WorkerMessageHandler:
         self._accept(request, attempt, now)  # or nothing could have been fetched: so this counts as an attempt
         if attempt.prefill is not None:
             request.excluded.add(attempt.prefill)
-        request.excluded.update(source.store for source in attempt.placement.sources)  # the link may be cut, not the store
+        request.excluded.update(
+            source.store for source in attempt.placement.sources
+        )  # the link may be cut, not the store
         member = self._members.require_live(attempt.decode)
         why = f"{member.peer.name} has only {event.pages} of {attempt.placement.fetch_pages} pages: {event.message}"
         self._manager.retry(request, why, now)
@@ -131,7 +133,9 @@ class WorkerMessageHandler:
             return
         new, logprobs = delta.tokens[skip:], delta.logprobs[skip:]
         if problem := self._problem(request, new, logprobs):
-            self._manager.retry(request, f"{self._members.require_live(attempt.decode).peer.name} sent {problem}", now, blame=True)
+            self._manager.retry(
+                request, f"{self._members.require_live(attempt.decode).peer.name} sent {problem}", now, blame=True
+            )
             return
         self._run(request, attempt, now)
         if request.decode_computed is None and delta.position == attempt.start:
@@ -241,10 +245,14 @@ class WorkerMessageHandler:
             deadline_ms=request.left_ms(now),
         )
         member = self._members.require_live(prefill)
-        work = AssignedAttempt(self._out.send(prefill, message), attempt.placement.fetch_pages - attempt.placement.cached_pages)
+        work = AssignedAttempt(
+            self._out.send(prefill, message), attempt.placement.fetch_pages - attempt.placement.cached_pages
+        )
         member.assign(attempt.name, work)
         attempt.prefill_sent = True
-        attempt.prefill_unreported = request.missing_tokens(attempt.placement.cached_pages, self._config.pages.page_size)
+        attempt.prefill_unreported = request.missing_tokens(
+            attempt.placement.cached_pages, self._config.pages.page_size
+        )
         request.prefill_worker = member.peer.name
         request.timeline.prefill_sent = now
 

@@ -158,4 +158,6 @@ def _prompt(ask: PlacementRequest) -> RulePrompt:
 
 def _decoders(ask: PlacementRequest, view: ClusterView) -> list[MemberRecord]:
     """Those whose pool could ever hold it."""
-    return [each for each in view.decode_workers if each.hello.model and each.hello.model.pool_pages >= ask.pages_needed]
+    return [
+        each for each in view.decode_workers if each.hello.model and each.hello.model.pool_pages >= ask.pages_needed
+    ]

@@ -285,8 +285,8 @@ def test_a_peer_that_does_not_read_is_given_up(pair: tuple[UnixSocket[StoreCall]
     _, client = pair
 
     def flood() -> None:
-        for ticket in range(100_000):
-            client.send(LeaseHeartbeat(tuple(range(ticket, ticket + 500))))
+        for lease in range(100_000):
+            client.send(LeaseHeartbeat(tuple(range(lease, lease + 500))))
 
     with pytest.raises(StoreGone, match="unread"):
         flood()

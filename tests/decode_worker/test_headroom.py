@@ -59,7 +59,9 @@ def test_an_output_that_began_elsewhere_teaches_nothing_about_its_beginning() ->
     headroom = LearnedGrowthReserve()
     for _ in range(100):
         headroom.ended(100, 110, cut=False)
-    assert headroom.pages_to_keep([young(2_000)] * 10, PAGE) < taught(*[110] * 100).pages_to_keep([young(2_000)] * 10, PAGE)
+    assert headroom.pages_to_keep([young(2_000)] * 10, PAGE) < taught(*[110] * 100).pages_to_keep(
+        [young(2_000)] * 10, PAGE
+    )
 
 
 def test_it_follows_the_load_when_that_changes() -> None:

@@ -196,7 +196,7 @@ class DecodeMachine(RuleBasedStateMachine):
             self.rig.settle()
             self.rig.tick(2.0)
         assert self.worker.state.cache.available == self.worker.num_pages
-        assert self.worker.state.tickets == ()
+        assert self.worker.state.leases == ()
 
 
 TestDecodeMachine = DecodeMachine.TestCase

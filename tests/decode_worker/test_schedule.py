@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.messages import AttemptName, SamplingParams
-from decode_worker.batching import BatchBudget, chunk_alignment, build_batch
+from decode_worker.batching import BatchBudget, build_batch, chunk_alignment
 from decode_worker.sequence import Sequence, SequencePhase
 from engine.step import ScheduledBatch
 

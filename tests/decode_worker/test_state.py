@@ -328,7 +328,7 @@ def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
         one.rig.settle()
         assert one.state.cache.available == one.num_pages
         assert not one.state.heartbeat(0).attempts
-        assert one.rig.store.stats(0.0).tickets == 0
+        assert one.rig.store.stats(0.0).leases == 0
 
 
 def test_a_router_heartbeat_keeps_what_it_lists() -> None:

@@ -73,7 +73,9 @@ def test_the_last_tokens_of_prompts_come_in_parts_that_hold_up_nobody_for_long()
     """What they cost is learned apart for those with little and with much before them."""
     tempo = measured()
     assert tempo.short_prompt_tokens(rows(0), 0, GRAIN) == 512
-    assert tempo.short_prompt_tokens(rows(8), 48, GRAIN) == tempo.short_prompt_tokens(rows(8), 2_000, GRAIN) == 4  # unknown yet
+    assert (
+        tempo.short_prompt_tokens(rows(8), 48, GRAIN) == tempo.short_prompt_tokens(rows(8), 2_000, GRAIN) == 4
+    )  # unknown yet
     for context, each in ((48, 0.0004), (2_000, 0.003)):
         for _ in range(30):
             tempo.observe_step(tails(4, context, 0.014 + 4 * each))

@@ -116,7 +116,7 @@ class TestClient:
         peer = Peer("prefill", "worker", NODE, incarnation, os.getpid())
         self.store = StoreClient(store_address(cluster, NODE), peer, NAMESPACE, PAGE, silence_s)
         self.attach = Attach(peer, NAMESPACE, PAGE)
-        self.tickets: set[int] = set()
+        self.leases: set[int] = set()
         self._beat = 0.0
         self._unread: list[StoreReply] = []
 
@@ -134,44 +134,44 @@ class TestClient:
         """What has come in, after a heartbeat if one is due. Raises StoreGone."""
         if time.monotonic() >= self._beat:
             self._beat = time.monotonic() + HEARTBEAT
-            self.store.call(LeaseHeartbeat(tuple(self.tickets)))
+            self.store.call(LeaseHeartbeat(tuple(self.leases)))
         select.select([self.store.fileno()], [], [], 0.02)
         replies = self.store.receive()
         self.store.tick(time.monotonic())
         return replies
 
-    def next(self, kind: type[T], ticket: int | None = None) -> T:
-        """The next reply of this kind (and ticket); others that come before it are kept."""
+    def next(self, kind: type[T], lease: int | None = None) -> T:
+        """The next reply of this kind (and lease); others that come before it are kept."""
 
         def found() -> T | None:
             for reply in self._unread:
-                if isinstance(reply, kind) and ticket in (None, getattr(reply, "ticket", None)):
+                if isinstance(reply, kind) and lease in (None, getattr(reply, "lease", None)):
                     self._unread.remove(reply)
                     return reply
             self._unread += [reply for reply in self.turn() if kind is StoreHeartbeat or not _is_beat(reply)]
             return None
 
-        return eventually(found, f"{kind.__name__} of ticket {ticket}")
+        return eventually(found, f"{kind.__name__} of lease {lease}")
 
     def ask(self, call: StoreCall, kind: type[T]) -> T:
-        """Say something under a ticket that is kept from now on, and await the answer."""
-        ticket: int = call.ticket  # type: ignore[union-attr]
-        self.tickets.add(ticket)
+        """Say something under a lease that is kept from now on, and await the answer."""
+        lease: int = call.lease  # type: ignore[union-attr]
+        self.leases.add(lease)
         self.store.call(call)
-        return self.next(kind, ticket)
+        return self.next(kind, lease)
 
-    def reserve(self, ticket: int, chain: str, start: int = 0) -> Sequence[int | None]:
-        call = Reserve(ticket, parent(chain, start), b"".join(keys(chain, start)))
+    def reserve(self, lease: int, chain: str, start: int = 0) -> Sequence[int | None]:
+        call = Reserve(lease, parent(chain, start), b"".join(keys(chain, start)))
         return self.ask(call, Reserved).slots
 
-    def write(self, ticket: int, chain: str, hold: bool = False) -> None:
+    def write(self, lease: int, chain: str, hold: bool = False) -> None:
         """Write every page of a chain: its bytes are its letter."""
         sums: list[int] = []
-        for letter, slot in zip(chain, self.reserve(ticket, chain), strict=True):
+        for letter, slot in zip(chain, self.reserve(lease, chain), strict=True):
             if slot is not None:
                 self.store.slot(slot)[:] = letter.encode() * PAGE
             sums.append(page_checksum(letter.encode() * PAGE))
-        self.ask(Seal(ticket, 0, tuple(sums), hold), Sealed)
+        self.ask(Seal(lease, 0, tuple(sums), hold), Sealed)
 
 
 def _is_beat(reply: StoreReply) -> bool:

@@ -58,14 +58,14 @@ class Rig:
         """What anybody hears at once, by connection."""
         return replies(self.do(CallReceived(connection, call)))
 
-    def write(self, connection: int, ticket: int, chain: str, start: int = 0, hold: bool = False) -> None:
-        """Reserve and seal the pages of a chain, and forget the ticket unless it is to hold them."""
-        (reserved,) = self.say(connection, Reserve(ticket, parent(chain, start), b"".join(keys(chain, start))))
+    def write(self, connection: int, lease: int, chain: str, start: int = 0, hold: bool = False) -> None:
+        """Reserve and seal the pages of a chain, and forget the lease unless it is to hold them."""
+        (reserved,) = self.say(connection, Reserve(lease, parent(chain, start), b"".join(keys(chain, start))))
         assert isinstance(reserved, Reserved), reserved
         count = len(chain) - start
-        assert Sealed(ticket, 0, count) in self.say(connection, Seal(ticket, 0, tuple(range(count)), hold))
+        assert Sealed(lease, 0, count) in self.say(connection, Seal(lease, 0, tuple(range(count)), hold))
         if not hold:
-            self.say(connection, EndLease(ticket))
+            self.say(connection, EndLease(lease))
 
     def has(self, chain: str) -> bool:
         """Whether the last page of a chain can be found."""

@@ -186,8 +186,8 @@ def test_replies_before_the_end_are_not_lost(fake: FakeStore, client: StoreClien
 
 
 def test_a_refusal_is_the_end(fake: FakeStore, client: StoreClient) -> None:
-    attach(fake, client).send(AttachRefused("malformed_message", "ticket 1 is in use"))
-    with pytest.raises(StoreGone, match="ticket 1 is in use"):
+    attach(fake, client).send(AttachRefused("malformed_message", "lease 1 is in use"))
+    with pytest.raises(StoreGone, match="lease 1 is in use"):
         client.receive()
 
 
@@ -212,8 +212,8 @@ def test_silence_is_judged_by_what_was_read_and_not_by_our_own_pauses(fake: Fake
 def test_a_store_that_does_not_read_never_holds_us_up(fake: FakeStore, client: StoreClient) -> None:
     attach(fake, client)
     started = time.monotonic()
-    for ticket in range(10_000):
-        client.call(Acquire(ticket, bytes(16 * MAX_KEYS_PER_CALL)))
+    for lease in range(10_000):
+        client.call(Acquire(lease, bytes(16 * MAX_KEYS_PER_CALL)))
     assert time.monotonic() - started < 5
     with pytest.raises(StoreGone, match="unread"):
         client.tick(0.0)

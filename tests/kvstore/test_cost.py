@@ -100,5 +100,7 @@ def test_a_little_of_a_tier_that_was_never_measured_is_loaded_whatever_it_is_sai
     runs: list[TierSpeed], page_size: int, on_device: int, pages: int
 ) -> None:
     runs = [*runs[:-1], TierSpeed(runs[-1].tier, runs[-1].latency, runs[-1].bytes_per_second)]
-    choice = choose_load_length([TierPages(speed, 40) for speed in runs], PAGE_BYTES, page_size, RATE * page_size / 16, on_device)
+    choice = choose_load_length(
+        [TierPages(speed, 40) for speed in runs], PAGE_BYTES, page_size, RATE * page_size / 16, on_device
+    )
     assert choice.pages == pages

@@ -8,9 +8,9 @@ from tests.kvstore.chains import keys
 from tests.kvstore.store_fixtures import Rig
 
 
-def reserve(rig: Rig, connection: int, ticket: int, chain: str, prompt: int) -> StoreReply:
+def reserve(rig: Rig, connection: int, lease: int, chain: str, prompt: int) -> StoreReply:
     """Ask for the slots of a chain, as a prompt does."""
-    (reply,) = rig.say(connection, Reserve(ticket, b"", b"".join(keys(chain)), prompt=prompt))
+    (reply,) = rig.say(connection, Reserve(lease, b"", b"".join(keys(chain)), prompt=prompt))
     return reply
 
 

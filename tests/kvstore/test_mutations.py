@@ -61,11 +61,11 @@ def a_page_is_sealed_when_it_is_reserved(patch: Patch) -> None:
 
     def sealing(self: StoreState, process: ClientProcess, call: Any, now: float) -> list[StoreCommand]:
         commands = reserve(self, process, call, now)
-        ticket = process.tickets.get(call.ticket)
-        for index, reservation in list((ticket.reservations if ticket else {}).items()):
+        lease = process.leases.get(call.lease)
+        for index, reservation in list((lease.reservations if lease else {}).items()):
             if reservation.node is not None and reservation.node.value.page is None:
-                assert ticket is not None
-                self._pages.seal(ticket.reservations.pop(index), 0, hold=False)
+                assert lease is not None
+                self._pages.seal(lease.reservations.pop(index), 0, hold=False)
         return commands
 
     patch.setattr(StoreState, "_reserve", sealing)
@@ -115,9 +115,9 @@ def a_failed_read_is_landed(patch: Patch) -> None:
 def a_page_is_granted_twice(patch: Patch) -> None:
     promote = TierManager.promote
 
-    def again(self: TierManager, ticket: Lease, until: int, now: float) -> TierResult:
-        ticket.reached = next((index for index in range(until) if index not in ticket.holds), until)
-        return promote(self, ticket, until, now)
+    def again(self: TierManager, lease: Lease, until: int, now: float) -> TierResult:
+        lease.reached = next((index for index in range(until) if index not in lease.holds), until)
+        return promote(self, lease, until, now)
 
     patch.setattr(TierManager, "promote", again)
 
@@ -154,7 +154,7 @@ def the_end_of_a_connection_frees_its_reservations(patch: Patch) -> None:
 
     def free(self: StoreState, connection: int) -> list[StoreCommand]:
         process = self._attached.get(connection)
-        commands = self._end(list(process.tickets.values())) if process else []
+        commands = self._end(list(process.leases.values())) if process else []
         return commands + disconnect(self, connection)
 
     patch.setattr(StoreState, "_disconnect", free)
@@ -165,7 +165,7 @@ def reservations_expire(patch: Patch) -> None:
     expire = StoreState._expire
 
     def also(self: StoreState, now: float) -> list[StoreCommand]:
-        old = [t for t in self._tickets() if t.reservations and now >= t.expires]
+        old = [t for t in self._leases() if t.reservations and now >= t.expires]
         return self._end(old) + expire(self, now)
 
     patch.setattr(StoreState, "_expire", also)
@@ -377,13 +377,13 @@ def nobody_hears_that_a_load_has_failed(patch: Patch) -> None:
 
 
 @mutation("interrupted", "odds_and_ends", "cut_off")
-def a_load_is_forgotten_with_one_of_its_tickets(patch: Patch) -> None:
+def a_load_is_forgotten_with_one_of_its_leases(patch: Patch) -> None:
     let_go = StoreState._end_lease_parts
 
-    def forget(self: StoreState, ticket: Lease) -> None:
-        for index in ticket.waits:
-            self._tiers.loads._coming.pop(ticket.keys[index], None)
-        let_go(self, ticket)
+    def forget(self: StoreState, lease: Lease) -> None:
+        for index in lease.waits:
+            self._tiers.loads._coming.pop(lease.keys[index], None)
+        let_go(self, lease)
 
     patch.setattr(StoreState, "_let_go", forget)
 

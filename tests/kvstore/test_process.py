@@ -66,13 +66,13 @@ def packed(chain: str) -> bytes:
     return b"".join(keys(chain))
 
 
-def is_full(client: TestClient, ticket: int, chain: str) -> bool:
+def is_full(client: TestClient, lease: int, chain: str) -> bool:
     """Whether the store has no room for a chain now; it is given back if it has."""
-    call = Reserve(ticket, b"", packed(chain))
-    client.tickets.add(ticket)
+    call = Reserve(lease, b"", packed(chain))
+    client.leases.add(lease)
     client.store.call(call)
-    reply = client.next(object, ticket)  # type: ignore[type-abstract]
-    client.store.call(EndLease(ticket))
+    reply = client.next(object, lease)  # type: ignore[type-abstract]
+    client.store.call(EndLease(lease))
     return isinstance(reply, NotReserved)
 
 
@@ -90,7 +90,7 @@ def test_a_page_written_by_one_process_is_read_by_another(store: StoreProcess) -
 
 def test_a_waiter_gets_its_pages_as_they_are_sealed(store: StoreProcess) -> None:
     with TestClient(store.cluster) as writer, TestClient(store.cluster) as reader:
-        reader.tickets.add(1)
+        reader.leases.add(1)
         reader.store.call(Acquire(1, packed("ab"), wait=True))
         writer.write(1, "a")
         assert [page.index for page in reader.next(PagesReady).pages] == [0]
@@ -104,14 +104,14 @@ def test_a_waiter_gets_its_pages_as_they_are_sealed(store: StoreProcess) -> None
 def test_a_killed_writers_slots_come_back_and_its_waiters_are_told(store: StoreProcess) -> None:
     with worker_process(store.cluster, "reserve abcdef") as writer, TestClient(store.cluster) as client:
         assert is_full(client, 1, "uvwxyz")
-        client.tickets.add(2)
+        client.leases.add(2)
         client.store.call(Acquire(2, packed("abc"), wait=True))
-        assert 2 in client.next(StoreHeartbeat).tickets
+        assert 2 in client.next(StoreHeartbeat).leases
         started = time.monotonic()
         writer.kill()
         assert client.next(PagesUnavailable, 2).index == 0
         assert time.monotonic() - started < 2
-        client.tickets.discard(2)
+        client.leases.discard(2)
         assert not is_full(client, 3, "uvwxyz")
 
 
@@ -119,7 +119,7 @@ def test_a_stopped_writer_keeps_its_slots_and_may_go_on(store: StoreProcess) -> 
     """Longer than a hold lasts and than silence is suffered: it could be writing when it wakes."""
     with worker_process(store.cluster, "reserve abcdef") as writer, TestClient(store.cluster) as client:
         writer.send_signal(signal.SIGSTOP)
-        client.tickets.add(1)
+        client.leases.add(1)
         client.store.call(Acquire(1, key("a"), wait=True))
         for _ in range(40):  # two seconds of the store's own time
             client.next(StoreHeartbeat)
@@ -196,7 +196,7 @@ def test_a_killed_store_is_noticed_at_once_and_its_successor_is_another(store: S
         with pytest.raises(StoreGone):
             client.store.connect()
         store.start()
-        client.tickets.clear()
+        client.leases.clear()
         client.connect()
         assert client.store.incarnation not in ("", first)
         assert client.ask(Acquire(1, key("a")), PagesUnavailable).index == 0
@@ -254,10 +254,10 @@ def until_closed(connection: socket.socket) -> bytes:
         os.urandom(500),
         b"\xc1",
         msgspec.msgpack.encode({"type": "Decode"}),
-        msgspec.msgpack.encode({"type": "Seal", "ticket": -1, "first": 0, "checksums": []}),
-        msgspec.msgpack.encode({"type": "Acquire", "ticket": 1, "keys": bytes(16 * 1_025)}),
-        msgspec.msgpack.encode({"type": "Acquire", "ticket": 1, "keys": bytes(17)}),
-        msgspec.msgpack.encode({"type": "Release", "ticket": 1, "indices": [0] * 1_025}),
+        msgspec.msgpack.encode({"type": "Seal", "lease": -1, "first": 0, "checksums": []}),
+        msgspec.msgpack.encode({"type": "Acquire", "lease": 1, "keys": bytes(16 * 1_025)}),
+        msgspec.msgpack.encode({"type": "Acquire", "lease": 1, "keys": bytes(17)}),
+        msgspec.msgpack.encode({"type": "Release", "lease": 1, "indices": [0] * 1_025}),
         msgspec.msgpack.encode({"type": "A" * 160_000}),
         msgspec.msgpack.encode({"type": "Attach", "peer": {"x": msgspec.Raw(b"\x91" * 50_000 + b"\xc0")}}),
         bytes(100_000),

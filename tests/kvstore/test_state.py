@@ -54,8 +54,8 @@ def packed(chain: str, start: int = 0) -> bytes:
     return b"".join(keys(chain, start))
 
 
-def reserve(ticket: int, chain: str, start: int = 0) -> Reserve:
-    return Reserve(ticket, parent(chain, start), packed(chain, start))
+def reserve(lease: int, chain: str, start: int = 0) -> Reserve:
+    return Reserve(lease, parent(chain, start), packed(chain, start))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_not_coming_names_the_first_page_lost_and_leaves_the_waits_before_it() -
     rig.say(reader, Acquire(1, packed("abcd"), wait=True))
     assert rig.tell(two, EndLease(1)) == {reader: [PagesUnavailable(1, 1)]}
     assert rig.state.stats(rig.now).waits == 1
-    assert [reply.ticket for reply in rig.tell(one, Seal(1, 0, (1,)))[reader] if isinstance(reply, PagesReady)] == [1]
+    assert [reply.lease for reply in rig.tell(one, Seal(1, 0, (1,)))[reader] if isinstance(reply, PagesReady)] == [1]
 
 
 def test_waiting_for_what_nobody_makes_yet_lasts_until_forgotten() -> None:
@@ -397,7 +397,7 @@ def test_a_lost_connection_ends_holds_and_waits_but_never_reservations() -> None
     rig.say(writer, Acquire(2, packed("xy"), wait=True))
     assert rig.do(Disconnected(writer)) == []
     stats = rig.state.stats(rig.now)
-    assert (stats.reserved, stats.unproven, stats.held, stats.waits, stats.tickets) == (2, 2, 0, 0, 1)
+    assert (stats.reserved, stats.unproven, stats.held, stats.waits, stats.leases) == (2, 2, 0, 0, 1)
     rig.now = 1e6
     rig.do(Tick())
     assert rig.say(other, reserve(2, "mno")) == [NotReserved(2, "full")]
@@ -608,12 +608,12 @@ def test_who_has_not_attached_is_not_served() -> None:
     assert refusal.reason == "incompatible"
 
 
-def test_tickets_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.server.state.MAX_TICKETS", 2)
+def test_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.server.state.MAX_LEASES", 2)
     rig = Rig()
     worker = rig.attach(1)
-    for ticket in (1, 2):
-        rig.say(worker, Acquire(ticket, key("a"), wait=True))
+    for lease in (1, 2):
+        rig.say(worker, Acquire(lease, key("a"), wait=True))
     assert isinstance(rig.say(worker, Acquire(3, key("a")))[0], AttachRefused)
 
 

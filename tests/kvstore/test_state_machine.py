@@ -63,11 +63,11 @@ OFTEN = st.sampled_from([True, True, True, False])
 
 
 @dataclass
-class Ticket:
-    """A worker's view of a ticket."""
+class Lease:
+    """A worker's view of a lease."""
 
     word: str
-    start: int = 0  # the pages from here on are the ticket's
+    start: int = 0  # the pages from here on are the lease's
     reserving: bool = False
     writable: dict[int, int] = field(default_factory=dict)  # index → slot that it may write to
     arrived: dict[int, int] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Worker:
     connection: int | None = None
     calls: deque[StoreCall] = field(default_factory=deque)
     replies: deque[StoreReply] = field(default_factory=deque)
-    tickets: dict[int, Ticket] = field(default_factory=dict)
+    leases: dict[int, Lease] = field(default_factory=dict)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -146,9 +146,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def note(self, worker: Worker, reply: StoreReply) -> None:
         """From the moment the store says Reserved the worker may be writing, read or unread."""
-        if isinstance(reply, Reserved) and reply.ticket in worker.tickets:
-            ticket = worker.tickets[reply.ticket]
-            ticket.writable = {index: slot for index, slot in enumerate(reply.slots) if slot is not None}
+        if isinstance(reply, Reserved) and reply.lease in worker.leases:
+            lease = worker.leases[reply.lease]
+            lease.writable = {index: slot for index, slot in enumerate(reply.slots) if slot is not None}
 
     def waited(self) -> set[bytes]:
         return set(self.state._tiers.waiting._waiting)
@@ -161,8 +161,8 @@ class StoreMachine(RuleBasedStateMachine):
         if worker.connection is not None:
             worker.calls.append(call)
 
-    def ticket(self, worker: Worker, pick: int) -> int | None:
-        numbers = list(worker.tickets)
+    def lease(self, worker: Worker, pick: int) -> int | None:
+        numbers = list(worker.leases)
         return numbers[pick % len(numbers)] if numbers else None
 
     def new_number(self) -> int:
@@ -189,11 +189,11 @@ class StoreMachine(RuleBasedStateMachine):
         peer = Peer("prefill", "w", "node", worker.incarnation, worker.pid)
         worker.calls.append(Attach(peer, NAMESPACE, 100))
         # What it read under an older connection no longer counts, but what it wrote may go on.
-        for ticket in worker.tickets.values():
-            ticket.arrived.clear()
-            ticket.read.clear()
-        worker.calls.append(LeaseHeartbeat(tuple(n for n, ticket in worker.tickets.items() if ticket.writable)))
-        worker.tickets = {n: ticket for n, ticket in worker.tickets.items() if ticket.writable}
+        for lease in worker.leases.values():
+            lease.arrived.clear()
+            lease.read.clear()
+        worker.calls.append(LeaseHeartbeat(tuple(n for n, lease in worker.leases.items() if lease.writable)))
+        worker.leases = {n: lease for n, lease in worker.leases.items() if lease.writable}
         self.travel(worker, prompt=True)
 
     def travel(self, worker: Worker, prompt: bool) -> None:
@@ -208,25 +208,25 @@ class StoreMachine(RuleBasedStateMachine):
         if worker.connection is None:
             self.attach(number)
         start = start % len(word)
-        ticket = self.new_number()
-        worker.tickets[ticket] = Ticket(word, start, reserving=True)
-        self.say(worker, Reserve(ticket, parent(word, start), b"".join(keys(word, start)), partial(word)))
+        lease = self.new_number()
+        worker.leases[lease] = Lease(word, start, reserving=True)
+        self.say(worker, Reserve(lease, parent(word, start), b"".join(keys(word, start)), partial(word)))
         self.travel(worker, prompt)
 
     @rule(number=WORKERS, pick=PICK, first=START, count=st.integers(1, 5), hold=st.booleans(), prompt=OFTEN)
     def seal(self, number: int, pick: int, first: int, count: int, hold: bool, prompt: bool) -> None:
         worker = self.workers[number]
-        writing = [n for n, ticket in worker.tickets.items() if ticket.writable]
+        writing = [n for n, lease in worker.leases.items() if lease.writable]
         if not writing or worker.connection is None:
             return
         chosen = writing[pick % len(writing)]
-        ticket = worker.tickets[chosen]
-        indices = sorted(ticket.writable)
+        lease = worker.leases[chosen]
+        indices = sorted(lease.writable)
         first = indices[first % len(indices)]
-        run = [index for index in range(first, first + count) if index in ticket.writable]
+        run = [index for index in range(first, first + count) if index in lease.writable]
         run = run[: next((place for place, index in enumerate(run) if index != first + place), len(run))]
         for index in run:
-            self.memory[ticket.writable.pop(index)] = ticket.content(index)
+            self.memory[lease.writable.pop(index)] = lease.content(index)
         self.say(worker, Seal(chosen, first, tuple(first + place for place in range(len(run))), hold))
         self.travel(worker, prompt)
 
@@ -235,14 +235,12 @@ class StoreMachine(RuleBasedStateMachine):
         """What a good worker does: reserve a chain, seal all of it, and be done with it."""
         worker = self.workers[number]
         self.reserve(number, word, 0, prompt=True)
-        ticket = worker.tickets.get(self.numbers)
-        if ticket is None:
+        lease = worker.leases.get(self.numbers)
+        if lease is None:
             return
-        while ticket.writable:
-            self.seal(
-                number, [n for n, t in worker.tickets.items() if t.writable].index(self.numbers), 0, 5, hold, True
-            )
-        del worker.tickets[self.numbers]
+        while lease.writable:
+            self.seal(number, [n for n, t in worker.leases.items() if t.writable].index(self.numbers), 0, 5, hold, True)
+        del worker.leases[self.numbers]
         self.say(worker, EndLease(self.numbers))
         self.travel(worker, prompt=True)
 
@@ -250,7 +248,7 @@ class StoreMachine(RuleBasedStateMachine):
     def scribble(self, number: int, pick: int) -> None:
         """A writer half-way through, perhaps one that was stopped, or whose connection has gone."""
         worker = self.workers[number]
-        slots = [slot for ticket in worker.tickets.values() for slot in ticket.writable.values()]
+        slots = [slot for lease in worker.leases.values() for slot in lease.writable.values()]
         if slots:
             self.memory[slots[pick % len(slots)]] = "rubbish"
 
@@ -262,23 +260,23 @@ class StoreMachine(RuleBasedStateMachine):
             word = sorted(self.told)[len(word) % len(self.told)].lstrip(b".").decode()
         if worker.connection is None:
             self.attach(number)
-        ticket = self.new_number()
-        worker.tickets[ticket] = Ticket(word)
-        self.say(worker, Acquire(ticket, b"".join(keys(word)), wait, partial=partial(word)))
+        lease = self.new_number()
+        worker.leases[lease] = Lease(word)
+        self.say(worker, Acquire(lease, b"".join(keys(word)), wait, partial=partial(word)))
         self.travel(worker, prompt)
 
     @rule(number=WORKERS, pick=PICK, prompt=OFTEN)
     def read(self, number: int, pick: int, prompt: bool) -> None:
         """Copy what has arrived; whether it counts is told later."""
         worker = self.workers[number]
-        reading = [n for n, ticket in worker.tickets.items() if ticket.arrived]
+        reading = [n for n, lease in worker.leases.items() if lease.arrived]
         if not reading:
             return
         chosen = reading[pick % len(reading)]
-        ticket = worker.tickets[chosen]
-        arrived = tuple(ticket.arrived)
+        lease = worker.leases[chosen]
+        arrived = tuple(lease.arrived)
         for index in arrived:
-            ticket.read[index] = self.memory[ticket.arrived.pop(index)]
+            lease.read[index] = self.memory[lease.arrived.pop(index)]
         if pick >= 8:
             self.say(worker, PageCorrupt(chosen, arrived[0]))
         self.say(worker, Release(chosen, arrived))
@@ -287,9 +285,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(number=WORKERS, pick=PICK)
     def forget(self, number: int, pick: int) -> None:
         worker = self.workers[number]
-        chosen = self.ticket(worker, pick)
+        chosen = self.lease(worker, pick)
         if chosen is not None and worker.connection is not None:
-            del worker.tickets[chosen]
+            del worker.leases[chosen]
             self.say(worker, EndLease(chosen))
 
     @rule(number=WORKERS, dropped=st.sets(PICK, max_size=2))
@@ -297,26 +295,26 @@ class StoreMachine(RuleBasedStateMachine):
         worker = self.workers[number]
         if worker.connection is None:
             return
-        gone = {self.ticket(worker, pick) for pick in dropped}
-        worker.tickets = {n: ticket for n, ticket in worker.tickets.items() if n not in gone}
-        self.say(worker, LeaseHeartbeat(tuple(worker.tickets)))
+        gone = {self.lease(worker, pick) for pick in dropped}
+        worker.leases = {n: lease for n, lease in worker.leases.items() if n not in gone}
+        self.say(worker, LeaseHeartbeat(tuple(worker.leases)))
 
     def misbehave(self, worker: Worker, pick: int, kind: int) -> None:
         """Calls that cost the caller its connection, or nothing; never anybody else anything."""
         if worker.connection is None:
             return
         self.misbehaved.add(worker.connection)
-        ticket = self.ticket(worker, pick) or 0
-        mine = worker.tickets.get(ticket, Ticket("a"))
+        lease = self.lease(worker, pick) or 0
+        mine = worker.leases.get(lease, Lease("a"))
         calls: list[StoreCall] = [
-            Reserve(ticket, b"", bytes(17)),
+            Reserve(lease, b"", bytes(17)),
             Reserve(self.new_number(), b"short", key("a")),
             Reserve(self.new_number(), b"", key("ab")),
-            Reserve(ticket, parent(mine.word, mine.start), b"".join(keys(mine.word, mine.start))),  # perhaps in use
-            Seal(ticket, 3, (1, 2, 3)),
-            Acquire(ticket, key("a") * 2),
-            Release(ticket, (-1,)),
-            Seal(ticket, 0, ()),
+            Reserve(lease, parent(mine.word, mine.start), b"".join(keys(mine.word, mine.start))),  # perhaps in use
+            Seal(lease, 3, (1, 2, 3)),
+            Acquire(lease, key("a") * 2),
+            Release(lease, (-1,)),
+            Seal(lease, 0, ()),
         ]
         self.say(worker, calls[kind % len(calls)])
         self.travel(worker, prompt=True)
@@ -349,16 +347,16 @@ class StoreMachine(RuleBasedStateMachine):
     def learn(self, worker: Worker, count: int) -> None:
         for _ in range(min(count, len(worker.replies))):
             reply = worker.replies.popleft()
-            ticket = worker.tickets.get(getattr(reply, "ticket", -1))
-            if ticket is None:
+            lease = worker.leases.get(getattr(reply, "lease", -1))
+            if lease is None:
                 continue
             match reply:
                 case PagesReady(pages=pages):
-                    ticket.arrived.update({page.index: page.slot for page in pages})
+                    lease.arrived.update({page.index: page.slot for page in pages})
                 case Released(indices=indices, held=held):
                     for index, counts in zip(indices, held, strict=True):
-                        seen = ticket.read.pop(index, None)
-                        assert not counts or seen == ticket.content(index), "read what no key names"
+                        seen = lease.read.pop(index, None)
+                        assert not counts or seen == lease.content(index), "read what no key names"
                 case (
                     Attached()
                     | Reserved()
@@ -404,7 +402,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_may_be_written_is_nobody_elses(self) -> None:
-        writable = [s for w in self.workers for ticket in w.tickets.values() for s in ticket.writable.values()]
+        writable = [s for w in self.workers for lease in w.leases.values() for s in lease.writable.values()]
         assert len(writable) == len(set(writable)), "two writers of one slot"
         pages = self.state._pages
         assert not set(writable) & set(pages._free), "a slot is free while its writer may write"
@@ -439,7 +437,7 @@ class StoreMachine(RuleBasedStateMachine):
         stats = self.state.stats(self.now)
         assert stats.free + stats.sealed == stats.slots
         assert stats.evictable == stats.sealed
-        assert stats.tickets == stats.waits == stats.held == stats.connections == stats.unproven == 0
+        assert stats.leases == stats.waits == stats.held == stats.connections == stats.unproven == 0
 
 
 StoreMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)

@@ -71,7 +71,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(who=WHO, pick=PICK, skip=START, count=st.integers(1, 5), hold=st.booleans(), prompt=OFTEN)
     def seal(self, who: int, pick: int, skip: int, count: int, hold: bool, prompt: bool) -> None:
-        for number in self.world.tickets(self.who(who), pick, "writable"):
+        for number in self.world.leases(self.who(who), pick, "writable"):
             self.world.seal(self.who(who), number, skip, count, hold)
         self.go_on(self.who(who), prompt)
 
@@ -104,18 +104,18 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(who=WHO, accuse=SELDOM, prompt=OFTEN, forget=st.booleans())
     def read(self, who: int, accuse: bool, prompt: bool, forget: bool) -> None:
         worker = self.who(who)
-        for number in [number for number, ticket in worker.tickets.items() if ticket.arrived]:
+        for number in [number for number, lease in worker.leases.items() if lease.arrived]:
             self.world.read(worker, number, accuse)
         self.go_on(worker, prompt)
         if forget:
-            for number in [number for number, ticket in worker.tickets.items() if not ticket.writable]:
+            for number in [number for number, lease in worker.leases.items() if not lease.writable]:
                 self.world.forget(worker, number)
             self.go_on(worker, prompt)
 
     @rule(who=WHO, pick=PICK, what=st.sampled_from(["promote", "promote", "forget", "beat", "scribble"]), until=PICK)
     def odds_and_ends(self, who: int, pick: int, what: str, until: int) -> None:
         worker = self.who(who)
-        for number in self.world.tickets(worker, pick, "below" if what == "promote" else ""):
+        for number in self.world.leases(worker, pick, "below" if what == "promote" else ""):
             match what:
                 case "promote":
                     self.world.promote(worker, number, until)
@@ -137,7 +137,7 @@ class TiersMachine(RuleBasedStateMachine):
             case "die":
                 self.world.die(worker)
             case "misbehave":
-                for number in self.world.tickets(worker, kind, ""):
+                for number in self.world.leases(worker, kind, ""):
                     self.world.misbehave(worker, number, kind)
             case "tell":
                 self.world.tell_of_deaths(worker.node)

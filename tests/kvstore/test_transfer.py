@@ -41,17 +41,17 @@ def fetch(count: int, wait: bool = False, parent: bytes = b"") -> PageFetch:
     return PageFetch(itertools.count(1), chain(count), range(100, 100 + count), wait, parent)
 
 
-def here(ticket: int, first: int, last: int) -> PagesReady:
-    return PagesReady(ticket, tuple(LeasedPage(index, index, 7) for index in range(first, last)))
+def here(lease: int, first: int, last: int) -> PagesReady:
+    return PagesReady(lease, tuple(LeasedPage(index, index, 7) for index in range(first, last)))
 
 
 # --- lookups ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_chain_takes_several_tickets_each_with_its_parent_and_its_part_of_the_sources() -> None:
+def test_a_long_chain_takes_several_leases_each_with_its_parent_and_its_part_of_the_sources() -> None:
     keys = chain(2_500)
     calls = lookup(2_500, PageSource("s", "e", 1_500), PageSource("t", "e", 500)).start()
-    assert [(call.ticket, call.parent, call.sources) for call in calls if isinstance(call, Acquire)] == [
+    assert [(call.lease, call.parent, call.sources) for call in calls if isinstance(call, Acquire)] == [
         (1, b"", (PageSource("s", "e", 1_500), PageSource("t", "e", 500))),
         (2, keys[1_023], (PageSource("s", "e", 476),)),
         (3, keys[2_047], ()),
@@ -93,7 +93,7 @@ def test_a_gap_ends_what_can_be_loaded() -> None:
     assert looking.decide(10) == [Promote(1, 10)]
 
 
-def test_nothing_is_promoted_of_tickets_that_are_here_already() -> None:
+def test_nothing_is_promoted_of_leases_that_are_here_already() -> None:
     looking = lookup(1_500)
     looking.handle(here(1, 0, 1_024))
     looking.handle(here(2, 0, 100))

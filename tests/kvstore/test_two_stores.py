@@ -38,7 +38,7 @@ from tests.support.metrics_page import page, parsed, total
 
 SLOTS = 64
 PAGES = 40  # of a chain: more than may be on their way at once
-TICKET = 1
+LEASE = 1
 
 
 class Chain:
@@ -89,7 +89,7 @@ class Writer:
         self.client = TestClient(store.process.cluster)
         self.client.connect()
         self._chain = chain
-        self._slots = self.client.ask(Reserve(TICKET, b"", chain.packed), Reserved).slots
+        self._slots = self.client.ask(Reserve(LEASE, b"", chain.packed), Reserved).slots
         self._sealed = 0
 
     def seal(self, count: int) -> None:
@@ -99,11 +99,11 @@ class Writer:
             if (slot := self._slots[index]) is not None:  # else it is there already
                 self.client.store.slot(slot)[:] = self._chain.pages[index]
             sums.append(page_checksum(self._chain.pages[index]))
-        self.client.ask(Seal(TICKET, self._sealed, tuple(sums)), Sealed)
+        self.client.ask(Seal(LEASE, self._sealed, tuple(sums)), Sealed)
         self._sealed += count
 
     def give_up(self) -> None:
-        self.client.store.call(EndLease(TICKET))
+        self.client.store.call(EndLease(LEASE))
 
     def close(self) -> None:
         self.client.store.close()
@@ -121,11 +121,11 @@ class Reader:
         self.end = len(chain.keys)  # the first page that is not coming
         self.below: LowerTierHits | None = None
         self._wanted = (chain.packed, wait, b"", sources)
-        self._ticket = 0
+        self._lease = 0
         self._acquire()
 
     def promote(self, until: int) -> None:
-        self.client.store.call(Promote(self._ticket, until))
+        self.client.store.call(Promote(self._lease, until))
 
     def until(self, condition: Callable[[], object], what: str, *others: Reader) -> None:
         """Meanwhile `others` go on as well: the store takes who says nothing for stopped."""
@@ -145,23 +145,23 @@ class Reader:
         self.until(all_read, f"{count} pages read")
 
     def close(self) -> None:
-        self.client.store.call(EndLease(self._ticket))
+        self.client.store.call(EndLease(self._lease))
         self.client.store.close()
 
     def _acquire(self) -> None:
-        self._ticket += 1
-        self.client.tickets = {self._ticket}  # the store forgets what is not listed
-        self.client.store.call(Acquire(self._ticket, *self._wanted))
+        self._lease += 1
+        self.client.leases = {self._lease}  # the store forgets what is not listed
+        self.client.store.call(Acquire(self._lease, *self._wanted))
 
     def turn(self) -> None:
         for reply in self.client.turn():
-            if getattr(reply, "ticket", self._ticket) != self._ticket:
+            if getattr(reply, "lease", self._lease) != self._lease:
                 continue
             match reply:
                 case PagesReady(pages=pages):
                     for each in pages:
                         self._copies[each.index] = bytes(self.client.store.slot(each.slot))
-                    self.client.store.call(Release(self._ticket, tuple(each.index for each in pages)))
+                    self.client.store.call(Release(self._lease, tuple(each.index for each in pages)))
                 case Released(indices=indices, held=held):
                     counted = {index for index, counts in zip(indices, held, strict=True) if counts}
                     for index in counted:

@@ -42,7 +42,7 @@ def source(node: Node, pages: int = 5) -> tuple[PageSource, ...]:
 
 
 def arrived(worker: Worker, number: int) -> Sequence[int]:
-    return sorted(worker.tickets[number].arrived)
+    return sorted(worker.leases[number].arrived)
 
 
 def waits(node: Node) -> int:
@@ -163,4 +163,4 @@ def test_a_cached_page_is_no_longer_waited_for_once_another_store_waits_here() -
 
 
 def cached_waits(*nodes: Node) -> list[Lease]:
-    return [ticket for node in nodes for ticket in node.state._tickets() if not ticket.wait and ticket.waits]
+    return [lease for node in nodes for lease in node.state._leases() if not lease.wait and lease.waits]

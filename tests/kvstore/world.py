@@ -113,11 +113,11 @@ class Parcel:
 
 
 @dataclass
-class WorkerTicket:
-    """A worker's view of a ticket."""
+class WorkerLease:
+    """A worker's view of a lease."""
 
     word: str
-    start: int  # the pages from here on are the ticket's
+    start: int  # the pages from here on are the lease's
     writable: dict[int, int] = field(default_factory=dict)  # index → slot that it may write to
     arrived: dict[int, tuple[int, int]] = field(default_factory=dict)  # index → slot, checksum
     read: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # index → what it saw, checksum
@@ -136,7 +136,7 @@ class Worker:
     connection: int | None = None
     calls: deque[StoreCall] = field(default_factory=deque)
     replies: deque[StoreReply] = field(default_factory=deque)
-    tickets: dict[int, WorkerTicket] = field(default_factory=dict)
+    leases: dict[int, WorkerLease] = field(default_factory=dict)
 
     def say(self, call: StoreCall) -> None:
         if self.connection is not None:
@@ -144,7 +144,7 @@ class Worker:
 
     @property
     def writable(self) -> list[int]:
-        return [slot for ticket in self.tickets.values() for slot in ticket.writable.values()]
+        return [slot for lease in self.leases.values() for slot in lease.writable.values()]
 
 
 class Node:
@@ -213,8 +213,8 @@ class Node:
 
     def _note(self, worker: Worker, reply: StoreReply) -> None:
         """From the moment the store says Reserved the worker may be writing, read or unread."""
-        if isinstance(reply, Reserved) and (ticket := worker.tickets.get(reply.ticket)) is not None:
-            ticket.writable = {index: slot for index, slot in enumerate(reply.slots) if slot is not None}
+        if isinstance(reply, Reserved) and (lease := worker.leases.get(reply.lease)) is not None:
+            lease.writable = {index: slot for index, slot in enumerate(reply.slots) if slot is not None}
 
     def _follow_events(self) -> None:
         """What other machines believe to be here, from KV events alone."""
@@ -336,7 +336,7 @@ class Node:
         for worker in self.workers:
             worker.connection = None
             worker.calls.clear()
-            worker.tickets.clear()
+            worker.leases.clear()
         self.dead.clear()
         self.orphans.clear()
         self.start()
@@ -369,7 +369,7 @@ class Node:
         """Every sealed page: those that can be found, and those that somebody still holds."""
         tiers = self.state._tiers
         found = [n.value.page for n in tiers.pages._tree.preorder() if n.value.page is not None]
-        held = [page for ticket in self.state._tickets() for page in ticket.holds.values()]
+        held = [page for lease in self.state._leases() for page in lease.holds.values()]
         everything = (*found, *held, *tiers.server.held, *tiers.pins.held, *tiers._demoting.values())
         return list({id(page): page for page in everything}.values())
 
@@ -508,7 +508,7 @@ class Node:
         stats, tiers = self.state.stats(self.world.now), self.state._tiers
         assert stats.free + stats.sealed == stats.slots
         assert stats.evictable == stats.sealed
-        assert stats.tickets == stats.waits == stats.held == stats.connections == stats.unproven == stats.pins == 0
+        assert stats.leases == stats.waits == stats.held == stats.connections == stats.unproven == stats.pins == 0
         assert tiers.idle
         assert not tiers.loads._fetches
         assert not tiers.server._peers
@@ -614,11 +614,11 @@ class World:
         peer = Peer("prefill", "w", "node", f"w{worker.pid}", worker.pid)
         worker.calls.append(Attach(peer, node.namespace, 100))
         # What it read under an older connection no longer counts, but what it wrote may go on.
-        worker.tickets = {n: ticket for n, ticket in worker.tickets.items() if ticket.writable}
-        for ticket in worker.tickets.values():
-            ticket.arrived.clear()
-            ticket.read.clear()
-        worker.calls.append(LeaseHeartbeat(tuple(worker.tickets)))
+        worker.leases = {n: lease for n, lease in worker.leases.items() if lease.writable}
+        for lease in worker.leases.values():
+            lease.arrived.clear()
+            lease.read.clear()
+        worker.calls.append(LeaseHeartbeat(tuple(worker.leases)))
         self.travel(worker)
 
     def travel(self, worker: Worker, calls: int = 100, replies: int = 100) -> bool:
@@ -633,53 +633,53 @@ class World:
         return moved
 
     def _learn(self, worker: Worker, reply: StoreReply) -> None:
-        ticket = worker.tickets.get(getattr(reply, "ticket", -1))
-        if ticket is None:
+        lease = worker.leases.get(getattr(reply, "lease", -1))
+        if lease is None:
             return
         match reply:
             case PagesReady(pages=pages):
                 for page in pages:
-                    assert page.index not in ticket.arrived, "a page arrives twice"
-                    ticket.arrived[page.index] = (page.slot, page.checksum)
+                    assert page.index not in lease.arrived, "a page arrives twice"
+                    lease.arrived[page.index] = (page.slot, page.checksum)
             case LowerTierHits(first=first):
-                ticket.below = first
+                lease.below = first
             case Released(indices=indices, held=held):
                 for index, counts in zip(indices, held, strict=True):
-                    content, checksum = ticket.read.pop(index, (SPOILT, 0))
+                    content, checksum = lease.read.pop(index, (SPOILT, 0))
                     if counts:
-                        assert is_page(content, ticket.name(index), checksum), f"read what no key names: {content!r}"
+                        assert is_page(content, lease.name(index), checksum), f"read what no key names: {content!r}"
             case _:
                 pass
 
     def _word(self, worker: Worker, word: str) -> str:
         return word if worker.node.namespace == NAMESPACE else word.translate(OTHER)
 
-    def _ticket(self, worker: Worker, word: str, start: int) -> tuple[int, WorkerTicket]:
+    def _lease(self, worker: Worker, word: str, start: int) -> tuple[int, WorkerLease]:
         if worker.connection is None:
             self.attach(worker)
         number = self.number()
         word = self._word(worker, word)
-        worker.tickets[number] = ticket = WorkerTicket(word, start % len(word))
-        return number, ticket
+        worker.leases[number] = lease = WorkerLease(word, start % len(word))
+        return number, lease
 
     def reserve(self, worker: Worker, word: str, start: int) -> int:
-        number, ticket = self._ticket(worker, word, start)
-        above = parent(ticket.word, ticket.start)
-        worker.say(Reserve(number, above, b"".join(keys(ticket.word, ticket.start)), partial(ticket.word)))
+        number, lease = self._lease(worker, word, start)
+        above = parent(lease.word, lease.start)
+        worker.say(Reserve(number, above, b"".join(keys(lease.word, lease.start)), partial(lease.word)))
         return number
 
     def seal(self, worker: Worker, number: int, skip: int, count: int, hold: bool) -> None:
         """Write some pages, from the `skip`-th one that is to be written on, and say so."""
-        ticket = worker.tickets.get(number)
-        if ticket is None or not ticket.writable or worker.connection is None:
+        lease = worker.leases.get(number)
+        if lease is None or not lease.writable or worker.connection is None:
             return
-        indices = sorted(ticket.writable)
+        indices = sorted(lease.writable)
         first = indices[skip % len(indices)]
         checksums: list[int] = []
-        while first + len(checksums) in ticket.writable and len(checksums) < count:
+        while first + len(checksums) in lease.writable and len(checksums) < count:
             index = first + len(checksums)
-            content = f"{word_of(ticket.name(index))}#{self.number()}".encode()
-            worker.node.memory[ticket.writable.pop(index)] = content
+            content = f"{word_of(lease.name(index))}#{self.number()}".encode()
+            worker.node.memory[lease.writable.pop(index)] = content
             checksums.append(crc32(content))
         worker.say(Seal(number, first, tuple(checksums), hold))
 
@@ -687,7 +687,7 @@ class World:
         """What a good worker does: reserve a chain, seal all of it, and be done with it."""
         number = self.reserve(worker, word, 0)
         self.travel(worker)
-        while number in worker.tickets and worker.tickets[number].writable:
+        while number in worker.leases and worker.leases[number].writable:
             self.seal(worker, number, 0, 5, hold)
             self.travel(worker)
         if not hold:
@@ -700,51 +700,51 @@ class World:
         return sorted(word_of(name).lower() for name in names - set(node.told["CPU"]))
 
     def acquire(self, worker: Worker, word: str, start: int, wait: bool, sources: tuple[PageSource, ...]) -> int:
-        number, ticket = self._ticket(worker, word, start)
-        names = b"".join(keys(ticket.word, ticket.start))
-        above = parent(ticket.word, ticket.start)
-        worker.say(Acquire(number, names, wait, above, sources, partial(ticket.word)))
+        number, lease = self._lease(worker, word, start)
+        names = b"".join(keys(lease.word, lease.start))
+        above = parent(lease.word, lease.start)
+        worker.say(Acquire(number, names, wait, above, sources, partial(lease.word)))
         return number
 
     def promote(self, worker: Worker, number: int, pages: int) -> None:
         """Of some pages that lower tiers have; a good worker does so once."""
-        ticket = worker.tickets.get(number)
-        if ticket is not None and ticket.below is not None:
-            until = min(ticket.below + pages, len(ticket.word) - ticket.start)
-            ticket.below = None
+        lease = worker.leases.get(number)
+        if lease is not None and lease.below is not None:
+            until = min(lease.below + pages, len(lease.word) - lease.start)
+            lease.below = None
             worker.say(Promote(number, until))
 
     def read(self, worker: Worker, number: int, accuse: bool) -> None:
         """Copy what has arrived; whether it counts is told later. What is spoilt is always noticed."""
-        ticket = worker.tickets.get(number)
-        if ticket is None or not ticket.arrived:
+        lease = worker.leases.get(number)
+        if lease is None or not lease.arrived:
             return
-        indices = tuple(ticket.arrived)
-        for index, (slot, checksum) in ticket.arrived.items():
+        indices = tuple(lease.arrived)
+        for index, (slot, checksum) in lease.arrived.items():
             content = worker.node.memory[slot]
-            ticket.read[index] = (content, checksum)
+            lease.read[index] = (content, checksum)
             if content.startswith(SPOILT) or accuse:
                 accuse = False
                 worker.say(PageCorrupt(number, index))
-        ticket.arrived.clear()
+        lease.arrived.clear()
         worker.say(Release(number, indices))
 
     def forget(self, worker: Worker, number: int) -> None:
-        if worker.tickets.pop(number, None) is not None:
+        if worker.leases.pop(number, None) is not None:
             worker.say(EndLease(number))
 
     def beat(self, worker: Worker, dropped: int | None = None) -> None:
         if worker.connection is not None:
-            worker.tickets.pop(-1 if dropped is None else dropped, None)
-            worker.say(LeaseHeartbeat(tuple(worker.tickets)))
+            worker.leases.pop(-1 if dropped is None else dropped, None)
+            worker.say(LeaseHeartbeat(tuple(worker.leases)))
 
     def misbehave(self, worker: Worker, number: int, kind: int) -> None:
         """Calls that cost the caller its connection, or nothing; never anybody else anything."""
         if worker.connection is None:
             return
         worker.node.refusable.add(worker.connection)
-        ticket = worker.tickets[number]
-        in_use = Acquire(number, b"".join(keys(ticket.word, ticket.start)), False, parent(ticket.word, ticket.start))
+        lease = worker.leases[number]
+        in_use = Acquire(number, b"".join(keys(lease.word, lease.start)), False, parent(lease.word, lease.start))
         calls: list[StoreCall] = [
             Promote(number, 2), Promote(number, 99), Promote(0, 1), in_use,
             Seal(number, 3, (1, 2, 3)), Release(number, (-1,)), Reserve(self.number(), b"", key("ab")),
@@ -868,9 +868,9 @@ class World:
             node.check()
             node.check_empty()
 
-    def tickets(self, worker: Worker, pick: int, what: str) -> Iterator[int]:
-        """The number of a ticket of which `what` is not empty, if there is one."""
-        numbers = [n for n, ticket in worker.tickets.items() if not what or getattr(ticket, what) not in (None, {})]
+    def leases(self, worker: Worker, pick: int, what: str) -> Iterator[int]:
+        """The number of a lease of which `what` is not empty, if there is one."""
+        numbers = [n for n, lease in worker.leases.items() if not what or getattr(lease, what) not in (None, {})]
         if numbers:
             yield numbers[pick % len(numbers)]
 

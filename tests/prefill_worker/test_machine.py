@@ -162,9 +162,9 @@ class PrefillMachine(RuleBasedStateMachine):
             self.worker.handle(Cancel(f"r{number}", 1))
         self.rig.settle()
         assert self.state.cache.available == self.worker.num_pages
-        assert self.state.tickets == ()
+        assert self.state.leases == ()
         stats = self.rig.store.stats(0.0)
-        assert (stats.reserved, stats.held, stats.tickets) == (0, 0, 0)
+        assert (stats.reserved, stats.held, stats.leases) == (0, 0, 0)
 
 
 TestPrefill = PrefillMachine.TestCase

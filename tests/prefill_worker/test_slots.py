@@ -60,7 +60,7 @@ def assert_all_prefilled(rig: Rig, began: float, result: list[Message]) -> None:
     assert all(isinstance(message, Prefilled) for message in result), result
     assert rig.now - began < STORE_MS / 1_000, "a prompt waited for its deadline"
     stats = rig.store.stats(rig.now)
-    assert (stats.reserved, stats.held, stats.tickets) == (0, 0, 0)
+    assert (stats.reserved, stats.held, stats.leases) == (0, 0, 0)
     assert rig.store._line.waiting is None
 
 

@@ -103,7 +103,9 @@ def test_pages_arrive_at_a_waiting_decode_worker_while_later_chunks_are_computed
     prefill = rig.worker("prefill", 32, PrefillConfig(chunk_tokens=PAGE))
     decode = rig.worker("decode", 32, DecodeConfig())
     tokens = pack_tokens(PROMPT)
-    decode.handle(Decode("r", 1, ROOT, tokens, len(PROMPT), 9, SamplingParams(temperature=0), fetch=3, prefilled_remotely=True))
+    decode.handle(
+        Decode("r", 1, ROOT, tokens, len(PROMPT), 9, SamplingParams(temperature=0), fetch=3, prefilled_remotely=True)
+    )
     prefill.handle(order(PROMPT))
     prefill.turn()
     prefill.turn()
@@ -298,7 +300,9 @@ def test_a_writer_that_dies_lets_those_who_wait_know() -> None:
     prefill = rig.worker("prefill", 32, PrefillConfig(chunk_tokens=PAGE))
     decode = rig.worker("decode", 32, DecodeConfig())
     tokens = pack_tokens(PROMPT)
-    decode.handle(Decode("r", 1, ROOT, tokens, len(PROMPT), 9, SamplingParams(temperature=0), fetch=3, prefilled_remotely=True))
+    decode.handle(
+        Decode("r", 1, ROOT, tokens, len(PROMPT), 9, SamplingParams(temperature=0), fetch=3, prefilled_remotely=True)
+    )
     prefill.handle(order(PROMPT))
     prefill.turn()
     prefill.turn()
@@ -336,7 +340,7 @@ def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
         one.handle(ending)
         one.rig.settle()
         assert one.state.cache.available == one.num_pages
-        assert (one.rig.store.stats(0.0).tickets, one.rig.store.stats(0.0).reserved) == (0, 0)
+        assert (one.rig.store.stats(0.0).leases, one.rig.store.stats(0.0).reserved) == (0, 0)
 
 
 def test_a_newer_attempt_replaces_an_older_one() -> None:

@@ -46,7 +46,7 @@ class Timed:
 
     def __post_init__(self) -> None:
         self.state = PrefillScheduler(self.config, PAGE, self.pages)
-        self._keys: dict[int, list[bytes]] = {}  # of each shipment, by ticket
+        self._keys: dict[int, list[bytes]] = {}  # of each shipment, by lease
         self._slots = itertools.count()
         self.handle(StoreUp(10**6, 1))
 
@@ -69,7 +69,7 @@ class Timed:
         """Copies, then a step, as the worker's loop makes them. Whether there was a step."""
         for batch in batches(self.state.take_copies(), 64):
             assert all(isinstance(copy, CopyOut) for copy in batch)
-            self.handle(CopiedOut(batch[0].ticket, batch[0].index, (0,) * len(batch)))
+            self.handle(CopiedOut(batch[0].lease, batch[0].index, (0,) * len(batch)))
         plan = self.state.schedule(self.now)
         if plan:
             self.steps.append((self.now, plan))
@@ -97,17 +97,17 @@ class Timed:
 
     def _store(self, call: StoreCall) -> list[StoreReply]:
         match call:
-            case Acquire(ticket=ticket):
+            case Acquire(lease=lease):
                 return [
-                    PagesUnavailable(ticket, 0)
+                    PagesUnavailable(lease, 0)
                 ]  # its lookups find nothing: prompts of before are of no concern here
-            case Reserve(ticket=ticket, keys=keys):
+            case Reserve(lease=lease, keys=keys):
                 wanted = [keys[at : at + 16] for at in range(0, len(keys), 16)]
-                self._keys[ticket] = wanted
+                self._keys[lease] = wanted
                 slots = tuple(None if key in self.sealed else next(self._slots) for key in wanted)
-                return [Reserved(ticket, slots)]
-            case Seal(ticket=ticket, first=first, checksums=checksums):
-                self.sealed.update(self._keys[ticket][first : first + len(checksums)])
-                return [Sealed(ticket, first, len(checksums))]
+                return [Reserved(lease, slots)]
+            case Seal(lease=lease, first=first, checksums=checksums):
+                self.sealed.update(self._keys[lease][first : first + len(checksums)])
+                return [Sealed(lease, first, len(checksums))]
             case _:
                 return []

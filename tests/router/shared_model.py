@@ -326,10 +326,10 @@ class World:
             state = process.body.state
             assert not state.heartbeat(0).load.running
             assert state.cache.available == _POOL, process.peer.name
-            assert not state.tickets, process.peer.name
+            assert not state.leases, process.peer.name
         for store in self.rig.stores.values():
             stats = store.state.stats(self.rig.now)
-            assert stats.tickets == stats.reserved == stats.held == stats.pins == 0, store.name
+            assert stats.leases == stats.reserved == stats.held == stats.pins == 0, store.name
 
     def kept(self, name: str) -> int:
         """How many wishes of that router were granted."""

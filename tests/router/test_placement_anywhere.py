@@ -114,7 +114,8 @@ def test_arrays_say_what_one_way_at_a_time_says(cluster: Cluster, ask: dict[str,
             ways[maker, prices.workers[way[1]].incarnation] = seconds
             assert prices.predict(*way).total == pytest.approx(seconds)
     dear = {
-        (maker, taker): seconds + (float(prices.interference_seconds[cluster.view.table.index[taker]]) if maker is None else 0.0)
+        (maker, taker): seconds
+        + (float(prices.interference_seconds[cluster.view.table.index[taker]]) if maker is None else 0.0)
         for (maker, taker), seconds in ways.items()
     }
     assert prices.lowest == pytest.approx(min(dear.values(), default=inf))
@@ -194,7 +195,10 @@ def test_of_many_workers_the_best_are_found(random: Any) -> None:
     choice, prices = decision.choice, decision.considered
     assert prices is not None
     seconds = {way: by_hand(cluster, prices, cluster.ask(), *way) for way in every_way(cluster, prices)}
-    dear = {way: value + (float(prices.interference_seconds[way[1]]) if way[0] is None else 0) for way, value in seconds.items()}
+    dear = {
+        way: value + (float(prices.interference_seconds[way[1]]) if way[0] is None else 0)
+        for way, value in seconds.items()
+    }
     assert prices.lowest <= min(dear.values()) * 1.02 + 0.001
     assert isinstance(choice, Placement | Wait)
 

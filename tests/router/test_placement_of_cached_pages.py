@@ -123,7 +123,9 @@ def test_before_anything_is_measured_the_rates_that_workers_tell_count() -> None
 
 def test_a_pair_of_two_nodes_hands_pages_over_from_store_to_store() -> None:
     plan = two_nodes({"host": 3}, {}).plan()
-    assert plan == Placement("d0", "p0", fetch_pages=HANDED, cached_pages=3, store="s-b", sources=(source("a", HANDED),))
+    assert plan == Placement(
+        "d0", "p0", fetch_pages=HANDED, cached_pages=3, store="s-b", sources=(source("a", HANDED),)
+    )
     assert plan.predicted.transfer == pytest.approx(NEAR.latency)
     slow = two_nodes({"host": 3}, {"speeds": (QUICK, FAR)})
     slow.runs(slow.members.require_live("d0"), 20)

@@ -59,7 +59,12 @@ def test_a_local_request_from_decode_to_end() -> None:
     (decode,) = lab.colocated()
     order = lab.submit(prompt=10, max_tokens=3)
     assert lab.decode.tokens == order.tokens
-    assert (lab.decode.prompt, lab.decode.max_tokens, lab.decode.fetch, lab.decode.prefilled_remotely) == (10, 3, 0, False)
+    assert (lab.decode.prompt, lab.decode.max_tokens, lab.decode.fetch, lab.decode.prefilled_remotely) == (
+        10,
+        3,
+        0,
+        False,
+    )
     lab.say(decode, Accepted("r", 1))
     lab.say(decode, Started("r", 1))
     lab.tokens(decode, "r", 1, 10, 50, computed=10)

@@ -14,7 +14,7 @@ import pytest
 from baton.errors import BatonError, InvalidRequest, ModelMismatch
 from baton.v1 import cache_pb2, cache_pb2_grpc, generation_pb2
 from kvstore.keys import unpack_tokens
-from router.frontend.request_parsing import pin_of, parse_pin_request
+from router.frontend.request_parsing import parse_pin_request, pin_of
 from router.service import RouterAddresses
 from tests.router import tokenizers
 from tests.router.served import Served, served, settings_for

@@ -206,7 +206,7 @@ class HandOff(RuleBasedStateMachine):
         self.rig.settle()
         for worker in self.workers:
             assert worker.state.cache.available == worker.num_pages
-            assert worker.state.tickets == ()
+            assert worker.state.leases == ()
         for store in self.rig.stores.values():
             stats = store.state.stats(0.0)
             assert (stats.reserved, stats.held, stats.waits, stats.unlisted) == (0, 0, 0, 0)

@@ -75,7 +75,7 @@ def nobody_is_left(world: SimulatedCluster) -> None:
         assert not any(worker.state.heartbeat(0, router.incarnation).attempts for router in world.routers.values())
         assert not worker.state.heartbeat(0).load.running
         assert not worker.state.heartbeat(0).load.waiting
-        assert not worker.state.tickets
+        assert not worker.state.leases
     for router in world.routers.values():
         router.state.validate()
         assert router.state.stats().running == router.state.stats().queued == 0
