@@ -64,13 +64,13 @@ class ModelConfig(_Section, frozen=True):
 
     path: str = ""  # directory of a Hugging Face checkpoint, or a hub id; required
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's own
-    name: str = ""  # the name clients use; default: the last part of path
+    served_model_name: str = ""  # the name clients use; default: the last part of path
     device: str = "auto"  # torch device; auto: cuda where there is one, else cpu
     native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 
     @property
     def served_name(self) -> str:
-        return self.name or Path(self.path).name
+        return self.served_model_name or Path(self.path).name
 
 
 class ClusterConfig(_Section, frozen=True):
@@ -84,8 +84,8 @@ class ClusterConfig(_Section, frozen=True):
     log_max_bytes: Bytes = Bytes(64 * 2**20)  # a log file of this size is renamed to .log.1 and a new one begun
     log_files: Positive = 4  # renamed log files that are kept of each process; older ones are removed
     heartbeat_ms: Positive = 250  # every link, both ways
-    silence_ms: Positive = 3_000  # a peer silent for longer loses all it held
-    stuck_ms: Positive = 60_000  # a process whose step, or turn of its main loop, takes longer counts as gone
+    heartbeat_timeout_ms: Positive = 3_000  # a peer silent for longer loses all it held
+    step_timeout_ms: Positive = 60_000  # a process whose step, or turn of its main loop, takes longer counts as gone
     restart_patience_ms: Natural = 30_000  # Ray's supervisor replaces a silent process that still exists after so long
     trace_steps: Annotated[int, Meta(ge=0, le=MAX_TRACE_STEPS)] = (
         0  # each worker and store traces so many from its start
@@ -158,16 +158,16 @@ class RouterConfig(_Section, frozen=True):
     max_attempts: Positive = 4  # per request; the last is always decode-local
     max_queued: Natural = 1_024  # requests waiting for a worker; of more, the least urgent are refused
     max_queued_tokens: Positive = 16_777_216  # of their prompts together
-    queue_ms: Positive = 30_000  # longest wait for a worker
-    progress_ms: Positive = 120_000  # an attempt without any progress for longer is given up
+    queue_timeout_ms: Positive = 30_000  # longest wait for a worker
+    attempt_timeout_ms: Positive = 120_000  # an attempt without any progress for longer is given up
     ageing_ms: Positive = 10_000  # one level of priority is worth so much waiting
-    classes: dict[int, ObjectivesConfig] = {}  # objectives by priority; a class that is not here has none
+    slo_classes: dict[int, ObjectivesConfig] = {}  # objectives by priority; a class that is not here has none
     tenants: dict[str, TenantConfig] = {}  # weights and quotas; "*": of all that are not named
     cached_weight: Annotated[float, Meta(ge=0, le=1)] = 0.1  # of a cached prompt token in a tenant's service
     output_weight: Annotated[float, Meta(ge=0)] = 2.0  # of a generated token
     retry_share: Annotated[float, Meta(ge=0)] = 0.2  # failed attempts repeated at once, per first attempt
     retries_per_s: Annotated[float, Meta(gt=0)] = 10.0  # and besides; others wait in the queue
-    split: Literal["auto", "always"] = "auto"  # prefill workers get a prompt where that is sooner, or whenever one can
+    disaggregation: Literal["auto", "always"] = "auto"  # prefill workers get a prompt where that is sooner, or whenever one can
     roles: Literal["manual", "auto"] = "manual"  # auto: changes of workers' roles that are advised are carried out
     explain_requests: Natural = 1_000  # the last so many can be explained; 0: none
 
@@ -175,8 +175,8 @@ class RouterConfig(_Section, frozen=True):
 class StoreConfig(_Section, frozen=True):
     """The node's store."""
 
-    arena_bytes: Bytes = Bytes(512 * 2**20)  # the host tier of one node, taken at start
-    hold_ms: Positive = 30_000  # a hold that its owner does not renew lasts this long
+    host_cache_bytes: Bytes = Bytes(512 * 2**20)  # the host tier of one node, taken at start
+    lease_ms: Positive = 30_000  # a hold that its owner does not renew lasts this long
     writer_share: Annotated[float, Meta(gt=0, le=1)] = 0.5  # of the slots, at most reserved by one writer
     load_share: Annotated[float, Meta(gt=0, le=1)] = 0.25  # of the slots, at most waiting for pages from lower tiers
     transport: Literal["zmq", "nixl"] = "zmq"  # of pages between stores; nixl: RDMA, not encrypted, pip install nixl
@@ -198,27 +198,27 @@ class DiskConfig(_Section, frozen=True):
 class PrefillConfig(_Section, frozen=True):
     """Prefill workers."""
 
-    pool_bytes: Bytes = Bytes(512 * 2**20)  # device pages
+    kv_cache_bytes: Bytes = Bytes(512 * 2**20)  # device pages
     step_ms: Positive = 50  # about how long a step lasts while several prompts are at hand; four times that for one
-    chunk_tokens: Positive = 2_048  # tokens per step at most, over all prompts
+    max_num_batched_tokens: Positive = 2_048  # tokens per step at most, over all prompts
     copies_per_step: Positive = 256  # pages copied from or to the arena per step
-    max_prompts: Positive = 2  # prompts taken at a time; the others wait in the router
-    head: bool = True  # load the output head too, so that it may become a decode worker; false: less memory
-    store_ms: Positive = 10_000  # a prompt that gets no answer from the store, or no slots that last, for longer fails
+    max_num_seqs: Positive = 2  # prompts taken at a time; the others wait in the router
+    lm_head: bool = True  # load the output head too, so that it may become a decode worker; false: less memory
+    store_timeout_ms: Positive = 10_000  # a prompt that gets no answer from the store, or no slots that last, for longer fails
     threads: Natural = 0  # of the engine; 0: this worker's share of the cores that it finds itself on
 
 
 class DecodeConfig(_Section, frozen=True):
     """Decode workers."""
 
-    pool_bytes: Bytes = Bytes(512 * 2**20)  # device pages
-    step_tokens: Positive = 512  # tokens per step, decoding ones first; prompts get at least two pages, or 256
+    kv_cache_bytes: Bytes = Bytes(512 * 2**20)  # device pages
+    max_num_batched_tokens: Positive = 512  # tokens per step, decoding ones first; prompts get at least two pages, or 256
     itl_ms: Natural = 0  # what a step with both decoding sequences and prompts may take; 0: eight steps without prompts
     first_step_ms: Natural = 200  # a sequence that lacks a page at most waits no longer for others' tokens
     ageing_ms: Positive = 10_000  # one level of priority is worth so much waiting
     copies_per_step: Positive = 256  # pages copied from or to the arena per step
     copy_share: Annotated[float, Meta(gt=0, le=1)] = 0.25  # of a decoding step's time, at most for copies before it
-    fetch_ms: Positive = 10_000  # a fetch without progress for longer ends with what is here
+    fetch_timeout_ms: Positive = 10_000  # a fetch without progress for longer ends with what is here
     threads: Natural = 0  # of the engine; 0: this worker's share of the cores that it finds itself on
 
 
@@ -235,6 +235,32 @@ class Config(_Section, frozen=True):
     decode: DecodeConfig = DecodeConfig()
 
 
+_RENAMED: Mapping[str, Mapping[str, str]] = {
+    "model": {"name": "served_model_name"},
+    "cluster": {"silence_ms": "heartbeat_timeout_ms", "stuck_ms": "step_timeout_ms"},
+    "router": {
+        "queue_ms": "queue_timeout_ms",
+        "progress_ms": "attempt_timeout_ms",
+        "classes": "slo_classes",
+        "split": "disaggregation",
+    },
+    "store": {"arena_bytes": "host_cache_bytes", "hold_ms": "lease_ms"},
+    "prefill": {
+        "pool_bytes": "kv_cache_bytes",
+        "chunk_tokens": "max_num_batched_tokens",
+        "max_prompts": "max_num_seqs",
+        "head": "lm_head",
+        "store_ms": "store_timeout_ms",
+    },
+    "decode": {
+        "pool_bytes": "kv_cache_bytes",
+        "step_tokens": "max_num_batched_tokens",
+        "fetch_ms": "fetch_timeout_ms",
+    },
+}
+"""By section: the settings that have another name now. Their old names are refused, with the new one."""
+
+
 def load(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> Config:
     """Read `path` (none: defaults) and lay `overrides` ("section.setting" → value) over it. Raises ConfigError."""
     tree: dict[str, Any] = {}
@@ -248,6 +274,7 @@ def load(path: Path | None = None, overrides: Mapping[str, object] | None = None
         if not isinstance(inner, dict):
             raise ConfigError(f"{section} is {inner!r}; it must be a section with settings in it")
         inner[setting] = value
+    _refuse_renamed(tree, path)
     try:
         config = msgspec.convert(tree, Config, dec_hook=_decode_custom)
     except msgspec.ValidationError as error:
@@ -286,6 +313,14 @@ def _read(path: Path) -> dict[str, Any]:
     return tree
 
 
+def _refuse_renamed(tree: Mapping[str, Any], path: Path | None) -> None:
+    """Raise ConfigError for a setting that has another name now, and say which."""
+    for section, renamed in _RENAMED.items():
+        settings = tree.get(section)
+        for old in renamed.keys() & settings.keys() if isinstance(settings, Mapping) else ():
+            raise ConfigError(f"{path or 'configuration'}: {section}.{old} is now called {section}.{renamed[old]}")
+
+
 def _decode_custom(kind: type, value: object) -> object:
     if kind is Bytes:
         return Bytes.parse(value)
@@ -294,9 +329,9 @@ def _decode_custom(kind: type, value: object) -> object:
 
 def _check(config: Config) -> None:
     cluster = config.cluster
-    if cluster.silence_ms < 4 * cluster.heartbeat_ms:
+    if cluster.heartbeat_timeout_ms < 4 * cluster.heartbeat_ms:
         raise ConfigError(
-            f"cluster.silence_ms is {cluster.silence_ms}, less than four heartbeats of {cluster.heartbeat_ms} ms: "
+            f"cluster.heartbeat_timeout_ms is {cluster.heartbeat_timeout_ms}, less than four heartbeats of {cluster.heartbeat_ms} ms: "
             "one lost message would look like a death; raise it, or lower cluster.heartbeat_ms"
         )
     operator = parse_operator(config.router.operator)
@@ -304,7 +339,7 @@ def _check(config: Config) -> None:
     fixed = [p for p in (*ports, operator.port if isinstance(operator, Loopback) else 0) if p]
     if len(fixed) != len(set(fixed)):
         raise ConfigError(f"router ports {fixed} must differ from each other")
-    if config.prefill.chunk_tokens < config.pages.page_size:
+    if config.prefill.max_num_batched_tokens < config.pages.page_size:
         raise ConfigError(
-            f"prefill.chunk_tokens is {config.prefill.chunk_tokens}, below one page of {config.pages.page_size} tokens"
+            f"prefill.max_num_batched_tokens is {config.prefill.max_num_batched_tokens}, below one page of {config.pages.page_size} tokens"
         )

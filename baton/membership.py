@@ -55,10 +55,10 @@ class Membership:
     def handle(self, envelope: Envelope[Message], now: float) -> MembershipChange:
         """Take an envelope that is addressed to this incarnation."""
         match envelope.message:
-            case Welcome(router=router, heartbeat_ms=heartbeat_ms, silence_ms=silence_ms):
+            case Welcome(router=router, heartbeat_ms=heartbeat_ms, heartbeat_timeout_ms=heartbeat_timeout_ms):
                 lost = self.router if self.router != router.incarnation else None
                 self.router, self.heard = router.incarnation, envelope.sequence
-                self.heartbeat, self._silence = heartbeat_ms / 1_000, silence_ms / 1_000
+                self.heartbeat, self._silence = heartbeat_ms / 1_000, heartbeat_timeout_ms / 1_000
                 self._last_heard, self.rejected = now, None
                 return MembershipChange(lost=lost)
             case Rejected(reason=reason, message=message):

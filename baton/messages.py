@@ -132,7 +132,7 @@ class Welcome(Message, frozen=True):
 
     router: Peer
     heartbeat_ms: Count
-    silence_ms: Count
+    heartbeat_timeout_ms: Count
 
 
 class Rejected(Message, frozen=True):

@@ -54,8 +54,8 @@ def main() -> int:
 def _start(layout: Layout, asked: argparse.Namespace, stack: ExitStack) -> tuple[str, int]:
     """A real cluster, warm and pinned. Returns its address and the size of its vocabulary."""
     model = timing.read(asked.timing)
-    settings: dict[str, object] = {"prefill.threads": 1, "decode.threads": 1, "store.arena_bytes": model.arena_bytes}
-    settings |= {f"{role}.pool_bytes": model.pool_bytes for role in ("prefill", "decode")}
+    settings: dict[str, object] = {"prefill.threads": 1, "decode.threads": 1, "store.host_cache_bytes": model.host_cache_bytes}
+    settings |= {f"{role}.kv_cache_bytes": model.kv_cache_bytes for role in ("prefill", "decode")}
     settings |= {**model.config, **dict(map(parse_override, asked.set))}
     if asked.sleeping:
         stack.enter_context(patch.dict(os.environ, {sleeping.TIMING: asked.timing}))

@@ -64,11 +64,11 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> St
     return Steps(times, (time.thread_time() - cpu) / count)
 
 
-def generate_batch(engine: Engine, prompts: Sequence[Sequence[int]], count: int, step_tokens: int) -> list[list[int]]:
+def generate_batch(engine: Engine, prompts: Sequence[Sequence[int]], count: int, max_num_batched_tokens: int) -> list[list[int]]:
     """Generate `count` greedy tokens for each prompt, all of them submitted now; return those tokens.
 
     Steps are put together as a decode worker does it: a token for every sequence that has had its first, then, in their
-    order, as much of the prompts as makes `step_tokens` tokens in all.
+    order, as much of the prompts as makes `max_num_batched_tokens` tokens in all.
     """
     size = engine.layout.page_size
     sequences: list[_Sequence] = []
@@ -79,7 +79,7 @@ def generate_batch(engine: Engine, prompts: Sequence[Sequence[int]], count: int,
         first += needed
     running = sequences
     while running:
-        budget, chunks, taken = step_tokens, [], []
+        budget, chunks, taken = max_num_batched_tokens, [], []
         for one in sorted(running, key=lambda each: each.pending > 1):
             share = min(one.pending, budget)
             if share:

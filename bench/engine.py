@@ -32,7 +32,7 @@ TARGETS = {"decode-1": 0.75, "decode-8": 0.75}
 def main(argv: Sequence[str] | None = None) -> int:
     asked = _parse(argv)
     try:
-        with bare_engine(asked.model, asked.dtype, asked.threads, asked.step_tokens) as engine:
+        with bare_engine(asked.model, asked.dtype, asked.threads, asked.max_num_batched_tokens) as engine:
             report.say(report.machine())
             vocabulary = models.LLAMA_100M["vocab_size"]
             turns = Turns({OWN: engine}, vocabulary, asked.threads, TORCH_DTYPES[asked.dtype])
@@ -48,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bare_engine(
-    model: str, dtype: str, threads: int, step_tokens: int, variables: Mapping[str, str] | None = None
+    model: str, dtype: str, threads: int, max_num_batched_tokens: int, variables: Mapping[str, str] | None = None
 ) -> Peer:
     """The engine's process, ready. Raises PeerFailed."""
-    told = [str(models.directory(model)), dtype, str(threads), str(step_tokens)]
+    told = [str(models.directory(model)), dtype, str(threads), str(max_num_batched_tokens)]
     command = [sys.executable, "-m", "bench.peers.baton_engine", *told]
     return Peer(OWN, command, environments.variables(variables or {}))
 

@@ -89,7 +89,7 @@ def converted(folder: Path) -> Path:
 
 def start(asked: argparse.Namespace, stack: ExitStack) -> dict[str, Peer]:
     """Every engine, ready. Raises PeerFailed."""
-    peers = {OWN: bare_engine("100m", "bfloat16", asked.threads, asked.step_tokens)}
+    peers = {OWN: bare_engine("100m", "bfloat16", asked.threads, asked.max_num_batched_tokens)}
     stack.enter_context(peers[OWN])
     commands = {VLLM.name: _vllm, OPENVINO.name: _openvino}
     for name, of in commands.items():

@@ -153,8 +153,8 @@ about: |
 
 token_bytes: {token_bytes}
 max_context: {max_context}
-pool_bytes: 512MiB
-arena_bytes: 2GiB
+kv_cache_bytes: 512MiB
+host_cache_bytes: 2GiB
 prefill: &step
   {{fixed: {fixed:.3g}, token: {token:.3g}, pair: {pair:.3g},
   row: {row:.3g}, context: {context:.3g}, mixed: {mixed:.3g}}}

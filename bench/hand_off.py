@@ -63,10 +63,10 @@ class HandOff:
 
 
 @contextmanager
-def store_process(arena_bytes: int) -> Iterator[str]:
+def store_process(host_cache_bytes: int) -> Iterator[str]:
     """A store of its own, without a router; yields the cluster's name."""
     name = f"bench-{secrets.token_hex(4)}"
-    config = Config(cluster=ClusterConfig(name=name), store=StoreConfig(Bytes(arena_bytes), writer_share=1.0))
+    config = Config(cluster=ClusterConfig(name=name), store=StoreConfig(Bytes(host_cache_bytes), writer_share=1.0))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         ClusterKeys.generate().write(Path(folder) / "cluster.key")

@@ -90,12 +90,12 @@ class Bare:
         pages = -(-(PROMPT + _STEPS) // _PAGE_SIZE)
         self._engine = Engine.load(model, "auto", "cpu", pages, _PAGE_SIZE, head=True, threads=1)
         self._pages = range(pages)
-        self.step_tokens = PROMPT
+        self.max_num_batched_tokens = PROMPT
 
     def warm_up(self, prompt: Sequence[int]) -> None:
         """Find out how to take a prompt fastest."""
         took = {tokens: min(self._prefill(prompt, tokens) for _ in range(2)) for tokens in _STEP_TOKENS}
-        self.step_tokens = min(took, key=took.__getitem__)
+        self.max_num_batched_tokens = min(took, key=took.__getitem__)
 
     def first_token(self, prompt: Sequence[int]) -> float:
         """Prefill, and two decode steps after it, in seconds."""
@@ -109,12 +109,12 @@ class Bare:
 
     def prefill(self, prompt: Sequence[int]) -> float:
         """In seconds."""
-        return self._prefill(prompt, self.step_tokens)
+        return self._prefill(prompt, self.max_num_batched_tokens)
 
-    def _prefill(self, prompt: Sequence[int], step_tokens: int) -> float:
+    def _prefill(self, prompt: Sequence[int], max_num_batched_tokens: int) -> float:
         begin = time.perf_counter()
-        for start in range(0, len(prompt), step_tokens):
-            end = min(start + step_tokens, len(prompt))
+        for start in range(0, len(prompt), max_num_batched_tokens):
+            end = min(start + max_num_batched_tokens, len(prompt))
             draw = TokenDraw(temperature=0) if end == len(prompt) else None
             self._engine.step([Chunk(prompt[start:end], start, self._pages, draw)])
         return time.perf_counter() - begin
@@ -150,7 +150,7 @@ def _by(who: str, found: Sequence[Disturbance]) -> list[report.Result]:
 async def _rounds(bare: Bare, server: Router, prompts: Prompts, count: int) -> list[Round]:
     rounds: list[Round] = []
     bare.warm_up(prompts.draw(PROMPT))
-    report.say(f"the bare engine takes the prompt in steps of {bare.step_tokens}")
+    report.say(f"the bare engine takes the prompt in steps of {bare.max_num_batched_tokens}")
     for number in range(count + 1):
         others = Neighbours()
         took = bare.first_token(prompts.draw(PROMPT))
@@ -280,7 +280,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="prompts in each of the two parts")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="where traces go, if --set has any written")
     parser.add_argument("--set", dest="settings", action="append", metavar="SECTION.SETTING=VALUE",
-                        default=["router.split=always"])  # fmt: skip
+                        default=["router.disaggregation=always"])  # fmt: skip
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args(argv)
     asked.rounds = asked.rounds or (3 if asked.quick else 15)

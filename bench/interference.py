@@ -113,9 +113,9 @@ def start(stack: ExitStack, name: str, model: Path, asked: argparse.Namespace, t
     """A cluster of this shape on the cores of this process. Split, each worker has a core of its own, and router,
     store and client share that of the prefill worker, which has no stream to keep going."""
     split = name == SPLIT
-    settings: dict[str, object] = {"model.device": "cpu", "store.arena_bytes": _POOL}
+    settings: dict[str, object] = {"model.device": "cpu", "store.host_cache_bytes": _POOL}
     for role in ("prefill", "decode"):
-        settings |= {f"{role}.threads": 1 if split else _THREADS, f"{role}.pool_bytes": _POOL}
+        settings |= {f"{role}.threads": 1 if split else _THREADS, f"{role}.kv_cache_bytes": _POOL}
     settings |= dict(map(parse_override, asked.settings))
     settings.setdefault("cluster.trace_steps", trace_steps)
     if asked.trace is not None:

@@ -199,9 +199,9 @@ def results(rounds: Sequence[Round], threads: int) -> list[report.Result]:
 def _start(name: str, model: Path, threads: int, stack: ExitStack) -> LocalCluster:
     """Start a cluster of that shape."""
     report.say(f"starting {name}")
-    settings = {"model.device": "cpu", "store.arena_bytes": _POOL, "router.split": "always"}
+    settings = {"model.device": "cpu", "store.host_cache_bytes": _POOL, "router.disaggregation": "always"}
     for role in ("prefill", "decode"):
-        settings |= {f"{role}.threads": threads, f"{role}.pool_bytes": _POOL}
+        settings |= {f"{role}.threads": threads, f"{role}.kv_cache_bytes": _POOL}
     prefill, decode = _SHAPES[name]
     return stack.enter_context(cluster.local(model, prefill, decode, settings))
 

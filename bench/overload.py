@@ -102,7 +102,7 @@ def offer(setting: Setting, rate: float) -> Outcome:
     model = timing.read(setting.model)
     weights = WEIGHTS[setting.weights]
     settings = {
-        "router.classes": {level: {"ttft_ms": round(1_000 * ttft), "tpot_ms": round(1_000 * tpot)}
+        "router.slo_classes": {level: {"ttft_ms": round(1_000 * ttft), "tpot_ms": round(1_000 * tpot)}
                            for level, (ttft, tpot) in CLASSES.items()},
         "router.tenants": {name: {"weight": weight} for name, weight in weights.items()},
         "router.output_weight": _OUTPUT_COST,

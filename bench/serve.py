@@ -95,7 +95,7 @@ def _addresses(asked: argparse.Namespace, stack: ExitStack) -> tuple[str, str]:
     if asked.address:
         return asked.address, asked.operator
     model = models.directory(asked.model)
-    settings = dict(map(parse_override, asked.settings)) | {"model.name": Path(asked.model).name}
+    settings = dict(map(parse_override, asked.settings)) | {"model.served_model_name": Path(asked.model).name}
     report.say(f"starting {asked.prefill} prefill and {asked.decode} decode workers on {model}")
     made = stack.enter_context(cluster.local(model, asked.prefill, asked.decode, settings))
     return made.address, made.operator

@@ -125,9 +125,9 @@ def _cluster(case: Case, directory: Path, disk: Path | None) -> LocalCluster:
         "router.grpc_port": 0,
         "router.internal_port": 0,
         "router.http_port": 0,
-        "store.arena_bytes": room,
-        "prefill.pool_bytes": room,
-        "decode.pool_bytes": room,
+        "store.host_cache_bytes": room,
+        "prefill.kv_cache_bytes": room,
+        "decode.kv_cache_bytes": room,
         "disk.path": str(disk) if disk else "",
     }
     node = LocalNode("local", enter=(sys.executable, "-m", "bench.throttled", *_SLOW) if case.slow and disk else ())

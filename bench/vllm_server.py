@@ -21,8 +21,8 @@ _CONTEXT = 4_096  # tokens
 
 
 @contextmanager
-def serve(model: Path, peers: Path, step_tokens: int | None, threads: int) -> Iterator[str]:
-    """A server of that checkpoint; its URL. It computes at most `step_tokens` tokens in a step (none: its own default).
+def serve(model: Path, peers: Path, max_num_batched_tokens: int | None, threads: int) -> Iterator[str]:
+    """A server of that checkpoint; its URL. It computes at most `max_num_batched_tokens` tokens in a step (none: its own default).
     Its environment is, or will be, below the folder `peers`. Raises StartupError."""
     try:
         environments.prepare(environments.VLLM, peers)
@@ -42,8 +42,8 @@ def serve(model: Path, peers: Path, step_tokens: int | None, threads: int) -> It
     command += ["--max-model-len", str(_CONTEXT), "--disable-uvicorn-access-log"]
     # One process computes and schedules: two would take turns at waiting for each other on these few cores.
     command += ["--distributed-executor-backend", "uni"]
-    if step_tokens is not None:
-        command += ["--max-num-batched-tokens", str(step_tokens)]
+    if max_num_batched_tokens is not None:
+        command += ["--max-num-batched-tokens", str(max_num_batched_tokens)]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environments.variables(own)

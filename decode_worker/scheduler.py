@@ -443,14 +443,14 @@ class DecodeScheduler:
                 (decoding if sequence.pending == 1 else tails).append(sequence)
         if not tails:
             self._put_off = False
-            return build_batch(decoding, tails, BatchBudget(self._config.step_tokens))
+            return build_batch(decoding, tails, BatchBudget(self._config.max_num_batched_tokens))
         rows = _rows(decoding)
         context = max(s.computed for s in tails)
         prompts = self._step_budget.prompt_tokens(rows, context, self._grain)
         self._put_off = not self._put_off and self._step_budget.delays_too_long(rows, now - self._stepped)
         parts = 0 if self._put_off else self._step_budget.short_prompt_tokens(rows, context, self._grain)
         overdue = now - self._config.first_step_ms / 1_000
-        budget = BatchBudget(self._config.step_tokens, prompts, parts, overdue, self._pace.rate(), self._grain)
+        budget = BatchBudget(self._config.max_num_batched_tokens, prompts, parts, overdue, self._pace.rate(), self._grain)
         return build_batch(decoding, tails, budget)
 
     def repeatable_steps(self, plan: ScheduledBatch) -> int:
@@ -586,8 +586,8 @@ class DecodeScheduler:
                 commands += self._drop_sequence(sequence, cut=False)
                 failed = AttemptFailed(*_named(sequence.name), "deadline", "the request's deadline has passed")
                 commands.append(SendToRouter(failed, sequence.owner))
-            elif sequence.fetch is not None and now - sequence.progressed_at > self._config.fetch_ms / 1_000:
-                commands += self._end_fetch(sequence, f"no page came for {self._config.fetch_ms} ms", now)
+            elif sequence.fetch is not None and now - sequence.progressed_at > self._config.fetch_timeout_ms / 1_000:
+                commands += self._end_fetch(sequence, f"no page came for {self._config.fetch_timeout_ms} ms", now)
         return commands
 
     # --- what others read ---------------------------------------------------------------------------------------

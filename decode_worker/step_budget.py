@@ -26,7 +26,7 @@ _LEAST_TAIL = 4  # tokens of such a part, since fewer take hardly less: they rea
 _UNKNOWN_SHARE = (_TAIL - 1) / _LEAST_TAIL  # of a step: what a token of a tail costs, until that is known
 _FREE = 1e-4  # of a step: a token that makes it longer by less costs nothing
 _BESIDES = 0.2  # of a step: where more passed between two of them, for copies or the store's word, no tail follows
-_UNKNOWN = 8  # part of step_tokens that prompts get while it is not known what they cost
+_UNKNOWN = 8  # part of max_num_batched_tokens that prompts get while it is not known what they cost
 _WEIGHT = 0.2  # of the newest measurement
 _FAR = 4.0  # times the average: so much counts of a copy that took longer, since the process may have stood still
 
@@ -75,10 +75,10 @@ class StepBudget:
     def prompt_tokens(self, rows: DecodeRows, context: int, grain: int) -> int:
         """How many prompt tokens, that attend to `context` positions before them, a step with these rows may have. At
         least two grains, so that both short and long tails of prompts get on."""
-        room = self._config.step_tokens - rows.count
+        room = self._config.max_num_batched_tokens - rows.count
         if rows.count:
             within = self._costs.tokens_within(self.longest_step(rows) - self._seconds(rows), context, rows.count)
-            room = min(room, self._config.step_tokens // _UNKNOWN if within is None else within)
+            room = min(room, self._config.max_num_batched_tokens // _UNKNOWN if within is None else within)
         return max(room, 2 * grain)
 
     def short_prompt_tokens(self, rows: DecodeRows, context: int, grain: int) -> int:

@@ -82,7 +82,7 @@ def run(
     whose workers find this store. Raises NotEnoughMemory or PortInUse when it can't start."""
     with StoreService(config, name, node, routers, host) as store:
         settle()
-        log.info("store %s serves %d bytes at %s", store.me.incarnation, config.store.arena_bytes, store.address)
+        log.info("store %s serves %d bytes at %s", store.me.incarnation, config.store.host_cache_bytes, store.address)
         while not stop.is_set():
             store.turn()
 
@@ -108,9 +108,9 @@ class StoreService:
         with contextlib.ExitStack() as cleanup:
             self._listener: UnixListener[StoreCall] = UnixListener(self.address, StoreCall)
             cleanup.callback(self._listener.close)
-            self._arena = Arena.create(config.store.arena_bytes)
+            self._arena = Arena.create(config.store.host_cache_bytes)
             cleanup.callback(self._arena.close)
-            silence = config.cluster.silence_ms / 1_000
+            silence = config.cluster.heartbeat_timeout_ms / 1_000
             transport = NixlTransport if config.store.transport == "nixl" else ZmqTransport
             self._transport = transport(self.me, hosts.endpoint(host), silence)
             cleanup.callback(self._transport.close)
@@ -147,7 +147,7 @@ class StoreService:
             DiskIndex(config.disk),
             config.disk.admit_after,
             self._heartbeat_seconds,
-            config.cluster.silence_ms / 1_000,
+            config.cluster.heartbeat_timeout_ms / 1_000,
         )
         self._connections: dict[int, _Connection] = {}
         self._pidfds: dict[int, int] = {}  # pid → pidfd, of every process whose end matters

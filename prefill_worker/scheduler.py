@@ -189,7 +189,7 @@ class PrefillScheduler:
             return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
         active = self._active
         waits = self._turns.must_wait(router, Counter(job.owner for job in active), now)
-        full = waits or len(active) >= self._config.max_prompts
+        full = waits or len(active) >= self._config.max_num_seqs
         taken = None if full else shared_prefix.allocate_shared(self._blocks, keys, active)
         if taken is None:
             self._turns.refused(router, now)
@@ -461,7 +461,7 @@ class PrefillScheduler:
     def schedule(self, now: float) -> ScheduledBatch:
         """The next step; empty when nothing computes."""
         step = self._config.step_ms / 1_000
-        plan = build_batch(self._requests.values(), self._pace, step, self._config.chunk_tokens)
+        plan = build_batch(self._requests.values(), self._pace, step, self._config.max_num_batched_tokens)
         self._planned = now
         for name in plan:
             job = self._requests[name.request]
@@ -505,8 +505,8 @@ class PrefillScheduler:
                 continue
             if job.deadline is not None and now > job.deadline:
                 commands += self._fail(job, "deadline", "the request's deadline has passed")
-            elif job.awaits_store and now - job.progressed_at > self._config.store_ms / 1_000:
-                message = f"the store gave neither answers nor slots that last for {self._config.store_ms} ms"
+            elif job.awaits_store and now - job.progressed_at > self._config.store_timeout_ms / 1_000:
+                message = f"the store gave neither answers nor slots that last for {self._config.store_timeout_ms} ms"
                 commands += self._fail(job, StoreError.reason, message)
             elif job.retry_at is not None and now >= job.retry_at:
                 commands += self._reserve(job) + self._offer_pages(job)

@@ -48,7 +48,7 @@ class RoleChanges:
         self._again = config.cluster.heartbeat_ms / 1_000  # seconds until a worker is told again
         self._auto = config.router.roles == "auto"
         self._page_size = config.pages.page_size
-        tpots = [each.tpot_ms / 1_000 for each in config.router.classes.values() if each.tpot_ms]
+        tpots = [each.tpot_ms / 1_000 for each in config.router.slo_classes.values() if each.tpot_ms]
         self._tpot = min(tpots, default=None)
         self._costs = costs
         self._next_look = float("-inf")
@@ -65,7 +65,7 @@ class RoleChanges:
         if role == wish.role:
             raise InvalidRequest(f"{name} is a {role} worker already")
         if wish.role == "decode" and not (member.hello.model and member.hello.model.lm_head):
-            raise InvalidRequest(f"{name} has loaded no output head; start it anew with prefill.head=true")
+            raise InvalidRequest(f"{name} has loaded no output head; start it anew with prefill.lm_head=true")
         if self._is_last(member):
             raise InvalidRequest(f"no decode worker but {name} takes work: nobody would be left to generate tokens")
         member.drain(draining=True)

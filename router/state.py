@@ -295,7 +295,7 @@ class RouterState:
         new = member is None
         member = self._members.join(hello, now)
         cluster = self._config.cluster
-        self._out.send(sender, Welcome(self._me, cluster.heartbeat_ms, cluster.silence_ms))
+        self._out.send(sender, Welcome(self._me, cluster.heartbeat_ms, cluster.heartbeat_timeout_ms))
         if new:
             if hello.model is not None:
                 self._costs.join(sender, peer.role, hello.model.steps)
@@ -323,14 +323,14 @@ class RouterState:
     def _is_stuck(self, message: ToRouter) -> bool:
         if not isinstance(message, Heartbeat):
             return False
-        return max(message.step_age_ms, message.loop_age_ms) > self._config.cluster.stuck_ms
+        return max(message.step_age_ms, message.loop_age_ms) > self._config.cluster.step_timeout_ms
 
     # --- heartbeats --------------------------------------------------------------------------------------------------
 
     def _heartbeat(self, member: MemberRecord, beat: Heartbeat, now: float) -> None:
         """Compare what it has with what it should have, and repair the difference."""
         member.reports_trace(beat.tracing, beat.heard)
-        standing = max(beat.step_age_ms, beat.loop_age_ms) > self._config.cluster.silence_ms
+        standing = max(beat.step_age_ms, beat.loop_age_ms) > self._config.cluster.heartbeat_timeout_ms
         if member.update_load(beat.load, beat.heard, beat.others, now, unresponsive=standing):
             self._manager.scan.cluster_changed()
         self._request_snapshots(self._kv_index.heartbeat(member.incarnation, beat.events, beat.digest, now))
@@ -418,7 +418,7 @@ class RouterState:
                 self._manager.retry(request, f"{member.peer.name} does not have it", now)
 
     def _order_unread(self, member: MemberRecord, name: AttemptName, now: float, *, hangs: bool) -> None:
-        """Its loop has stood still for cluster.silence_ms and has not read this order: another worker gets it.
+        """Its loop has stood still for cluster.heartbeat_timeout_ms and has not read this order: another worker gets it.
 
         A worker in a long step reads the order when the step ends, so its orders stay where no other worker could take
         them. A worker is tried once for each request, so an attempt moves no more often than there are workers. Neither
@@ -429,7 +429,7 @@ class RouterState:
         if found := self._current(member, name.request, name.attempt, "decode"):
             request, others = found[0], [each for each in self._members.schedulable("decode") if each.takes_sequences]
         elif (found := self._current(member, name.request, name.attempt, "prefill")) and found[1].needs_prefill:
-            request, most = found[0], self._config.prefill.max_prompts
+            request, most = found[0], self._config.prefill.max_num_seqs
             others = [each for each in self._members.schedulable("prefill") if each.free_prefill_slots(most) > 0]
             if hangs:
                 others.append(self._members.require_live(found[1].decode))  # it computes the prompt itself if need be
@@ -503,7 +503,7 @@ class RouterState:
             self._manager.extend(paused)
             self._pinner.extend(paused)
             self._out.log(f"this router stood still for {paused:.3f} s", warning=True, kind="stood still")
-        silence = self._config.cluster.silence_ms / 1_000
+        silence = self._config.cluster.heartbeat_timeout_ms / 1_000
         for member in self._members:
             if now - member.heard_at > silence:
                 self._gone(member, "silent", now)

@@ -68,7 +68,7 @@ class SimulatedStore:
         self._namespace, self._page_bytes = namespace, page_bytes
         self._agenda, self._network = agenda, network
         self._disk = disk.opened(self._handle)
-        beat, silence = config.cluster.heartbeat_ms / 1_000, config.cluster.silence_ms / 1_000
+        beat, silence = config.cluster.heartbeat_ms / 1_000, config.cluster.heartbeat_timeout_ms / 1_000
         self.state = StoreState(peer, config.store, self._disk.index, config.disk.admit_after, beat, silence)
         hello = Hello(peer, events="events", replay="replay", data=f"sim://{peer.incarnation}")
         self._routers = SimulatedRouterLinks(routers, hello, network)

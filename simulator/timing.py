@@ -58,8 +58,8 @@ class Timing(Struct, frozen=True, forbid_unknown_fields=True):
     about: str  # where the figures are from
     token_bytes: Annotated[int, Meta(ge=1)]  # of keys and values, all layers
     max_context: Annotated[int, Meta(ge=1)]
-    pool_bytes: str  # device pages of a worker
-    arena_bytes: str  # of a node's store
+    kv_cache_bytes: str  # device pages of a worker
+    host_cache_bytes: str  # of a node's store
     prefill: StepTimes  # of a prefill worker
     decode: StepTimes  # of a decode worker, which may compute prompts, too
     copy: _Rate  # between a worker's device and the arena
@@ -88,9 +88,9 @@ class Timing(Struct, frozen=True, forbid_unknown_fields=True):
         """That of a cluster of such workers. Raises ConfigError."""
         own: dict[str, object] = {
             "pages.page_size": page_size,
-            "prefill.pool_bytes": self.pool_bytes,
-            "decode.pool_bytes": self.pool_bytes,
-            "store.arena_bytes": self.arena_bytes,
+            "prefill.kv_cache_bytes": self.kv_cache_bytes,
+            "decode.kv_cache_bytes": self.kv_cache_bytes,
+            "store.host_cache_bytes": self.host_cache_bytes,
         }
         if self.disk is not None:
             segment = 64 * page_size * self.token_bytes

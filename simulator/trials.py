@@ -57,7 +57,7 @@ def demand(setting: Setting) -> WorkDemand:
     load, timing, objectives = setting.load, setting.timing, setting.objectives
     if not load or load[-1].at <= load[0].at:
         raise InvalidRequest(f"a load of {len(load)} requests that come at once has no speed; take a longer one")
-    chunk = setting.config.prefill.chunk_tokens
+    chunk = setting.config.prefill.max_num_batched_tokens
     seen: set[int] = set()
     computing: list[float] = []
     for arrival in load:
@@ -69,7 +69,7 @@ def demand(setting: Setting) -> WorkDemand:
     contexts = np.array([arrival.prompt for arrival in load]) + outputs / 2
     mean = float((contexts * outputs).sum() / outputs.sum())
     each = timing.decode.row + timing.decode.context * mean
-    fitting = setting.config.decode.pool_bytes / (timing.token_bytes * mean)
+    fitting = setting.config.decode.kv_cache_bytes / (timing.token_bytes * mean)
     batch = max(1.0, min(fitting, (objectives.tpot - timing.decode.fixed) / each if each else fitting))
     steps = timing.decode.fixed + timing.decode.row + timing.decode.context * contexts
     lengths = np.array([arrival.prompt + arrival.output for arrival in load])

@@ -216,7 +216,7 @@ class RigStore:
         self.incarnation = f"store-{self.name}-{next(self.rig.ids)}"
         me = Peer("store", f"store-{self.name}", self.name, self.incarnation, 0)
         config = StoreConfig(
-            arena_bytes=Bytes(self.rig.slots * PAGE_BYTES), hold_ms=int(self.rig.hold * 1_000), writer_share=0.5,
+            host_cache_bytes=Bytes(self.rig.slots * PAGE_BYTES), lease_ms=int(self.rig.hold * 1_000), writer_share=0.5,
             load_share=self.rig.load_share,
         )  # fmt: skip
         self.disk.restart()

@@ -84,7 +84,7 @@ def soak(seconds: float, seed: int, folder: Path) -> dict[str, object]:
     prompts = [prompt for prompt in workload.prompts(seed=seed) if len(prompt) < 800][:24]
     count = 48
     expected = workload.references(path, prompts, count)
-    quick = {"cluster.heartbeat_ms": 100, "cluster.silence_ms": 1_000, "decode.fetch_ms": 3_000}
+    quick = {"cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000, "decode.fetch_timeout_ms": 3_000}
     settings = workload.settings(path, 2, 2, **quick)
     done = cached = attempts = 0
     with LocalCluster(settings, folder / "cluster") as cluster, ThreadPoolExecutor(STREAMS) as pool:

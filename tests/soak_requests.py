@@ -31,9 +31,9 @@ AT_ONCE = 24  # requests
 CANCELLED = 20  # one in so many
 PAGE_BYTES = 2 * 4 * 2 * 16 * 16 * 4  # of the "llama" checkpoint in float32
 POOLS = {
-    "store.arena_bytes": 512 * PAGE_BYTES,
-    "prefill.pool_bytes": 128 * PAGE_BYTES,
-    "decode.pool_bytes": 128 * PAGE_BYTES,
+    "store.host_cache_bytes": 512 * PAGE_BYTES,
+    "prefill.kv_cache_bytes": 128 * PAGE_BYTES,
+    "decode.kv_cache_bytes": 128 * PAGE_BYTES,
 }
 
 
@@ -119,7 +119,7 @@ def requests(count: int, seed: int, folder: Path, prefill: int, path: Path) -> d
 def pool_of(name: str) -> str:
     """The setting of a process's memory for pages."""
     role = name.rpartition("-")[0]
-    return "store.arena_bytes" if role == "store" else f"{role}.pool_bytes"
+    return "store.host_cache_bytes" if role == "store" else f"{role}.kv_cache_bytes"
 
 
 def process_pages(cluster: LocalCluster, name: str) -> int:

@@ -142,11 +142,11 @@ class WorkerLoop:
         self._routers = RouterLinks(routers, hello, _HEARS[role], self.clock)
         self._store = StoreClient(
             store_address(config.cluster.name, node), self.peer, namespace, layout.page_bytes,
-            config.cluster.silence_ms / 1_000,
+            config.cluster.heartbeat_timeout_ms / 1_000,
         )  # fmt: skip
         self._connect_at = 0.0
         self._joined = False  # routers may know of us
-        self._join_by = self.clock.now() + config.cluster.silence_ms / 1_000  # with a store or without
+        self._join_by = self.clock.now() + config.cluster.heartbeat_timeout_ms / 1_000  # with a store or without
         self._poller = Poller()
         for link in self._routers.links:
             self._poller.add(link)
@@ -207,7 +207,7 @@ class WorkerLoop:
 
     def _change_role(self, role: WorkerRole) -> None:
         if role == "decode" and not self.engine.has_head:
-            of_peers.warning("can't become a decode worker without an output head (prefill.head)")
+            of_peers.warning("can't become a decode worker without an output head (prefill.lm_head)")
         elif role != self.peer.role:
             of_peers.info("becomes a %s worker; all work here is forgotten", role)
             self.next_role = role
@@ -380,16 +380,16 @@ def load(config: Config, role: WorkerRole) -> Engine:
     """The model with a page pool, as a worker needs them that begins as `role`. Raises ModelError or
     NotEnoughMemory."""
     own = config.decode if role == "decode" else config.prefill
-    head = role == "decode" or config.prefill.head
+    head = role == "decode" or config.prefill.lm_head
     path = hub.resolve(config.model.path)
     model = ModelSpec.from_directory(path)
     layout = layout_of(model, config.model.dtype, config.pages.page_size)
-    num_pages = pool_pages(own.pool_bytes, layout)
+    num_pages = pool_pages(own.kv_cache_bytes, layout)
     room = available_memory()
     on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())
-    if on_cpu and own.pool_bytes > room.available:
+    if on_cpu and own.kv_cache_bytes > room.available:
         raise NotEnoughMemory(
-            f"the page pool takes {own.pool_bytes} bytes and {room.bound} leaves {room.available}; lower pool_bytes"
+            f"the page pool takes {own.kv_cache_bytes} bytes and {room.bound} leaves {room.available}; lower kv_cache_bytes"
         )
     settings = config.model
     return Engine.load(
@@ -404,16 +404,16 @@ def load(config: Config, role: WorkerRole) -> Engine:
     )
 
 
-def pool_pages(pool_bytes: int, layout: PageLayout) -> int:
+def pool_pages(kv_cache_bytes: int, layout: PageLayout) -> int:
     """How many pages the pool has. They fill its memory but for less than a page: to within 1 % wherever it holds a
     hundred; where that is not so, the log says what stays unused. Raises NotEnoughMemory for a pool below one page."""
-    pages = Engine.pages_for(pool_bytes, layout)
+    pages = Engine.pages_for(kv_cache_bytes, layout)
     if pages < 1:
-        raise NotEnoughMemory(f"a page takes {layout.page_bytes} bytes and the pool {pool_bytes}; raise pool_bytes")
-    if (unused := pool_bytes - pages * layout.page_bytes) > pool_bytes / 100:
+        raise NotEnoughMemory(f"a page takes {layout.page_bytes} bytes and the pool {kv_cache_bytes}; raise kv_cache_bytes")
+    if (unused := kv_cache_bytes - pages * layout.page_bytes) > kv_cache_bytes / 100:
         log.warning(
-            "%d of the pool's %d bytes stay unused: a page takes %d; set pool_bytes to a multiple of that",
-            *(unused, pool_bytes, layout.page_bytes),
+            "%d of the pool's %d bytes stay unused: a page takes %d; set kv_cache_bytes to a multiple of that",
+            *(unused, kv_cache_bytes, layout.page_bytes),
         )
     return pages
 

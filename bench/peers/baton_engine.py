@@ -16,11 +16,11 @@ _PAGES, _PAGE_SIZE = 1_024, 16  # more than any case needs
 
 
 def load() -> adapter.Generate:
-    model, dtype, threads, step_tokens = sys.argv[1:]
+    model, dtype, threads, max_num_batched_tokens = sys.argv[1:]
     engine = Engine.load(Path(model), dtype, "cpu", _PAGES, _PAGE_SIZE, head=True, threads=int(threads))
 
     def generate(prompts: adapter.Tokens, count: int) -> adapter.Tokens:
-        return bare.generate_batch(engine, prompts, count, int(step_tokens))
+        return bare.generate_batch(engine, prompts, count, int(max_num_batched_tokens))
 
     return generate
 

@@ -17,10 +17,10 @@ _CACHE_GIB = 2
 def load() -> adapter.Generate:
     # By name, and only here: they are in this peer's environment, and in no other.
     numpy, openvino, openvino_genai = map(import_module, ("numpy", "openvino", "openvino_genai"))
-    model, threads, step_tokens = sys.argv[1:]
+    model, threads, max_num_batched_tokens = sys.argv[1:]
     precision = "bf16" if "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.max_num_batched_tokens = int(step_tokens)
+    scheduler.max_num_batched_tokens = int(max_num_batched_tokens)
     scheduler.cache_size = _CACHE_GIB
     scheduler.enable_prefix_caching = True
     pipeline = openvino_genai.ContinuousBatchingPipeline(

@@ -35,12 +35,12 @@ NAME = "demo"
 FOLDER = Path(".demo")
 _SETTINGS = [
     *(f"router.{port}_port=0" for port in ("grpc", "internal", "http")),
-    "store.arena_bytes=64MiB",
-    "prefill.pool_bytes=64MiB",
-    "decode.pool_bytes=64MiB",
+    "store.host_cache_bytes=64MiB",
+    "prefill.kv_cache_bytes=64MiB",
+    "decode.kv_cache_bytes=64MiB",
     "prefill.threads=1",
     "decode.threads=1",
-    "cluster.silence_ms=1500",
+    "cluster.heartbeat_timeout_ms=1500",
 ]
 _LONG_STREAM = 600  # tokens: seconds of streaming, of which the kill comes early
 _KILL_AFTER = 60  # tokens

@@ -46,7 +46,7 @@ def rescale(state: State, prefill: int | None, decode: int | None, patience: flo
 
 def _mourned(state: State, overview: ClusterOverview) -> set[str]:
     """Retired processes that the router still takes for live: until it has missed their heartbeats for
-    cluster.silence_ms it may still place work on them."""
+    cluster.heartbeat_timeout_ms it may still place work on them."""
     with Client(operator=state.operator) as client:
         listed = client.status().processes
     live = {process.name for process in listed if process.state in UP}

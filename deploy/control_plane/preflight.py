@@ -81,14 +81,14 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
         prefill, decode = 0, 1
     workers = prefill + decode
     on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not Path("/dev/nvidiactl").exists())
-    pools = prefill * config.prefill.pool_bytes + decode * config.decode.pool_bytes if on_cpu else 0
+    pools = prefill * config.prefill.kv_cache_bytes + decode * config.decode.kv_cache_bytes if on_cpu else 0
     weights = _weight_bytes(Path(config.model.path).expanduser()) if on_cpu else 0
-    needed = config.store.arena_bytes + pools + workers * (weights + _PROCESS_BYTES)
+    needed = config.store.host_cache_bytes + pools + workers * (weights + _PROCESS_BYTES)
     if needed > room.available:
         raise NotEnoughMemory(
-            f"the cluster needs about {_mib(needed)}: an arena of {_mib(config.store.arena_bytes)}, page pools of "
+            f"the cluster needs about {_mib(needed)}: an arena of {_mib(config.store.host_cache_bytes)}, page pools of "
             f"{_mib(pools)}, and {workers} workers of {_mib(weights + _PROCESS_BYTES)} each; {_mib(room.available)} "
-            f"are left ({room.bound}). Lower store.arena_bytes, prefill.pool_bytes or decode.pool_bytes, or start "
+            f"are left ({room.bound}). Lower store.host_cache_bytes, prefill.kv_cache_bytes or decode.kv_cache_bytes, or start "
             "fewer workers"
         )
 

@@ -9,7 +9,7 @@
 
 A silent process that still exists may be stopped for a moment (swap, a live migration, a frozen cgroup), and comes
 back with its weights and its cache. So it is given `cluster.restart_patience_ms`, as is a router that does not answer.
-A process that is gone is replaced at once. A stuck one has had its patience: `cluster.stuck_ms`.
+A process that is gone is replaced at once. A stuck one has had its patience: `cluster.step_timeout_ms`.
 
 Nothing is started under a name as long as a process of that name may still run: a stopped writer that wakes up writes.
 """
@@ -37,7 +37,7 @@ class Condition(Enum):
 
     JOINING = "joining"  # runs; the router has not listed it yet, or no longer does
     LIVE = "live"
-    SILENT = "silent"  # the router has not heard from it for cluster.silence_ms
+    SILENT = "silent"  # the router has not heard from it for cluster.heartbeat_timeout_ms
     STUCK = "stuck"  # it speaks, but its step, or the turn of its main loop, does not end
     FAILED = "failed"  # its service gave up and said why
     ENDING = "ending"  # somebody is ending it now
@@ -143,9 +143,9 @@ def verdict(
         case Condition.FAILED:
             return seen.why
         case Condition.SILENT if elapsed >= restart_patience:
-            return f"no router has heard from it for cluster.silence_ms, and {elapsed:.0f} s more"
+            return f"no router has heard from it for cluster.heartbeat_timeout_ms, and {elapsed:.0f} s more"
         case Condition.STUCK:
-            return "its step, or a turn of its main loop, has taken longer than cluster.stuck_ms"
+            return "its step, or a turn of its main loop, has taken longer than cluster.step_timeout_ms"
         case Condition.JOINING if seen.was_live and elapsed > REJOIN_PATIENCE:
             return f"no router lists it any more, for {elapsed:.0f} s"
         case Condition.JOINING if elapsed > join_patience:

@@ -37,7 +37,7 @@ class Arena:
         if size > room.available:
             raise NotEnoughMemory(
                 f"the arena of {size} bytes does not fit: {room.bound} leaves {room.available}; "
-                "lower store.arena_bytes, or free memory on this machine"
+                "lower store.host_cache_bytes, or free memory on this machine"
             )
         fd = os.memfd_create("baton-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -47,7 +47,7 @@ class Arena:
             os.close(fd)
             raise NotEnoughMemory(
                 f"the kernel did not give {size} bytes for the arena ({error.strerror}) although {room.bound} "
-                f"leaves {room.available}; lower store.arena_bytes"
+                f"leaves {room.available}; lower store.host_cache_bytes"
             ) from None
         return cls(fd, size, 0, 0)
 

@@ -118,7 +118,7 @@ class StoreState:
         """Pages used `admit_after` times are written to the disk. `heartbeat` and `silence` in seconds."""
         self._me = me
         self._settings = settings
-        self._hold_seconds = settings.hold_ms / 1_000
+        self._hold_seconds = settings.lease_ms / 1_000
         self._admit_after = admit_after
         self._heartbeat, self._silence = heartbeat, silence
         self._next_beat = float("-inf")
@@ -248,14 +248,14 @@ class StoreState:
                 f"this store serves pages of {self._page_bytes} bytes of {self._namespace}, not of {page_bytes} bytes "
                 f"of {namespace}; run one store and its workers per model"
             )
-        arena_bytes = self._settings.arena_bytes
-        if page_bytes > arena_bytes:
+        host_cache_bytes = self._settings.host_cache_bytes
+        if page_bytes > host_cache_bytes:
             raise Incompatible(
-                f"one page of {page_bytes} bytes exceeds the arena of {arena_bytes}; raise store.arena_bytes"
+                f"one page of {page_bytes} bytes exceeds the arena of {host_cache_bytes}; raise store.host_cache_bytes"
             )
         self._count.evictions += self._pages.evictions
         self._namespace, self._page_bytes = namespace, page_bytes
-        self._tiers = self._new_tiers(arena_bytes // page_bytes)
+        self._tiers = self._new_tiers(host_cache_bytes // page_bytes)
         self._pages.clear()  # says so to those who knew of other pages
         return [DivideArena(page_bytes), *self._tiers.open_disk(namespace_root(namespace), page_bytes)]
 

@@ -280,7 +280,7 @@ class PlacementCosts:
         if wait > 0:
             why = why or f"{names[1]} has no room, or would miss an objective"
         if not possible:
-            why = why or "no store joins them, another worker was asked for, or router.split is always"
+            why = why or "no store joins them, another worker was asked for, or router.disaggregation is always"
         cached = int(self.cached[row]) * self.prefix.page_size
         return Candidate(names[1], "" if maker is None else names[0], cached, self.predict(maker, taker), why)
 

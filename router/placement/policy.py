@@ -75,7 +75,7 @@ class LowestTtft:
             return PlacementDecision(Wait("no decode worker is live"), prices)
         if ask.affinity:
             prices.restrict_decode_to(_affinity_row(ask.affinity, prices))
-        if view.config.router.split == "always":
+        if view.config.router.disaggregation == "always":
             prices.require_disaggregation()
         best = prices.lowest
         if best == inf:

@@ -185,11 +185,11 @@ class WorkerTable:
         cost = self._costs.prefill(member.incarnation)
         rate = member.load.prefill_rate or DEFAULT_PREFILL_RATE
         decodes = member.peer.role == "decode"
-        chunk = self._config.decode.step_tokens if decodes else self._config.prefill.chunk_tokens
+        chunk = self._config.decode.max_num_batched_tokens if decodes else self._config.prefill.max_num_batched_tokens
         seconds = self._prompts(member, cost, chunk)
         member.prefill_busy_since = min(member.prefill_busy_since, now)
         if not decodes:
-            full = member.free_prefill_slots(self._config.prefill.max_prompts) <= 0
+            full = member.free_prefill_slots(self._config.prefill.max_num_seqs) <= 0
             open_ = NEVER if member.draining or member.unresponsive else FULL if full else OPEN
             until = member.prefill_busy_since + seconds
             return (open_, until, rate, cost.fixed, cost.token, cost.pair, chunk, 1.0, *_NO_DECODING)

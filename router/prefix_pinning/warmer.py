@@ -89,7 +89,7 @@ class PrefixPinner:
             self._out.put(PinAnswered(order.name, Failed(error)))
             return
         self._arrivals += 1
-        give_up = now + self._config.router.queue_ms / 1_000
+        give_up = now + self._config.router.queue_timeout_ms / 1_000
         prefix = PinnedPrefix.of(order, self._arrivals, self._config.pages.page_size, give_up)
         self.prefixes[prefix.name] = self._waiting[prefix.name] = prefix
 
@@ -149,7 +149,7 @@ class PrefixPinner:
 
     def _free(self) -> list[tuple[MemberRecord, MemberRecord]]:
         """Prefill workers that may be given a prefix, each with its node's store."""
-        most = max(1, self._config.prefill.max_prompts - 1)
+        most = max(1, self._config.prefill.max_num_seqs - 1)
         return [
             (worker, store)
             for worker in self._members.schedulable("prefill")
@@ -269,7 +269,7 @@ class PrefixPinner:
         self._withdraw(prefix)
         prefix.phase, prefix.not_before = PinPhase.WAITING, until
         if prefix.awaited and prefix.gives_up_at is None:
-            prefix.gives_up_at = now + self._config.router.queue_ms / 1_000
+            prefix.gives_up_at = now + self._config.router.queue_timeout_ms / 1_000
         self._waiting[prefix.name] = prefix
 
     def _withdraw(self, prefix: PinnedPrefix) -> None:
@@ -301,7 +301,7 @@ class PrefixPinner:
 
     def expire(self, now: float) -> None:
         """Everything that has lasted, or waited, for long enough."""
-        progress = self._config.router.progress_ms / 1_000
+        progress = self._config.router.attempt_timeout_ms / 1_000
         for prefix in list(self.prefixes.values()):
             working = prefix.phase in (PinPhase.PREFILLING, PinPhase.PINNING)
             if not prefix.awaited and now >= prefix.expires:
@@ -313,12 +313,12 @@ class PrefixPinner:
             elif working and now - prefix.progress >= progress:
                 if prefix.worker is not None:
                     prefix.excluded.add(prefix.worker)
-                self.retry(prefix, f"no progress for {self._config.router.progress_ms} ms", now)
+                self.retry(prefix, f"no progress for {self._config.router.attempt_timeout_ms} ms", now)
             elif prefix.phase is PinPhase.PINNING and now - prefix.asked >= self._patience:
                 self._ask(prefix, now)
 
     def _no_worker(self) -> BatonError:
-        waited = f"no prefill worker took the prefix within {self._config.router.queue_ms} ms"
+        waited = f"no prefill worker took the prefix within {self._config.router.queue_timeout_ms} ms"
         workers = self._members.with_role("prefill")
         if not workers:
             return Unavailable(f"{waited}: none is live")
@@ -357,7 +357,7 @@ class PrefixPinner:
     @property
     def _patience(self) -> float:
         """Seconds in which a live process answers."""
-        return self._config.cluster.silence_ms / 1_000
+        return self._config.cluster.heartbeat_timeout_ms / 1_000
 
     def _pin_name(self, prefix: PinnedPrefix) -> str:
         """Unlike any that another attempt has given."""

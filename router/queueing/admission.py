@@ -58,7 +58,7 @@ def settle_length(prompt: int, max_tokens: int | None, max_context: int, pool_to
     if pool_tokens is not None and wanted > pool_tokens:
         raise ContextTooLong(
             f"a prompt of {prompt} tokens and {max_tokens or 1} to generate exceed the {pool_tokens} tokens that the "
-            "largest decode worker has pages for; ask for less, or raise decode.pool_bytes"
+            "largest decode worker has pages for; ask for less, or raise decode.kv_cache_bytes"
         )
     if max_tokens is not None:
         return max_tokens
@@ -89,7 +89,7 @@ class AdmissionControl:
 
     def set_objectives(self, request: Request) -> None:
         """What a request does not ask for itself, its class does."""
-        promised = self._config.classes.get(request.priority)
+        promised = self._config.slo_classes.get(request.priority)
         if promised is not None and request.ttft is None and promised.ttft_ms:
             request.ttft = promised.ttft_ms / 1_000
         if promised is not None and request.tpot is None and promised.tpot_ms:
@@ -110,7 +110,7 @@ class AdmissionControl:
     def enqueue(self, request: Request, now: float) -> None:
         """It waits for a worker, with a limit. Whoever comes back unaccepted goes on with the wait it had."""
         if request.queue_deadline is None:
-            request.queue_deadline = now + self._config.queue_ms / 1_000
+            request.queue_deadline = now + self._config.queue_timeout_ms / 1_000
         self.queue.add(request, now)
 
     def check_wait(self, request: Request, work: int, seconds: float, now: float) -> Overloaded | None:
@@ -165,12 +165,12 @@ class AdmissionControl:
         waited = now - request.submitted
         self.queue.refuse(request, now)
         hint = _hint(waited)
-        if request.ttft is not None and not request.ever_accepted and waited < self._config.queue_ms / 1_000:
+        if request.ttft is not None and not request.ever_accepted and waited < self._config.queue_timeout_ms / 1_000:
             self.rejected["objective_while_waiting"] += 1
             message = f"after {waited:.1f} s in the queue the first token can't come within {request.ttft:.1f} s"
             return ObjectiveUnreachable(message, hint)
         self.rejected["no_worker"] += 1
-        return Overloaded(f"no worker took the request within {self._config.queue_ms} ms", hint)
+        return Overloaded(f"no worker took the request within {self._config.queue_timeout_ms} ms", hint)
 
     # --- out ---------------------------------------------------------------------------------------------------------
 

@@ -224,7 +224,7 @@ class RequestManager:
         """Whether it waits here, since its worker has prompts enough; for those behind it that counts like a prompt."""
         worker = self._members.require_live(plan.prefill or plan.decode)
         prompts = worker.pending_prefills.values()
-        enough = len(prompts) >= self._config.prefill.max_prompts
+        enough = len(prompts) >= self._config.prefill.max_num_seqs
         if not enough or not self.admission.should_hold(request, sum(prompt.seconds for prompt in prompts)):
             return False
         self._view.reserve(SecondsReservation(worker.incarnation, plan.predicted.load + plan.predicted.compute))
@@ -260,7 +260,7 @@ class RequestManager:
             prompt = PendingPrefill(request.known - known, known)
             decoder.assign_prefill(name, prompt, now)
         cost = self._costs.prefill(plan.prefill or plan.decode)
-        self.utilization.prompt(cost.seconds(prompt.new, prompt.context, self._config.prefill.chunk_tokens))
+        self.utilization.prompt(cost.seconds(prompt.new, prompt.context, self._config.prefill.max_num_batched_tokens))
         prefill = self._members.require_live(plan.prefill).peer.name if plan.prefill else ""
         cached = min(request.known, plan.cached_pages * self._config.pages.page_size)
         self.explanations.placed(request, decoder.peer.name, prefill, cached, considered)
@@ -427,7 +427,7 @@ class RequestManager:
         self.scan.tick(again=self.queue.begun or self._held)
         if now < self._next_expiry:
             return
-        progress = self._config.router.progress_ms / 1_000
+        progress = self._config.router.attempt_timeout_ms / 1_000
         self._next_expiry = now + progress  # attempts that are made from now on
         late: list[Request] = []
         for request in self.requests.values():
@@ -442,11 +442,11 @@ class RequestManager:
             elif request.queue_deadline is not None and now >= request.queue_deadline:
                 self.end(request, Failed(self._no_place(request, now)), now)
             else:
-                self.retry(request, f"no progress for {self._config.router.progress_ms} ms", now, blame=True)
+                self.retry(request, f"no progress for {self._config.router.attempt_timeout_ms} ms", now, blame=True)
 
     def _expires_with(self, request: Request) -> None:
         """There is a new limit to what it waits for."""
-        self._next_expiry = min(self._next_expiry, request.next_timeout(self._config.router.progress_ms / 1_000))
+        self._next_expiry = min(self._next_expiry, request.next_timeout(self._config.router.attempt_timeout_ms / 1_000))
 
     def shut(self, now: float) -> None:
         """Nobody is served any more, and the workers need not find that out by our silence."""
@@ -475,7 +475,7 @@ class RequestManager:
         for request in self.requests.values():
             attempt = request.attempt
             assert (attempt is None) == (request in self.queue), request.name
-            limit = request.next_timeout(self._config.router.progress_ms / 1_000)
+            limit = request.next_timeout(self._config.router.attempt_timeout_ms / 1_000)
             assert self._next_expiry <= limit < inf, f"{request.name} waits without a limit"
             if attempt is None:
                 continue

@@ -224,7 +224,7 @@ class WorkerMessageHandler:
         attempt.prefill, attempt.prefill_sent, attempt.prefill_unreported = None, False, 0
         if refusal.reason != "busy" or request.busy_refusals >= _TURNED_AWAY:
             request.excluded.add(member.incarnation)
-        most = self._config.prefill.max_prompts
+        most = self._config.prefill.max_num_seqs
         if (other := self._members.another_prefill(member.peer.node, most, request.excluded)) is not None:
             attempt.prefill = other.incarnation
             missing = request.missing_tokens(attempt.placement.cached_pages, self._config.pages.page_size)

@@ -149,7 +149,7 @@ def _has_room(worker: MemberRecord, view: ClusterView) -> bool:
     """As many prompts at a time for each, whatever its role: the others wait in the router, which drops those that
     can't be in time any more."""
     takes = worker.takes_sequences or worker.peer.role != "decode"
-    return takes and len(worker.pending_prefills) < view.config.prefill.max_prompts
+    return takes and len(worker.pending_prefills) < view.config.prefill.max_num_seqs
 
 
 def _prompt(ask: PlacementRequest) -> RulePrompt:

@@ -14,11 +14,11 @@ from baton.errors import ConfigError
 
 
 def test_a_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
-    settings = config.load(None, {"model.path": "m", "store.arena_bytes": "1.5GiB", "cluster.decode": 3})
+    settings = config.load(None, {"model.path": "m", "store.host_cache_bytes": "1.5GiB", "cluster.decode": 3})
     file = tmp_path / "baton.yaml"
     file.write_text(config.dump(settings))
     assert config.load(file) == settings
-    assert settings.store.arena_bytes == 3 * 2**29
+    assert settings.store.host_cache_bytes == 3 * 2**29
 
 
 def test_overrides_lie_over_the_file(tmp_path: Path) -> None:
@@ -44,14 +44,14 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("a: [\n", "not YAML"),
         ("cluster:\n  decode: 0\n", ">= 1"),
         ("cluster:\n  name: Bad Name\n", "name"),
-        ("cluster:\n  silence_ms: 10\n", "four heartbeats"),
+        ("cluster:\n  heartbeat_timeout_ms: 10\n", "four heartbeats"),
         ("router:\n  grpc_port: 70000\n", "65535"),
         ("router:\n  grpc_port: 50052\n", "differ"),
-        ("store:\n  arena_bytes: 12 parsecs\n", "no size"),
-        ("store:\n  arena_bytes: -1\n", "zero"),
-        ("store:\n  arena_bytes: true\n", "no size"),
+        ("store:\n  host_cache_bytes: 12 parsecs\n", "no size"),
+        ("store:\n  host_cache_bytes: -1\n", "zero"),
+        ("store:\n  host_cache_bytes: true\n", "no size"),
         ("store:\n  writer_share: .nan\n", "share"),
-        ("prefill:\n  chunk_tokens: 8\n", "below one page"),
+        ("prefill:\n  max_num_batched_tokens: 8\n", "below one page"),
         ("model:\n  dtype: int4\n", "int4"),
     ],
 )

@@ -25,8 +25,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 def test_a_batch_has_the_tokens_of_its_prompts_alone(engine: Engine) -> None:
     prompts = [list(range(2, 2 + length)) for length in (1, 15, 40, 70)]
-    together = bare.generate_batch(engine, prompts, 5, step_tokens=32)
-    assert together == [bare.generate_batch(engine, [prompt], 5, step_tokens=512)[0] for prompt in prompts]
+    together = bare.generate_batch(engine, prompts, 5, max_num_batched_tokens=32)
+    assert together == [bare.generate_batch(engine, [prompt], 5, max_num_batched_tokens=512)[0] for prompt in prompts]
 
 
 def test_steps_are_full_and_those_that_decode_come_first(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_steps_are_full_and_those_that_decode_come_first(engine: Engine, monkeyp
         return run(self, chunks)
 
     monkeypatch.setattr(Engine, "step", step)
-    bare.generate_batch(engine, [list(range(2, 14)), list(range(2, 32))], 2, step_tokens=16)
+    bare.generate_batch(engine, [list(range(2, 14)), list(range(2, 32))], 2, max_num_batched_tokens=16)
     assert steps == [
         [(0, 12, True), (0, 4, False)],
         [(12, 1, True), (4, 15, False)],

@@ -128,7 +128,7 @@ class Machine:
 
     def up(self, *arguments: object, **environment: str) -> Done:
         """`baton up` on the small model, with pools that suit it."""
-        small = ["store.arena_bytes=32MiB", "prefill.pool_bytes=32MiB", "decode.pool_bytes=32MiB"]
+        small = ["store.host_cache_bytes=32MiB", "prefill.kv_cache_bytes=32MiB", "decode.kv_cache_bytes=32MiB"]
         small += ["prefill.threads=1", "decode.threads=1"]
         settings = [part for setting in small for part in ("--set", setting)]
         return self.baton("up", "--model", MODEL, *settings, *arguments, "--timeout", 60, "--json", **environment)

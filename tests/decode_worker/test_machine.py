@@ -39,7 +39,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def start(self, pages: int, tokens: int, copies: int, slots: int, share: float, greedy: bool, grain: int) -> None:
         self.rig = Rig(slots, hold=5.0)
         config = DecodeConfig(
-            step_tokens=tokens, copies_per_step=copies, copy_share=share, fetch_ms=2_000, first_step_ms=50,
+            max_num_batched_tokens=tokens, copies_per_step=copies, copy_share=share, fetch_timeout_ms=2_000, first_step_ms=50,
             ageing_ms=int(AGEING * 1_000),
         )  # fmt: skip
         self.worker: RigWorker = self.rig.worker("decode", pages, config)
@@ -47,7 +47,7 @@ class DecodeMachine(RuleBasedStateMachine):
             self.worker.state = DecodeScheduler(config, PAGE, pages, headroom=OnePageEach())
             self.worker.handle(StoreUp(slots, PAGE_BYTES))
         self.worker.state._grain = grain  # less than a page, as where pages are large
-        self.prefill = self.rig.worker("prefill", 24, PrefillConfig(chunk_tokens=8, max_prompts=8, store_ms=2_000))
+        self.prefill = self.rig.worker("prefill", 24, PrefillConfig(max_num_batched_tokens=8, max_num_seqs=8, store_timeout_ms=2_000))
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.got: dict[str, list[int]] = {}
         self.resumed: set[str] = set()  # by the last prepare, and nobody was admitted since

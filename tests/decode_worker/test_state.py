@@ -82,7 +82,7 @@ def test_a_request_without_help_gets_the_reference_tokens() -> None:
 
 
 def test_a_prompt_longer_than_the_budget_comes_in_chunks_behind_those_that_decode() -> None:
-    one = worker(step_tokens=5)
+    one = worker(max_num_batched_tokens=5)
     one.handle(order(PROMPT[:1], 30, "short"))
     one.step()
     one.handle(order(PROMPT * 2, 5, "long"))
@@ -159,7 +159,7 @@ def test_a_stale_hint_costs_a_recompute_and_no_token() -> None:
 
 
 def test_an_awaited_fetch_that_ends_short_is_the_routers_to_decide() -> None:
-    one = worker(fetch_ms=100)
+    one = worker(fetch_timeout_ms=100)
     one.handle(order(PROMPT, 8, fetch=2, awaited=True))
     one.rig.settle()
     assert not [m for m in one.said if isinstance(m, FetchIncomplete)]
@@ -177,7 +177,7 @@ def test_an_awaited_fetch_that_ends_short_is_the_routers_to_decide() -> None:
 
 
 def test_our_own_pause_does_not_end_a_fetch() -> None:
-    one = worker(fetch_ms=100)
+    one = worker(fetch_timeout_ms=100)
     one.handle(order(PROMPT, 8, fetch=2, awaited=True))
     one.rig.now += 50.0
     one.handle(Tick(paused=50.0))
@@ -290,7 +290,7 @@ def test_what_is_written_through_for_nobody_goes_before_anybody_is_preempted_or_
 
 
 def test_whoever_is_resumed_has_the_whole_time_to_fetch() -> None:
-    one = worker(pages=12, ageing_ms=10_000, fetch_ms=100)
+    one = worker(pages=12, ageing_ms=10_000, fetch_timeout_ms=100)
     one.handle(order(PROMPT * 3, 8, "patient", priority=1))
     one.handle(order(PROMPT[::-1] * 3, 8, "urgent"))
     assert one.state.stats().preemptions == 1

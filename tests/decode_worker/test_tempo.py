@@ -46,7 +46,7 @@ def tails(tokens: int, context: int, seconds: float, beside: int = 8) -> StepSam
 
 
 def test_a_step_with_prompts_takes_eight_times_one_without_unless_told_otherwise() -> None:
-    assert measured(step_tokens=2_048).prompt_tokens(rows(8), 0, GRAIN) == pytest.approx((8 - 1) * 14 / 0.2, rel=0.1)
+    assert measured(max_num_batched_tokens=2_048).prompt_tokens(rows(8), 0, GRAIN) == pytest.approx((8 - 1) * 14 / 0.2, rel=0.1)
     assert measured(itl_ms=20).prompt_tokens(rows(8), 0, GRAIN) == pytest.approx((20 - 14) / 0.2, rel=0.2)
 
 
@@ -57,7 +57,7 @@ def test_what_a_step_of_both_takes_more_leaves_less_for_prompts() -> None:
 
 def test_prompts_always_get_two_grains() -> None:
     assert measured(itl_ms=1).prompt_tokens(rows(8), 0, GRAIN) == 2 * GRAIN
-    assert measured(step_tokens=8).prompt_tokens(rows(8), 0, GRAIN) == 2 * GRAIN
+    assert measured(max_num_batched_tokens=8).prompt_tokens(rows(8), 0, GRAIN) == 2 * GRAIN
 
 
 def test_where_nothing_decodes_only_the_configuration_bounds_a_step() -> None:
@@ -152,7 +152,7 @@ def test_whatever_was_measured_there_is_a_plan(
         tempo.observe_copies(pages, seconds)
     for beside in (rows(0), rows(1), rows(30)):
         most = tempo.prompt_tokens(beside, context, GRAIN)
-        assert 2 * GRAIN <= most <= config.step_tokens
+        assert 2 * GRAIN <= most <= config.max_num_batched_tokens
         assert 1 <= tempo.short_prompt_tokens(beside, context, GRAIN) <= most
         assert 1 <= tempo.copies(beside) <= config.copies_per_step
         assert isfinite(tempo.longest_step(beside))

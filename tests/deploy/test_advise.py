@@ -19,8 +19,8 @@ about: round figures
 gpus: 2
 token_bytes: 1000
 max_context: 100000
-pool_bytes: 100MB
-arena_bytes: 200MB
+kv_cache_bytes: 100MB
+host_cache_bytes: 200MB
 prefill: &step {fixed: 0.01, token: 1.0e-4, pair: 0, row: 0.001, context: 1.0e-6}
 decode: *step
 copy: 256.0e+6
@@ -29,7 +29,7 @@ network_latency: 0.0005
 message: 0.001
 call: 0.0001
 start: 3
-config: {prefill.chunk_tokens: 4096, prefill.step_ms: 100, decode.step_tokens: 2048}
+config: {prefill.max_num_batched_tokens: 4096, prefill.step_ms: 100, decode.max_num_batched_tokens: 2048}
 """
 LOOSE = ("--prompt", 200, "--output", 10, "--slo-ttft", 1, "--slo-tpot", 0.5)
 TIGHT = ("--prompt", 3000, "--output", 20, "--slo-ttft", 2, "--slo-tpot", 0.03)

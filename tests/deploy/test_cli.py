@@ -79,7 +79,7 @@ def test_a_person_reads_the_same_error_on_stderr():
         (["--model", "m", "--name", "Not A Name"], "config", "name"),
         (["--model", "m", "--config", "/no/such/file.yaml"], "config", "/no/such/file.yaml"),
         (["--model", "m", "--set", "router.grpc_port=70000"], "config", "grpc_port"),
-        (["--model", "m", "--set", "store.arena_bytes=-3"], "config", "arena_bytes"),
+        (["--model", "m", "--set", "store.host_cache_bytes=-3"], "config", "host_cache_bytes"),
     ],
 )
 def test_up_refuses_before_anything_starts(flags: list[str], reason: str, says: str):
@@ -102,14 +102,14 @@ def test_a_port_in_use(model: Path, taken: int):
 
 
 def test_too_little_memory(model: Path):
-    reason, message = error("up", "--model", model, *ANY_PORT, "--set", "store.arena_bytes=100TiB")
+    reason, message = error("up", "--model", model, *ANY_PORT, "--set", "store.host_cache_bytes=100TiB")
     assert reason == "not_enough_memory"
-    assert "store.arena_bytes" in message
+    assert "store.host_cache_bytes" in message
 
 
 def test_memory_counts_arena_pools_and_weights(model: Path):
     config = load(overrides={"model.path": str(model), "cluster.decode": 2})
-    needed = config.store.arena_bytes + 3 * (512 + 300) * 2**20 + 3 * (model / "model.safetensors").stat().st_size
+    needed = config.store.host_cache_bytes + 3 * (512 + 300) * 2**20 + 3 * (model / "model.safetensors").stat().st_size
     preflight.check_memory(config, AvailableMemory(needed, "a test"))
     with pytest.raises(NotEnoughMemory, match="a test"):
         preflight.check_memory(config, AvailableMemory(needed - 1, "a test"))
@@ -118,12 +118,12 @@ def test_memory_counts_arena_pools_and_weights(model: Path):
 def test_memory_of_other_nodes_and_of_gpus_is_not_counted(model: Path):
     """Of workers on other nodes, that is; one decode worker is here."""
     config = load(overrides={"model.path": str(model), "cluster.decode": 8, "cluster.prefill": 4})
-    small = AvailableMemory(config.store.arena_bytes + 2 * (512 + 300) * 2**20, "a test")
+    small = AvailableMemory(config.store.host_cache_bytes + 2 * (512 + 300) * 2**20, "a test")
     with pytest.raises(NotEnoughMemory):
         preflight.check_memory(config, small)
     spread = {"model.path": str(model), "cluster.decode": 8, "cluster.prefill": 4, "router.host": "192.0.2.1"}
     preflight.check_memory(load(overrides=spread), small)
-    gpu = {"model.path": str(model), "model.device": "cuda", "decode.pool_bytes": "100GiB"}
+    gpu = {"model.path": str(model), "model.device": "cuda", "decode.kv_cache_bytes": "100GiB"}
     preflight.check_memory(load(overrides=gpu), small)
 
 

@@ -45,5 +45,5 @@ def test_a_pool_of_few_pages_says_what_it_leaves_unused(
 
 
 def test_a_pool_below_one_page() -> None:
-    with pytest.raises(NotEnoughMemory, match="raise pool_bytes"):
+    with pytest.raises(NotEnoughMemory, match="raise kv_cache_bytes"):
         pool_pages(LAYOUT.page_bytes - 1, LAYOUT)

@@ -69,21 +69,21 @@ def attach(client: StoreClient) -> None:
     eventually(attached, "attached to the store")
 
 
-def config_of(cluster: str, slots: int, hold_ms: int = 400) -> Config:
+def config_of(cluster: str, slots: int, lease_ms: int = 400) -> Config:
     return Config(
-        cluster=ClusterConfig(name=cluster, heartbeat_ms=int(HEARTBEAT * 1_000), silence_ms=1_000),
-        store=StoreConfig(arena_bytes=Bytes(slots * PAGE), hold_ms=hold_ms, writer_share=1.0),
+        cluster=ClusterConfig(name=cluster, heartbeat_ms=int(HEARTBEAT * 1_000), heartbeat_timeout_ms=1_000),
+        store=StoreConfig(host_cache_bytes=Bytes(slots * PAGE), lease_ms=lease_ms, writer_share=1.0),
     )
 
 
 class StoreProcess:
     """`python -m kvstore`, started and, in the end, killed."""
 
-    def __init__(self, directory: Path, slots: int = 8, router: str = "tcp://127.0.0.1:1", hold_ms: int = 400) -> None:
+    def __init__(self, directory: Path, slots: int = 8, router: str = "tcp://127.0.0.1:1", lease_ms: int = 400) -> None:
         self.cluster = f"test-{os.getpid()}-{next(_numbers)}"
         self.config = directory / f"{self.cluster}.yaml"
         self.errors = directory / f"{self.cluster}.err"
-        text = dump(config_of(self.cluster, slots, hold_ms))
+        text = dump(config_of(self.cluster, slots, lease_ms))
         text = text.replace("key_file: ''", f"key_file: {cluster_keys.key_file(directory)}")
         self.config.write_text(text.replace("log_dir: ''", f"log_dir: {directory}"))
         self._router = router

@@ -18,7 +18,7 @@ STORE = Peer("store", "store-0", "node", "store-0-1", 1)
 def store_config(slots: int, hold_seconds: float, share: float) -> StoreConfig:
     """Of a store whose pages have 100 bytes."""
     return StoreConfig(
-        arena_bytes=Bytes(slots * 100), hold_ms=int(hold_seconds * 1_000), writer_share=share, load_share=1.0
+        host_cache_bytes=Bytes(slots * 100), lease_ms=int(hold_seconds * 1_000), writer_share=share, load_share=1.0
     )
 
 

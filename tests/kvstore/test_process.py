@@ -323,7 +323,7 @@ def test_one_store_per_node(store: StoreProcess) -> None:
 def test_an_arena_that_does_not_fit_is_said_at_start(tmp_path: Path) -> None:
     store = StoreProcess(tmp_path, slots=2**40)
     assert store.process.wait(PATIENCE) == 1
-    assert "lower store.arena_bytes" in store.errors.read_text()
+    assert "lower store.host_cache_bytes" in store.errors.read_text()
 
 
 def test_it_runs_on_a_thread_and_stops_when_told() -> None:

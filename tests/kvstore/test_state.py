@@ -489,7 +489,7 @@ def test_pages_of_another_kind_are_refused_while_anybody_is_here_and_else_divide
 def test_dividing_anew_is_one_word_for_the_pages_of_all_tiers() -> None:
     """Said once more of those on the disk, it would make the digest that of pages which nobody has."""
     index = DiskIndex(DiskConfig(path="/never/opened"))
-    state = StoreState(STORE, StoreConfig(arena_bytes=Bytes(1_000)), index, 2, 0.25, 3.0)
+    state = StoreState(STORE, StoreConfig(host_cache_bytes=Bytes(1_000)), index, 2, 0.25, 3.0)
 
     def attach(connection: int, namespace: Namespace) -> None:
         state.handle(Connected(connection, connection), 0.0)
@@ -512,7 +512,7 @@ def test_a_page_larger_than_the_arena_is_refused() -> None:
     rig = Rig(slots=1)
     (refusal,) = rig.say(rig.connect(1), Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 101))
     assert isinstance(refusal, AttachRefused)
-    assert "raise store.arena_bytes" in refusal.message
+    assert "raise store.host_cache_bytes" in refusal.message
 
 
 # --- two hand-offs that begin alike, made on different nodes ---

@@ -214,7 +214,7 @@ async def _started(count: int, folder: Path, cleanup: ExitStack) -> list[Running
     router = Listener("tcp://127.0.0.1:0", Peer("router", "router", NODE, "router-1", os.getpid()))
     try:
         # Readers say their heartbeats only while they are waited for: what is done between may take a while.
-        processes = [StoreProcess(folder, SLOTS, router.endpoint, hold_ms=10_000) for _ in range(count)]
+        processes = [StoreProcess(folder, SLOTS, router.endpoint, lease_ms=10_000) for _ in range(count)]
         for process in processes:
             cleanup.callback(process.kill)
         hellos: dict[int, Hello] = {}

@@ -51,7 +51,7 @@ class PrefillMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def start(self, slots: int, pages: int, chunk: int, copies: int, attentive: bool, window: int) -> None:
         self.rig = Rig(slots, hold=5.0, admit_after=1, load_share=0.5)
-        config = PrefillConfig(chunk_tokens=chunk, copies_per_step=copies, max_prompts=6, store_ms=2_000)
+        config = PrefillConfig(max_num_batched_tokens=chunk, copies_per_step=copies, max_num_seqs=6, store_timeout_ms=2_000)
         self.worker = self.rig.worker("prefill", pages, config)
         self.state = self.worker.state
         self.state._window = window

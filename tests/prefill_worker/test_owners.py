@@ -9,7 +9,7 @@ from tests.rig import PAGE
 
 
 def test_each_router_decides_about_its_own_and_hears_how_busy_the_other_keeps_us() -> None:
-    one = worker(chunk_tokens=PAGE)
+    one = worker(max_num_batched_tokens=PAGE)
     one.handle(order(PROMPT, "a"), "one")
     one.handle(order(PROMPT[::-1], "b"), "two")
     one.handle(Cancel("a", 1), "two")
@@ -25,7 +25,7 @@ def test_each_router_decides_about_its_own_and_hears_how_busy_the_other_keeps_us
 
 
 def test_a_slot_goes_to_the_router_that_was_refused_and_has_less() -> None:
-    one = worker(chunk_tokens=PAGE, max_prompts=2)
+    one = worker(max_num_batched_tokens=PAGE, max_num_seqs=2)
     for request in ("a1", "a2"):
         one.handle(order(PROMPT, request), "one")
     one.handle(order(PROMPT, "b1"), "two")

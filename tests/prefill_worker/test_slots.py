@@ -20,9 +20,9 @@ WINDOW = 4  # pages of one Reserve
 STORE_MS = 10_000
 
 
-def prefill(rig: Rig, max_prompts: int = 8, window: int = WINDOW) -> RigWorker:
+def prefill(rig: Rig, max_num_seqs: int = 8, window: int = WINDOW) -> RigWorker:
     """A worker whose prompts of a few pages need several shipments, as those of more than 1,024 pages do."""
-    config = PrefillConfig(chunk_tokens=16 * PAGE, store_ms=STORE_MS, max_prompts=max_prompts)
+    config = PrefillConfig(max_num_batched_tokens=16 * PAGE, store_timeout_ms=STORE_MS, max_num_seqs=max_num_seqs)
     worker = rig.worker("prefill", 64, config)
     worker.state._window = window
     return worker
@@ -90,8 +90,8 @@ def test_two_nodes_that_hand_off_to_each_other_and_have_room_for_little_more_tha
     """Each arena has a finished prompt in it until the other node has got it, and that one's does not fit beside it."""
     rig = Rig(12, nodes=("a", "b"))
     there = {"a": "b", "b": "a"}
-    prefills = {node: rig.worker("prefill", 64, PrefillConfig(store_ms=STORE_MS), node) for node in there}
-    decodes = {node: rig.worker("decode", 64, DecodeConfig(fetch_ms=STORE_MS), node) for node in there}
+    prefills = {node: rig.worker("prefill", 64, PrefillConfig(store_timeout_ms=STORE_MS), node) for node in there}
+    decodes = {node: rig.worker("decode", 64, DecodeConfig(fetch_timeout_ms=STORE_MS), node) for node in there}
     prompts = {"a": prompt(1, 8), "b": prompt(2, 8)}
     for order_decode in (decode_first, not decode_first):
         for node, other in there.items():
@@ -123,7 +123,7 @@ def test_prompts_of_many_shipments_in_any_order(seed: int) -> None:
     """None of three fits beside another. Turns come at random, so they meet in the store in many orders."""
     rng = random.Random(seed)
     rig = Rig(20)
-    workers = [prefill(rig, max_prompts=2) for _ in range(3)]
+    workers = [prefill(rig, max_num_seqs=2) for _ in range(3)]
     for number in range(6):
         workers[number % 3].handle(order(prompt(number, rng.randint(14, 19)), f"r{number}"))
     assert_all_prefilled(rig, 0.0, run(rig, workers, 6, rng))
@@ -131,7 +131,7 @@ def test_prompts_of_many_shipments_in_any_order(seed: int) -> None:
 
 def test_two_prompts_on_one_worker_that_together_exceed_the_arena() -> None:
     rig = Rig(10)
-    worker = prefill(rig, max_prompts=2)
+    worker = prefill(rig, max_num_seqs=2)
     for number in range(2):
         worker.handle(order(prompt(number, 8), f"r{number}"))
     assert_all_prefilled(rig, 0.0, run(rig, [worker], 2))
@@ -161,7 +161,7 @@ def test_a_prompt_at_the_head_of_the_line_that_goes_lets_the_next_one_pass(endin
         case "killed":
             rig.kill(first)
         case _:
-            pass  # its worker no longer asks: after `cluster.silence_ms` its place is free
+            pass  # its worker no longer asks: after `cluster.heartbeat_timeout_ms` its place is free
     if ending != "stopped":
         assert rig.store._line.waiting is None
     holder.handle(Cancel("held", 1))

@@ -100,7 +100,7 @@ def test_what_the_store_has_is_read_to_compute_what_follows() -> None:
 
 def test_pages_arrive_at_a_waiting_decode_worker_while_later_chunks_are_computed() -> None:
     rig = Rig(64)
-    prefill = rig.worker("prefill", 32, PrefillConfig(chunk_tokens=PAGE))
+    prefill = rig.worker("prefill", 32, PrefillConfig(max_num_batched_tokens=PAGE))
     decode = rig.worker("decode", 32, DecodeConfig())
     tokens = pack_tokens(PROMPT)
     decode.handle(
@@ -141,7 +141,7 @@ def test_what_fills_no_page_is_handed_off_in_a_partial_one_and_kept_for_nobody()
 
 def test_a_partial_page_is_shared_by_those_alone_who_have_all_of_it_in_common() -> None:
     rig = Rig(64)
-    one = rig.worker("prefill", 32, PrefillConfig(chunk_tokens=PAGE, max_prompts=3))
+    one = rig.worker("prefill", 32, PrefillConfig(max_num_batched_tokens=PAGE, max_num_seqs=3))
     other = [*PROMPT[:-2], 9, 9]
     for request, prompt in (("a", PROMPT), ("b", PROMPT), ("c", other)):
         one.handle(handed(prompt, request))
@@ -152,7 +152,7 @@ def test_a_partial_page_is_shared_by_those_alone_who_have_all_of_it_in_common() 
 def test_a_partial_page_that_does_not_come_is_computed() -> None:
     rig = Rig(64)
     prefill = rig.worker("prefill", 32, PrefillConfig())
-    decode = rig.worker("decode", 32, DecodeConfig(fetch_ms=100))
+    decode = rig.worker("decode", 32, DecodeConfig(fetch_timeout_ms=100))
     decode.handle(awaits(PROMPT, 5))
     prefill.handle(order(PROMPT))  # the full pages, and no more
     rig.settle()
@@ -183,7 +183,7 @@ def test_a_partial_page_of_another_node_stays_there() -> None:
 
 
 def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
-    one = worker(chunk_tokens=2 * PAGE, pages=64)
+    one = worker(max_num_batched_tokens=2 * PAGE, pages=64)
     one.handle(order([1] * 80, "long"))
     one.turn()
     one.handle(order(PROMPT, "short"))
@@ -192,7 +192,7 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
 
 
 def test_a_step_waits_for_the_store_where_that_lets_a_prompt_in() -> None:
-    one = worker(chunk_tokens=2 * PAGE, pages=64, step_ms=100)
+    one = worker(max_num_batched_tokens=2 * PAGE, pages=64, step_ms=100)
     one.handle(order(PROMPT, "first"))
     assert one.state.patience == 0  # there is no step that could wait
     one.hear()
@@ -223,7 +223,7 @@ def test_a_prompt_beyond_the_share_of_the_arena_passes_through_a_window() -> Non
 
 def test_a_prompt_that_had_to_share_the_arena_has_all_of_it_once_it_is_alone() -> None:
     rig = Rig(400)  # a writer may reserve 200 slots
-    one = rig.worker("prefill", 600, PrefillConfig(chunk_tokens=100 * PAGE))
+    one = rig.worker("prefill", 600, PrefillConfig(max_num_batched_tokens=100 * PAGE))
     one.handle(order([i % 97 for i in range(200 * PAGE)], "first"))
     one.handle(order([i % 89 for i in range(190 * PAGE)], "second"))
     turns = 0
@@ -242,7 +242,7 @@ def test_a_full_store_is_asked_again_and_its_silence_ends_the_prompt() -> None:
     rig.settle()
     holder.handle(order([8] * (4 * PAGE + 1), "h2"))
     rig.settle()
-    one = rig.worker("prefill", 32, PrefillConfig(store_ms=1_000))
+    one = rig.worker("prefill", 32, PrefillConfig(store_timeout_ms=1_000))
     one.handle(order(PROMPT))
     rig.settle()
     assert not done(one.said)
@@ -262,7 +262,7 @@ def test_a_full_store_is_asked_again_and_its_silence_ends_the_prompt() -> None:
 
 def test_our_own_pause_is_not_the_stores_silence() -> None:
     for paused, failed in ((50.0, []), (0.0, ["store"])):
-        one = worker(store_ms=1_000)
+        one = worker(store_timeout_ms=1_000)
         one.handle(order(PROMPT))  # the store has not answered yet
         one.rig.now += 50.0
         one.handle(Tick(paused=paused))
@@ -271,7 +271,7 @@ def test_our_own_pause_is_not_the_stores_silence() -> None:
 
 def test_two_that_take_each_others_pages_from_the_store_do_not_go_on_so_for_ever() -> None:
     rig = Rig(8, hold=5.0, admit_after=1, load_share=0.5)
-    one = rig.worker("prefill", 40, PrefillConfig(chunk_tokens=3 * PAGE, max_prompts=6, store_ms=2_000))
+    one = rig.worker("prefill", 40, PrefillConfig(max_num_batched_tokens=3 * PAGE, max_num_seqs=6, store_timeout_ms=2_000))
     one.handle(order([9] * (4 * PAGE + 1), "held"))
     rig.settle()
     for number, request in enumerate(("a", "b")):  # each needs more slots than are left, and passes through a window
@@ -285,7 +285,7 @@ def test_two_that_take_each_others_pages_from_the_store_do_not_go_on_so_for_ever
 
 
 def test_a_lost_store_fails_its_prompts() -> None:
-    one = worker(chunk_tokens=PAGE)
+    one = worker(max_num_batched_tokens=PAGE)
     one.handle(order(PROMPT))
     one.turn()
     one.rig.restart_store()
@@ -297,7 +297,7 @@ def test_a_lost_store_fails_its_prompts() -> None:
 
 def test_a_writer_that_dies_lets_those_who_wait_know() -> None:
     rig = Rig(64)
-    prefill = rig.worker("prefill", 32, PrefillConfig(chunk_tokens=PAGE))
+    prefill = rig.worker("prefill", 32, PrefillConfig(max_num_batched_tokens=PAGE))
     decode = rig.worker("decode", 32, DecodeConfig())
     tokens = pack_tokens(PROMPT)
     decode.handle(
@@ -318,7 +318,7 @@ def test_a_writer_that_dies_lets_those_who_wait_know() -> None:
 
 
 def test_limits_are_said() -> None:
-    one = worker(slots=16, pages=4, max_prompts=1)
+    one = worker(slots=16, pages=4, max_num_seqs=1)
     one.handle(order([1] * 80, "beyond the arena"))
     one.handle(order([1] * 40, "beyond the device"))
     one.handle(order(PROMPT, "a"))
@@ -334,7 +334,7 @@ def test_limits_are_said() -> None:
 
 def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
     for ending in (Cancel("r", 1), RouterHeartbeat(), RouterLost()):
-        one = worker(chunk_tokens=PAGE)
+        one = worker(max_num_batched_tokens=PAGE)
         one.handle(order(PROMPT))
         one.turn()
         one.handle(ending)
@@ -344,7 +344,7 @@ def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
 
 
 def test_a_newer_attempt_replaces_an_older_one() -> None:
-    one = worker(chunk_tokens=PAGE)
+    one = worker(max_num_batched_tokens=PAGE)
     one.handle(order(PROMPT))
     one.turn()
     one.handle(order(PROMPT, attempt=2))
@@ -354,7 +354,7 @@ def test_a_newer_attempt_replaces_an_older_one() -> None:
 
 
 def test_a_deadline_and_a_failed_step_are_said() -> None:
-    one = worker(chunk_tokens=PAGE)
+    one = worker(max_num_batched_tokens=PAGE)
     one.handle(order(PROMPT, "late", deadline_ms=100))
     one.handle(order(PROMPT[::-1], "bad"))
     one.handle(StepFailed({AttemptName("bad", 1): Chunk([], 0, [])}, "boom"))
@@ -368,7 +368,7 @@ def test_a_deadline_and_a_failed_step_are_said() -> None:
 
 def test_a_step_waits_for_the_seal_of_another_prompt_s_last_page() -> None:
     """What is done is said before others' next step, not after it."""
-    one = worker(chunk_tokens=16 * PAGE, pages=64, step_ms=100)
+    one = worker(max_num_batched_tokens=16 * PAGE, pages=64, step_ms=100)
     one.handle(order(PROMPT, "short"))
     one.handle(order([1] * 200, "long"))
     one.hear()

@@ -32,7 +32,7 @@ def machine(tokens: int, attended: int) -> float:
 class Timed:
     """The worker, what it said and when, and the steps that it ran."""
 
-    config: PrefillConfig = field(default_factory=lambda: PrefillConfig(max_prompts=64))
+    config: PrefillConfig = field(default_factory=lambda: PrefillConfig(max_num_seqs=64))
     pages: int = 8_000
     now: float = 0.0
     ended: dict[str, float] = field(

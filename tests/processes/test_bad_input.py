@@ -35,7 +35,7 @@ from tests.support.eventually import eventually
 def cluster(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     # A decode pool of 100 pages: less than the model's context of 4,096 tokens.
     page = 4 * 2 * 2 * 16 * 16 * 4
-    more = {"decode.pool_bytes": 100 * page}
+    more = {"decode.kv_cache_bytes": 100 * page}
     with LocalCluster(
         workload.settings(checkpoint("llama"), 1, 1, **more), tmp_path_factory.mktemp("cluster")
     ) as running:
@@ -198,13 +198,13 @@ def test_a_port_in_use(checkpoint: Callable[[str], Path], tmp_path: Path) -> Non
 
 
 def test_too_little_memory_for_the_arena(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    said = failing(workload.settings(checkpoint("llama"), 0, 1, **{"store.arena_bytes": "4TiB"}), tmp_path)
+    said = failing(workload.settings(checkpoint("llama"), 0, 1, **{"store.host_cache_bytes": "4TiB"}), tmp_path)
     assert "store-0" in said
     assert "arena" in said
 
 
 def test_too_little_memory_for_a_page_pool(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    said = failing(workload.settings(checkpoint("llama"), 0, 1, **{"decode.pool_bytes": "4TiB"}), tmp_path)
+    said = failing(workload.settings(checkpoint("llama"), 0, 1, **{"decode.kv_cache_bytes": "4TiB"}), tmp_path)
     assert "decode-0" in said
     assert "page pool" in said
 

@@ -89,10 +89,10 @@ def site(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
         **{
             **workload.SLOW_ENGINE,
             "cluster.heartbeat_ms": 100,
-            "cluster.silence_ms": 1_000,
+            "cluster.heartbeat_timeout_ms": 1_000,
             "store.verify_pages": True,
-            "store.arena_bytes": 512 * PAGE_BYTES,
-            "decode.pool_bytes": POOL * PAGE_BYTES,
+            "store.host_cache_bytes": 512 * PAGE_BYTES,
+            "decode.kv_cache_bytes": POOL * PAGE_BYTES,
             "disk.path": str(folder / "disk"),
             "disk.admit_after": 1,
             "disk.segment_bytes": 8 * PAGE_BYTES,

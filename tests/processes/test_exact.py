@@ -40,7 +40,7 @@ def test_64_requests_at_once_get_the_reference_tokens(
 ) -> None:
     path = checkpoint(f"wide-{family}")
     prefill, decode, split = SHAPES[shape]
-    with LocalCluster(workload.settings(path, prefill, decode, **{"router.split": split}), tmp_path) as cluster:
+    with LocalCluster(workload.settings(path, prefill, decode, **{"router.disaggregation": split}), tmp_path) as cluster:
         answers = workload.ask_all(cluster.address, PROMPTS)
         workload.compare(path, PROMPTS, answers, expected(family))
         if split == "always":
@@ -64,7 +64,7 @@ def test_pages_of_which_a_step_computes_a_part(
 ) -> None:
     path = checkpoint("wide-llama")
     prefill, decode, split = SHAPES[shape]
-    more = {"router.split": split, "pages.page_size": 512, "prefill.chunk_tokens": 512}
+    more = {"router.disaggregation": split, "pages.page_size": 512, "prefill.max_num_batched_tokens": 512}
     settings = workload.settings(path, prefill, decode, **more)
     with LocalCluster(settings, tmp_path) as cluster:
         for _ in range(2):  # the second time all whole pages are cached

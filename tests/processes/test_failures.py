@@ -36,7 +36,7 @@ def start(path: Path, tmp_path: Path) -> Iterator[Callable[..., LocalCluster]]:
     def up(prefill: int, decode: int, **more: object) -> LocalCluster:
         quick: dict[str, object] = {
             "cluster.heartbeat_ms": 100,
-            "cluster.silence_ms": 1_000,
+            "cluster.heartbeat_timeout_ms": 1_000,
             **workload.SLOW_ENGINE,  # that there is a middle in which to fail
         }
         running.append(LocalCluster(workload.settings(path, prefill, decode, **(quick | more)), tmp_path))
@@ -52,7 +52,7 @@ def expected(path: Path, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def test_a_prefill_worker_killed_while_it_computes(start: Callable[..., LocalCluster], path: Path) -> None:
-    cluster = start(1, 1, **{"prefill.chunk_tokens": 16})
+    cluster = start(1, 1, **{"prefill.max_num_batched_tokens": 16})
     streams = Streams(cluster)
     with watching(cluster, "prefill-0") as running:
         future = streams.start(VERY_LONG, 12)
@@ -81,7 +81,7 @@ def test_a_decode_worker_killed_while_it_streams(start: Callable[..., LocalClust
 def test_a_death_is_told_by_the_store_and_not_only_by_silence(
     start: Callable[..., LocalCluster], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = start(1, 2, **{"cluster.silence_ms": 3_600_000, "prefill.chunk_tokens": 16})
+    cluster = start(1, 2, **{"cluster.heartbeat_timeout_ms": 3_600_000, "prefill.max_num_batched_tokens": 16})
     streams = Streams(cluster)
     future = streams.start(LONG[:300], 150)
     eventually(lambda: len(streams.seen[0]) > 10, what="the stream under way")
@@ -106,7 +106,7 @@ def test_a_death_is_told_by_the_store_and_not_only_by_silence(
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_store_killed_at_any_time(start: Callable[..., LocalCluster], path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    cluster = start(1, 1, **{"prefill.chunk_tokens": 32})
+    cluster = start(1, 1, **{"prefill.max_num_batched_tokens": 32})
     streams = Streams(cluster)
     prompts = [LONG[i * 50 : i * 50 + rng.randrange(100, 700)] for i in range(8)]
     futures = [streams.start(prompt, 30) for prompt in prompts]
@@ -127,7 +127,7 @@ def test_a_store_killed_at_any_time(start: Callable[..., LocalCluster], path: Pa
 
 
 def test_a_worker_joins_once_its_store_has_taken_it_in(start: Callable[..., LocalCluster]) -> None:
-    cluster = start(1, 1, **{"cluster.silence_ms": 60_000})
+    cluster = start(1, 1, **{"cluster.heartbeat_timeout_ms": 60_000})
     cluster.kill("store-0", signal.SIGSTOP)
     cluster.start("decode-1")
     log = cluster.config.cluster.logs / "decode-1.log"
@@ -140,7 +140,7 @@ def test_a_worker_joins_once_its_store_has_taken_it_in(start: Callable[..., Loca
 
 
 def test_a_prefill_worker_stopped_replaced_and_woken(start: Callable[..., LocalCluster], path: Path) -> None:
-    cluster = start(1, 1, **{"prefill.chunk_tokens": 16})
+    cluster = start(1, 1, **{"prefill.max_num_batched_tokens": 16})
     streams = Streams(cluster)
     with watching(cluster, "prefill-0") as running:
         future = streams.start(VERY_LONG, 12)
@@ -162,7 +162,7 @@ def test_a_prefill_worker_stopped_replaced_and_woken(start: Callable[..., LocalC
 
 
 def test_a_client_that_goes_away_frees_its_pages(start: Callable[..., LocalCluster]) -> None:
-    cluster = start(1, 1, **{"prefill.chunk_tokens": 16})
+    cluster = start(1, 1, **{"prefill.max_num_batched_tokens": 16})
     request = generation_pb2.GenerateRequest(
         token_ids=generation_pb2.TokenIds(ids=VERY_LONG), max_tokens=500, temperature=0.0, ignore_eos=True
     )

@@ -20,7 +20,7 @@ from tests.support.eventually import eventually
 __all__ = ["path", "start"]  # fixtures
 
 _RNG = random.Random(11)
-HUNG = {"cluster.stuck_ms": 5_000, "router.split": "always", "prefill.max_prompts": 8}
+HUNG = {"cluster.step_timeout_ms": 5_000, "router.disaggregation": "always", "prefill.max_num_seqs": 8}
 
 
 def fresh() -> list[int]:

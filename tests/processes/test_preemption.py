@@ -35,7 +35,7 @@ def test_every_token_is_right_however_often_sequences_are_preempted(
     short = some(200, range(4, 12), seed=1)
     long = some(18, range(40, 160), seed=2)
     first = workload.references(path, short, 1)
-    with LocalCluster(workload.settings(path, prefill, 1, **{"decode.pool_bytes": POOL}), tmp_path) as cluster:
+    with LocalCluster(workload.settings(path, prefill, 1, **{"decode.kv_cache_bytes": POOL}), tmp_path) as cluster:
         for prompt in short:
             stop = first[tuple(prompt)]
             answer = workload.ask(cluster.address, prompt, LONG, stop_token_ids=stop)

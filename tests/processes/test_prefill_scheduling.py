@@ -25,7 +25,7 @@ def test_four_prompts_that_begin_alike_compute_it_once(checkpoint: Callable[[str
     shared = some(SHARED * PAGE)
     prompts = [shared + some(2 * PAGE + 5) for _ in range(4)]
     path = checkpoint("wide-llama")
-    settings = workload.settings(path, **{"prefill.max_prompts": 4, "prefill.chunk_tokens": 64})
+    settings = workload.settings(path, **{"prefill.max_num_seqs": 4, "prefill.max_num_batched_tokens": 64})
     with LocalCluster(settings, tmp_path) as cluster:
         answers = workload.ask_all(cluster.address, prompts)
         workload.compare(path, prompts, answers, workload.references(path, prompts))

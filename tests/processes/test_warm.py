@@ -26,7 +26,7 @@ QUOTA = 2 * PREFIX
 
 @pytest.fixture
 def cluster(checkpoint: Callable[[str], Path], tmp_path: Path) -> Iterator[LocalCluster]:
-    small = dict.fromkeys(("store.arena_bytes", "prefill.pool_bytes", "decode.pool_bytes"), SLOTS * PAGE)
+    small = dict.fromkeys(("store.host_cache_bytes", "prefill.kv_cache_bytes", "decode.kv_cache_bytes"), SLOTS * PAGE)
     settings = workload.settings(checkpoint("llama"), 1, 1, **small, **{"store.pin_bytes": QUOTA * PAGE})
     with LocalCluster(settings, tmp_path) as running:
         yield running

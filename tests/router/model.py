@@ -75,10 +75,10 @@ EOS = 7
 CONTEXT = 4_096
 NAMESPACE = Namespace(model=b"m" * 16, numerics=1, kv_dtype="float32", page_size=PAGE, layout=1)
 CONFIG = settings.Config(
-    cluster=settings.ClusterConfig(heartbeat_ms=250, silence_ms=1_000, stuck_ms=5_000),
+    cluster=settings.ClusterConfig(heartbeat_ms=250, heartbeat_timeout_ms=1_000, step_timeout_ms=5_000),
     pages=settings.PagesConfig(page_size=PAGE),
-    router=settings.RouterConfig(max_attempts=3, max_queued=20, queue_ms=5_000, progress_ms=4_000),
-    prefill=settings.PrefillConfig(max_prompts=2),
+    router=settings.RouterConfig(max_attempts=3, max_queued=20, queue_timeout_ms=5_000, attempt_timeout_ms=4_000),
+    prefill=settings.PrefillConfig(max_num_seqs=2),
 )
 ROUTER = Peer("router", "router", "a", "router.1", 1)
 

@@ -37,7 +37,7 @@ def settings_for(folder: Path, **router: Any) -> settings.Config:
     return msgspec.structs.replace(
         CONFIG,
         model=settings.ModelConfig(path=str(model_folder(folder / "small"))),
-        cluster=msgspec.structs.replace(CONFIG.cluster, heartbeat_ms=50, silence_ms=1_000, key_file=keys),
+        cluster=msgspec.structs.replace(CONFIG.cluster, heartbeat_ms=50, heartbeat_timeout_ms=1_000, key_file=keys),
         router=msgspec.structs.replace(CONFIG.router, **ports),
     )
 

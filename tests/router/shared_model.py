@@ -49,11 +49,11 @@ from tests.rig import NAMESPACE, PAGE, PAGE_BYTES, VOCAB, Rig, RigStore, RigWork
 
 CONTEXT = 1_024
 CONFIG = settings.Config(
-    cluster=settings.ClusterConfig(heartbeat_ms=250, silence_ms=1_000, stuck_ms=5_000),
+    cluster=settings.ClusterConfig(heartbeat_ms=250, heartbeat_timeout_ms=1_000, step_timeout_ms=5_000),
     pages=settings.PagesConfig(page_size=PAGE),
-    router=settings.RouterConfig(max_attempts=4, queue_ms=20_000, progress_ms=4_000),
-    prefill=settings.PrefillConfig(chunk_tokens=8, max_prompts=2, store_ms=2_000),
-    decode=settings.DecodeConfig(step_tokens=16, fetch_ms=2_000),
+    router=settings.RouterConfig(max_attempts=4, queue_timeout_ms=20_000, attempt_timeout_ms=4_000),
+    prefill=settings.PrefillConfig(max_num_batched_tokens=8, max_num_seqs=2, store_timeout_ms=2_000),
+    decode=settings.DecodeConfig(max_num_batched_tokens=16, fetch_timeout_ms=2_000),
 )
 _POOL = 40  # device pages of a worker
 _SLOTS = 120  # of an arena

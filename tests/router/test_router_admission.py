@@ -59,7 +59,7 @@ class Watching(LowestTtft):
 
 def test_objectives_come_from_the_request_or_from_its_class() -> None:
     placer = Watching()
-    cluster = lab(placer, classes={0: ObjectivesConfig(ttft_ms=2_000, tpot_ms=50), 1: ObjectivesConfig(tpot_ms=200)})
+    cluster = lab(placer, slo_classes={0: ObjectivesConfig(ttft_ms=2_000, tpot_ms=50), 1: ObjectivesConfig(tpot_ms=200)})
     cluster.colocated()
     cluster.submit("a")
     cluster.submit("b", ttft=7.0)
@@ -138,7 +138,7 @@ class OneByOne(LowestTtft):
 def test_who_would_wait_too_long_is_refused_at_once() -> None:
     """A prompt of 40 tokens leaves the queue every third of a second, and 12 others wait for the one that comes."""
     placer = OneByOne()
-    cluster = lab(placer, queue_ms=30_000)
+    cluster = lab(placer, queue_timeout_ms=30_000)
     (decode,) = cluster.colocated()
     for turn in range(13):
         cluster.submit(f"r{turn}", prompt=40)
@@ -162,7 +162,7 @@ def test_who_would_wait_too_long_is_refused_at_once() -> None:
 def test_who_has_no_objective_is_refused_at_once_if_it_would_wait_longer_than_anybody_may() -> None:
     """Of the 40 tokens that leave the queue every second, 12 prompts in line leave nothing in time for another."""
     placer = OneByOne()
-    cluster = lab(placer, queue_ms=10_000)
+    cluster = lab(placer, queue_timeout_ms=10_000)
     (decode,) = cluster.colocated()
     for turn in range(7):
         cluster.submit(f"r{turn}", prompt=40)
@@ -183,7 +183,7 @@ def test_who_has_no_objective_is_refused_at_once_if_it_would_wait_longer_than_an
 def test_a_line_is_forecast_from_how_it_was_drained_itself() -> None:
     """Two tokens in three are those of urgent prompts, none of which waits when the other newcomer comes."""
     placer = OneByOne()
-    cluster = lab(placer, queue_ms=30_000, ageing_ms=60_000)
+    cluster = lab(placer, queue_timeout_ms=30_000, ageing_ms=60_000)
     (decode,) = cluster.colocated()
     for turn in range(5):
         cluster.submit(f"p{turn}", prompt=40, priority=1)
@@ -416,7 +416,7 @@ def test_short_prompts_are_not_held_back() -> None:
 
 def test_a_sick_worker_does_not_multiply_the_work() -> None:
     """It accepts everything and fails it. Past the budget, attempts are repeated no faster than that fills."""
-    cluster = lab(max_attempts=1_000, retries_per_s=1.0, retry_share=0.0, queue_ms=60_000)
+    cluster = lab(max_attempts=1_000, retries_per_s=1.0, retry_share=0.0, queue_timeout_ms=60_000)
     (decode,) = cluster.colocated()
     for i in range(4):
         cluster.submit(f"r{i}")

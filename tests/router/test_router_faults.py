@@ -196,7 +196,7 @@ class Faults(RuleBasedStateMachine):
     def nothing_happens_any_more(self, beats: bool) -> None:
         """No message but heartbeats, or not even those: every state there is has a limit, and so have all together."""
         cluster, router = self.cluster, CONFIG.router
-        attempt = (router.queue_ms + router.progress_ms + CONFIG.cluster.silence_ms) / 1_000
+        attempt = (router.queue_timeout_ms + router.attempt_timeout_ms + CONFIG.cluster.heartbeat_timeout_ms) / 1_000
         limit = cluster.now + router.max_attempts * attempt + 1
         while len(cluster.ended) < len(cluster.submitted):
             assert cluster.now < limit, f"still alive: {set(cluster.submitted) - set(cluster.ended)}"
@@ -307,7 +307,7 @@ def test_workers_of_different_nodes_share_every_request() -> None:
 
 
 PATIENT = msgspec.structs.replace(
-    CONFIG, router=msgspec.structs.replace(CONFIG.router, progress_ms=1_000_000, queue_ms=1_000_000)
+    CONFIG, router=msgspec.structs.replace(CONFIG.router, attempt_timeout_ms=1_000_000, queue_timeout_ms=1_000_000)
 )
 
 

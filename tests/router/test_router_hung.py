@@ -19,8 +19,8 @@ from baton.messages import (
 )
 from tests.router.lab import Lab, held
 
-UNREAD = 1_001  # milliseconds, above cluster.silence_ms
-STUCK = 5_001  # above cluster.stuck_ms
+UNREAD = 1_001  # milliseconds, above cluster.heartbeat_timeout_ms
+STUCK = 5_001  # above cluster.step_timeout_ms
 
 
 def states(lab: Lab) -> dict[str, str | None]:
@@ -112,7 +112,7 @@ def test_moving_does_not_count_against_the_attempts_of_a_request() -> None:
 
 
 def test_what_it_has_read_stays() -> None:
-    """An attempt that runs there is left until cluster.stuck_ms: it may go on, and has done work."""
+    """An attempt that runs there is left until cluster.step_timeout_ms: it may go on, and has done work."""
     lab = Lab()
     one, _two = lab.colocated(2)
     lab.submit()

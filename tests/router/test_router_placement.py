@@ -163,7 +163,7 @@ def test_an_operator_may_want_every_prompt_split() -> None:
     cluster.prefiller("p1", busy=20)
     cluster.members.require_live("p0").assign_prefill(AttemptName("busy", 1), PendingPrefill(200), cluster.now)
     assert cluster.plan().prefill is None
-    cluster.view.config = msgspec.structs.replace(CONFIG, router=configuration.RouterConfig(split="always"))
+    cluster.view.config = msgspec.structs.replace(CONFIG, router=configuration.RouterConfig(disaggregation="always"))
     assert cluster.plan().prefill is not None
     assert cluster.plan(local=True).prefill is None, "a last attempt"
     assert cluster.plan(avoid=["p0", "p1"]).prefill is None, "there is nobody else"

@@ -322,7 +322,7 @@ def test_requests_go_first() -> None:
 
 
 def test_a_worker_that_takes_one_prompt_takes_a_prefix_when_it_is_idle() -> None:
-    it = lab(prefill=PrefillConfig(max_prompts=1))
+    it = lab(prefill=PrefillConfig(max_num_seqs=1))
     it.warm()
     it.submit("r", prompt=9)
     assert not it.sent(Decode)
@@ -575,7 +575,7 @@ def test_shutting_down_answers_who_waits_and_leaves_what_is_pinned() -> None:
 
 
 def test_requests_and_prefixes_never_share_a_name() -> None:
-    it = lab(cluster=ClusterConfig(heartbeat_ms=250, silence_ms=1_000))
+    it = lab(cluster=ClusterConfig(heartbeat_ms=250, heartbeat_timeout_ms=1_000))
     it.warm()
     it.say(PREFILL, Prefilled("warm 2", 1, 8, 1, 2))
     it.say(PREFILL, AttemptFailed("warm", 1, "internal", ""))

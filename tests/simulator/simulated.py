@@ -21,8 +21,8 @@ def timing(disk: DiskTimes | None = None, start: float = 3.0, noise: float = 0.0
         about="round figures",
         token_bytes=1_000,
         max_context=100_000,
-        pool_bytes="100MB",
-        arena_bytes="200MB",
+        kv_cache_bytes="100MB",
+        host_cache_bytes="200MB",
         prefill=STEP,
         decode=STEP,
         copy=PAGE * 1_000 / COPY,
@@ -33,7 +33,7 @@ def timing(disk: DiskTimes | None = None, start: float = 3.0, noise: float = 0.0
         start=start,
         noise=noise,
         disk=disk,
-        config={"prefill.chunk_tokens": 4_096, "prefill.step_ms": 100, "decode.step_tokens": 2_048},
+        config={"prefill.max_num_batched_tokens": 4_096, "prefill.step_ms": 100, "decode.max_num_batched_tokens": 2_048},
     )
 
 

@@ -44,8 +44,8 @@ class HandOff(RuleBasedStateMachine):
     def start(self, slots: int, pages: int, chunk: int, copies: int, admit_after: int, share: float) -> None:
         self.rig = Rig(slots, hold=5.0, nodes=NODES, admit_after=admit_after, load_share=share)
         self.pages = pages
-        self.prefill_config = PrefillConfig(chunk_tokens=chunk, max_prompts=3, store_ms=2_000)
-        self.decode_config = DecodeConfig(step_tokens=chunk, copies_per_step=copies, fetch_ms=2_000)
+        self.prefill_config = PrefillConfig(max_num_batched_tokens=chunk, max_num_seqs=3, store_timeout_ms=2_000)
+        self.decode_config = DecodeConfig(max_num_batched_tokens=chunk, copies_per_step=copies, fetch_timeout_ms=2_000)
         self.workers: list[RigWorker] = []
         for node in NODES:
             self.workers.append(self.rig.worker("prefill", pages, self.prefill_config, node))

@@ -138,7 +138,7 @@ def test_a_request_that_left_the_queue_is_forgotten(rule: _Told, lab: Lab) -> No
     rule.choice = {"prefill": "pa"}
     for name in ("r1", "r2", "r3"):
         lab.submit(name, prompt=10 * PAGE)
-    lab.advance(CONFIG.router.queue_ms / 1_000)
+    lab.advance(CONFIG.router.queue_timeout_ms / 1_000)
     assert isinstance(lab.end("r3").outcome, Failed)
     for role, kind in (("store", "s"), ("prefill", "p"), ("decode", "d")):
         lab.join(role, f"{kind}a", "a", f"{kind}a.2", data="tcp://a:1")  # the old ones have fallen silent

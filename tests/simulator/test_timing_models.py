@@ -15,7 +15,7 @@ from simulator.timing import MODELS, read
 def test_every_model_configures_a_cluster(name: str) -> None:
     timing = read(name)
     config = timing.configuration(512, {})
-    assert config.decode.pool_bytes >= timing.token_bytes * timing.max_context, "the longest prompt fits"
+    assert config.decode.kv_cache_bytes >= timing.token_bytes * timing.max_context, "the longest prompt fits"
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,12 @@ def settings(path: Path, prefill: int = 1, decode: int = 1, **more: object) -> c
             "router.grpc_port": 0,
             "router.internal_port": 0,
             "router.http_port": 0,
-            "router.split": "always",  # models this small are not worth it, and this is what is to be tested
-            "store.arena_bytes": "128MiB",
-            "prefill.pool_bytes": "64MiB",
-            "decode.pool_bytes": "128MiB",
-            "prefill.chunk_tokens": 128,
-            "decode.step_tokens": 128,
+            "router.disaggregation": "always",  # models this small are not worth it, and this is what is to be tested
+            "store.host_cache_bytes": "128MiB",
+            "prefill.kv_cache_bytes": "64MiB",
+            "decode.kv_cache_bytes": "128MiB",
+            "prefill.max_num_batched_tokens": 128,
+            "decode.max_num_batched_tokens": 128,
             "prefill.threads": 1,
             "decode.threads": 1,
             **more,
