@@ -167,7 +167,9 @@ class RouterConfig(_Section, frozen=True):
     output_weight: Annotated[float, Meta(ge=0)] = 2.0  # of a generated token
     retry_share: Annotated[float, Meta(ge=0)] = 0.2  # failed attempts repeated at once, per first attempt
     retries_per_s: Annotated[float, Meta(gt=0)] = 10.0  # and besides; others wait in the queue
-    disaggregation: Literal["auto", "always"] = "auto"  # prefill workers get a prompt where that is sooner, or whenever one can
+    disaggregation: Literal["auto", "always"] = (
+        "auto"  # prefill workers get a prompt where that is sooner, or whenever one can
+    )
     roles: Literal["manual", "auto"] = "manual"  # auto: changes of workers' roles that are advised are carried out
     explain_requests: Natural = 1_000  # the last so many can be explained; 0: none
 
@@ -204,7 +206,9 @@ class PrefillConfig(_Section, frozen=True):
     copies_per_step: Positive = 256  # pages copied from or to the arena per step
     max_num_seqs: Positive = 2  # prompts taken at a time; the others wait in the router
     lm_head: bool = True  # load the output head too, so that it may become a decode worker; false: less memory
-    store_timeout_ms: Positive = 10_000  # a prompt that gets no answer from the store, or no slots that last, for longer fails
+    store_timeout_ms: Positive = (
+        10_000  # a prompt that gets no answer from the store, or no slots that last, for longer fails
+    )
     threads: Natural = 0  # of the engine; 0: this worker's share of the cores that it finds itself on
 
 
@@ -212,7 +216,9 @@ class DecodeConfig(_Section, frozen=True):
     """Decode workers."""
 
     kv_cache_bytes: Bytes = Bytes(512 * 2**20)  # device pages
-    max_num_batched_tokens: Positive = 512  # tokens per step, decoding ones first; prompts get at least two pages, or 256
+    max_num_batched_tokens: Positive = (
+        512  # tokens per step, decoding ones first; prompts get at least two pages, or 256
+    )
     itl_ms: Natural = 0  # what a step with both decoding sequences and prompts may take; 0: eight steps without prompts
     first_step_ms: Natural = 200  # a sequence that lacks a page at most waits no longer for others' tokens
     ageing_ms: Positive = 10_000  # one level of priority is worth so much waiting
@@ -331,8 +337,9 @@ def _check(config: Config) -> None:
     cluster = config.cluster
     if cluster.heartbeat_timeout_ms < 4 * cluster.heartbeat_ms:
         raise ConfigError(
-            f"cluster.heartbeat_timeout_ms is {cluster.heartbeat_timeout_ms}, less than four heartbeats of {cluster.heartbeat_ms} ms: "
-            "one lost message would look like a death; raise it, or lower cluster.heartbeat_ms"
+            f"cluster.heartbeat_timeout_ms is {cluster.heartbeat_timeout_ms}, less than "
+            f"four heartbeats of {cluster.heartbeat_ms} ms: one lost message would look like a death; raise it, or "
+            "lower cluster.heartbeat_ms"
         )
     operator = parse_operator(config.router.operator)
     ports = (config.router.grpc_port, config.router.internal_port, config.router.http_port)
@@ -341,5 +348,6 @@ def _check(config: Config) -> None:
         raise ConfigError(f"router ports {fixed} must differ from each other")
     if config.prefill.max_num_batched_tokens < config.pages.page_size:
         raise ConfigError(
-            f"prefill.max_num_batched_tokens is {config.prefill.max_num_batched_tokens}, below one page of {config.pages.page_size} tokens"
+            f"prefill.max_num_batched_tokens is {config.prefill.max_num_batched_tokens}, below one page of "
+            f"{config.pages.page_size} tokens"
         )

@@ -51,17 +51,17 @@ TABLE: Mapping[str, MetricSpec] = {
         "counter", "Tokens of requests that ended; late tenants are other.", ("tenant", "kind")
     ),
     "prediction_error": MetricSpec("gauge", "|ln(actual / predicted)| of the last predictions.", ("kind", "quantile")),
-    "predicted_utilisation": MetricSpec("gauge", "Work lately over what the workers of a role can do.", ("role",)),
+    "predicted_utilization": MetricSpec("gauge", "Work lately over what the workers of a role can do.", ("role",)),
     "role_advised": MetricSpec("gauge", "1 where one worker of the other kind should have this role.", ("role",)),
     "prompt_tokens": MetricSpec("counter", "Prompt tokens of finished requests."),
     "generation_tokens": MetricSpec("counter", "Tokens generated."),
     "prefix_cache_queries": MetricSpec("counter", "Prompt tokens looked up."),
     "prefix_cache_hits": MetricSpec("counter", "Prompt tokens that nobody had to compute."),
     "prefix_map_pages": MetricSpec("gauge", "Different pages that somebody has, as far as the router knows."),
-    "prefix_map_healed": MetricSpec(
+    "prefix_map_repairs": MetricSpec(
         "counter", "Holders whose pages were found known wrongly and asked for.", ("found_by",)
     ),
-    "pins": MetricSpec("gauge", "Prefixes that are kept warm, or are on their way to it.", ("phase",)),
+    "pins": MetricSpec("gauge", "Prefixes that are kept pinned, or are on their way to it.", ("phase",)),
     "peers": MetricSpec("gauge", "Live processes.", ("role",)),
     # workers and stores, about their KV events
     "kv_event_answers_dropped": MetricSpec(
@@ -82,14 +82,14 @@ TABLE: Mapping[str, MetricSpec] = {
     # workers and stores
     "kv_cache_usage_perc": MetricSpec("gauge", "Share of the pages in use, 0 to 1.", ("tier",)),
     "kv_pages": MetricSpec("gauge", "Pages by what they are.", ("tier", "state")),
-    "pages_moved": MetricSpec("counter", "Pages copied between device and arena.", ("direction",)),
-    "bytes_moved": MetricSpec("counter", "Bytes copied between device and arena.", ("direction",)),
+    "pages_copied": MetricSpec("counter", "Pages copied between device and arena.", ("direction",)),
+    "bytes_copied": MetricSpec("counter", "Bytes copied between device and arena.", ("direction",)),
     "num_preemptions": MetricSpec("counter", "Sequences whose device pages were taken."),
-    "headroom_pages": MetricSpec("gauge", "Device pages that admission leaves to those that have some already."),
+    "growth_reserve_pages": MetricSpec("gauge", "Device pages that admission leaves to those that have some already."),
     "prompt_tokens_computed": MetricSpec("counter", "Prompt tokens computed by this worker."),
     "prompt_pages_cached": MetricSpec("counter", "Prompt pages found instead of computed.", ("tier",)),
-    "fetches_short": MetricSpec("counter", "Fetches that ended before every page was here."),
-    "pages_not_written": MetricSpec("counter", "Write-throughs that the store had no room for."),
+    "kv_loads_incomplete": MetricSpec("counter", "Fetches that ended before every page was here."),
+    "write_through_refused": MetricSpec("counter", "Write-throughs that the store had no room for."),
     "step_seconds": MetricSpec("seconds", "Time of an engine step."),
     "checksum_failures": MetricSpec("counter", "Pages dropped because their bytes did not match.", ("tier",)),
     "page_evictions": MetricSpec("counter", "Pages evicted.", ("tier",)),
@@ -112,10 +112,10 @@ TABLE: Mapping[str, MetricSpec] = {
     "disk_torn_records": MetricSpec("counter", "Records found at start whose writing was cut off."),
     "store_misses": MetricSpec("counter", "Pages asked for that were not in the arena."),
     "store_calls": MetricSpec("counter", "Calls from workers.", ("call",)),
-    "store_waits": MetricSpec("gauge", "Pages that somebody waits for."),
+    "store_pages_awaited": MetricSpec("gauge", "Pages that somebody waits for."),
     "unproven_reservations": MetricSpec("gauge", "Slots reserved by a writer that left without proof of its death."),
-    "oldest_hold_seconds": MetricSpec("gauge", "Age of the oldest lease that holds pages."),
-    "holds_expired": MetricSpec("counter", "Holds that their owner did not renew."),
+    "oldest_lease_seconds": MetricSpec("gauge", "Age of the oldest lease that holds pages."),
+    "leases_expired": MetricSpec("counter", "Holds that their owner did not renew."),
     "pinned_bytes": MetricSpec("gauge", "Bytes kept because somebody pinned them."),
 }
 

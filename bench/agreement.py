@@ -54,7 +54,11 @@ def main() -> int:
 def _start(layout: Layout, asked: argparse.Namespace, stack: ExitStack) -> tuple[str, int]:
     """A real cluster, warm and pinned. Returns its address and the size of its vocabulary."""
     model = timing.read(asked.timing)
-    settings: dict[str, object] = {"prefill.threads": 1, "decode.threads": 1, "store.host_cache_bytes": model.host_cache_bytes}
+    settings: dict[str, object] = {
+        "prefill.threads": 1,
+        "decode.threads": 1,
+        "store.host_cache_bytes": model.host_cache_bytes,
+    }
     settings |= {f"{role}.kv_cache_bytes": model.kv_cache_bytes for role in ("prefill", "decode")}
     settings |= {**model.config, **dict(map(parse_override, asked.set))}
     if asked.sleeping:

@@ -64,7 +64,9 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> St
     return Steps(times, (time.thread_time() - cpu) / count)
 
 
-def generate_batch(engine: Engine, prompts: Sequence[Sequence[int]], count: int, max_num_batched_tokens: int) -> list[list[int]]:
+def generate_batch(
+    engine: Engine, prompts: Sequence[Sequence[int]], count: int, max_num_batched_tokens: int
+) -> list[list[int]]:
     """Generate `count` greedy tokens for each prompt, all of them submitted now; return those tokens.
 
     Steps are put together as a decode worker does it: a token for every sequence that has had its first, then, in their

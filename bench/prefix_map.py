@@ -27,7 +27,7 @@ from bench import report
 from bench.neighbours import Neighbours
 from kvstore.events.changes import CacheChange, PagesRemoved, PagesStored, page_runs, snapshot_parts
 from kvstore.events.wire_format import EncodedKvEventBatch, KvEventLog, decode
-from router.placement.prefix_lookup import KvIndex
+from router.placement.kv_index import KvIndex
 
 _PROMPT = 131_072 // 16  # pages of 128k tokens
 _PAGES_AN_EVENT, _EVENTS_A_BATCH = 64, 16

@@ -22,8 +22,8 @@ _CONTEXT = 4_096  # tokens
 
 @contextmanager
 def serve(model: Path, peers: Path, max_num_batched_tokens: int | None, threads: int) -> Iterator[str]:
-    """A server of that checkpoint; its URL. It computes at most `max_num_batched_tokens` tokens in a step (none: its own default).
-    Its environment is, or will be, below the folder `peers`. Raises StartupError."""
+    """A server of that checkpoint; its URL. It computes at most `max_num_batched_tokens` tokens in a step (none: its
+    own default). Its environment is, or will be, below the folder `peers`. Raises StartupError."""
     try:
         environments.prepare(environments.VLLM, peers)
         libraries = environments.tcmalloc(peers), environments.openmp(environments.VLLM, peers)

@@ -450,7 +450,9 @@ class DecodeScheduler:
         self._put_off = not self._put_off and self._step_budget.delays_too_long(rows, now - self._stepped)
         parts = 0 if self._put_off else self._step_budget.short_prompt_tokens(rows, context, self._grain)
         overdue = now - self._config.first_step_ms / 1_000
-        budget = BatchBudget(self._config.max_num_batched_tokens, prompts, parts, overdue, self._pace.rate(), self._grain)
+        budget = BatchBudget(
+            self._config.max_num_batched_tokens, prompts, parts, overdue, self._pace.rate(), self._grain
+        )
         return build_batch(decoding, tails, budget)
 
     def repeatable_steps(self, plan: ScheduledBatch) -> int:

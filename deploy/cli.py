@@ -224,7 +224,7 @@ def generate(
 
 @app.command()
 @reported
-def warm(
+def pin(
     file: Annotated[str, typer.Argument(help="Prefixes, a JSON object per line; *.txt: one prefix; -: stdin.")] = "",
     ttl: Annotated[str, typer.Option(help="How long to keep them: 90s, 15m, 1h, 2d.")] = "",
     list_: Annotated[bool, typer.Option("--list", help="Show what is pinned.")] = False,
@@ -236,30 +236,30 @@ def warm(
 ) -> None:
     """Compute prefixes before anybody asks for them, and pin their pages for a while."""
     from deploy.client import Client
+    from deploy.commands import pin as pinning
     from deploy.commands import show
-    from deploy.commands import warm as warming
     from deploy.commands.status import find
 
     if sum([bool(file), list_, bool(remove)]) != 1:
         raise InvalidRequest("give a FILE with prefixes, or --list, or --remove ID")
-    ttl_ms = warming.parse_duration_ms(ttl) if ttl else None
-    lines = warming.read(file, sys.stdin.read() if file == warming.STDIN else "") if file else []
+    ttl_ms = pinning.parse_duration_ms(ttl) if ttl else None
+    lines = pinning.read(file, sys.stdin.read() if file == pinning.STDIN else "") if file else []
     with Client(operator=operator or find(_folder(name)).operator) as client:
         for pin in remove or ():
             client.unpin(pin)
         pins = client.pins() if list_ else []
-        outcomes: list[warming.PinOutcome] = []
-        for outcome in warming.warm(client, lines, ttl_ms, timeout):
+        outcomes: list[pinning.PinOutcome] = []
+        for outcome in pinning.pin_prefixes(client, lines, ttl_ms, timeout):
             outcomes.append(outcome)
             if not as_json:
-                show.warmed(_out, _err, file, outcome)
+                show.pinned(_out, _err, file, outcome)
     if as_json:
-        done = {"warmed": [outcome.as_json() for outcome in outcomes]} if file else {"removed": remove}
-        _print_json({"pins": list(map(warming.pin_as_json, pins))} if list_ else done)
+        done = {"pinned": [outcome.as_json() for outcome in outcomes]} if file else {"removed": remove}
+        _print_json({"pins": list(map(pinning.pin_as_json, pins))} if list_ else done)
     elif list_:
         show.pins(_out, pins)
     elif file:
-        show.warmed_all(_out, outcomes)
+        show.pinned_all(_out, outcomes)
     else:
         _out.print(f"removed {escape(', '.join(remove or ()))}")
     if any(outcome.error for outcome in outcomes):

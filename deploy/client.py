@@ -124,15 +124,17 @@ class Client:
         finally:
             call.cancel()
 
-    def warm(self, request: cache_pb2.WarmRequest, timeout: float | None = None) -> cache_pb2.WarmResponse:
+    def pin_prefix(
+        self, request: cache_pb2.PinPrefixRequest, timeout: float | None = None
+    ) -> cache_pb2.PinPrefixResponse:
         """Have a prefix computed and pinned; returns once it is. Raises BatonError."""
         with self._typed():
-            return self._cache.Warm(request, timeout=timeout)
+            return self._cache.PinPrefix(request, timeout=timeout)
 
     def unpin(self, pin: str, timeout: float = 5.0) -> None:
         """End a pin. Raises BatonError: PinNotFound when there is none of that name."""
         with self._typed():
-            self._cache.Unpin(cache_pb2.UnpinRequest(id=pin), timeout=timeout)
+            self._cache.UnpinPrefix(cache_pb2.UnpinPrefixRequest(id=pin), timeout=timeout)
 
     def pins(self, timeout: float = 5.0) -> list[cache_pb2.Pin]:
         """What is pinned, by name. Raises BatonError."""

@@ -1,7 +1,7 @@
 """What the router's state is told, and what it tells: events in, commands out.
 
 Every request that was submitted ends in exactly one `RequestEnded`, whose outcome is `Finished`, `Failed` or
-`Cancelled`. Every prefix that is to be warmed is answered by exactly one `PinAnswered`, whose outcome is `Pinned`,
+`Cancelled`. Every prefix that is to be pinned is answered by exactly one `PinAnswered`, whose outcome is `Pinned`,
 `Failed` or `Cancelled`.
 """
 
@@ -45,7 +45,7 @@ class Submit(Struct, frozen=True):
 class PinPrefix(Struct, frozen=True):
     """A client's wish that a prefix be computed and pinned, validated as far as that needs no knowledge of the cluster.
 
-    `name` is as unique as a request's and begins with `WARM`: its attempts are listed among those of requests, none of
+    `name` is as unique as a request's and begins with `PIN`: its attempts are listed among those of requests, none of
     which has a space in its name. `pin` is what the client calls it."""
 
     name: str
@@ -56,7 +56,7 @@ class PinPrefix(Struct, frozen=True):
     deadline: float | None = None  # seconds on the same clock as `now`
 
 
-WARM = "warm "
+PIN = "pin "
 
 
 class UnpinPrefix(Struct, frozen=True):
@@ -223,7 +223,7 @@ class PinView(Struct, frozen=True):
 
 
 class Pinned(Struct, frozen=True):
-    """A prefix is warm: its pages are pinned. `computed`: tokens that had to be computed; none: nobody knows."""
+    """A prefix is pinned: its pages are pinned. `computed`: tokens that had to be computed; none: nobody knows."""
 
     view: PinView
     computed: int | None

@@ -33,7 +33,7 @@ from router.frontend.client_sessions import RouterDriver
 from router.frontend.grpc_server import ClientServer, OperatorServer
 from router.frontend.http_server import HttpServer
 from router.frontend.served_model import load
-from router.frontend.tokenizing import TokenizerThreads
+from router.frontend.tokenizer_threads import TokenizerThreads
 
 log = logging.getLogger(__name__)
 of_peers = RateLimitedLog(log)  # lines that a peer can trigger

@@ -1,8 +1,8 @@
 """What the router knows and decides: who is live, who does what, and what each heartbeat proves.
 
 Pure: `handle(event, now) -> list[Command]`. The parts: `peers` (who is who), `prefixes` (who has which pages), `life`
-(what becomes of each request), `answers` (what a worker's message means for its attempt), `warm` and `warm_answers`
-(the same for prefixes that are to be kept warm). This module judges: every message is checked for its sender, its
+(what becomes of each request), `answers` (what a worker's message means for its attempt), `prefix_pinning`
+(the same for prefixes that are to be kept pinned). This module judges: every message is checked for its sender, its
 incarnation and its attempt here, and every heartbeat is compared with what its sender should have (rule 2).
 """
 
@@ -37,7 +37,7 @@ from baton.messages import (
 )
 from baton.waits import WaitEdge
 from router.events import (
-    WARM,
+    PIN,
     AskSnapshot,
     Cancelled,
     ClientGone,
@@ -63,13 +63,13 @@ from router.events import (
 )
 from router.members import ClusterMembership, GoneReason, MemberRecord
 from router.outbox import Outbox
+from router.placement.kv_index import KvIndex, KvIndexStats
 from router.placement.policy import LowestTtft, PlacementPolicy
 from router.placement.prediction_error import PredictionError, PredictionErrors, PredictionKind
-from router.placement.prefix_lookup import KvIndex, KvIndexStats
 from router.placement.step_costs import FittedCosts
 from router.placement.utilization import PoolUtilization, RoleAdvice
 from router.prefix_pinning.pin import PinPhase as PinPhase
-from router.prefix_pinning.warmer import PrefixPinner
+from router.prefix_pinning.pinner import PrefixPinner
 from router.prefix_pinning.worker_messages import PinMessageHandler
 from router.queueing.admission import ModelLimits
 from router.request import Attempt, Request, RequestPhase
@@ -116,7 +116,7 @@ class RouterStats:
     cached_tokens: int  # of finished requests
     generated_tokens: int
     kv_index: KvIndexStats
-    pins: Mapping[str, int]  # prefixes that are kept warm, or are to be, by phase
+    pins: Mapping[str, int]  # prefixes that are kept pinned, or are to be, by phase
     waiting: Mapping[int, int]  # in the queue, by level of priority
     rejected: Mapping[str, int]  # requests that no worker had begun, by reason
     tenant_tokens: Mapping[tuple[str, str], int]  # by tenant (a bounded number) and kind
@@ -216,7 +216,7 @@ class RouterState:
             case messages.PagesPinned():
                 self._pin_messages.pinned(member, message, now)
             case messages.Prefilled() | messages.Refused() | messages.AttemptFailed() if message.request.startswith(
-                WARM
+                PIN
             ):
                 self._pin_messages.answer(member, message, now)
             case messages.Tokens(deltas=deltas):
@@ -366,7 +366,7 @@ class RouterState:
 
     def _attempt_listed(self, member: MemberRecord, name: AttemptName, held: AttemptHeld, now: float) -> None:
         """It has the attempt: take from that what messages should have told and perhaps did not."""
-        if name.request.startswith(WARM):
+        if name.request.startswith(PIN):
             self._pin_messages.listed(member, name, held, now)
             return
         if found := self._current(member, name.request, name.attempt, "decode"):
@@ -404,7 +404,7 @@ class RouterState:
                 self._worker_messages.prefill_ended(*found, now)
 
     def _attempt_lost(self, member: MemberRecord, name: AttemptName, now: float) -> None:
-        if name.request.startswith(WARM):
+        if name.request.startswith(PIN):
             self._pin_messages.lost(member, name, now)
             return
         if found := self._current(member, name.request, name.attempt, "decode"):
@@ -418,12 +418,13 @@ class RouterState:
                 self._manager.retry(request, f"{member.peer.name} does not have it", now)
 
     def _order_unread(self, member: MemberRecord, name: AttemptName, now: float, *, hangs: bool) -> None:
-        """Its loop has stood still for cluster.heartbeat_timeout_ms and has not read this order: another worker gets it.
+        """Its loop has stood still for cluster.heartbeat_timeout_ms and has not read this order: another worker gets
+        it.
 
         A worker in a long step reads the order when the step ends, so its orders stay where no other worker could take
         them. A worker is tried once for each request, so an attempt moves no more often than there are workers. Neither
         counts against the request's attempts. `hangs`: no step runs there."""
-        if name.request.startswith(WARM):
+        if name.request.startswith(PIN):
             self._pin_messages.unread(member, name, now)
             return
         if found := self._current(member, name.request, name.attempt, "decode"):
@@ -554,7 +555,7 @@ class RouterState:
         ]
 
     def pins(self, tenant: str, now: float) -> list[PinView]:
-        """The prefixes that are kept warm for a tenant."""
+        """The prefixes that are kept pinned for a tenant."""
         return self._pinner.pins(tenant, now)
 
     def explain(self, name: str, tenant: str) -> RequestRecord:

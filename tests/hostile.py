@@ -33,7 +33,7 @@ from baton.v1 import generation_pb2, generation_pb2_grpc
 STRANGER = 65_534
 _NICENESS = 10
 _GENERATE = "/baton.v1.Generation/Generate"
-_OPERATOR = ("/baton.v1.Cluster/GetStatus", "/baton.v1.Cluster/Drain", "/baton.v1.Cache/Warm")
+_OPERATOR = ("/baton.v1.Cluster/GetStatus", "/baton.v1.Cluster/Drain", "/baton.v1.Cache/PinPrefix")
 _REFUSED = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.OUT_OF_RANGE,

@@ -175,7 +175,7 @@ class RigWorker:
                 self.handle(StepDone(plan, [None] * len(plan)))
         else:
             self._do(self.state.prepare(self.rig.now))
-            plan = self.state.plan(self.rig.now)
+            plan = self.state.schedule(self.rig.now)
             sampled = [self.device.run(self.state._sequences[n.request].tokens, c) for n, c in plan.items()]
             if plan:
                 self.handle(StepDone(plan, sampled))

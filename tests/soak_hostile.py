@@ -182,7 +182,11 @@ def hostile(seconds: float, seed: int, folder: Path, path: Path) -> dict[str, ob
     expected = references(path, seed)
     assert expected
     settings = workload.settings(
-        path, 1, 2, **{f"cluster.{name}_ms": limit for name, limit in LIMITS.items()}, **{"decode.fetch_timeout_ms": 3_000}
+        path,
+        1,
+        2,
+        **{f"cluster.{name}_ms": limit for name, limit in LIMITS.items()},
+        **{"decode.fetch_timeout_ms": 3_000},
     )
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(settings, folder))

@@ -368,8 +368,8 @@ class WorkerLoop:
         moved = {("in",): float(self.pages_in), ("out",): float(self.pages_out)}
         return {
             **self._events.metric_samples,
-            "pages_moved": moved,
-            "bytes_moved": {direction: pages * page_bytes for direction, pages in moved.items()},
+            "pages_copied": moved,
+            "bytes_copied": {direction: pages * page_bytes for direction, pages in moved.items()},
             "checksum_failures": {("host",): self.corrupt},
             "connections_refused": refused(),
             "malformed_messages": self._routers.malformed + self._events.malformed,
@@ -389,7 +389,8 @@ def load(config: Config, role: WorkerRole) -> Engine:
     on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())
     if on_cpu and own.kv_cache_bytes > room.available:
         raise NotEnoughMemory(
-            f"the page pool takes {own.kv_cache_bytes} bytes and {room.bound} leaves {room.available}; lower kv_cache_bytes"
+            f"the page pool takes {own.kv_cache_bytes} bytes and {room.bound} leaves {room.available}; "
+            "lower kv_cache_bytes"
         )
     settings = config.model
     return Engine.load(
@@ -409,7 +410,9 @@ def pool_pages(kv_cache_bytes: int, layout: PageLayout) -> int:
     hundred; where that is not so, the log says what stays unused. Raises NotEnoughMemory for a pool below one page."""
     pages = Engine.pages_for(kv_cache_bytes, layout)
     if pages < 1:
-        raise NotEnoughMemory(f"a page takes {layout.page_bytes} bytes and the pool {kv_cache_bytes}; raise kv_cache_bytes")
+        raise NotEnoughMemory(
+            f"a page takes {layout.page_bytes} bytes and the pool {kv_cache_bytes}; raise kv_cache_bytes"
+        )
     if (unused := kv_cache_bytes - pages * layout.page_bytes) > kv_cache_bytes / 100:
         log.warning(
             "%d of the pool's %d bytes stay unused: a page takes %d; set kv_cache_bytes to a multiple of that",

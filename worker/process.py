@@ -115,13 +115,13 @@ def _decode_samples(stats: DecodeStats) -> Mapping[str, Sample]:
         "kv_cache_usage_perc": {("device",): used / stats.pages_total},
         "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
         "num_preemptions": stats.preemptions,
-        "headroom_pages": stats.growth_reserve,
+        "growth_reserve_pages": stats.growth_reserve,
         "generation_tokens": stats.tokens_generated,
         "prompt_tokens_computed": stats.prompt_tokens_computed,
         "load_regret_seconds": {(tier,): seconds for tier, seconds in stats.load_regret.items()},
         "prompt_pages_cached": {("device",): stats.prompt_pages_device, ("host",): stats.prompt_pages_fetched},
-        "fetches_short": stats.kv_loads_incomplete,
-        "pages_not_written": stats.writes_refused,
+        "kv_loads_incomplete": stats.kv_loads_incomplete,
+        "write_through_refused": stats.writes_refused,
     }
 
 

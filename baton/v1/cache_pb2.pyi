@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class WarmRequest(_message.Message):
+class PinPrefixRequest(_message.Message):
     __slots__ = ("model", "text", "token_ids", "ttl_ms", "id")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -21,7 +21,7 @@ class WarmRequest(_message.Message):
     id: str
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., ttl_ms: _Optional[int] = ..., id: _Optional[str] = ...) -> None: ...
 
-class WarmResponse(_message.Message):
+class PinPrefixResponse(_message.Message):
     __slots__ = ("pin", "tokens_computed", "tokens_cached")
     PIN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
@@ -47,13 +47,13 @@ class Pin(_message.Message):
     expires_in_ms: int
     def __init__(self, id: _Optional[str] = ..., node: _Optional[str] = ..., tokens: _Optional[int] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., expires_in_ms: _Optional[int] = ...) -> None: ...
 
-class UnpinRequest(_message.Message):
+class UnpinPrefixRequest(_message.Message):
     __slots__ = ("id",)
     ID_FIELD_NUMBER: _ClassVar[int]
     id: str
     def __init__(self, id: _Optional[str] = ...) -> None: ...
 
-class UnpinResponse(_message.Message):
+class UnpinPrefixResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -34,15 +34,15 @@ class CacheStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Warm = channel.unary_unary(
-                '/baton.v1.Cache/Warm',
-                request_serializer=baton_dot_v1_dot_cache__pb2.WarmRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_cache__pb2.WarmResponse.FromString,
+        self.PinPrefix = channel.unary_unary(
+                '/baton.v1.Cache/PinPrefix',
+                request_serializer=baton_dot_v1_dot_cache__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cache__pb2.PinPrefixResponse.FromString,
                 _registered_method=True)
-        self.Unpin = channel.unary_unary(
-                '/baton.v1.Cache/Unpin',
-                request_serializer=baton_dot_v1_dot_cache__pb2.UnpinRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_cache__pb2.UnpinResponse.FromString,
+        self.UnpinPrefix = channel.unary_unary(
+                '/baton.v1.Cache/UnpinPrefix',
+                request_serializer=baton_dot_v1_dot_cache__pb2.UnpinPrefixRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cache__pb2.UnpinPrefixResponse.FromString,
                 _registered_method=True)
         self.ListPins = channel.unary_unary(
                 '/baton.v1.Cache/ListPins',
@@ -54,7 +54,7 @@ class CacheStub:
 class CacheServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Warm(self, request, context):
+    def PinPrefix(self, request, context):
         """Computes the full pages of a prefix, as far as they are missing, and pins them in the store of one node. Returns once
         they are pinned; a call that is cancelled before leaves no pin. Needs a prefill worker.
         """
@@ -62,7 +62,7 @@ class CacheServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Unpin(self, request, context):
+    def UnpinPrefix(self, request, context):
         """Ends a pin before its time. Its pages stay cached as long as there is room. NOT_FOUND: there is no such pin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -79,15 +79,15 @@ class CacheServicer:
 
 def add_CacheServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Warm': grpc.unary_unary_rpc_method_handler(
-                    servicer.Warm,
-                    request_deserializer=baton_dot_v1_dot_cache__pb2.WarmRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_cache__pb2.WarmResponse.SerializeToString,
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=baton_dot_v1_dot_cache__pb2.PinPrefixRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cache__pb2.PinPrefixResponse.SerializeToString,
             ),
-            'Unpin': grpc.unary_unary_rpc_method_handler(
-                    servicer.Unpin,
-                    request_deserializer=baton_dot_v1_dot_cache__pb2.UnpinRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_cache__pb2.UnpinResponse.SerializeToString,
+            'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPrefix,
+                    request_deserializer=baton_dot_v1_dot_cache__pb2.UnpinPrefixRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cache__pb2.UnpinPrefixResponse.SerializeToString,
             ),
             'ListPins': grpc.unary_unary_rpc_method_handler(
                     servicer.ListPins,
@@ -106,7 +106,7 @@ class Cache:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Warm(request,
+    def PinPrefix(request,
             target,
             options=(),
             channel_credentials=None,
@@ -119,9 +119,9 @@ class Cache:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/baton.v1.Cache/Warm',
-            baton_dot_v1_dot_cache__pb2.WarmRequest.SerializeToString,
-            baton_dot_v1_dot_cache__pb2.WarmResponse.FromString,
+            '/baton.v1.Cache/PinPrefix',
+            baton_dot_v1_dot_cache__pb2.PinPrefixRequest.SerializeToString,
+            baton_dot_v1_dot_cache__pb2.PinPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -133,7 +133,7 @@ class Cache:
             _registered_method=True)
 
     @staticmethod
-    def Unpin(request,
+    def UnpinPrefix(request,
             target,
             options=(),
             channel_credentials=None,
@@ -146,9 +146,9 @@ class Cache:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/baton.v1.Cache/Unpin',
-            baton_dot_v1_dot_cache__pb2.UnpinRequest.SerializeToString,
-            baton_dot_v1_dot_cache__pb2.UnpinResponse.FromString,
+            '/baton.v1.Cache/UnpinPrefix',
+            baton_dot_v1_dot_cache__pb2.UnpinPrefixRequest.SerializeToString,
+            baton_dot_v1_dot_cache__pb2.UnpinPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

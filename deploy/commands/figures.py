@@ -25,7 +25,7 @@ _BY_TIER = {  # what is shown → its metric
     "evictions": "page_evictions_total",
     "checksum_failures": "checksum_failures_total",
 }
-_OF_STORE = ("unproven_reservations", "oldest_hold_seconds", "pinned_bytes")
+_OF_STORE = ("unproven_reservations", "oldest_lease_seconds", "pinned_bytes")
 
 # (name without its prefix, values of its labels in the order of their names) → number
 Page = Mapping[tuple[str, tuple[str, ...]], float]

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from baton.v1.cache_pb2 import Pin
 from deploy.commands.doctor import Finding
-from deploy.commands.warm import PinOutcome
+from deploy.commands.pin import PinOutcome
 
 _COLOURS = {"live": "green", "ok": "green", "warn": "yellow", "bad": "red"}
 
@@ -114,7 +114,7 @@ def _tiers(console: Console, stores: Sequence[dict[str, Any]]) -> None:
             )
     console.print(table)
     for row in stores:
-        said = [f"oldest hold {row['oldest_hold_seconds']:.0f} s"] if row.get("oldest_hold_seconds", 0) >= 1 else []
+        said = [f"oldest hold {row['oldest_hold_seconds']:.0f} s"] if row.get("oldest_lease_seconds", 0) >= 1 else []
         if pinned := row.get("pinned_bytes"):
             said.append(f"{_size(pinned)} pinned")
         if unproven := row.get("unproven_reservations"):
@@ -145,25 +145,25 @@ def findings(console: Console, found: Sequence[Finding]) -> None:
             console.print(f"      → {escape(finding.advice)}")
 
 
-def warmed(console: Console, errors: Console, source: str, outcome: PinOutcome) -> None:
+def pinned(console: Console, errors: Console, source: str, outcome: PinOutcome) -> None:
     """What became of one prefix, in one line."""
-    if outcome.warmed is None:
+    if outcome.pinned is None:
         errors.print(f"[red]{escape(source)}:{outcome.line}[/] {escape(str(outcome.error))}")
         return
-    pin = outcome.warmed.pin
-    computed = f", {outcome.warmed.tokens_computed} computed" if outcome.warmed.HasField("tokens_computed") else ""
+    pin = outcome.pinned.pin
+    computed = f", {outcome.pinned.tokens_computed} computed" if outcome.pinned.HasField("tokens_computed") else ""
     console.print(
         f"{escape(pin.id)}  {pin.tokens} tokens{computed}, {pin.pages} pages, {_size(pin.bytes)} on {escape(pin.node)} "
         f"for {_span(pin.expires_in_ms)}"
     )
 
 
-def warmed_all(console: Console, outcomes: Sequence[PinOutcome]) -> None:
+def pinned_all(console: Console, outcomes: Sequence[PinOutcome]) -> None:
     """The sum of them. Pages that two of them share count twice."""
-    pins = [outcome.warmed.pin for outcome in outcomes if outcome.warmed is not None]
+    pins = [outcome.pinned.pin for outcome in outcomes if outcome.pinned is not None]
     failed = len(outcomes) - len(pins)
     console.print(
-        f"{len(pins)} prefixes are warm, {sum(pin.pages for pin in pins)} pages, {_size(sum(p.bytes for p in pins))}"
+        f"{len(pins)} prefixes are pinned, {sum(pin.pages for pin in pins)} pages, {_size(sum(p.bytes for p in pins))}"
         + (f"; {failed} failed" if failed else "")
     )
 

@@ -73,7 +73,9 @@ def _settle(config: Config, say: Say) -> Config:
         say(f"fetching {config.model.path} from the Hugging Face hub")
         path = resolve(config.model.path)
     model = msgspec.structs.replace(
-        config.model, path=str(path.resolve()), name=config.model.served_model_name or Path(config.model.path).resolve().name
+        config.model,
+        path=str(path.resolve()),
+        name=config.model.served_model_name or Path(config.model.path).resolve().name,
     )
     cluster = msgspec.structs.replace(
         config.cluster,

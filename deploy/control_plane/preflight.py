@@ -88,8 +88,8 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
         raise NotEnoughMemory(
             f"the cluster needs about {_mib(needed)}: an arena of {_mib(config.store.host_cache_bytes)}, page pools of "
             f"{_mib(pools)}, and {workers} workers of {_mib(weights + _PROCESS_BYTES)} each; {_mib(room.available)} "
-            f"are left ({room.bound}). Lower store.host_cache_bytes, prefill.kv_cache_bytes or decode.kv_cache_bytes, or start "
-            "fewer workers"
+            f"are left ({room.bound}). Lower store.host_cache_bytes, prefill.kv_cache_bytes or decode.kv_cache_bytes, "
+            "or start fewer workers"
         )
 
 

@@ -37,9 +37,9 @@ def metric_samples(stats: StoreStats) -> Mapping[str, Sample]:
         "disk_writes_dropped": disk.dropped_writes,
         "disk_torn_records": disk.torn,
         "store_misses": stats.misses,
-        "store_waits": stats.waits,
+        "store_pages_awaited": stats.waits,
         "unproven_reservations": stats.unproven,
-        "oldest_hold_seconds": stats.oldest_hold,
-        "holds_expired": stats.expired,
+        "oldest_lease_seconds": stats.oldest_hold,
+        "leases_expired": stats.expired,
         "pinned_bytes": stats.pinned_bytes,
     }

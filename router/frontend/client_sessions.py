@@ -23,7 +23,7 @@ from baton.messages import LoadReport, Message, Peer, WorkerRole
 from baton.metrics import Metrics
 from baton.trace import new_mark, trace_path
 from router.events import (
-    WARM,
+    PIN,
     AskSnapshot,
     Cancelled,
     ClientGone,
@@ -132,7 +132,7 @@ class RouterDriver:
 
     async def pin_prefix(self, wish: ValidatedPin, deadline: float | None) -> Pinned:
         """Have a prefix computed and pinned. Raises BatonError. Whoever stops waiting for it no longer wants it."""
-        name = f"{WARM}{self._number()}"
+        name = f"{PIN}{self._number()}"
         answer = self._pinning[name] = asyncio.get_running_loop().create_future()
         try:
             self.handle(PinPrefix(name, wish.pin, wish.tokens, wish.ttl, deadline=deadline))
@@ -285,7 +285,7 @@ class RouterDriver:
                 "prefix_cache_queries": stats.prompt_tokens,
                 "prefix_cache_hits": stats.cached_tokens,
                 "prefix_map_pages": stats.kv_index.pages,
-                "prefix_map_healed": {
+                "prefix_map_repairs": {
                     ("gap",): float(stats.kv_index.gaps),
                     ("digest",): float(stats.kv_index.divergences),
                 },
@@ -299,7 +299,7 @@ class RouterDriver:
                 "tenant_tokens": {labels: float(count) for labels, count in stats.tenant_tokens.items()},
                 "pins": {(phase,): float(count) for phase, count in stats.pins.items()},
                 "peers": {(role,): float(count) for role, count in stats.live.items()},
-                "predicted_utilisation": {}
+                "predicted_utilization": {}
                 if stats.utilization is None
                 else {("prefill",): stats.utilization.prefill, ("decode",): stats.utilization.decode},
                 "role_advised": {

@@ -39,7 +39,7 @@ from baton.v1 import (
 from router.events import Cancelled, Failed, Finished, RequestEnded
 from router.frontend import responses
 from router.frontend.client_sessions import RouterDriver
-from router.frontend.guard import MessageGuard, looked_at
+from router.frontend.message_guard import MessageGuard, looked_at
 from router.frontend.output_stream import OutputStream
 from router.frontend.request_parsing import (
     ValidatedPin,
@@ -51,7 +51,7 @@ from router.frontend.request_parsing import (
     role_of,
     steps_of,
 )
-from router.frontend.tokenizing import TokenizerThreads
+from router.frontend.tokenizer_threads import TokenizerThreads
 from router.role_changes import PATIENCE
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ _KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 60_000, 20_000  # a client whose machine 
 _MAX_DETAILS = 1_000  # characters of an error: gRPC's clients take 16 KiB of headers, and one may become 12 bytes
 _LINGER = 15.0  # seconds after a request's end in which its client must read something, or its RPC is ended
 _LAST_WORDS = 1.0  # seconds that gRPC gets to pass on why
-_TEXTS = {"/baton.v1.Generation/Generate": 2, "/baton.v1.Cache/Warm": 2}  # the fields that hold a prompt's text
+_TEXTS = {"/baton.v1.Generation/Generate": 2, "/baton.v1.Cache/PinPrefix": 2}  # the fields that hold a prompt's text
 _LISTED = 10  # requests, unless the client says how many
 _OPERATOR_RPCS = 256
 GENERATION, CACHE, CLUSTER = "baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster"
@@ -150,7 +150,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         await asyncio.wait({aborting}, timeout=_LAST_WORDS)
 
 
-def _text_bytes(request: generation_pb2.GenerateRequest | cache_pb2.WarmRequest) -> int:
+def _text_bytes(request: generation_pb2.GenerateRequest | cache_pb2.PinPrefixRequest) -> int:
     """About how many bytes of text there are to tokenize, without a copy of that text."""
     return request.ByteSize() if request.WhichOneof("prompt") == "text" else 0
 
@@ -174,32 +174,32 @@ async def _write_out(stream: OutputStream, request_id: str, seed: int, context: 
 
 
 class CacheServicer(cache_pb2_grpc.CacheServicer):
-    """Prefixes that are to be warm."""
+    """Prefixes that are to be pinned."""
 
     def __init__(self, relay: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
         self._driver = relay
         self._clock = clock
         self._tokenizing = tokenizing
 
-    async def Warm(self, request: cache_pb2.WarmRequest, context: Any) -> cache_pb2.WarmResponse:  # noqa: N802
+    async def PinPrefix(self, request: cache_pb2.PinPrefixRequest, context: Any) -> cache_pb2.PinPrefixResponse:  # noqa: N802
         left = context.time_remaining()
         deadline = None if left is None else self._clock.now() + left
         async with _typed(context):
             wish = await self._parse(request, pin_of(request))
-            return responses.warmed(await self._driver.pin_prefix(wish, deadline))
+            return responses.pinned(await self._driver.pin_prefix(wish, deadline))
         raise AssertionError("abort returned")
 
-    async def Unpin(self, request: cache_pb2.UnpinRequest, context: Any) -> cache_pb2.UnpinResponse:  # noqa: N802
+    async def UnpinPrefix(self, request: cache_pb2.UnpinPrefixRequest, context: Any) -> cache_pb2.UnpinPrefixResponse:  # noqa: N802
         async with _typed(context):
             self._driver.unpin_prefix(request.id)
-        return cache_pb2.UnpinResponse()
+        return cache_pb2.UnpinPrefixResponse()
 
     async def ListPins(  # noqa: N802
         self, request: cache_pb2.ListPinsRequest, context: Any
     ) -> cache_pb2.ListPinsResponse:
         return cache_pb2.ListPinsResponse(pins=map(responses.pin, self._driver.pins()))
 
-    async def _parse(self, request: cache_pb2.WarmRequest, pin: str) -> ValidatedPin:
+    async def _parse(self, request: cache_pb2.PinPrefixRequest, pin: str) -> ValidatedPin:
         return await self._tokenizing.run(
             _text_bytes(request), partial(parse_pin_request, request, pin, self._driver.model)
         )

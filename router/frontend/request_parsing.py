@@ -50,7 +50,7 @@ class ValidatedRequest:
 
 @dataclass(frozen=True)
 class ValidatedPin:
-    """A checked prefix that is to be warm."""
+    """A checked prefix that is to be pinned."""
 
     tokens: bytes  # packed
     pin: str  # the client's name for it, or one that we made
@@ -62,7 +62,7 @@ def name_of(request: pb.GenerateRequest) -> str:
     return _named("request_id", request.request_id)
 
 
-def pin_of(request: cache_pb2.WarmRequest) -> str:
+def pin_of(request: cache_pb2.PinPrefixRequest) -> str:
     """What the pin is called. Raises InvalidRequest."""
     return _named("id", request.id)
 
@@ -132,8 +132,8 @@ def parse_generate_request(
     )
 
 
-def parse_pin_request(request: cache_pb2.WarmRequest, pin: str, model: ServedModel) -> ValidatedPin:
-    """Check a prefix that is to be warm. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
+def parse_pin_request(request: cache_pb2.PinPrefixRequest, pin: str, model: ServedModel) -> ValidatedPin:
+    """Check a prefix that is to be pinned. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
     _check_model(request.model, model)
     ttl_ms = request.ttl_ms if request.HasField("ttl_ms") else _DEFAULT_TTL_MS
     if not _MIN_TTL_MS <= ttl_ms <= _MAX_TTL_MS:
@@ -146,7 +146,7 @@ def _check_model(asked: str, model: ServedModel) -> None:
         raise ModelMismatch(f"model {shown(asked)!r} is not served here; this cluster serves {model.name!r}")
 
 
-def _prompt(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedModel) -> Sequence[int]:
+def _prompt(request: pb.GenerateRequest | cache_pb2.PinPrefixRequest, model: ServedModel) -> Sequence[int]:
     """Its tokens. Raises InvalidRequest, and ContextTooLong before anything is done with each token of a prompt that
     would keep the router from everybody else for seconds."""
     tokens = _tokens(request, model)
@@ -157,7 +157,7 @@ def _prompt(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedMo
     return tokens
 
 
-def _tokens(request: pb.GenerateRequest | cache_pb2.WarmRequest, model: ServedModel) -> Sequence[int]:
+def _tokens(request: pb.GenerateRequest | cache_pb2.PinPrefixRequest, model: ServedModel) -> Sequence[int]:
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("the request has no prompt; set text or token_ids")

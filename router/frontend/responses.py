@@ -162,10 +162,10 @@ def pin(view: PinView) -> cache_pb2.Pin:
     )
 
 
-def warmed(kept: Pinned) -> cache_pb2.WarmResponse:
+def pinned(kept: Pinned) -> cache_pb2.PinPrefixResponse:
     computed = kept.computed
     cached = None if computed is None else max(0, kept.view.tokens - computed)
-    return cache_pb2.WarmResponse(pin=pin(kept.view), tokens_computed=computed, tokens_cached=cached)
+    return cache_pb2.PinPrefixResponse(pin=pin(kept.view), tokens_computed=computed, tokens_cached=cached)
 
 
 def request_summary(record: RequestRecord, now: float) -> explain_pb2.RequestSummary:

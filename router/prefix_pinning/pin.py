@@ -1,4 +1,4 @@
-"""One prefix that is to be warm, as the router has it: from the client's wish to the pin's end.
+"""One prefix that is to be pinned, as the router has it: from the client's wish to the pin's end.
 
     PinPrefix ─▶ WAITING ──Prefill──▶ PREFILLING ──Prefilled, PinPages──▶ PINNING ──PagesPinned──▶ PINNED ──▶ (end)
                     ▲                     │                                  │                        │

@@ -1,4 +1,4 @@
-"""What prefill workers and stores say about prefixes that are to be warm, and what follows from it. Pure."""
+"""What prefill workers and stores say about prefixes that are to be pinned, and what follows from it. Pure."""
 
 # pyright: strict
 
@@ -20,17 +20,17 @@ from router.events import Failed
 from router.members import MemberRecord
 from router.outbox import Outbox
 from router.prefix_pinning.pin import PinnedPrefix, PinPhase
-from router.prefix_pinning.warmer import PrefixPinner
+from router.prefix_pinning.pinner import PrefixPinner
 
 _SIGHTINGS = 2  # heartbeats after which we no longer wait for the message that would have said the same
 
 
 class PinMessageHandler:
-    """The workers' and stores' side of warm prefixes."""
+    """The workers' and stores' side of pinned prefixes."""
 
-    def __init__(self, config: Config, warmer: PrefixPinner, outbox: Outbox) -> None:
+    def __init__(self, config: Config, pinner: PrefixPinner, outbox: Outbox) -> None:
         self._config = config
-        self._pinner = warmer
+        self._pinner = pinner
         self._out = outbox
 
     # --- what prefill workers say ------------------------------------------------------------------------------------

@@ -22,14 +22,14 @@ from baton.errors import (
 )
 from baton.messages import AttemptName, Cancel, Decode
 from kvstore.keys import namespace_root
-from router.events import WARM, Cancelled, Failed, Finished, RequestEnded, RequestOutcome, Submit
+from router.events import PIN, Cancelled, Failed, Finished, RequestEnded, RequestOutcome, Submit
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
 from router.outbox import Outbox
 from router.placement.cached_prefix import CacheablePrefix
 from router.placement.cluster_view import ClusterView
 from router.placement.cost_matrix import PlacementCosts
+from router.placement.kv_index import KvIndex
 from router.placement.policy import PlacementPolicy
-from router.placement.prefix_lookup import KvIndex
 from router.placement.step_costs import FittedCosts
 from router.placement.types import Placement, PlacementRequest, Reject, SecondsReservation
 from router.placement.utilization import UtilizationMonitor
@@ -296,8 +296,8 @@ class RequestManager:
         split = f", prefill by {prefill}" if prefill else ""
         loads = "".join(f", {run.pages} from {run.speed.tier}" for run in plan.loads)
         self._out.log(
-            f"attempt {name.attempt} on {decoder.peer.name}{split}: {len(request.keys)} pages, {plan.cached_pages} cached"
-            f"{loads}, {plan.fetch_pages} to fetch; predicted {plan.predicted}",
+            f"attempt {name.attempt} on {decoder.peer.name}{split}: {len(request.keys)} pages, "
+            f"{plan.cached_pages} cached{loads}, {plan.fetch_pages} to fetch; predicted {plan.predicted}",
             request.name,
             detail=True,
         )
@@ -490,9 +490,9 @@ class RequestManager:
             if attempt.placement.prefill is None and request.known == attempt.start:
                 slots[attempt.decode].add(attempt.name)
         for member in self._members:
-            work = {name for name in member.assigned if not name.request.startswith(WARM)}
+            work = {name for name in member.assigned if not name.request.startswith(PIN)}
             assert work == expected[member.incarnation], member.peer.name
-            taken = {name for name in member.pending_prefills if not name.request.startswith(WARM)}
+            taken = {name for name in member.pending_prefills if not name.request.startswith(PIN)}
             assert taken == slots[member.incarnation], member.peer.name
 
 

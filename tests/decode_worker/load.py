@@ -30,7 +30,7 @@ class OnePageEach:
     def ended(self, begun: int, generated: int, cut: bool) -> None:
         pass
 
-    def needed(self, holders: Sequence[GrowthOutlook], page_size: int) -> int:
+    def pages_to_keep(self, holders: Sequence[GrowthOutlook], page_size: int) -> int:
         return len(holders)
 
 
@@ -40,7 +40,7 @@ class AllThatIsAllowed:
     def ended(self, begun: int, generated: int, cut: bool) -> None:
         pass
 
-    def needed(self, holders: Sequence[GrowthOutlook], page_size: int) -> int:
+    def pages_to_keep(self, holders: Sequence[GrowthOutlook], page_size: int) -> int:
         return sum(-(-(holder.known + holder.left) // page_size) - holder.pages for holder in holders)
 
 

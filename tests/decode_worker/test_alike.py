@@ -50,10 +50,10 @@ def run(worker: RigWorker) -> list[int]:
         worker.copy()
         worker.hear()
         worker.state.prepare(worker.rig.now)
-        plan = worker.state.plan(worker.rig.now)
+        plan = worker.state.schedule(worker.rig.now)
         if not plan:
             continue
-        runs.append(worker.state.alike(plan))
+        runs.append(worker.state.repeatable_steps(plan))
         first = [worker.device.run(worker.state._sequences[n.request].tokens, chunk) for n, chunk in plan.items()]
         worker.handle(StepDone(plan, first, go_on(worker, plan, runs[-1] - 1)))
     return runs

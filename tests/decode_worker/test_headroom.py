@@ -100,8 +100,8 @@ def test_it_is_a_page_each_at_least_and_what_is_allowed_at_most(
     for begun, more, cut in outputs:
         headroom.ended(begun, begun + more, cut)
     needed = headroom.pages_to_keep(holders, PAGE)
-    allowed = AllThatIsAllowed().needed(holders, PAGE)
-    assert min(allowed, OnePageEach().needed(holders, PAGE)) <= needed <= allowed
+    allowed = AllThatIsAllowed().pages_to_keep(holders, PAGE)
+    assert min(allowed, OnePageEach().pages_to_keep(holders, PAGE)) <= needed <= allowed
 
 
 LOADS: dict[str, tuple[int, Callable[[random.Random], int], int]] = {

@@ -39,15 +39,17 @@ class DecodeMachine(RuleBasedStateMachine):
     def start(self, pages: int, tokens: int, copies: int, slots: int, share: float, greedy: bool, grain: int) -> None:
         self.rig = Rig(slots, hold=5.0)
         config = DecodeConfig(
-            max_num_batched_tokens=tokens, copies_per_step=copies, copy_share=share, fetch_timeout_ms=2_000, first_step_ms=50,
-            ageing_ms=int(AGEING * 1_000),
+            max_num_batched_tokens=tokens, copies_per_step=copies, copy_share=share, fetch_timeout_ms=2_000,
+            first_step_ms=50, ageing_ms=int(AGEING * 1_000),
         )  # fmt: skip
         self.worker: RigWorker = self.rig.worker("decode", pages, config)
         if greedy:
             self.worker.state = DecodeScheduler(config, PAGE, pages, headroom=OnePageEach())
             self.worker.handle(StoreUp(slots, PAGE_BYTES))
         self.worker.state._grain = grain  # less than a page, as where pages are large
-        self.prefill = self.rig.worker("prefill", 24, PrefillConfig(max_num_batched_tokens=8, max_num_seqs=8, store_timeout_ms=2_000))
+        self.prefill = self.rig.worker(
+            "prefill", 24, PrefillConfig(max_num_batched_tokens=8, max_num_seqs=8, store_timeout_ms=2_000)
+        )
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.got: dict[str, list[int]] = {}
         self.resumed: set[str] = set()  # by the last prepare, and nobody was admitted since
@@ -195,7 +197,7 @@ class DecodeMachine(RuleBasedStateMachine):
         for _ in range(3):
             self.rig.settle()
             self.rig.tick(2.0)
-        assert self.worker.state.cache.available == self.worker.num_pages
+        assert self.worker.state.blocks.available == self.worker.num_pages
         assert self.worker.state.leases == ()
 
 

@@ -54,7 +54,7 @@ def test_a_lost_router_takes_only_its_own_work_along() -> None:
     one.rig.settle()
     assert tokens_of([letter.message for letter in one.letters if letter.router == "one"], "a") == reference(PROMPT, 8)
     one.handle(RouterHeartbeat(), "one")
-    assert one.state.cache.available == one.num_pages
+    assert one.state.blocks.available == one.num_pages
 
 
 def test_room_goes_to_the_router_that_was_refused_and_has_less() -> None:

@@ -78,7 +78,7 @@ def test_a_request_without_help_gets_the_reference_tokens() -> None:
     assert isinstance(one.said[1], Started)
     assert tokens_of(one.said) == reference(PROMPT, 20)
     assert finishes(one.said) == ["length"]
-    assert one.state.cache.available == one.num_pages
+    assert one.state.blocks.available == one.num_pages
 
 
 def test_a_prompt_longer_than_the_budget_comes_in_chunks_behind_those_that_decode() -> None:
@@ -160,25 +160,25 @@ def test_a_stale_hint_costs_a_recompute_and_no_token() -> None:
 
 def test_an_awaited_fetch_that_ends_short_is_the_routers_to_decide() -> None:
     one = worker(fetch_timeout_ms=100)
-    one.handle(order(PROMPT, 8, fetch=2, awaited=True))
+    one.handle(order(PROMPT, 8, fetch=2, prefilled_remotely=True))
     one.rig.settle()
     assert not [m for m in one.said if isinstance(m, FetchIncomplete)]
-    assert not one.state.heartbeat(0).attempts[0].short
+    assert not one.state.heartbeat(0).attempts[0].incomplete
     one.rig.now += 0.2
     one.handle(Tick())
-    assert one.state.heartbeat(0).attempts[0].short, "the Have may get lost"
+    assert one.state.heartbeat(0).attempts[0].incomplete, "FetchIncomplete may get lost"
     assert [m.pages for m in one.said if isinstance(m, FetchIncomplete)] == [0]
     assert one.state.heartbeat(0).attempts[0].position == len(PROMPT)
     one.handle(order(PROMPT, 8, attempt=2))
     one.rig.settle()
-    assert not one.state.heartbeat(0).attempts[0].short
+    assert not one.state.heartbeat(0).attempts[0].incomplete
     assert tokens_of(one.said, attempt=2) == reference(PROMPT, 8)
     assert one.rig.store.stats(0.0).waits == 0
 
 
 def test_our_own_pause_does_not_end_a_fetch() -> None:
     one = worker(fetch_timeout_ms=100)
-    one.handle(order(PROMPT, 8, fetch=2, awaited=True))
+    one.handle(order(PROMPT, 8, fetch=2, prefilled_remotely=True))
     one.rig.now += 50.0
     one.handle(Tick(paused=50.0))
     assert not [m for m in one.said if isinstance(m, FetchIncomplete)]
@@ -188,7 +188,7 @@ def test_a_lost_store_ends_what_is_awaited_and_disturbs_nobody_else() -> None:
     one = worker()
     one.handle(order(PROMPT, 30, "running"))
     one.turn()
-    one.handle(order(PROMPT[::-1], 8, "waiting", fetch=2, awaited=True))
+    one.handle(order(PROMPT[::-1], 8, "waiting", fetch=2, prefilled_remotely=True))
     one.rig.restart_store()
     assert [m.request for m in one.said if isinstance(m, FetchIncomplete)] == ["waiting"]
     while one.turn():
@@ -225,7 +225,7 @@ def test_too_small_a_pool_preempts_the_newest_and_loses_no_token() -> None:
     assert one.state.stats().preemptions > 0
     for request, prompt in prompts.items():
         assert tokens_of(one.said, request) == reference(prompt, 30)
-    assert one.state.cache.available == one.num_pages
+    assert one.state.blocks.available == one.num_pages
 
 
 def test_an_urgent_newcomer_displaces_the_less_urgent_until_these_have_waited_long_enough() -> None:
@@ -297,9 +297,9 @@ def test_whoever_is_resumed_has_the_whole_time_to_fetch() -> None:
     one.rig.now += 5.0
     one.handle(Cancel("urgent", 1))
     one.state.prepare(one.rig.now)
-    before = one.state.stats().fetches_short
+    before = one.state.stats().kv_loads_incomplete
     one.state.handle(Tick(), one.rig.now)
-    assert one.state.stats().fetches_short == before
+    assert one.state.stats().kv_loads_incomplete == before
 
 
 def test_nobody_is_displaced_for_one_that_is_as_urgent_or_does_not_fit_anyway() -> None:
@@ -326,7 +326,7 @@ def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
         one.turn()
         one.handle(ending)
         one.rig.settle()
-        assert one.state.cache.available == one.num_pages
+        assert one.state.blocks.available == one.num_pages
         assert not one.state.heartbeat(0).attempts
         assert one.rig.store.stats(0.0).leases == 0
 
@@ -370,7 +370,7 @@ def test_a_deadline_that_passes_is_said() -> None:
     one.rig.now += 0.2
     one.handle(Tick())
     assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["deadline"]
-    assert one.state.cache.available == one.num_pages
+    assert one.state.blocks.available == one.num_pages
 
 
 def test_a_failed_step_fails_its_requests_and_nobody_else() -> None:

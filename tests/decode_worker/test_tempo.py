@@ -46,7 +46,9 @@ def tails(tokens: int, context: int, seconds: float, beside: int = 8) -> StepSam
 
 
 def test_a_step_with_prompts_takes_eight_times_one_without_unless_told_otherwise() -> None:
-    assert measured(max_num_batched_tokens=2_048).prompt_tokens(rows(8), 0, GRAIN) == pytest.approx((8 - 1) * 14 / 0.2, rel=0.1)
+    assert measured(max_num_batched_tokens=2_048).prompt_tokens(rows(8), 0, GRAIN) == pytest.approx(
+        (8 - 1) * 14 / 0.2, rel=0.1
+    )
     assert measured(itl_ms=20).prompt_tokens(rows(8), 0, GRAIN) == pytest.approx((20 - 14) / 0.2, rel=0.2)
 
 

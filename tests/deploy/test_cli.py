@@ -158,7 +158,7 @@ def test_a_ray_that_does_not_answer(model: Path):
 
 
 @pytest.mark.parametrize(
-    "command", [["status"], ["generate", "x"], ["warm", "--list"], ["scale", "--decode", "2"], ["down"]]
+    "command", [["status"], ["generate", "x"], ["pin", "--list"], ["scale", "--decode", "2"], ["down"]]
 )
 def test_commands_without_a_cluster(command: list[str]):
     assert "no cluster named 'baton' is up" in error(*command)[1]

@@ -39,7 +39,7 @@ def test_every_figure_that_is_shown_is_one_that_stores_publish():
     assert wanted <= set(found["tiers"]["host"])
     assert wanted | {"loads", "load_seconds"} <= set(found["tiers"]["disk"])
     assert {"hits", "loads", "load_seconds", "checksum_failures"} <= set(found["tiers"]["remote"])
-    assert found["oldest_hold_seconds"] == found["unproven_reservations"] == found["pinned_bytes"] == 0
+    assert found["oldest_lease_seconds"] == found["unproven_reservations"] == found["pinned_bytes"] == 0
     assert found["disk_up"] is False
 
 
@@ -107,7 +107,7 @@ def test_the_tiers_on_the_screen():
         },
         "remote": {"hits": 0.0, "loads": 0.0, "load_seconds": 0.0, "regret_seconds": 0.0},
     }  # fmt: skip
-    store = {"name": "store-0", "tiers": tiers, "disk_up": True, "oldest_hold_seconds": 12.0, "pinned_bytes": 2**22}
+    store = {"name": "store-0", "tiers": tiers, "disk_up": True, "oldest_lease_seconds": 12.0, "pinned_bytes": 2**22}
     console = Console(file=io.StringIO(), width=100, highlight=False)
     show._tiers(console, [store | {"unproven_reservations": 3.0}])
     shown = console.file.getvalue()  # type: ignore[attr-defined]

@@ -213,7 +213,7 @@ def a_doubted_page_is_not_held(patch: Patch) -> None:
                 self._pages.unhold(doubted.page)
         return outcome
 
-    patch.setattr(OutboundTransfers, "_doubt", release)
+    patch.setattr(OutboundTransfers, "_recheck", release)
 
 
 @mutation()
@@ -339,7 +339,7 @@ def a_child_is_told_of_before_its_parent(patch: Patch) -> None:
             self._changes.stored(node.key, node.parent_key)
         tell(self, node)
 
-    patch.setattr(HostPagePool, "_tell", early)
+    patch.setattr(HostPagePool, "_list", early)
 
 
 @mutation()
@@ -385,7 +385,7 @@ def a_load_is_forgotten_with_one_of_its_leases(patch: Patch) -> None:
             self._tiers.loads._coming.pop(lease.keys[index], None)
         let_go(self, lease)
 
-    patch.setattr(StoreState, "_let_go", forget)
+    patch.setattr(StoreState, "_end_lease_parts", forget)
 
 
 @mutation("cut_off")

@@ -283,7 +283,7 @@ def test_rubbish_ends_its_connection_and_nothing_else(store: StoreProcess, rubbi
             connection.send(msgspec.msgpack.encode(Attach(peer, NAMESPACE, PAGE)))
             assert b"Attached" in connection.recv(65_536)
         connection.send(rubbish)
-        assert b"Refusal" in until_closed(connection)
+        assert b"AttachRefused" in until_closed(connection)
         assert client.ask(Acquire(2, packed("ab")), PagesReady)
         assert store.process.poll() is None
 

@@ -21,7 +21,7 @@ from kvstore.events import replay
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored, TierChanges, packed_digest, page_runs
 from kvstore.events.publisher import KvEventPublisher
 from kvstore.events.wire_format import BlockStored, decode, publisher_of
-from router.placement.prefix_lookup import KvIndex
+from router.placement.kv_index import KvIndex
 from tests import cluster_keys
 from tests.kvstore.chains import key, keys
 

@@ -63,7 +63,7 @@ def test_the_result_is_every_page_sealed_and_held() -> None:
     assert (result.computed, result.hit, result.stored) == (3 * PAGE, 0, 3)
     stats = one.rig.store.stats(0.0)
     assert (stats.sealed, stats.held) == (3, 3)
-    assert one.state.cache.available == one.num_pages
+    assert one.state.blocks.available == one.num_pages
     one.handle(Cancel("r", 1))
     assert one.rig.store.stats(0.0).held == 0
 
@@ -136,7 +136,7 @@ def test_what_fills_no_page_is_handed_off_in_a_partial_one_and_kept_for_nobody()
     prefill.handle(handed(PROMPT, "again"))
     rig.settle()
     assert [(m.computed, m.hit) for m in done(prefill.said)][1:] == [(1, 3)], "only the partial page is made again"
-    assert decode.state.cache.available == prefill.state.cache.available == 32
+    assert decode.state.blocks.available == prefill.state.blocks.available == 32
 
 
 def test_a_partial_page_is_shared_by_those_alone_who_have_all_of_it_in_common() -> None:
@@ -202,7 +202,7 @@ def test_a_step_waits_for_the_store_where_that_lets_a_prompt_in() -> None:
     one.hear()
     assert one.state.patience == 0
     assert one.step()
-    assert one.state._jobs["second"].computed == PAGE
+    assert one.state._requests["second"].computed == PAGE
 
 
 def test_a_prompt_beyond_the_share_of_the_arena_passes_through_a_window() -> None:
@@ -257,7 +257,7 @@ def test_a_full_store_is_asked_again_and_its_silence_ends_the_prompt() -> None:
     rig.now += 1.1
     one.handle(Tick())
     assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["store"]
-    assert one.state.cache.available == one.num_pages
+    assert one.state.blocks.available == one.num_pages
 
 
 def test_our_own_pause_is_not_the_stores_silence() -> None:
@@ -271,7 +271,9 @@ def test_our_own_pause_is_not_the_stores_silence() -> None:
 
 def test_two_that_take_each_others_pages_from_the_store_do_not_go_on_so_for_ever() -> None:
     rig = Rig(8, hold=5.0, admit_after=1, load_share=0.5)
-    one = rig.worker("prefill", 40, PrefillConfig(max_num_batched_tokens=3 * PAGE, max_num_seqs=6, store_timeout_ms=2_000))
+    one = rig.worker(
+        "prefill", 40, PrefillConfig(max_num_batched_tokens=3 * PAGE, max_num_seqs=6, store_timeout_ms=2_000)
+    )
     one.handle(order([9] * (4 * PAGE + 1), "held"))
     rig.settle()
     for number, request in enumerate(("a", "b")):  # each needs more slots than are left, and passes through a window
@@ -292,7 +294,7 @@ def test_a_lost_store_fails_its_prompts() -> None:
     assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["store_gone"]
     one.handle(order(PROMPT, "too early"))
     assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["store_gone"] * 2
-    assert one.state.cache.available == one.num_pages
+    assert one.state.blocks.available == one.num_pages
 
 
 def test_a_writer_that_dies_lets_those_who_wait_know() -> None:
@@ -339,7 +341,7 @@ def test_cancel_heartbeat_and_a_lost_router_free_everything() -> None:
         one.turn()
         one.handle(ending)
         one.rig.settle()
-        assert one.state.cache.available == one.num_pages
+        assert one.state.blocks.available == one.num_pages
         assert (one.rig.store.stats(0.0).leases, one.rig.store.stats(0.0).reserved) == (0, 0)
 
 
@@ -372,7 +374,7 @@ def test_a_step_waits_for_the_seal_of_another_prompt_s_last_page() -> None:
     one.handle(order(PROMPT, "short"))
     one.handle(order([1] * 200, "long"))
     one.hear()
-    while one.state._jobs["short"].pending:
+    while one.state._requests["short"].pending:
         assert one.step()
     assert one.state.patience == 0  # its pages are not even written
     one.copy()
@@ -391,7 +393,7 @@ def test_a_prompt_like_one_that_waits_for_slots_has_all_its_tokens_and_no_more()
         one.handle(handed(PROMPT, request))
         for _ in range(4):
             one.turn()
-    assert [(job.pending, job.phase) for job in one.state._jobs.values() if job.active] == [
+    assert [(job.pending, job.phase) for job in one.state._requests.values() if job.active] == [
         (0, PrefillPhase.COMMITTING)
     ] * 2
     assert not one.state.busy

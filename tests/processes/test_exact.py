@@ -40,7 +40,9 @@ def test_64_requests_at_once_get_the_reference_tokens(
 ) -> None:
     path = checkpoint(f"wide-{family}")
     prefill, decode, split = SHAPES[shape]
-    with LocalCluster(workload.settings(path, prefill, decode, **{"router.disaggregation": split}), tmp_path) as cluster:
+    with LocalCluster(
+        workload.settings(path, prefill, decode, **{"router.disaggregation": split}), tmp_path
+    ) as cluster:
         answers = workload.ask_all(cluster.address, PROMPTS)
         workload.compare(path, PROMPTS, answers, expected(family))
         if split == "always":

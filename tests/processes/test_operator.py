@@ -29,7 +29,7 @@ def test_the_operators_socket_of_a_router_that_is_killed_and_comes_back(
                 with pytest.raises(ConfigError, match="does not serve that: Cluster and Cache are on"):
                     call()
             with pytest.raises(ConfigError, match="does not serve that"):
-                stranger.warm(cache_pb2.WarmRequest(text="a"))
+                stranger.pin_prefix(cache_pb2.PinPrefixRequest(text="a"))
         with Client(operator=cluster.operator) as operator:
             cluster.kill("router", signal.SIGKILL)
             assert path.exists()  # it could not remove it

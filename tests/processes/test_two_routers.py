@@ -55,7 +55,12 @@ def loads(cluster: LocalCluster, router: str) -> dict[str, cluster_pb2.Load]:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_of_two_routers_dies(checkpoint: Callable[[str], Path], tmp_path: Path, how: signal.Signals) -> None:
     path = checkpoint("llama")
-    quick = {"cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000, "cluster.routers": 2, "prefill.max_num_seqs": 8}
+    quick = {
+        "cluster.heartbeat_ms": 100,
+        "cluster.heartbeat_timeout_ms": 1_000,
+        "cluster.routers": 2,
+        "prefill.max_num_seqs": 8,
+    }
     quick |= workload.SLOW_ENGINE
     with (
         LocalCluster(workload.settings(path, 1, 2, **quick), tmp_path) as cluster,

@@ -30,7 +30,7 @@ from baton.messages import (
 from kvstore.keys import pack_tokens
 from kvstore.server.events import RouterMessageReceived
 from router.events import (
-    WARM,
+    PIN,
     Emit,
     ForgetPeer,
     MessageReceived,
@@ -71,12 +71,12 @@ class Router:
     submitted: dict[str, Submit] = field(default_factory=dict[str, Submit])
     emitted: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     ended: dict[str, RequestEnded] = field(default_factory=dict[str, RequestEnded])
-    warmed: dict[str, PinAnswered] = field(default_factory=dict[str, PinAnswered])
+    pinned: dict[str, PinAnswered] = field(default_factory=dict[str, PinAnswered])
     wishes: set[str] = field(default_factory=set[str])
 
     @property
     def at_rest(self) -> bool:
-        return len(self.ended) == len(self.submitted) and len(self.warmed) == len(self.wishes)
+        return len(self.ended) == len(self.submitted) and len(self.pinned) == len(self.wishes)
 
 
 @dataclass
@@ -208,7 +208,7 @@ class World:
                     assert request not in router.ended, f"{request} ended twice"
                     router.ended[request] = command
                 case PinAnswered(name=name):
-                    router.warmed[name] = command
+                    router.pinned[name] = command
                 case _:
                     pass
         router.state.validate()
@@ -222,13 +222,13 @@ class World:
         self.tell(router, order)
         return request
 
-    def warm(self, name: str, pin: str, tokens: list[int], ttl: float) -> None:
+    def pin_prefix(self, name: str, pin: str, tokens: list[int], ttl: float) -> None:
         router = self.routers[name]
-        wish = f"{WARM}{router.incarnation}-{len(router.wishes)}"
+        wish = f"{PIN}{router.incarnation}-{len(router.wishes)}"
         router.wishes.add(wish)
         self.tell(router, PinPrefix(wish, pin, pack_tokens(tokens), ttl))
 
-    def unwarm(self, name: str) -> None:
+    def unpin_prefix(self, name: str) -> None:
         """Every pin of that router."""
         router = self.routers[name]
         for pin in router.state.pins("", self.rig.now):
@@ -318,14 +318,14 @@ class World:
             ]
             self.round()
         for name in self.routers:
-            self.unwarm(name)
+            self.unpin_prefix(name)
         for _ in range(120):
             self.round(0.05)
         self.check()
         for process in self.workers:
             state = process.body.state
             assert not state.heartbeat(0).load.running
-            assert state.cache.available == _POOL, process.peer.name
+            assert state.blocks.available == _POOL, process.peer.name
             assert not state.leases, process.peer.name
         for store in self.rig.stores.values():
             stats = store.state.stats(self.rig.now)
@@ -333,4 +333,4 @@ class World:
 
     def kept(self, name: str) -> int:
         """How many wishes of that router were granted."""
-        return sum(isinstance(warmed.outcome, Pinned) for warmed in self.routers[name].warmed.values())
+        return sum(isinstance(pinned.outcome, Pinned) for pinned in self.routers[name].pinned.values())

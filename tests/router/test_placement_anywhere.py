@@ -62,7 +62,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 
 ASKS = st.fixed_dictionaries(
-    {"local": st.booleans(), "tpot": st.sampled_from([None, 0.015, 0.1]), "max_tokens": st.sampled_from([1, 50])}
+    {"decode_only": st.booleans(), "tpot": st.sampled_from([None, 0.015, 0.1]), "max_tokens": st.sampled_from([1, 50])}
 )
 
 
@@ -84,7 +84,7 @@ def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) ->
     for each in (*choice.sources, *choice.prefill_sources):
         assert each.endpoint == stores[each.store].hello.data != ""
     assert all(stores[each.store].peer.node != chosen.peer.node for each in choice.sources)
-    if ask["local"] or own is None:
+    if ask["decode_only"] or own is None:
         assert (choice.fetch_pages, choice.prefill, choice.loads) == (0, None, ())
     elif choice.prefill is not None:
         maker = cluster.members.require_live(choice.prefill)

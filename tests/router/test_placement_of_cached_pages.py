@@ -166,11 +166,11 @@ def test_a_store_that_serves_nobody_may_be_served() -> None:
 def test_who_has_failed_a_request_is_not_asked_again() -> None:
     cluster = two_nodes({"host": 8}, {})
     assert cluster.plan().sources == (source("a", 8),)
-    assert cluster.plan(avoid={"s-a"}) == Placement("d0")
-    assert cluster.plan(avoid={"p0"}).prefill is None
-    assert cluster.plan(avoid={"d0"}).decode == "d0", "there is no other"
+    assert cluster.plan(excluded={"s-a"}) == Placement("d0")
+    assert cluster.plan(excluded={"p0"}).prefill is None
+    assert cluster.plan(excluded={"d0"}).decode == "d0", "there is no other"
     cluster.decoder("d1", "b")
-    assert cluster.plan(avoid={"d0"}).decode == "d1"
+    assert cluster.plan(excluded={"d0"}).decode == "d1"
 
 
 @pytest.mark.parametrize(("measured", "chosen"), [(False, "d1"), (True, "d0")])

@@ -17,7 +17,7 @@ from kvstore.events.changes import packed_digest, page_runs
 from kvstore.events.wire_format import EncodedKvEventBatch, KvEventBatch, KvEventLog, decode
 from kvstore.prefix_map.event_tracker import EventTracker, TrackerAction
 from kvstore.prefix_map.prefix_map import MEDIA, PrefixMap
-from router.placement.prefix_lookup import KvIndex
+from router.placement.kv_index import KvIndex
 from tests.kvstore.chains import CHAINS, key, keys, parent
 
 FATES = st.sampled_from(["arrives", "is lost", "comes twice", "is overtaken"])

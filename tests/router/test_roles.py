@@ -174,7 +174,7 @@ def test_what_can_not_be() -> None:
         lab.tell(SetRole("decode-0", "decode", 0.0))
     with pytest.raises(InvalidRequest, match="nobody would be left"):
         lab.tell(SetRole("decode-0", "prefill", 0.0))
-    with pytest.raises(InvalidRequest, match=r"prefill\.head"):
+    with pytest.raises(InvalidRequest, match=r"prefill\.lm_head"):
         lab.tell(SetRole("prefill-1", "decode", 0.0))
     assert not lab.sent(ChangeRole)
     assert not any(draining for _, draining, _ in views(lab).values())

@@ -59,7 +59,9 @@ class Watching(LowestTtft):
 
 def test_objectives_come_from_the_request_or_from_its_class() -> None:
     placer = Watching()
-    cluster = lab(placer, slo_classes={0: ObjectivesConfig(ttft_ms=2_000, tpot_ms=50), 1: ObjectivesConfig(tpot_ms=200)})
+    cluster = lab(
+        placer, slo_classes={0: ObjectivesConfig(ttft_ms=2_000, tpot_ms=50), 1: ObjectivesConfig(tpot_ms=200)}
+    )
     cluster.colocated()
     cluster.submit("a")
     cluster.submit("b", ttft=7.0)

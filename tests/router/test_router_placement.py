@@ -94,7 +94,7 @@ def test_a_local_plan_needs_nobody() -> None:
     cluster = one_node(host=8)
     cluster.store("b", host=8)
     cluster.decoder("d1", device=2)
-    assert cluster.plan(local=True) == Placement("d1", cached_pages=2)
+    assert cluster.plan(decode_only=True) == Placement("d1", cached_pages=2)
 
 
 # --- waiting ---
@@ -165,8 +165,8 @@ def test_an_operator_may_want_every_prompt_split() -> None:
     assert cluster.plan().prefill is None
     cluster.view.config = msgspec.structs.replace(CONFIG, router=configuration.RouterConfig(disaggregation="always"))
     assert cluster.plan().prefill is not None
-    assert cluster.plan(local=True).prefill is None, "a last attempt"
-    assert cluster.plan(avoid=["p0", "p1"]).prefill is None, "there is nobody else"
+    assert cluster.plan(decode_only=True).prefill is None, "a last attempt"
+    assert cluster.plan(excluded=["p0", "p1"]).prefill is None, "there is nobody else"
     cluster.held["d0"] = PrefixMatch(PREFIX.pages, {"GPU": PREFIX.pages})
     assert cluster.plan().prefill is None, "nothing is missing"
 

@@ -21,7 +21,7 @@ from router.frontend.grpc_server import GenerationServicer
 from router.frontend.output_stream import MAX_UNREAD, MAX_UNREAD_BYTES, Output, OutputStream, StopVerdict
 from router.frontend.request_parsing import ValidatedRequest
 from router.frontend.served_model import ServedModel
-from router.frontend.tokenizing import TokenizerThreads
+from router.frontend.tokenizer_threads import TokenizerThreads
 from router.queueing.admission import ModelLimits
 from tests.router.test_router_front import request, until
 

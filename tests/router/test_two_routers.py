@@ -98,13 +98,13 @@ def test_both_pin_the_same_prefix_and_neither_ends_the_others() -> None:
     world.start_worker("prefill")
     world.run(0.5)
     for name in world.routers:
-        world.warm(name, "p", [7] * 40, 600.0)
+        world.pin_prefix(name, "p", [7] * 40, 600.0)
     world.run(4.0)
     (store,) = world.rig.stores.values()
     assert (world.kept("one"), world.kept("two")) == (1, 1)
     stats = store.state.stats(world.rig.now)
     assert (stats.pins, stats.pinned_bytes) == (2, 10 * stats.page_bytes)
-    world.unwarm("two")
+    world.unpin_prefix("two")
     world.run(1.0)
     assert store.state.stats(world.rig.now).pins == 1
     assert [pin.node for pin in world.routers["one"].state.pins("", world.rig.now)] == ["a"]
@@ -147,7 +147,7 @@ class Shared(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["one", "two"]), pages=st.integers(1, 8))
     def is_warmed(self, name: str, pages: int) -> None:
-        self.world.warm(name, "p", [7] * (4 * pages), TTL)
+        self.world.pin_prefix(name, "p", [7] * (4 * pages), TTL)
 
     @rule(name=st.sampled_from(["one", "two"]))
     def dies(self, name: str) -> None:

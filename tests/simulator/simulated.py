@@ -33,7 +33,11 @@ def timing(disk: DiskTimes | None = None, start: float = 3.0, noise: float = 0.0
         start=start,
         noise=noise,
         disk=disk,
-        config={"prefill.max_num_batched_tokens": 4_096, "prefill.step_ms": 100, "decode.max_num_batched_tokens": 2_048},
+        config={
+            "prefill.max_num_batched_tokens": 4_096,
+            "prefill.step_ms": 100,
+            "decode.max_num_batched_tokens": 2_048,
+        },
     )
 
 

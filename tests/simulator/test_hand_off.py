@@ -205,7 +205,7 @@ class HandOff(RuleBasedStateMachine):
             self.rig.tick(2.0)
         self.rig.settle()
         for worker in self.workers:
-            assert worker.state.cache.available == worker.num_pages
+            assert worker.state.blocks.available == worker.num_pages
             assert worker.state.leases == ()
         for store in self.rig.stores.values():
             stats = store.state.stats(0.0)

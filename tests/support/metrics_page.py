@@ -68,5 +68,5 @@ def nothing_held(cluster: LocalCluster, store: str) -> bool:
     here = samples(cluster, store)
     used = [total(here, "kv_pages", tier="host", state=state) for state in ("reserved", "held", "loading")]
     used.append(total(here, "kv_pages", tier="remote", state="sending"))
-    used += [total(here, "store_waits"), total(here, "unproven_reservations")]
+    used += [total(here, "store_pages_awaited"), total(here, "unproven_reservations")]
     return bool(here) and not any(used)

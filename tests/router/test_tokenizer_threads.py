@@ -21,7 +21,7 @@ from baton.v1 import generation_pb2 as pb
 from router.frontend import detokenizer, request_parsing
 from router.frontend.detokenizer import Tokenizer
 from router.frontend.served_model import ServedModel
-from router.frontend.tokenizing import TokenizerLane, TokenizerThreads
+from router.frontend.tokenizer_threads import TokenizerLane, TokenizerThreads
 from router.queueing.admission import ModelLimits
 from tests.router import tokenizers
 
@@ -85,7 +85,9 @@ def test_a_text_that_can_not_fit_is_not_tokenized(raw: RawTokenizer) -> None:
     with pytest.raises(ContextTooLong, match=r"at most \d+ bytes"):
         tokens_of(PROSE * 100_000, model(tokenizer, 1_000))
     with pytest.raises(ContextTooLong, match=r"at most \d+ bytes"):
-        request_parsing.parse_pin_request(cache_pb2.WarmRequest(text=PROSE * 100_000), "pin", model(tokenizer, 1_000))
+        request_parsing.parse_pin_request(
+            cache_pb2.PinPrefixRequest(text=PROSE * 100_000), "pin", model(tokenizer, 1_000)
+        )
     assert tokenizer.characters == 0
 
 

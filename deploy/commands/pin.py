@@ -1,4 +1,4 @@
-"""`baton warm`: prefixes from a file, warmed one after the other. What is wrong with one does not stop the others.
+"""`baton pin`: prefixes from a file, pinned one after the other. What is wrong with one does not stop the others.
 
 A file holds one prefix per line, as JSON: {"text": …} or {"token_ids": […]}, and if wanted "id" and "ttl". A file
 whose name ends in .txt is one prefix as a whole.
@@ -29,15 +29,15 @@ class PinOutcome:
     """What became of one prefix. `line` counts from 1."""
 
     line: int
-    warmed: pb.WarmResponse | None = None
+    pinned: pb.PinPrefixResponse | None = None
     error: BatonError | None = None
 
     def as_json(self) -> dict[str, Any]:
-        if self.warmed is None:
+        if self.pinned is None:
             assert self.error is not None
             return {"line": self.line, "error": {"reason": self.error.reason, "message": str(self.error)}}
-        counts = {field.name: value for field, value in self.warmed.ListFields() if field.name.startswith("tokens_")}
-        return {"line": self.line, **pin_as_json(self.warmed.pin), **counts}
+        counts = {field.name: value for field, value in self.pinned.ListFields() if field.name.startswith("tokens_")}
+        return {"line": self.line, **pin_as_json(self.pinned.pin), **counts}
 
 
 def pin_as_json(pin: pb.Pin) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def read(source: str, stdin: str = "") -> list[tuple[int, str]]:
     return lines
 
 
-def parse(line: str, ttl_ms: int | None) -> pb.WarmRequest:
+def parse(line: str, ttl_ms: int | None) -> pb.PinPrefixRequest:
     """One prefix. `ttl_ms` is for those that name none themselves; none: the router's default. Raises
     InvalidRequest."""
     try:
@@ -91,7 +91,7 @@ def parse(line: str, ttl_ms: int | None) -> pb.WarmRequest:
     if ("text" in given) == ("token_ids" in given):
         raise InvalidRequest("give either text or token_ids")
     try:
-        return pb.WarmRequest(
+        return pb.PinPrefixRequest(
             text=given.get("text"),
             token_ids=generation_pb2.TokenIds(ids=given["token_ids"]) if "token_ids" in given else None,
             ttl_ms=parse_duration_ms(str(given["ttl"])) if "ttl" in given else ttl_ms,
@@ -101,13 +101,13 @@ def parse(line: str, ttl_ms: int | None) -> pb.WarmRequest:
         raise InvalidRequest(f"it can't be sent: {error}") from None
 
 
-def warm(
+def pin_prefixes(
     client: Client, lines: list[tuple[int, str]], ttl_ms: int | None, timeout: float | None = None
 ) -> Iterator[PinOutcome]:
-    """Warm them in their order, one at a time, so that they hardly stand in the way of requests. `timeout` is how many
+    """Pin them in their order, one at a time, so that they hardly stand in the way of requests. `timeout` is how many
     seconds each may take."""
     for number, line in lines:
         try:
-            yield PinOutcome(number, warmed=client.warm(parse(line, ttl_ms), timeout))
+            yield PinOutcome(number, pinned=client.pin_prefix(parse(line, ttl_ms), timeout))
         except BatonError as error:
             yield PinOutcome(number, error=error)

@@ -1,4 +1,4 @@
-"""A prefix on its way to being warm, message by message."""
+"""A prefix on its way to being pinned, message by message."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from router.events import Failed as Ended
 from tests.router.lab import Lab, held, named
 from tests.router.model import CONFIG, CONTEXT, NAMESPACE, PAGE, VOCAB
 
-W = "warm 1"
+W = "pin 1"
 DECODE, PREFILL, STORE = "decode-0.1", "prefill-0.1", "store-0.1"
 
 
-class WarmLab(Lab):
-    def warm(
+class PinLab(Lab):
+    def pin_prefix(
         self, name: str = W, pin: str = "p", tokens: int = 3 * PAGE + 1, ttl: float = 60.0, **more: Any
     ) -> PinPrefix:
         order = PinPrefix(name, pin, pack_tokens([1 + i % 100 for i in range(tokens)]), ttl, **more)
@@ -83,8 +83,8 @@ class WarmLab(Lab):
         return self.state.stats().pins[phase]
 
 
-def lab(**settings: Any) -> WarmLab:
-    made = WarmLab(msgspec.structs.replace(CONFIG, **settings))
+def lab(**settings: Any) -> PinLab:
+    made = PinLab(msgspec.structs.replace(CONFIG, **settings))
     made.split()
     return made
 
@@ -94,7 +94,7 @@ def lab(**settings: Any) -> WarmLab:
 
 def test_from_wish_to_pin() -> None:
     it = lab()
-    order = it.warm()
+    order = it.pin_prefix()
     prefill = it.prefill
     assert it.to(prefill) == PREFILL
     assert (prefill.request, prefill.attempt) == (W, 1)
@@ -119,7 +119,7 @@ def test_from_wish_to_pin() -> None:
 def test_a_prefix_that_a_hung_worker_does_not_read_goes_to_another_one() -> None:
     it = lab()
     other = it.join("prefill", "prefill-1")
-    it.warm()
+    it.pin_prefix()
     holder = it.to(it.prefill)
     it.beat(holder, heard=it.counts[holder] - 1, loop=1_001)
     assert it.cancelled(holder, W) == [1]
@@ -133,7 +133,7 @@ def test_a_prefix_that_a_hung_worker_does_not_read_goes_to_another_one() -> None
 
 def test_it_ends_with_its_time() -> None:
     it = lab()
-    it.warm(ttl=2.0)
+    it.pin_prefix(ttl=2.0)
     it.until_pinned()
     for _ in range(7):
         for peer in (DECODE, PREFILL):
@@ -146,7 +146,7 @@ def test_it_ends_with_its_time() -> None:
 
 def test_it_ends_when_asked_to() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.until_pinned()
     with pytest.raises(PinNotFound, match="'q'"):
         it.tell(UnpinPrefix("q"))
@@ -160,10 +160,10 @@ def test_it_ends_when_asked_to() -> None:
 
 def test_tenants_have_keys_and_names_of_their_own() -> None:
     it = lab()
-    it.warm(tenant="one")
+    it.pin_prefix(tenant="one")
     it.until_pinned()
-    it.warm("warm 2", tenant="two")
-    it.until_pinned("warm 2")
+    it.pin_prefix("pin 2", tenant="two")
+    it.until_pinned("pin 2")
     first, second = it.sent(PinPages)
     assert (first.tenant, second.tenant) == ("one", "two")
     assert first.keys != second.keys
@@ -172,11 +172,11 @@ def test_tenants_have_keys_and_names_of_their_own() -> None:
 
 def test_another_of_its_name_takes_its_place_once_it_is_pinned() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.until_pinned()
     first = it.pin.pin
-    it.warm("warm 2", tokens=5 * PAGE)
-    it.say(PREFILL, Prefilled("warm 2", 1, 8, 1, 2))
+    it.pin_prefix("pin 2", tokens=5 * PAGE)
+    it.say(PREFILL, Prefilled("pin 2", 1, 8, 1, 2))
     assert it.pin.pin != first
     assert not it.sent(UnpinPages)
     it.say(STORE, PagesPinned(it.pin.pin, 5))
@@ -186,16 +186,16 @@ def test_another_of_its_name_takes_its_place_once_it_is_pinned() -> None:
 
 def test_one_that_fails_leaves_what_had_its_name() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.until_pinned()
-    it.warm("warm 2", tokens=5 * PAGE)
-    it.say(PREFILL, Prefilled("warm 2", 1, 8, 1, 2))
+    it.pin_prefix("pin 2", tokens=5 * PAGE)
+    it.say(PREFILL, Prefilled("pin 2", 1, 8, 1, 2))
     it.say(STORE, PagesPinned(it.pin.pin, 0, "quota"))
-    assert isinstance(it.error("warm 2"), QuotaExceeded)
+    assert isinstance(it.error("pin 2"), QuotaExceeded)
     assert [view.pages for view in it.state.pins("", it.now)] == [3]
 
 
-# --- what can't be warmed ---
+# --- what can't be pinned ---
 
 
 @pytest.mark.parametrize(
@@ -218,21 +218,21 @@ def test_bad_prefixes_are_refused_at_the_door(tokens: list[int], kind: type[Bato
 
 def test_two_at_once_of_one_name() -> None:
     it = lab()
-    it.warm()
-    it.warm("warm 2")
-    assert isinstance(it.error("warm 2"), InvalidRequest)
+    it.pin_prefix()
+    it.pin_prefix("pin 2")
+    assert isinstance(it.error("pin 2"), InvalidRequest)
     assert it.waits()
 
 
 def test_colocated_clusters_say_so_at_once() -> None:
-    it = WarmLab(msgspec.structs.replace(CONFIG, cluster=msgspec.structs.replace(CONFIG.cluster, prefill=0)))
+    it = PinLab(msgspec.structs.replace(CONFIG, cluster=msgspec.structs.replace(CONFIG.cluster, prefill=0)))
     it.colocated()
-    it.warm()
+    it.pin_prefix()
     assert isinstance(it.error(), Unavailable)
     assert "no prefill worker" in str(it.error())
 
 
-def keep_alive(it: WarmLab, seconds: float, *peers: str) -> None:
+def keep_alive(it: PinLab, seconds: float, *peers: str) -> None:
     """Time passes; these peers' heartbeats list what they should."""
     for _ in range(int(seconds / 0.25)):
         it.now += 0.25
@@ -244,10 +244,10 @@ def keep_alive(it: WarmLab, seconds: float, *peers: str) -> None:
 
 
 def test_without_a_live_prefill_worker_it_waits_and_then_says_so() -> None:
-    it = WarmLab()
+    it = PinLab()
     it.join("decode", "decode-0")
     it.join("store", "store-0")
-    it.warm()
+    it.pin_prefix()
     keep_alive(it, 4.5, DECODE, STORE)
     assert it.waits()
     keep_alive(it, 1, DECODE, STORE)
@@ -256,20 +256,20 @@ def test_without_a_live_prefill_worker_it_waits_and_then_says_so() -> None:
 
 
 def test_without_a_live_store_it_waits_and_then_says_so() -> None:
-    it = WarmLab()
+    it = PinLab()
     it.join("prefill", "prefill-0")
-    it.warm()
+    it.pin_prefix()
     keep_alive(it, 5.5, PREFILL)
     assert isinstance(it.error(), Unavailable)
     assert "no store" in str(it.error())
     it.join("store", "store-0")
-    it.warm("warm 2")
-    assert it.prefill.request == "warm 2"
+    it.pin_prefix("pin 2")
+    assert it.prefill.request == "pin 2"
 
 
 def test_a_worker_that_stays_busy_makes_an_overload() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     for attempt in range(1, 30):
         it.say(PREFILL, Refused(W, it.prefill.attempt, "busy"))
         keep_alive(it, 0.25, DECODE, PREFILL, STORE)
@@ -281,7 +281,7 @@ def test_a_worker_that_stays_busy_makes_an_overload() -> None:
 
 def test_too_large_for_the_worker() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.say(PREFILL, Refused(W, 1, "too_large", "it takes 3 pages and this worker has 2"))
     assert isinstance(it.error(), ContextTooLong)
     assert it.cancelled(PREFILL, W) == [1]
@@ -289,7 +289,7 @@ def test_too_large_for_the_worker() -> None:
 
 def test_the_clients_deadline() -> None:
     it = lab()
-    it.warm(deadline=it.now + 1)
+    it.pin_prefix(deadline=it.now + 1)
     assert it.prefill.deadline_ms == 1_000
     it.advance(1.0)
     assert isinstance(it.error(), DeadlineExpired)
@@ -304,26 +304,26 @@ def test_requests_go_first() -> None:
     it = lab()
     it.submit("r", prompt=9)
     it.say(DECODE, Refused("r", 1, "busy"))
-    it.warm()
+    it.pin_prefix()
     assert not it.sent(Prefill)
     it.beat(DECODE)  # it may have room again
     it.say(DECODE, Accepted("r", 2))
     assert [order.request for order in it.sent(Prefill)] == ["r"]  # the slot that is left is for prompts
     it.say(PREFILL, Prefilled("r", 2, 8, 0, 2))
     assert it.prefill.request == W
-    it.warm("warm 2", "q")
+    it.pin_prefix("pin 2", "q")
     assert it.prefill.request == W
     it.submit("s", prompt=9)
     it.say(DECODE, Accepted("s", 1))
     assert it.prefill.request == "s"
     it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
     it.say(PREFILL, Prefilled("s", 1, 8, 1, 2))
-    assert it.prefill.request == "warm 2"
+    assert it.prefill.request == "pin 2"
 
 
 def test_a_worker_that_takes_one_prompt_takes_a_prefix_when_it_is_idle() -> None:
     it = lab(prefill=PrefillConfig(max_num_seqs=1))
-    it.warm()
+    it.pin_prefix()
     it.submit("r", prompt=9)
     assert not it.sent(Decode)
     it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
@@ -358,7 +358,7 @@ def test_others_that_have_more_of_it_are_named() -> None:
 
 def test_it_is_listed_like_any_work_and_lost_work_is_begun_anew() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.advance(0.3)
     assert it.sent(RouterHeartbeat, PREFILL)[-1].attempts == (named(W, 1),)
     it.beat(PREFILL)
@@ -375,7 +375,7 @@ def test_it_is_listed_like_any_work_and_lost_work_is_begun_anew() -> None:
 
 def test_a_lost_prefilled_is_seen_in_heartbeats() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.beat(PREFILL, held(W, 1, 12, ended=True))
     assert not it.sent(PinPages)
     it.beat(PREFILL, held(W, 1, 12, ended=True))
@@ -387,7 +387,7 @@ def test_a_lost_prefilled_is_seen_in_heartbeats() -> None:
 
 def test_a_lost_pin_or_answer_is_asked_for_again() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
     for _ in range(5):
         it.beat(PREFILL, held(W, 1, 12, ended=True))
@@ -404,7 +404,7 @@ def test_a_lost_pin_or_answer_is_asked_for_again() -> None:
 def test_a_worker_that_dies_while_it_computes() -> None:
     it = lab()
     it.join("prefill", "prefill-1")
-    it.warm()
+    it.pin_prefix()
     it.say(STORE, WorkerDied(PREFILL, 7))
     assert it.waits()
     keep_alive(it, 0.75, DECODE, "prefill-1.1", STORE)
@@ -414,7 +414,7 @@ def test_a_worker_that_dies_while_it_computes() -> None:
 def test_a_worker_that_dies_while_it_holds() -> None:
     """The pages may be pinned in time."""
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
     it.say(STORE, WorkerDied(PREFILL, 7))
     it.say(STORE, PagesPinned(it.pin.pin, 3))
@@ -423,7 +423,7 @@ def test_a_worker_that_dies_while_it_holds() -> None:
 
 def test_failures_count_and_name_the_last() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     for attempt in (1, 2, 3):
         it.say(PREFILL, AttemptFailed(W, attempt, "store", "the store gave no slots"))
         keep_alive(it, 0.75, DECODE, PREFILL, STORE)
@@ -433,14 +433,14 @@ def test_failures_count_and_name_the_last() -> None:
 
 def test_what_a_worker_says_of_the_prefix_is_final() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.say(PREFILL, AttemptFailed(W, 1, "invalid_request", "no whole pages"))
     assert isinstance(it.error(), InvalidRequest)
 
 
 def test_no_progress() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     for _ in range(15):
         it.beat(PREFILL, held(W, 1, 4))
         it.beat(STORE)
@@ -451,7 +451,7 @@ def test_no_progress() -> None:
 
 def test_pages_that_went_before_they_were_pinned() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
     it.say(STORE, PagesPinned(it.pin.pin, 1, "missing"))
     keep_alive(it, 0.75, DECODE, PREFILL, STORE)
@@ -464,7 +464,7 @@ def test_pages_that_went_before_they_were_pinned() -> None:
 
 def test_over_quota_names_the_setting() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
     it.say(STORE, PagesPinned(it.pin.pin, 0, "quota"))
     assert isinstance(it.error(), QuotaExceeded)
@@ -474,7 +474,7 @@ def test_over_quota_names_the_setting() -> None:
 
 def test_a_client_that_leaves_wants_no_pin() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.say(PREFILL, Prefilled(W, 1, 8, 1, 2))
     it.tell(ClientGone(W))
     assert it.cancelled(PREFILL, W) == [1]
@@ -487,7 +487,7 @@ def test_a_client_that_leaves_wants_no_pin() -> None:
 
 def test_a_client_that_leaves_after_the_answer_leaves_its_pin() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.until_pinned()
     it.tell(ClientGone(W))
     assert it.state.pins("", it.now)
@@ -498,7 +498,7 @@ def test_a_client_that_leaves_after_the_answer_leaves_its_pin() -> None:
 
 def test_a_pin_is_made_anew_when_its_store_dies() -> None:
     it = lab()
-    it.warm(ttl=60.0)
+    it.pin_prefix(ttl=60.0)
     it.until_pinned()
     it.now += 10
     it.join("store", "store-0", incarnation="store-0.2")  # and so the old one is gone
@@ -516,7 +516,7 @@ def test_a_pin_is_made_anew_when_its_store_dies() -> None:
 
 def test_what_can_not_be_made_anew_ends_with_its_time() -> None:
     it = lab()
-    it.warm(ttl=20.0)
+    it.pin_prefix(ttl=20.0)
     it.until_pinned()
     for _ in range(8):
         it.beat(DECODE)
@@ -532,7 +532,7 @@ def test_what_can_not_be_made_anew_ends_with_its_time() -> None:
 def test_a_store_that_lists_less_than_it_should() -> None:
     """A corrupt page was dropped."""
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.until_pinned()
     pin = it.pin.pin
     it.store_beat(STORE, AttemptHeld(pin, 1, 3))
@@ -544,7 +544,7 @@ def test_a_store_that_lists_less_than_it_should() -> None:
 
 def test_a_store_that_lists_what_nobody_wants() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.until_pinned()
     it.tell(UnpinPrefix("p"))
     it.store_beat(STORE, AttemptHeld(it.pin.pin, 1, 3))
@@ -554,7 +554,7 @@ def test_a_store_that_lists_what_nobody_wants() -> None:
 
 def test_a_heartbeat_from_before_the_pin_proves_nothing() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     heard = it.counts[STORE]
     it.until_pinned()
     it.say(STORE, Heartbeat(heard, LoadReport()))
@@ -563,22 +563,22 @@ def test_a_heartbeat_from_before_the_pin_proves_nothing() -> None:
 
 def test_shutting_down_answers_who_waits_and_leaves_what_is_pinned() -> None:
     it = lab()
-    it.warm()
+    it.pin_prefix()
     it.until_pinned()
-    it.warm("warm 2", "q", tokens=2 * PAGE)
+    it.pin_prefix("pin 2", "q", tokens=2 * PAGE)
     it.tell(Shutdown())
-    assert isinstance(it.error("warm 2"), Unavailable)
-    assert it.cancelled(PREFILL, "warm 2") == [1]
+    assert isinstance(it.error("pin 2"), Unavailable)
+    assert it.cancelled(PREFILL, "pin 2") == [1]
     assert not it.sent(UnpinPages)
-    it.warm("warm 3")
-    assert isinstance(it.error("warm 3"), Unavailable)
+    it.pin_prefix("pin 3")
+    assert isinstance(it.error("pin 3"), Unavailable)
 
 
 def test_requests_and_prefixes_never_share_a_name() -> None:
     it = lab(cluster=ClusterConfig(heartbeat_ms=250, heartbeat_timeout_ms=1_000))
-    it.warm()
-    it.say(PREFILL, Prefilled("warm 2", 1, 8, 1, 2))
-    it.say(PREFILL, AttemptFailed("warm", 1, "internal", ""))
+    it.pin_prefix()
+    it.say(PREFILL, Prefilled("pin 2", 1, 8, 1, 2))
+    it.say(PREFILL, AttemptFailed("pin", 1, "internal", ""))
     it.say(DECODE, Prefilled(W, 1, 8, 1, 2))  # it has no say in it
     assert it.waits()
     assert not it.sent(PinPages)

@@ -1,4 +1,4 @@
-"""Warm prefixes at the front door: fields checked one by one, and calls over a real gRPC server."""
+"""Pinned prefixes at the front door: fields checked one by one, and calls over a real gRPC server."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvstore.keys import unpack_tokens
 from router.frontend.request_parsing import parse_pin_request, pin_of
 from router.service import RouterAddresses
 from tests.router import tokenizers
+from tests.router.pin_model import PAGE_BYTES, PinCluster
 from tests.router.served import Served, served, settings_for
 from tests.router.test_router_front import until
 from tests.router.test_router_intake import BARE, MODEL
-from tests.router.warm_model import PAGE_BYTES, WarmCluster
 
 PREFIX = list(range(20, 41))  # five pages of four, and a token
 
 
-def wish(**fields: Any) -> cache_pb2.WarmRequest:
+def wish(**fields: Any) -> cache_pb2.PinPrefixRequest:
     if "text" not in fields and "model" not in fields:
         fields["token_ids"] = generation_pb2.TokenIds(ids=fields.pop("tokens", PREFIX))
-    return cache_pb2.WarmRequest(**fields)
+    return cache_pb2.PinPrefixRequest(**fields)
 
 
 # --- fields ---
@@ -71,12 +71,12 @@ def test_what_is_not_said() -> None:
 # --- calls ---
 
 
-class Warmed(Served):
+class PinFront(Served):
     """A router whose stores keep pages."""
 
     def __init__(self, addresses: RouterAddresses) -> None:
         super().__init__(addresses)
-        self.cluster: WarmCluster = WarmCluster()
+        self.cluster: PinCluster = PinCluster()
 
     @property
     def pinned(self) -> int:
@@ -84,19 +84,19 @@ class Warmed(Served):
 
 
 @contextlib.asynccontextmanager
-async def cluster(folder: Path, *processes: str) -> AsyncIterator[tuple[Warmed, Any]]:
+async def cluster(folder: Path, *processes: str) -> AsyncIterator[tuple[PinFront, Any]]:
     async with served(settings_for(folder)) as router, grpc.aio.insecure_channel(router.addresses.operator) as channel:
-        warmed = Warmed(router.addresses)
-        workers = asyncio.create_task(warmed.work())
+        pinned = PinFront(router.addresses)
+        workers = asyncio.create_task(pinned.work())
         for name in processes:
-            warmed.start(name.partition("-")[0], name)  # type: ignore[arg-type]
-        joined = warmed.cluster.processes.values()
+            pinned.start(name.partition("-")[0], name)  # type: ignore[arg-type]
+        joined = pinned.cluster.processes.values()
         await until(lambda: all(process.membership.router for process in joined))
         try:
-            yield warmed, cache_pb2_grpc.CacheStub(channel)
+            yield pinned, cache_pb2_grpc.CacheStub(channel)
         finally:
             workers.cancel()
-            warmed.close()
+            pinned.close()
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -114,7 +114,7 @@ async def refused(call: Any) -> tuple[grpc.StatusCode, str, str]:
 def test_a_prefix_is_warmed_listed_and_let_go(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path, "decode-0", "prefill-0", "store-0") as (router, stub):
-            made = await stub.Warm(wish(id="mine", ttl_ms=60_000), timeout=10)
+            made = await stub.PinPrefix(wish(id="mine", ttl_ms=60_000), timeout=10)
             assert (made.pin.id, made.pin.node, made.pin.pages, made.pin.tokens) == ("mine", "a", 5, 20)
             assert made.pin.bytes == 5 * PAGE_BYTES
             assert 50_000 < made.pin.expires_in_ms <= 60_000
@@ -122,10 +122,10 @@ def test_a_prefix_is_warmed_listed_and_let_go(tmp_path: Path) -> None:
             assert router.pinned == 1
             (listed,) = (await stub.ListPins(cache_pb2.ListPinsRequest())).pins
             assert (listed.id, listed.node) == ("mine", "a")
-            await stub.Unpin(cache_pb2.UnpinRequest(id="mine"))
+            await stub.UnpinPrefix(cache_pb2.UnpinPrefixRequest(id="mine"))
             assert not (await stub.ListPins(cache_pb2.ListPinsRequest())).pins
             await until(lambda: not router.pinned)
-            status, details, reason = await refused(stub.Unpin(cache_pb2.UnpinRequest(id="mine")))
+            status, details, reason = await refused(stub.UnpinPrefix(cache_pb2.UnpinPrefixRequest(id="mine")))
             assert (status, reason) == (grpc.StatusCode.NOT_FOUND, "pin_not_found")
             assert "'mine'" in details
 
@@ -135,10 +135,10 @@ def test_a_prefix_is_warmed_listed_and_let_go(tmp_path: Path) -> None:
 def test_what_is_wrong_comes_as_a_status(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path, "decode-0", "prefill-0", "store-0") as (_, stub):
-            status, details, _ = await refused(stub.Warm(wish(tokens=[1, 2, 3])))
+            status, details, _ = await refused(stub.PinPrefix(wish(tokens=[1, 2, 3])))
             assert status is grpc.StatusCode.INVALID_ARGUMENT
             assert "no full page" in details
-            status, details, _ = await refused(stub.Warm(wish(ttl_ms=1)))
+            status, details, _ = await refused(stub.PinPrefix(wish(ttl_ms=1)))
             assert status is grpc.StatusCode.INVALID_ARGUMENT
             assert "ttl_ms" in details
 
@@ -150,7 +150,7 @@ def test_a_call_that_is_cancelled_leaves_no_pin(tmp_path: Path) -> None:
         async with cluster(tmp_path, "decode-0", "prefill-0", "store-0") as (router, stub):
             (prefill,) = router.cluster.named("prefill-0")
             prefill.full = True
-            call = stub.Warm(wish())
+            call = stub.PinPrefix(wish())
             await asyncio.sleep(0.2)
             call.cancel()
             prefill.full = False

@@ -20,7 +20,7 @@ from baton.messages import (
     UnpinPages,
 )
 from kvstore.keys import pack_tokens, page_keys, split_keys
-from router.events import WARM, Cancelled, PinAnswered, Pinned, PinPrefix, RouterCommand, UnpinPrefix
+from router.events import PIN, Cancelled, PinAnswered, Pinned, PinPrefix, RouterCommand, UnpinPrefix
 from router.events import Failed as Ended
 from router.prefix_pinning.pin import PinnedPrefix, PinPhase
 from tests.router.model import CONFIG, PAGE, Cluster, Job, Process
@@ -50,7 +50,7 @@ class Pages:
         return held | {key for kept in self.pins.values() for key in split_keys(kept.order.keys)}
 
 
-class WarmCluster(Cluster):
+class PinCluster(Cluster):
     """Prefixes come beside requests. Answers are kept by the name of the wish."""
 
     def __init__(self, config: settings.Config = CONFIG) -> None:
@@ -61,14 +61,14 @@ class WarmCluster(Cluster):
 
     # --- clients ---
 
-    def warm(self, pin: str = "p", pages: int = 3, ttl: float = 60.0, seed: int = 0, **more: Any) -> str:
-        name = f"{WARM}{len(self.wishes) + 1}"
+    def pin_prefix(self, pin: str = "p", pages: int = 3, ttl: float = 60.0, seed: int = 0, **more: Any) -> str:
+        name = f"{PIN}{len(self.wishes) + 1}"
         tokens = more.pop("tokens", [1 + (seed + i) % 100 for i in range(pages * PAGE + 1)])
         order = self.wishes[name] = PinPrefix(name, pin, pack_tokens(tokens), ttl, **more)
         self.tell(order)
         return name
 
-    def unwarm(self, pin: str = "p") -> None:
+    def unpin_prefix(self, pin: str = "p") -> None:
         self.tell(UnpinPrefix(pin))
 
     def prefixes(self) -> list[PinnedPrefix]:
@@ -157,7 +157,7 @@ class WarmCluster(Cluster):
     # --- prefill workers ---
 
     def _prefill(self, process: Process, order: Prefill) -> None:
-        if not order.request.startswith(WARM):
+        if not order.request.startswith(PIN):
             super()._prefill(process, order)
             return
         old = process.jobs.get(order.request)
@@ -181,7 +181,7 @@ class WarmCluster(Cluster):
         """What is about to be done lies in the store and is held there: as long as the worker knows of it."""
         store = self.store_of(process.peer.node)
         for name, job in list(process.jobs.items()):
-            if not name.startswith(WARM):
+            if not name.startswith(PIN):
                 continue
             owner = (process.peer.incarnation, name)
             if job.done and (store is None or owner not in store.held):

@@ -16,8 +16,8 @@ from baton.errors import PinNotFound
 from router.events import Cancelled, ClientGone, Failed, Pinned
 from router.prefix_pinning.pin import PinPhase
 from tests.router.model import CONFIG, Process, submit
+from tests.router.pin_model import PAGE_BYTES, PinCluster
 from tests.router.test_router_faults import break_process
-from tests.router.warm_model import PAGE_BYTES, WarmCluster
 
 FAULTS = ("dies", "restarts", "is replaced", "stops", "is full", "is stuck", "hangs", "fails")
 SMALL = msgspec.structs.replace(CONFIG, store=StoreConfig(pin_bytes=msgspec.convert(12 * PAGE_BYTES, int)))  # type: ignore[arg-type]
@@ -29,7 +29,7 @@ class Faults(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cluster = WarmCluster(SMALL)
+        self.cluster = PinCluster(SMALL)
 
     @initialize(prefillers=st.integers(1, 3), nodes=st.integers(1, 2), seed=st.integers(0, 2**16))
     def begin(self, prefillers: int, nodes: int, seed: int) -> None:
@@ -56,16 +56,16 @@ class Faults(RuleBasedStateMachine):
     )
     def wish(self, pin: str, pages: int, seed: int, ttl: float, deadline: float | None) -> None:
         at = None if deadline is None else self.cluster.now + deadline
-        self.cluster.warm(pin, pages, ttl, seed * 25, deadline=at)
+        self.cluster.pin_prefix(pin, pages, ttl, seed * 25, deadline=at)
 
     @rule(pin=st.sampled_from("pqrs"))
     def unwish(self, pin: str) -> None:
         known = any(prefix.pin == pin for prefix in self.cluster.prefixes())
         if known:
-            self.cluster.unwarm(pin)
+            self.cluster.unpin_prefix(pin)
         else:
             with pytest.raises(PinNotFound):
-                self.cluster.unwarm(pin)
+                self.cluster.unpin_prefix(pin)
 
     @rule(index=st.integers(0, 50))
     def leaves(self, index: int) -> None:
@@ -128,7 +128,7 @@ class Faults(RuleBasedStateMachine):
         self.cluster.finish()
         self.cluster.run(1)
         for pin in {prefix.pin for prefix in self.cluster.prefixes()}:
-            self.cluster.unwarm(pin)
+            self.cluster.unpin_prefix(pin)
         self.cluster.finish()
         assert not self.cluster.prefixes()
 
@@ -142,8 +142,8 @@ Faults.TestCase.settings = settings(
 TestFaults = Faults.TestCase
 
 
-def cluster_of(nodes: str = "a", prefillers: int = 1, **settings: Any) -> WarmCluster:
-    cluster = WarmCluster(msgspec.structs.replace(CONFIG, **settings))
+def cluster_of(nodes: str = "a", prefillers: int = 1, **settings: Any) -> PinCluster:
+    cluster = PinCluster(msgspec.structs.replace(CONFIG, **settings))
     cluster.start("decode", "decode-0", "a")
     for node in nodes:
         cluster.start("store", f"store-{node}", node)
@@ -155,7 +155,7 @@ def cluster_of(nodes: str = "a", prefillers: int = 1, **settings: Any) -> WarmCl
 
 def test_without_faults_every_prefix_takes_one_attempt_and_survives_eviction() -> None:
     cluster = cluster_of("ab", 2)
-    names = [cluster.warm(f"p{i}", pages=1 + i, seed=i) for i in range(10)]
+    names = [cluster.pin_prefix(f"p{i}", pages=1 + i, seed=i) for i in range(10)]
     for _ in range(100):
         cluster.round()
         cluster.evict()
@@ -176,7 +176,9 @@ def test_a_busy_cluster_survives_random_faults(seed: int) -> None:
     loss, lag = dice.choice([(0.0, 0.0), (0.01, 0.2), (0.1, 0.5)])
     for turn in range(500):
         if dice.random() < 0.1 and len(cluster.wishes) - len(cluster.answers) < 10:
-            cluster.warm(dice.choice("abcdefgh"), dice.randint(1, 20), dice.choice([1.0, 30.0]), dice.randint(0, 99))
+            cluster.pin_prefix(
+                dice.choice("abcdefgh"), dice.randint(1, 20), dice.choice([1.0, 30.0]), dice.randint(0, 99)
+            )
         if dice.random() < 0.1:
             name = f"r{len(cluster.submitted)}"
             cluster.submit(submit(name, dice.randint(1, 80), dice.randint(1, 20), dice.randint(0, 99)))

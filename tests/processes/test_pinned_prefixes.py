@@ -1,4 +1,4 @@
-"""Warm prefixes in a cluster of real processes: they outlast a flood that evicts everything else, until they end."""
+"""Pinned prefixes in a cluster of real processes: they outlast a flood that evicts everything else, until they end."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def some(tokens: int, seed: int) -> list[int]:
     return [rng.randrange(3, checkpoints.VOCAB) for _ in range(tokens)]
 
 
-def wish(prefix: list[int], **fields: object) -> cache_pb2.WarmRequest:
-    return cache_pb2.WarmRequest(token_ids=generation_pb2.TokenIds(ids=prefix), **fields)  # type: ignore[arg-type]
+def wish(prefix: list[int], **fields: object) -> cache_pb2.PinPrefixRequest:
+    return cache_pb2.PinPrefixRequest(token_ids=generation_pb2.TokenIds(ids=prefix), **fields)  # type: ignore[arg-type]
 
 
 def flood(cluster: LocalCluster, seed: int) -> None:
@@ -52,13 +52,13 @@ def cached(cluster: LocalCluster, prefix: list[int]) -> int:
     return workload.ask(cluster.address, [*prefix, 5, 6, 7], count=4).usage.cached_tokens // 16
 
 
-def test_a_warm_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], cluster: LocalCluster) -> None:
+def test_a_pinned_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], cluster: LocalCluster) -> None:
     kept, other = some(PREFIX * 16, 1), some(PREFIX * 16, 2)
     with Client(cluster.address, cluster.operator) as client:
-        made = client.warm(wish(kept, id="kept"), timeout=30)
+        made = client.pin_prefix(wish(kept, id="kept"), timeout=30)
         assert (made.pin.pages, made.pin.bytes, made.pin.node) == (PREFIX, PREFIX * PAGE, "local")
         assert (made.tokens_computed, made.tokens_cached) == (PREFIX * 16, 0)
-        again = client.warm(wish(kept, id="again"), timeout=30)
+        again = client.pin_prefix(wish(kept, id="again"), timeout=30)
         assert (again.tokens_computed, again.tokens_cached) == (0, PREFIX * 16)
         workload.ask(cluster.address, other, count=1)
         flood(cluster, 100)
@@ -70,9 +70,9 @@ def test_a_warm_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], clust
         workload.compare(checkpoint("llama"), prompts, [answer], workload.references(checkpoint("llama"), prompts))
         # Both pins are of the same pages, which count once; more than the quota is refused.
         with pytest.raises(QuotaExceeded, match=r"store\.pin_bytes"):
-            client.warm(wish(some((QUOTA - PREFIX + 1) * 16, 3)), timeout=30)
+            client.pin_prefix(wish(some((QUOTA - PREFIX + 1) * 16, 3)), timeout=30)
         with pytest.raises(QuotaExceeded, match=r"store\.pin_bytes"):
-            client.warm(wish(some((QUOTA + 1) * 16, 3)), timeout=30)
+            client.pin_prefix(wish(some((QUOTA + 1) * 16, 3)), timeout=30)
         assert [pin.id for pin in client.pins()] == ["again", "kept"]
         client.unpin("kept")
         with pytest.raises(PinNotFound):
@@ -87,7 +87,7 @@ def test_a_warm_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], clust
 def test_when_its_time_is_over_it_may_go(cluster: LocalCluster) -> None:
     prefix = some(PREFIX * 16, 1)
     with Client(cluster.address, cluster.operator) as client:
-        client.warm(wish(prefix, ttl_ms=1_000), timeout=30)
+        client.pin_prefix(wish(prefix, ttl_ms=1_000), timeout=30)
         eventually(lambda: not client.pins(), 10)
         time.sleep(0.5)
         flood(cluster, 100)
@@ -97,7 +97,7 @@ def test_when_its_time_is_over_it_may_go(cluster: LocalCluster) -> None:
 def test_a_pin_is_made_anew_when_its_store_dies(cluster: LocalCluster) -> None:
     prefix = some(PREFIX * 16, 1)
     with Client(cluster.address, cluster.operator) as client:
-        client.warm(wish(prefix, id="kept"), timeout=30)
+        client.pin_prefix(wish(prefix, id="kept"), timeout=30)
         cluster.kill("store-0")
         cluster.start("store-0")
         eventually(lambda: total(samples(cluster, "store-0"), "pinned_bytes") == PREFIX * PAGE, 30)

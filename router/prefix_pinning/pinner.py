@@ -1,7 +1,8 @@
-"""Warm prefixes: computed before anybody asks for them, and pinned. See `router.prefix_pinning.pin` for the automaton.
+"""Pinned prefixes: computed before anybody asks for them, and pinned. See `router.prefix_pinning.pin` for the
+automaton.
 
-Owns every prefix that is to be warm or is. An attempt is work of a prefill worker like a request's, so heartbeats list
-it and rule 2 repairs it; its name begins with `WARM`, which no request's does. The worker holds the pages until the
+Owns every prefix that is to be pinned or is. An attempt is work of a prefill worker like a request's, so heartbeats
+list it and rule 2 repairs it; its name begins with `PIN`, which no request's does. The worker holds the pages until the
 store has said that they are pinned.
 
 Requests go first: a prefix is only begun while no request waits for a worker, one at a time on each prefill worker, and
@@ -41,11 +42,11 @@ from baton.messages import (
     UnpinPages,
 )
 from kvstore.keys import namespace_root, split_keys
-from router.events import WARM, Cancelled, Failed, PinAnswered, Pinned, PinPrefix, PinView, UnpinPrefix
+from router.events import PIN, Cancelled, Failed, PinAnswered, Pinned, PinPrefix, PinView, UnpinPrefix
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
 from router.outbox import Outbox
 from router.placement.cached_prefix import node_caches, store_caches
-from router.placement.prefix_lookup import KvIndex
+from router.placement.kv_index import KvIndex
 from router.prefix_pinning.pin import PinnedPrefix, PinPhase
 from router.queueing.admission import ModelLimits, check_tokens
 from router.requests.lifecycle import RequestManager
@@ -55,7 +56,7 @@ _MOST = 4_096  # prefixes; each costs its tokens, and a moment of every tick
 
 
 class PrefixPinner:
-    """Every prefix that is to be warm or is."""
+    """Every prefix that is to be pinned or is."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class PrefixPinner:
             self.end(prefix, Cancelled(why))
 
     def _check(self, order: PinPrefix) -> None:
-        """Raises BatonError for what could not, or may not, be warmed."""
+        """Raises BatonError for what could not, or may not, be pinned."""
         if self._shut:
             raise Unavailable("this router is stopping")
         check_tokens(order.tokens, self._limits.vocab_size)
@@ -125,14 +126,14 @@ class PrefixPinner:
         if len(self.prefixes) >= _MOST:
             raise QuotaExceeded(f"{_MOST} prefixes are pinned, and a router keeps no more; remove some")
         if len(self._waiting) > self._config.router.max_queued:
-            raise Overloaded(f"{len(self._waiting)} prefixes wait to be warmed already")
+            raise Overloaded(f"{len(self._waiting)} prefixes wait to be pinned already")
         pin_bytes = self._config.store.pin_bytes
         if card is not None and (needed := tokens // size * card.page_bytes) > pin_bytes:
             raise QuotaExceeded(
                 f"the prefix takes {needed} bytes, and store.pin_bytes lets a tenant pin {pin_bytes} on one node"
             )
         if not self._config.cluster.prefill and not self._members.with_role("prefill"):
-            raise Unavailable("this cluster has no prefill worker to warm a prefix with; `baton scale --prefill 1`")
+            raise Unavailable("this cluster has no prefill worker to compute a prefix; `baton scale --prefill 1`")
 
     # --- attempts begin ----------------------------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class PrefixPinner:
             if not worker.unresponsive
             and worker.busy_since is None
             and len(worker.pending_prefills) + worker.other_routers_requests < most
-            if not any(name.request.startswith(WARM) for name in worker.pending_prefills)
+            if not any(name.request.startswith(PIN) for name in worker.pending_prefills)
             if (store := self._members.store_of(worker.peer.node)) is not None and not store.unresponsive
         ]
 
@@ -388,11 +389,11 @@ class PrefixPinner:
                 assert prefix.worker is not None, prefix.name
                 computing.add((prefix.worker, prefix.attempt))
         assert len(self.asked) == sum(p.phase in (PinPhase.PINNING, PinPhase.PINNED) for p in self.prefixes.values())
-        assert at_work == {(m.incarnation, n) for m in self._members for n in _warm(m.assigned)}
-        assert computing == {(m.incarnation, n) for m in self._members for n in _warm(m.pending_prefills)}
+        assert at_work == {(m.incarnation, n) for m in self._members for n in _pin_names(m.assigned)}
+        assert computing == {(m.incarnation, n) for m in self._members for n in _pin_names(m.pending_prefills)}
         owners = Counter(prefix.owner for prefix in self.prefixes.values() if not prefix.awaited)
         assert not owners or max(owners.values()) == 1, owners
 
 
-def _warm(names: Collection[AttemptName]) -> list[AttemptName]:
-    return [name for name in names if name.request.startswith(WARM)]
+def _pin_names(names: Collection[AttemptName]) -> list[AttemptName]:
+    return [name for name in names if name.request.startswith(PIN)]

@@ -1,4 +1,4 @@
-"""`baton warm`: what it reads, what it asks, and what it says."""
+"""`baton pin`: what it reads, what it asks, and what it says."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typer.testing import CliRunner, Result
 from baton.errors import InvalidRequest
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from deploy.cli import app
-from deploy.commands import warm
+from deploy.commands import pin
 
 
 class Router(cache_pb2_grpc.CacheServicer):
-    """Warms whatever has at least three tokens, and remembers it."""
+    """Pins whatever has at least three tokens, and remembers it."""
 
     def __init__(self) -> None:
-        self.asked: list[cache_pb2.WarmRequest] = []
+        self.asked: list[cache_pb2.PinPrefixRequest] = []
         self.pins: dict[str, cache_pb2.Pin] = {}
 
-    def Warm(self, request: cache_pb2.WarmRequest, context: Any) -> cache_pb2.WarmResponse:  # noqa: N802
+    def PinPrefix(self, request: cache_pb2.PinPrefixRequest, context: Any) -> cache_pb2.PinPrefixResponse:  # noqa: N802
         self.asked.append(request)
         tokens = len(request.token_ids.ids) or len(request.text)
         if tokens < 3:
@@ -35,13 +35,13 @@ class Router(cache_pb2_grpc.CacheServicer):
         pin = self.pins[name] = cache_pb2.Pin(
             id=name, node="a", tokens=tokens, pages=1, bytes=2**20, expires_in_ms=request.ttl_ms or 3_600_000
         )
-        return cache_pb2.WarmResponse(pin=pin, tokens_computed=tokens, tokens_cached=0)
+        return cache_pb2.PinPrefixResponse(pin=pin, tokens_computed=tokens, tokens_cached=0)
 
-    def Unpin(self, request: cache_pb2.UnpinRequest, context: Any) -> cache_pb2.UnpinResponse:  # noqa: N802
+    def UnpinPrefix(self, request: cache_pb2.UnpinPrefixRequest, context: Any) -> cache_pb2.UnpinPrefixResponse:  # noqa: N802
         if self.pins.pop(request.id, None) is None:
             context.set_trailing_metadata([("baton-reason", "pin_not_found")])
             context.abort(grpc.StatusCode.NOT_FOUND, f"there is no pin {request.id!r}")
-        return cache_pb2.UnpinResponse()
+        return cache_pb2.UnpinPrefixResponse()
 
     def ListPins(self, request: cache_pb2.ListPinsRequest, context: Any) -> cache_pb2.ListPinsResponse:  # noqa: N802
         return cache_pb2.ListPinsResponse(pins=self.pins.values())
@@ -63,7 +63,7 @@ def address(router: Router) -> Iterator[str]:
 
 
 def call(address: str, *arguments: str | Path, stdin: str = "") -> Result:
-    result = CliRunner().invoke(app, ["warm", "--operator", address, *map(str, arguments)], input=stdin)
+    result = CliRunner().invoke(app, ["pin", "--operator", address, *map(str, arguments)], input=stdin)
     assert "Traceback" not in result.output
     return result
 
@@ -86,7 +86,7 @@ def test_a_file_of_prefixes(router: Router, address: str, tmp_path: Path) -> Non
     first, second, last = result.stdout.splitlines()
     assert first == "helper  16 tokens, 16 computed, 1 pages, 1.0 MiB on a for 2 h 0 min"
     assert second.startswith("made-2  3 tokens")
-    assert last == "2 prefixes are warm, 2 pages, 2.0 MiB"
+    assert last == "2 prefixes are pinned, 2 pages, 2.0 MiB"
 
 
 def test_a_bad_line_is_named_and_the_others_go_on(router: Router, address: str, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_bad_line_is_named_and_the_others_go_on(router: Router, address: str, 
     ):
         assert problem in line
     assert sorted(request.text for request in router.asked) == ["first", "last", "y"]
-    assert result.stdout.splitlines()[-1] == "2 prefixes are warm, 2 pages, 2.0 MiB; 9 failed"
+    assert result.stdout.splitlines()[-1] == "2 prefixes are pinned, 2 pages, 2.0 MiB; 9 failed"
 
 
 def test_a_text_file_is_one_prefix(router: Router, address: str, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_text_file_is_one_prefix(router: Router, address: str, tmp_path: Path)
 def test_standard_input_and_json(address: str) -> None:
     result = call(address, "-", "--json", stdin=lines({"text": "abcd", "id": "p"}, {"text": "a"}))
     assert result.exit_code == 1
-    good, bad = json.loads(result.stdout)["warmed"]
+    good, bad = json.loads(result.stdout)["pinned"]
     assert (good["line"], good["id"], good["tokens"], good["tokens_computed"]) == (1, "p", 4, 4)
     assert bad == {"line": 2, "error": {"reason": "invalid_request", "message": "1 tokens are no page"}}
 
@@ -160,10 +160,10 @@ def test_files_that_hold_no_prefix(address: str, tmp_path: Path) -> None:
     [("90", 90_000), ("90s", 90_000), ("1.5h", 5_400_000), ("15m", 900_000), ("2d", 172_800_000), ("250ms", 250)],
 )
 def test_durations(text: str, milliseconds: int) -> None:
-    assert warm.parse_duration_ms(text) == milliseconds
+    assert pin.parse_duration_ms(text) == milliseconds
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1s", "1w", "1h30m", "nan"])
 def test_what_is_no_duration(text: str) -> None:
     with pytest.raises(InvalidRequest, match="no duration"):
-        warm.parse_duration_ms(text)
+        pin.parse_duration_ms(text)

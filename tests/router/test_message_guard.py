@@ -16,17 +16,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.errors import BatonError
 from baton.v1 import cache_pb2, cluster_pb2, explain_pb2, generation_pb2
 from router.frontend import grpc_server
-from router.frontend.guard import MessageGuard
+from router.frontend.message_guard import MessageGuard
 from tests.router.model import CONTEXT
 from tests.router.served import Served, served, settings_for
 from tests.router.test_router_front import Client, cluster, request, until
 
-GENERATE, WARM = "/baton.v1.Generation/Generate", "/baton.v1.Cache/Warm"
+GENERATE, PIN = "/baton.v1.Generation/Generate", "/baton.v1.Cache/PinPrefix"
 GARBAGE = b"\xff" * 50
 METHODS = (
     GENERATE,
-    WARM,
-    *(f"/baton.v1.Cache/{name}" for name in ("Unpin", "ListPins")),
+    PIN,
+    *(f"/baton.v1.Cache/{name}" for name in ("UnpinPrefix", "ListPins")),
     *(f"/baton.v1.Cluster/{n}" for n in ("GetStatus", "Profile", "Drain", "SetRole", "Explain", "ListRequests")),
     "/grpc.health.v1.Health/Check",
     "/grpc.health.v1.Health/Watch",
@@ -88,9 +88,9 @@ ECHOED: list[tuple[str, Any, grpc.StatusCode, str]] = [
     (GENERATE, request(model=LONG), grpc.StatusCode.NOT_FOUND, "model_mismatch"),
     (GENERATE, request(request_id=LONG), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
     (GENERATE, request(affinity="é" * 20_000), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
-    (WARM, cache_pb2.WarmRequest(model="🚀" * 9_000, text="x"), grpc.StatusCode.NOT_FOUND, "model_mismatch"),
-    (WARM, cache_pb2.WarmRequest(id=LONG, text="x"), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
-    ("/baton.v1.Cache/Unpin", cache_pb2.UnpinRequest(id=LONG), grpc.StatusCode.NOT_FOUND, "pin_not_found"),
+    (PIN, cache_pb2.PinPrefixRequest(model="🚀" * 9_000, text="x"), grpc.StatusCode.NOT_FOUND, "model_mismatch"),
+    (PIN, cache_pb2.PinPrefixRequest(id=LONG, text="x"), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
+    ("/baton.v1.Cache/UnpinPrefix", cache_pb2.UnpinPrefixRequest(id=LONG), grpc.StatusCode.NOT_FOUND, "pin_not_found"),
     (
         "/baton.v1.Cluster/Explain",
         explain_pb2.ExplainRequest(request_id="\n" * 20_000),
