@@ -95,16 +95,16 @@ class StepCostModel:
     @classmethod
     def from_peers(cls, elders: Sequence[StepCostModel]) -> StepCostModel:
         """One that begins with what others remember, as if from a few steps of its own."""
-        heir = cls(elders[0].cost)
-        heir.largest = max(elder.largest for elder in elders)
+        from_peers = cls(elders[0].cost)
+        from_peers.largest = max(elder.largest for elder in elders)
         for kind in range(2):
             weights = np.concatenate([elder._weights[kind] for elder in elders])
             newest = np.argsort(weights, kind="stable")[-_REMEMBERED:]
-            heir._amounts[kind] = np.concatenate([elder._amounts[kind] for elder in elders])[newest]
-            heir._seconds[kind] = np.concatenate([elder._seconds[kind] for elder in elders])[newest]
-            heir._weights[kind] = weights[newest] * _HEIRLOOM / max(_HEIRLOOM, weights[newest].sum())
-        heir.calibrate()
-        return heir
+            from_peers._amounts[kind] = np.concatenate([elder._amounts[kind] for elder in elders])[newest]
+            from_peers._seconds[kind] = np.concatenate([elder._seconds[kind] for elder in elders])[newest]
+            from_peers._weights[kind] = weights[newest] * _HEIRLOOM / max(_HEIRLOOM, weights[newest].sum())
+        from_peers.calibrate()
+        return from_peers
 
     @property
     def knows_anything(self) -> bool:

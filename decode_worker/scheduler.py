@@ -116,14 +116,14 @@ class DecodeScheduler:
         everybody's step."""
         self._config = config
         self._vocab_size = vocab_size
-        self._page_size, self._grain = page_size, chunk_alignment(page_size)
+        self._page_size, self._alignment = page_size, chunk_alignment(page_size)
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
         self._sequences: dict[str, Sequence] = {}  # by request: one attempt each
         self._admission = SequenceAdmission(self._blocks, headroom or LearnedGrowthReserve(), page_size)
         self._router_fairness = RouterFairness()
-        self._pace = WorkerStepTimes(calibration)
-        self._step_budget = StepBudget(config, self._pace)
+        self._step_costs = WorkerStepTimes(calibration)
+        self._step_budget = StepBudget(config, self._step_costs)
         self._fetching: dict[int, Sequence] = {}  # by lease
         self._copies = CopyQueue()  # of fetches
         self._leases = itertools.count(1)
@@ -134,7 +134,7 @@ class DecodeScheduler:
         self._copying = 0.0  # since when the copies that were handed out are being made, seconds
         self._planned = 0.0  # when the step that runs was planned, seconds
         self._stepped = 0.0  # when the last one ended, seconds
-        self._put_off = False  # the last plan had no short tails, because of what came before it
+        self._postponed = False  # the last plan had no short tails, because of what came before it
         self._regret: dict[LowerTier, float] = {}
         self._step = 0
         self._preemptions = self._generated = self._computed = 0
@@ -333,7 +333,7 @@ class DecodeScheduler:
     def _decide(self, sequence: Sequence, fetch: PageFetch, now: float) -> list[DecodeCommand]:
         """How much of a cached prefix that lower tiers have is worth loading."""
         runs = fetch.runs
-        choice = choose_load_length(runs, self._page_bytes, self._page_size, self._pace.rate(sequence.computed))
+        choice = choose_load_length(runs, self._page_bytes, self._page_size, self._step_costs.rate(sequence.computed))
         if choice.pages:
             sequence.loading = LoadInProgress(choice, runs, now)
             sequence.loaded_from = fetch.here
@@ -437,23 +437,23 @@ class DecodeScheduler:
         """The next step; empty when nothing runs."""
         self._planned = now
         decoding: list[Sequence] = []
-        tails: list[Sequence] = []
+        partial_prefills: list[Sequence] = []
         for sequence in self._sequences.values():
             if sequence.phase is SequencePhase.RUNNING:
-                (decoding if sequence.pending == 1 else tails).append(sequence)
-        if not tails:
-            self._put_off = False
-            return build_batch(decoding, tails, BatchBudget(self._config.max_num_batched_tokens))
+                (decoding if sequence.pending == 1 else partial_prefills).append(sequence)
+        if not partial_prefills:
+            self._postponed = False
+            return build_batch(decoding, partial_prefills, BatchBudget(self._config.max_num_batched_tokens))
         rows = _rows(decoding)
-        context = max(s.computed for s in tails)
-        prompts = self._step_budget.prompt_tokens(rows, context, self._grain)
-        self._put_off = not self._put_off and self._step_budget.delays_too_long(rows, now - self._stepped)
-        parts = 0 if self._put_off else self._step_budget.short_prompt_tokens(rows, context, self._grain)
+        context = max(s.computed for s in partial_prefills)
+        prompts = self._step_budget.prompt_tokens(rows, context, self._alignment)
+        self._postponed = not self._postponed and self._step_budget.delays_too_long(rows, now - self._stepped)
+        parts = 0 if self._postponed else self._step_budget.short_prompt_tokens(rows, context, self._alignment)
         overdue = now - self._config.first_step_ms / 1_000
         budget = BatchBudget(
-            self._config.max_num_batched_tokens, prompts, parts, overdue, self._pace.rate(), self._grain
+            self._config.max_num_batched_tokens, prompts, parts, overdue, self._step_costs.rate(), self._alignment
         )
-        return build_batch(decoding, tails, budget)
+        return build_batch(decoding, partial_prefills, budget)
 
     def repeatable_steps(self, plan: ScheduledBatch) -> int:
         """How many steps in a row may run this plan, each row feeding on its own last token, and come to the same as if
@@ -487,8 +487,8 @@ class DecodeScheduler:
         seconds = (now - self._planned) / steps
         self._step += steps
         self._stepped = now
-        sample = self._pace.stepped(plan, seconds, steps)
-        if all(len(chunk.tokens) <= self._grain for chunk in plan.values()):
+        sample = self._step_costs.stepped(plan, seconds, steps)
+        if all(len(chunk.tokens) <= self._alignment for chunk in plan.values()):
             self._step_budget.observe_step(sample, steps)
         deltas: dict[str, list[Delta]] = {}  # by owner
         commands: list[DecodeCommand] = []
@@ -615,8 +615,8 @@ class DecodeScheduler:
             _load(sequences),
             pages_free=self._blocks.available,
             pages_total=self._num_pages,
-            prefill_rate=self._pace.rate(),
-            steps=self._pace.last,
+            prefill_rate=self._step_costs.rate(),
+            steps=self._step_costs.last,
         )
         attempts = tuple(sequence.held() for sequence in self._owned_by(router))
         others = _load([sequence for sequence in sequences if sequence.owner != router])

@@ -72,18 +72,18 @@ class StepBudget:
         old = self._tail_shares.get(magnitude, _UNKNOWN_SHARE)
         self._tail_shares[magnitude] = old + _WEIGHT * (share - old)
 
-    def prompt_tokens(self, rows: DecodeRows, context: int, grain: int) -> int:
+    def prompt_tokens(self, rows: DecodeRows, context: int, alignment: int) -> int:
         """How many prompt tokens, that attend to `context` positions before them, a step with these rows may have. At
         least two grains, so that both short and long tails of prompts get on."""
         room = self._config.max_num_batched_tokens - rows.count
         if rows.count:
             within = self._costs.tokens_within(self.longest_step(rows) - self._seconds(rows), context, rows.count)
             room = min(room, self._config.max_num_batched_tokens // _UNKNOWN if within is None else within)
-        return max(room, 2 * grain)
+        return max(room, 2 * alignment)
 
-    def short_prompt_tokens(self, rows: DecodeRows, context: int, grain: int) -> int:
+    def short_prompt_tokens(self, rows: DecodeRows, context: int, alignment: int) -> int:
         """The same where no prompt has more than a grain left."""
-        most = self.prompt_tokens(rows, context, grain)
+        most = self.prompt_tokens(rows, context, alignment)
         if not rows.count:
             return most
         share = self._tail_shares.get(_magnitude(context), _UNKNOWN_SHARE)

@@ -113,7 +113,7 @@ class PrefillScheduler:
         self._window = MAX_KEYS_PER_CALL  # pages of a shipment, at most
         self._slots = 0  # of the arena; 0 without a store
         self._page_bytes = 0
-        self._pace = WorkerStepTimes(calibration)
+        self._step_costs = WorkerStepTimes(calibration)
         self._planned = 0.0  # when the step that runs was planned, seconds
         self._regret: dict[LowerTier, float] = {}
         self._step = 0
@@ -260,7 +260,7 @@ class PrefillScheduler:
         if lookup.undecided:
             runs = lookup.runs
             spared = max(0, shared_prefix.pages_not_to_compute(job, self._active) - lookup.here)
-            rate = self._pace.rate(lookup.here * self._page_size)
+            rate = self._step_costs.rate(lookup.here * self._page_size)
             choice = choose_load_length(runs, self._page_bytes, self._page_size, rate, spared)
             commands = [CallStore(call) for call in lookup.decide(choice.pages)]
             if choice.pages:
@@ -461,7 +461,7 @@ class PrefillScheduler:
     def schedule(self, now: float) -> ScheduledBatch:
         """The next step; empty when nothing computes."""
         step = self._config.step_ms / 1_000
-        plan = build_batch(self._requests.values(), self._pace, step, self._config.max_num_batched_tokens)
+        plan = build_batch(self._requests.values(), self._step_costs, step, self._config.max_num_batched_tokens)
         self._planned = now
         for name in plan:
             job = self._requests[name.request]
@@ -470,7 +470,7 @@ class PrefillScheduler:
 
     def _step_done(self, plan: ScheduledBatch, now: float) -> list[PrefillCommand]:
         self._step += 1
-        self._pace.stepped(plan, now - self._planned)
+        self._step_costs.stepped(plan, now - self._planned)
         commands: list[PrefillCommand] = []
         for name, chunk in plan.items():
             job, before = self._requests[name.request], self._requests[name.request].ready
@@ -531,8 +531,8 @@ class PrefillScheduler:
             self._load(active),
             pages_free=self._blocks.available,
             pages_total=self._num_pages,
-            prefill_rate=self._pace.rate(),
-            steps=self._pace.last,
+            prefill_rate=self._step_costs.rate(),
+            steps=self._step_costs.last,
         )
         attempts = tuple(job.held() for job in self._owned_by(router))
         others = self._load([job for job in active if job.owner != router])

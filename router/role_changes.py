@@ -58,19 +58,19 @@ class RoleChanges:
         self._out = out
         self._changes: dict[str, _Change] = {}  # by incarnation
 
-    def ask(self, wish: SetRole, member: MemberRecord, now: float) -> None:
+    def ask(self, order: SetRole, member: MemberRecord, now: float) -> None:
         """Begin with a change, or change its time limit. Raises InvalidRequest where the worker has that role, can't
         have it, or is the last decode worker that takes work."""
         name, role = member.peer.name, member.peer.role
-        if role == wish.role:
+        if role == order.role:
             raise InvalidRequest(f"{name} is a {role} worker already")
-        if wish.role == "decode" and not (member.hello.model and member.hello.model.lm_head):
+        if order.role == "decode" and not (member.hello.model and member.hello.model.lm_head):
             raise InvalidRequest(f"{name} has loaded no output head; start it anew with prefill.lm_head=true")
         if self._is_last(member):
             raise InvalidRequest(f"no decode worker but {name} takes work: nobody would be left to generate tokens")
         member.drain(draining=True)
-        self._changes[member.incarnation] = _Change(wish.role, now + wish.patience)
-        self._out.log(f"{name} drains, and is a {wish.role} worker then", kind="role")
+        self._changes[member.incarnation] = _Change(order.role, now + order.patience)
+        self._out.log(f"{name} drains, and is a {order.role} worker then", kind="role")
 
     def target_role(self, incarnation: str) -> WorkerRole | None:
         """What this incarnation is to become, if anything."""

@@ -75,29 +75,29 @@ async def serve(
         cleanup.callback(listener.close)
         sockets = RouterSockets(listener)
         cleanup.push_async_callback(sockets.close)
-        relay = RouterDriver(me, config, model, sockets, clock, Metrics())
-        http = HttpServer(relay)
+        driver = RouterDriver(me, config, model, sockets, clock, Metrics())
+        http = HttpServer(driver)
         cleanup.push_async_callback(http.stop)
         http_address = await http.start(router.host, router.http_port)
         tokenizing = TokenizerThreads()
         cleanup.callback(tokenizing.close)
-        front, operator = ClientServer(relay, clock, tokenizing), OperatorServer(relay, clock, tokenizing)
-        cleanup.push_async_callback(_stop, front, operator)
-        grpc_address = await front.start(router.host, router.grpc_port)
+        client_server, operator = ClientServer(driver, clock, tokenizing), OperatorServer(driver, clock, tokenizing)
+        cleanup.push_async_callback(_stop, client_server, operator)
+        grpc_address = await client_server.start(router.host, router.grpc_port)
         operator_address = await operator.start(router.operator, config.cluster.name, name)
-        cleanup.callback(relay.stop)  # before the front stops: its streams still say why they end
-        relay.address = _reachable(http_address, router.host)
+        cleanup.callback(driver.stop)  # before the front stops: its streams still say why they end
+        driver.address = _reachable(http_address, router.host)
         settle()
         log.info("router %s serves %s: gRPC %s, http %s", me.incarnation, model.name, grpc_address, http_address)
         log.info("the operator is served at %s", operator_address)
         addresses = RouterAddresses(grpc_address, listener.endpoint, http_address, operator_address)
         ready(addresses)
-        again = _listen_again(relay, operator, lambda target: ready(replace(addresses, operator=target)))
+        again = _listen_again(driver, operator, lambda target: ready(replace(addresses, operator=target)))
         loops = (
             again,
-            _listen(relay, listener),
-            _follow(relay, sockets),
-            _watch(relay, (front, operator), listener, clock),
+            _listen(driver, listener),
+            _follow(driver, sockets),
+            _watch(driver, (client_server, operator), listener, clock),
         )
         await _until_stopped(stop, *loops)
 
@@ -115,39 +115,39 @@ async def _until_stopped(stop: asyncio.Event, *loops: Coroutine[Any, Any, None])
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _listen(relay: RouterDriver, listener: Listener) -> None:
+async def _listen(driver: RouterDriver, listener: Listener) -> None:
     """Hand every message from workers and stores to the state. The listener itself yields to other tasks."""
     while True:
-        relay.handle(MessageReceived(await listener.receive()))
+        driver.handle(MessageReceived(await listener.receive()))
 
 
-async def _stop(front: ClientServer, operator: OperatorServer) -> None:
+async def _stop(client_server: ClientServer, operator: OperatorServer) -> None:
     """End both servers in the same time."""
-    await asyncio.gather(front.stop(_GRACE), operator.stop(_GRACE))
+    await asyncio.gather(client_server.stop(_GRACE), operator.stop(_GRACE))
 
 
 async def _watch(
-    relay: RouterDriver, fronts: tuple[ClientServer, OperatorServer], listener: Listener, clock: Clock
+    driver: RouterDriver, fronts: tuple[ClientServer, OperatorServer], listener: Listener, clock: Clock
 ) -> None:
     """Time, for the state: and whether this loop was itself held up, which is nobody else's fault (rule 6)."""
-    beat = relay.config.cluster.heartbeat_ms / 1_000
+    beat = driver.config.cluster.heartbeat_ms / 1_000
     pauses = PauseDetector(tolerance=beat)
     while True:
-        relay.handle(Tick(pauses.tick(clock.now())))
-        relay.publish(listener.malformed + sum(front.undecodable for front in fronts), refused())
-        for front in fronts:
-            await front.set_serving(relay.state.serving)
+        driver.handle(Tick(pauses.tick(clock.now())))
+        driver.publish(listener.malformed + sum(client_server.undecodable for client_server in fronts), refused())
+        for client_server in fronts:
+            await client_server.set_serving(driver.state.serving)
         await asyncio.sleep(beat / 5)
 
 
-async def _listen_again(relay: RouterDriver, operator: OperatorServer, moved: Callable[[str], object]) -> None:
+async def _listen_again(driver: RouterDriver, operator: OperatorServer, moved: Callable[[str], object]) -> None:
     """Look after the operator's socket: where its file has been removed, listen anew."""
     while True:
         await asyncio.sleep(_LOOK)
         if not operator.lost:
             continue
         try:
-            target = await operator.start(relay.config.router.operator, relay.config.cluster.name, relay.me.name)
+            target = await operator.start(driver.config.router.operator, driver.config.cluster.name, driver.me.name)
         except BatonError as error:
             log.warning("the operator's socket has been removed, and there can be no other one: %s", error)
             await asyncio.sleep(_LOOK * 30)
@@ -156,11 +156,11 @@ async def _listen_again(relay: RouterDriver, operator: OperatorServer, moved: Ca
             moved(target)
 
 
-async def _follow(relay: RouterDriver, sockets: RouterSockets) -> None:
+async def _follow(driver: RouterDriver, sockets: RouterSockets) -> None:
     """Hand every batch of KV events, and every part of a snapshot, to the state."""
     while True:
         for _ in range(_TURN):
-            relay.handle(await sockets.pages.get())
+            driver.handle(await sockets.pages.get())
         await asyncio.sleep(0)
 
 

@@ -442,16 +442,16 @@ class RouterState:
 
     # --- draining ----------------------------------------------------------------------------------------------------
 
-    def _drain(self, wish: DrainWorker, now: float) -> None:
-        member = self._worker(wish.worker)
+    def _drain(self, order: DrainWorker, now: float) -> None:
+        member = self._worker(order.worker)
         others = [other for other in self._members.schedulable("decode") if other is not member]
-        if wish.at_once and not wish.undo and member.peer.role == "decode" and not others:
-            raise InvalidRequest(f"no decode worker but {wish.worker} takes work: what it runs has nowhere to go")
-        member.drain(draining=not wish.undo)
-        self._out.log(f"{wish.worker} {'is given work again' if wish.undo else 'drains'}", kind="drains")
-        if wish.undo:
+        if order.at_once and not order.undo and member.peer.role == "decode" and not others:
+            raise InvalidRequest(f"no decode worker but {order.worker} takes work: what it runs has nowhere to go")
+        member.drain(draining=not order.undo)
+        self._out.log(f"{order.worker} {'is given work again' if order.undo else 'drains'}", kind="drains")
+        if order.undo:
             self._manager.scan.cluster_changed()
-        elif wish.at_once:
+        elif order.at_once:
             self._manager.move_work_off(member, now)
 
     def _worker(self, name: str) -> MemberRecord:
@@ -473,15 +473,15 @@ class RouterState:
             )
         return member.tracing, member.peer.node
 
-    def _profile(self, wish: ProfileProcess) -> None:
-        member = self._traceable(wish.process)
+    def _profile(self, order: ProfileProcess) -> None:
+        member = self._traceable(order.process)
         if (busy := self._members.tracing()) is not None:
             name = busy.peer.name
             raise TraceConflict(
                 f"{name} makes a trace already ({name}-{busy.tracing}.json), and a cluster makes one at a time; wait "
                 f"until it has ended, or end it with `baton profile {name} --stop`"
             )
-        member.traces(wish.mark, self._out.send(member.incarnation, StartTrace(wish.mark, wish.steps)))
+        member.traces(order.mark, self._out.send(member.incarnation, StartTrace(order.mark, order.steps)))
 
     def _stop_profile(self, process: str) -> None:
         mark, _ = self.tracing(process)

@@ -74,14 +74,14 @@ def _end_actors(namespace: str) -> None:
     from deploy.control_plane.kv import RayKvKeys
     from deploy.control_plane.supervisor import DESIRED_KEY
 
-    crew = ActorRegistry(namespace)
-    crew.dismiss_supervisor()
-    names = list(crew.rediscover())
-    crew.poll(1.0)
+    registry = ActorRegistry(namespace)
+    registry.dismiss_supervisor()
+    names = list(registry.rediscover())
+    registry.poll(1.0)
     with ThreadPoolExecutor(max(1, len(names))) as pool:
-        gone = list(pool.map(crew.retire, names))
+        gone = list(pool.map(registry.retire, names))
     for name in itertools.compress(names, gone):
-        crew.bury(name)
+        registry.bury(name)
     if not all(gone):
         left = ", ".join(name for name, ended in zip(names, gone, strict=True) if not ended)
         raise StartupError(f"can't end {left}; repeat `baton down`, or end Ray on the nodes where they run")

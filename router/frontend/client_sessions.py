@@ -102,26 +102,26 @@ class RouterDriver:
 
     # --- clients -----------------------------------------------------------------------------------------------------
 
-    def submit(self, intake: ValidatedRequest, received: float, deadline: float | None) -> OutputStream:
+    def submit(self, validated: ValidatedRequest, received: float, deadline: float | None) -> OutputStream:
         """Begin with a request; its output and its end come through the stream."""
         # A client may use a name twice, here and at another router; the cluster never does.
-        name = f"{intake.request_id}-{self._number()}"
-        silent = frozenset(intake.stop_token_ids)
-        text = TextStream(self.model.tokenizer, intake.prompt, intake.stops, silent)
+        name = f"{validated.request_id}-{self._number()}"
+        silent = frozenset(validated.stop_token_ids)
+        text = TextStream(self.model.tokenizer, validated.prompt, validated.stops, silent)
         stream = self._streams[name] = OutputStream(name, text)
         self.handle(
             Submit(
                 request=name,
-                tokens=intake.tokens,
-                sampling=intake.sampling,
+                tokens=validated.tokens,
+                sampling=validated.sampling,
                 received=received,
-                max_tokens=intake.max_tokens,
-                stop_token_ids=intake.stop_token_ids,
-                priority=intake.priority,
+                max_tokens=validated.max_tokens,
+                stop_token_ids=validated.stop_token_ids,
+                priority=validated.priority,
                 deadline=deadline,
-                ttft=intake.ttft,
-                tpot=intake.tpot,
-                affinity=intake.affinity,
+                ttft=validated.ttft,
+                tpot=validated.tpot,
+                affinity=validated.affinity,
             )
         )
         return stream
@@ -130,12 +130,12 @@ class RouterDriver:
         """The client has gone before the end."""
         self.handle(ClientGone(stream.name))
 
-    async def pin_prefix(self, wish: ValidatedPin, deadline: float | None) -> Pinned:
+    async def pin_prefix(self, order: ValidatedPin, deadline: float | None) -> Pinned:
         """Have a prefix computed and pinned. Raises BatonError. Whoever stops waiting for it no longer wants it."""
         name = f"{PIN}{self._number()}"
         answer = self._pinning[name] = asyncio.get_running_loop().create_future()
         try:
-            self.handle(PinPrefix(name, wish.pin, wish.tokens, wish.ttl, deadline=deadline))
+            self.handle(PinPrefix(name, order.pin, order.tokens, order.ttl, deadline=deadline))
             outcome = await answer
         finally:
             if self._pinning.pop(name, None) is not None:

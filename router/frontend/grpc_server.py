@@ -85,9 +85,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """Streams of tokens."""
 
     def __init__(
-        self, relay: RouterDriver, clock: Clock, tokenizing: TokenizerThreads, linger: float = _LINGER
+        self, driver: RouterDriver, clock: Clock, tokenizing: TokenizerThreads, linger: float = _LINGER
     ) -> None:
-        self._driver = relay
+        self._driver = driver
         self._clock = clock
         self._tokenizing = tokenizing
         self._linger = linger
@@ -102,9 +102,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             request_id = name_of(request)
             with _connected():
                 await context.send_initial_metadata(((REQUEST_ID, request_id),))
-            intake = await self._parse(request, request_id)
-            stream = self._driver.submit(intake, received, deadline)
-            if not await self._pass_on(intake, stream, context):
+            validated = await self._parse(request, request_id)
+            stream = self._driver.submit(validated, received, deadline)
+            if not await self._pass_on(validated, stream, context):
                 await self._give_up(stream, request_id, context)
         except BatonError as error:
             await _abort(context, error, request_id)
@@ -121,10 +121,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         work = partial(parse_generate_request, request, request_id, self._driver.model, self._driver.draw_seed)
         return await self._tokenizing.run(_text_bytes(request), work)
 
-    async def _pass_on(self, intake: ValidatedRequest, stream: OutputStream, context: Any) -> bool:
+    async def _pass_on(self, validated: ValidatedRequest, stream: OutputStream, context: Any) -> bool:
         """Write what comes, as fast as the client reads, until all is written (true), or until the request has ended
         and the client reads nothing more of it. Raises BatonError when the request ends in one."""
-        writing = asyncio.create_task(_write_out(stream, intake.request_id, intake.sampling.seed, context))
+        writing = asyncio.create_task(_write_out(stream, validated.request_id, validated.sampling.seed, context))
         writing.add_done_callback(looked_at)
         before: tuple[bool, int] | None = None
         try:
@@ -176,8 +176,8 @@ async def _write_out(stream: OutputStream, request_id: str, seed: int, context: 
 class CacheServicer(cache_pb2_grpc.CacheServicer):
     """Prefixes that are to be pinned."""
 
-    def __init__(self, relay: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
-        self._driver = relay
+    def __init__(self, driver: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
+        self._driver = driver
         self._clock = clock
         self._tokenizing = tokenizing
 
@@ -185,8 +185,8 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         left = context.time_remaining()
         deadline = None if left is None else self._clock.now() + left
         async with _typed(context):
-            wish = await self._parse(request, pin_of(request))
-            return responses.pinned(await self._driver.pin_prefix(wish, deadline))
+            order = await self._parse(request, pin_of(request))
+            return responses.pinned(await self._driver.pin_prefix(order, deadline))
         raise AssertionError("abort returned")
 
     async def UnpinPrefix(self, request: cache_pb2.UnpinPrefixRequest, context: Any) -> cache_pb2.UnpinPrefixResponse:  # noqa: N802
@@ -208,25 +208,25 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     """What the cluster looks like from here."""
 
-    def __init__(self, relay: RouterDriver) -> None:
-        self._driver = relay
+    def __init__(self, driver: RouterDriver) -> None:
+        self._driver = driver
 
     async def GetStatus(  # noqa: N802 gRPC's name
         self, request: cluster_pb2.GetStatusRequest, context: Any
     ) -> cluster_pb2.GetStatusResponse:
-        relay = self._driver
-        me, others = relay.processes()
+        driver = self._driver
+        me, others = driver.processes()
         first = responses.process(me)
         first.ClearField("heartbeat_age_ms")
-        card, stats = relay.state.card, relay.state.stats()
+        card, stats = driver.state.card, driver.state.stats()
         return cluster_pb2.GetStatusResponse(
             processes=[first, *map(responses.process, others)],
             model=responses.model_card(card) if card else None,
-            log_dir=str(relay.config.cluster.logs),
+            log_dir=str(driver.config.cluster.logs),
             counts=responses.counts(stats),
             bottleneck=responses.bottleneck(stats),
-            cluster=relay.config.cluster.name,
-            model_name=relay.model.name,
+            cluster=driver.config.cluster.name,
+            model_name=driver.model.name,
         )
 
     async def Profile(  # noqa: N802 gRPC's name
@@ -271,10 +271,10 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 class _GrpcServer:
     """A gRPC server with health and reflection beside the services that are added to it."""
 
-    def __init__(self, own: Sequence[str], relay: RouterDriver, max_rpcs: int) -> None:
+    def __init__(self, own: Sequence[str], driver: RouterDriver, max_rpcs: int) -> None:
         """`own` are the names of its services."""
         self._own = tuple(own)
-        limits, tokenizer = relay.model.limits, relay.model.tokenizer
+        limits, tokenizer = driver.model.limits, driver.model.tokenizer
         max_bytes = _OTHER_BYTES + _ID_BYTES * limits.max_context
         max_text = tokenizer.max_bytes(limits.max_context) if tokenizer else 0
         self._guard = MessageGuard(_abort, max_rpcs, max_bytes, _TEXTS)
@@ -329,9 +329,9 @@ class _GrpcServer:
 class ClientServer:
     """The public gRPC server: `Generation`, and nothing by which a client could change or watch the cluster."""
 
-    def __init__(self, relay: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
-        self._server = _GrpcServer((GENERATION,), relay, relay.config.router.max_concurrent_rpcs)
-        generation = GenerationServicer(relay, clock, tokenizing)
+    def __init__(self, driver: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
+        self._server = _GrpcServer((GENERATION,), driver, driver.config.router.max_concurrent_rpcs)
+        generation = GenerationServicer(driver, clock, tokenizing)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server.grpc)
 
     async def start(self, host: str, port: int) -> str:
@@ -359,9 +359,9 @@ class OperatorServer:
     A socket's file may be removed while the router lives, such as with $XDG_RUNTIME_DIR when the user logs out. Then
     another server listens anew, and connections to the first one live on."""
 
-    def __init__(self, relay: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
-        self._driver = relay
-        self._cache, self._cluster = CacheServicer(relay, clock, tokenizing), ClusterServicer(relay)
+    def __init__(self, driver: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
+        self._driver = driver
+        self._cache, self._cluster = CacheServicer(driver, clock, tokenizing), ClusterServicer(driver)
         self._servers: list[_GrpcServer] = []
         self._path: Path | None = None  # of the socket
 

@@ -36,8 +36,8 @@ _OF_STRANGERS.disabled = True
 class HttpServer:
     """The server; it reads the relay and changes nothing."""
 
-    def __init__(self, relay: RouterDriver) -> None:
-        self._driver = relay
+    def __init__(self, driver: RouterDriver) -> None:
+        self._driver = driver
         self._routes: dict[str, Callable[[], Awaitable[web.Response]]] = {
             "/metrics": self._metrics,
             "/discovery": self._discovery,

@@ -104,13 +104,13 @@ class PlacementCosts:
         self.misses_tpot_alone = np.zeros(d, np.bool_)  # slower than its objective even alone
         self.tpot = step + self.queue[:d] / output  # seconds per token
         own = inf if ask.tpot is None else ask.tpot
-        limit = table.tpot[:d] if ask.tpot is None else np.minimum(table.tpot[:d], own)
+        limit = table.tightest_tpot[:d] if ask.tpot is None else np.minimum(table.tightest_tpot[:d], own)
         if limit.min(initial=inf) == inf:
             return
         if ask.tpot is not None:
             self.misses_tpot_alone = step - table.others_step_seconds[:d] > own
         late = self.tpot - limit
-        later = np.maximum(late, self.tpot + self.compute[:d] / output - table.tpot[:d])
+        later = np.maximum(late, self.tpot + self.compute[:d] / output - table.tightest_tpot[:d])
         if later.max() > 0:
             self.wait = np.maximum(self.wait, self._seconds_until_tpot_holds(table, late, output))
             self.local_wait = np.maximum(self.wait, self._seconds_until_tpot_holds(table, later, output))
@@ -137,24 +137,24 @@ class PlacementCosts:
         self.latency = table.latency[at] * (self.pages_to_move > 0)
         self.link = self.latency + self.pages_to_move * (prefix.page_bytes / table.assumed_bandwidth[at])
         able[:d] &= self.cached[:d] < prefix.pages  # who has every full page gains nothing from a hand-off
-        makers, takers = able[d:].nonzero()[0] + d, able[:d].nonzero()[0]
-        if len(makers) == 0 or len(takers) == 0:
+        prefill_rows, decode_rows = able[d:].nonzero()[0] + d, able[:d].nonzero()[0]
+        if len(prefill_rows) == 0 or len(decode_rows) == 0:
             return
-        if max(len(makers), len(takers)) > 2 * _MANY:
-            makers, takers = self._shortlist(table, able)
-        self.prefill_rows, self.decode_rows = makers, takers
-        made = self.prefill_seconds[makers][:, None]
-        apart = node[makers][:, None] != at[takers]
-        self.pair_pages_moved = apart * self.pages_to_move[takers]
-        transfer = self.link[takers] - made
-        np.maximum(transfer, self.latency[takers], out=transfer)
+        if max(len(prefill_rows), len(decode_rows)) > 2 * _MANY:
+            prefill_rows, decode_rows = self._shortlist(table, able)
+        self.prefill_rows, self.decode_rows = prefill_rows, decode_rows
+        made = self.prefill_seconds[prefill_rows][:, None]
+        apart = node[prefill_rows][:, None] != at[decode_rows]
+        self.pair_pages_moved = apart * self.pages_to_move[decode_rows]
+        transfer = self.link[decode_rows] - made
+        np.maximum(transfer, self.latency[decode_rows], out=transfer)
         transfer *= apart
-        self.pair_seconds = np.maximum(self.queue[makers][:, None], self.wait[takers])
+        self.pair_seconds = np.maximum(self.queue[prefill_rows][:, None], self.wait[decode_rows])
         self.pair_seconds += transfer
         self.pair_seconds += made
-        self.pair_seconds += self.step[takers]
+        self.pair_seconds += self.step[decode_rows]
         if self.serves[:-1].min() <= 0:
-            self.pair_seconds[apart & (self.serves[node[makers]] <= 0)[:, None]] = inf
+            self.pair_seconds[apart & (self.serves[node[prefill_rows]] <= 0)[:, None]] = inf
         self.best_pair_seconds = float(self.pair_seconds.min())
         if self.best_pair_seconds < inf:
             self.interference_seconds = (self.num_sequences + 1.0) * self.compute[:d]
@@ -162,13 +162,13 @@ class PlacementCosts:
     def _shortlist(self, table: WorkerTable, able: Flags) -> tuple[Indices, Indices]:
         """Those of each side that seem best, and the best of the same nodes."""
         d = self.num_decode
-        making = np.where(able, self.queue + self.prefill_seconds + self.used, inf)
-        taking = np.where(able[:d], self.wait + self.step + self.used[:d], inf)
-        makers = _best(making[d:], self.opened[d:]) + d
-        takers = _best(taking, self.opened[:d] & (self.wait <= 0))
-        near = table.nearest(makers, takers, making, taking)
-        makers, takers = np.union1d(makers, near[0]), np.union1d(takers, near[1])
-        return makers[able[makers]], takers[able[takers]]
+        prefill_seconds = np.where(able, self.queue + self.prefill_seconds + self.used, inf)
+        decode_seconds = np.where(able[:d], self.wait + self.step + self.used[:d], inf)
+        prefill_rows = _best(prefill_seconds[d:], self.opened[d:]) + d
+        decode_rows = _best(decode_seconds, self.opened[:d] & (self.wait <= 0))
+        near = table.nearest(prefill_rows, decode_rows, prefill_seconds, decode_seconds)
+        prefill_rows, decode_rows = np.union1d(prefill_rows, near[0]), np.union1d(decode_rows, near[1])
+        return prefill_rows[able[prefill_rows]], decode_rows[able[decode_rows]]
 
     # --- what to choose ----------------------------------------------------------------------------------------------
 
@@ -200,22 +200,26 @@ class PlacementCosts:
         ).nonzero()[0]
         if len(made) + len(alone) == 0:
             return None
-        makers, takers = self.prefill_rows[made], self.decode_rows[taken]
-        decode = np.concatenate((takers, alone))
+        prefill_rows, decode_rows = self.prefill_rows[made], self.decode_rows[taken]
+        decode = np.concatenate((decode_rows, alone))
         none = np.zeros(len(alone))
-        turn = np.concatenate((self.used[makers], none)) + self.used[decode]
+        turn = np.concatenate((self.used[prefill_rows], none)) + self.used[decode]
         moved = np.concatenate((self.pair_pages_moved[made, taken], none))
-        tokens = np.concatenate((self.new_tokens[makers], self.new_tokens[alone]))
+        tokens = np.concatenate((self.new_tokens[prefill_rows], self.new_tokens[alone]))
         crowd = np.floor(self.num_sequences[decode] * _LEVELS / max(_LEVELS, self.num_sequences.max()))
-        single = np.concatenate((np.zeros(len(makers)), np.where(self.new_tokens[alone] > 0, 1.0, -1.0)))
+        single = np.concatenate((np.zeros(len(prefill_rows)), np.where(self.new_tokens[alone] > 0, 1.0, -1.0)))
         best = int(np.lexsort((turn, moved, crowd, single, tokens))[0])
-        return (int(makers[best]), int(takers[best])) if best < len(makers) else (None, int(alone[best - len(makers)]))
+        return (
+            (int(prefill_rows[best]), int(decode_rows[best]))
+            if best < len(prefill_rows)
+            else (None, int(alone[best - len(prefill_rows)]))
+        )
 
-    def restrict_decode_to(self, taker: int) -> None:
+    def restrict_decode_to(self, decode_row: int) -> None:
         """No other decode worker will do."""
-        self.local_seconds[np.arange(self.num_decode) != taker] = inf
-        if taker in self.decode_rows:
-            self.pair_seconds[:, self.decode_rows != taker] = inf
+        self.local_seconds[np.arange(self.num_decode) != decode_row] = inf
+        if decode_row in self.decode_rows:
+            self.pair_seconds[:, self.decode_rows != decode_row] = inf
         else:
             self.pair_seconds[:] = inf
         self.best_pair_seconds = float(self.pair_seconds.min(initial=inf))
@@ -227,23 +231,29 @@ class PlacementCosts:
 
     # --- one way -----------------------------------------------------------------------------------------------------
 
-    def share_stores(self, maker: int, taker: int) -> bool:
+    def share_stores(self, prefill_row: int, decode_row: int) -> bool:
         """Whether pages can come from one to the other."""
-        a, b = self.node[maker], self.node[taker]
+        a, b = self.node[prefill_row], self.node[decode_row]
         return bool(self._stores and self.stored[a] and self.stored[b] and (a == b or self.serves[a]))
 
-    def seconds_of_prefill(self, maker: int | None, taker: int) -> float:
+    def seconds_of_prefill(self, prefill_row: int | None, decode_row: int) -> float:
         """Seconds of work for whoever computes the prompt."""
-        row = taker if maker is None else maker
+        row = decode_row if prefill_row is None else prefill_row
         return float(self.prefill_seconds[row])
 
-    def predict(self, maker: int | None, taker: int) -> PredictedTtft:
-        row = taker if maker is None else maker
-        transfer, wait, step = 0.0, self.local_wait[taker], self.step[taker] + self.last_tokens_seconds[taker]
-        if maker is not None:
-            wait, step = self.wait[taker], self.step[taker]
-            if self.node[maker] != self.node[taker] and self.pages_to_move[taker] > 0:
-                transfer = max(float(self.latency[taker]), float(self.link[taker] - self.prefill_seconds[maker]))
+    def predict(self, prefill_row: int | None, decode_row: int) -> PredictedTtft:
+        row = decode_row if prefill_row is None else prefill_row
+        transfer, wait, step = (
+            0.0,
+            self.local_wait[decode_row],
+            self.step[decode_row] + self.last_tokens_seconds[decode_row],
+        )
+        if prefill_row is not None:
+            wait, step = self.wait[decode_row], self.step[decode_row]
+            if self.node[prefill_row] != self.node[decode_row] and self.pages_to_move[decode_row] > 0:
+                transfer = max(
+                    float(self.latency[decode_row]), float(self.link[decode_row] - self.prefill_seconds[prefill_row])
+                )
         return PredictedTtft(
             queue=float(self.queue[row]),
             load=float(self.load[row]),
@@ -265,14 +275,16 @@ class PlacementCosts:
                 ways.append(
                     (int(self.prefill_rows[row]), int(self.decode_rows[column]), self.pair_seconds[row, column])
                 )
-        return [self._candidate(maker, taker, bool(seconds < inf)) for maker, taker, seconds in ways]
+        return [
+            self._candidate(prefill_row, decode_row, bool(seconds < inf)) for prefill_row, decode_row, seconds in ways
+        ]
 
-    def _candidate(self, maker: int | None, taker: int, possible: bool) -> Candidate:
-        row = taker if maker is None else maker
-        names = [self.workers[each].peer.name for each in (row, taker)]
-        wait = self.local_wait[taker] if maker is None else self.wait[taker]
+    def _candidate(self, prefill_row: int | None, decode_row: int, possible: bool) -> Candidate:
+        row = decode_row if prefill_row is None else prefill_row
+        names = [self.workers[each].peer.name for each in (row, decode_row)]
+        wait = self.local_wait[decode_row] if prefill_row is None else self.wait[decode_row]
         why = ""
-        for each, name in zip((row, taker), names, strict=True):
+        for each, name in zip((row, decode_row), names, strict=True):
             if self.open[each] == NEVER:
                 why = why or f"{name} drains, has failed this request, or is too small for it"
             elif self.open[each] == FULL:
@@ -282,7 +294,9 @@ class PlacementCosts:
         if not possible:
             why = why or "no store joins them, another worker was asked for, or router.disaggregation is always"
         cached = int(self.cached[row]) * self.prefix.page_size
-        return Candidate(names[1], "" if maker is None else names[0], cached, self.predict(maker, taker), why)
+        return Candidate(
+            names[1], "" if prefill_row is None else names[0], cached, self.predict(prefill_row, decode_row), why
+        )
 
 
 def reusable_pages(

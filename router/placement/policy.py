@@ -70,25 +70,27 @@ class LowestTtft:
     """The placement with the lowest predicted time to first token."""
 
     def place(self, ask: PlacementRequest, view: ClusterView) -> PlacementDecision:
-        prices = _prices(ask, view)
-        if prices.num_decode == 0:
-            return PlacementDecision(Wait("no decode worker is live"), prices)
+        costs = _placement_costs(ask, view)
+        if costs.num_decode == 0:
+            return PlacementDecision(Wait("no decode worker is live"), costs)
         if ask.affinity:
-            prices.restrict_decode_to(_affinity_row(ask.affinity, prices))
+            costs.restrict_decode_to(_affinity_row(ask.affinity, costs))
         if view.config.router.disaggregation == "always":
-            prices.require_disaggregation()
-        best = prices.lowest
+            costs.require_disaggregation()
+        best = costs.lowest
         if best == inf:
-            return PlacementDecision(Wait("no live decode worker could hold it"), prices)
-        if (problem := _unreachable_objective(ask, prices)) is not None:
-            return PlacementDecision(problem, prices)
-        option = prices.best_within(best + max(_AT_ONCE, _NEARLY * best))
+            return PlacementDecision(Wait("no live decode worker could hold it"), costs)
+        if (problem := _unreachable_objective(ask, costs)) is not None:
+            return PlacementDecision(problem, costs)
+        option = costs.best_within(best + max(_AT_ONCE, _NEARLY * best))
         if option is None:
-            maker, taker = prices.best_row_pair
-            worker = prices.workers[taker if maker is None else maker].incarnation
-            wait = Wait(_wait_reason(prices, maker, taker), prices.predict(maker, taker).total)
-            return PlacementDecision(wait, prices, SecondsReservation(worker, prices.seconds_of_prefill(maker, taker)))
-        return PlacementDecision(_placement(ask, view, prices, *option), prices)
+            prefill_row, decode_row = costs.best_row_pair
+            worker = costs.workers[decode_row if prefill_row is None else prefill_row].incarnation
+            wait = Wait(_wait_reason(costs, prefill_row, decode_row), costs.predict(prefill_row, decode_row).total)
+            return PlacementDecision(
+                wait, costs, SecondsReservation(worker, costs.seconds_of_prefill(prefill_row, decode_row))
+            )
+        return PlacementDecision(_placement(ask, view, costs, *option), costs)
 
     def may_go(self, request: str, view: ClusterView) -> bool:
         """It may go anywhere."""
@@ -102,54 +104,54 @@ def place_on(ask: PlacementRequest, view: ClusterView, decode: str, prefill: str
     """The plan that uses just these workers, incarnations of live ones: what is cached is fetched as far as that pays.
     Wait: one of them takes no work now, or the two have no store between them; without `prefill`, never for the
     latter. For policies that choose workers by rules of their own."""
-    prices = _prices(ask, view)
+    costs = _placement_costs(ask, view)
     index = view.table.index
-    taker = index[decode]
-    if prices.open[taker] != OPEN:
-        return PlacementDecision(Wait("the decode worker takes no work now"), prices)
-    if prefill is None or prices.cached[taker] >= ask.prefix.pages:
-        return PlacementDecision(_placement(ask, view, prices, None, taker), prices)
-    maker = index[prefill]
-    if prices.open[maker] != OPEN or not prices.share_stores(maker, taker):
-        return PlacementDecision(Wait("the prefill worker takes no prompt now"), prices)
-    return PlacementDecision(_placement(ask, view, prices, maker, taker), prices)
+    decode_row = index[decode]
+    if costs.open[decode_row] != OPEN:
+        return PlacementDecision(Wait("the decode worker takes no work now"), costs)
+    if prefill is None or costs.cached[decode_row] >= ask.prefix.pages:
+        return PlacementDecision(_placement(ask, view, costs, None, decode_row), costs)
+    prefill_row = index[prefill]
+    if costs.open[prefill_row] != OPEN or not costs.share_stores(prefill_row, decode_row):
+        return PlacementDecision(Wait("the prefill worker takes no prompt now"), costs)
+    return PlacementDecision(_placement(ask, view, costs, prefill_row, decode_row), costs)
 
 
-def _prices(ask: PlacementRequest, view: ClusterView) -> PlacementCosts:
+def _placement_costs(ask: PlacementRequest, view: ClusterView) -> PlacementCosts:
     return PlacementCosts(
         ask, view.refreshed_table(), view.now, view.expected_output(ask.output_left), view.reserved_seconds
     )
 
 
-def _unreachable_objective(ask: PlacementRequest, prices: PlacementCosts) -> Reject | None:
+def _unreachable_objective(ask: PlacementRequest, costs: PlacementCosts) -> Reject | None:
     """An objective that no placement meets."""
-    able = prices.open[: prices.num_decode] > NEVER
-    if ask.tpot is not None and bool(prices.misses_tpot_alone[able].all()):
+    able = costs.open[: costs.num_decode] > NEVER
+    if ask.tpot is not None and bool(costs.misses_tpot_alone[able].all()):
         return Reject(f"no decode worker brings a token every {ask.tpot * 1_000:.0f} ms, even with nothing else to do")
-    if ask.ttft is not None and (soonest := prices.predict(*prices.best_row_pair).total) > ask.ttft:
+    if ask.ttft is not None and (soonest := costs.predict(*costs.best_row_pair).total) > ask.ttft:
         return Reject(
             f"the first token would come in {soonest:.3f} s, and {ask.ttft:.3f} s are left", soonest - ask.ttft
         )
     return None
 
 
-def _wait_reason(prices: PlacementCosts, maker: int | None, taker: int) -> str:
+def _wait_reason(costs: PlacementCosts, prefill_row: int | None, decode_row: int) -> str:
     """Whom it waits for, and why."""
-    if maker is not None and prices.open[maker] != OPEN:
-        return f"{prices.workers[maker].peer.name} has all the prompts it takes, and is worth waiting for"
-    name = prices.workers[taker].peer.name
-    if prices.open[taker] != OPEN:
+    if prefill_row is not None and costs.open[prefill_row] != OPEN:
+        return f"{costs.workers[prefill_row].peer.name} has all the prompts it takes, and is worth waiting for"
+    name = costs.workers[decode_row].peer.name
+    if costs.open[decode_row] != OPEN:
         return f"{name} takes no more now"
     return f"{name} has no room for it, or could not keep an objective"
 
 
-def _affinity_row(affinity: str, prices: PlacementCosts) -> int:
+def _affinity_row(affinity: str, costs: PlacementCosts) -> int:
     """The decode worker of a key: by rendezvous hashing (Thaler and Ravishankar, 1998), so that one that goes takes
     only its own keys along, and they are back when one of its name is."""
-    able = [row for row in range(prices.num_decode) if prices.open[row] > NEVER] or list(range(prices.num_decode))
+    able = [row for row in range(costs.num_decode) if costs.open[row] > NEVER] or list(range(costs.num_decode))
 
     def weight(row: int) -> bytes:
-        return blake2b(f"{prices.workers[row].peer.name}\0{affinity}".encode(), digest_size=8).digest()
+        return blake2b(f"{costs.workers[row].peer.name}\0{affinity}".encode(), digest_size=8).digest()
 
     return max(able, key=weight)
 
@@ -158,11 +160,11 @@ def _affinity_row(affinity: str, prices: PlacementCosts) -> int:
 
 
 def _placement(
-    ask: PlacementRequest, view: ClusterView, prices: PlacementCosts, maker: int | None, taker: int
+    ask: PlacementRequest, view: ClusterView, costs: PlacementCosts, prefill_row: int | None, decode_row: int
 ) -> Placement:
-    decoder = prices.workers[taker]
-    predicted, tpot = prices.predict(maker, taker), float(prices.tpot[taker])
-    if maker is None:
+    decoder = costs.workers[decode_row]
+    predicted, tpot = costs.predict(prefill_row, decode_row), float(costs.tpot[decode_row])
+    if prefill_row is None:
         node = _node(ask, view, decoder.peer.node)
         device = ask.device_pages(decoder.incarnation)
         reach = reusable_on_decode_worker(ask.prefix, node, device, decoder.load.prefill_rate)
@@ -177,7 +179,7 @@ def _placement(
             predicted=predicted,
             tpot=tpot,
         )
-    worker = prices.workers[maker]
+    worker = costs.workers[prefill_row]
     store, theirs = view.table.store_on[decoder.peer.node], _node(ask, view, worker.peer.node)
     assert theirs is not None, f"no store on node {worker.peer.node}"
     reach = reusable_on_prefill_worker(

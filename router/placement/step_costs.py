@@ -61,26 +61,26 @@ class DecodeCost(Struct, frozen=True):
 @dataclass
 class _Worker:
     role: Role
-    pace: StepCostModel
+    model: StepCostModel
     step: int = 0  # the last that was learned from
     rated: bool = False  # it has told how fast it computes prompts
 
     @property
     def known(self) -> bool:
         """Whether there is any evidence of what prompts cost on it."""
-        return self.rated or self.pace.knows_prompts
+        return self.rated or self.model.knows_prompts
 
 
 class FittedCosts:
     """What work costs on each live worker. Scores what it says of steps that are reported."""
 
-    def __init__(self, scores: PredictionErrors) -> None:
+    def __init__(self, errors: PredictionErrors) -> None:
         self._workers: dict[str, _Worker] = {}  # by incarnation
-        self._errors = scores
+        self._errors = errors
 
     def join(self, incarnation: str, role: Role, calibration: Sequence[StepSample]) -> None:
         """A worker is live from now on."""
-        alike = [worker.pace for worker in self._workers.values() if worker.role == role]
+        alike = [worker.model for worker in self._workers.values() if worker.role == role]
         elders = [pace for pace in alike if pace.knows_anything]
         pace = StepCostModel.from_peers(elders) if elders else StepCostModel(_rated(DEFAULT_PREFILL_RATE))
         pace.calibrate(calibration)
@@ -94,11 +94,11 @@ class FittedCosts:
         worker.step = max(worker.step, step)
         if new:
             for sample in new:
-                predicted = worker.pace.cost.of(sample.tokens, sample.pairs, sample.rows, sample.context)
+                predicted = worker.model.cost.of(sample.tokens, sample.pairs, sample.rows, sample.context)
                 self._errors.add("prefill" if sample.tokens else "step", predicted, sample.seconds)
-            worker.pace.observe(*new)
-        elif load.prefill_rate and not worker.pace.knows_anything:
-            worker.pace, worker.rated = StepCostModel(_rated(load.prefill_rate)), True
+            worker.model.observe(*new)
+        elif load.prefill_rate and not worker.model.knows_anything:
+            worker.model, worker.rated = StepCostModel(_rated(load.prefill_rate)), True
 
     def forget(self, incarnation: str) -> None:
         """A worker has gone."""
@@ -108,15 +108,15 @@ class FittedCosts:
         """Of a live worker. One of which nothing is known passes for the quickest of all: or it would look slow beside
         those that have worked, and never be given the work that tells."""
         worker = self._workers[incarnation]
-        cost = worker.pace.cost
+        cost = worker.model.cost
         if not worker.known:
-            known = [other.pace.cost for other in self._workers.values() if other.known]
+            known = [other.model.cost for other in self._workers.values() if other.known]
             cost = min(known, key=lambda each: each.token, default=cost)
         return PrefillCost(cost.fixed, cost.token, cost.pair)
 
     def step(self, incarnation: str) -> DecodeCost:
         """Of a live worker."""
-        cost = self._workers[incarnation].pace.cost
+        cost = self._workers[incarnation].model.cost
         return DecodeCost(cost.fixed, cost.row, cost.context)
 
 

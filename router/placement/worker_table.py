@@ -94,7 +94,7 @@ class WorkerTable:
         self.turnover: Floats = c["turnover"]  # seconds until one of the sequences has ended
         self.free_pages: Floats = c["room"]  # pages that are free, and will be
         self.pool: Floats = c["pool"]  # pages in all
-        self.tpot: Floats = c["tpot"]  # the tightest objective of its sequences
+        self.tightest_tpot: Floats = c["tpot"]  # the tightest objective of its sequences
         self.slack: Floats = c["slack"]  # pages that one of its sequences gives back
         n = dict(zip(_NODE_COLUMNS, self._node_cells, strict=True))
         self.stored: Floats = n["stored"]  # whether the node has a store
@@ -139,16 +139,18 @@ class WorkerTable:
         for row in rows:
             self.last_used[row] = self.use_count
 
-    def nearest(self, makers: Indices, takers: Indices, making: Floats, taking: Floats) -> tuple[Indices, Indices]:
+    def nearest(
+        self, prefill_rows: Indices, decode_rows: Indices, prefill_seconds: Floats, decode_seconds: Floats
+    ) -> tuple[Indices, Indices]:
         """The workers of the same nodes that make soonest for these takers, and that take soonest from these makers."""
         near_makers: list[int] = []
         near_takers: list[int] = []
-        for node in {int(self.node[row]) for row in takers}:
+        for node in {int(self.node[row]) for row in decode_rows}:
             if (rows := self.prefill_rows_on[node]).size:
-                near_makers.append(int(rows[making[rows].argmin()]))
-        for node in {int(self.node[row]) for row in makers}:
+                near_makers.append(int(rows[prefill_seconds[rows].argmin()]))
+        for node in {int(self.node[row]) for row in prefill_rows}:
             if (rows := self.decode_rows_on[node]).size:
-                near_takers.append(int(rows[taking[rows].argmin()]))
+                near_takers.append(int(rows[decode_seconds[rows].argmin()]))
         return np.array(near_makers, np.int64), np.array(near_takers, np.int64)
 
     def _membership_changed(self, incarnation: str) -> bool:

@@ -207,14 +207,14 @@ class Explanations:
         record = RequestRecord(request.name, request.tenant, request.priority, request, request.timeline)
         self._records[request.name] = self._latest[record.request_id] = record
 
-    def kept_waiting(self, request: Request, why: str, weighed: ConsideredPlacements | None) -> None:
+    def kept_waiting(self, request: Request, why: str, considered: ConsideredPlacements | None) -> None:
         """No worker is given to it for now."""
         if record := self._records.get(request.name):
             record.refusal = why
-            self._keep(record, weighed)
+            self._keep(record, considered)
 
     def placed(
-        self, request: Request, decode: str, prefill: str, cached: int, weighed: ConsideredPlacements | None
+        self, request: Request, decode: str, prefill: str, cached: int, considered: ConsideredPlacements | None
     ) -> None:
         """Its current attempt has begun. `decode` and `prefill` are names; `cached` tokens need no computing."""
         attempt = request.attempt
@@ -235,7 +235,7 @@ class Explanations:
             attempt=attempt,
         )
         record.attempts.append(account)
-        self._keep(account, weighed)
+        self._keep(account, considered)
 
     def noted(self, request: Request, text: str) -> None:
         """Something worth telling happened to the current attempt, which goes on."""
@@ -299,12 +299,12 @@ class Explanations:
         if self._latest.get(record.request_id) is record:
             del self._latest[record.request_id]
 
-    def _keep(self, holder: AttemptAccount | RequestRecord, weighed: ConsideredPlacements | None) -> None:
+    def _keep(self, holder: AttemptAccount | RequestRecord, considered: ConsideredPlacements | None) -> None:
         """What was weighed for `holder`, instead of what it has; the oldest of all goes."""
-        if weighed is not None and holder.considered is None:
+        if considered is not None and holder.considered is None:
             self._with_considered.append(holder)
-        self._rows += (weighed.rows if weighed else 0) - (holder.considered.rows if holder.considered else 0)
-        holder.considered = weighed
+        self._rows += (considered.rows if considered else 0) - (holder.considered.rows if holder.considered else 0)
+        holder.considered = considered
         while self._rows > _ROWS or len(self._with_considered) > self._most:
             oldest = self._with_considered.popleft()
             self._rows -= oldest.considered.rows if oldest.considered else 0

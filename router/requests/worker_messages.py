@@ -32,14 +32,14 @@ class WorkerMessageHandler:
         limits: ModelLimits,
         members: ClusterMembership,
         life: RequestManager,
-        scores: PredictionErrors,
+        errors: PredictionErrors,
         outbox: Outbox,
     ) -> None:
         self._config = config
         self._limits = limits
         self._members = members
         self._manager = life
-        self._scores = scores
+        self._scores = errors
         self._out = outbox
 
     # --- what decode workers say -------------------------------------------------------------------------------------

@@ -125,12 +125,12 @@ class Cluster:
             self.view.mark_used(decision.choice)
         return decision
 
-    def prices(self, **more: Any) -> PlacementCosts:
+    def costs(self, **more: Any) -> PlacementCosts:
         """What the first decision of a round is made from."""
         self.view.begin_scan(self.now)
-        prices = self.decide(**more).considered
-        assert prices is not None
-        return prices
+        costs = self.decide(**more).considered
+        assert costs is not None
+        return costs
 
     def choose(self, **more: Any) -> PlacementChoice:
         self.view.begin_scan(self.now)

@@ -87,14 +87,14 @@ def test_every_plan_can_be_carried_out(cluster: Cluster, ask: dict[str, Any]) ->
     if ask["decode_only"] or own is None:
         assert (choice.fetch_pages, choice.prefill, choice.loads) == (0, None, ())
     elif choice.prefill is not None:
-        maker = cluster.members.require_live(choice.prefill)
-        assert len(maker.pending_prefills) < 2
+        prefill_row = cluster.members.require_live(choice.prefill)
+        assert len(prefill_row.pending_prefills) < 2
         assert choice.fetch_pages == HANDED
-        theirs = cluster.members.store_of(maker.peer.node)
+        theirs = cluster.members.store_of(prefill_row.peer.node)
         assert theirs is not None
-        named = () if maker.peer.node == chosen.peer.node else (theirs.incarnation,)
+        named = () if prefill_row.peer.node == chosen.peer.node else (theirs.incarnation,)
         assert tuple(each.store for each in choice.sources) == named
-        assert all(stores[each.store].peer.node != maker.peer.node for each in choice.prefill_sources)
+        assert all(stores[each.store].peer.node != prefill_row.peer.node for each in choice.prefill_sources)
 
 
 @given(cluster=clusters(), ask=ASKS)
@@ -103,56 +103,62 @@ def test_arrays_say_what_one_way_at_a_time_says(cluster: Cluster, ask: dict[str,
     wanted = cluster.ask(**ask)
     cluster.view.begin_scan(cluster.now)
     decision = cluster.decide(**ask)
-    choice, prices = decision.choice, decision.considered
-    if prices is None or not prices.num_decode:
+    choice, costs = decision.choice, decision.considered
+    if costs is None or not costs.num_decode:
         return
     ways: dict[tuple[str | None, str], float] = {}
-    for way in every_way(cluster, prices):
-        seconds = by_hand(cluster, prices, wanted, *way)
-        maker = None if way[0] is None else prices.workers[way[0]].incarnation
+    for way in every_way(cluster, costs):
+        seconds = by_hand(cluster, costs, wanted, *way)
+        prefill_row = None if way[0] is None else costs.workers[way[0]].incarnation
         if seconds < inf:
-            ways[maker, prices.workers[way[1]].incarnation] = seconds
-            assert prices.predict(*way).total == pytest.approx(seconds)
+            ways[prefill_row, costs.workers[way[1]].incarnation] = seconds
+            assert costs.predict(*way).total == pytest.approx(seconds)
     dear = {
-        (maker, taker): seconds
-        + (float(prices.interference_seconds[cluster.view.table.index[taker]]) if maker is None else 0.0)
-        for (maker, taker), seconds in ways.items()
+        (prefill_row, decode_row): seconds
+        + (float(costs.interference_seconds[cluster.view.table.index[decode_row]]) if prefill_row is None else 0.0)
+        for (prefill_row, decode_row), seconds in ways.items()
     }
-    assert prices.lowest == pytest.approx(min(dear.values(), default=inf))
+    assert costs.lowest == pytest.approx(min(dear.values(), default=inf))
     if isinstance(choice, Placement):
-        best = prices.lowest
+        best = costs.lowest
         assert dear[choice.prefill, choice.decode] <= best + max(0.001, 0.02 * best) + 1e-9
-        reach = prices.cached[cluster.view.table.index[choice.prefill or choice.decode]]
+        reach = costs.cached[cluster.view.table.index[choice.prefill or choice.decode]]
         assert choice.cached_pages == reach, "arrays and the one function agree on what is loaded"
 
 
-def every_way(cluster: Cluster, prices: PlacementCosts) -> Sequence[tuple[int | None, int]]:
-    takers = range(prices.num_decode)
-    makers = range(prices.num_decode, len(prices.workers))
-    return [(None, taker) for taker in takers] + [(maker, taker) for maker in makers for taker in takers]
+def every_way(cluster: Cluster, costs: PlacementCosts) -> Sequence[tuple[int | None, int]]:
+    decode_rows = range(costs.num_decode)
+    prefill_rows = range(costs.num_decode, len(costs.workers))
+    return [(None, decode_row) for decode_row in decode_rows] + [
+        (prefill_row, decode_row) for prefill_row in prefill_rows for decode_row in decode_rows
+    ]
 
 
-def by_hand(cluster: Cluster, prices: PlacementCosts, ask: PlacementRequest, maker: int | None, taker: int) -> float:
+def by_hand(
+    cluster: Cluster, costs: PlacementCosts, ask: PlacementRequest, prefill_row: int | None, decode_row: int
+) -> float:
     """Seconds of one way; inf: it can't be."""
-    decoder = prices.workers[taker]
+    decoder = costs.workers[decode_row]
     assert decoder.hello.model is not None
     if decoder.hello.model.pool_pages < ask.pages_needed:
         return inf
-    step = prices.step[taker]
-    if maker is not None and prices.cached[taker] == PREFIX.pages:
+    step = costs.step[decode_row]
+    if prefill_row is not None and costs.cached[decode_row] == PREFIX.pages:
         return inf
-    if maker is None:
-        begins = max(prices.queue[taker], prices.local_wait[taker])
-        return begins + prices.load[taker] + prices.compute[taker] + step + prices.last_tokens_seconds[taker]
-    worker = prices.workers[maker]
+    if prefill_row is None:
+        begins = max(costs.queue[decode_row], costs.local_wait[decode_row])
+        return (
+            begins + costs.load[decode_row] + costs.compute[decode_row] + step + costs.last_tokens_seconds[decode_row]
+        )
+    worker = costs.workers[prefill_row]
     own, theirs = cluster.members.store_of(decoder.peer.node), cluster.members.store_of(worker.peer.node)
     same = worker.peer.node == decoder.peer.node
     if ask.decode_only or own is None or theirs is None or not (same or theirs.hello.data):
         return inf
     cost = cluster.prefill(worker.incarnation)
-    cached = int(prices.cached[maker])
-    making = cost.seconds((PREFIX.pages - cached) * 10 + REST, cached * 10, 2_048)
-    load = prices.load[maker]
+    cached = int(costs.cached[prefill_row])
+    prefill_seconds = cost.seconds((PREFIX.pages - cached) * 10 + REST, cached * 10, 2_048)
+    load = costs.load[prefill_row]
     left = sum(cost.seconds(prompt.new, 0, 2_048) for prompt in worker.pending_prefills.values())
     held = ask.held.get(own.incarnation, PrefixMatch(0))
     here = max(ask.device_pages(decoder.incarnation), held.pages - held.tiers.get("DISK", 0))
@@ -160,8 +166,8 @@ def by_hand(cluster: Cluster, prices: PlacementCosts, ask: PlacementRequest, mak
     if not same:
         speed = own.load.tiers[1]
         link = speed.latency + (HANDED - here) * PREFIX.page_bytes / speed.bytes_per_second
-        transfer = max(speed.latency, link - load - making)
-    return max(left, prices.wait[taker]) + load + making + transfer + step
+        transfer = max(speed.latency, link - load - prefill_seconds)
+    return max(left, costs.wait[decode_row]) + load + prefill_seconds + transfer + step
 
 
 @given(cluster=clusters(), more=st.integers(1, 30))
@@ -192,14 +198,14 @@ def test_of_many_workers_the_best_are_found(random: Any) -> None:
         cluster.prefiller(f"p{index}", node, random.randrange(9), random.randrange(30), random.randrange(3))
     cluster.view.begin_scan(cluster.now)
     decision = cluster.decide()
-    choice, prices = decision.choice, decision.considered
-    assert prices is not None
-    seconds = {way: by_hand(cluster, prices, cluster.ask(), *way) for way in every_way(cluster, prices)}
+    choice, costs = decision.choice, decision.considered
+    assert costs is not None
+    seconds = {way: by_hand(cluster, costs, cluster.ask(), *way) for way in every_way(cluster, costs)}
     dear = {
-        way: value + (float(prices.interference_seconds[way[1]]) if way[0] is None else 0)
+        way: value + (float(costs.interference_seconds[way[1]]) if way[0] is None else 0)
         for way, value in seconds.items()
     }
-    assert prices.lowest <= min(dear.values()) * 1.02 + 0.001
+    assert costs.lowest <= min(dear.values()) * 1.02 + 0.001
     assert isinstance(choice, Placement | Wait)
 
 
