@@ -1,0 +1,134 @@
+"""Check the English of documents, docstrings and comments: `python .ci/english.py [PATH…]`, as CONTRIBUTING.md has it.
+
+- No word that speaks of a process, a request or a page as of a person: see `PEOPLE`.
+- No sentence of more than `MOST_WORDS` words. A semicolon ends a sentence.
+
+Code in backticks, fenced and indented blocks, and drawings are not read.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+PEOPLE = re.compile(r"\b(who|whom|whoever|nobody|somebody|everybody)\b", re.IGNORECASE)
+MOST_WORDS = 35
+
+_ROOT = Path(__file__).parents[1]
+_DRAWING = re.compile(r"[─│┌┐└┘├┤┬┴┼▶◀▲▼⇄═║]")
+_ITEM = re.compile(r"\s*(?:[-*+]|\d+\.)\s+")
+_HEADING = re.compile(r"\s*(?:#+\s|[-=~]{3,}\s*$)")
+_SENTENCE = re.compile(r"(?<=[.!?;])[\"')\]]*\s+|;\s+")
+_ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|cf|vs|al|etc|approx|Fig|No)\.$")
+
+Text = tuple[int, str]  # line, text
+
+
+def main(given: list[str]) -> int:
+    """Print what is wrong, a line each; 1 if there is anything."""
+    found = 0
+    for path in given or _tracked():
+        for line, problem in check(Path(path)):
+            print(f"{path}:{line}: {problem}")
+            found += 1
+    if found:
+        print(f"{found} sentences to mend: see CONTRIBUTING.md, English")
+    return int(found > 0)
+
+
+def check(path: Path) -> Iterator[Text]:
+    """What is wrong with a file, with its line."""
+    text = path.read_text()
+    blocks = _paragraphs(text.split("\n"), 1) if path.suffix == ".md" else _python(text)
+    for line, paragraph in blocks:
+        plain = re.sub(r"``[^`]+``|`[^`]+`|\[([^\]]*)\]\([^)]*\)", lambda m: m[1] or "CODE", paragraph)
+        for word in PEOPLE.findall(plain):
+            yield line, f"{word!r}: name the process, request or page: {_short(plain)}"
+        for sentence in _sentences(plain):
+            words = [word for word in sentence.split() if re.search(r"\w", word)]
+            if len(words) > MOST_WORDS:
+                yield line, f"{len(words)} words in a sentence: {_short(sentence)}"
+
+
+def _sentences(paragraph: str) -> Iterator[str]:
+    held = ""
+    for part in _SENTENCE.split(paragraph):
+        held = f"{held} {part}".strip()
+        if not _ABBREVIATION.search(held):
+            yield held
+            held = ""
+    if held:
+        yield held
+
+
+def _python(text: str) -> Iterator[Text]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield from _paragraphs(_dedented(node.value.value), node.lineno)
+    comment: list[str] = []
+    begin = last = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT or re.match(r"#\s*(?:type:|noqa|pyright|fmt:|!|---)", token.string):
+            continue
+        words = token.string.lstrip("#").strip()
+        alone = token.line.lstrip().startswith("#")
+        if comment and alone and token.start[0] == last + 1:
+            comment.append(words)
+        else:
+            yield from _paragraphs(comment, begin)
+            comment, begin = [words], token.start[0]
+        last = token.start[0] if alone else -1
+    yield from _paragraphs(comment, begin)
+
+
+def _dedented(docstring: str) -> list[str]:
+    first, *rest = docstring.split("\n")
+    indent = min((len(line) - len(line.lstrip()) for line in rest if line.strip()), default=0)
+    return [first, *(line[indent:] for line in rest)]
+
+
+def _paragraphs(lines: list[str], begin: int) -> Iterator[Text]:
+    """Prose, a paragraph, list item or table cell each."""
+    held: list[str] = []
+    start = begin
+    fenced = False
+    for number, line in enumerate(lines, begin):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        code = fenced or line.startswith("```") or _DRAWING.search(line) or (line.startswith("    ") and not held)
+        ends = code or not line.strip() or _HEADING.match(line) or line.lstrip().startswith("|") or _ITEM.match(line)
+        if ends and held:
+            yield start, " ".join(held)
+            held = []
+        if code or not line.strip() or line.lstrip().startswith("```"):
+            continue
+        if line.lstrip().startswith("|"):
+            yield from ((number, cell.strip()) for cell in line.strip().strip("|").split(" | "))
+            continue
+        if _HEADING.match(line):
+            yield number, line.lstrip("# ")
+            continue
+        if not held:
+            start = number
+        held.append(_ITEM.sub("", line.strip(), count=1) if _ITEM.match(line) else line.strip())
+    if held:
+        yield start, " ".join(held)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 90 else text[:87] + "…"
+
+
+def _tracked() -> list[str]:
+    told = subprocess.run(["git", "ls-files", "*.md", "*.py"], cwd=_ROOT, capture_output=True, text=True, check=True)  # noqa: S607
+    return [path for path in told.stdout.split() if not path.startswith("baton/v1/")]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
