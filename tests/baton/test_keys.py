@@ -25,7 +25,8 @@ from baton.messages import Cancel, Heartbeat, Hello, LoadReport, ToDecode
 from baton.monotonic_clock import MonotonicClock
 from baton.wire import ClusterKeys, Heart, Listener, Publisher, RouterSocket, Subscriber, guard, use_keys
 from baton.wire.sockets import bind, configure, connect
-from tests.baton.test_wire import DEADLINE, ME, ROUTER, eventually, run
+from tests.baton.test_wire import DEADLINE, ME, ROUTER, run
+from tests.support.eventually import eventually
 
 OURS, THEIRS = ClusterKeys.generate(), ClusterKeys.generate()
 SECRET = b"what the user asked"

@@ -6,9 +6,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -16,15 +15,9 @@ import pytest
 from baton import metrics_server
 from baton.metrics import Metrics
 from baton.metrics_server import MAX_CONNECTIONS, MetricsServer
+from tests.support.eventually import eventually
 
 PATIENCE = 60.0
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"not in time: {what}"
-        time.sleep(0.01)
 
 
 @pytest.fixture

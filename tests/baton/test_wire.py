@@ -9,7 +9,6 @@ import select
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,17 +24,11 @@ from baton.store_protocol import AttachRefused, EndLease, LeaseHeartbeat, StoreC
 from baton.unix import UnixListener, UnixSocket
 from baton.wire import Heart, Listener, Poller, Publisher, RouterSocket, Subscriber
 from tests import cluster_keys
+from tests.support.eventually import eventually
 
 ROUTER = Peer("router", "router", "n0", "router-1", 1)
 ME = Peer("decode", "d0", "n0", "worker-1", 2)
 DEADLINE = 60.0
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        time.sleep(0.005)
 
 
 def run(main: Callable[[], object]) -> None:

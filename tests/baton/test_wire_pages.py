@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -22,15 +22,9 @@ from baton.peer_protocol import (
 )
 from baton.wire.pages import PageLink, PageSockets, Sending
 from tests import cluster_keys
+from tests.support.eventually import eventually
 
 DEADLINE = 60.0
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        time.sleep(0.005)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -36,6 +36,7 @@ from kvstore.client.connection import StoreClient, store_address
 from tests import cluster_keys
 from tests.kvstore.chains import keys, parent
 from tests.kvstore.store_fixtures import NAMESPACE
+from tests.support.eventually import eventually
 
 ROOT = Path(__file__).parents[2]
 PAGE = 4_096
@@ -45,15 +46,6 @@ HEARTBEAT = 0.05
 
 T = TypeVar("T")
 _numbers = itertools.count()
-
-
-def eventually(condition: Callable[[], T | None], what: str) -> T:
-    """The first result that is true; fails with `what` when none comes."""
-    deadline = time.monotonic() + PATIENCE
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"not within {PATIENCE} s: {what}"
-        time.sleep(0.005)
-    return result
 
 
 def attach(client: StoreClient) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.service import StoreService
-from tests.kvstore.process_fixtures import NODE, PATIENCE, ROOT, StoreProcess, TestClient, config_of, eventually
+from tests.kvstore.process_fixtures import NODE, PATIENCE, ROOT, StoreProcess, TestClient, config_of
+from tests.support.eventually import eventually
 
 PER_TURN = 16
 CONNECTIONS = 100  # below the backlog of 128
@@ -96,7 +97,8 @@ import os, resource, socket
 from kvstore.service import StoreService
 from baton.wire import use_keys
 from tests.cluster_keys import KEYS
-from tests.kvstore.process_fixtures import NODE, PATIENCE, ROOT, StoreProcess, TestClient, config_of, eventually
+from tests.kvstore.process_fixtures import NODE, TestClient, config_of
+from tests.support.eventually import eventually
 use_keys(KEYS)
 resource.setrlimit(resource.RLIMIT_NOFILE, (4_096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 with StoreService(config_of("test-above-select-%d" % os.getpid(), 8), "store-0", NODE, ()) as store:

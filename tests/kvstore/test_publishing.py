@@ -24,6 +24,7 @@ from kvstore.events.wire_format import BlockStored, decode, publisher_of
 from router.placement.kv_index import KvIndex
 from tests import cluster_keys
 from tests.kvstore.chains import key, keys
+from tests.support.eventually import eventually_async
 
 PATIENCE = 20.0
 
@@ -212,20 +213,15 @@ def test_any_number_of_followers_end_up_with_the_same_map(owner: Owner) -> None:
             await asyncio.sleep(0.002)
         owner.events.publish([("CPU", [PagesRemoved(tuple(reversed(chain[10_000:])))])], 16)
         owner.chains[0] = (chain[:10_000], "CPU")
-        await until(lambda: all(each.pages("store-0-abc") == 10_050 for each in followers))
+        await eventually_async(lambda: all(each.pages("store-0-abc") == 10_050 for each in followers))
         followers[2]._map.removed("store-0-abc", chain[5_000:], "CPU")  # nobody says so
-        await until(lambda: followers[2].pages("store-0-abc") == 10_050)
+        await eventually_async(lambda: followers[2].pages("store-0-abc") == 10_050)
         assert [each.stats().divergences for each in followers] == [0, 0, 1]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE))
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():  # noqa: ASYNC110 what it waits for is no event of anybody's
-        await asyncio.sleep(0.01)
 
 
 def test_a_snapshot_comes_in_parts_with_the_name_of_its_publisher(owner: Owner, follower: zmq.Socket[bytes]) -> None:

@@ -32,8 +32,9 @@ from baton.store_protocol import (
 )
 from baton.wire import Listener
 from kvstore.checksum import page_checksum
-from tests.kvstore.process_fixtures import NODE, PAGE, PATIENCE, StoreProcess, TestClient, eventually
+from tests.kvstore.process_fixtures import NODE, PAGE, PATIENCE, StoreProcess, TestClient
 from tests.kvstore.relay import Relay
+from tests.support.eventually import eventually
 from tests.support.metrics_page import page, parsed, total
 
 SLOTS = 64

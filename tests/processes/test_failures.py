@@ -174,13 +174,13 @@ def test_a_client_that_goes_away_frees_its_pages(start: Callable[..., LocalClust
             client.close()  # as a client that dies would
             with pytest.raises((Unavailable, RequestCancelled, ValueError)):
                 first.result(DEADLINE)
-    print(f"freed after {eventually(lambda: at_rest(cluster), what='everything freed'):.3f} s")
+    eventually(lambda: at_rest(cluster), what="everything freed")
     with Client(cluster.address, cluster.operator) as client:
         while_decoding = client.generate(request)
         for _ in range(5):
             next(while_decoding)
         while_decoding.close()
-    print(f"freed after {eventually(lambda: at_rest(cluster), what='everything freed'):.3f} s")
+    eventually(lambda: at_rest(cluster), what="everything freed")
 
 
 def test_a_deadline_frees_everything_too(start: Callable[..., LocalCluster]) -> None:

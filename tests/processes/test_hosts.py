@@ -22,6 +22,7 @@ from deploy.local import LocalCluster
 from tests import checkpoints, hosts
 from tests.hosts import ADDRESSES, Hosts
 from tests.support import workload
+from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
 
 pytestmark = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
@@ -43,13 +44,6 @@ def spread(two: Hosts, path: Path, folder: Path, **more: object) -> LocalCluster
 
 def state_of(client: Client, name: str) -> int:
     return next(process.state for process in client.status(timeout=_DEADLINE).processes if process.name == name)
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.05)
 
 
 def keys_in(folder: Path) -> str:

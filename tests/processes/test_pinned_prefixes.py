@@ -88,7 +88,7 @@ def test_when_its_time_is_over_it_may_go(cluster: LocalCluster) -> None:
     prefix = some(PREFIX * 16, 1)
     with Client(cluster.address, cluster.operator) as client:
         client.pin_prefix(wish(prefix, ttl_ms=1_000), timeout=30)
-        eventually(lambda: not client.pins(), 10)
+        eventually(lambda: not client.pins(), what="no pin")
         time.sleep(0.5)
         flood(cluster, 100)
         assert cached(cluster, prefix) == 0
@@ -100,7 +100,7 @@ def test_a_pin_is_made_anew_when_its_store_dies(cluster: LocalCluster) -> None:
         client.pin_prefix(wish(prefix, id="kept"), timeout=30)
         cluster.kill("store-0")
         cluster.start("store-0")
-        eventually(lambda: total(samples(cluster, "store-0"), "pinned_bytes") == PREFIX * PAGE, 30)
+        eventually(lambda: total(samples(cluster, "store-0"), "pinned_bytes") == PREFIX * PAGE, "the pages pinned")
         assert [pin.node for pin in client.pins()] == ["local"]
         flood(cluster, 100)
         assert cached(cluster, prefix) == PREFIX

@@ -19,7 +19,8 @@ from router.frontend import grpc_server
 from router.frontend.message_guard import MessageGuard
 from tests.router.model import CONTEXT
 from tests.router.served import Served, served, settings_for
-from tests.router.test_router_front import Client, cluster, request, until
+from tests.router.test_router_front import Client, cluster, request
+from tests.support.eventually import eventually_async
 
 GENERATE, PIN = "/baton.v1.Generation/Generate", "/baton.v1.Cache/PinPrefix"
 GARBAGE = b"\xff" * 50
@@ -237,7 +238,7 @@ def test_more_rpcs_than_allowed_are_refused_but_health_checks_are_not() -> None:
             # An RPC counts from its beginning, also without a message.
             silent: Any = channel.stream_stream(GENERATE)(timeout=30)
             serving = [asyncio.create_task(raw(channel, GENERATE, message)) for _ in range(2)]
-            await until(lambda: guard.rpcs == 3)
+            await eventually_async(lambda: guard.rpcs == 3)
             code, details, _ = await raw(channel, GENERATE, message)
             assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "router.max_concurrent_rpcs" in details
@@ -247,7 +248,7 @@ def test_more_rpcs_than_allowed_are_refused_but_health_checks_are_not() -> None:
             silent.cancel()
             generation.go_on.set()
             assert {code for code, _, _ in await asyncio.gather(*serving)} == {grpc.StatusCode.OK}
-            await until(lambda: guard.rpcs == 0)
+            await eventually_async(lambda: guard.rpcs == 0)
             assert (await raw(channel, GENERATE, message))[0] == grpc.StatusCode.OK
 
     run(test)
@@ -263,7 +264,7 @@ def test_an_rpc_without_a_message_is_ended() -> None:
             await call.done_writing()
             assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
             message = generation_pb2.GenerateRequest(text="x").SerializeToString()
-            await until(lambda: _served(channel, message))  # and it no longer counts
+            await eventually_async(lambda: _served(channel, message))  # and it no longer counts
             assert generation.asked
 
     run(test)

@@ -27,6 +27,7 @@ from router.frontend.client_sessions import RouterDriver
 from tests.router import tokenizers
 from tests.router.model import expected, token_at
 from tests.router.served import Served, collect, served, settings_for
+from tests.support.eventually import eventually_async
 
 PROMPT = list(range(20, 40))
 SEED = 4  # with which the model has no end of sequence in the first tokens after PROMPT
@@ -36,16 +37,6 @@ def request(**fields: Any) -> generation_pb2.GenerateRequest:
     if "text" not in fields:
         fields["token_ids"] = generation_pb2.TokenIds(ids=fields.pop("tokens", PROMPT))
     return generation_pb2.GenerateRequest(**{"seed": SEED, "max_tokens": 12, **fields})
-
-
-async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
-    """Wait for a condition, which may be a coroutine."""
-    async with asyncio.timeout(seconds):
-        while True:
-            met = condition()
-            if await met if asyncio.iscoroutine(met) else met:
-                return
-            await asyncio.sleep(0.01)
 
 
 class Client:
@@ -67,7 +58,7 @@ class Client:
         async def all_here() -> bool:
             return len((await self.status()).processes) > count
 
-        await until(all_here)
+        await eventually_async(all_here)
 
     async def refused(self, asked: generation_pb2.GenerateRequest, **options: Any) -> tuple[Any, str, dict[str, str]]:
         """Status, details and trailing metadata of a request that must fail."""
@@ -112,7 +103,9 @@ def test_a_stream_of_tokens(tmp_path: Path) -> None:
             order += [timing.first_token, timing.finished]
             assert order == sorted(order)
             assert all(timing.HasField(name) for name in ("prefilled", "started", "prefill_queue"))
-            await until(lambda: not any(p.sequences or p.jobs for p in client.router.cluster.processes.values()))
+            await eventually_async(
+                lambda: not any(p.sequences or p.jobs for p in client.router.cluster.processes.values())
+            )
 
     run(test)
 
@@ -140,9 +133,9 @@ def test_a_drained_worker_is_shown_so(tmp_path: Path) -> None:
         async with cluster(settings_for(tmp_path), "decode-0") as client:
             drained = await client.cluster.Drain(cluster_pb2.DrainRequest(worker="decode-0"))
             assert drained.worker.state == cluster_pb2.PROCESS_STATE_DRAINING
-            await until(lambda: _is(client.serving(), False))
+            await eventually_async(lambda: _is(client.serving(), False))
             await client.cluster.Drain(cluster_pb2.DrainRequest(worker="decode-0", undo=True))
-            await until(lambda: _is(client.serving(), True))
+            await eventually_async(lambda: _is(client.serving(), True))
             for asked in (
                 cluster_pb2.DrainRequest(worker="nobody"),
                 cluster_pb2.DrainRequest(worker="decode-0", now=True),
@@ -250,11 +243,11 @@ def test_a_client_that_leaves_frees_its_worker(tmp_path: Path) -> None:
             await call.read()
             assert worker.sequences
             call.cancel()
-            await until(lambda: not worker.sequences)
+            await eventually_async(lambda: not worker.sequences)
             assert (await client.status()).counts.cancelled == 1
             code, _, _ = await client.refused(request(max_tokens=900, ignore_eos=True), timeout=0.2)
             assert code == grpc.StatusCode.DEADLINE_EXCEEDED
-            await until(lambda: not worker.sequences)
+            await eventually_async(lambda: not worker.sequences)
 
     run(test)
 
@@ -268,7 +261,7 @@ def test_a_router_that_stops_says_so(tmp_path: Path) -> None:
                 stub: Any = generation_pb2_grpc.GenerationStub(channel)
                 call = stub.Generate(request(max_tokens=900, ignore_eos=True))
                 reading = asyncio.create_task(collect(call))
-                await until(lambda: worker.sequences)
+                await eventually_async(lambda: worker.sequences)
                 await stack.pop_all().aclose()
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await reading
@@ -286,7 +279,7 @@ def test_status_health_and_reflection(tmp_path: Path) -> None:
             decode = client.router.start("decode", "decode-0")
             client.router.start("store", "store-0")
             await client.joined(2)
-            await until(lambda: client.serving("baton.v1.Generation"))
+            await eventually_async(lambda: client.serving("baton.v1.Generation"))
             await collect(client.generation.Generate(request()))
             status = await client.status()
             by_name = {process.name: process for process in status.processes}
@@ -304,7 +297,7 @@ def test_status_health_and_reflection(tmp_path: Path) -> None:
             async def not_serving() -> bool:
                 return not await client.serving()
 
-            await until(not_serving)
+            await eventually_async(not_serving)
             states = {process.name: process.state for process in (await client.status()).processes}
             assert states["decode-0"] == cluster_pb2.PROCESS_STATE_SILENT
             call = client.reflection.ServerReflectionInfo()

@@ -19,8 +19,8 @@ from router.service import RouterAddresses
 from tests.router import tokenizers
 from tests.router.pin_model import PAGE_BYTES, PinCluster
 from tests.router.served import Served, served, settings_for
-from tests.router.test_router_front import until
 from tests.router.test_router_intake import BARE, MODEL
+from tests.support.eventually import eventually_async
 
 PREFIX = list(range(20, 41))  # five pages of four, and a token
 
@@ -91,7 +91,7 @@ async def cluster(folder: Path, *processes: str) -> AsyncIterator[tuple[PinFront
         for name in processes:
             pinned.start(name.partition("-")[0], name)  # type: ignore[arg-type]
         joined = pinned.cluster.processes.values()
-        await until(lambda: all(process.membership.router for process in joined))
+        await eventually_async(lambda: all(process.membership.router for process in joined))
         try:
             yield pinned, cache_pb2_grpc.CacheStub(channel)
         finally:
@@ -124,7 +124,7 @@ def test_a_prefix_is_warmed_listed_and_let_go(tmp_path: Path) -> None:
             assert (listed.id, listed.node) == ("mine", "a")
             await stub.UnpinPrefix(cache_pb2.UnpinPrefixRequest(id="mine"))
             assert not (await stub.ListPins(cache_pb2.ListPinsRequest())).pins
-            await until(lambda: not router.pinned)
+            await eventually_async(lambda: not router.pinned)
             status, details, reason = await refused(stub.UnpinPrefix(cache_pb2.UnpinPrefixRequest(id="mine")))
             assert (status, reason) == (grpc.StatusCode.NOT_FOUND, "pin_not_found")
             assert "'mine'" in details

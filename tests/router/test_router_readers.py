@@ -23,7 +23,8 @@ from router.frontend.request_parsing import ValidatedRequest
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerThreads
 from router.queueing.admission import ModelLimits
-from tests.router.test_router_front import request, until
+from tests.router.test_router_front import request
+from tests.support.eventually import eventually_async
 
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4_096))  # that a client takes unread
 LIKELY = TokenLogprob(5, -1.0, tuple((token, -2.0) for token in range(20)))
@@ -136,12 +137,12 @@ def test_the_rpc_of_a_client_that_does_not_read_is_ended(outcome: RequestOutcome
             grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel,
         ):
             call = ask(channel)
-            await until(lambda: relay.streams)
+            await eventually_async(lambda: relay.streams)
             (out,) = relay.streams
             fill(out)  # more than a connection takes unread
             assert front.serving
             end(out, outcome)
-            await until(lambda: not front.serving)
+            await eventually_async(lambda: not front.serving)
             assert not out._pieces  # its memory is free
             assert not relay.abandoned
             with pytest.raises(grpc.aio.AioRpcError) as caught:  # and should it read after all, it is told
@@ -159,7 +160,7 @@ def test_a_slow_client_is_given_all_after_the_end() -> None:
             grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel,
         ):
             call = ask(channel)
-            await until(lambda: relay.streams)
+            await eventually_async(lambda: relay.streams)
             (out,) = relay.streams
             count = fill(out)
             end(out, Finished("length"))
@@ -168,7 +169,7 @@ def test_a_slow_client_is_given_all_after_the_end() -> None:
                 tokens += len(response.delta.token_ids)
                 await asyncio.sleep(0.025)  # in all, three times as long as it may read nothing
             assert tokens == count
-            await until(lambda: not front.serving)
+            await eventually_async(lambda: not front.serving)
 
     run(test)
 
@@ -213,14 +214,16 @@ def test_a_client_that_goes_during_a_write_is_no_error_of_ours(caplog: pytest.Lo
                     await wire.listen(), options=(*SMALL_WINDOW, ("grpc.use_local_subchannel_pool", 1))
                 ) as channel:
                     calls = [ask(channel) for _ in range(8)]
-                    await until(lambda: len(relay.streams) == 8)
+                    await eventually_async(lambda: len(relay.streams) == 8)
                     for out in relay.streams:
                         fill(out)
                         if ends:
                             end(out, Cancelled("the client does not read its tokens"))
-                    await until(lambda: all(out.reads > 1 for out in relay.streams))  # the first write goes on
+                    await eventually_async(
+                        lambda: all(out.reads > 1 for out in relay.streams)
+                    )  # the first write goes on
                     await wire.cut()
-                    await until(lambda: not front.serving)
+                    await eventually_async(lambda: not front.serving)
                     assert {await call.code() for call in calls} == {grpc.StatusCode.UNAVAILABLE}
 
     with caplog.at_level(logging.INFO):
