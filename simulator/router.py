@@ -80,7 +80,7 @@ class SimulatedRouter:
                     self._sent[to] += 1
                     if (process := self._network.process(to)) is not None:
                         envelope = Envelope(self.incarnation, to, self._sent[to], message)
-                        self._network.message(self.incarnation, to, process.hear_router, self.place, envelope)
+                        self._network.message(self.incarnation, to, process.receive_from_router, self.place, envelope)
                 case Emit(request=request, tokens=tokens):
                     self._clients.tokens(request, len(tokens), spacing)
                 case RequestEnded():

@@ -118,7 +118,7 @@ class SimulatedStore:
 
     # --- routers ------------------------------------------------------------------------------------------------------
 
-    def hear_router(self, place: int, envelope: Envelope[Any]) -> None:
+    def receive_from_router(self, place: int, envelope: Envelope[Any]) -> None:
         """A router says something. One that is lost leaves nothing to forget here: pins end with their time."""
         for said in self._routers.hear(place, envelope, self._agenda.now):
             if isinstance(said, RouterMessage) and isinstance(said.message, PinPages | UnpinPages):

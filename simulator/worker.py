@@ -211,7 +211,7 @@ class SimulatedWorker:
         return bool(copies)
 
     def _wait_for_store(self) -> Generator[float, None, bool]:
-        """As `worker.loop.SimulatedWorker.hear_store`. Tells whether anything was copied."""
+        """As `worker.loop.WorkerLoop.receive_from_store`. Tells whether anything was copied."""
         copied = False
         until = self._agenda.now + self.state.patience
         while self._store is not None and self._agenda.now < until and self.state.patience:

@@ -46,7 +46,8 @@ COUNT = 96  # tokens of a request
 LONGEST = 1.0  # seconds between two tokens of a stream, besides what the machine itself does
 CALM = 8.0  # seconds of honest streams before the attacks
 BETWEEN_HANGS, HANG = (2.0, 5.0), (0.3, 6.0)  # seconds
-LIMITS = {"heartbeat": 100, "silence": 400, "stuck": 400}  # milliseconds: a hung worker's streams go on in time
+# Milliseconds: the streams of a hung worker go on in time.
+LIMITS = {"heartbeat": 100, "heartbeat_timeout": 400, "step_timeout": 400}
 STRANGERS = frozenset({"operator_calls", "store_connects", "zmq_strangers"})  # attacks of another user
 IDLE = 150  # connections to each port
 MEMORY = 96 * 2**20  # bytes that a process may have more than before, for its allocator

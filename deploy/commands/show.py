@@ -114,7 +114,7 @@ def _tiers(console: Console, stores: Sequence[dict[str, Any]]) -> None:
             )
     console.print(table)
     for row in stores:
-        said = [f"oldest hold {row['oldest_hold_seconds']:.0f} s"] if row.get("oldest_lease_seconds", 0) >= 1 else []
+        said = [f"oldest lease {row['oldest_lease_seconds']:.0f} s"] if row.get("oldest_lease_seconds", 0) >= 1 else []
         if pinned := row.get("pinned_bytes"):
             said.append(f"{_size(pinned)} pinned")
         if unproven := row.get("unproven_reservations"):

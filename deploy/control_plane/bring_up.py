@@ -75,7 +75,7 @@ def _settle(config: Config, say: Say) -> Config:
     model = msgspec.structs.replace(
         config.model,
         path=str(path.resolve()),
-        name=config.model.served_model_name or Path(config.model.path).resolve().name,
+        served_model_name=config.model.served_model_name or Path(config.model.path).resolve().name,
     )
     cluster = msgspec.structs.replace(
         config.cluster,

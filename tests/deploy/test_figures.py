@@ -113,7 +113,7 @@ def test_the_tiers_on_the_screen():
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     disk = next(line for line in shown.splitlines() if "disk" in line).split()
     assert disk == ["disk", "900", "2.0", "GiB", "40", "40", "2.5", "1.25", "s", "1"]
-    assert "oldest hold 12 s" in shown
+    assert "oldest lease 12 s" in shown
     assert "4.0 MiB pinned" in shown
     assert "3 slots reserved by writers that may still write" in shown
     assert max(len(line) for line in shown.splitlines()) < 100

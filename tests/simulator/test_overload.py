@@ -22,7 +22,7 @@ def test_fair_shares_are_max_min() -> None:
 def test_three_times_too_much(layout: str, rate: float) -> None:
     """Three times as many requests come as could be served, a tenth of them urgent."""
     settings = {
-        "router__classes": {0: {"ttft_ms": 3_000}, 1: {"ttft_ms": 9_000}},
+        "router__slo_classes": {0: {"ttft_ms": 3_000}, 1: {"ttft_ms": 9_000}},
         "router__tenants": {name: {"weight": weight} for name, weight in WEIGHTS.items()},
     }
     world = cluster(layout, **settings)

@@ -22,7 +22,7 @@ OUTPUTS = load(600, 400, 1.0)  # nearly all of a decode worker's time, and hardl
 
 
 def world(layout: str, roles: str = "auto") -> SimulatedCluster:
-    return cluster(layout, router__roles=roles, router__split="always")
+    return cluster(layout, router__roles=roles, router__disaggregation="always")
 
 
 def roles(world: SimulatedCluster) -> list[str]:
