@@ -1,29 +1,41 @@
-# Everything a developer types. Nothing here needs more than Python 3.11+ and make.
+# Everything that a developer types. Nothing here needs more than Python 3.11+ and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 4
 
-.PHONY: setup demo test check soak stubs
+# On a machine without an NVIDIA GPU pip also looks at torch's own index, where the CPU build is the newest of its version.
+TORCH_INDEX := $(if $(wildcard /proc/driver/nvidia/version),,--extra-index-url https://download.pytorch.org/whl/cpu)
+
+PURE := tests/router tests/decode_worker tests/prefill_worker tests/simulator tests/baton tests/kvstore
+
+.PHONY: setup demo test test-fast check soak stubs
 
 setup: $(VENV)/.ready
 
-# pip, not uv: pip finds the CPU build of torch that constraints.txt pins.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --retries 1 --timeout 15 $(TORCH_INDEX) -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: setup
 	$(BIN)/python -m deploy.commands.demo
 
+# Most tests of processes wait more than they compute, so there are more workers than cores.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-fast: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile fast -m 'not slow' $(PURE)
 
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/deptry .
+	$(BIN)/python .ci/english.py
 
 soak: setup
 	$(BIN)/python -m tests.soak

@@ -97,7 +97,7 @@ def _facts(made: Generated) -> dict[str, str]:
         "prefill worker": work.prefill_worker or "none needed",
         "  tokens it computed": str(work.tokens_computed),
         "  pages it found (hit)": str(work.pages_hit),
-        "  pages it shipped": str(work.pages_shipped),
+        "  pages it stored": str(work.pages_shipped),
         "decode worker": _workers(made),
         "  pages it had on its device": str(work.pages_on_device),
         "  pages it fetched": str(work.pages_fetched),

@@ -84,7 +84,11 @@ def test_keys_that_others_can_reach_are_refused(tmp_path: Path, mode: int) -> No
         ClusterKeys.read(path)
 
 
-@pytest.mark.parametrize("text", ["", "short", "x" * 41, "ä" * 40, '"' * 40, OURS.secret[:-1] + "~", "a\nb"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "short", "x" * 41, "ä" * 40, '"' * 40, OURS.secret[:-1] + "~", "a\nb"],
+    ids=["empty", "short", "long", "not ASCII", "quotes", "a wrong last character", "lines"],
+)
 def test_a_file_without_keys_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "cluster.key"
     path.write_text(text)
