@@ -458,6 +458,10 @@ class PrefillScheduler:
             return job.store is not None and job.offered == job.total and job.store.lease not in self._copies.leases
         return job.phase is PrefillPhase.LOADING or (job.phase is PrefillPhase.LOOKUP and not job.loading_now)
 
+    def prepare(self, now: float) -> list[PrefillCommand]:
+        """Return no command: a prefill step needs no preparation."""
+        return []
+
     def schedule(self, now: float) -> ScheduledBatch:
         """The next step; empty when nothing computes."""
         step = self._config.step_ms / 1_000

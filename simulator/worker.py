@@ -1,6 +1,4 @@
-"""A worker around its real state: the turns of `worker.loop` and of the two services, with durations for bodies.
-
-    everything that has come in ──▶ copies ──▶ a word with the store ──▶ plan ──▶ step ──▶ KV events
+"""A worker around its real scheduler: the effects of `worker.turn`, with durations for bodies.
 
 Where a decode worker's next steps are alike (`DecodeScheduler.alike`) they are run in a row, which is cut off at the
 end of the step during which a message comes in. So a run costs the simulator one step and nobody can tell; only the
@@ -37,7 +35,7 @@ from baton.store_protocol import LeaseHeartbeat
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Sampled
 from engine.step import ScheduledBatch, StepDone
-from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, batches
+from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost
 from kvstore.events.changes import page_runs
 from prefill_worker.scheduler import PrefillScheduler
 from simulator.clock import Agenda, Body, VirtualProcess
@@ -46,9 +44,9 @@ from simulator.network import SimulatedNetwork
 from simulator.routers import RouterAddress, RouterEndpoint, SimulatedRouterLinks
 from simulator.run import StepRun
 from simulator.timing import Noise, StepWork, Timing
+from worker.turn import AwaitStore, CopyPages, Publish, Receive, RunStep, turn
 
 _IDLE = 0.05  # seconds between two turns while somebody waits for the store, as in `worker.loop`
-_COPIES_PER_WORD = 64  # pages, as there
 _LONGEST_RUN = 1.0  # seconds; a router that learned of tokens later than that would plan with old figures
 END = Sampled(65_535)
 """The token with which every output ends."""
@@ -84,7 +82,8 @@ class SimulatedWorker:
         noise: Noise, become: Callable[[WorkerRole], None], *, runs: bool = True,
     ) -> None:  # fmt: skip
         """`become`: replaces this incarnation by one of another role; `runs`: steps that are alike are run in a row."""
-        self.role, self.peer = role, peer
+        self.role: WorkerRole = role
+        self.peer = peer
         self._timing, self._agenda, self._network = timing, agenda, network
         self._outputs, self._noise, self._become = outputs, noise, become
         self._times = timing.decode if role == "decode" else timing.prefill
@@ -160,7 +159,7 @@ class SimulatedWorker:
             and isinstance(self.state, DecodeScheduler)
             and (done := self._run.ended(self._agenda.now))
         ):
-            self._finish(self._run, done)
+            self.handle(self._done(self._run, done))
         self._process.end()
 
     def snapshot(self) -> list[Snapshot]:
@@ -172,20 +171,61 @@ class SimulatedWorker:
 
     def _body(self) -> Body:
         while True:
-            for event in self._events():
-                self._handle(event)
-            copied = yield from self._copy()
-            copied |= yield from self._wait_for_store()
-            if isinstance(self.state, DecodeScheduler):
-                self._do(self.state.prepare(self._agenda.now))
-            plan = self.state.schedule(self._agenda.now)
-            if plan:
-                yield from self._step(plan)
-            self._publish()
-            if not (plan or copied or self._inbox or self._from_store):
+            effects, result, worked = turn(self, self.role), None, False
+            while True:
+                try:
+                    effect = effects.send(result)
+                except StopIteration as ended:
+                    worked = ended.value
+                    break
+                match effect:
+                    case Receive():
+                        result = self._events()
+                    case AwaitStore(until=until):
+                        if not self._from_store:
+                            self._listens = "store"
+                            yield until
+                            self._listens = ""
+                        result = self._replies()
+                    case CopyPages(copies=copies):
+                        yield self._agenda.now + len(copies) * self._copy_seconds
+                        result = _copied(copies)
+                    case RunStep(plan=plan):
+                        result = yield from self._step(plan)
+                    case Publish():
+                        result = self._publish()
+            if not (worked or self._inbox or self._from_store):
                 self._listens = "all"
                 yield self._agenda.now + _IDLE if self.state.leases else inf
                 self._listens = ""
+
+    # --- for `worker.turn` --------------------------------------------------------------------------------------------
+
+    @property
+    def store_connected(self) -> bool:
+        return self._store is not None
+
+    @property
+    def patience(self) -> float:
+        return self.state.patience
+
+    def now(self) -> float:
+        return self._agenda.now
+
+    def handle(self, event: Any) -> None:
+        router, event = (event.router, event.message) if isinstance(event, RouterMessage) else ("", event)
+        self._do(self.state.handle(event, self._agenda.now, router))
+
+    def prepare(self) -> None:
+        self._do(self.state.prepare(self._agenda.now))
+
+    def take_copies(self) -> Sequence[Copy]:
+        return self.state.take_copies() if self._store is not None else ()
+
+    def schedule(self) -> ScheduledBatch:
+        return self.state.schedule(self._agenda.now)
+
+    # --- effects ------------------------------------------------------------------------------------------------------
 
     def _events(self) -> Iterator[Any]:
         """Everything that has come in, what routers say as `RouterMessage`, then a Tick."""
@@ -202,30 +242,11 @@ class SimulatedWorker:
         yield from self._routers.tick(now)
         yield Tick()
 
-    def _copy(self) -> Generator[float, None, bool]:
-        """Copies take the loop's time. Tells whether there were any."""
-        copies = self.state.take_copies() if self._store is not None else []
-        for batch in batches(copies, _COPIES_PER_WORD):
-            yield self._agenda.now + len(batch) * self._copy_seconds
-            self._handle(_copied(batch))
-        return bool(copies)
+    def _replies(self) -> Iterator[Any]:
+        while self._from_store:
+            yield self._from_store.popleft()
 
-    def _wait_for_store(self) -> Generator[float, None, bool]:
-        """As `worker.loop.WorkerLoop.receive_from_store`. Tells whether anything was copied."""
-        copied = False
-        until = self._agenda.now + self.state.patience
-        while self._store is not None and self._agenda.now < until and self.state.patience:
-            if not self._from_store:
-                self._listens = "store"
-                yield until
-                self._listens = ""
-            while self._from_store:
-                self._handle(self._from_store.popleft())
-            if self.role == "prefill":
-                copied |= yield from self._copy()
-        return copied
-
-    def _step(self, plan: ScheduledBatch) -> Body:
+    def _step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone]:
         work = StepWork.of(plan.values())
         noise = self._noise.draw()
         first = (work.seconds(self._times) + self._timing.turn) * noise
@@ -235,31 +256,26 @@ class SimulatedWorker:
             run.steps = int(max(1, min(self.state.repeatable_steps(plan), left, self._longest / first)))
         yield run.end
         self._run = None
-        self._finish(run, run.steps)
+        return self._done(run, run.steps)
 
-    def _finish(self, run: StepRun, steps: int) -> None:
+    def _done(self, run: StepRun, steps: int) -> StepDone:
         self.busy += run.seconds(steps)
         self._routers.spacing = run.seconds(steps) / steps
         plan = run.plan
         if self.role == "prefill":
-            self._handle(StepDone(plan, [None] * len(plan)))
-            return
+            return StepDone(plan, [None] * len(plan))
         outputs = [self._output(name) for name in plan]
         rows = [output.token for output in outputs]
         ends = [output.end <= chunk.end + steps for output, chunk in zip(outputs, plan.values(), strict=True)]
         last = [END if ends_ else token for ends_, token in zip(ends, rows, strict=True)]
         first = rows if steps > 1 else last
         drawn = [token if chunk.sample else None for token, chunk in zip(first, plan.values(), strict=True)]
-        self._handle(StepDone(plan, drawn, [rows] * (steps - 2) + [last] if steps > 1 else ()))
+        return StepDone(plan, drawn, [rows] * (steps - 2) + [last] if steps > 1 else ())
 
     def _output(self, name: AttemptName) -> ScriptedOutput:
         return self._outputs.get(name.request, _STRANGER)
 
     # --- out ----------------------------------------------------------------------------------------------------------
-
-    def _handle(self, event: Any) -> None:
-        router, event = (event.router, event.message) if isinstance(event, RouterMessage) else ("", event)
-        self._do(self.state.handle(event, self._agenda.now, router))
 
     def _do(self, commands: Iterable[SendToRouter | CallStore]) -> None:
         for command in commands:

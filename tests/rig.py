@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from baton.config import Bytes, DecodeConfig, PrefillConfig, StoreConfig
 from baton.membership import SendToRouter
-from baton.messages import Message, Namespace, PageSource, Peer, Role
+from baton.messages import Message, Namespace, PageSource, Peer, Role, WorkerRole
 from baton.peer_protocol import (
     CancelFetch,
     ChecksumMismatch,
@@ -29,8 +29,8 @@ from baton.peer_protocol import (
 from baton.store_protocol import Attach, Attached, LeaseHeartbeat
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Chunk, Sampled
-from engine.step import StepDone
-from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, CopyIn, StoreLost, StoreUp
+from engine.step import ScheduledBatch, StepDone
+from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyIn, StoreLost, StoreUp
 from kvstore.server.events import (
     CallReceived,
     CloseConnection,
@@ -58,6 +58,7 @@ from kvstore.transport.interface import (
 )
 from prefill_worker.scheduler import PrefillScheduler
 from tests.support.fake_disk import FakeDisk, Finished, Read, Write
+from worker.turn import AwaitStore, CopyPages, Publish, Receive, RunStep, turn
 
 PAGE = 4
 PAGE_BYTES = 64
@@ -153,40 +154,81 @@ class RigWorker:
 
     def hear(self) -> None:
         """Take everything that the store has said."""
-        while self.inbox:
-            self.handle(self.inbox.popleft())
+        for reply in self._replies():
+            self.handle(reply)
 
     def copy(self) -> None:
-        for copy in self.state.take_copies():
-            if isinstance(copy, CopyIn):
-                self.device.pages[copy.page] = list(self.node.arena.get(copy.slot, [0] * PAGE))
-                self.handle(CopiedIn(copy.lease, (copy.index,)))
-            else:
-                self.node.arena[copy.slot] = list(self.device.pages[copy.page])
-                self.handle(CopiedOut(copy.lease, copy.index, (0,)))
+        """Make the copies that are due."""
+        for copy in self.take_copies():
+            self.handle(self._copied(copy))
 
     def step(self) -> bool:
         """Plan and run a step; whether there was one."""
-        if isinstance(self.state, PrefillScheduler):
-            plan = self.state.schedule(self.rig.now)
-            for name, chunk in plan.items():
-                self.device.run(self.state._requests[name.request].tokens, chunk)
-            if plan:
-                self.handle(StepDone(plan, [None] * len(plan)))
-        else:
-            self._do(self.state.prepare(self.rig.now))
-            plan = self.state.schedule(self.rig.now)
-            sampled = [self.device.run(self.state._sequences[n.request].tokens, c) for n, c in plan.items()]
-            if plan:
-                self.handle(StepDone(plan, sampled))
+        self.prepare()
+        if plan := self.schedule():
+            self.handle(self._done(plan))
         self.state.validate()
         return bool(plan)
 
     def turn(self) -> bool:
-        self.hear()
-        self.copy()
-        self.hear()
-        return self.step()
+        """Make a whole turn as the worker's loop does, and tell whether there was a step."""
+        role: WorkerRole = "prefill" if isinstance(self.state, PrefillScheduler) else "decode"
+        effects, result, stepped = turn(self, role), None, False
+        try:
+            while True:
+                match effects.send(result):
+                    case Receive() | AwaitStore():
+                        result = self._replies()
+                    case CopyPages(copies=copies):
+                        result = self._copied(*copies)
+                    case RunStep(plan=plan):
+                        result, stepped = self._done(plan), True
+                    case Publish():
+                        result = None
+        except StopIteration:
+            return stepped
+
+    # --- for `worker.turn` ------------------------------------------------------------------------------------------
+
+    patience = 0.0
+
+    @property
+    def store_connected(self) -> bool:
+        return bool(self.connection)
+
+    def now(self) -> float:
+        return self.rig.now
+
+    def prepare(self) -> None:
+        self._do(self.state.prepare(self.rig.now))
+
+    def take_copies(self) -> list[Copy]:
+        return self.state.take_copies()
+
+    def schedule(self) -> ScheduledBatch:
+        return self.state.schedule(self.rig.now)
+
+    def _replies(self) -> Iterator[Message]:
+        while self.inbox:
+            yield self.inbox.popleft()
+
+    def _copied(self, *copies: Copy) -> CopiedIn | CopiedOut:
+        first = copies[0]
+        if isinstance(first, CopyIn):
+            for copy in copies:
+                self.device.pages[copy.page] = list(self.node.arena.get(copy.slot, [0] * PAGE))
+            return CopiedIn(first.lease, tuple(copy.index for copy in copies))
+        for copy in copies:
+            self.node.arena[copy.slot] = list(self.device.pages[copy.page])
+        return CopiedOut(first.lease, first.index, (0,) * len(copies))
+
+    def _done(self, plan: ScheduledBatch) -> StepDone:
+        if isinstance(self.state, PrefillScheduler):
+            for name, chunk in plan.items():
+                self.device.run(self.state._requests[name.request].tokens, chunk)
+            return StepDone(plan, [None] * len(plan))
+        sequences = self.state._sequences
+        return StepDone(plan, [self.device.run(sequences[name.request].tokens, chunk) for name, chunk in plan.items()])
 
     def heartbeat(self) -> None:
         if self.connection:

@@ -1,13 +1,8 @@
-"""What surrounds a worker's state, prefill or decode: its links, heart, store and engine, and the turns of its loop.
+"""The worker's loop: it owns the links to routers, the store client, the engine and the clock.
 
-    events ──▶ state.handle ──▶ do            everything that has come in, then a Tick
-               state.take_copies ──▶ copy     pages between device and arena
-               state.plan ──▶ step            the engine
-                                publish       heartbeat, KV events, metrics
-
-All of it runs on one thread, so a state never changes while a step or a copy touches its pages; the heart alone has a
-thread of its own. A service's loop calls these in that order, within a `turn`, and shows what its worker adds. Each is
-a span of the worker's trace (`baton.trace`): of the scheduler, the engine, page copies or sockets.
+It executes the effects of `worker.turn` around a scheduler, prefill or decode. All of it runs on one thread, so a
+scheduler's state never changes while a step or a copy touches its pages. The heartbeat alone has a thread of its own.
+Each effect is a span of the worker's trace (`baton.trace`): of the scheduler, the engine, page copies or sockets.
 """
 
 from __future__ import annotations
@@ -15,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -57,11 +52,12 @@ from engine.step import ScheduledBatch, StepDone, StepFailed
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
 from kvstore.client.device_block_manager import DeviceBlockManager
-from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, StoreLost, StoreUp, batches
+from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, StoreLost, StoreUp
 from kvstore.events.changes import page_runs
 from kvstore.events.publisher import KvEventPublisher
 from kvstore.layout import PageLayout
 from worker.calibration import calibrate
+from worker.turn import AwaitStore, CopyPages, Publish, Receive, RunStep, turn
 
 log = logging.getLogger(__name__)
 of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a router or store can trigger
@@ -69,13 +65,12 @@ of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a router or st
 _IDLE = 0.05  # seconds between two turns of a loop that has nothing to do
 _ANSWERING = 0.002  # the same while followers of its KV events read what they asked for
 _CONNECT_AGAIN = 0.05  # seconds between two tries to reach the store
-_COPIES_PER_WORD = 64  # pages that one message to the store tells of; more would keep their readers waiting
 _HEARS: Mapping[WorkerRole, Any] = {"prefill": ToPrefill, "decode": ToDecode}  # what routers say to it
 _PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nobody for it
 
 
 class WorkerScheduler(Protocol):
-    """What the loop needs of a state."""
+    """A role's decisions, as the loop needs them."""
 
     @property
     def busy(self) -> bool: ...
@@ -87,6 +82,7 @@ class WorkerScheduler(Protocol):
     def leases(self) -> tuple[int, ...]: ...
     def handle(self, event: Any, now: float, router: str = "") -> Sequence[SendToRouter | CallStore]: ...
     def take_copies(self) -> list[Copy]: ...
+    def prepare(self, now: float) -> Sequence[SendToRouter | CallStore]: ...
     def schedule(self, now: float) -> ScheduledBatch: ...
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat: ...
 
@@ -107,6 +103,7 @@ class WorkerLoop:
         """Connect. `routers`: their ZMQ endpoints; `host`: where our own sockets listen, the address of this node;
         `engine`: as `load` made it, and used by no other. Raises PortInUse or StartupError."""
         self.clock = MonotonicClock()
+        self._role: WorkerRole = role
         self.peer = Peer(role, name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
         self.next_role: WorkerRole | None = None  # what a router wants this process to be from now on
         self.engine = engine
@@ -152,6 +149,7 @@ class WorkerLoop:
             self._poller.add(link)
         self._poller.add(self._events)
         self._pauses = PauseDetector(_PAUSE)
+        self._scheduler: WorkerScheduler
         self._step_started: float | None = None
         self._stepped = False  # in this turn
         self._next_beat = 0.0
@@ -175,17 +173,73 @@ class WorkerLoop:
         self._store.leave()
         self.metrics.close()
 
-    def turn(self) -> AbstractContextManager[None]:
-        """One turn of the loop."""
-        return self.tracer.turn()
+    def serve(
+        self, scheduler: WorkerScheduler, samples: Callable[[], Mapping[str, Sample]], stop: threading.Event
+    ) -> None:
+        """Serve until `stop` is set or a router wants another role. `samples`: the scheduler's metrics."""
+        self._scheduler = scheduler
+        while not (stop.is_set() or self.next_role):
+            with self.tracer.turn():
+                self._turn(samples)
+
+    def _turn(self, samples: Callable[[], Mapping[str, Sample]]) -> None:
+        effects = turn(self, self._role)
+        result: Any = None
+        try:
+            while True:
+                match effects.send(result):
+                    case Receive():
+                        result = self._events_received()
+                    case AwaitStore(until=until):
+                        result = self._replies(until)
+                    case CopyPages(copies=copies):
+                        result = self._copy(copies)
+                    case RunStep(plan=plan):
+                        result = self._step(plan)
+                    case Publish():
+                        result = self._publish(samples)
+        except StopIteration:
+            return
+
+    # --- for `worker.turn` ------------------------------------------------------------------------------------------
+
+    @property
+    def store_connected(self) -> bool:
+        return self._store.connected
+
+    @property
+    def patience(self) -> float:
+        return self._scheduler.patience
+
+    def now(self) -> float:
+        return self.clock.now()
+
+    def handle(self, event: Any) -> None:
+        router, event = (event.router, event.message) if isinstance(event, RouterMessage) else ("", event)
+        with self.tracer.span(f"handle {type(event).__name__}", "scheduler"):
+            commands = self._scheduler.handle(event, self.clock.now(), router)
+        self._carry_out(commands)
+
+    def prepare(self) -> None:
+        with self.tracer.span("prepare", "scheduler"):
+            self._carry_out(self._scheduler.prepare(self.clock.now()))
+
+    def take_copies(self) -> Sequence[Copy]:
+        if not self._store.connected:
+            return ()
+        with self.tracer.span("take copies", "scheduler"):
+            return self._scheduler.take_copies()
+
+    def schedule(self) -> ScheduledBatch:
+        with self.tracer.span("plan", "scheduler"):
+            return self._scheduler.schedule(self.clock.now())
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
-    def events(self, state: WorkerScheduler) -> Iterator[Any]:
-        """Wait until there is something to do, then everything that has come in (what routers say as `RouterMessage`),
-        then a Tick."""
+    def _events_received(self) -> Iterator[Any]:
+        """Wait until there is work. Yield the store's replies, then the routers' messages, then a Tick."""
         with self.tracer.span("wait", "sockets"):
-            self._poller.wait(0.0 if state.busy else _ANSWERING if self._events.under_way else _IDLE)
+            self._poller.wait(0.0 if self._scheduler.busy else _ANSWERING if self._events.under_way else _IDLE)
         now = self.clock.now()
         paused = self._pauses.tick(now)
         yield from self._from_store(now)
@@ -212,17 +266,11 @@ class WorkerLoop:
             of_peers.info("becomes a %s worker; all work here is forgotten", role)
             self.next_role = role
 
-    def receive_from_store(self, state: WorkerScheduler, *, copying: bool) -> None:
-        """Before a step is planned, hear what the store is about to say, for as long as `state` has patience: a round
-        trip to the store is much shorter than a step. `copying`: make the copies that follow from it at once."""
-        until = self.clock.now() + state.patience
-        while self._store.connected and state.patience and (left := until - self.clock.now()) > 0:
-            with self.tracer.span("wait for the store", "sockets"):
-                readable(self._store.fileno(), left)
-            for event in self._from_store(self.clock.now()):
-                self.handle(state, event)
-            if copying:
-                self.copy(state)
+    def _replies(self, until: float) -> Iterator[Any]:
+        """Wait for the store until then at most, and yield its replies."""
+        with self.tracer.span("wait for the store", "sockets"):
+            readable(self._store.fileno(), max(0.0, until - self.clock.now()))
+        yield from self._from_store(self.clock.now())
 
     def _from_store(self, now: float) -> Iterator[Any]:
         if not self._store.connected:
@@ -250,16 +298,9 @@ class WorkerLoop:
 
     # --- out --------------------------------------------------------------------------------------------------------
 
-    def handle(self, state: WorkerScheduler, event: Any) -> None:
-        """Tell the state, and do what it says."""
-        router, event = (event.router, event.message) if isinstance(event, RouterMessage) else ("", event)
-        with self.tracer.span(f"handle {type(event).__name__}", "scheduler"):
-            commands = state.handle(event, self.clock.now(), router)
-        self.carry_out(commands)
-
-    def carry_out(self, commands: Sequence[SendToRouter | CallStore]) -> None:
-        """Carry out a state's commands. What is for a router or store that is not there is dropped: the state hears
-        of the loss and starts over."""
+    def _carry_out(self, commands: Sequence[SendToRouter | CallStore]) -> None:
+        """Carry out the scheduler's commands. A command for a router or store that is not there is dropped: the
+        scheduler is told of the loss and starts over."""
         for command in commands:
             match command:
                 case SendToRouter(message=message, router=router):
@@ -270,24 +311,16 @@ class WorkerLoop:
                         with self.tracer.span("call the store", "sockets"):
                             self._store.call(call)
 
-    def copy(self, state: WorkerScheduler) -> None:
-        """Make the copies that are due and report them to the state."""
-        if not self._store.connected:
-            return
-        with self.tracer.span("take copies", "scheduler"):
-            copies = state.take_copies()
-        for batch in batches(copies, _COPIES_PER_WORD):
-            lease, first = batch[0].lease, batch[0].index
-            if isinstance(batch[0], CopyOut):
-                with self.tracer.span("copy out", "copies", pages=len(batch)):
-                    event = CopiedOut(lease, first, tuple(map(self._copy_out, batch)))
-            else:
-                with self.tracer.span("copy in", "copies", pages=len(batch)):
-                    good = [self._copy_in(copy) for copy in batch]
-                indices = tuple(copy.index for copy, intact in zip(batch, good, strict=True) if intact)
-                corrupt = tuple(copy.index for copy, intact in zip(batch, good, strict=True) if not intact)
-                event = CopiedIn(lease, indices, corrupt)
-            self.handle(state, event)
+    def _copy(self, batch: Sequence[Copy]) -> CopiedIn | CopiedOut:
+        lease, first = batch[0].lease, batch[0].index
+        if isinstance(batch[0], CopyOut):
+            with self.tracer.span("copy out", "copies", pages=len(batch)):
+                return CopiedOut(lease, first, tuple(map(self._copy_out, batch)))
+        with self.tracer.span("copy in", "copies", pages=len(batch)):
+            good = [self._copy_in(copy) for copy in batch]
+        indices = tuple(copy.index for copy, intact in zip(batch, good, strict=True) if intact)
+        corrupt = tuple(copy.index for copy, intact in zip(batch, good, strict=True) if not intact)
+        return CopiedIn(lease, indices, corrupt)
 
     def _copy_out(self, copy: Copy) -> int:
         """Returns the checksum of what lies in the slot then, read while the copy is still in the cache."""
@@ -308,18 +341,13 @@ class WorkerLoop:
         self.corrupt += not intact
         return intact
 
-    def schedule(self, state: WorkerScheduler) -> ScheduledBatch:
-        """What the state would have the engine do next: nothing, perhaps."""
-        with self.tracer.span("plan", "scheduler"):
-            return state.schedule(self.clock.now())
-
-    def step(self, state: WorkerScheduler, plan: ScheduledBatch) -> StepDone | StepFailed:
-        """Run one step of the engine. While it runs, the heart tells how old it is."""
+    def _step(self, plan: ScheduledBatch) -> StepDone | StepFailed:
+        """Run one step of the engine. While it runs, the heartbeat's thread tells how old it is."""
         self.tracer.count()
         self._stepped = True
         self._step_started = self.clock.now()
         with self.tracer.span("heartbeat", "sockets"):
-            self._heartbeat(state)
+            self._heartbeat()
         chunks = list(plan.values())
         size = {"chunks": len(chunks), "tokens": sum(len(chunk.tokens) for chunk in chunks)} if self.tracer.on else {}
         try:
@@ -333,28 +361,28 @@ class WorkerLoop:
             self._step_started = None
             self._routers.step_ended()  # what holds the loop up from now on is no step
 
-    def publish(self, state: WorkerScheduler, values: Callable[[], Mapping[str, Sample]]) -> None:
-        """After a turn: the heartbeat's snapshot and KV events; `values`, for the metrics page, once a heartbeat."""
+    def _publish(self, samples: Callable[[], Mapping[str, Sample]]) -> None:
+        """Publish KV events and the heartbeat's snapshot, and the metrics once a heartbeat."""
         now = self.clock.now()
-        next_step_tells = self._stepped and state.busy  # in a moment: its heartbeat's snapshot is as good
+        next_step_tells = self._stepped and self._scheduler.busy  # in a moment: its heartbeat's snapshot is as good
         self._stepped = False
         with self.tracer.span("publish changes", "sockets"):
-            self._publish_changes(state.blocks)
+            self._publish_changes(self._scheduler.blocks)
         if not next_step_tells:
             with self.tracer.span("heartbeat", "sockets"):
-                self._heartbeat(state)
+                self._heartbeat()
         if now >= self._next_beat:
             self._next_beat = now + self._routers.heartbeat
             with self.tracer.span("publish metrics", "sockets"):
-                self.metrics.publish({**values(), **self._copied()})
+                self.metrics.publish({**samples(), **self._copied()})
             if self._store.connected:
-                self._store.call(LeaseHeartbeat(state.leases))
+                self._store.call(LeaseHeartbeat(self._scheduler.leases))
 
-    def _heartbeat(self, state: WorkerScheduler) -> None:
+    def _heartbeat(self) -> None:
         events, digest, tracing = self._events.sequence, self._events.digest, self.tracer.mark
         self._routers.beat(
             lambda heard, router: msgspec.structs.replace(
-                state.heartbeat(heard, router), events=events, digest=digest, tracing=tracing
+                self._scheduler.heartbeat(heard, router), events=events, digest=digest, tracing=tracing
             ),
             self._step_started,
         )

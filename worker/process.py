@@ -47,7 +47,6 @@ def run(
 
 
 def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) -> None:
-    """Serve until `stop` is set or the worker is to become something else."""
     state = PrefillScheduler(
         config.prefill,
         config.pages.page_size,
@@ -56,16 +55,7 @@ def _serve_prefill(worker: WorkerLoop, config: Config, stop: threading.Event) ->
         calibration=worker.calibration,
         vocab_size=worker.engine.config.vocab_size,
     )
-    while not (stop.is_set() or worker.next_role):
-        with worker.turn():
-            for event in worker.events(state):
-                worker.handle(state, event)
-            worker.copy(state)
-            worker.receive_from_store(state, copying=True)
-            if plan := worker.schedule(state):
-                worker.handle(state, worker.step(state, plan))
-                worker.copy(state)  # somebody may wait for what this step has made
-            worker.publish(state, lambda: _prefill_samples(state.stats()))
+    worker.serve(state, lambda: _prefill_samples(state.stats()), stop)
 
 
 def _prefill_samples(stats: PrefillStats) -> Mapping[str, Sample]:
@@ -85,7 +75,6 @@ def _prefill_samples(stats: PrefillStats) -> Mapping[str, Sample]:
 
 
 def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> None:
-    """Serve until `stop` is set or the worker is to become something else."""
     state = DecodeScheduler(
         config.decode,
         config.pages.page_size,
@@ -94,17 +83,7 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         calibration=worker.calibration,
         vocab_size=worker.engine.config.vocab_size,
     )
-    while not (stop.is_set() or worker.next_role):
-        with worker.turn():
-            for event in worker.events(state):
-                worker.handle(state, event)
-            worker.copy(state)
-            worker.receive_from_store(state, copying=False)
-            with worker.tracer.span("prepare", "scheduler"):
-                worker.carry_out(state.prepare(worker.clock.now()))
-            if plan := worker.schedule(state):
-                worker.handle(state, worker.step(state, plan))
-            worker.publish(state, lambda: _decode_samples(state.stats()))
+    worker.serve(state, lambda: _decode_samples(state.stats()), stop)
 
 
 def _decode_samples(stats: DecodeStats) -> Mapping[str, Sample]:

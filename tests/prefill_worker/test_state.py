@@ -110,6 +110,7 @@ def test_pages_arrive_at_a_waiting_decode_worker_while_later_chunks_are_computed
     prefill.turn()
     prefill.turn()
     decode.turn()
+    decode.turn()  # a page counts when the store has confirmed its lease
     assert 0 < decode.state.stats().prompt_pages_fetched < 3
     rig.settle()
     assert Started("r", 1, fetched_pages=3) in decode.said

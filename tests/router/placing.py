@@ -138,7 +138,7 @@ class Cluster:
 
     def queued(self) -> float:
         """Seconds that a prompt would wait for those before it on the first decode worker."""
-        return float(self.prices().queue[0])
+        return float(self.costs().queue[0])
 
     def plan(self, **more: Any) -> Placement:
         choice = self.choose(**more)

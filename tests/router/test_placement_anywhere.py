@@ -223,7 +223,7 @@ def test_candidates_tell_what_was_weighed() -> None:
     cluster.prefiller("p1", slots=0)
     cluster.decoder("d1", pool=5)
     plan = cluster.plan()
-    told = {(each.decode, each.prefill): each for each in cluster.prices().candidates()}
+    told = {(each.decode, each.prefill): each for each in cluster.costs().candidates()}
     assert told["d0", "p0"].predicted == plan.predicted
     assert (told["d0", "p0"].cached, told["d0", "p0"].why_not) == (30, "")
     assert "p1" in told["d0", "p1"].why_not
