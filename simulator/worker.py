@@ -1,10 +1,10 @@
-"""A worker around its real state: the turns of `worker.loop` and of the two services, with durations for bodies.
+"""A worker around its real state: the loop of `worker.loop` and of the two services, with durations in place of work.
 
-    everything that has come in ──▶ copies ──▶ a word with the store ──▶ plan ──▶ step ──▶ KV events
+    handle all messages ──▶ copies ──▶ wait for the store ──▶ schedule ──▶ step ──▶ KV events
 
-Where a decode worker's next steps are alike (`DecodeScheduler.alike`) they are run in a row, which is cut off at the
-end of the step during which a message comes in. So a run costs the simulator one step and nobody can tell; only the
-randomness of steps is drawn for each run rather than for each step.
+If a decode worker's next steps are repeatable (`DecodeScheduler.repeatable_steps`), they are simulated as one run. A
+message ends the run with the step during which it arrives. A run thus costs the simulator one step and gives the same
+result. The only difference: noise is drawn per run instead of per step.
 """
 
 from __future__ import annotations
@@ -47,32 +47,34 @@ from simulator.routers import RouterAddress, RouterEndpoint, SimulatedRouterLink
 from simulator.run import StepRun
 from simulator.timing import Noise, StepWork, Timing
 
-_IDLE = 0.05  # seconds between two turns while somebody waits for the store, as in `worker.loop`
+_IDLE = 0.05  # seconds between two iterations while a lease is open, as in `worker.loop`
 _COPIES_PER_WORD = 64  # pages, as there
-_LONGEST_RUN = 1.0  # seconds; a router that learned of tokens later than that would plan with old figures
+_LONGEST_RUN = 1.0  # seconds; the router would place requests by outdated figures if it got tokens later
 END = Sampled(65_535)
 """The token with which every output ends."""
 
 
 class StoreEndpoint(Protocol):
-    """The store of this worker's node, when it is up."""
+    """The store of this worker's node."""
 
     def attach(self, worker: SimulatedWorker) -> int:
-        """Returns the connection."""
+        """Connect a worker; return the connection."""
         ...
 
     def call(self, worker: SimulatedWorker, call: Any) -> None: ...
 
 
 class ScriptedOutput(NamedTuple):
-    """What the model is going to say to a request: `token` over and over, and at last, as token number `end` of prompt
-    and output together, `END`."""
+    """The predetermined output of a request: `token` repeatedly, then `END`.
+
+    `end` is the position of `END`, counted over prompt and output.
+    """
 
     end: float
     token: Sampled
 
 
-_STRANGER = ScriptedOutput(inf, Sampled(0))  # a request that has ended, as its worker has not yet heard
+_STRANGER = ScriptedOutput(inf, Sampled(0))  # a request that has ended, but whose Cancel has not arrived yet
 
 
 class SimulatedWorker:
@@ -83,7 +85,7 @@ class SimulatedWorker:
         network: SimulatedNetwork, routers: Sequence[RouterAddress], outputs: Mapping[str, ScriptedOutput],
         noise: Noise, become: Callable[[WorkerRole], None], *, runs: bool = True,
     ) -> None:  # fmt: skip
-        """`become`: replaces this incarnation by one of another role; `runs`: steps that are alike are run in a row."""
+        """`become` replaces this incarnation by one of another role. `runs`: simulate repeatable steps as one run."""
         self.role, self.peer = role, peer
         self._timing, self._agenda, self._network = timing, agenda, network
         self._outputs, self._noise, self._become = outputs, noise, become
@@ -101,31 +103,31 @@ class SimulatedWorker:
         )
         self.feed = Feed(peer.incarnation, page_size)
         self.followers: dict[str, RouterEndpoint] = {}  # routers that follow our KV events, by incarnation
-        self._inbox: deque[tuple[int, Envelope[Any]]] = deque()  # with the places of those who sent it
+        self._inbox: deque[tuple[int, Envelope[Any]]] = deque()  # with the index of the sending router
         self._from_store: deque[Any] = deque()
         self._store: StoreEndpoint | None = None
         self.connection = 0
-        self._listens = ""  # to whom, while the body sleeps: "", "store" or "all"
+        self._listens = ""  # senders that wake the sleeping body: "" (none), "store" or "all"
         self._run: StepRun | None = None
         self.busy = 0.0  # seconds spent in steps
         self._process = VirtualProcess(agenda, self._body())
 
-    # --- what others do to it -----------------------------------------------------------------------------------------
+    # --- called by others ---------------------------------------------------------------------------------------------
 
     def receive_from_router(self, place: int, envelope: Envelope[Any]) -> None:
-        """A router says something."""
+        """Take a router's message."""
         self._inbox.append((place, envelope))
         if self._run is None or not self._can_wait(envelope):
             self._arrived("all")
 
     def receive_from_store(self, reply: Any, connection: int) -> None:
-        """The store says something."""
+        """Take the store's reply."""
         if connection == self.connection:
             self._from_store.append(reply)
             self._arrived("store")
 
     def store_up(self, store: StoreEndpoint) -> None:
-        """The node's store is there."""
+        """Connect to the node's store, which has started."""
         self._store = store
         self.connection = store.attach(self)
 
@@ -136,11 +138,11 @@ class SimulatedWorker:
         self._arrived("store")
 
     def slow_down(self, factor: float) -> None:
-        """Its steps take so many times as long from now on."""
+        """Multiply the step times by `factor` from now on."""
         self._noise.slowness = factor
 
     def beat(self) -> float:
-        """Its heart, which is a thread of its own. Returns the seconds until the next beat."""
+        """Send heartbeats, which have a thread of their own; return the seconds until the next."""
         now = self._agenda.now
         self._routers.beat(self._heartbeat)
         self._call(LeaseHeartbeat(self.state.leases))
@@ -154,7 +156,7 @@ class SimulatedWorker:
         return msgspec.structs.replace(own, step_age_ms=age, events=self.feed.sequence, digest=self.feed.digest)
 
     def end(self) -> None:
-        """It dies. What it had said is said."""
+        """Kill the worker. Messages of completed steps are still sent."""
         if (
             self._run is not None
             and isinstance(self.state, DecodeScheduler)
@@ -164,7 +166,7 @@ class SimulatedWorker:
         self._process.end()
 
     def snapshot(self) -> list[Snapshot]:
-        """For those who follow its KV events."""
+        """Return a snapshot for followers of its KV events."""
         self._publish()
         return self.feed.snapshot(page_runs(((page.key, page.parent) for page in self.state.blocks.pages()), "GPU"))
 
@@ -188,7 +190,7 @@ class SimulatedWorker:
                 self._listens = ""
 
     def _events(self) -> Iterator[Any]:
-        """Everything that has come in, what routers say as `RouterMessage`, then a Tick."""
+        """Yield everything that has arrived, routers' messages as `RouterMessage`, then a Tick."""
         now = self._agenda.now
         while self._from_store:
             yield self._from_store.popleft()
@@ -203,7 +205,7 @@ class SimulatedWorker:
         yield Tick()
 
     def _copy(self) -> Generator[float, None, bool]:
-        """Copies take the loop's time. Tells whether there were any."""
+        """Run the pending copies, which take time of the loop. Return whether there were any."""
         copies = self.state.take_copies() if self._store is not None else []
         for batch in batches(copies, _COPIES_PER_WORD):
             yield self._agenda.now + len(batch) * self._copy_seconds
@@ -211,7 +213,7 @@ class SimulatedWorker:
         return bool(copies)
 
     def _wait_for_store(self) -> Generator[float, None, bool]:
-        """As `worker.loop.SimulatedWorker.hear_store`. Tells whether anything was copied."""
+        """Wait for replies of the store, as `receive_from_store` in `worker.loop`. Return whether pages were copied."""
         copied = False
         until = self._agenda.now + self.state.patience
         while self._store is not None and self._agenda.now < until and self.state.patience:
@@ -287,7 +289,7 @@ class SimulatedWorker:
             self._process.wake(self._run.end)
 
     def _can_wait(self, envelope: Envelope[Any]) -> bool:
-        """A message that changes nothing for those who run need not end a run."""
+        """Whether a message changes nothing for the running sequences, so that it need not end the run."""
         if not isinstance(self.state, DecodeScheduler):
             return False
         match envelope.message:
