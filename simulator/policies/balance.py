@@ -1,4 +1,4 @@
-"""Rules of ordinary load balancers, which ignore caches. Load is the number of open requests that a worker was given."""
+"""Rules of ordinary load balancers, which ignore caches. Load is the number of open requests given to a worker."""
 
 # pyright: strict
 
