@@ -1,6 +1,6 @@
 """Make a small model, the same bytes every time: Llama's architecture with about a million random weights.
 
-Its text is meaningless, but serving it is real: a byte-level BPE tokenizer trained here on text written here,
+Its text is meaningless, but serving it is real. It has a byte-level BPE tokenizer trained here on text written here,
 grouped-query attention, a context of 4,096 tokens. The weights have a wider standard deviation than usual (0.1 instead
 of 0.02). Greedy output then does not repeat one token, and the loss of a single KV page changes it.
 """

@@ -80,8 +80,10 @@ def read(source: str, stdin: str = "") -> list[tuple[int, str]]:
 
 
 def parse(line: str, ttl_ms: int | None) -> pb.PinPrefixRequest:
-    """Parse one prefix. `ttl_ms` applies if the line has no "ttl"; None: the router's default. Raises
-    InvalidRequest."""
+    """Parse one prefix. Raises InvalidRequest.
+
+    `ttl_ms` applies if the line has no "ttl"; None: the router's default.
+    """
     try:
         given: object = json.loads(line)
     except ValueError as error:

@@ -65,8 +65,7 @@ class ActorRegistry:
         return list(self._node_ids())
 
     def rediscover(self) -> dict[str, str]:
-        """Find running actors by their names, and processes without an actor by their records; return the node of
-        each."""
+        """Find running actors by name, and processes without an actor by their records; return the node of each."""
         listed: Any = ray.util.list_named_actors(all_namespaces=True)
         names = {actor["name"] for actor in listed if actor["namespace"] == self._namespace}
         records = {n: msgspec.json.decode(value, type=ProcessRecord) for n, value in self._keys.under(PROCESS_KEY)}

@@ -147,6 +147,5 @@ def _ordinary_priority() -> None:
 
 
 def end_here(identity: Identity) -> bool:
-    """End a process of this node; return whether it is gone. For a process on another node, it runs as a Ray task
-    there."""
+    """End a process of this node; return whether it is gone. For another node, run it there as a Ray task."""
     return not end([identity], patience=0.0)

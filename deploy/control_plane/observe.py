@@ -48,8 +48,7 @@ class Facts:
 
 
 def listed(statuses: Iterable[cluster_pb2.GetStatusResponse], name: str, identity: Identity | None) -> Listed:
-    """Return the best state that the answering routers list for this process. An earlier process of the name does not
-    count."""
+    """Return the best state that the answering routers list for this process, ignoring its predecessors."""
     if identity is None:
         return "unknown"
     said = {_listed(status, name, identity.pid) for status in statuses}
