@@ -1,7 +1,7 @@
 """Measurements. Every script runs alone, as `.venv/bin/python bench/NAME.py`; docs/benchmarks.md says how.
 
-A script that is run as a file finds its own folder first where modules are looked up, and there `kvstore.py` would pass
-for the package of that name: so that folder is taken out before anything else is imported.
+Python puts the folder of a script that is run as a file first on the module path. There `bench/kvstore.py` would shadow
+the package `kvstore`. That folder is therefore removed from the path before anything else is imported.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The engine alone: `Engine.step` in a loop, in a process of its own, and nothing else. What a cluster is measured by.
+"""The bare engine: `Engine.step` in a loop, in a process of its own. It is the reference for a cluster.
 
     python -m bench.bare DIRECTORY DTYPE THREADS
 

@@ -1,4 +1,4 @@
-"""A cluster of this machine's own processes to measure, without Ray: what Ray does is never on the path of a token."""
+"""A cluster of this machine's own processes to measure, without Ray, which is never on the path of a token."""
 
 from __future__ import annotations
 

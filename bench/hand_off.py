@@ -55,7 +55,7 @@ _WORD = 64  # pages that one message tells of
 
 @dataclass(frozen=True)
 class HandOff:
-    """Bytes per second of one run: the limit, and the hand-off with checksums made, and made and verified."""
+    """Bytes per second of one run: the limit, and the hand-off with checksums made, and with them made and verified."""
 
     copying: float
     sealing: float
@@ -170,7 +170,10 @@ def round_trips(calls: int) -> dict[str, list[float]]:
 
 
 def _copy(ours: PagePool, writer: Worker, reader: Worker, theirs: PagePool) -> None:
-    """The same bytes between the same memories, each by its own process's mapping. What lies there is nobody's now."""
+    """Copy the same bytes between the same memories, each through its own process's mapping: the limit of a hand-off.
+
+    No lease covers these slots: the store does not use them meanwhile.
+    """
     for page in range(_PAGES):
         ours.copy_out(page, writer.store.slot(page))
     for page in range(_PAGES):

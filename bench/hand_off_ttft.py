@@ -44,7 +44,7 @@ _OUTPUT = 1_500  # tokens of a stream, which is longer than what is measured
 _LEAD, _PAUSE = 2.0, 0.25  # seconds that the streams run before a prompt and after its first token
 _BARE_LEAD, _BARE_STEPS = 1.0, 320  # the same of the bare engine, and as many steps as outlast another's prefill
 _TRACE_WRITTEN = 10.0  # seconds within which a trace must be on disk
-_STEP_TOKENS = (512, 1_024, PROMPT)  # how the bare engine may take the prompt; the best of them counts
+_STEP_TOKENS = (512, 1_024, PROMPT)  # chunk sizes of the bare engine for the prompt; the fastest counts
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def _gaps(times: Sequence[float]) -> list[Gap]:
 
 @contextmanager
 def _anywhere(made: LocalCluster, names: Sequence[str]) -> Iterator[None]:
-    """Meanwhile these may use every core on which anybody runs."""
+    """Let these processes use every core of the cluster within this context."""
     pids = [made.pids[name] for name in names]
     every = frozenset().union(*(each for pid in made.pids.values() for each in cores.of(pid)))
     before = os.sched_getaffinity(0)

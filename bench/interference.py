@@ -1,4 +1,4 @@
-"""What long prompts do to the tokens of others: colocated, split, and vLLM, on the same cores.
+"""Measure how long prompts delay the tokens of other streams: colocated, split, and vLLM, on the same cores.
 
     bench/interference.py                     # about 6 minutes; the first time, vLLM's environment is made
     bench/interference.py --no-vllm --quick   # about 50 s
@@ -39,7 +39,7 @@ STREAMS, PROMPT, OUTPUT = 8, 64, 256
 LONG, PERIOD = 3_500, 2.0  # tokens, seconds
 _LEAD = 2.0  # seconds that the streams run before the first long prompt: requests are then spread over their course
 _POOL = "512MiB"
-_THREADS = 2  # of whoever has both cores
+_THREADS = 2  # of a process that has both cores
 SPLIT, COLOCATED = "1P+1D", "1D, colocated"
 _VLLM = {"vLLM": None, "vLLM, chunks of 512": 512}  # tokens a step; none: its own default
 

@@ -1,9 +1,10 @@
-"""What this machine does at best, measured by what comes closest to it among the libraries at hand.
+"""Measure this machine's memory bandwidth and arithmetic rate, with the fastest routines among the libraries at hand.
 
-Reading is torch's sum of integers over a buffer far larger than any cache: of eleven loops tried on two cores (libc's
-memchr, sums, maxima and dot products of numpy and torch) the fastest, at 93 GB/s; memchr, which does hardly anything
-else, came to 87. Arithmetic is a large product, plain or with a packed weight, whichever is faster; where a CPU has no
-instructions for bfloat16, it is one of float32, as which such a CPU multiplies.
+Bandwidth is measured by torch's sum of integers over a buffer far larger than any cache. Of eleven loops tried on two
+cores (libc's memchr, sums, maxima and dot products of numpy and torch) it was the fastest, at 93 GB/s. memchr, which
+does hardly anything but read, reached 87. Arithmetic is a large matrix product, plain or with a packed weight,
+whichever is faster. On a CPU without bfloat16 instructions the product is in float32, since such a CPU multiplies
+bfloat16 that way.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _buffer = torch.empty(0, dtype=torch.int64)
 
 
 def measure(threads: int, dtype: torch.dtype) -> Limits:
-    """Takes about a quarter of a second. The setting of threads is torch's, so it stays."""
+    """Return the limits; takes about a quarter of a second. torch's number of threads stays changed."""
     global _buffer
     torch.set_num_threads(threads)
     if not len(_buffer):
@@ -42,7 +43,7 @@ def measure(threads: int, dtype: torch.dtype) -> Limits:
 
 
 def _shortest(work: Callable[[], object]) -> float:
-    """Of several tries after one to warm up, in seconds: a limit is what can be, not what is usual."""
+    """Return the shortest of several tries after a warm-up, in seconds: a limit is the best case, not the usual one."""
     work()
     times: list[float] = []
     for _ in range(_TRIES):

@@ -1,12 +1,12 @@
-"""What a request that no context can hold does to another client's stream.
+"""Measure how a request too long for the model's context disturbs another client's stream.
 
     .venv/bin/python -m bench.long_input [--quick]
 
-A router with a model of 131,072 tokens of context and one token of 128 spaces, so that it takes texts of up to 4 MiB,
-and one decode worker. One client streams tokens. Another one, a process of its own, sends four requests one after the
-other: 4 MiB of English, the same compressed, 4 MiB of Japanese, 15 million token ids, or an honest prompt of 512 KiB,
-which fits. The figure is the longest gap between two tokens of the stream while that goes on, and its limit the longest
-one in as much time before.
+A router and one decode worker serve a model with a context of 131,072 tokens. One token of its vocabulary is 128 spaces
+long, so the router accepts texts of up to 4 MiB. One client streams tokens. Another client, in its own process, sends
+four requests in sequence. An attack consists of 4 MiB of English, the same compressed, 4 MiB of Japanese, 15 million
+token ids, or a valid prompt of 512 KiB, which fits. The figure is the longest gap between two tokens of the stream
+during the attack. Its limit is the longest gap in an equally long time before it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How busy others keep this machine while we measure on it."""
+"""CPU use of other processes on this machine during a measurement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 class Neighbours:
-    """Counts the CPU time that went to anybody but this process and its descendants, as they were at the start."""
+    """Counts the CPU time of all processes except this one and the descendants it had at the start."""
 
     def __init__(self) -> None:
         me = psutil.Process()
@@ -16,7 +16,7 @@ class Neighbours:
         self._last = self._read()
 
     def lap(self) -> float:
-        """Cores that others used, on average, since the last lap."""
+        """Return the cores that other processes used, on average, since the last lap."""
         (then, others_then), self._last = self._last, self._read()
         now, others = self._last
         return max(0.0, (others - others_then) / (now - then))

@@ -1,16 +1,16 @@
-"""What the cluster adds to the time between two tokens: single-stream ITL through it, over the bare engine loop's.
+"""Measure the inter-token latency (ITL) that the cluster adds: single-stream ITL through it over the bare engine's.
 
     bench/overhead.py [--quick] [--threads N]
 
-One stream at a time, so that nothing is measured but the path of a token: decode worker's turn, router, gRPC. The bare
-engine, a 1P+1D cluster and a colocated one are up together and take turns (A B C A B C … A), so that a machine that
-grows slower or faster meanwhile does so for all; a round's ratio is against the mean of the bare turns around it. Of
-the rounds, the third counts in which others used the least CPU: what they take is not taken from all sides alike.
+One stream runs at a time, so only the path of a token is measured: an iteration of the decode worker, router, gRPC. The
+bare engine, a 1P+1D cluster and a colocated one are up together and alternate (A B C A B C … A). A machine that becomes
+slower or faster meanwhile does so for all three. A round's ratio is against the mean of the bare runs around it. Only
+the third of the rounds with the least CPU use by other processes counts, since that use does not slow all sides alike.
 
-Where the time goes: no token can be computed before the one before it, so the gap between two is one turn of the decode
-worker's loop, and the router and gRPC add to it only the CPU that they take from it. The turn's engine step is known
-from the worker's metrics; what it takes longer than the bare engine's is what others take from the CPU and its caches.
-The CPU time of the loop's thread is what stays the same when others are busy.
+Where the time goes: a token depends on the one before it, so the gap between two tokens is one iteration of the decode
+worker's loop. The router and gRPC add to it only the CPU time that they take from that loop. The worker's metrics give
+the iteration's engine step. The excess of that step over the bare engine's is due to other processes on the CPU and its
+caches. The CPU time of the loop's thread does not change when other processes are busy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from deploy.client import Client
 from deploy.local import LocalCluster
 
 TARGET = 1.15
-_PROMPT = 33  # tokens: two pages for the prefill worker, and no step of the decode worker with more than one token
+_PROMPT = 33  # tokens: the prefill worker makes two pages, and each step of the decode worker computes one token
 _SPLIT = "1P+1D"
 _SHAPES = {_SPLIT: (1, 1), "1D": (0, 1)}
 _POOL = "64MiB"

@@ -1,18 +1,19 @@
-"""How a cluster stands more than it can serve: goodput at three times the rate that is too much for it, how soon a
-rejection is heard, and whether every tenant has its due. In virtual time, with the real router, workers and stores.
+"""Overload a cluster, in virtual time, with the real router, workers and stores.
+
+Measures goodput at three times the rate that is too much for it, the delay of rejections, and each tenant's fair share.
 
     bench/overload.py                        # 8P+8D and 16D, equal and unequal weights
     bench/overload.py --quick                # 8P+8D only, for a shorter time: a minute or two
 
 Five tenants ask for very different amounts, in two classes of priority with objectives of their own. The rate rises by
-half at a time, to three times the first one at which the goodput is less than 95 % of it: no peak is looked for, since
-with more to choose from more short prompts find room. All figures are of the time between a start, in which the cluster
-fills, and the last arrival, after which it empties.
+half at a time. The sweep ends at three times the first rate whose goodput is less than 95 % of it. It looks for no
+peak: with a longer queue to choose from, more short prompts fit. Figures exclude the start, while the cluster fills,
+and the time after the last arrival, while it empties.
 
-goodput    requests a second that ended well with their first token and their mean gap within their class's objectives
-heard      from arriving to the rejection, in virtual time: a decision on arrival takes none
-served     tokens as the virtual token counter counts them (Sheng et al., OSDI 2024): a prompt's 1, an output's 2
-fair       the max-min fair shares, by weight, of all that was served: nobody's is more than it asked for
+goodput    Requests a second that finished with their first token and mean gap within their class's objectives.
+heard      Time from arrival to rejection, in virtual time: a decision on arrival takes none.
+served     Tokens as the virtual token counter counts them (Sheng et al., OSDI 2024): a prompt's 1, an output's 2.
+fair       Max-min fair shares, by weight, of all that was served: no tenant's share exceeds its demand.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _SOON = 0.05  # seconds within which a rejection should be heard
 
 @dataclass(frozen=True)
 class Setting:
-    """What is served, and by whom."""
+    """A cluster and the load it serves."""
 
     cluster: str = "8P+8D"
     model: str = "a800_70b"
@@ -81,7 +82,7 @@ class Outcome:
     def worst(self) -> tuple[str, float]:
         """The tenant that got least of its fair share, and how much of it."""
         shares = ((name, self.served[name] / fair) for name, fair in self.fair.items() if fair > 0)
-        return min(shares, key=lambda item: item[1], default=("-", 1.0))  # who asked for nothing lacks nothing
+        return min(shares, key=lambda item: item[1], default=("-", 1.0))  # a tenant without demand lacks nothing
 
     @property
     def soon(self) -> float:
@@ -139,8 +140,10 @@ def offer(setting: Setting, rate: float) -> Outcome:
 
 
 def fair_shares(total: float, asked: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
-    """Max-min fair shares of `total` by weight: who asked for less than its share has that, and the others share what
-    is left over."""
+    """Return max-min fair shares of `total` by weight.
+
+    A tenant that asked for less than its share gets its demand. The remaining tenants divide the rest.
+    """
     shares: dict[str, float] = {}
     weight = sum(weights.values())
     for name in sorted(asked, key=lambda name: asked[name] / weights[name]):

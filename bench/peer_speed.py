@@ -12,7 +12,7 @@ machine that others use, too, is slow to all of them alike. The first turn is no
                   sender's.
 `bare`            the limit: a ZMQ socket at each end, a frame per page, sent without copying; the receiver copies each
                   frame to its place. No messages, no checksums, no credit, one thread per process besides ZMQ's.
-`bare, left in ZMQ's buffers`  the same without the receiver's copy, for comparison: nobody could read such pages.
+`bare, left in ZMQ's buffers`  the same without the receiver's copy, for comparison: such pages are unreadable.
 """
 
 from __future__ import annotations

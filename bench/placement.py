@@ -1,9 +1,9 @@
 """How long a placement takes: `bench/placement.py [--quick]`.
 
-Clusters of 2 to 1,000 workers, half of them prefill, eight to a node, each node with a store. Of the prefixes asked
-for, a third is with nobody, a third with one worker and its store, a third with every fourth worker: a hot one. A
-decision is timed with what comes before it in a router: workers that were given something, or ended something, since
-the last one are read anew. Matching a prefix is not part of it (`bench.prefix_map`).
+Clusters have 2 to 1,000 workers, half of them prefill, eight to a node, each node with a store. A third of the
+requested prefixes is cached nowhere, a third on one worker and its store, and a third on every fourth worker (a hot
+prefix). A decision is timed with the work that precedes it in a router: workers that got or ended requests since the
+last decision are read again. Matching a prefix is not part of it (`bench.prefix_map`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def measure(workers: int, decisions: int, seed: int = 0) -> list[float]:
 
 
 def _held(draw: random.Random, workers: int) -> dict[str, PrefixMatch]:
-    """Who has how much of a prefix."""
+    """Return how much of a prefix each worker and store has."""
     kind = draw.randrange(3)
     having = [] if kind == 0 else [draw.randrange(workers)] if kind == 1 else range(draw.randrange(4), workers, 4)
     held: dict[str, PrefixMatch] = {}

@@ -89,7 +89,7 @@ def measure(world: World, runs: int, events: int, random_: random.Random) -> Ite
 
 
 def restore(prefixes: KvIndex, world: World) -> tuple[float, float]:
-    """Seconds until an empty map knows everybody's pages, and how many of them we had a CPU for."""
+    """Return the seconds until an empty map holds the pages of all holders, and the CPU seconds among them."""
     gc.collect()
     for holder in world.snapshots:
         prefixes.follow(holder, 0.0)
@@ -206,7 +206,7 @@ def encoded_snapshot(chains: Iterable[list[bytes]], medium: Medium) -> list[byte
 
 
 def chain(pages: int, random_: random.Random) -> list[bytes]:
-    """Keys look random, and nobody here checks what they are derived from."""
+    """Return random keys: real keys look random too, and no code here checks their derivation."""
     packed = random_.randbytes(16 * pages)
     return [packed[at : at + 16] for at in range(0, len(packed), 16)]
 

@@ -56,19 +56,19 @@ def emit(result: Result) -> None:
 
 
 def say(text: str) -> None:
-    """To whoever watches; never to whoever reads the results."""
+    """Print progress to stderr: stdout carries results only."""
     print(text, file=sys.stderr, flush=True)
 
 
 def machine() -> str:
-    """What a figure depends on besides the code."""
+    """Return the machine's properties on which a figure depends."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "grpcio", "pyzmq"))
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     return f"commit {commit()}, {cores} cores, load {load:.1f}, Python {platform.python_version()}, {versions}"
 
 
 def commit() -> str:
-    """What is measured; "-dirty" where files differ from it."""
+    """Return the commit that is measured, with "-dirty" where files differ from it."""
     try:
         said = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=True

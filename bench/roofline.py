@@ -15,7 +15,7 @@ from bench.peers.cases import Case
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine does at best: bytes read and floating point operations in a second."""
+    """The machine's limits: bytes read, and floating point operations, per second."""
 
     read: float
     compute: float
@@ -33,7 +33,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model decides its roofline."""
+    """The properties of a model that decide its roofline."""
 
     layers: int  # parameters of the matrices of all layers, which every token is multiplied with
     head: int  # those of the head's, which only tokens are multiplied with that another one is drawn from

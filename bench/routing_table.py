@@ -8,9 +8,10 @@ A cell is a trace, a speed, a cluster and a policy. Each finished cell is append
 commit it was made with; cells that are there already are not run again, so a table may be made in many sittings. The
 Markdown goes to stdout.
 
-Goodput is the rate of requests that meet both objectives: first token within 30 s, and time between tokens (TBT, the
-mean of the longest tenth of a request's gaps) within 100, 200 or 300 ms. It is told for the time over which requests
-arrive, so it compares as the share of requests does. One run serves all three: requests ask for the first only.
+Goodput is the rate of requests that meet both objectives: first token within 30 s, and TBT within 100, 200 or 300 ms.
+TBT (time between tokens) is the mean of the longest tenth of a request's gaps. The rate is per second of the time over
+which requests arrive, so it compares as the share of requests does. One run serves all three: requests ask for the
+first only.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Cell(Struct, frozen=True):
 
 
 class Result(Struct, frozen=True):
-    """What came of a cell. Latencies are the 50th, 90th and 99th percentile, in seconds, of requests that finished."""
+    """The figures of a cell. Latencies are the 50th, 90th and 99th percentile, in seconds, of finished requests."""
 
     cell: Cell
     commit: str
@@ -68,7 +69,7 @@ class Result(Struct, frozen=True):
     goodput: tuple[float, ...]  # requests a second, for each of TBTS
     ttft: tuple[float, ...]
     tpot: tuple[float, ...]
-    hit_rate: float  # share of prompt tokens that nobody computed
+    hit_rate: float  # share of prompt tokens that came from caches
     busy: dict[str, float]  # share of the time that workers of a role spent in steps
     wall: float  # seconds that the simulation took
 

@@ -1,4 +1,4 @@
-"""What clients of a cluster see under a load: latencies, throughput, goodput.
+"""Measure a cluster under a load as its clients see it: latencies, throughput, goodput.
 
     bench/serve.py --quick
     bench/serve.py --prefill 1 --decode 1 --model 100m --rate 2 --requests 100 --slo-ttft 500 --slo-tpot 60

@@ -1,4 +1,4 @@
-"""Streams that run while something else happens to the server: what their tokens are like meanwhile.
+"""Streams that run while a server is disturbed, and the gaps between their tokens.
 
 A server is whatever makes tokens from token ids: a router over gRPC, or anything that speaks OpenAI's completions with
 token ids, over HTTP. One event loop; times are the client's.
@@ -28,7 +28,7 @@ _TIMEOUT = 120.0  # seconds that a request may take
 
 
 class Server(Protocol):
-    """Who makes the tokens."""
+    """Generates tokens from token ids."""
 
     def generate(self, prompt: Sequence[int], count: int) -> AsyncGenerator[int, None]:
         """Greedy, past any end of sequence: how many tokens each message brought, as it arrives. Raises Unavailable."""

@@ -5,9 +5,9 @@
 Prompts with prefixes that return, in turns and too many for the device and the arena, so that each is found on the disk
 or nowhere. Two clusters run side by side and take turns to answer the same prompts, one with the tier and one without.
 
-`recompute is cheaper`  a small model whose tier reads at the pace of a slow network disk: the tier should cost nothing,
-                        because nothing is loaded (at most 3 %)
-`loading is cheaper`    a model of 100 M parameters and the disk as it is: the tier should gain
+`recompute is cheaper`  A small model whose tier reads at the pace of a slow network disk. The tier should cost nothing
+                        (at most 3 %), because nothing is loaded.
+`loading is cheaper`    A model of 100 M parameters and the disk as it is. The tier should gain.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Engines that take turns at a case: with the same prompts, the machine's limits measured around each of them.
 
-A turn that others disturbed is taken again, by all engines, and where that does not help it does not count: on a
-machine of two cores, a build that somebody else started takes more from a case than engines differ by.
+A turn during which other processes used the CPU is repeated by all engines. If that does not help, it does not count.
+On a machine of two cores, an unrelated build slows a case by more than the engines differ.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Turn:
-    """What came of a case for every engine, by name."""
+    """The run and the tokens of each engine for one case, by name."""
 
     runs: Mapping[str, Run]
     tokens: Mapping[str, Tokens]
@@ -43,14 +43,14 @@ class Turn:
 
 
 def quiet(turns: Sequence[Turn]) -> list[Turn]:
-    """Those that others did not disturb; or the quietest third, where that is more."""
+    """Return the turns that other processes did not disturb, or the quietest third where that is more."""
     ranked = sorted(turns, key=lambda turn: turn.others)
     calm = sum(turn.others <= QUIET for turn in ranked)
     return ranked[: max(calm, -(-len(ranked) // 3))]
 
 
 class Turns:
-    """All of it with one number of threads and one dtype. Make it when the engines are running."""
+    """Takes turns with one number of threads and one dtype. Construct it when the engines are running."""
 
     def __init__(self, engines: Mapping[str, Peer], vocabulary: int, threads: int, dtype: torch.dtype) -> None:
         self._engines = engines
@@ -61,7 +61,7 @@ class Turns:
         self._seed = 0
 
     def take(self, case: Case, order: Sequence[str]) -> Turn:
-        """The quietest of up to three tries, each with prompts that no engine has seen. Raises PeerFailed."""
+        """Return the quietest of up to three tries, each with prompts that no engine has seen. Raises PeerFailed."""
         tries: list[Turn] = []
         while len(tries) < _TRIES and (not tries or tries[-1].others > QUIET):
             tries.append(self._try(case, order))

@@ -1,4 +1,4 @@
-"""What a load consists of: which prompts, of what length, sent when. Pure, and the same for the same seed.
+"""Make a load: prompts, their lengths and send times. Pure, and the same for the same seed.
 
 Arrivals, lengths and tokens are drawn from separate streams, so that changing one leaves the others as they were.
 """

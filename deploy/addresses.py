@@ -1,4 +1,4 @@
-"""Where a router answers."""
+"""Addresses of routers, and the gRPC targets made of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from baton.errors import Unavailable
 
 
 class ServiceAddresses(msgspec.Struct, frozen=True):
-    """What a router says once it serves: host:port for clients, a ZMQ endpoint for workers and stores, host:port of its
-    metrics, and a gRPC target for the operator, which is good on the router's host only."""
+    """The addresses that a router announces once it serves.
+
+    `grpc` is host:port for clients, `internal` a ZMQ endpoint for workers and stores, `http` host:port of its metrics.
+    `operator` is a gRPC target for the operator, which works on the router's host only.
+    """
 
     grpc: str
     internal: str
@@ -21,15 +24,15 @@ class ServiceAddresses(msgspec.Struct, frozen=True):
     operator: str = ""
 
     def pin(self, config: Config) -> Config:
-        """The configuration with which a later router comes back at the same addresses."""
+        """Return the configuration with which a restarted router listens at the same addresses."""
         ports = {f"{kind}_port": int(getattr(self, kind).rpartition(":")[2]) for kind in ("grpc", "internal", "http")}
         pinned = msgspec.structs.replace(config.router, **ports)
-        if config.router.operator and self.operator:  # a default path is found anew, since its folder may have gone
+        if config.router.operator and self.operator:  # else chosen again: its folder may have gone
             pinned = msgspec.structs.replace(pinned, operator=self.operator)
         return msgspec.structs.replace(config, router=pinned)
 
     def reached_at(self, ip: str) -> ServiceAddresses:
-        """The same with `ip` in place of "every interface", which means nothing on another machine."""
+        """Return the same addresses with `ip` in place of "every interface", which means nothing on another machine."""
         wildcards = ("0.0.0.0", "[::]", "*")  # noqa: S104 - recognised here, not listened on
         fixed = {kind: getattr(self, kind) for kind in ("grpc", "internal", "http")}
         for wildcard in wildcards:
@@ -38,18 +41,21 @@ class ServiceAddresses(msgspec.Struct, frozen=True):
 
     @property
     def endpoint(self) -> str:
-        """Where workers and stores connect."""
+        """The ZMQ endpoint for workers and stores."""
         return self.internal if "://" in self.internal else f"tcp://{self.internal}"
 
 
 def target(routers: Iterable[ServiceAddresses]) -> str:
-    """What gRPC calls a target: a channel to it goes to the first of these routers, and on to the next one where that
-    can't be reached. They listen on one host. Raises Unavailable where that has a name which nobody knows."""
+    """Return one gRPC target for these routers, which listen on one host.
+
+    A channel to the target connects to the first router. If that can't be reached, it connects to the next one. Raises
+    Unavailable if the host's name can't be resolved.
+    """
     return _joined([router.grpc for router in routers])
 
 
 def operator_target(routers: Iterable[ServiceAddresses]) -> str:
-    """The same of the routers' ports for the operator, which are all sockets or all ports. Raises Unavailable."""
+    """Return one gRPC target for the routers' operator ports: all Unix sockets, or all TCP. Raises Unavailable."""
     return _joined([router.operator for router in routers])
 
 
@@ -64,7 +70,7 @@ def _joined(addresses: Sequence[str]) -> str:
 
 
 def _literal(address: str) -> str:
-    """With the host's name looked up: of several targets gRPC takes no names."""
+    """Return the address with the host's name resolved: in a list of targets, gRPC accepts no names."""
     host, _, port = address.rpartition(":")
     try:
         (family, *_, found), *_ = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)

@@ -1,7 +1,7 @@
 """`python -m deploy.child PARENT MODULE ARGUMENTS…` runs a module that dies with its parent.
 
-The child asks the kernel for the signal itself, after its own start: doing it between fork and exec would run Python
-in a copy of a process whose other threads hold locks.
+The child requests the parent-death signal itself, after its own start. A request between fork and exec would run Python
+in a copy of a process with other threads, which may hold locks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     parent, module = int(sys.argv[1]), sys.argv[2]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the parent died before the request
         sys.exit(f"the process {parent} that started {module} has gone")
     sys.argv = sys.argv[2:]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,8 +1,8 @@
-"""The `baton` command. Reads flags, calls, and shows; what it does stands in the modules it calls.
+"""The `baton` command: parses flags, calls the modules that do the work, and prints their results.
 
-Everything heavy is imported where it is used, so that `baton --help` and `baton status` answer at once. What is shown
-goes to stdout, progress and errors go to stderr; with --json, stdout holds exactly one JSON object. Exit status: 0, or
-1 with the message of a typed error, or 2 for wrong flags, or 130 after Ctrl-C.
+Heavy modules are imported where they are used, so that `baton --help` and `baton status` answer at once. Results go to
+stdout, progress and errors go to stderr. With --json, stdout holds exactly one JSON object. Exit status: 0, or 1 with
+the message of a typed error, or 2 for wrong flags, or 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from baton.messages import WorkerRole
 
 app = typer.Typer(
     name="baton",
-    help="Serve a large language model with prompt work and token work in separate processes.",
+    help="Serve a large language model with prefill and decode in separate workers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -46,7 +46,7 @@ R = TypeVar("R")
 
 
 class Dtype(StrEnum):
-    """What weights and KV cache are computed in."""
+    """The number format of weights and KV cache."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -55,14 +55,14 @@ class Dtype(StrEnum):
 
 
 class WorkerKind(StrEnum):
-    """What a worker may be."""
+    """The roles of a worker."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class RayOption(StrEnum):
-    """Which Ray to run on."""
+    """The Ray to run on."""
 
     AUTO = "auto"
     OWN = "own"
@@ -79,7 +79,7 @@ Settings = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.SE
 
 
 def reported(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn whatever ends a command into one message and an exit status; never a traceback."""
+    """Turn any exception of a command into one message and an exit status, never a traceback."""
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -121,18 +121,18 @@ def up(
     dtype: Annotated[Dtype | None, typer.Option(help="Number format; auto is the checkpoint's own.")] = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 is the colocated mode.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
-    routers: Annotated[int | None, typer.Option(help="Routers, each of which takes requests for all workers.")] = None,
+    routers: Annotated[int | None, typer.Option(help="Routers; each places requests on all workers.")] = None,
     name: Annotated[str, typer.Option(help="The cluster's name, by default baton.")] = "",
     config: ConfigFile = None,
     settings: Settings = None,
     ray: Annotated[
-        RayOption, typer.Option(help="join a running Ray, start our own, or whichever fits.")
+        RayOption, typer.Option(help="join a running Ray, start our own, or auto: join one if it runs.")
     ] = RayOption.AUTO,
-    dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard along with our own Ray.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds until the cluster must serve.")] = 900.0,
+    dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard with our own Ray.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds within which the cluster must serve.")] = 900.0,
     as_json: Json = False,
 ) -> None:
-    """Start a cluster; returns once it serves, or says what failed and leaves nothing behind."""
+    """Start a cluster and return once it serves. On a failure, print the cause and leave nothing behind."""
     from deploy.commands.progress import Progress
     from deploy.control_plane import state_file
     from deploy.control_plane.bring_up import bring_up
@@ -160,7 +160,7 @@ def up(
 @app.command()
 @reported
 def status(name: Name = "baton", as_json: Json = False) -> None:
-    """Show the cluster's processes, what they do, and where its logs are."""
+    """Show the cluster's processes, their load, and its log folder."""
     from deploy.commands import show
     from deploy.commands.status import collect
 
@@ -191,7 +191,7 @@ def generate(
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
-    """Generate from a prompt, and show the text as it comes."""
+    """Generate from a prompt and stream the text."""
     from deploy.client import Client
     from deploy.commands import generate as generation
     from deploy.commands.status import find
@@ -234,7 +234,7 @@ def pin(
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
-    """Compute prefixes before anybody asks for them, and pin their pages for a while."""
+    """Compute prefixes ahead of requests, and pin their KV pages for a while."""
     from deploy.client import Client
     from deploy.commands import pin as pinning
     from deploy.commands import show
@@ -271,14 +271,14 @@ def pin(
 def profile(
     process: Annotated[str, typer.Argument(help="A worker or store, such as decode-0; baton status lists them.")],
     steps: Annotated[int, typer.Option(min=1, help="Steps to trace.")] = 100,
-    stop: Annotated[bool, typer.Option("--stop", help="End the trace that it makes now.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="End the trace that the process is writing.")] = False,
     operator: Operator = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
-    """Have a process trace where its next steps' time goes, for chrome://tracing or Perfetto.
+    """Trace the next steps of a process, for chrome://tracing or Perfetto.
 
-    A cluster makes one trace at a time."""
+    A cluster writes one trace at a time."""
     from deploy.client import Client
     from deploy.commands.status import find
 
@@ -295,13 +295,13 @@ def profile(
 @app.command()
 @reported
 def explain(
-    request_id: Annotated[str, typer.Argument(help="As `baton generate --json` and logs tell it.")] = "",
+    request_id: Annotated[str, typer.Argument(help="From `baton generate --json` or the logs.")] = "",
     last: Annotated[int, typer.Option(min=0, help="List the last requests instead.")] = 0,
     operator: Operator = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
-    """Show why a recent request was served as it was: every candidate's cost, predicted and actual, hop by hop."""
+    """Explain a recent request's placement: every candidate's cost, predicted and actual times, hop by hop."""
     from deploy.client import Client
     from deploy.commands import explain as explaining
     from deploy.commands.status import find
@@ -326,22 +326,22 @@ def explain(
 @app.command()
 @reported
 def advise(
-    trace: Annotated[str, typer.Argument(help="JSON lines in Mooncake's format; none: a load from --poisson.")] = "",
-    slo_ttft: Annotated[float, typer.Option(help="Seconds until the first token.")] = 30.0,
-    slo_tpot: Annotated[float, typer.Option(help="Seconds for each token after it.")] = 0.1,
-    attainment: Annotated[float, typer.Option(help="Share of requests that shall meet both.")] = 0.9,
-    gpus: Annotated[int, typer.Option(help="GPUs to be had.")] = 64,
+    trace: Annotated[str, typer.Argument(help="JSON lines in Mooncake's format; empty: a load from --poisson.")] = "",
+    slo_ttft: Annotated[float, typer.Option(help="Objective: seconds until the first token.")] = 30.0,
+    slo_tpot: Annotated[float, typer.Option(help="Objective: seconds for each later token.")] = 0.1,
+    attainment: Annotated[float, typer.Option(help="Share of requests that must meet both objectives.")] = 0.9,
+    gpus: Annotated[int, typer.Option(help="GPUs available.")] = 64,
     model: Annotated[str, typer.Option(help="A timing model: a name of simulator/models, or a file.")] = "a800_70b",
-    requests: Annotated[int, typer.Option(min=10, help="The first of the load; more take longer.")] = 1_000,
+    requests: Annotated[int, typer.Option(min=10, help="Simulate the first N requests; more take longer.")] = 1_000,
     poisson: Annotated[float, typer.Option(metavar="RATE", help="Without a trace: requests a second.")] = 1.0,
     prompt: Annotated[str, typer.Option(help="Tokens: N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA:MOST.")] = "2000",
-    output: Annotated[str, typer.Option(help="The same of outputs.")] = "200",
-    plot: Annotated[str, typer.Option(metavar="FILE.svg", help="Draw the plot into a file, too.")] = "",
-    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one a core, at most 3.")] = 0,
-    seed: Annotated[int, typer.Option(help="The same seed, the same advice.")] = 1,
+    output: Annotated[str, typer.Option(help="Output tokens, in the same notation.")] = "200",
+    plot: Annotated[str, typer.Option(metavar="FILE.svg", help="Also write the plot to a file.")] = "",
+    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core, at most 3.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same advice.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Simulate a load: split or colocated, how many workers of each kind, what goodput, and where it breaks."""
+    """Simulate a load and compare splits: workers of each role, goodput, and the rate at which each breaks."""
     from deploy.commands import advise as advising
     from deploy.commands.progress import Progress
     from simulator.advice import Objectives
@@ -367,14 +367,14 @@ def advise(
 @reported
 def drain(
     worker: Annotated[str, typer.Argument(help="A worker, such as decode-0; baton status lists them.")],
-    now: Annotated[bool, typer.Option("--now", help="What it has goes on elsewhere, from the tokens so far.")] = False,
-    undo: Annotated[bool, typer.Option("--undo", help="Give it work again.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Move its requests now; they keep their tokens so far.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Place work on it again.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait until it is empty.")] = 0.0,
     operator: Operator = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
-    """Give a worker nothing new; what it has goes on. The exit status is 1 if it is not empty after --wait."""
+    """Place no new work on a worker; its requests go on. The exit status is 1 if it is not empty after --wait."""
     from deploy.client import Client
     from deploy.commands import drain as draining
     from deploy.commands.status import find
@@ -398,16 +398,16 @@ def drain(
 @reported
 def role(
     worker: Annotated[str, typer.Argument(help="A worker, such as decode-0; baton status lists them.")],
-    wanted: Annotated[WorkerKind, typer.Argument(metavar="prefill|decode", help="What it is to be.")],
-    patience: Annotated[float, typer.Option(help="Seconds after which what it still has goes elsewhere.")] = 30.0,
-    wait: Annotated[float, typer.Option(help="Seconds to wait until it serves so.")] = 60.0,
+    wanted: Annotated[WorkerKind, typer.Argument(metavar="prefill|decode", help="Its new role.")],
+    patience: Annotated[float, typer.Option(help="Seconds until its remaining requests are moved.")] = 30.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the new role.")] = 60.0,
     operator: Operator = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
-    """Make a prefill worker of a decode worker, or the other way round, without a restart.
+    """Change a worker's role from decode to prefill, or back, without a restart.
 
-    The exit status is 1 if that has not come about after --wait."""
+    The exit status is 1 if the worker does not have the role after --wait."""
     from deploy.client import Client
     from deploy.commands import drain as draining
     from deploy.commands.status import find
@@ -432,10 +432,10 @@ def scale(
     prefill: Annotated[int | None, typer.Option(help="Prefill workers from now on.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers from now on.")] = None,
     name: Name = "baton",
-    timeout: Annotated[float, typer.Option(help="Seconds until it must have come to that.")] = 900.0,
+    timeout: Annotated[float, typer.Option(help="Seconds within which the change must be complete.")] = 900.0,
     as_json: Json = False,
 ) -> None:
-    """Change the number of workers while the cluster serves; returns once it has come to that."""
+    """Change the number of workers while the cluster serves, and return once they are live."""
     from deploy.commands.progress import Progress
     from deploy.commands.scale import rescale
     from deploy.commands.status import find
@@ -454,7 +454,7 @@ def scale(
 @app.command()
 @reported
 def down(name: Name = "baton", as_json: Json = False) -> None:
-    """End the cluster, and the Ray that `baton up` started for it; a Ray of yours stays up."""
+    """End the cluster, and the Ray that `baton up` started for it. A Ray of yours stays up."""
     from deploy.commands.progress import Progress
     from deploy.control_plane import state_file
     from deploy.control_plane.teardown import tear_down
@@ -476,7 +476,7 @@ def down(name: Name = "baton", as_json: Json = False) -> None:
 @app.command()
 @reported
 def doctor(config: ConfigFile = None, settings: Settings = None, as_json: Json = False) -> None:
-    """Look at Ray, memory, ports, torch and cores, and say what to do about what is wrong."""
+    """Check Ray, memory, ports, torch and cores, and advise on each problem."""
     from dataclasses import asdict
 
     from deploy.commands import show
@@ -494,10 +494,10 @@ def doctor(config: ConfigFile = None, settings: Settings = None, as_json: Json =
 @app.command()
 @reported
 def keys(
-    file: Annotated[Path, typer.Argument(help="The file to make; one that exists is never overwritten.")],
+    file: Annotated[Path, typer.Argument(help="The file to make; an existing file is never overwritten.")],
     as_json: Json = False,
 ) -> None:
-    """Make a key pair for a cluster: whoever has the file may speak in it. Name it in cluster.key_file."""
+    """Make a key pair for a cluster. Every process with the file can join it. Name it in cluster.key_file."""
     from baton.wire import ClusterKeys
 
     ClusterKeys.generate().write(file)
@@ -518,7 +518,7 @@ def version(as_json: Json = False) -> None:
 
 
 def _load(file: Path | None, settings: list[str] | None, flags: dict[str, Any]) -> Config:
-    """The configuration: file, then --set, then flags that were given. Raises ConfigError."""
+    """Return the configuration: the file, overridden by --set, overridden by given flags. Raises ConfigError."""
     overrides: dict[str, object] = dict(configuration.parse_override(text) for text in settings or ())
     overrides |= {key: value for key, value in flags.items() if value not in (None, "")}
     return configuration.load(file, overrides)
@@ -539,8 +539,10 @@ def _no_cluster(name: str) -> StartupError:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP are treated as Ctrl-C: `up` then takes down what it has started. From the first of them on the
-    others are ignored, so that an impatient second Ctrl-C does not leave half of it standing."""
+    """Treat SIGTERM and SIGHUP as Ctrl-C within this context: `up` then takes down the processes it has started.
+
+    After the first signal, later ones are ignored. A second Ctrl-C thus cannot leave half of the cluster running.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -22,21 +22,23 @@ from baton.v1 import (
     generation_pb2_grpc,
 )
 
-UP = (cluster_pb2.PROCESS_STATE_LIVE, cluster_pb2.PROCESS_STATE_DRAINING)  # the process is there, and well
+UP = (cluster_pb2.PROCESS_STATE_LIVE, cluster_pb2.PROCESS_STATE_DRAINING)  # states of a running, healthy process
 _REASON = "baton-reason"
-_NOWHERE = "unix:/dev/null"  # no call is made on a channel that has no address
+_NOWHERE = "unix:/dev/null"  # placeholder: no call is made on a channel without an address
 
 
 class Client:
-    """A channel to a router's public port, and one to its operator's. Errors come back as the types they were raised as
-    there."""
+    """A channel to a router's public port, and one to its operator port. The router's errors keep their types here."""
 
     def __init__(self, address: str = "", operator: str = "") -> None:
-        """`address` is for `generate` and health checks, `operator` for all other calls. Each is a gRPC target, and a
-        client that makes only one kind of calls needs only that one. With `operator` alone, health is asked there."""
+        """Open the channels. `address` serves `generate` and health checks, `operator` all other calls.
+
+        Each is a gRPC target. A client with one kind of calls needs only that target. With `operator` alone, health
+        checks go there.
+        """
         self.address = address
         self.operator = operator
-        # A router that is restarted on the same port is found again at once, not after gRPC's long back-off.
+        # Reconnect to a restarted router within 0.5 s, instead of after gRPC's long back-off.
         options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
         options += [("grpc.enable_http_proxy", 0)]
         self._public = grpc.insecure_channel(address or _NOWHERE, options=options)
@@ -47,25 +49,31 @@ class Client:
         self._health = health_pb2_grpc.HealthStub(self._public if address else self._private)
 
     def status(self, timeout: float = 2.0) -> cluster_pb2.GetStatusResponse:
-        """Raises BatonError: Unavailable when no router answers."""
+        """Return the cluster's status. Raises BatonError: Unavailable if no router answers."""
         with self._typed():
             return self._cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=timeout)
 
     def profile(self, process: str, steps: int = 0, timeout: float = 5.0) -> cluster_pb2.ProfileResponse:
-        """Have a worker or store trace its next steps (0: the router's default). Raises BatonError: ProcessNotFound
-        when none of that name is live, TraceConflict while another trace is made."""
+        """Have a worker or store trace its next steps (0: the router's default).
+
+        Raises BatonError: ProcessNotFound if no such process is live, TraceConflict while another trace is made.
+        """
         with self._typed():
             return self._cluster.Profile(cluster_pb2.ProfileRequest(process=process, steps=steps), timeout=timeout)
 
     def stop_profile(self, process: str, timeout: float = 5.0) -> cluster_pb2.ProfileResponse:
-        """End the trace that a worker or store makes; what there is of it is written. Raises BatonError:
-        ProcessNotFound when none of that name is live, TraceConflict when it makes none."""
+        """End the trace of a worker or store early; the steps so far are written.
+
+        Raises BatonError: ProcessNotFound if no such process is live, TraceConflict if it is not tracing.
+        """
         with self._typed():
             return self._cluster.Profile(cluster_pb2.ProfileRequest(process=process, stop=True), timeout=timeout)
 
     def drain(self, worker: str, *, now: bool = False, undo: bool = False, timeout: float = 5.0) -> cluster_pb2.Process:
-        """Have a worker be given nothing new, or work again; returns how it is now. Raises BatonError: ProcessNotFound
-        when none of that name is live."""
+        """Stop placing work on a worker, or resume it with `undo`; return the worker's status.
+
+        Raises BatonError: ProcessNotFound if no such worker is live.
+        """
         with self._typed():
             asked = cluster_pb2.DrainRequest(worker=worker, now=now, undo=undo)
             return self._cluster.Drain(asked, timeout=timeout).worker
@@ -73,8 +81,10 @@ class Client:
     def set_role(
         self, worker: str, role: WorkerRole, *, patience: float | None = None, timeout: float = 5.0
     ) -> cluster_pb2.Process:
-        """Have a worker be the other kind of worker, with what it has moved elsewhere after `patience` seconds (none:
-        the router's default); returns how it is now. Raises BatonError: ProcessNotFound, InvalidRequest."""
+        """Change a worker's role and return its status. Raises BatonError: ProcessNotFound, InvalidRequest.
+
+        After `patience` seconds (None: the router's default) its remaining requests move to other workers.
+        """
         wanted = cluster_pb2.ROLE_PREFILL if role == "prefill" else cluster_pb2.ROLE_DECODE
         patience_ms = None if patience is None else round(patience * 1_000)
         with self._typed():
@@ -82,18 +92,18 @@ class Client:
             return self._cluster.SetRole(asked, timeout=timeout).worker
 
     def explain(self, request_id: str, timeout: float = 5.0) -> explain_pb2.ExplainResponse:
-        """Why a recent request was served as it was. Raises BatonError: RequestNotFound when nobody remembers it."""
+        """Return the record of a recent request. Raises BatonError: RequestNotFound if there is none."""
         with self._typed():
             return self._cluster.Explain(explain_pb2.ExplainRequest(request_id=request_id), timeout=timeout)
 
     def requests(self, last: int = 0, timeout: float = 5.0) -> list[explain_pb2.RequestSummary]:
-        """The last requests, newest first (0: the router's default). Raises BatonError."""
+        """Return the last requests, newest first (0: the router's default number). Raises BatonError."""
         with self._typed():
             asked = explain_pb2.ListRequestsRequest(last=last)
             return list(self._cluster.ListRequests(asked, timeout=timeout).requests)
 
     def serving(self, timeout: float = 2.0) -> bool:
-        """Whether the router says that the cluster serves; a router that does not answer doesn't."""
+        """Whether the router reports that the cluster serves; False if it does not answer."""
         try:
             response = self._health.Check(  # pyright: ignore[reportAttributeAccessIssue] - the package has no stubs
                 health_pb2.HealthCheckRequest(), timeout=timeout
@@ -113,7 +123,7 @@ class Client:
     def generate(
         self, request: generation_pb2.GenerateRequest, timeout: float | None = None
     ) -> Iterator[generation_pb2.GenerateResponse]:
-        """The stream of one request. Closing the iterator cancels it. Raises BatonError."""
+        """Send a request and yield its stream. Closing the iterator cancels the request. Raises BatonError."""
         if not self.address:
             raise ConfigError("this client knows no router's public port; give it one: Client(address)")
         call = self._generation.Generate(request, timeout=timeout)
@@ -127,17 +137,17 @@ class Client:
     def pin_prefix(
         self, request: cache_pb2.PinPrefixRequest, timeout: float | None = None
     ) -> cache_pb2.PinPrefixResponse:
-        """Have a prefix computed and pinned; returns once it is. Raises BatonError."""
+        """Compute and pin a prefix; return once it is pinned. Raises BatonError."""
         with self._typed():
             return self._cache.PinPrefix(request, timeout=timeout)
 
     def unpin(self, pin: str, timeout: float = 5.0) -> None:
-        """End a pin. Raises BatonError: PinNotFound when there is none of that name."""
+        """End a pin. Raises BatonError: PinNotFound if there is none of that name."""
         with self._typed():
             self._cache.UnpinPrefix(cache_pb2.UnpinPrefixRequest(id=pin), timeout=timeout)
 
     def pins(self, timeout: float = 5.0) -> list[cache_pb2.Pin]:
-        """What is pinned, by name. Raises BatonError."""
+        """Return all pins, ordered by name. Raises BatonError."""
         with self._typed():
             return list(self._cache.ListPins(cache_pb2.ListPinsRequest(), timeout=timeout).pins)
 
@@ -162,7 +172,7 @@ class Client:
 
 
 def typed(error: grpc.RpcError, address: str) -> BatonError:
-    """The error that the router raised, told by its reason; without one, by its status."""
+    """Return the error that the router raised, by its reason or else by its gRPC status."""
     if not isinstance(error, grpc.Call):
         return Unavailable(f"the router at {address} can't be reached: {error}")
     details = error.details() or ""

@@ -1,5 +1,7 @@
-"""How many threads each worker of a machine gets. Two workers that both use every core wait for each other's threads
-within each step, which costs them far more than half of the cores would.
+"""Divide a machine's cores among its workers.
+
+If two workers both use every core, they wait for each other's threads within each step. That costs far more than
+running on half of the cores each.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ Section = TypeVar("Section", PrefillConfig, DecodeConfig)
 
 
 def share_cores(config: Config, workers: int) -> Config:
-    """The configuration of one of `workers` on the calling process's cores: where `threads` is left open, its share."""
+    """Return the configuration of one of `workers` on this process's cores. `threads` 0 becomes its share of them."""
     share = max(1, len(os.sched_getaffinity(0)) // max(1, workers))
     return msgspec.structs.replace(
         config, prefill=_with_threads(config.prefill, share), decode=_with_threads(config.decode, share)

@@ -1,10 +1,10 @@
-"""Which processes a cluster shall have, and on which node: pure arithmetic over the configuration.
+"""The desired processes of a cluster and their nodes, computed purely from the configuration.
 
-Routers run on the first node. A router that listens on loopback can only be reached from its own node, so then
-everything runs there. Otherwise decode workers go round the nodes, and prefill workers go on where those stopped: with
-a worker of each kind and two nodes each has a node to itself. Pages cross between the nodes' stores, so no pair of
-workers need share one; that a pair on one node is cheaper is for the router's placement to weigh, request by request.
-Each node that has a worker has one store.
+Routers run on the first node. A router that listens on loopback can only be reached from its own node, so then all
+processes run there. Otherwise decode workers are assigned to nodes round-robin, and prefill workers continue that
+order. With one worker of each role and two nodes, each worker has a node to itself. Stores send pages to each other, so
+no two workers need share a node. The router's placement accounts for cheaper hand-offs within a node, per request. Each
+node with a worker has one store.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from baton.messages import Role
 from baton.operator_address import operator_of_router
 
 START_ORDER: tuple[Role, ...] = ("router", "store", "prefill", "decode")
-_FIRST = "router"  # its name; the next one is router-1
+_FIRST = "router"  # name of the first router; the next one is router-1
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process that shall run: its name is stable over restarts."""
+    """One desired process. Its name is stable over restarts."""
 
     name: str
     role: Role
@@ -35,14 +35,14 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class ClusterScale:
-    """How many workers of each kind."""
+    """The number of workers of each role."""
 
     prefill: int
     decode: int
 
 
 def role_of(name: str) -> Role:
-    """Of the process of that name."""
+    """Return the role of the process of that name."""
     return cast(Role, name.partition("-")[0])
 
 
@@ -51,7 +51,7 @@ def scale_of(config: Config) -> ClusterScale:
 
 
 def reachable_nodes(config: Config, nodes: Sequence[str]) -> Sequence[str]:
-    """The nodes whose processes could reach a router, which runs on the first."""
+    """Return the nodes from which a process can reach a router on the first node."""
     return nodes[:1] if is_loopback(config.router.host) else nodes
 
 
@@ -63,9 +63,11 @@ def plan(
     *,
     one_machine: bool = False,
 ) -> list[ProcessSpec]:
-    """Every process of the cluster in start order. `placed` says where processes run now, or shall run (name → node):
-    as long as that node is still here they stay where they are. `one_machine`: the nodes are names on one machine, so
-    that a router on loopback is reached from each."""
+    """Return every process of the cluster in start order.
+
+    `placed` maps names to the nodes where processes run now, or shall run. They stay there as long as the node is up.
+    `one_machine`: the nodes are names on one machine, so a router on loopback can be reached from each.
+    """
     if not nodes:
         raise ValueError("a cluster needs at least one node")
     placed = placed or {}
@@ -80,14 +82,14 @@ def plan(
     decode = [worker("decode", index, index) for index in range(scale.decode)]
     prefill = [worker("prefill", index, scale.decode + index) for index in range(scale.prefill)]
     workers = [*prefill, *decode]
-    # A store is named after its node's place in the list, and keeps its name while it runs.
+    # Stores are numbered in the order of their nodes. A running store keeps its name.
     stores = _stores(usable, {w.node for w in workers}, placed)
     others = [ProcessSpec(f"{_FIRST}-{index}", "router", router_node) for index in range(1, config.cluster.routers)]
     return [ProcessSpec(_FIRST, "router", router_node), *others, *stores, *workers]
 
 
 def listening(config: Config, router: str) -> Config:
-    """As that router takes it which has never served: the ports of the configuration are the first one's."""
+    """Return the configuration of a router that has never served: only the first one uses the configured ports."""
     if router == _FIRST:
         return config
     operator = operator_of_router(config.router.operator, router)
@@ -96,7 +98,7 @@ def listening(config: Config, router: str) -> Config:
 
 
 def workers_on(node: str, specs: Iterable[ProcessSpec]) -> int:
-    """How many workers share a node's cores."""
+    """Return the number of workers that share a node's cores."""
     return sum(spec.node == node and spec.role in ("prefill", "decode") for spec in specs)
 
 

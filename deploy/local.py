@@ -1,4 +1,4 @@
-"""A whole cluster as plain subprocesses of this one, without Ray: for tests, benchmarks and debugging.
+"""Run a whole cluster as plain subprocesses, without Ray: for tests, benchmarks and debugging.
 
     with LocalCluster(config, directory) as cluster:
         Client(cluster.address, cluster.operator).generate(…)
@@ -9,14 +9,15 @@ One machine may stand in for several nodes, each with a store of its own:
 
     LocalCluster(config, nodes=["a", "b"], placed={"prefill-0": "a", "decode-0": "b"})
 
-A `LocalNode` may also say where it really is: at which address, and by which command another command is started there,
-such as in a network namespace. The files below `directory` must be the same everywhere, and process numbers too.
+A `LocalNode` may also have an address of its own, and a command prefix that runs a command there, such as in a network
+namespace. All nodes must share the files below `directory` and the process ids.
 
-Several routers may share the workers: with `cluster.routers` 2 there is "router-1" beside "router", each with front
-doors of its own (`address_of`).
+Several routers may share the workers: with `cluster.routers` 2 there is "router-1" beside "router", each with its own
+addresses (`address_of`).
 
-Starts the routers, each of which says its addresses in one line of JSON; then everything else at once. Every process
-dies with this one, however this one ends. Nobody is restarted unless asked: repairing is the supervisor's work.
+The routers start first, and each prints its addresses in one line of JSON. Then all other processes start at once.
+Every process dies with this one, however this one ends. No process is restarted automatically: only the supervisor does
+that.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ _MODULES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class LocalNode:
-    """One of the nodes of a cluster that is started from here."""
+    """One node of a local cluster."""
 
     name: str
     host: str = LOOPBACK  # its address
-    enter: tuple[str, ...] = ()  # the beginning of a command that runs the rest there, as the same process
+    enter: tuple[str, ...] = ()  # command prefix that runs a command there, in the same process (exec)
 
 
 @dataclass
@@ -76,7 +77,7 @@ class _Running:
 
 
 class LocalCluster:
-    """Owns the processes it starts and the files below `directory`; ends exactly those."""
+    """Owns the processes it starts and the files below `directory`, and ends exactly those processes."""
 
     def __init__(
         self,
@@ -88,11 +89,14 @@ class LocalCluster:
         reach: Callable[[str], str] = str,
         patience: float = 90.0,
     ) -> None:
-        """Nothing starts yet. `directory` takes configuration, logs and output (none: a temporary one, removed at the
-        end). `nodes` are the nodes that this machine plays, by default one; `placed` says on which of them a process
-        runs (name → node), the others go where `plan` puts them. `reach` turns the host:port of a node into one at
-        which this process reaches it, where that is another. `patience` is how many seconds each start may take.
-        Every object makes the cluster's name its own, so that clusters on one machine never share a store."""
+        """Plan the cluster; nothing starts yet.
+
+        `directory` holds configuration, logs and output (None: a temporary one, removed at the end). `nodes` are the
+        nodes that this machine plays, by default one. `placed` maps processes to nodes; `plan` places the others.
+        `reach` maps the host:port of a node to one that this process can connect to. `patience` is the time limit of
+        each start, in seconds. Each object adds a random suffix to the cluster's name, so clusters on one machine never
+        share a store.
+        """
         self._cleanup = contextlib.ExitStack()
         if directory is None:
             directory = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
@@ -114,18 +118,20 @@ class LocalCluster:
         router = msgspec.structs.replace(config.router, operator=self._operator(config.router.operator))
         self.config = msgspec.structs.replace(config, cluster=own, router=router)
         self.patience = patience
-        self._addresses: dict[str, ServiceAddresses] = {}  # of every router that has served
+        self._addresses: dict[str, ServiceAddresses] = {}  # by router, of those that have served
         planned = plan(self.config, scale_of(config), self.nodes, placed, one_machine=True)
         self._specs = {spec.name: spec for spec in planned}
         self._running: dict[str, _Running] = {}
-        # A parent-death signal comes when the *thread* that started a child ends: so one thread starts them all.
+        # The parent-death signal is sent when the *thread* that started a child ends, so one thread starts all of them.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
 
     # --- the whole cluster -------------------------------------------------------------------------------------------
 
     def up(self) -> Self:
-        """Start everything and wait until every router lists all of it as live. Raises StartupError with what the
-        process that failed said; then nothing is left running."""
+        """Start all processes and wait until every router lists all of them as live.
+
+        Raises StartupError with the output of the process that failed. Then nothing is left running.
+        """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if self.config.cluster.key_path == self.directory / "cluster.key":
@@ -142,7 +148,7 @@ class LocalCluster:
         return self
 
     def close(self) -> None:
-        """End every process that this object started, stopped ones too."""
+        """End every process that this object started, even stopped (SIGSTOP) ones."""
         self._spawner.submit(end, [running.identity for running in self._running.values()], 5.0).result()
         for running in self._running.values():
             running.process.wait()
@@ -165,29 +171,29 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """host:port of the first router's gRPC front door."""
+        """host:port of the first router's public gRPC port."""
         return self.address_of("router")
 
     def address_of(self, router: str) -> str:
-        """host:port of a router's gRPC front door."""
+        """Return host:port of a router's public gRPC port."""
         if router not in self._addresses:
             raise StartupError(f"{router} is not up; call up() first")
         return self.reach(self._addresses[router].grpc)
 
     @property
     def operator(self) -> str:
-        """The gRPC target of the first router's port for the operator, good on this machine."""
+        """The gRPC target of the first router's operator port, valid on this machine."""
         return self.operator_of("router")
 
     def operator_of(self, router: str) -> str:
-        """The gRPC target of a router's port for the operator, good on this machine."""
+        """Return the gRPC target of a router's operator port, valid on this machine."""
         if router not in self._addresses:
             raise StartupError(f"{router} is not up; call up() first")
         return self._addresses[router].operator
 
     @property
     def addresses(self) -> ServiceAddresses | None:
-        """Where the first router answers; none before it does."""
+        """The addresses of the first router; None until it serves."""
         return self._addresses.get("router")
 
     @property
@@ -196,15 +202,15 @@ class LocalCluster:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The pid of every process that runs, by name."""
+        """The pid of every running process, by name."""
         return {name: running.identity.pid for name, running in self._running.items() if not running.identity.gone()}
 
     def log(self, name: str) -> Path:
-        """What that process wrote to stderr; its log file lies in `directory`/logs."""
+        """Return the file with that process's stderr. Its log file is in `directory`/logs."""
         return self.directory / f"{name}.err"
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> Identity:
-        """Signal the process of that name; with SIGKILL, wait until it is gone."""
+        """Send a signal to the process of that name. With SIGKILL, wait until it is gone."""
         running = self._running[name]
         running.identity.signal(number)
         if number == signal.SIGKILL:
@@ -212,9 +218,11 @@ class LocalCluster:
         return running.identity
 
     def start(self, name: str, node: str = "") -> int:
-        """Start one process (again), or add one: "decode-2" needs no configuration. A worker starts on `node`, by
-        default where it was before; a node without a store gets one. For a router, wait until it serves, at the same
-        addresses as before. Returns the pid. Raises StartupError."""
+        """Start or restart one process, and return its pid. New workers such as "decode-2" need no configuration.
+
+        A worker starts on `node`, by default on its previous node. A node without a store gets one. For a router, wait
+        until it serves, at its previous addresses. Raises StartupError.
+        """
         if name in self.pids:
             raise StartupError(f"{name} runs already, as pid {self.pids[name]}; kill it first")
         spec = self._specs.get(name)
@@ -230,9 +238,11 @@ class LocalCluster:
         return pid
 
     def wait_live(self, names: Iterable[str], seconds: float | None = None) -> cluster_pb2.GetStatusResponse:
-        """Wait until every router that runs lists these processes, as they were last started, as live; of routers each
-        lists itself. Returns what the first of them says. Raises StartupError when one of the processes ends first or
-        the time is up."""
+        """Wait until every running router lists the current processes of these names as live; return one status.
+
+        Of the routers, each lists only itself. The status is the first router's. Raises StartupError if one of the
+        processes ends first, or on a timeout.
+        """
         names = list(names)
         deadline = time.monotonic() + (self.patience if seconds is None else seconds)
         routers = [router for router in self._routers if router in self.pids]
@@ -267,7 +277,7 @@ class LocalCluster:
     # --- internals ---------------------------------------------------------------------------------------------------
 
     def _place(self, name: str, node: str) -> list[ProcessSpec]:
-        """Give a worker a place, `node` if that says one. Returns the stores that must start for it."""
+        """Place a worker, on `node` if given. Return the stores that must start for it."""
         role, _, index = name.rpartition("-")
         if role not in ("prefill", "decode") or not index.isdigit():
             raise StartupError(f"{name!r} names no process; write prefill-N, decode-N, or one that was started before")
@@ -287,7 +297,7 @@ class LocalCluster:
 
     def _spawn(self, spec: ProcessSpec) -> int:
         config = self.directory / ("config.yaml" if spec.role != "router" else f"{spec.name}.yaml")
-        # All nodes are this machine.
+        # All nodes share the cores of this machine.
         workers = sum(workers_on(node, self._specs.values()) for node in self.nodes)
         config.write_text(dump(share_cores(self._config_of(spec), workers)))
         node = self._nodes[spec.node]
@@ -305,14 +315,16 @@ class LocalCluster:
         return process.pid
 
     def _config_of(self, spec: ProcessSpec) -> Config:
-        """A router that has served comes back at its addresses."""
+        """Return the configuration of a process. A router that has served keeps its addresses."""
         if (known := self._addresses.get(spec.name)) is not None:
             return known.pin(self.config)
         return listening(self.config, spec.name) if spec.role == "router" else self.config
 
     def _operator(self, setting: str) -> str:
-        """Where the routers' ports for the operator are: below our directory unless the configuration says where, or
-        in a temporary one where its path is too long for a socket."""
+        """Return the path of the routers' operator sockets, unless the configuration sets one.
+
+        It is below our directory, or below a temporary one if that path is too long for a socket.
+        """
         if setting:
             return setting
         path = self.directory.resolve() / "run" / "router.sock"

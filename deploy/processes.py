@@ -1,4 +1,4 @@
-"""Operating-system processes, named so that a reused pid is never mistaken for the process we meant."""
+"""Operating-system processes, identified so that a reused pid is never taken for the original process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from baton.unix import readable
 
 @dataclass(frozen=True)
 class Identity:
-    """A process of this machine: a pid means one process only together with the moment it started."""
+    """A process of this machine, identified by its pid and its start time."""
 
     pid: int
     started: int  # clock ticks since boot, from /proc
 
     @classmethod
     def of(cls, pid: int) -> Identity:
-        """Raises ProcessLookupError when no such process runs."""
+        """Return the identity of a running process. Raises ProcessLookupError if there is none."""
         stat = _stat(pid)
         if stat is None:
             raise ProcessLookupError(pid)
@@ -33,25 +33,28 @@ class Identity:
         return cls.of(os.getpid())
 
     def gone(self) -> bool:
-        """True once the process can't run another instruction on any thread. A zombie can't."""
+        """Whether the process can't run another instruction on any thread. True for a zombie."""
         return self.wait(0.0)
 
     def signal(self, number: int) -> None:
-        """Send a signal, unless the process has gone."""
+        """Send a signal, unless the process is gone."""
         with self._open() as descriptor:
             if descriptor is not None:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, number)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it is gone; False when it still runs after `seconds`."""
+        """Wait until the process is gone. Return False if it still runs after `seconds`."""
         with self._open() as descriptor:
             return descriptor is None or readable(descriptor, seconds)
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[int | None]:
-        """A descriptor of exactly this process, or none when it has gone and been reaped. The descriptor pins it:
-        opened before its start is compared, it can't become another process's in between."""
+        """Yield a pidfd of exactly this process, or None if it has gone and been reaped.
+
+        The pidfd is opened before the start time is compared. It pins the process, so the pid can't be reused in
+        between.
+        """
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -65,12 +68,12 @@ class Identity:
 
 
 def end(processes: Iterable[Identity], patience: float, kill_wait: float = 5.0) -> list[Identity]:
-    """End these processes: SIGTERM, `patience` seconds, then SIGKILL. Returns what runs even after that."""
+    """End these processes: SIGTERM, `patience` seconds, then SIGKILL. Return those that still run after that."""
     waiting = list(processes)
     if patience > 0:
         for process in waiting:
             process.signal(signal.SIGTERM)
-            process.signal(signal.SIGCONT)  # a stopped one would not hear of it
+            process.signal(signal.SIGCONT)  # a stopped process would not handle the SIGTERM
         waiting = _still_running(waiting, patience)
     for process in waiting:
         process.signal(signal.SIGKILL)
@@ -78,10 +81,11 @@ def end(processes: Iterable[Identity], patience: float, kill_wait: float = 5.0) 
 
 
 def session_members(leader: Identity) -> list[Identity]:
-    """Every process of the session that `leader` opened, whether or not the leader still runs.
+    """Return every process of the session that `leader` opened, whether or not the leader still runs.
 
-    The kernel does not give a session's number away while a member lives; so unless another process now carries the
-    leader's pid, everything in the session descends from it, orphans included."""
+    The kernel does not reuse a session's id while a member lives. If no other process has the leader's pid now, every
+    process in the session therefore descends from the leader, orphans included.
+    """
     occupant = _stat(leader.pid)
     if occupant is not None and occupant.started != leader.started:
         return []
@@ -110,6 +114,6 @@ def _stat(pid: int) -> _Stat | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The command's name stands in parentheses and may itself hold spaces and parentheses.
+    # The command's name is in parentheses and may itself contain spaces and parentheses.
     fields = text[text.rindex(")") + 2 :].split()
     return _Stat(session=int(fields[3]), started=int(fields[19]))

@@ -1,14 +1,14 @@
-"""How many workers of which kind: a search that simulates little, and what it found in plain words.
+"""Search the best number of workers of each role with few simulations, and phrase the result.
 
-A cluster is judged by its goodput where it breaks, as in DistServe (OSDI'24): the load comes faster and faster until
-fewer requests than wanted (the attainment, 90 % by default) meet both objectives; the rate of those that do, at the
-last speed at which enough did, is what clusters are compared by.
+Clusters are compared by their goodput at the breaking point, as in DistServe (OSDI'24). The load is sped up until fewer
+requests than the attainment (90 % by default) meet both objectives. The goodput is the rate of requests that meet both,
+at the highest speed that reached the attainment.
 
-Speeds are rungs of a ladder, each 5 % above the one below. Where a cluster breaks is bracketed from a predicted rung,
-and then bisected. Whether another split is better than the best so far needs one simulation: at the rung where that
-breaks. So the search climbs from the predicted split as long as a neighbour is better, in steps of an eighth of the
-workers first and of one in the end. It trusts that faster is never better, and that goodput over the split has one
-peak.
+Speeds are rungs of a ladder, each 5 % above the one below. The breaking point of a cluster is bracketed from a
+predicted rung, then bisected. One simulation tells whether another split beats the best one so far: at the first rung
+where the best one fails. The search starts at the predicted split and moves to a neighbour as long as that is better.
+Its steps begin at an eighth of the workers and end at one. It assumes that a higher speed never helps, and that goodput
+over splits has one peak.
 """
 
 # pyright: strict
@@ -23,13 +23,13 @@ from typing import TypeAlias
 from simulator.cluster import Layout
 
 RUNG = 1.05  # times the speed of the rung below
-_STRIDES = (4, 8, 16, 32)  # rungs, while only one side of a bracket is known
-_BUSY = 0.9  # of the time: a side that has none left
+_STRIDES = (4, 8, 16, 32)  # rungs, while only one end of a bracket is known
+_BUSY = 0.9  # of the time: a role above this share counts as saturated
 
 
 @dataclass(frozen=True)
 class Objectives:
-    """Seconds to the first token, seconds for each one after, and the share of requests that shall meet both."""
+    """Seconds to the first token, seconds for each later one, and the share of requests that must meet both."""
 
     ttft: float
     tpot: float
@@ -38,27 +38,27 @@ class Objectives:
 
 @dataclass(frozen=True)
 class Trial:
-    """A cluster, and how fast the load comes."""
+    """A cluster, and the speed of the load."""
 
     layout: Layout
     rung: int
 
     @property
     def speed(self) -> float:
-        """Times the load's own."""
+        """The multiple of the load's own speed."""
         return RUNG**self.rung
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What came of a trial. Seconds are those of requests that finished: median and 99th percentile."""
+    """The result of a trial. TTFT and TPOT are median and 99th percentile of finished requests, in seconds."""
 
-    rate: float  # requests a second that came
-    late: float  # share of them without a first token in time, refused ones included
-    slow: float  # share of them that were in time, and whose other tokens were too far apart
+    rate: float  # arriving requests a second
+    late: float  # share of them without a first token in time, rejected ones included
+    slow: float  # share of them with the first token in time, but later tokens too far apart
     ttft: tuple[float, float] | None
     tpot: tuple[float, float] | None
-    hits: float  # share of prompt tokens that nobody computed
+    hits: float  # share of prompt tokens that came from caches
     busy: Mapping[str, float]  # by role: the share of the time that its workers spent in steps
 
     @property
@@ -73,21 +73,21 @@ class TrialResult:
 
 
 Evaluate: TypeAlias = Callable[[Sequence[Trial]], Iterable[TrialResult]]
-"""Simulates each of several trials; they may run side by side."""
+"""Simulates each of several trials, possibly in parallel."""
 
 
 class Bracket:
-    """Between which two rungs a cluster breaks."""
+    """The two rungs between which a cluster breaks."""
 
     def __init__(self, start: int) -> None:
-        self.passed: int | None = None  # the highest rung at which enough requests met their objectives
-        self.failed: int | None = None  # the lowest at which too few did
+        self.passed: int | None = None  # the highest rung that reached the attainment
+        self.failed: int | None = None  # the lowest rung that did not
         self._start = start
         self._strides = iter(_STRIDES)
-        self.next: int | None = start  # the rung to try; none: it is known, or was looked for far enough
+        self.next: int | None = start  # the rung to try; None: the search is over
 
     def note(self, rung: int, passed: bool) -> None:
-        """What came of a rung that was not decided yet."""
+        """Take the result of a rung and set the next one."""
         if passed:
             self.passed = rung
         else:
@@ -95,7 +95,7 @@ class Bracket:
         if self.passed is None or self.failed is None:
             stride = next(self._strides, 0)
             self.next = rung + (stride if passed else -stride) if stride else None
-            if not passed and stride and self._start < rung:  # it was not asked at its own rung first
+            if not passed and stride and self._start < rung:  # the first rung tried was not the predicted one
                 self.next = min(self._start, rung - stride)
         elif self.failed - self.passed > 1:
             self.next = (self.passed + self.failed) // 2
@@ -105,8 +105,10 @@ class Bracket:
 
 @dataclass(frozen=True)
 class Break:
-    """Where a cluster breaks: the fastest trial that went well, and the slowest that did not; none where there was none
-    within reach."""
+    """A cluster's breaking point: the fastest trial that reached the attainment, and the slowest that did not.
+
+    Each is None if the search found none.
+    """
 
     layout: Layout
     best: Trial | None
@@ -119,22 +121,23 @@ class Break:
 
 
 class Search:
-    """Looks for the best split of so many workers, and where it and the colocated cluster break.
+    """Searches the best split of `workers` workers, and the breaking points of that split and of the colocated cluster.
 
-    It simulates nothing twice; `served` is all that was tried, in that order.
+    It simulates no trial twice. `served` holds all trials in order.
     """
 
     def __init__(
         self, workers: int, predict: Callable[[Layout], float], attainment: float, evaluate: Evaluate
     ) -> None:  # fmt: skip
-        """`predict` tells at which multiple of the load's speed a cluster should break."""
+        """Prepare the search. `predict` returns the multiple of the load's speed at which a cluster should break."""
         self._workers, self._predict = workers, predict
         self._attainment, self._evaluate = attainment, evaluate
         self._brackets: dict[Layout, Bracket] = {}
         self.served: dict[Trial, TrialResult] = {}
 
     def run(self) -> tuple[Break, list[Break]]:
-        """The colocated cluster, and splits, the best first: without any if there is but one worker."""
+        """Return the colocated cluster, and splits ordered from best to worst; no splits if there is only one
+        worker."""
         colocated = Layout(0, self._workers)
         splits = [Layout(count, self._workers - count) for count in range(1, self._workers)]
         if not splits:
@@ -158,10 +161,10 @@ class Search:
         return [Layout(count, self._workers - count) for count in counts if 0 < count < self._workers]
 
     def _better(self, best: Layout, others: list[Layout]) -> Layout | None:
-        """The best of the others, if it serves enough where `best` no longer does."""
+        """Return the best of the others that reach the attainment at the first rung where `best` fails, or None."""
         bracket = self._brackets[best]
         if bracket.failed is None:
-            return None  # it did not break at any speed within reach
+            return None  # it did not fail at any rung of the search
         self._try([Trial(other, bracket.failed) for other in others if other not in self._brackets])
         winners = [other for other in others if self._passes(other, bracket.failed)]
         self._settle(winners)
@@ -172,7 +175,7 @@ class Search:
         return passed is not None and passed >= rung
 
     def _settle(self, layouts: Iterable[Layout]) -> None:
-        """Find out where each of these breaks."""
+        """Find the breaking point of each of these."""
         brackets = {layout: self._bracket(layout) for layout in layouts}
         while trials := [Trial(each, it.next) for each, it in brackets.items() if it.next is not None]:
             self._try(trials)
@@ -198,12 +201,12 @@ class Search:
 
 
 def name(layout: Layout) -> str:
-    """`5P+3D`, or `8 colocated`."""
+    """Return a name such as `5P+3D` or `8 colocated`."""
     return f"{layout.prefill}P+{layout.decode}D" if layout.prefill else f"{layout.decode} colocated"
 
 
 def breaks_by(layout: Layout, beyond: TrialResult | None) -> str:
-    """What gives way first, judged by a trial in which too few requests met their objectives."""
+    """Return the first bottleneck, judged by a trial that did not reach the attainment."""
     if beyond is None:
         return "nothing, at the speeds tried"
     if beyond.slow > beyond.late:
@@ -215,12 +218,12 @@ def breaks_by(layout: Layout, beyond: TrialResult | None) -> str:
 
 
 def pays(colocated: Break, split: Break) -> bool:
-    """Less than a rung is no difference."""
+    """Whether the split is better by at least one rung; less is no difference."""
     return split.goodput >= colocated.goodput * RUNG and split.goodput > 0
 
 
 def sentence(colocated: Break, splits: Sequence[Break], objectives: Objectives) -> str:
-    """The advice."""
+    """Return the advice in one sentence."""
     ours = name(colocated.layout)
     if not splits:
         return f"One worker can't be split: it serves {colocated.goodput:.2f} requests a second within both objectives."

@@ -1,6 +1,6 @@
-"""Virtual time: an agenda of what happens when, and processes that sleep on it.
+"""Virtual time: an agenda of events, and processes that sleep on it.
 
-Events of one instant happen in the order in which they were planned, so the same events come from the same seed.
+Events of one instant run in the order in which they were planned, so a seed always gives the same events.
 """
 
 # pyright: strict
@@ -13,11 +13,11 @@ from math import inf
 from typing import Any, TypeAlias
 
 Body: TypeAlias = Generator[float, None, None]
-"""What a process does: it yields the time at which it goes on, `inf` where only somebody else can wake it."""
+"""The body of a process. It yields the time at which it continues, or `inf` to sleep until another process wakes it."""
 
 
 class Agenda:
-    """The one clock, and all that is going to happen."""
+    """The clock, and all planned events."""
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds
@@ -26,7 +26,7 @@ class Agenda:
         self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
 
     def at(self, when: float, do: Callable[..., object], *args: Any) -> None:
-        """Call `do` at the time `when`, or now if that is over."""
+        """Call `do` at the time `when`, or now if that has passed."""
         self._planned += 1
         heappush(self._heap, (max(when, self.now), self._planned, do, args))
 
@@ -34,7 +34,7 @@ class Agenda:
         self.at(self.now + seconds, do, *args)
 
     def run(self, until: Callable[[], bool], limit: float = inf) -> None:
-        """Let things happen until `until` is true, nothing is planned, or the time `limit` has come."""
+        """Run events until `until` is true, none is planned, or the time `limit` is reached."""
         heap = self._heap
         while heap and not until():
             when, _, do, args = heap[0]
@@ -52,18 +52,18 @@ class VirtualProcess:
 
     def __init__(self, agenda: Agenda, body: Body) -> None:
         self._agenda, self._body = agenda, body
-        self._sleeps = 0  # numbers the sleeps, so that what was to end an earlier one ends no later one
+        self._sleeps = 0  # number of the current sleep: the planned end of an earlier one is ignored
         self._until = agenda.now
         agenda.at(agenda.now, self._go_on, 0)
 
     def wake(self, when: float) -> None:
-        """Its present sleep ends at `when`, if it would have been longer."""
+        """End the current sleep at `when`, if it would last longer."""
         if when < self._until:
             self._sleeps += 1
             self._sleep(when)
 
     def end(self) -> None:
-        """It never goes on."""
+        """End the process: its body never continues."""
         self._sleeps += 1
         self._until = -inf
         self._body.close()

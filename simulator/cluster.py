@@ -1,4 +1,4 @@
-"""A simulated cluster: its processes, who stands where, and what starts and ends them."""
+"""A simulated cluster: its processes, their nodes, and their starts and ends."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from simulator.timing import Noise, Timing, calibration
 from simulator.worker import SimulatedWorker
 from simulator.workloads import VOCAB, Arrival
 
-_ASK_AGAIN = 0.5  # seconds after which a client whose router is gone asks another one
-_BEGIN = 2.0  # seconds until the first request comes: everybody has joined by then
+_ASK_AGAIN = 0.5  # seconds until a client asks another router after its own has died
+_BEGIN = 2.0  # seconds until the first request: all processes have joined by then
 _STOPS = (VOCAB - 1,)
 _SAMPLING = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many workers of each kind, and how many share a node and its store. Kinds are spread over all nodes."""
+    """The number of workers of each role, and of workers per node and store. Each role is spread over all nodes."""
 
     prefill: int
     decode: int
@@ -44,7 +44,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, per_node: int = 1) -> Layout:
-        """`8P+8D`, or `16D` for a colocated cluster. Raises ConfigError."""
+        """Parse `8P+8D`, or `16D` for a colocated cluster. Raises ConfigError."""
         match = re.fullmatch(r"(?:(\d+)P\+)?(\d+)D", text)
         if not match or int(match[2]) < 1:
             raise ConfigError(f"{text!r} is no cluster; write 8P+8D, or 16D for a colocated one")
@@ -52,7 +52,7 @@ class Layout:
 
     @property
     def workers(self) -> Iterator[tuple[WorkerRole, str, str]]:
-        """Role, name and node of each."""
+        """Role, name and node of each worker."""
         total = self.prefill + self.decode
         nodes = -(-total // self.per_node)
         for place in range(total):
@@ -64,14 +64,17 @@ class Layout:
 
 
 class SimulatedCluster:
-    """Everything that lives. Names stay, processes come and go."""
+    """All simulated processes. A name is permanent; its processes start and end."""
 
     def __init__(
         self, layout: Layout, timing: Timing, config: Config, seed: int, placer: PlacementPolicy | None = None, *,
         runs: bool = True, routers: int = 1,
     ) -> None:  # fmt: skip
-        """`runs`: decode steps that are alike are run in a row, which is much faster and hardly different. `routers`
-        share the workers; requests come to them in turn."""
+        """Start all processes.
+
+        `runs`: repeatable decode steps are simulated as one event, which is much faster and hardly changes results.
+        `routers`: the number of routers that share the workers. Requests go to them in turn.
+        """
         self.agenda = Agenda()
         self.layout, self.timing, self.config = layout, timing, config
         self._seed, self._runs = seed, runs
@@ -90,15 +93,15 @@ class SimulatedCluster:
         self._places: dict[str, tuple[WorkerRole, str]] = {name: (role, node) for role, name, node in layout.workers}
         nodes = sorted({node for _, node in self._places.values()})
         self._disks = {node: SimulatedDisk(config.disk, timing.disk, self.agenda) for node in nodes}
-        self._slowness: dict[str, float] = {}  # of workers, by name; 1 where nothing is said
-        self.ends = 0  # of processes
+        self._slowness: dict[str, float] = {}  # of workers, by name; 1 if absent
+        self.ends = 0  # number of ended processes
         self.stores: dict[str, SimulatedStore] = {}  # by node
         self.workers: dict[str, SimulatedWorker] = {}  # by name
         self.busy = dict.fromkeys(self._places, 0.0)  # seconds in steps, of processes that are gone
         self._limits, self._placer = ModelLimits(VOCAB, timing.max_context), placer
         self._router_names = [f"router-{place}" if place else "router" for place in range(routers)]
         self._addresses = [partial(self._at, name) for name in self._router_names]
-        self._homes: dict[str, str] = {}  # the routers of requests that have not ended, by name
+        self._homes: dict[str, str] = {}  # the router of each open request, by request name
         self._ended_placed: Counter[str] = Counter()  # by routers that are gone
         self._asked = itertools.count(1)
         self.routers: dict[str, SimulatedRouter] = {}  # by name
@@ -115,11 +118,11 @@ class SimulatedCluster:
 
     @property
     def router(self) -> SimulatedRouter:
-        """The first that lives."""
+        """The first live router."""
         return next(iter(self.routers.values()))
 
     def router_of(self, request: str) -> SimulatedRouter:
-        """The one that a request which has not ended, or ends right now, is with."""
+        """Return the router of a request that is open, or is ending now."""
         return self.routers[self._homes[request]]
 
     def start_router(self, name: str) -> None:
@@ -135,7 +138,7 @@ class SimulatedCluster:
         self._again(peer.incarnation, router.tick)
 
     def end_router(self, name: str) -> None:
-        """It dies; its clients' streams break, and they turn to another router, or to itself once it is back."""
+        """Kill a router. Its clients' streams break, and they ask any live router again, including its successor."""
         router = self.routers.pop(name, None)
         if router is None:
             return
@@ -150,7 +153,7 @@ class SimulatedCluster:
         return self.routers.get(name)
 
     def start_worker(self, name: str, role: WorkerRole | None = None) -> None:
-        """As what it is configured to be, or in that role."""
+        """Start a worker in its configured role, or in `role`."""
         if name in self.workers:
             return
         configured, node = self._places[name]
@@ -169,7 +172,7 @@ class SimulatedCluster:
         self._again(peer.incarnation, worker.beat, self._rng.random() * self.config.cluster.heartbeat_ms / 1_000)
 
     def end_worker(self, name: str) -> None:
-        """It dies; its node's store hears so from the kernel."""
+        """Kill a worker. The kernel tells its node's store."""
         worker = self.workers.pop(name, None)
         if worker is None:
             return
@@ -179,9 +182,9 @@ class SimulatedCluster:
             store.worker_gone(worker)
 
     def _change_role(self, name: str, role: WorkerRole) -> None:
-        """Its process, with the weights that it has loaded, is a new incarnation from now on."""
+        """Replace a worker's incarnation by one of another role. The process keeps its loaded weights."""
         worker = self.workers.get(name)
-        if worker is None or worker.role == role:  # it has been told more than once
+        if worker is None or worker.role == role:  # a repeated order
             return
         del self.workers[name]
         self._leave(worker)
@@ -210,7 +213,7 @@ class SimulatedCluster:
         self._again(peer.incarnation, store.beat, self._rng.random() * self.config.cluster.heartbeat_ms / 1_000)
 
     def end_store(self, node: str) -> None:
-        """It dies, with all that its arena held; workers of its node hear so at once, others by its silence."""
+        """Kill a store and its arena. Workers of its node notice at once, other processes by missing heartbeats."""
         store = self.stores.pop(node, None)
         if store is None:
             return
@@ -221,7 +224,7 @@ class SimulatedCluster:
                 worker.store_lost()
 
     def slow_down(self, name: str, factor: float) -> None:
-        """From now on that worker's steps take so many times as long, whatever process it is."""
+        """Multiply the step times of this worker by `factor`, also for its later processes."""
         self._slowness[name] = factor
         if (worker := self.workers.get(name)) is not None:
             worker.slow_down(factor)
@@ -231,7 +234,7 @@ class SimulatedCluster:
         return Peer(role, name, node, f"{name}-{number}", number)
 
     def _again(self, incarnation: str, do: Callable[[], float], first: float = 0.0) -> None:
-        """Call `do` for as long as that process lives, each time after the seconds that it returned."""
+        """Call `do` repeatedly while that process lives. Each call returns the seconds until the next."""
 
         def once() -> None:
             if self.network.process(incarnation) is not None:
@@ -264,7 +267,7 @@ class SimulatedCluster:
         self._next(load, numbers)
 
     def _ask(self, name: str, arrival: Arrival) -> None:
-        """Clients take routers in turn; where none lives, they try again."""
+        """Submit a request to the next live router, or retry later if there is none."""
         if not self.routers:
             self.agenda.after(_ASK_AGAIN, self._ask, name, arrival)
             return
@@ -291,18 +294,18 @@ class SimulatedCluster:
         self._ask(again, self.measures.ask_again(name, again))
 
     def tokens(self, request: str, count: int, spacing: float) -> None:
-        """See `simulator.router.Clients`."""
+        """Forward to the measures; see `simulator.router.Clients`."""
         self.measures.tokens(request, count, spacing)
 
     def ended(self, end: RequestEnded) -> None:
-        """The same."""
+        """Forward to the measures; see `simulator.router.Clients`."""
         self.measures.ended(end)
         self._homes.pop(end.request, None)
 
-    # --- what can be read off -----------------------------------------------------------------------------------------
+    # --- results -----------------------------------------------------------------------------------------------------
 
     def queue_lengths(self) -> dict[str, float]:
-        """Of the routers' queues together, looked at once a second."""
+        """Return mean and maximum of the total length of all routers' queues, sampled once a second."""
         lengths = self._queued or [0]
         return {"mean": sum(lengths) / len(lengths), "most": max(lengths)}
 
@@ -312,15 +315,15 @@ class SimulatedCluster:
 
     @property
     def placed(self) -> dict[str, int]:
-        """Attempts with a prefill worker (`split`) and without (`local`), of all routers there ever were."""
+        """Attempts with a prefill worker (`split`) and without (`local`), of all past and present routers."""
         total = Counter(self._ended_placed)
         for router in self.routers.values():
             total.update(_placed(router))
         return {"split": total["split"], "local": total["local"]}
 
     def utilisation(self) -> dict[str, float]:
-        """The share of the time that workers of each configured role spent in steps, and network cards in sending
-        pages."""
+        """Return the share of time that workers of each configured role spent in steps, and network cards in
+        sending."""
         seconds = max(self.agenda.now - _BEGIN, 1e-9)
         busy: dict[str, list[float]] = {"network": [self.network.busy[node] for node in self._disks]}
         for name, (role, _) in self._places.items():
@@ -336,8 +339,11 @@ def _placed(router: SimulatedRouter) -> dict[str, int]:
 
 @contextmanager
 def _rarely_collected() -> Iterator[None]:
-    """Millions of objects live as long as the cluster does: looking through them as often as Python does by itself
-    costs a sixth of the time."""
+    """Run the garbage collector rarely within this context.
+
+    Millions of objects live as long as the cluster, and scanning them at Python's default rate costs a sixth of the
+    time.
+    """
     before = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)
     try:

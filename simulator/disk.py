@@ -1,7 +1,6 @@
-"""One node's disk: what lies on it, and the threads of `kvstore.disk.io_threads` as durations. It outlives its store's
-process.
+"""One node's disk: its records, with durations in place of the threads of `kvstore.disk.io_threads`.
 
-Reads and writes share the disk one after the other.
+It outlives its store's process. Reads and writes run one after the other.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ from simulator.timing import DiskTimes
 
 
 class SimulatedDisk:
-    """The records on a disk, by segment and place; and when its threads are done with what."""
+    """The records on a disk, by segment and place, and the completion times of its orders."""
 
     def __init__(self, config: DiskConfig, times: DiskTimes | None, agenda: Agenda) -> None:
         self._config, self._times, self._agenda = config, times, agenda
         self._segments: dict[int, dict[int, tuple[int, FoundRecord]]] = {}  # with the sequence of each record
-        self._busy = 0.0  # until when, seconds
+        self._busy = 0.0  # time until which the disk is busy
         self._page_bytes = 0
         self._owners = 0
         self.index = DiskIndex(config)
         self._tell: Callable[[Any], object] = id
 
     def opened(self, tell: Callable[[Any], object]) -> Self:
-        """A new process owns it; `tell` hears what its threads say."""
+        """Hand the disk to a new store process, which gets the threads' events through `tell`."""
         self.index = DiskIndex(self._config)
         self._tell = tell
         self._owners += 1
@@ -81,7 +80,7 @@ class SimulatedDisk:
                 self._later(0, self._times.write, Deleted(epoch, segment))
             case Invalidate(segment=segment, record=record):
                 self._segments.get(segment, {}).pop(record, None)
-            case _:  # Finish, which nobody waits for
+            case _:  # Finish: no code waits for its end
                 pass
 
     def _keep(self, segment: int, first: int, pages: Iterable[WritePage | MovePage]) -> None:
@@ -90,7 +89,7 @@ class SimulatedDisk:
             records[record] = (page.sequence, FoundRecord(page.key, page.parent, page.checksum, segment, record))
 
     def _later(self, pages: int, rate: float, event: Any) -> float:
-        """`event` is told once the disk has moved so many pages after what it has to do already. Returns when."""
+        """Deliver `event` once the disk has moved `pages` pages after all earlier orders. Return that time."""
         assert self._times is not None
         begins = max(self._agenda.now + self._times.latency, self._busy)
         self._busy = begins + pages * self._page_bytes / rate
@@ -102,7 +101,7 @@ class SimulatedDisk:
             self._tell(event)
 
     def _open(self, epoch: int) -> None:
-        """What `kvstore.disk.recovery_scan` would find: each page once, parents first, oldest first."""
+        """Deliver the results of `kvstore.disk.recovery_scan`: each page once, parents first, oldest first."""
         layout = RecordLayout(self._page_bytes)
         found = sorted((each for records in self._segments.values() for each in records.values()), key=itemgetter(0))
         known = {START}

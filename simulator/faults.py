@@ -1,4 +1,4 @@
-"""What goes wrong, at random times from a seed: deaths, routers that can't reach everybody, loss, slow workers."""
+"""Faults at random times from a seed: process deaths, network partitions, message loss, slow workers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from simulator.cluster import SimulatedCluster
 
 @dataclass(frozen=True)
 class Faults:
-    """Rates are of the whole cluster. What dies is started again at once, and takes `timing.start` to be there."""
+    """Fault rates of the whole cluster. A dead process is restarted at once, and is up after `timing.start`."""
 
     worker_deaths: float = 0.0  # a minute
     store_deaths: float = 0.0  # a minute
     router_deaths: float = 0.0  # a minute
-    splits: float = 0.0  # a minute: a router and half of the workers and stores don't hear each other for a while
+    splits: float = 0.0  # a minute: partitions between a router and half of the workers and stores
     split_seconds: float = 10.0  # on average
     loss: float = 0.0  # of messages to and from routers
-    slow: float = 0.0  # share of the workers that take twice as long for everything
-    calm: float = 5.0  # seconds at the start in which nothing happens but loss
+    slow: float = 0.0  # share of the workers whose steps take twice as long
+    calm: float = 5.0  # seconds at the start without faults other than loss
 
     def inject(self, cluster: SimulatedCluster, seed: int) -> None:
-        """Plan all that goes wrong. Call before the cluster runs."""
+        """Plan all faults. Call before the cluster runs."""
         rng = random.Random(seed + 2)
         cluster.network.loss = self.loss
         for name in sorted(cluster.workers):
@@ -47,7 +47,7 @@ class Faults:
         self, cluster: SimulatedCluster, rate: float, names: Sequence[str], end: Callable[[str], None],
         start: Callable[[str], None], rng: random.Random,
     ) -> None:  # fmt: skip
-        """One after the other; who is dead already is spared."""
+        """Kill processes of these names at random, one at a time. A process that is already dead is not affected."""
 
         def strike() -> None:
             name = rng.choice(names)
@@ -57,7 +57,7 @@ class Faults:
         self._strikes(cluster, rate, strike, rng)
 
     def _strikes(self, cluster: SimulatedCluster, rate: float, strike: Callable[[], None], rng: random.Random) -> None:
-        """A Poisson process of so many a minute."""
+        """Call `strike` as a Poisson process of `rate` a minute."""
         if not rate:
             return
 

@@ -1,4 +1,4 @@
-"""KV events of one holder of pages, as `kvstore.events.publisher` sends them, without its sockets."""
+"""KV events of one worker or store, as `kvstore.events.publisher` sends them, without its sockets."""
 
 # pyright: strict
 
@@ -21,7 +21,7 @@ from kvstore.events.wire_format import AllBlocksCleared, BlockRemoved, BlockStor
 
 
 class Feed:
-    """Numbers batches from 0, which says that nothing is held, and keeps the digest of all that they tell."""
+    """Numbers event batches, with 0 for the empty cache, and keeps the digest of the pages that they add up to."""
 
     def __init__(self, holder: str, page_size: int) -> None:
         self._holder, self._page_size = holder, page_size
@@ -29,7 +29,7 @@ class Feed:
         self.digest = 0  # for `Heartbeat.digest`
 
     def batches(self, changes: Sequence[TierChanges]) -> Iterator[KvEventBatch]:
-        """What has changed since the last call."""
+        """Yield the event batches for `changes`."""
         for part in in_parts(changes):
             events: list[KvEvent] = []
             for medium, of_tier in part:
@@ -40,7 +40,7 @@ class Feed:
             yield KvEventBatch(self._holder, self.sequence, tuple(events))
 
     def snapshot(self, runs: Iterable[PageSegment]) -> list[Snapshot]:
-        """Of `runs`, which must be exactly what the batches so far add up to."""
+        """Return the snapshot of `runs`, which must equal the sum of all batches so far."""
         return snapshot_parts(self.sequence, runs)
 
     def _event(self, change: CacheChange, medium: Medium) -> KvEvent:

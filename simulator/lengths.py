@@ -1,4 +1,4 @@
-"""How long prompts and outputs are. Pure, and the same for the same generator."""
+"""Distributions of prompt and output lengths. Pure, and the same for the same generator."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """`128`, `uniform:64:256` (both included), `lognormal:200:0.8` or `lognormal:200:0.8:2000` (median, sigma,
-        longest). Raises ConfigError."""
+        """Parse `128`, `uniform:64:256` (inclusive), or `lognormal:200:0.8:2000` (median, sigma, optional longest).
+
+        Raises ConfigError.
+        """
         kind, *numbers = text.split(":")
         try:
             match kind, [float(number) for number in numbers]:

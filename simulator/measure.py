@@ -1,9 +1,9 @@
-"""What the clients of a simulated cluster see, request by request, and what follows from it.
+"""Measure a simulated cluster as its clients see it, request by request, and compute figures.
 
-TTFT    from arriving to the first token
-TPOT    mean gap between tokens after the first
-TBT     mean of the longest tenth of a request's gaps, as in Mooncake's evaluation (FAST'25)
-goodput requests that ended well and met both objectives, a second of the load
+TTFT    Time from arrival to the first token.
+TPOT    Mean gap between tokens after the first.
+TBT     Mean of the longest tenth of a request's gaps, as in Mooncake's evaluation (FAST'25).
+goodput Finished requests that met both objectives, per second of the load.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ class _Live:
     first: float | None = None
     last: float = 0.0
     tokens: int = 0
-    gaps: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])  # seconds, how many
+    gaps: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])  # seconds, number of such gaps
 
 
 class Measures:
-    """The clients: they count along, and forget a request once its figures are noted."""
+    """Plays the clients: counts tokens of open requests, and keeps only the figures of ended ones."""
 
     def __init__(self, agenda: Agenda) -> None:
         self._agenda = agenda
         self._live: dict[str, _Live] = {}
-        self.outputs: dict[str, ScriptedOutput] = {}  # of those who live: what the model is going to say
+        self.outputs: dict[str, ScriptedOutput] = {}  # of open requests: the tokens that the model will generate
         self._columns = {name: array("d") for name in _COLUMNS}
         self._tenants: list[str] = []
         self.arrived = self.over = 0
         self.ends: Counter[str] = Counter()  # by outcome
         self.ended_twice: list[str] = []
-        self.asked_again = 0  # requests, each time that their router was gone
+        self.asked_again = 0  # number of times that a request was sent again because its router died
         self.last_end = 0.0
-        self.watch: Callable[[str, str, float], object] | None = None  # hears of each end: request, tenant, TTFT
+        self.watch: Callable[[str, str, float], object] | None = None  # called at each end with request, tenant, TTFT
 
-    # --- what happens -------------------------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------------------------
 
     def begin(self, name: str, arrival: Arrival) -> None:
         self._live[name] = _Live(arrival, self._agenda.now)
@@ -62,8 +62,7 @@ class Measures:
         self.arrived += 1
 
     def ask_again(self, name: str, again: str) -> Arrival:
-        """The router of a request is gone, and its stream broke: the client asks another one, under a new name, and
-        begins anew but for the time that has passed."""
+        """Restart a request whose router died, under a new name. It loses its tokens, but keeps its arrival time."""
         live = self._live[again] = self._live.pop(name)
         live.first, live.tokens = None, 0
         live.gaps.clear()
@@ -72,7 +71,7 @@ class Measures:
         return live.arrival
 
     def tokens(self, request: str, count: int, spacing: float) -> None:
-        """See `simulator.router.Clients`."""
+        """Count tokens; see `simulator.router.Clients`."""
         live, now = self._live[request], self._agenda.now
         earliest = now - (count - 1) * spacing
         if live.first is None:
@@ -111,10 +110,10 @@ class Measures:
         """Requests that have not ended."""
         return list(self._live)
 
-    # --- what follows -------------------------------------------------------------------------------------------------
+    # --- figures -----------------------------------------------------------------------------------------------------
 
     def table(self) -> dict[str, npt.NDArray[np.float64]]:
-        """A row for each request that ended, in the order of their ends; times in seconds, `finished` 1 or 0."""
+        """Return a row for each ended request, in the order of the ends. Times are seconds, `finished` is 1 or 0."""
         return {name: np.frombuffer(column, dtype=np.float64).copy() for name, column in self._columns.items()}
 
     def report(self) -> dict[str, Any]:
@@ -135,13 +134,13 @@ class Measures:
         }
 
     def goodput(self, ttft: float, tbt: float) -> float:
-        """The share of all requests that finished with a first token and gaps within these objectives, in seconds."""
+        """Return the share of all requests that finished with TTFT and TBT within these objectives, in seconds."""
         table = self.table()
         well = (table["finished"] > 0) & (table["ttft"] <= ttft) & ~(table["tbt"] > tbt)
         return float(well.sum()) / self.arrived if self.arrived else 0.0
 
     def by_tenant(self) -> Mapping[str, float]:
-        """Tokens, of prompts and outputs, of finished requests."""
+        """Return the prompt and output tokens of finished requests, by tenant."""
         total: dict[str, float] = defaultdict(float)
         columns = (self._columns[name] for name in ("prompt", "output", "finished"))
         for tenant, prompt, output, finished in zip(self._tenants, *columns, strict=True):
@@ -160,7 +159,7 @@ def _outcome(end: RequestEnded) -> str:
 
 
 def longest_tenth(gaps: list[tuple[float, int]]) -> float:
-    """The mean of the longest tenth of the gaps, given as (seconds, how many); NaN without any."""
+    """Return the mean of the longest tenth of the gaps, given as (seconds, number); NaN if there is none."""
     total = sum(count for _, count in gaps)
     wanted = left = max(1, total // 10)
     sum_ = 0.0

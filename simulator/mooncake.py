@@ -1,8 +1,10 @@
-"""Loads from production traces in Mooncake's format: one JSON object a line with `timestamp` (milliseconds),
-`input_length`, `output_length` and `hash_ids`, of which each names the prompt up to and including 512 of its tokens.
+"""Read production traces in Mooncake's format.
 
-They hold no text: who needs tokens makes them from the hash ids, so that prompts share exactly the prefixes that they
-shared in production.
+Each line is a JSON object with `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`. Each hash id
+stands for a block of 512 tokens and identifies the prompt up to and including that block.
+
+Traces hold no text. Tokens are made from the hash ids, so that prompts share exactly the prefixes that they shared in
+production.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from msgspec import Meta, Struct
 
 from baton.errors import ConfigError
 
-BLOCK = 512  # tokens to a hash id
+BLOCK = 512  # tokens per hash id
 
 
 class TraceLine(Struct, frozen=True):
@@ -28,7 +30,7 @@ class TraceLine(Struct, frozen=True):
 
 
 def read(path: Path, count: int | None = None) -> list[TraceLine]:
-    """The first `count` requests, in order of time. Raises ConfigError, also for a trace without any."""
+    """Return the first `count` requests, ordered by time. Raises ConfigError, also for a trace without requests."""
     if count is not None and count < 1:
         raise ConfigError(f"{count} requests of {path} are asked for; ask for at least one")
     lines: list[TraceLine] = []

@@ -1,7 +1,7 @@
-"""Who hears what when: messages between processes, and pages between nodes.
+"""The network: messages between processes, and pages between nodes.
 
-A node sends and receives pages at the speed of its network card, each way by itself, one transfer after the other.
-What a process says to another arrives in the order in which it was said, unless a link loses it.
+A node sends and receives pages at the speed of its network card, each direction independently, one transfer after the
+other. Messages from one process to another arrive in order, unless a link loses them.
 """
 
 # pyright: strict
@@ -23,11 +23,11 @@ class SimulatedNetwork:
     def __init__(self, agenda: Agenda, timing: Timing, rng: random.Random) -> None:
         self._agenda, self._timing, self._rng = agenda, timing, rng
         self._living: dict[str, object] = {}  # by incarnation
-        self._sending: dict[str, float] = defaultdict(float)  # until when each node's card is busy, seconds
+        self._sending: dict[str, float] = defaultdict(float)  # time until which each node's card is busy
         self._receiving: dict[str, float] = defaultdict(float)
-        self._arrivals: dict[tuple[str, str], float] = defaultdict(float)  # of the last between two stores
-        self.cuts: set[tuple[str, str]] = set()  # names of a router and of another process that can't reach each other
-        self.loss = 0.0  # probability that a message between router and others is lost
+        self._arrivals: dict[tuple[str, str], float] = defaultdict(float)  # of the last message between two stores
+        self.cuts: set[tuple[str, str]] = set()  # partitions: name of a router, name of the process it can't reach
+        self.loss = 0.0  # probability that a message to or from a router is lost
         self.lost = 0
         self.bytes = 0  # of pages
         self.busy: dict[str, float] = defaultdict(float)  # seconds that each node's card has spent on sending
@@ -36,15 +36,15 @@ class SimulatedNetwork:
         self._living[incarnation] = process
 
     def leave(self, incarnation: str) -> None:
-        """Nothing reaches it any more, and nothing that it has not said yet is ever said."""
+        """Remove a process: it receives and sends nothing more."""
         self._living.pop(incarnation, None)
 
     def process(self, incarnation: str) -> Any:
-        """The living process of that incarnation, or none."""
+        """Return the live process of that incarnation, or None."""
         return self._living.get(incarnation)
 
     def message(self, sender: str, to: str, deliver: Callable[..., object], *words: Any) -> None:
-        """Between a router and others, incarnations both; `deliver` is a method of the process `to`."""
+        """Send a message to or from a router, by incarnations. `deliver` is a method of the process `to`."""
         if self.cuts and self._apart(sender, to):
             self.lost += 1
             return
@@ -54,15 +54,17 @@ class SimulatedNetwork:
         self._agenda.after(self._timing.message, self._deliver, to, deliver, words)
 
     def call(self, to: str, deliver: Callable[..., object], *words: Any) -> None:
-        """Between a worker and its node's store."""
+        """Send a message between a worker and its node's store."""
         self._agenda.after(self._timing.call, self._deliver, to, deliver, words)
 
     def pages(
         self, sender: tuple[str, str], receiver: tuple[str, str], size: int, sent: Callable[[], object],
         deliver: Callable[..., object], *words: Any,
     ) -> None:  # fmt: skip
-        """Between two stores, each (node, incarnation); `size` bytes, 0 for mere words. `sent` is called once the
-        sender needs the bytes no more."""
+        """Send pages or a message between two stores, each given as (node, incarnation).
+
+        `size`: bytes of pages, 0 for a message. `sent` is called once the sender no longer needs the bytes.
+        """
         now, rate = self._agenda.now, self._timing.network
         seconds = size / rate
         arrived = now + self._timing.network_latency

@@ -1,4 +1,4 @@
-"""The router around its real state, without its sockets and its front door."""
+"""A router process around its real state, without sockets and without the gRPC server."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from simulator.network import SimulatedNetwork
 
 
 class Clients(Protocol):
-    """Those who hear what becomes of requests."""
+    """The clients of a router, which get the tokens and ends of requests."""
 
     def tokens(self, request: str, count: int, spacing: float) -> None:
-        """Tokens come in; all but the first of them came `spacing` seconds after the one before."""
+        """Take tokens. Each but the first was generated `spacing` seconds after the one before."""
         ...
 
     def ended(self, end: RequestEnded) -> None: ...
@@ -47,19 +47,19 @@ class SimulatedRouter:
         self, place: int, peer: Peer, config: Config, limits: ModelLimits, placer: PlacementPolicy | None,
         agenda: Agenda, network: SimulatedNetwork, clients: Clients,
     ) -> None:  # fmt: skip
-        """`place`: of its address among those that workers and stores are told of."""
+        """`place`: index of its address in the list that workers and stores get."""
         self.place, self.peer = place, peer
         self.state = RouterState(peer, config, limits, placer)
         self.incarnation = peer.incarnation
         self._agenda, self._network, self._clients = agenda, network, clients
         self._tick = config.cluster.heartbeat_ms / 5_000
-        self._sent: dict[str, int] = defaultdict(int)  # messages to each peer, as links count them
+        self._sent: dict[str, int] = defaultdict(int)  # sequence number of the last message to each peer
 
     def submit(self, submit: Submit) -> None:
         self._handle(submit)
 
     def hear(self, envelope: Envelope[Any], spacing: float) -> None:
-        """A worker or store says something; the tokens in it came `spacing` seconds after each other."""
+        """Take a message of a worker or store. The tokens in it were generated `spacing` seconds apart."""
         self._handle(MessageReceived(envelope), spacing)
 
     def hear_events(self, batch: KvEventBatch) -> None:
@@ -69,7 +69,7 @@ class SimulatedRouter:
         self._handle(KvSnapshot(holder, part))
 
     def tick(self) -> float:
-        """Returns the seconds until the next."""
+        """Handle a Tick; return the seconds until the next one."""
         self._handle(Tick())
         return self._tick
 
@@ -95,10 +95,10 @@ class SimulatedRouter:
                         process.followers.pop(self.incarnation, None)
                 case ForgetPeer(incarnation=stranger):
                     del self._sent[stranger]
-                case _:  # notes, and pins that nobody has asked for
+                case _:  # log lines, and pins, which no simulated client requests
                     pass
 
     def _snapshot(self, holder: str) -> None:
-        """Our question has reached the holder."""
+        """Answer a snapshot request that has reached the holder."""
         for part in self._network.process(holder).snapshot():
             self._network.message(holder, self.incarnation, self.hear_snapshot, holder, part)

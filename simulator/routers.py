@@ -1,6 +1,4 @@
-"""The routers that one worker or store works for: `baton.router_links` without its sockets, and with its
-memberships.
-"""
+"""The links of one worker or store to its routers: `baton.router_links` without sockets, with its memberships."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from baton.router_links import RouterMessage
 from kvstore.events.wire_format import KvEventBatch
 from simulator.network import SimulatedNetwork
 
-_UNTOLD = 0.25  # seconds between heartbeats, while no router has said how many
+_UNTOLD = 0.25  # seconds between heartbeats until a router sets the interval
 
 
 class RouterEndpoint(Protocol):
-    """A router, as others see it."""
+    """A router, as workers and stores see it."""
 
     @property
     def incarnation(self) -> str: ...
@@ -27,26 +25,26 @@ class RouterEndpoint(Protocol):
 
 
 RouterAddress: TypeAlias = Callable[[], RouterEndpoint | None]
-"""What answers at a router's address now."""
+"""Returns the router that listens at an address now, or None."""
 
 
 class SimulatedRouterLinks:
-    """A process's ends of all its links to routers, which are known by their place in the list of addresses."""
+    """A process's ends of all its links to routers. A link is known by its index in the list of addresses."""
 
     def __init__(self, addresses: Sequence[RouterAddress], hello: Hello, network: SimulatedNetwork) -> None:
         self._me = hello.peer.incarnation
         self._network = network
         self._links = [(address, Membership(hello)) for address in addresses]
         self._sequence = itertools.count(1)
-        self.spacing = 0.0  # seconds between the tokens in what is said
+        self.spacing = 0.0  # seconds between the tokens in a message
 
     @property
     def heartbeat(self) -> float:
-        """Seconds between two heartbeats of ours to the router that wants most."""
+        """Seconds between our heartbeats: the shortest interval of all routers."""
         return min((each.heartbeat for _, each in self._links if each.router is not None), default=_UNTOLD)
 
     def hear(self, place: int, envelope: Envelope[Any], now: float) -> Iterator[RouterMessage | RouterLost]:
-        """A router has said something; what comes of it for our state."""
+        """Take a router's message; yield the resulting events for our state."""
         address, membership = self._links[place]
         verdict = membership.handle(envelope, now)
         yield from self._follow(address, verdict)
@@ -54,12 +52,12 @@ class SimulatedRouterLinks:
             yield RouterMessage(envelope.sender, envelope.message)
 
     def tick(self, now: float) -> Iterator[RouterLost]:
-        """Time has passed."""
+        """Yield the routers that are lost by now."""
         for address, membership in self._links:
             yield from self._follow(address, membership.tick(now))
 
     def say(self, message: Message, incarnation: str) -> None:
-        """Tell one router. What is for one that is not there is dropped: the state hears of the loss."""
+        """Send a message to one router. It is dropped if the router has gone: the state gets RouterLost."""
         for address, membership in self._links:
             if membership.router == incarnation and (router := address()) is not None:
                 if router.incarnation == incarnation:
@@ -72,7 +70,7 @@ class SimulatedRouterLinks:
                 self.say(message, membership.router)
 
     def beat(self, heartbeat: Callable[[int, str], Heartbeat]) -> None:
-        """Say to every router what `heartbeat` makes of the last sequence heard from it and its incarnation."""
+        """Send every router `heartbeat(last sequence number from it, its incarnation)`."""
         for _, membership in self._links:
             if membership.router is not None:
                 self.say(heartbeat(membership.heard, membership.router), membership.router)

@@ -1,6 +1,6 @@
-"""A node's store around its real state: connections of workers, wires to other stores, threads of the disk.
+"""A node's store around its real state: connections of workers, links to other stores, threads of the disk.
 
-As in `kvstore.service`, but nothing is waited for: what comes in is handled when it comes.
+It works as `kvstore.service`, but handles each event when it arrives instead of polling.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from simulator.network import SimulatedNetwork
 from simulator.routers import RouterAddress, RouterEndpoint, SimulatedRouterLinks
 from simulator.worker import SimulatedWorker
 
-_MESSAGE_BYTES = 256 * 2**20  # of pages that travel together; many small pages are one event
+_MESSAGE_BYTES = 256 * 2**20  # most bytes of pages in one transfer; many small pages are one event
 
 
 class SimulatedStore:
@@ -63,7 +63,7 @@ class SimulatedStore:
         self, peer: Peer, config: Config, namespace: Namespace, page_bytes: int, agenda: Agenda,
         network: SimulatedNetwork, routers: Sequence[RouterAddress], disk: SimulatedDisk,
     ) -> None:  # fmt: skip
-        """`disk` stays when the process goes."""
+        """`disk` outlives this process."""
         self.peer = peer
         self._namespace, self._page_bytes = namespace, page_bytes
         self._agenda, self._network = agenda, network
@@ -78,13 +78,13 @@ class SimulatedStore:
         self._workers: dict[int, SimulatedWorker] = {}  # by connection
         self._expected: dict[int, set[int]] = {}  # indices by fetch
         self._events: deque[StoreEvent] = deque()
-        self._serves: dict[tuple[str, int], list[SendPages]] = {}  # by peer and fetch; ordered, not yet on their way
+        self._serves: dict[tuple[str, int], list[SendPages]] = {}  # by peer and fetch; not sent yet
         self._handling = False
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def attach(self, worker: SimulatedWorker) -> int:
-        """A worker connects. Returns the connection."""
+        """Connect a worker; return the connection."""
         connection = next(self._connections)
         self._workers[connection] = worker
         self._handle(Connected(connection, worker.peer.pid))
@@ -92,19 +92,19 @@ class SimulatedStore:
         return connection
 
     def call(self, worker: SimulatedWorker, call: Any) -> None:
-        """A worker says something."""
+        """Send a worker's call to this store."""
         self._network.call(self.peer.incarnation, self.hear, worker.connection, call)
 
     def hear(self, connection: int, call: Any) -> None:
-        """What a worker said has come."""
+        """Handle a worker's call that has arrived."""
         self._handle(CallReceived(connection, call))
 
     def worker_gone(self, worker: SimulatedWorker) -> None:
-        """The kernel tells of its end; what it had said before still counts."""
+        """Handle a worker's death, as the kernel reports it. Its earlier calls still count."""
         self._network.call(self.peer.incarnation, self._bury, worker)
 
     def worker_left(self, worker: SimulatedWorker) -> None:
-        """It closes its connection; its process lives on."""
+        """Handle a worker that closes its connection while its process lives on."""
         self._network.call(self.peer.incarnation, self._disconnect, worker)
 
     def _disconnect(self, worker: SimulatedWorker) -> None:
@@ -119,13 +119,13 @@ class SimulatedStore:
     # --- routers ------------------------------------------------------------------------------------------------------
 
     def receive_from_router(self, place: int, envelope: Envelope[Any]) -> None:
-        """A router says something. One that is lost leaves nothing to forget here: pins end with their time."""
+        """Take a router's message. A lost router needs no action: its pins expire."""
         for said in self._routers.hear(place, envelope, self._agenda.now):
             if isinstance(said, RouterMessage) and isinstance(said.message, PinPages | UnpinPages):
                 self._handle(RouterMessageReceived(said.message, said.router))
 
     def beat(self) -> float:
-        """A turn of its loop with nothing to do, and its heartbeat. Returns the seconds until the next."""
+        """Run an idle iteration of its loop and send heartbeats; return the seconds until the next."""
         self._handle(Tick())
         for _ in self._routers.tick(self._agenda.now):
             pass
@@ -142,14 +142,14 @@ class SimulatedStore:
         )
 
     def snapshot(self) -> list[Snapshot]:
-        """For those who follow its KV events."""
+        """Return a snapshot for followers of its KV events."""
         self._publish()
         return self.feed.snapshot(self.state.snapshot())
 
     # --- the state ----------------------------------------------------------------------------------------------------
 
     def _handle(self, event: StoreEvent) -> None:
-        """Take an event and all that follows from it at once. Whoever is dead hears nothing."""
+        """Handle an event and all that follow from it at once. A dead process handles none."""
         if self._network.process(self.peer.incarnation) is not self:
             return
         self._events.append(event)
@@ -167,7 +167,7 @@ class SimulatedStore:
     def _do(self, command: StoreCommand) -> None:
         match command:
             case SendReply(reply=StoreHeartbeat()):
-                pass  # a sign of life; here a store's end is told at once
+                pass  # not simulated: workers learn of a store's end at once
             case SendReply(connection=connection, reply=reply):
                 if (worker := self._workers.get(connection)) is not None:
                     said = StoreUp(reply.slots, reply.page_bytes) if isinstance(reply, Attached) else reply
@@ -191,7 +191,7 @@ class SimulatedStore:
                 self._events.append(SlotVerified(number, intact=True))
             case DiskOrder():
                 self._disk.submit(command)
-            case _:  # Divide: there is no memory to divide
+            case _:  # orders to divide the arena: there is no memory
                 pass
 
     def _publish(self) -> None:
@@ -208,7 +208,7 @@ class SimulatedStore:
         self._handle(PeerReplied(peer, reply))
 
     def landed(self, sent: FetchedPages) -> None:
-        """Pages come; those that nobody expects (any more) are thrown away."""
+        """Take arriving pages, and drop those that no fetch expects any more."""
         expected = self._expected.get(sent.fetch, set())
         pages = tuple((page.index, page.checksum) for page in sent.pages if page.index in expected)
         expected.difference_update(index for index, _ in pages)
@@ -220,7 +220,7 @@ class SimulatedStore:
             self._network.pages(self._place, store._place, 0, _nothing, deliver, self.peer.incarnation, words)
 
     def _serve(self) -> None:
-        """Send what was ordered in this turn; orders of one fetch together."""
+        """Send the pages ordered in this iteration, those of one fetch together."""
         serves, self._serves = self._serves, {}
         for (peer, fetch), orders in serves.items():
             store = self._network.process(peer)
@@ -248,7 +248,7 @@ def _nothing() -> None:
 
 
 def _parts(orders: Iterable[SendPages], most: int) -> Iterator[list[SendPages]]:
-    """In their order, as many together as have `most` pages; each at least by itself."""
+    """Yield the orders in groups of at most `most` pages, in order. A larger order is a group of its own."""
     part: list[SendPages] = []
     pages = 0
     for order in orders:

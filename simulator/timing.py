@@ -1,9 +1,9 @@
-"""How long things take, read from a file: steps of the engine, copies, messages, pages between nodes and disks.
+"""Durations, read from a file: steps of the engine, copies, messages, page transfers between nodes and disks.
 
     a step = (fixed + token · prompt tokens + pair · pairs + row · rows + context · tokens of the rows + mixed) · noise
 
-The words are those of `baton.step_cost_model`. The files in `models/` say how their figures follow from what the
-hardware can do, or how they were measured.
+The terms are those of `baton.step_cost_model`. The files in `models/` derive their figures from hardware data sheets,
+or say how they were measured.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class StepTimes(Struct, frozen=True, forbid_unknown_fields=True):
     """Coefficients of a step, in seconds."""
 
     fixed: Annotated[float, Meta(gt=0)]
-    token: _Seconds  # of a prompt
-    pair: _Seconds  # a prompt token and a position that it attends to, itself included
-    row: _Seconds  # a sequence that gets one token
-    context: _Seconds  # a token of those sequences
-    mixed: _Seconds = 0.0  # more, of a step that has both
+    token: _Seconds  # per prompt token
+    pair: _Seconds  # per prompt token and position that it attends to, itself included
+    row: _Seconds  # per decoding sequence, which gets one token
+    context: _Seconds  # per token of context of those sequences
+    mixed: _Seconds = 0.0  # additional, in a step that has both
 
 
 class DiskTimes(Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,7 +55,7 @@ class DiskTimes(Struct, frozen=True, forbid_unknown_fields=True):
 class Timing(Struct, frozen=True, forbid_unknown_fields=True):
     """One kind of worker and its node. Bandwidths are in bytes per second, latencies in seconds."""
 
-    about: str  # where the figures are from
+    about: str  # source of the figures
     token_bytes: Annotated[int, Meta(ge=1)]  # of keys and values, all layers
     max_context: Annotated[int, Meta(ge=1)]
     kv_cache_bytes: str  # device pages of a worker
@@ -65,27 +65,27 @@ class Timing(Struct, frozen=True, forbid_unknown_fields=True):
     copy: _Rate  # between a worker's device and the arena
     network: _Rate  # of a node, each way
     network_latency: _Seconds
-    message: _Seconds  # between router and others, one way
+    message: _Seconds  # between a router and a worker or store, one way
     call: _Seconds  # between a worker and its node's store, one way
-    start: _Seconds  # until a process that was started says Hello
-    turn: _Seconds = 0.0  # of a worker's loop besides its step
+    start: _Seconds  # from the start of a process to its Hello
+    turn: _Seconds = 0.0  # of an iteration of a worker's loop, besides its step
     noise: Annotated[float, Meta(ge=0)] = 0.0  # sigma of the logarithm of a step's time
     disk: DiskTimes | None = None
-    gpus: Annotated[int, Meta(ge=1)] = 1  # that one worker has
+    gpus: Annotated[int, Meta(ge=1)] = 1  # per worker
     config: Mapping[str, object] = {}  # settings of `baton.config` that suit such workers
 
     @property
     def prefill_cost(self) -> PrefillCost:
-        """As those know it who may look."""
+        """The exact cost of prefill, for policies that may know it."""
         return PrefillCost(self.prefill.fixed, self.prefill.token, self.prefill.pair)
 
     @property
     def step_cost(self) -> DecodeCost:
-        """The same of a decode step."""
+        """The exact cost of a decode step, for policies that may know it."""
         return DecodeCost(self.decode.fixed, self.decode.row, self.decode.context)
 
     def configuration(self, page_size: int, overrides: Mapping[str, object]) -> Config:
-        """That of a cluster of such workers. Raises ConfigError."""
+        """Return the configuration of a cluster of such workers. Raises ConfigError."""
         own: dict[str, object] = {
             "pages.page_size": page_size,
             "prefill.kv_cache_bytes": self.kv_cache_bytes,
@@ -99,7 +99,7 @@ class Timing(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StepWork(Struct, frozen=True):
-    """What a step has to do."""
+    """The work of a step."""
 
     tokens: int
     pairs: int
@@ -125,12 +125,12 @@ class StepWork(Struct, frozen=True):
         return times.fixed + prompts + times.row * self.rows + times.context * self.context + both
 
     def sample(self, times: StepTimes) -> StepSample:
-        """As a worker reports it."""
+        """Return the work and its duration, as a worker reports it."""
         return StepSample(self.tokens, self.pairs, self.rows, self.context, self.seconds(times))
 
 
 def calibration(times: StepTimes) -> tuple[StepSample, ...]:
-    """The steps that a worker runs while it starts."""
+    """Return the samples of the steps that a worker runs while it starts."""
     works = [StepWork(tokens, pairs(tokens), rows, rows * _CALIBRATION_CONTEXT) for tokens, rows in _CALIBRATION]
     return tuple(work.sample(times) for work in works)
 
@@ -154,7 +154,7 @@ class Noise:
 
 
 def read(name: str) -> Timing:
-    """A model's timing: the path of a file, or the name of one in `models/`. Raises ConfigError."""
+    """Read a timing model, given a file's path or a name in `models/`. Raises ConfigError."""
     path = Path(name) if name.endswith(".yaml") else MODELS / f"{name}.yaml"
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=Timing, strict=False)  # YAML 1.1 takes 87e9 for text

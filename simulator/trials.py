@@ -1,4 +1,4 @@
-"""What a load would take of workers, by the sums of a timing model; and what a cluster makes of it, by simulation."""
+"""Estimate a load's demand from a timing model, and simulate a cluster under the load."""
 
 # pyright: strict
 
@@ -18,12 +18,12 @@ from simulator.mooncake import BLOCK
 from simulator.timing import Timing
 from simulator.workloads import Arrival
 
-WARM_UP = 0.2  # of the requests: they fill queues and caches, and are not judged
+WARM_UP = 0.2  # share of the requests that fill queues and caches and are not measured
 
 
 @dataclass(frozen=True)
 class Setting:
-    """All that trials have in common. `load` comes at its own speed, in order of time."""
+    """The settings that all trials share. `load` is at its own speed, ordered by time."""
 
     load: Sequence[Arrival]
     timing: Timing
@@ -34,25 +34,25 @@ class Setting:
 
 @dataclass(frozen=True)
 class WorkDemand:
-    """What a load takes if nothing waits and nothing is computed twice, in seconds of one worker."""
+    """The work of a load without waits and without computing a block twice, in seconds of one worker."""
 
     prefill: float
     decode: float
-    span: float  # seconds over which the load comes
-    within: float  # share of the requests that meet both objectives where nobody else is served
+    span: float  # duration of the load, in seconds
+    within: float  # share of the requests that meet both objectives on an otherwise idle cluster
 
     def speed(self, layout: Layout) -> float:
-        """The multiple of the load's own speed at which one side of such a cluster has no time left."""
+        """Return the multiple of the load's own speed at which one role of such a cluster is saturated."""
         if not layout.prefill:
             return self.span * layout.decode / (self.prefill + self.decode)
         return self.span * min(layout.prefill / self.prefill, layout.decode / self.decode)
 
 
 def demand(setting: Setting) -> WorkDemand:
-    """Raises InvalidRequest if the load is empty, or comes all at once, so that it has no speed.
+    """Return the demand of the load. Raises InvalidRequest if the load is empty or comes all at once, without a speed.
 
-    Decoding is counted at the largest batch whose step keeps the objective and whose pages fit: that is what a token
-    costs at least. Prompts are counted without the blocks that came before.
+    Decoding is counted at the largest batch whose step meets the objective and whose pages fit: the least cost of a
+    token. Prompts are counted without blocks that occurred earlier.
     """
     load, timing, objectives = setting.load, setting.timing, setting.objectives
     if not load or load[-1].at <= load[0].at:
@@ -84,7 +84,7 @@ def demand(setting: Setting) -> WorkDemand:
 
 
 def serve(setting: Setting, trial: Trial) -> TrialResult:
-    """Simulate a trial."""
+    """Simulate a trial and return its result."""
     cluster = SimulatedCluster(trial.layout, setting.timing, setting.config, setting.seed)
     speed, objectives = trial.speed, setting.objectives
     wishes = (
@@ -92,7 +92,7 @@ def serve(setting: Setting, trial: Trial) -> TrialResult:
     )
     table = cluster.run(wishes).table()
     busy = cluster.utilisation()
-    if "prefill" in busy:  # has nothing to do while the last tokens are decoded
+    if "prefill" in busy:  # prefill workers idle while the last tokens are decoded
         began, last = table["arrived"].min(), float((table["arrived"] + np.nan_to_num(table["ttft"])).max())
         busy["prefill"] *= (cluster.agenda.now - began) / max(last - began, 1e-9)
     return judged(table, objectives, busy)
@@ -101,13 +101,13 @@ def serve(setting: Setting, trial: Trial) -> TrialResult:
 def judged(
     table: Mapping[str, npt.NDArray[np.float64]], objectives: Objectives, busy: Mapping[str, float]
 ) -> TrialResult:
-    """What came of the requests of a `Measures.table`, without those that warmed up."""
+    """Return the result of the requests in a `Measures.table`, without the warm-up."""
     arrived = np.sort(table["arrived"])
     arrived = arrived[min(int(WARM_UP * len(arrived)), len(arrived) - 2) :]
     rows = {name: column[table["arrived"] >= arrived[0]] for name, column in table.items()}
     finished = rows["finished"] > 0
     early = finished & (rows["ttft"] <= objectives.ttft)
-    slow = early & (rows["tpot"] > objectives.tpot)  # NaN, of a single token, is not slow
+    slow = early & (rows["tpot"] > objectives.tpot)  # NaN, for a single token, is not slow
     prompts = float(rows["prompt"][finished].sum())
     return TrialResult(
         rate=(len(arrived) - 1) / float(arrived[-1] - arrived[0]),

@@ -1,8 +1,8 @@
 """A worker around its real scheduler: the effects of `worker.turn`, with durations for bodies.
 
-Where a decode worker's next steps are alike (`DecodeScheduler.alike`) they are run in a row, which is cut off at the
-end of the step during which a message comes in. So a run costs the simulator one step and nobody can tell; only the
-randomness of steps is drawn for each run rather than for each step.
+If a decode worker's next steps are repeatable (`DecodeScheduler.repeatable_steps`), they are simulated as one run. A
+message ends the run with the step during which it arrives. A run thus costs the simulator one step and gives the same
+result. The only difference: noise is drawn per run instead of per step.
 """
 
 from __future__ import annotations
@@ -46,31 +46,33 @@ from simulator.run import StepRun
 from simulator.timing import Noise, StepWork, Timing
 from worker.turn import AwaitStore, CopyPages, Publish, Receive, RunStep, turn
 
-_IDLE = 0.05  # seconds between two turns while somebody waits for the store, as in `worker.loop`
-_LONGEST_RUN = 1.0  # seconds; a router that learned of tokens later than that would plan with old figures
+_IDLE = 0.05  # seconds between two turns while a lease is open, as in `worker.loop`
+_LONGEST_RUN = 1.0  # seconds; the router would place requests by outdated figures if it got tokens later
 END = Sampled(65_535)
 """The token with which every output ends."""
 
 
 class StoreEndpoint(Protocol):
-    """The store of this worker's node, when it is up."""
+    """The store of this worker's node."""
 
     def attach(self, worker: SimulatedWorker) -> int:
-        """Returns the connection."""
+        """Connect a worker; return the connection."""
         ...
 
     def call(self, worker: SimulatedWorker, call: Any) -> None: ...
 
 
 class ScriptedOutput(NamedTuple):
-    """What the model is going to say to a request: `token` over and over, and at last, as token number `end` of prompt
-    and output together, `END`."""
+    """The predetermined output of a request: `token` repeatedly, then `END`.
+
+    `end` is the position of `END`, counted over prompt and output.
+    """
 
     end: float
     token: Sampled
 
 
-_STRANGER = ScriptedOutput(inf, Sampled(0))  # a request that has ended, as its worker has not yet heard
+_STRANGER = ScriptedOutput(inf, Sampled(0))  # a request that has ended, but whose Cancel has not arrived yet
 
 
 class SimulatedWorker:
@@ -81,7 +83,7 @@ class SimulatedWorker:
         network: SimulatedNetwork, routers: Sequence[RouterAddress], outputs: Mapping[str, ScriptedOutput],
         noise: Noise, become: Callable[[WorkerRole], None], *, runs: bool = True,
     ) -> None:  # fmt: skip
-        """`become`: replaces this incarnation by one of another role; `runs`: steps that are alike are run in a row."""
+        """`become` replaces this incarnation by one of another role. `runs`: simulate repeatable steps as one run."""
         self.role: WorkerRole = role
         self.peer = peer
         self._timing, self._agenda, self._network = timing, agenda, network
@@ -100,31 +102,31 @@ class SimulatedWorker:
         )
         self.feed = Feed(peer.incarnation, page_size)
         self.followers: dict[str, RouterEndpoint] = {}  # routers that follow our KV events, by incarnation
-        self._inbox: deque[tuple[int, Envelope[Any]]] = deque()  # with the places of those who sent it
+        self._inbox: deque[tuple[int, Envelope[Any]]] = deque()  # with the index of the sending router
         self._from_store: deque[Any] = deque()
         self._store: StoreEndpoint | None = None
         self.connection = 0
-        self._listens = ""  # to whom, while the body sleeps: "", "store" or "all"
+        self._listens = ""  # senders that wake the sleeping body: "" (none), "store" or "all"
         self._run: StepRun | None = None
         self.busy = 0.0  # seconds spent in steps
         self._process = VirtualProcess(agenda, self._body())
 
-    # --- what others do to it -----------------------------------------------------------------------------------------
+    # --- called by others ---------------------------------------------------------------------------------------------
 
     def receive_from_router(self, place: int, envelope: Envelope[Any]) -> None:
-        """A router says something."""
+        """Take a router's message."""
         self._inbox.append((place, envelope))
         if self._run is None or not self._can_wait(envelope):
             self._arrived("all")
 
     def receive_from_store(self, reply: Any, connection: int) -> None:
-        """The store says something."""
+        """Take the store's reply."""
         if connection == self.connection:
             self._from_store.append(reply)
             self._arrived("store")
 
     def store_up(self, store: StoreEndpoint) -> None:
-        """The node's store is there."""
+        """Connect to the node's store, which has started."""
         self._store = store
         self.connection = store.attach(self)
 
@@ -135,11 +137,11 @@ class SimulatedWorker:
         self._arrived("store")
 
     def slow_down(self, factor: float) -> None:
-        """Its steps take so many times as long from now on."""
+        """Multiply the step times by `factor` from now on."""
         self._noise.slowness = factor
 
     def beat(self) -> float:
-        """Its heart, which is a thread of its own. Returns the seconds until the next beat."""
+        """Send heartbeats, which have a thread of their own; return the seconds until the next."""
         now = self._agenda.now
         self._routers.beat(self._heartbeat)
         self._call(LeaseHeartbeat(self.state.leases))
@@ -153,7 +155,7 @@ class SimulatedWorker:
         return msgspec.structs.replace(own, step_age_ms=age, events=self.feed.sequence, digest=self.feed.digest)
 
     def end(self) -> None:
-        """It dies. What it had said is said."""
+        """Kill the worker. Messages of completed steps are still sent."""
         if (
             self._run is not None
             and isinstance(self.state, DecodeScheduler)
@@ -163,7 +165,7 @@ class SimulatedWorker:
         self._process.end()
 
     def snapshot(self) -> list[Snapshot]:
-        """For those who follow its KV events."""
+        """Return a snapshot for followers of its KV events."""
         self._publish()
         return self.feed.snapshot(page_runs(((page.key, page.parent) for page in self.state.blocks.pages()), "GPU"))
 
@@ -228,7 +230,7 @@ class SimulatedWorker:
     # --- effects ------------------------------------------------------------------------------------------------------
 
     def _events(self) -> Iterator[Any]:
-        """Everything that has come in, what routers say as `RouterMessage`, then a Tick."""
+        """Yield everything that has arrived, routers' messages as `RouterMessage`, then a Tick."""
         now = self._agenda.now
         while self._from_store:
             yield self._from_store.popleft()
@@ -303,7 +305,7 @@ class SimulatedWorker:
             self._process.wake(self._run.end)
 
     def _can_wait(self, envelope: Envelope[Any]) -> bool:
-        """A message that changes nothing for those who run need not end a run."""
+        """Whether a message changes nothing for the running sequences, so that it need not end the run."""
         if not isinstance(self.state, DecodeScheduler):
             return False
         match envelope.message:

@@ -1,7 +1,7 @@
-"""Loads: traces of production, Poisson arrivals, bursts. Made one request after the other, the same for the same seed.
+"""Loads: production traces, Poisson arrivals, bursts. Generated request by request, the same for the same seed.
 
-A prompt is a chain of blocks of 512 tokens, as in Mooncake's traces: equal numbers make equal tokens. The numbers
-themselves are written into the tokens, so nothing need be drawn or kept for them.
+A prompt is a chain of blocks of 512 tokens, as in Mooncake's traces: equal block numbers make equal tokens. The block's
+number is encoded in its tokens, so tokens need no random draw and no storage.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 VOCAB = 65_536
 _FILL = bytes(4 * (BLOCK - 2))
-_OWN = 2**30  # blocks from here on are in no trace
-_CHUNK = 1_000  # requests whose lengths are drawn at a time
+_OWN = 2**30  # block numbers from here on occur in no trace
+_CHUNK = 1_000  # number of requests whose lengths are drawn together
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request to come. An output has `output` tokens, which nobody knows who is told `max_tokens`."""
+    """One future request. Its output has `output` tokens, but the router is told only `max_tokens`."""
 
     at: float  # seconds after the start of the load
     blocks: Sequence[int]
@@ -43,7 +43,7 @@ class Arrival:
     tpot: float | None = None
 
     def tokens(self) -> bytes:
-        """The prompt, packed."""
+        """Return the packed prompt."""
         packed = b"".join(struct.pack("<II", block & 0xFFFF, block >> 16 & 0x7FFF) + _FILL for block in self.blocks)
         size = 4 * self.prompt
         return packed[:size] if len(packed) >= size else packed + bytes(size - len(packed))
@@ -51,8 +51,10 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What requests ask for besides tokens: for `max_tokens`, or their whole output if that is longer; with objectives;
-    in the name of one of `tenants`, and with one of `priorities`, both at random and with the weights given."""
+    """The other parameters of requests: `max_tokens` (or the whole output if that is longer) and objectives.
+
+    Tenant and priority are drawn at random from `tenants` and `priorities`, with the given weights.
+    """
 
     max_tokens: int = 4_096
     ttft: float | None = None
@@ -69,8 +71,10 @@ class Wishes:
 
 
 def trace(lines: Sequence[TraceLine], speed: float, wishes: Wishes, seed: int) -> Iterator[Arrival]:
-    """A trace, `speed` times as fast as it was. Raises ConfigError for a prompt that its blocks don't cover: what is
-    filled up with the same for all would count as shared."""
+    """Yield a trace's requests, `speed` times as fast as recorded.
+
+    Raises ConfigError for a prompt that its blocks don't cover, since equal filler tokens would count as shared.
+    """
     for line in lines:
         if len(line.hash_ids) * BLOCK < line.input_length:
             raise ConfigError(
@@ -91,8 +95,11 @@ def _arrivals(lines: Sequence[TraceLine], speed: float, wishes: Wishes, seed: in
 
 @dataclass(frozen=True)
 class Bursts:
-    """A Markov-modulated Poisson process: for spells of `spell` seconds on average, arrivals are `factor` times as
-    frequent as at other times; a `share` of the time belongs to such spells."""
+    """A Markov-modulated Poisson process.
+
+    During bursts of `spell` seconds on average, arrivals are `factor` times as frequent as otherwise. Bursts take a
+    `share` of the time.
+    """
 
     factor: float = 1.0
     share: float = 0.2
@@ -111,7 +118,7 @@ class Random:
     bursts: Bursts = Bursts()
 
     def arrivals(self, count: int | None, wishes: Wishes, seed: int) -> Iterator[Arrival]:
-        """`count` requests; none: for ever."""
+        """Yield `count` requests, or endless ones if that is None."""
         rng = random.Random(seed)
         fresh = itertools.count(_OWN)
         shared = self.prefix // BLOCK
@@ -129,7 +136,7 @@ class Random:
             yield from zip(self.prompt.draw(_CHUNK, rng), self.output.draw(_CHUNK, rng), strict=True)
 
     def _instants(self, rng: random.Random) -> Iterator[float]:
-        """In a spell the rate is `factor` times that of other times, and the mean is `rate`."""
+        """Yield arrival times. In a burst the rate is `factor` times the normal one, and the mean is `rate`."""
         bursts = self.bursts
         calm = self.rate / (1 + bursts.share * (bursts.factor - 1))
         now, bursting = 0.0, False
@@ -139,13 +146,13 @@ class Random:
             if now + gap < turns:
                 now += gap
                 yield now
-            else:  # without memory: what is left of the gap is drawn anew
+            else:  # exponential gaps have no memory: the rest is drawn again at the new rate
                 now, bursting = turns, not bursting
                 turns = now + _until_change(bursts, rng, bursting)
 
 
 def _until_change(bursts: Bursts, rng: random.Random, bursting: bool) -> float:
-    """Seconds until the rate changes."""
+    """Return the seconds until the rate changes."""
     if bursts.factor == 1:
         return inf
     mean = bursts.spell if bursting else bursts.spell * (1 - bursts.share) / bursts.share

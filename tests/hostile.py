@@ -3,8 +3,8 @@
     python -m tests.hostile ATTACK ARGUMENTS       arguments as JSON
 
 An attack goes on until its stdin closes. Then it prints one line of JSON: its counts by kind. It runs at a low
-priority, because an attacker has a machine of its own. Some attacks first become another user (uid 65534), who owns
-nothing here.
+priority, because an attacker has a machine of its own. Some attacks first switch to another user (uid 65534) without
+any files here.
 
 A reply that a hostile request must not get (an unknown status, a Python class name, success) ends the attack with an
 error, which fails the soak.

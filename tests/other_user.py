@@ -1,4 +1,4 @@
-"""Another user of this machine, who tries the cluster's sockets and files.
+"""Another user of this machine, with a process that tries the cluster's sockets and files.
 
     with OtherUser(Job(kind=zmq.SUB, endpoints=(endpoint,))) as other:
         told = other.told_now()

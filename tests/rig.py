@@ -126,7 +126,7 @@ class RigWorker:
         self.peer = Peer(role, f"{role}-{self.pid}", node.name, f"{role}-{self.pid}", self.pid)
         self.inbox: deque[Message] = deque()  # from the store
         self.said: list[Message] = []
-        self.letters: list[SendToRouter] = []  # the same, each with whom it is for
+        self.letters: list[SendToRouter] = []  # the same, each with its receiver
 
     def handle(self, event: Any, router: str = "") -> None:
         self._do(self.state.handle(event, self.rig.now, router))
@@ -426,7 +426,7 @@ class Rig:
             store.handle(Tick())
 
     def settle(self, limit: int = 2_000) -> None:
-        """Let everybody take turns until nobody has anything to do."""
+        """Run workers and stores in turns until none has work left."""
         for _ in range(limit):
             going_on = [worker.turn() or worker.inbox or worker.state.busy for worker in list(self.workers.values())]
             going_on += [store.deliver() or store.work() for store in self.stores.values()]

@@ -2,8 +2,8 @@
 
 One store that both workers share, or two, between which every page of a prompt must pass. The arenas and the devices
 are so small that pages leave them all the time, and come back from the disk. Every request must end with the
-reference's tokens. At the end nothing may be held; and once everybody who has pages in memory has been started anew,
-prefixes are found on the disk.
+reference's tokens. At the end nothing may be held. Once every process with pages in memory has been restarted, prefixes
+are found on the disk.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def known_pages(cluster: LocalCluster, store: str) -> int:
 
 
 def warm_from_disk(cluster: LocalCluster, stores: Sequence[str], expected: Mapping[tuple[int, ...], list[int]]) -> int:
-    """Ask for everything once, after everybody who had pages in memory has been started anew. Returns how many tokens
-    the disks saved."""
+    """Restart every process with pages in memory, then ask for each prompt once. Returns how many tokens the disks
+    saved."""
     restart(cluster, *stores, "prefill-0", "decode-0")
     eventually(lambda: all(known_pages(cluster, store) for store in stores), what="pages found on every disk")
     cached = 0

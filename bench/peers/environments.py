@@ -1,6 +1,6 @@
 """A virtual environment for each peer, below one folder, and what its process is started with.
 
-An environment is made once, and anew when what belongs into it has changed; nobody else's environment is touched.
+An environment is made once, and again when its list of packages changes. No other environment is touched.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The subcommands of `baton`, one module each.
 
-Owns what the user of the command line sees.
+Owns the output of the command line.
 Never keeps a cluster alive: `deploy.control_plane` does.
 """

@@ -1,4 +1,4 @@
-"""`baton advise`: split or colocated, and how many of each, found out by serving a load in virtual time."""
+"""`baton advise`: choose between split and colocated clusters by serving a load in virtual time."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from simulator.lengths import Lengths
 from simulator.trials import Setting, WorkDemand, demand, serve
 from simulator.workloads import Arrival, Random, Wishes, trace
 
-_PAGE_SIZE = mooncake.BLOCK // 4  # tokens; smaller ones take longer to simulate and change little
-_LONG = 10  # times the objective for the first token: a load that lasts as long shows a queue that grows
+_PAGE_SIZE = mooncake.BLOCK // 4  # tokens; smaller pages take longer to simulate and change the result little
+_LONG = 10  # times the TTFT objective: only a load of this duration shows a slowly growing queue
 _CURVES = 4  # splits in the plot
 
 
 @dataclass(frozen=True)
 class Question:
-    """What `baton advise` is asked. The load is a trace, or Poisson arrivals of `rate` requests a second."""
+    """The input of `baton advise`. The load is a trace, or Poisson arrivals of `rate` requests a second."""
 
     trace: Path | None
     rate: float
@@ -49,7 +49,7 @@ class Question:
 
 @dataclass(frozen=True)
 class AdviceResult:
-    """What was found. Splits come the best first."""
+    """The result of the search, with splits ordered from best to worst."""
 
     workers: int
     gpus: int  # of a worker
@@ -65,7 +65,7 @@ class AdviceResult:
 
     @property
     def notes(self) -> Iterator[str]:
-        """What to know before believing it."""
+        """Caveats of the result."""
         whole = self.demand.prefill + self.demand.decode
         yield (
             f"By the sums of the timing model prompts take {self.demand.prefill / whole:.0%} of the work, the cached "
@@ -104,7 +104,7 @@ class AdviceResult:
 
 
 def advise(question: Question, say: Callable[[str], object]) -> AdviceResult:
-    """Find out; `say` hears of every simulation. Raises InvalidRequest and ConfigError."""
+    """Search the best cluster and report every simulation to `say`. Raises InvalidRequest and ConfigError."""
     objectives = question.objectives
     if min(objectives.ttft, objectives.tpot) <= 0 or not 0 < objectives.attainment <= 1:
         raise InvalidRequest("objectives must be more than 0 seconds, and --attainment more than 0 and at most 1")
@@ -128,7 +128,7 @@ def advise(question: Question, say: Callable[[str], object]) -> AdviceResult:
 
 
 def show(console: Console, advice: AdviceResult) -> None:
-    """For people: a table, a plot, and the advice."""
+    """Print a table, a plot, and the advice."""
     kind = "worker" if advice.gpus == 1 else f"worker of {advice.gpus} GPUs"
     console.print(f"{advice.workers} × {kind}; rates are requests a second\n")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -155,7 +155,7 @@ def show(console: Console, advice: AdviceResult) -> None:
 
 
 def plot(advice: AdviceResult, path: Path) -> None:
-    """Raises InvalidRequest if the file can't be written."""
+    """Write the plot as SVG. Raises InvalidRequest if the file can't be written."""
     picture = chart.svg(
         _lines(advice), advice.objectives.attainment, "requests a second", "requests that meet both objectives"
     )
@@ -180,7 +180,7 @@ def _load(question: Question) -> list[Arrival]:
 
 @contextlib.contextmanager
 def _evaluating(setting: Setting, jobs: int, say: Callable[[str], object]) -> Iterator[Evaluate]:
-    """Trials in so many processes; in this one where one will do."""
+    """Run trials in `jobs` processes, or in this one if `jobs` is 1."""
 
     def told(run: Callable[[Sequence[Trial]], Iterable[TrialResult]], trials: Sequence[Trial]) -> Iterator[TrialResult]:
         for trial, served in zip(trials, run(trials), strict=True):
@@ -212,7 +212,7 @@ def _serve(trial: Trial) -> TrialResult:
 
 
 def default_jobs() -> int:
-    """As many as there are cores for, and trials at a time."""
+    """Return the number of processes: one per core, at most 3, the number of trials that run at a time."""
     return min(len(os.sched_getaffinity(0)), 3)
 
 

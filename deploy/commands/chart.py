@@ -23,7 +23,7 @@ class ChartLine:
 
 
 def text(lines: Sequence[ChartLine], wanted: float, x_name: str) -> str:
-    """For a terminal. A row of dots shows the share that is `wanted`; where lines meet, the first is seen."""
+    """Draw for a terminal. A row of dots marks the `wanted` share. Where lines meet, the first covers the others."""
     most = _most(lines)
     grid = [[" "] * (_COLUMNS + 1) for _ in range(_ROWS)]
     grid[_row(wanted)] = ["·"] * (_COLUMNS + 1)
@@ -40,7 +40,7 @@ def text(lines: Sequence[ChartLine], wanted: float, x_name: str) -> str:
 
 
 def svg(lines: Sequence[ChartLine], wanted: float, x_name: str, y_name: str) -> str:
-    """A picture that needs nothing else: no script, no font, no style sheet."""
+    """Draw a self-contained SVG: no script, no font, no style sheet."""
     most = _most(lines)
 
     def x(value: float) -> float:

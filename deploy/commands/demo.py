@@ -1,8 +1,8 @@
-"""`make demo`: a whole cluster on this machine, four requests, one murder, and nothing left behind.
+"""`make demo`: a whole cluster on this machine, four requests, one killed worker, and nothing left behind.
 
-Everything is done the way a user would do it: `baton up`, requests over gRPC, `baton down`. The model is made on the
-spot (`demo_model`). What it writes is gibberish, and the same gibberish every time: so the demo can tell that a stream
-whose worker was killed went on to the very same end.
+The demo works as a user would: `baton up`, requests over gRPC, `baton down`. It makes the model itself (`demo_model`).
+Its output is gibberish, but the same on every run. The demo can thus check that a stream with a killed worker goes on
+to the same last token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SETTINGS = [
     "decode.threads=1",
     "cluster.heartbeat_timeout_ms=1500",
 ]
-_LONG_STREAM = 600  # tokens: seconds of streaming, of which the kill comes early
+_LONG_STREAM = 600  # tokens: a stream of several seconds, with the kill early in it
 _KILL_AFTER = 60  # tokens
 _REPAIR_PATIENCE = 60.0  # seconds
 
@@ -50,7 +50,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def main() -> int:
-    """Run the demo; 0 when everything went as promised."""
+    """Run the demo and return 0 if the stream survived and nothing is left."""
     begin = time.monotonic()
     folder = FOLDER.resolve()
     model = demo_model.write(folder / "model")
@@ -107,7 +107,7 @@ def _facts(made: Generated) -> dict[str, str]:
 
 
 def _itl(made: Generated) -> float:
-    """As the router measured it: the mean, over all gaps."""
+    """Return the mean gap between tokens, by the router's clock."""
     timing = made.finished.timing
     return (timing.finished - timing.first_token) / max(1, made.finished.usage.completion_tokens - 1)
 
@@ -143,7 +143,7 @@ def _successor(made: Generated, victim: str) -> str:
 
 
 class _Assassin:
-    """Watches a request's stream and kills its decode worker in the middle."""
+    """Watches a request's stream and kills its decode worker after `_KILL_AFTER` tokens."""
 
     def __init__(self, client: Client, request_id: str) -> None:
         self._client = client
@@ -184,7 +184,7 @@ def _workers(made: Generated) -> str:
 
 
 def _wait_whole(client: Client, victim: cluster_pb2.Process) -> bool:
-    """Whether a new process lives under the victim's name, in time."""
+    """Whether the supervisor replaces the killed worker within `_REPAIR_PATIENCE`."""
     deadline = time.monotonic() + _REPAIR_PATIENCE
     while time.monotonic() < deadline:
         named = [process for process in client.status().processes if process.name == victim.name]
@@ -206,7 +206,7 @@ def _folder() -> Path:
 
 
 def _processes(state: State) -> list[Identity]:
-    """Every process of the cluster, and of its Ray."""
+    """Return every process of the cluster and of its Ray."""
     overview = read_overview(_folder())
     views = overview.processes if overview is not None else ()
     mine = [view.identity for view in views if view.identity is not None]

@@ -1,8 +1,8 @@
-"""A small model made on the spot, the same bytes every time: Llama's architecture with about a million random weights.
+"""Make a small model, the same bytes every time: Llama's architecture with about a million random weights.
 
-It has no idea what it says, but everything about serving it is real: a byte-level BPE tokenizer trained here on text
-written here, grouped-query attention, a context of 4,096 tokens. The weights are drawn wider than usual (0.1 instead of
-0.02): so drawn, its greedy output does not fall into repeating one token, and losing a single page of KV cache shows.
+Its text is meaningless, but serving it is real. It has a byte-level BPE tokenizer trained here on text written here,
+grouped-query attention, a context of 4,096 tokens. The weights have a wider standard deviation than usual (0.1 instead
+of 0.02). Greedy output then does not repeat one token, and the loss of a single KV page changes it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CONFIG: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 
-# What the tokenizer learns its words from, put together into sentences.
+# Parts of sentences: the training text of the tokenizer.
 _WHO = (
     "the router|a worker|the store|one request|every page|the scheduler|a client|the cluster|our model|the supervisor|"
     "my neighbour|the old bridge|a quiet river|the morning train|her garden|some music|the long winter|a young engineer"
@@ -66,7 +66,7 @@ _HOW = (
 
 
 def write(folder: Path) -> Path:
-    """Write the checkpoint into `folder`, which is made if need be, and return it."""
+    """Write the checkpoint into `folder`, creating it if needed, and return `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer(text()).save(str(folder / "tokenizer.json"))
     _write_json(folder / "config.json", _CONFIG)
@@ -77,7 +77,7 @@ def write(folder: Path) -> Path:
 
 
 def text(sentences: int = 3_000) -> list[str]:
-    """Sentences about serving models and other things; the same ones every time."""
+    """Return sentences about serving models and other things, the same ones every time."""
     draw = random.Random(SEED)  # noqa: S311 - not for secrets
     columns = [column.split("|") for column in (_WHO, _DOES, _WHAT, _HOW)]
     made: list[str] = []
@@ -89,7 +89,7 @@ def text(sentences: int = 3_000) -> list[str]:
 
 
 def tokenizer(sentences: list[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer: any text goes in and comes out again."""
+    """Train a byte-level BPE tokenizer, which encodes and decodes any text without loss."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -103,7 +103,7 @@ def tokenizer(sentences: list[str]) -> Tokenizer:
 
 
 def weights() -> dict[str, np.ndarray]:
-    """Every tensor by its Hugging Face name."""
+    """Return every tensor by its Hugging Face name."""
     draw = np.random.default_rng(SEED)
     return {
         name: np.ones(shape, np.float32)
@@ -138,7 +138,7 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def main() -> None:
-    """`python -m deploy.commands.demo_model DIRECTORY`: write the demo's model for commands that are tried by hand."""
+    """`python -m deploy.commands.demo_model DIRECTORY`: write the demo's model, to try commands by hand."""
     if len(sys.argv) != 2:
         sys.exit("usage: python -m deploy.commands.demo_model DIRECTORY")
     write(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""`baton doctor`: what this machine offers to a cluster, and what to do about what is wrong."""
+"""`baton doctor`: check this machine's resources for a cluster, and advise on each problem."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FEW_FILES = 4_096
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `advice` is empty where nothing is wrong."""
+    """The result of one check. `advice` is empty if there is no problem."""
 
     level: Level
     subject: str
@@ -32,7 +32,7 @@ class Finding:
 
 
 def examine(config: Config) -> list[Finding]:
-    """Look at everything; never raises for what it finds."""
+    """Run all checks. A failed check is a finding, never an exception."""
     return [
         _ray(),
         *_memory(config),
@@ -94,7 +94,7 @@ def _ports(config: Config) -> list[Finding]:
 
 
 def _is_up(folder: Path) -> bool:
-    """Whether the cluster of that folder runs, by a state file that can be read."""
+    """Whether the cluster of that folder runs, according to a readable state file."""
     try:
         state_file.read(folder)
     except BatonError:

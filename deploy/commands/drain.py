@@ -1,4 +1,4 @@
-"""`baton drain` and `baton role`: wait until a worker has nothing left, or its new role."""
+"""`baton drain` and `baton role`: wait until a worker is empty, or has its new role."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _POLL = 0.1
 
 
 def until_empty(client: Client, worker: cluster_pb2.Process, patience: float) -> cluster_pb2.Process:
-    """How it is once the router has no attempt there, or after `patience` seconds. Raises ProcessNotFound when it has
-    gone."""
+    """Wait until the router has no attempt on the worker, at most `patience` seconds; return its last status.
+
+    Raises ProcessNotFound if the worker has gone.
+    """
     end = time.monotonic() + patience
     while worker.attempts and time.monotonic() < end:
         time.sleep(_POLL)
@@ -26,8 +28,11 @@ def until_empty(client: Client, worker: cluster_pb2.Process, patience: float) ->
 
 
 def until_changed(client: Client, worker: str, role: WorkerRole, patience: float) -> tuple[cluster_pb2.Process, bool]:
-    """The worker of that name, and whether it has that role: once it has, or it is not to have it any more, or after
-    `patience` seconds. Raises ProcessNotFound when it has gone."""
+    """Wait until the worker has `role`; return its last status, and whether it has the role.
+
+    Ends early if the change of role is cancelled, and after `patience` seconds. Raises ProcessNotFound if the worker
+    has gone.
+    """
     wanted = cluster_pb2.ROLE_PREFILL if role == "prefill" else cluster_pb2.ROLE_DECODE
     end = time.monotonic() + patience
     while True:

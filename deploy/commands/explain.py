@@ -1,4 +1,4 @@
-"""`baton explain`: a request's placement and course as JSON, and as tables for people."""
+"""`baton explain`: print a request's placement and course as JSON or as tables."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _OUTLOOK = {
 
 
 def as_json(message: Message) -> dict[str, Any]:
-    """Every field by its name in the contract; what is unknown is left out, what is 0 or empty is not."""
+    """Return every field by its name in the .proto file. Unknown fields are omitted, 0 and empty ones are not."""
     return json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
 
 
 def requests(console: Console, found: Sequence[pb.RequestSummary]) -> None:
-    """A line for each request."""
+    """Print a line for each request."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("request")
     table.add_column("state")
@@ -60,7 +60,7 @@ def requests(console: Console, found: Sequence[pb.RequestSummary]) -> None:
 
 
 def request(console: Console, found: pb.ExplainResponse) -> None:
-    """One request: what was weighed, predicted beside actual, and the time of each hop, attempt by attempt."""
+    """Print one request: its candidates, predicted and actual times, and the time of each hop, per attempt."""
     one = found.request
     ended = f": {escape(one.outcome)}" if one.outcome else ""
     console.print(f"[bold]{escape(one.request_id)}[/] {_state(one)}{ended}   [dim]in logs {escape(one.name)}[/]")
@@ -95,7 +95,7 @@ def _attempt(console: Console, attempt: pb.ExplainedAttempt) -> None:
 
 
 def _candidates(console: Console, found: pb.ExplainedAttempt | pb.ExplainResponse) -> None:
-    """Terms that are zero throughout are left out."""
+    """Print the candidates' costs, without terms that are zero for all of them."""
     if not found.candidates:
         return
     terms = [term for term in _TERMS if any(getattr(one.cost, term) for one in found.candidates)]
@@ -137,7 +137,7 @@ def _who(one: pb.RequestSummary | pb.ExplainedAttempt | pb.ExplainedCandidate) -
 
 
 def _print(console: Console, table: Table) -> None:
-    """Whole, however narrow the window: what is cut off can't be copied."""
+    """Print the table at full width in any window, since truncated cells can't be copied."""
     width, console.width = console.width, _WIDTH
     console.print(table)
     console.width = width

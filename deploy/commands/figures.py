@@ -1,7 +1,6 @@
-"""What processes say on their metrics pages, read for people: the tiers of every store.
+"""Read the metrics pages of processes and extract the figures of every store's tiers.
 
-A page is asked for with little patience, all of them at once: a process that does not answer shows no figures, and
-nobody waits for it.
+All pages are requested at once, with a timeout of `PATIENCE`. A process that does not answer in time shows no figures.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ PATIENCE = 1.0  # seconds, for one page
 TIERS = ("host", "disk", "remote")
 _MAX_PAGE = 4 * 2**20  # bytes
 _PREFIX = "baton_"
-_BY_TIER = {  # what is shown → its metric
+_BY_TIER = {  # shown name → metric
     "bytes": "tier_bytes",
     "hits": "tier_hits_total",
     "loads": "tier_loads_total",
@@ -32,7 +31,7 @@ Page = Mapping[tuple[str, tuple[str, ...]], float]
 
 
 def scrape(addresses: Mapping[str, str]) -> dict[str, Page]:
-    """The pages of these processes (name → host:port); without those that could not be read."""
+    """Return the metrics pages of these processes (name → host:port), without unreadable ones."""
     if not addresses:
         return {}
     with ThreadPoolExecutor(min(32, len(addresses))) as pool:
@@ -41,8 +40,10 @@ def scrape(addresses: Mapping[str, str]) -> dict[str, Page]:
 
 
 def of_store(page: Page, workers: Sequence[Page]) -> dict[str, Any]:
-    """The figures of one store, as plain data. `workers` are the pages of its node's workers: it is they who find out
-    that a load was slower than computing would have been."""
+    """Return the figures of one store as plain data. `workers` are the metrics pages of its node's workers.
+
+    The workers measure regret: the seconds by which a load was slower than computing the pages.
+    """
     tiers: dict[str, dict[str, float]] = {}
     for tier in TIERS:
         figures = {shown: page[name, (tier,)] for shown, name in _BY_TIER.items() if (name, (tier,)) in page}
@@ -55,7 +56,7 @@ def of_store(page: Page, workers: Sequence[Page]) -> dict[str, Any]:
 
 
 def parse(text: str) -> Page:
-    """Raises ValueError for what is no such page."""
+    """Parse a metrics page. Raises ValueError if the text is not one."""
     return {
         (sample.name.removeprefix(_PREFIX), tuple(sample.labels[name] for name in sorted(sample.labels))): sample.value
         for family in text_string_to_metric_families(text)
@@ -65,7 +66,7 @@ def parse(text: str) -> Page:
 
 
 def _read(address: str) -> Page | None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a proxy
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
     try:
         with opener.open(f"http://{address}/metrics", timeout=PATIENCE) as answer:
             return parse(answer.read(_MAX_PAGE).decode())

@@ -1,4 +1,4 @@
-"""One request from the command line: what is asked, and what came back."""
+"""One request from the command line, and its result."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Generated:
 
 
 def parse_token_ids(text: str) -> list[int]:
-    """`1,2,3`. Raises InvalidRequest."""
+    """Parse token ids written as `1,2,3`. Raises InvalidRequest."""
     try:
         ids = [int(part) for part in text.split(",")]
     except ValueError:
@@ -78,7 +78,7 @@ def request(
     ignore_eos: bool = False,
     model: str = "",
 ) -> pb.GenerateRequest:
-    """What is not given is left to the model. Raises InvalidRequest where the wire can't carry a value."""
+    """Build a request. None stands for the model's default. Raises InvalidRequest if a value can't be encoded."""
     if (text is None) == (token_ids is None):
         raise InvalidRequest("give either a text or --token-ids")
     given: dict[str, Any] = {
@@ -108,7 +108,7 @@ def run(
     timeout: float | None = None,
     on_delta: Callable[[pb.Delta], None] | None = None,
 ) -> Generated:
-    """Send it and read the stream to its end. Raises BatonError."""
+    """Send the request and read its stream to the end. Raises BatonError."""
     made = Generated()
     begin = time.monotonic()
     for response in client.generate(asked, timeout=timeout):

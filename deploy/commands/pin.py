@@ -1,7 +1,7 @@
-"""`baton pin`: prefixes from a file, pinned one after the other. What is wrong with one does not stop the others.
+"""`baton pin`: pin the prefixes of a file, one after the other. An error in one does not stop the others.
 
-A file holds one prefix per line, as JSON: {"text": …} or {"token_ids": […]}, and if wanted "id" and "ttl". A file
-whose name ends in .txt is one prefix as a whole.
+A file holds one prefix per line, as JSON: {"text": …} or {"token_ids": […]}, optionally with "id" and "ttl". A file
+with the extension .txt is one prefix as a whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIELDS = {"text", "token_ids", "id", "ttl"}
 
 @dataclass(frozen=True)
 class PinOutcome:
-    """What became of one prefix. `line` counts from 1."""
+    """The outcome of one prefix. `line` counts from 1."""
 
     line: int
     pinned: pb.PinPrefixResponse | None = None
@@ -52,7 +52,7 @@ def pin_as_json(pin: pb.Pin) -> dict[str, Any]:
 
 
 def parse_duration_ms(text: str) -> int:
-    """`90s`, `15m`, `1.5h`, `2d`, or a number of seconds. Raises InvalidRequest."""
+    """Parse `90s`, `15m`, `1.5h`, `2d`, or a number of seconds. Raises InvalidRequest."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise InvalidRequest(f"{text!r} is no duration; write seconds, or a number with ms, s, m, h or d such as 1h")
@@ -60,8 +60,10 @@ def parse_duration_ms(text: str) -> int:
 
 
 def read(source: str, stdin: str = "") -> list[tuple[int, str]]:
-    """The prefixes of a file as they stand there, each as JSON with the number of its line; of "-", those of `stdin`.
-    Raises InvalidRequest when it can't be read or holds none."""
+    """Return the prefixes of a file, or of `stdin` for "-": each as unparsed JSON, with its line number.
+
+    Raises InvalidRequest if the file can't be read or holds none.
+    """
     try:
         text = stdin if source == STDIN else Path(source).read_text(encoding="utf-8")
     except OSError as error:
@@ -70,7 +72,7 @@ def read(source: str, stdin: str = "") -> list[tuple[int, str]]:
         raise InvalidRequest(f"{source} is not UTF-8 text") from None
     if Path(source).suffix == ".txt":
         lines = [(1, json.dumps({"text": text}))] if text else []
-    else:  # not splitlines(): JSON may hold what that takes for an end of line
+    else:  # not splitlines(): JSON strings may hold other line separators, such as U+2028
         lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise InvalidRequest(f"{source} holds no prefix; write one JSON object per line, such as " + '{"text": "…"}')
@@ -78,8 +80,10 @@ def read(source: str, stdin: str = "") -> list[tuple[int, str]]:
 
 
 def parse(line: str, ttl_ms: int | None) -> pb.PinPrefixRequest:
-    """One prefix. `ttl_ms` is for those that name none themselves; none: the router's default. Raises
-    InvalidRequest."""
+    """Parse one prefix. Raises InvalidRequest.
+
+    `ttl_ms` applies if the line has no "ttl"; None: the router's default.
+    """
     try:
         given: object = json.loads(line)
     except ValueError as error:
@@ -104,8 +108,10 @@ def parse(line: str, ttl_ms: int | None) -> pb.PinPrefixRequest:
 def pin_prefixes(
     client: Client, lines: list[tuple[int, str]], ttl_ms: int | None, timeout: float | None = None
 ) -> Iterator[PinOutcome]:
-    """Pin them in their order, one at a time, so that they hardly stand in the way of requests. `timeout` is how many
-    seconds each may take."""
+    """Pin the prefixes in order, one at a time, so that they hardly delay requests.
+
+    `timeout` is the time limit of each, in seconds.
+    """
     for number, line in lines:
         try:
             yield PinOutcome(number, pinned=client.pin_prefix(parse(line, ttl_ms), timeout))

@@ -1,4 +1,4 @@
-"""Progress on a terminal: one line that changes, and one line for each thing that has happened."""
+"""Progress on a terminal: one line that changes, and one line for each event."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _HAPPENED = {"live": "is live", "failed": "has failed", "silent": "has gone sile
 
 
 class Progress:
-    """Shows what a command is doing. On something that is no terminal it prints plain lines."""
+    """Shows the progress of a command. Without a terminal it prints plain lines."""
 
     def __init__(self, console: Console, tell_first: bool = True) -> None:
-        """Without `tell_first`, the first overview is what was known before, and no news."""
+        """Without `tell_first`, the first overview is the state before the command and is not printed."""
         self._console = console
         self._tell = tell_first
         self._status = console.status("…")
@@ -33,12 +33,12 @@ class Progress:
         self._status.stop()
 
     def say(self, text: str) -> None:
-        """A new stage has begun."""
+        """Print the beginning of a new stage."""
         self._status.update(escape(text))
         self._console.print(f"[dim]{time.monotonic() - self._begin:5.1f} s[/]  {escape(text)}")
 
     def watch(self, overview: ClusterOverview) -> None:
-        """Tell what has changed since the last time."""
+        """Print the changes since the last overview."""
         for view in overview.processes:
             if self._told.get(view.name) != view.condition:
                 self._told[view.name] = view.condition

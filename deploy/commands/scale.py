@@ -1,4 +1,4 @@
-"""`baton scale`: tell the supervisor how many workers there shall be, and wait until there are."""
+"""`baton scale`: set the desired number of workers, and wait until they are live."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _PATIENCE = 10.0  # seconds, for one answer of the supervisor
 
 
 def rescale(state: State, prefill: int | None, decode: int | None, patience: float, watch: Watch) -> ClusterScale:
-    """Raises ConfigError for an impossible scale, StartupError when it does not come to it in time (the supervisor
-    goes on trying), RayUnusable and Unavailable when it can't be asked."""
+    """Change the number of workers and wait until the cluster has it; None leaves a number as it is.
+
+    Raises ConfigError for an impossible scale. Raises StartupError after `patience` seconds, though the supervisor goes
+    on trying. Raises RayUnusable or Unavailable if the supervisor can't be reached.
+    """
     if prefill is None and decode is None:
         raise ConfigError("say how many: --prefill N, --decode M, or both")
     if (prefill is not None and prefill < 0) or (decode is not None and decode < 1):
@@ -45,8 +48,10 @@ def rescale(state: State, prefill: int | None, decode: int | None, patience: flo
 
 
 def _mourned(state: State, overview: ClusterOverview) -> set[str]:
-    """Retired processes that the router still takes for live: until it has missed their heartbeats for
-    cluster.heartbeat_timeout_ms it may still place work on them."""
+    """Return stopped processes that the router still lists as live.
+
+    The router may place work on them until it has missed their heartbeats for cluster.heartbeat_timeout_ms.
+    """
     with Client(operator=state.operator) as client:
         listed = client.status().processes
     live = {process.name for process in listed if process.state in UP}

@@ -1,4 +1,4 @@
-"""Tables for people. What they show comes in as plain data."""
+"""Print results as tables, from plain data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLOURS = {"live": "green", "ok": "green", "warn": "yellow", "bad": "red"}
 
 
 def status(console: Console, found: dict[str, Any]) -> None:
-    """The cluster on one screen."""
+    """Print the cluster on one screen."""
     serving = "[bold green]serves[/]" if found["serving"] else "[bold red]does not serve[/]"
     console.print(f"[bold]{found['cluster']}[/] {serving} {escape(found['model'])}")
     ray = found["ray"]
@@ -74,7 +74,7 @@ def status(console: Console, found: dict[str, Any]) -> None:
 
 
 def _named(row: dict[str, Any]) -> str:
-    """With the role, where the name promises another."""
+    """Return the name, with the role if the name implies another one."""
     fits = row["name"].startswith(row["role"])
     return row["name"] if fits else f"{row['name']} [yellow]({row['role']})[/]"
 
@@ -89,7 +89,7 @@ def _more(row: dict[str, Any]) -> str:
 
 
 def _tiers(console: Console, stores: Sequence[dict[str, Any]]) -> None:
-    """What each store has where, and how it went; then what should catch the eye."""
+    """Print the pages, hits and loads of each store by tier, then its pins and long-held resources."""
     if not stores:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -138,7 +138,7 @@ def _size(size: float | None) -> str:
 
 
 def findings(console: Console, found: Sequence[Finding]) -> None:
-    """One line for each finding, and the advice below it."""
+    """Print one line for each finding, with the advice below it."""
     for finding in found:
         console.print(f"{_coloured(finding.level):<16} [bold]{finding.subject}[/]  {escape(finding.found)}")
         if finding.advice:
@@ -146,7 +146,7 @@ def findings(console: Console, found: Sequence[Finding]) -> None:
 
 
 def pinned(console: Console, errors: Console, source: str, outcome: PinOutcome) -> None:
-    """What became of one prefix, in one line."""
+    """Print the outcome of one prefix in one line."""
     if outcome.pinned is None:
         errors.print(f"[red]{escape(source)}:{outcome.line}[/] {escape(str(outcome.error))}")
         return
@@ -159,7 +159,7 @@ def pinned(console: Console, errors: Console, source: str, outcome: PinOutcome) 
 
 
 def pinned_all(console: Console, outcomes: Sequence[PinOutcome]) -> None:
-    """The sum of them. Pages that two of them share count twice."""
+    """Print the sum of all outcomes. Pages that two prefixes share count twice."""
     pins = [outcome.pinned.pin for outcome in outcomes if outcome.pinned is not None]
     failed = len(outcomes) - len(pins)
     console.print(
@@ -169,7 +169,7 @@ def pinned_all(console: Console, outcomes: Sequence[PinOutcome]) -> None:
 
 
 def pins(console: Console, found: Sequence[Pin]) -> None:
-    """What is pinned, a line each."""
+    """Print a line for each pin."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("pin")
     for column in ("tokens", "pages", "size", "for another"):

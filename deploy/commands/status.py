@@ -1,4 +1,4 @@
-"""`baton status`: the router's view of the cluster laid beside the supervisor's."""
+"""`baton status`: the router's view of the cluster, merged with the supervisor's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deploy.control_plane.state_file import State
 
 
 def find(folder: Path) -> State:
-    """The cluster of that folder. Raises StartupError when there is none."""
+    """Return the state of the cluster of that folder. Raises StartupError if there is none."""
     state = state_file.read(folder)
     if state is None:
         raise StartupError(f"no cluster named {folder.name!r} is up; start one with `baton up --model DIRECTORY`")
@@ -26,13 +26,13 @@ def find(folder: Path) -> State:
             f"the cluster {folder.name!r} never came up: its `baton up` was killed; `baton down --name {folder.name}` "
             "clears away what is left"
         )
-    # The supervisor knows where a router listens that was started anew.
+    # The supervisor knows the addresses of restarted routers.
     overview = read_overview(folder)
     return msgspec.structs.replace(state, routers=overview.routers) if overview and overview.routers else state
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """Everything that `baton status` shows, as plain data. Raises StartupError when there is no such cluster."""
+    """Return everything that `baton status` shows, as plain data. Raises StartupError if there is no such cluster."""
     state = find(folder)
     overview = read_overview(folder)
     status, problem, serving = None, "", False
@@ -69,7 +69,7 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: ClusterOv
     listed = {process.name: process for process in status.processes} if status is not None else {}
     rows: list[dict[str, Any]] = []
     if overview is not None and not overview.supervisor.gone():
-        # The router remembers who is gone. Whom the supervisor no longer knows either was retired, and is no news.
+        # The router still lists dead processes. One that the supervisor no longer knows was stopped on purpose.
         listed = {name: process for name, process in listed.items() if name in views or process.state in UP}
     for name in dict.fromkeys([*views, *listed]):
         view, process = views.get(name), listed.get(name)
@@ -95,8 +95,8 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: ClusterOv
 
 
 def _with_tiers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same rows, those of stores with what their metrics pages say of their tiers."""
-    # While the router is away there is nobody who knows the addresses.
+    """Return the same rows, with tier figures from their metrics pages for stores."""
+    # Only the router knows the metrics addresses: without it, rows have none.
     asked = {
         row["name"]: row.get("metrics")
         for row in rows
@@ -111,7 +111,7 @@ def _with_tiers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _condition(view: SupervisedProcess | None) -> str:
-    """The supervisor's word, which is stale once the supervisor has gone as well."""
+    """Return the supervisor's last condition, checked against the process itself: the supervisor may have gone."""
     if view is None:
         return ""
     return "gone" if view.identity is not None and view.identity.gone() else view.condition
@@ -124,7 +124,7 @@ def _counts(status: cluster_pb2.GetStatusResponse | None) -> dict[str, int]:
 
 
 def _bottleneck(status: cluster_pb2.GetStatusResponse | None) -> dict[str, Any]:
-    """How busy both kinds of workers are; empty where nobody knows."""
+    """Return the predicted utilisation of prefill and decode workers; empty if the router has none."""
     if status is None or not status.HasField("bottleneck"):
         return {}
     found = status.bottleneck

@@ -1,5 +1,5 @@
-"""The cluster under Ray: desired state, observed state, and the supervisor that makes one follow the other.
+"""The cluster under Ray: desired state, observed state, and the supervisor that reconciles them.
 
-Owns Ray actors, their processes and the record of them.
-Never serves requests, and never decides by what Ray assumes: only by what it observed.
+Owns Ray actors, their processes and their records.
+Never serves requests. Decides by its own observations, never by Ray's assumptions.
 """

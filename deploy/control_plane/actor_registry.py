@@ -1,4 +1,4 @@
-"""The processes of a cluster as Ray actors: starting them, asking them, ending them with proof. No decisions here."""
+"""Start, poll and end the processes of a cluster as Ray actors, with proof of their end. No decisions here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deploy.processes import Identity
 
 SUPERVISOR = "supervisor"
 NODE_KEY = "node/"
-_TAKEN_BACK = 0.5  # seconds until an actor that was killed before it had started runs no more
+_TAKEN_BACK = 0.5  # seconds after which an actor that was killed before its start can't run any more
 _REMOTE_PATIENCE = 30.0  # seconds, for a task on another node
 
 log = logging.getLogger(__name__)
@@ -32,17 +32,17 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ActorRecord:
-    """One actor and what is known of its process."""
+    """One actor, and the last facts about its process."""
 
     name: str
     node: str
-    handle: Any = None  # none: only its record was found
+    handle: Any = None  # None: only its record was found
     record: ProcessRecord | None = None
     failure: Failure | None = None
     addresses: ServiceAddresses | None = None
-    asked: Any = None  # a report under way
-    lost: str = ""  # what Ray said when its actor died
-    ending: bool = False  # by us: that it dies is no failure of its own
+    asked: Any = None  # the pending report() call
+    lost: str = ""  # Ray's message when the actor died
+    ending: bool = False  # by us: its death is then no failure
     gone: bool = False  # proven
     why_gone: str = ""
 
@@ -61,12 +61,11 @@ class ActorRegistry:
         return self._members[name]
 
     def nodes(self) -> list[str]:
-        """The names of the nodes that are up, ours first."""
+        """Return the names of the nodes that are up, ours first."""
         return list(self._node_ids())
 
     def rediscover(self) -> dict[str, str]:
-        """Find what runs already: actors by their names, and processes whose actor has gone by their records. Returns
-        the node of each."""
+        """Find running actors by name, and processes without an actor by their records; return the node of each."""
         listed: Any = ray.util.list_named_actors(all_namespaces=True)
         names = {actor["name"] for actor in listed if actor["namespace"] == self._namespace}
         records = {n: msgspec.json.decode(value, type=ProcessRecord) for n, value in self._keys.under(PROCESS_KEY)}
@@ -80,13 +79,13 @@ class ActorRegistry:
         return {name: member.node for name, member in self._members.items()}
 
     def sign(self, name: str) -> Identity:
-        """Write down that the calling process is `name`."""
+        """Record the calling process under `name`."""
         record = ProcessRecord(Identity.mine(), "", self._here)
         self._keys.put(PROCESS_KEY + name, msgspec.json.encode(record))
         return record.identity
 
     def start(self, order: Order) -> bool:
-        """Start an actor; False when Ray still keeps the name of the last one, or the node has gone meanwhile."""
+        """Start an actor. Return False if Ray still keeps its predecessor's name, or if the node has gone."""
         node_id = self._node_ids().get(order.node)
         if node_id is None:
             return False
@@ -108,7 +107,7 @@ class ActorRegistry:
         return True
 
     def poll(self, patience: float = 0.2) -> None:
-        """Ask everybody how they are, and take the answers that are here. Who does not answer is asked on."""
+        """Request a report from every actor, and take those that are ready. A late report is taken by a later call."""
         for member in self._members.values():
             if member.asked is None and member.handle is not None and not member.gone:
                 member.asked = member.handle.report.remote()
@@ -124,17 +123,20 @@ class ActorRegistry:
             if self._proven_gone(member.record):
                 member.gone, member.why_gone = True, member.why_gone or "its process has gone"
             elif member.handle is None and not member.ending and member.failure is None:
-                # On another node nothing proves that it has gone, and nobody can ask it any more.
+                # The process is on another node, without an actor: it can't report, and nothing proves that it has
+                # gone.
                 member.failure = Failure("unavailable", member.lost or "its actor has gone")
 
     def end(self, name: str) -> bool:
-        """SIGKILL a process, and whether it is gone now. Works on a stopped process too, where Ray's own kill takes
-        seconds. Blocks."""
+        """SIGKILL a process and return whether it is gone. Blocks.
+
+        Also ends a stopped process at once, for which Ray's own kill takes seconds.
+        """
         member = self._members[name]
         member.ending = True
         record = member.record or self._kept_record(name)
         if record is None:
-            # It has not got as far as our first line. Once Ray has taken it back, it never will.
+            # The actor has not run its first line, which writes the record. After Ray has cancelled it, it never will.
             self._kill_actor(member)
             time.sleep(_TAKEN_BACK)
             record = self._kept_record(name)
@@ -147,7 +149,7 @@ class ActorRegistry:
         return member.gone
 
     def retire(self, name: str) -> bool:
-        """Let its service stop, then end it. Blocks."""
+        """Stop a process's service, then end the process; return whether it is gone. Blocks."""
         member = self._members[name]
         if member.handle is not None:
             with contextlib.suppress(RayError, GetTimeoutError):
@@ -155,13 +157,13 @@ class ActorRegistry:
         return self.end(name)
 
     def bury(self, name: str) -> None:
-        """Forget an actor whose process is gone, so that its name is free."""
+        """Remove the actor and the record of a process that is gone, which frees its name."""
         member = self._members.pop(name)
         self._kill_actor(member)
         self._keys.delete(PROCESS_KEY + name)
 
     def dismiss_supervisor(self) -> None:
-        """End the supervisor for good, stopped or not, so that nobody restores what is being taken down."""
+        """End the supervisor for good, stopped or not, so that it can't restart processes during the teardown."""
         supervisor = ActorRecord(SUPERVISOR, "", record=self._kept_record(SUPERVISOR))
         self._kill_actor(supervisor)  # also tells Ray not to restart it
         record = supervisor.record
@@ -172,7 +174,7 @@ class ActorRegistry:
     # --- internals ---------------------------------------------------------------------------------------------------
 
     def _node_ids(self) -> dict[str, str]:
-        """Ray's id of every live node by our name for it, which no two of them share."""
+        """Return Ray's id of every live node by our name for it. Names are unique."""
         alive = [node for node in ray.nodes() if node["Alive"]]
         alive.sort(key=lambda node: (node["NodeID"] != self._here, node["NodeID"]))
         hostnames = {node["NodeID"]: node["NodeManagerHostname"] or socket.gethostname() for node in alive}
@@ -192,7 +194,7 @@ class ActorRegistry:
         except ActorUnavailableError as error:
             log.info("%s can't be reached now: %s", member.name, first_line(error))
         except RayActorError as error:
-            # Ray says that it died. That is a hint; the proof is its process.
+            # Ray reports a dead actor. That is a hint: only the end of its process is proof.
             member.handle, member.lost = None, f"its actor has died: {first_line(error)}"
             member.record = member.record or self._kept_record(member.name)
             if member.record is None and not member.ending:
@@ -206,7 +208,7 @@ class ActorRegistry:
     def _proven_gone(self, record: ProcessRecord) -> bool:
         if record.node_id == self._here:
             return record.identity.gone()
-        # A node that Ray has given up takes its workers with it; on a live node only a look can tell (`end`).
+        # The end of a node ends its processes. On a live node only `end` can prove it.
         return record.node_id not in self._node_ids().values()
 
     def _end_process(self, record: ProcessRecord) -> bool:
@@ -233,9 +235,11 @@ class ActorRegistry:
 
 
 def name_nodes(hostnames: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """Names for the nodes (id → hostname) that have none in `names` (id → name): the hostname, with a number where
-    another live node has it already. So a node is called the same when Ray is started anew, and its store finds the
-    disk tier that it left."""
+    """Return names for the nodes (id → hostname) that have none in `names` (id → name).
+
+    A name is the hostname, with a number if another live node has it already. A node thus keeps its name when Ray is
+    restarted, and its store finds the disk tier of its predecessor.
+    """
     taken = {names[node_id] for node_id in hostnames if node_id in names}
     new: dict[str, str] = {}
     for node_id, hostname in hostnames.items():

@@ -1,8 +1,8 @@
 """The Ray actors: each hosts one process of the cluster, and does nothing else. Ray is never on the path of a token.
 
-An actor first writes down which operating-system process it is, so that whoever must replace it can prove it gone; then
-it runs the same entry point that `python -m router`, `kvstore` or `worker` runs, on a thread.
-It is never restarted by Ray: a restart needs that proof.
+An actor first records its operating-system process, so that the supervisor can prove its end before replacing it. Then
+it runs the entry point of `python -m router`, `kvstore` or `worker` on a thread. Ray never restarts an actor, since a
+restart needs that proof.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ log = logging.getLogger(__name__)
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What an actor is to host."""
+    """The process that an actor hosts, and its settings."""
 
     namespace: str
     name: str
     role: Role
     node: str
     config: Config
-    keys: ClusterKeys  # handed over in memory: a node needs no copy of the file
-    routers: tuple[str, ...] = ()  # where workers and stores connect; none for a router
-    workers: int = 1  # that share the node's cores
+    keys: ClusterKeys  # passed in memory: a node needs no copy of the file
+    routers: tuple[str, ...] = ()  # endpoints for workers and stores; empty for a router
+    workers: int = 1  # number of workers that share the node's cores
 
 
 class Service:
-    """Runs one entry point on a thread, and remembers how it ended."""
+    """Runs one entry point on a thread, and keeps its failure."""
 
     def __init__(self, order: Order, host: str) -> None:
-        """`host` is this node's address."""
+        """Start the thread. `host` is this node's address."""
         self.failure: Failure | None = None
         self.addresses: ServiceAddresses | None = None
         self._order = order
@@ -69,7 +69,7 @@ class Service:
         self._thread.start()
 
     def stop(self) -> bool:
-        """Let it end; whether it has."""
+        """Ask the service to stop; return whether it has ended within STOP_PATIENCE."""
         self._stop.set()
         if self._stop_router is not None:
             self._stop_router()
@@ -123,7 +123,7 @@ class Host:
         self._record = ProcessRecord(Identity.mine(), order.node, node_id)
         RayKeys(order.namespace).put(PROCESS_KEY + order.name, msgspec.json.encode(self._record))
         _ordinary_priority()
-        alone = is_loopback(order.config.router.host)  # no other node reaches its router
+        alone = is_loopback(order.config.router.host)  # no other node can reach its router
         self._service = Service(order, LOOPBACK if alone else ray.util.get_node_ip_address())
 
     def report(self) -> bytes:
@@ -133,17 +133,19 @@ class Host:
         return msgspec.json.encode(Report(self._record, self._service.failure, addresses))
 
     def stop(self) -> bool:
-        """Let the service end; whether it has."""
+        """Stop the service; return whether it has ended."""
         return self._service.stop()
 
 
 def _ordinary_priority() -> None:
-    """Ray runs its workers at niceness 15, behind everything else on the machine. Threads inherit what we set here;
-    without the right to raise it we stay where we are."""
+    """Reset the niceness to 0: Ray runs its workers at 15, behind everything else on the machine.
+
+    Threads inherit the value. Without the permission it stays as it is.
+    """
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 def end_here(identity: Identity) -> bool:
-    """End a process of this node; whether it is gone. It runs as a Ray task where the process is on another node."""
+    """End a process of this node; return whether it is gone. For another node, run it there as a Ray task."""
     return not end([identity], patience=0.0)

@@ -1,4 +1,4 @@
-"""`baton up`: from a configuration to a cluster that serves, or to a typed error and nothing left behind."""
+"""`baton up`: start a cluster from a configuration, or raise a typed error and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ RayChoice: TypeAlias = Literal["auto", "own", "join"]
 Watch: TypeAlias = Callable[[ClusterOverview], None]
 
 _POLL = 0.2
-_SUPERVISOR_PATIENCE = 60.0  # seconds until its first word
-_REPAIRS = 2  # crashes without a reason that a starting cluster may have before we call it off
+_SUPERVISOR_PATIENCE = 60.0  # seconds until its first answer
+_REPAIRS = 2  # unexplained crashes of a process during the start; one more and `up` fails
 
 
 def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float, say: Say, watch: Watch) -> State:
-    """Start the cluster and return once it serves. Raises BatonError; then nothing of it is left. The caller holds the
-    cluster's lock."""
+    """Start the cluster and return once it serves. The caller holds the cluster's lock.
+
+    Raises BatonError, after everything that was started has been taken down.
+    """
     folder = config.cluster.state_dir
     preflight.check_name_free(folder)
     if (stale := state_file.read(folder)) is not None:
@@ -57,15 +59,17 @@ def bring_up(config: Config, choice: RayChoice, dashboard: bool, patience: float
             cluster.disconnect()
             try:
                 tear_down(folder, written, lambda _: None)
-            except BatonError as left:  # what it was taken down for matters more
+            except BatonError as left:  # the original error is raised
                 say(f"not all of it could be taken down; `baton down` ends it: {left}")
         raise
     return state
 
 
 def _settle(config: Config, say: Say) -> Config:
-    """Paths made absolute, since Ray's processes have another working directory and may have another home; a model of
-    the hub's fetched."""
+    """Return the configuration with absolute paths, and with a hub model downloaded.
+
+    Ray's processes have another working directory and may have another home.
+    """
     path = Path(config.model.path).expanduser()
     if not path.is_dir():
         from engine.checkpoint.hub import resolve
@@ -92,8 +96,10 @@ def _absolute(path: str) -> str:
 
 
 def _on_ray(config: Config, folder: Path, choice: RayChoice, dashboard: bool, made_keys: bool, say: Say) -> State:
-    """Be a driver of a Ray, and have written down which. Raises RayUnusable, and StartupError where that Ray runs a
-    cluster of this name already."""
+    """Connect to a Ray and write the state file that names it.
+
+    Raises RayUnusable, and StartupError if that Ray already runs a cluster of this name.
+    """
     state = State(
         name=config.cluster.name,
         ray=RayLink("", "disabled"),
@@ -147,8 +153,8 @@ def _start_supervisor(config: Config, folder: Path, keys: ClusterKeys, patience:
     from deploy.control_plane.actor_registry import SUPERVISOR
     from deploy.control_plane.supervisor import DesiredCluster, Supervisor
 
-    # On this node, where the router will be as well, so that the addresses it says are good here. Not softly: Ray 2.60
-    # then takes any node for an actor, and with this one the router is lost anyway.
+    # On this node, where the router will run too, so that the router's addresses work for the supervisor. Not with
+    # soft=True: Ray 2.60 would then use any node. Without this node the router is lost anyway.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {
         "name": SUPERVISOR,
@@ -163,8 +169,10 @@ def _start_supervisor(config: Config, folder: Path, keys: ClusterKeys, patience:
 
 
 def ask_overview(name: str, patience: float) -> ClusterOverview:
-    """What the supervisor says now. Raises Unavailable when it does not answer in time, RayUnusable when it can't
-    run, StartupError when there is none."""
+    """Return the supervisor's current overview.
+
+    Raises Unavailable if it does not answer in time, RayUnusable if Ray can't run it, StartupError if there is none.
+    """
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -208,8 +216,10 @@ def _serves(router: ServiceAddresses) -> bool:
 
 
 def why_failed(overview: ClusterOverview, before: ClusterOverview | None = None) -> BatonError | None:
-    """Why a cluster that is starting, or changing since `before`, can't come to that, or none as long as it may. A
-    process that said why it failed would fail again; one that merely died gets another chance."""
+    """Return the error that stops a cluster from starting, or from changing since `before`; None while it may succeed.
+
+    A process that reported an error would fail again. One that died without an error may be restarted `_REPAIRS` times.
+    """
     then = {view.name: view for view in before.processes} if before is not None else {}
     for view in overview.processes:
         old = then.get(view.name)

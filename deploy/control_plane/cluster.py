@@ -1,8 +1,8 @@
-"""Getting a Ray to run on, and leaving it: joining the user's, or starting and ending one of our own.
+"""Connect to a Ray and disconnect: the user's Ray, or one that Baton starts and ends.
 
-Ours is one `ray start --head --block` in a session of its own, on loopback, with a token that only this user can read.
-The session is the proof of ownership: whatever belongs to it descends from our process, and nothing else ever does. So
-it is ended by the ids of exactly these processes, and never by `ray stop`, which ends every Ray on the machine.
+Our own Ray is one `ray start --head --block` in its own session, on loopback, with a token that only this user can
+read. The session proves ownership: exactly the descendants of our process belong to it. So our Ray is ended by the ids
+of these processes. `ray stop` is never used, since it ends every Ray on the machine.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from deploy.control_plane.state_file import OwnRay, RayLink
 from deploy.processes import Identity, end, session_members
 
 START_PATIENCE = 60.0  # seconds; about 4 on an idle machine
-_DRIVER_PATIENCE = 20.0  # seconds until a Ray that answers has taken us in; about 1 on an idle machine
-_ROUNDS = 5  # of looking for what is left of our Ray
-# Ray takes 127.0.0.1 for "find my real address" and then listens on every interface; except where it was told that it
-# can't have other nodes, which is Ray's way of asking on desktops. Then it listens on loopback only.
+_DRIVER_PATIENCE = 20.0  # seconds until a Ray that answers accepts a driver; about 1 on an idle machine
+_ROUNDS = 5  # of searches for remaining processes of our Ray
+# Ray takes 127.0.0.1 for "find my real address" and then listens on every interface. With this variable, meant for
+# desktops, it rules out other nodes and listens on loopback only.
 _ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _OBJECT_STORE_BYTES = 100_000_000  # Baton's pages never pass through Ray
 
 
 def launch(log: Path, dashboard: bool = False) -> OwnRay:
-    """Start a Ray of our own; returns at once. Its output goes to `log`. Raises RayUnusable, and StartupError where
-    there can be no such file."""
+    """Start our own Ray and return at once. Its output goes to `log`.
+
+    Raises RayUnusable, and StartupError if the log's folder can't be made.
+    """
     executable = Path(sys.executable).with_name("ray")
     if not executable.exists():
         raise RayUnusable(f"there is no {executable}; install Baton with its dependencies: pip install baton")
@@ -53,13 +55,13 @@ def launch(log: Path, dashboard: bool = False) -> OwnRay:
     command: list[str] = [str(executable), "start", "--head", "--block", "--port=0"]
     command += [f"--temp-dir={_temp_dir(directory)}", f"--object-store-memory={_OBJECT_STORE_BYTES}"]
     command += [f"--include-dashboard={'true' if dashboard else 'false'}", "--include-log-monitor=false"]
-    # The two ports that Ray does not choose itself: two Rays on one machine must not meet on the defaults.
+    # Ray does not choose these two ports itself: on the defaults, two Rays on one machine would collide.
     command += [f"--ray-client-server-port={_free_port()}", f"--dashboard-agent-listen-port={_free_port()}"]
     command += ["--disable-usage-stats"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     environment |= _ON_LOOPBACK
-    # Ray keeps what its workers write to stdout and stderr in files, which it rotates only if it is told to.
+    # Ray keeps its workers' stdout and stderr in files, which it rotates only with these settings.
     environment |= {"RAY_ROTATION_MAX_BYTES": str(64 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "2"}
     environment |= {"RAY_worker_niceness": "0"}  # by default Ray runs actors at 15, behind everything else
     with log.open("ab") as output:
@@ -75,7 +77,7 @@ def launch(log: Path, dashboard: bool = False) -> OwnRay:
 
 
 def wait_ready(own: OwnRay, log: Path, patience: float = START_PATIENCE) -> RayLink:
-    """Wait until our Ray takes drivers. Raises RayUnusable with what it said."""
+    """Wait until our Ray accepts drivers. Raises RayUnusable with the end of its output."""
     directory = Path(own.directory)
     address_file = _temp_dir(directory) / "ray_current_cluster"
     token = _token_path(directory)
@@ -91,30 +93,33 @@ def wait_ready(own: OwnRay, log: Path, patience: float = START_PATIENCE) -> RayL
 
 
 def stop(own: OwnRay) -> list[int]:
-    """End our Ray, wholly, and remove its directory. Returns the pids that could not be ended: none, normally."""
-    # No SIGTERM: the head would drain for up to 30 s, and nothing of it is worth saving. The leader goes first; what
-    # the others may start while they go down belongs to the session as well.
+    """End our whole Ray and remove its directory. Return the pids that could not be ended, normally none."""
+    # No SIGTERM: the head would drain for up to 30 s, and nothing in it needs saving. The leader is killed first.
+    # Processes that the others start meanwhile belong to the session as well.
     left = end([own.leader], patience=0)
     for _ in range(_ROUNDS):
         if not (members := session_members(own.leader)):
             break
         left = end(members, patience=0)
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(own.leader.pid, os.WNOHANG)  # where the command that started it is the one that ends it
+        os.waitpid(own.leader.pid, os.WNOHANG)  # reaps it if this command also started it
     if own.directory.startswith(OWN_PREFIX):
         shutil.rmtree(own.directory, ignore_errors=True)
     return [process.pid for process in left]
 
 
 def connect(link: RayLink, namespace: str) -> None:
-    """Make this process a driver of that Ray. Raises RayUnusable: within ray_probe.PATIENCE where nobody answers,
-    within _DRIVER_PATIENCE more where this machine is none of its nodes."""
+    """Make this process a driver of that Ray.
+
+    Raises RayUnusable: within probe.PATIENCE if no Ray answers, and within _DRIVER_PATIENCE more if this machine is not
+    one of its nodes.
+    """
     if ask(link.address, _token(link)) is not RayAnswer.WELCOME:
         raise RayUnusable(f"Ray at {link.address} has gone, or refuses our token; see `baton doctor`")
     os.environ["RAY_AUTH_MODE"] = link.mode
     if link.token_path:
         os.environ["RAY_AUTH_TOKEN_PATH"] = link.token_path
-        os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray would prefer it, and it may be another Ray's
+        os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray would prefer it, and it may belong to another Ray
     if link.own is not None:
         os.environ |= _ON_LOOPBACK
     os.environ.pop("RAY_ADDRESS", None)
@@ -134,7 +139,7 @@ def connect(link: RayLink, namespace: str) -> None:
 
 
 def disconnect() -> None:
-    """Stop being a driver."""
+    """Disconnect this process from Ray, if it is a driver."""
     ray: Any = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         ray.shutdown()
@@ -146,7 +151,7 @@ def _init(address: str, namespace: str, problem: list[Exception]) -> None:
         from ray._private import worker
 
         ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.CRITICAL)
-        # Ray prints its opinion on every actor's death into the driver's output; the supervisor reports those.
+        # Ray prints every actor's death to the driver's output. The supervisor reports those.
         worker.print_worker_logs = lambda *_args, **_kwargs: None
     except Exception as error:  # noqa: BLE001 - whatever Ray raises is handed to the caller's thread
         problem.append(error)
@@ -154,8 +159,10 @@ def _init(address: str, namespace: str, problem: list[Exception]) -> None:
 
 @contextlib.contextmanager
 def _native_stderr_muted() -> Iterator[None]:
-    """Ray's C++ side writes its log to file descriptor 2 while it starts, whatever its level. Python's own stderr goes
-    where it always went."""
+    """Discard writes to file descriptor 2, since Ray's C++ side logs there at its start, whatever its level.
+
+    Python's own stderr still works.
+    """
     python_stderr, kept = sys.stderr, os.dup(2)
     try:
         with Path(os.devnull).open("w") as nowhere, os.fdopen(os.dup(kept), "w", buffering=1) as still_stderr:

@@ -1,7 +1,7 @@
 """A few keys in Ray's own key-value store, which lives exactly as long as the detached actors that the keys describe.
 
-That is why the desired state is kept there: a supervisor that is restarted finds it on any node, and when Ray goes,
-actors and keys go together, so that a stale one can't bring a cluster back.
+The desired state is kept there, so that a restarted supervisor finds it on any node. When Ray ends, actors and keys end
+together. A stale key can't restart a cluster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RayKvKeys:
         internal_kv._internal_kv_del(key.encode(), namespace=self._namespace)
 
     def under(self, prefix: str) -> Iterator[tuple[str, bytes]]:
-        """Every key that starts with `prefix`, without it, and its value."""
+        """Yield every key that starts with `prefix`, with the prefix removed, and its value."""
         for key in internal_kv._internal_kv_list(prefix.encode(), namespace=self._namespace):
             if (value := self.get(key.decode())) is not None:
                 yield key.decode().removeprefix(prefix), value

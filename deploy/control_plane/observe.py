@@ -1,9 +1,8 @@
-"""From raw facts about one process to its condition: pure, so that every misjudgement can be replayed in a test.
+"""Derive a process's condition from raw facts. Pure, so that a test can replay every misjudgement.
 
-Two witnesses are heard: the operating system (by way of Ray on other nodes), whose word that a process is gone is
-proof; and the routers, whose word that it is silent or stuck is enough to end it. Where several answer, the best that
-one of them says counts: what does not reach one router may be that router's fault. While none answers, nobody is
-judged by its silence.
+There are two sources. The operating system (through Ray on other nodes) proves that a process is gone. The routers
+report a process as silent or stuck, which is enough to end it. If several routers answer, the best report counts, since
+a missing heartbeat may be one router's fault. While no router answers, no process is judged silent.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _STATES: Mapping[int, Listed] = {
     cluster_pb2.PROCESS_STATE_DRAINING: "live",
     cluster_pb2.PROCESS_STATE_SILENT: "silent",
     cluster_pb2.PROCESS_STATE_STUCK: "stuck",
-    cluster_pb2.PROCESS_STATE_DEAD: "silent",  # proof enough for the router; here the system itself is asked
+    cluster_pb2.PROCESS_STATE_DEAD: "silent",  # the router is sure; the supervisor still asks the operating system
 }
 _BEST_FIRST: Sequence[Listed] = ("live", "stuck", "silent", "absent")
 _CONDITIONS: Mapping[Listed, Condition] = {
@@ -37,20 +36,19 @@ _CONDITIONS: Mapping[Listed, Condition] = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found out about one process this turn."""
+    """The facts about one process in this cycle."""
 
     gone: bool = False  # proven
-    ending: bool = False  # we are ending it ourselves
-    failure: Failure | None = None  # what its service said when it gave up
-    listed: Listed = "unknown"  # by the routers
-    answers: bool = False  # of a router: it has answered this turn
+    ending: bool = False  # the supervisor is ending it
+    failure: Failure | None = None  # its service's error
+    listed: Listed = "unknown"  # its state according to the routers
+    answers: bool = False  # routers only: it has answered in this cycle
     why_gone: str = ""
     identity: Identity | None = None
 
 
 def listed(statuses: Iterable[cluster_pb2.GetStatusResponse], name: str, identity: Identity | None) -> Listed:
-    """What the routers that answer say about this process of that name. An earlier process of the name does not
-    count."""
+    """Return the best state that the answering routers list for this process, ignoring its predecessors."""
     if identity is None:
         return "unknown"
     said = {_listed(status, name, identity.pid) for status in statuses}
@@ -68,7 +66,7 @@ def _listed(status: cluster_pb2.GetStatusResponse, name: str, pid: int) -> Liste
 
 
 def observe(before: ObservedProcess, facts: Facts, now: float) -> ObservedProcess:
-    """The process as seen now."""
+    """Return the process with its condition as of now."""
     why = facts.failure.message if facts.failure else before.why
     if facts.gone:
         condition, why = Condition.GONE, why or facts.why_gone
@@ -88,8 +86,11 @@ def observe(before: ObservedProcess, facts: Facts, now: float) -> ObservedProces
 
 
 def observe_router(before: ObservedProcess, facts: Facts, now: float) -> ObservedProcess:
-    """A router, whose witness is whether it answers. Probes are counted as well as timed: had we been paused ourselves,
-    a long time without an answer would prove nothing."""
+    """Return a router's condition, which depends on whether it answers probes.
+
+    Missed probes are counted as well as timed. If the supervisor itself was paused, a long time without an answer
+    proves nothing.
+    """
     seen = observe(before, replace(facts, listed="live" if facts.answers else "unknown"), now)
     if facts.answers:
         return replace(seen, misses=0)

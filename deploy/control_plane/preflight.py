@@ -1,4 +1,4 @@
-"""What can be found wrong before anything is started: cheap checks, each with what to do about it."""
+"""Cheap checks before anything is started. Each error says how to fix it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from deploy.control_plane.reports import read_overview
 from deploy.control_plane.state_file import State
 from deploy.processes import session_members
 
-_PROCESS_BYTES = 300 * 2**20  # what a worker takes besides its pool and its weights, about
+_PROCESS_BYTES = 300 * 2**20  # approximate memory of a worker besides its KV pages and its weights
 
 
 def check(config: Config) -> None:
-    """Raises the error of the first thing that can't work."""
+    """Run all checks. Raises the first error."""
     check_model(config.model.path)
     check_keys(config)
     check_ports(config)
@@ -28,7 +28,7 @@ def check(config: Config) -> None:
 
 
 def check_model(model: str) -> None:
-    """Whether a checkpoint lies there, as far as that can be told without loading it."""
+    """Check that `model` looks like a checkpoint, without loading it. Raises ConfigError and ModelNotFound."""
     if not model:
         raise ConfigError(
             "no model is given; say which: --model DIRECTORY, or a Hugging Face id such as Qwen/Qwen3-0.6B"
@@ -44,14 +44,14 @@ def check_model(model: str) -> None:
 
 
 def check_keys(config: Config) -> None:
-    """Whether the cluster's keys can be used. The default file may be missing: `baton up` makes it."""
+    """Check that the cluster's keys can be used. The default file may be missing: `baton up` makes it."""
     path = config.cluster.key_path
     if config.cluster.key_file or path.exists():
         ClusterKeys.read(path)
 
 
 def check_ports(config: Config) -> None:
-    """Whether the router could listen where it is to listen."""
+    """Check that the router's ports are free. Raises PortInUse."""
     router = config.router
     ports = [
         ("grpc_port=0", router.host, router.grpc_port),
@@ -74,8 +74,11 @@ def check_ports(config: Config) -> None:
 
 
 def check_memory(config: Config, room: AvailableMemory) -> None:
-    """Whether arena, page pools and weights fit into what this machine, or our cgroup, has left. Where other nodes may
-    join, one decode worker is certain to be here; a GPU has pools and weights in a memory of its own."""
+    """Check that arena, KV pages and weights fit into the free memory of this machine or cgroup.
+
+    If other nodes may join, only one decode worker is certain to run here. On a GPU, KV pages and weights are in its
+    own memory. Raises NotEnoughMemory.
+    """
     prefill, decode = config.cluster.prefill, config.cluster.decode
     if not is_loopback(config.router.host):
         prefill, decode = 0, 1
@@ -94,10 +97,10 @@ def check_memory(config: Config, room: AvailableMemory) -> None:
 
 
 def check_name_free(folder: Path) -> None:
-    """Whether no cluster of this name is up. What a dead one left behind is not judged here."""
+    """Check that no cluster of this name is up. Remains of a dead one are allowed. Raises StartupError."""
 
     state = state_file.read(folder)
-    # Without an address its `up` never came to an end; and no other `up` is under way, since we hold the lock.
+    # Without an address its `up` never finished. No other `up` is in progress, since we hold the lock.
     if state is not None and state.routers and _alive(folder, state):
         raise StartupError(
             f"a cluster named {state.name!r} is up already, at {state.target}; end it with `baton down --name "

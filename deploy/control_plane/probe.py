@@ -1,7 +1,7 @@
-"""Which Ray runs here and how it wants to be spoken to, found out in milliseconds and without importing Ray.
+"""Find the Ray that runs here and its authentication mode, within milliseconds and without importing Ray.
 
-Ray's client retries for 20 s when its idea of authentication differs from the cluster's. So we ask the cluster itself
-first, with one harmless call: it answers, asks for a token, refuses the token we have, or does not answer.
+Ray's client retries for 20 s if its authentication mode differs from the cluster's. So Baton first makes one harmless
+call to the cluster: it answers, asks for a token, refuses our token, or does not answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PING = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 
 class RayAnswer(Enum):
-    """What a Ray says to a caller."""
+    """The answer of a Ray to a caller."""
 
     WELCOME = "welcome"
     REFUSED = "refused"  # it wants a token, or another one
@@ -37,15 +37,17 @@ class RayAnswer(Enum):
 
 @dataclass(frozen=True)
 class Token:
-    """A token of Ray's, and the file it stands in (none: it was in the environment)."""
+    """A Ray token, and its file (empty: it was in the environment)."""
 
     text: str
     path: str
 
 
 def find(environment: Mapping[str, str] = os.environ) -> str | None:
-    """host:port of the Ray that a user of this machine would mean: RAY_ADDRESS, or the one that this user runs here.
-    One that Baton started for another cluster is never meant. Raises RayUnusable when several run."""
+    """Return host:port of the Ray to join: RAY_ADDRESS, or the one that this user runs here.
+
+    Never returns a Ray that Baton started for another cluster. Raises RayUnusable if several run.
+    """
     if (named := environment.get("RAY_ADDRESS", "")) and named not in ("auto", "local"):
         if named.startswith("ray://"):
             raise RayUnusable(f"RAY_ADDRESS is {named}, a Ray client address; Baton needs host:port of the head node")
@@ -60,7 +62,7 @@ def find(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def link(address: str, environment: Mapping[str, str] = os.environ) -> RayLink:
-    """How to reach the Ray at `address`. Raises RayUnusable, with the command that mends it."""
+    """Return the link to the Ray at `address`. Raises RayUnusable, with the command that fixes it."""
     match ask(address, None):
         case RayAnswer.WELCOME:
             return RayLink(address, "disabled")
@@ -85,7 +87,7 @@ def link(address: str, environment: Mapping[str, str] = os.environ) -> RayLink:
 
 
 def ask(address: str, token: str | None, patience: float = PATIENCE) -> RayAnswer:
-    """Make one call that changes nothing."""
+    """Make one call that changes nothing, and return the kind of answer."""
     metadata = (("authorization", f"Bearer {token}"),) if token is not None else None
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         call = channel.unary_unary(_PING)
@@ -101,7 +103,7 @@ def ask(address: str, token: str | None, patience: float = PATIENCE) -> RayAnswe
 
 
 def listens(address: str, patience: float = PATIENCE) -> bool:
-    """Whether anybody takes connections there: a Ray that stands still does, one that has gone does not."""
+    """Whether a process accepts connections at `address`: a stopped Ray does, a Ray that has gone does not."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), patience).close()
@@ -111,7 +113,7 @@ def listens(address: str, patience: float = PATIENCE) -> bool:
 
 
 def token(environment: Mapping[str, str] = os.environ) -> Token | None:
-    """The token that Ray itself would use, looked for in its own order."""
+    """Return the token that Ray itself would use, searched in Ray's own order."""
     if text := environment.get("RAY_AUTH_TOKEN", "").strip():
         return Token(text, "")
     path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")

@@ -1,4 +1,4 @@
-"""The supervisor's book of every process: what was seen of it, how often it crashed and why. Pure; time comes in."""
+"""The supervisor's record of every process: its condition, its crashes and their reasons. Pure; time is an argument."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ log = logging.getLogger(__name__)
 
 
 class ProcessLedger:
-    """Knows what there is; decides, through `reconcile`, what is to be done. Does nothing itself."""
+    """Keeps the observed state of all processes and decides actions through `reconcile`. Executes none."""
 
     def __init__(self, join_patience: float = JOIN_PATIENCE, restart_patience: float = RESTART_PATIENCE) -> None:
-        """`join_patience`: seconds that a process may take until a router lists it; `restart_patience`: seconds that
-        one which has fallen silent, but exists, may take to come back."""
+        """Start without processes.
+
+        `join_patience`: seconds until a router must list a new process. `restart_patience`: seconds within which a
+        silent process that still exists must come back.
+        """
         self._join_patience = join_patience
         self._restart_patience = restart_patience
         self._seen: dict[str, ObservedProcess] = {}
         self._identities: dict[str, Identity | None] = {}
         self._live_since: dict[str, float] = {}
         self._crashes: dict[str, Crashes] = {}
-        self._failures: dict[str, Failure] = {}  # the last ones
+        self._failures: dict[str, Failure] = {}  # the last one of each name
         self._old: set[str] = set()  # names whose failure is of an earlier process
 
     @property
@@ -46,11 +49,11 @@ class ProcessLedger:
         return tuple(self._seen)
 
     def placed(self) -> dict[str, str]:
-        """The node of every process that there is."""
+        """Return the node of every process that is not gone."""
         return {name: seen.node for name, seen in self._seen.items() if seen.condition is not Condition.GONE}
 
     def started(self, name: str, node: str, now: float) -> None:
-        """A process runs under this name: just started, or found by a supervisor that was restarted itself."""
+        """Add a process: just started, or found by a restarted supervisor."""
         self._seen[name] = ObservedProcess(name, node, Condition.JOINING, now)
         self._old.add(name)
 
@@ -61,8 +64,10 @@ class ProcessLedger:
         now: float,
         held_up: float = 0.0,
     ) -> list[SupervisorAction]:
-        """Take this turn's facts and say what to do. `held_up`: seconds for which the supervisor itself stood still;
-        nobody's patience runs out over those."""
+        """Take the facts of this cycle and return the actions.
+
+        `held_up`: seconds for which the supervisor itself was paused. They do not count against any process's patience.
+        """
         for name, before in self._seen.items():
             before = replace(before, since=before.since + held_up, missed_since=before.missed_since + held_up)
             found = facts[name]
@@ -80,7 +85,7 @@ class ProcessLedger:
         return actions
 
     def views(self, desired: Sequence[ProcessSpec], now: float) -> tuple[SupervisedProcess, ...]:
-        """Every process that shall be or still is."""
+        """Return every process that is desired or still exists."""
         specs = {spec.name: spec for spec in desired}
         extra = [ProcessSpec(name, role_of(name), seen.node) for name, seen in self._seen.items() if name not in specs]
         return tuple(self._view(spec, now) for spec in (*desired, *extra))
@@ -113,7 +118,7 @@ class ProcessLedger:
             self._live_since.setdefault(name, now)
 
     def _failed(self, name: str, failure: Failure) -> None:
-        """Of one process the first reason counts: what follows from it says less."""
+        """Record a failure. The first one of a process counts, since later ones are consequences."""
         if name in self._old or name not in self._failures:
             self._failures[name] = failure
         self._old.discard(name)

@@ -1,4 +1,4 @@
-"""What the supervisor does next, decided purely from what shall run and what it found.
+"""Decide the supervisor's next actions from the desired and the observed processes. Pure.
 
                StartProcess                    a router lists it
     (nothing) ──────────▶ JOINING ───────────────────────────────▶ LIVE
@@ -7,11 +7,12 @@
         │ back-off        KillProcess: SIGKILL, and wait for the proof that the process is gone
         └──────────────── ReapProcess: forget the actor, count the crash ◀── GONE
 
-A silent process that still exists may be stopped for a moment (swap, a live migration, a frozen cgroup), and comes
-back with its weights and its cache. So it is given `cluster.restart_patience_ms`, as is a router that does not answer.
-A process that is gone is replaced at once. A stuck one has had its patience: `cluster.step_timeout_ms`.
+A silent process that still exists may be paused (swap, a live migration, a frozen cgroup). It then comes back with its
+weights and its cache. So it has `cluster.restart_patience_ms`, as has a router that does not answer. A process that is
+gone is replaced at once. So is a stuck one: its step has already exceeded `cluster.step_timeout_ms`.
 
-Nothing is started under a name as long as a process of that name may still run: a stopped writer that wakes up writes.
+No process is started under a name while an earlier process of that name may still run: if it was stopped and resumes,
+it goes on writing.
 """
 
 from __future__ import annotations
@@ -25,42 +26,42 @@ from deploy.desired import ProcessSpec
 
 RESTART_PATIENCE = 30.0  # seconds, unless configured (cluster.restart_patience_ms)
 JOIN_PATIENCE = 900.0  # seconds from start until the router lists it: large weights load slowly
-REJOIN_PATIENCE = 20.0  # seconds that a process may be unknown to the router after it had been live
-ROUTER_MISSES = 6  # probes in a row that a router which has been live may leave unanswered, of a second each
+REJOIN_PATIENCE = 20.0  # seconds for which a process that was live may be missing from the router's list
+ROUTER_MISSES = 6  # probes in a row, of a second each, that a live router may leave unanswered
 ROUTER_PATIENCE = 60.0  # seconds from start until a router answers: a busy machine takes many to start a process
 STEADY = 60.0  # seconds of being live after which earlier crashes no longer count
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0  # seconds; the first crash is repaired at once
 
 
 class Condition(Enum):
-    """How a process was found."""
+    """The condition of a process."""
 
     JOINING = "joining"  # runs; the router has not listed it yet, or no longer does
     LIVE = "live"
     SILENT = "silent"  # the router has not heard from it for cluster.heartbeat_timeout_ms
-    STUCK = "stuck"  # it speaks, but its step, or the turn of its main loop, does not end
-    FAILED = "failed"  # its service gave up and said why
-    ENDING = "ending"  # somebody is ending it now
+    STUCK = "stuck"  # it sends heartbeats, but its step, or an iteration of its main loop, does not end
+    FAILED = "failed"  # its service ended with an error
+    ENDING = "ending"  # the supervisor is ending it now
     GONE = "gone"  # proven: it can't run another instruction
 
 
 @dataclass(frozen=True)
 class ObservedProcess:
-    """One process as found this turn."""
+    """One process as observed in this cycle."""
 
     name: str
     node: str
     condition: Condition
-    since: float  # when it got into this condition
+    since: float  # time of the last change of condition
     was_live: bool = False  # at any time before
     misses: int = 0  # unanswered probes in a row, of a router only
     missed_since: float = 0.0  # when the first of them went unanswered
-    why: str = ""  # what it said when it failed, or how it ended
+    why: str = ""  # its error, or the reason of its end
 
 
 @dataclass(frozen=True)
 class Crashes:
-    """The crashes in a row of one name; `not_before` is when it may start again."""
+    """The consecutive crashes of one name. `not_before` is the time from which it may start again."""
 
     count: int = 0
     not_before: float = 0.0
@@ -70,14 +71,14 @@ class Crashes:
 
 @dataclass(frozen=True)
 class StartProcess:
-    """Start this process: nothing runs under its name."""
+    """Start this process. No process runs under its name."""
 
     spec: ProcessSpec
 
 
 @dataclass(frozen=True)
 class KillProcess:
-    """SIGKILL it and wait for the proof. It is to be replaced."""
+    """SIGKILL a process that must be replaced, and wait for the proof of its end."""
 
     name: str
     why: str
@@ -85,7 +86,7 @@ class KillProcess:
 
 @dataclass(frozen=True)
 class ReapProcess:
-    """It is gone: forget its actor and count the crash."""
+    """Remove the actor of a process that is gone, and count the crash."""
 
     name: str
     why: str
@@ -93,7 +94,7 @@ class ReapProcess:
 
 @dataclass(frozen=True)
 class StopProcess:
-    """It is wanted no longer: let it stop by itself, then KillProcess it."""
+    """Stop the service of a process that is no longer desired, then SIGKILL it."""
 
     name: str
 
@@ -109,7 +110,7 @@ def reconcile(
     join_patience: float = JOIN_PATIENCE,
     restart_patience: float = RESTART_PATIENCE,
 ) -> list[SupervisorAction]:
-    """The actions of this turn, at most one for each name. `desired` stands in start order."""
+    """Return the actions of this cycle, at most one per name. `desired` is in start order."""
     actions: list[SupervisorAction] = []
     wanted = {spec.name for spec in desired}
     for seen in actual.values():
@@ -120,8 +121,8 @@ def reconcile(
                 actions.append(StopProcess(seen.name))
             elif why := verdict(seen, now, join_patience, restart_patience):
                 actions.append(KillProcess(seen.name, why))
-    # Workers and stores are told the routers' addresses when they start, so those come first. A worker finds its store
-    # whenever that appears; started right after it, both load at the same time.
+    # Routers start first, since workers and stores get the routers' addresses at their start. A worker finds its store
+    # whenever that appears, so both start together and load at the same time.
     serving = any(
         spec.role == "router" and spec.name in actual and actual[spec.name].condition is Condition.LIVE
         for spec in desired
@@ -137,7 +138,7 @@ def reconcile(
 def verdict(
     seen: ObservedProcess, now: float, join_patience: float = JOIN_PATIENCE, restart_patience: float = RESTART_PATIENCE
 ) -> str:
-    """Why this process must be replaced; empty when it need not."""
+    """Return the reason to replace this process, or an empty string."""
     elapsed = now - seen.since
     match seen.condition:
         case Condition.FAILED:
@@ -159,7 +160,7 @@ def verdict(
 
 
 def crashed(before: Crashes, why: str, lived: float, now: float) -> Crashes:
-    """The record after one more crash of a process that had been live for `lived` seconds."""
+    """Return the record after one more crash of a process that had been live for `lived` seconds."""
     count = 1 if lived >= STEADY else before.count + 1
     delay = 0.0 if count == 1 else min(LONGEST_DELAY, FIRST_DELAY * 2 ** (count - 2))
     return replace(before, count=count, total=before.total + 1, not_before=now + delay, last=why)

@@ -1,4 +1,4 @@
-"""What actors and the supervisor say about themselves. Plain data; importing it needs no Ray."""
+"""Reports of actors and of the supervisor. Plain data; importing it needs no Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deploy.processes import Identity
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
-    """Which process an actor runs in: kept where it outlives the actor."""
+    """The process that an actor runs in. The record is kept where it outlives the actor."""
 
     identity: Identity
     node: str
@@ -23,7 +23,7 @@ class ProcessRecord(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a service gave up: the label of its error, what it said, and where its log is."""
+    """The error that ended a service: its reason, its message, and the path of its log."""
 
     reason: str
     message: str
@@ -35,7 +35,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """An actor's answer when asked how it is."""
+    """An actor's answer to a poll."""
 
     record: ProcessRecord
     failure: Failure | None = None
@@ -43,12 +43,12 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class SupervisedProcess(msgspec.Struct, frozen=True):
-    """One process as its supervisor sees it."""
+    """One process as the supervisor sees it."""
 
     name: str
     role: Role
     node: str
-    condition: str  # of reconcile.Condition, or "waiting" while nothing runs under the name
+    condition: str  # a reconcile.Condition, or "waiting" while no process runs under the name
     identity: Identity | None = None
     restarts: int = 0
     retry_in: float = 0.0  # seconds of back-off left
@@ -56,18 +56,18 @@ class SupervisedProcess(msgspec.Struct, frozen=True):
 
 
 class ClusterOverview(msgspec.Struct, frozen=True):
-    """The whole cluster as its supervisor sees it."""
+    """The whole cluster as the supervisor sees it."""
 
     cluster: str
     supervisor: Identity
     scale: ClusterScale
     processes: tuple[SupervisedProcess, ...]
-    routers: Mapping[str, ServiceAddresses] = {}  # those that have served, by name; the first comes first
-    problem: str = ""  # what the supervisor itself stumbled over in its last turn
+    routers: Mapping[str, ServiceAddresses] = {}  # those that have served, by name, first router first
+    problem: str = ""  # the exception of the supervisor's last cycle
 
     @property
     def settled(self) -> bool:
-        """Whether everything that shall run is live, and nothing else is there."""
+        """Whether every desired process is live, and no other process exists."""
         return bool(self.processes) and all(view.condition == "live" for view in self.processes)
 
 
@@ -75,7 +75,7 @@ OVERVIEW_FILE = "supervisor.json"
 
 
 def read_overview(folder: Path) -> ClusterOverview | None:
-    """What the supervisor wrote last, or none: it runs on another machine, or has not come to it."""
+    """Return the last overview of the supervisor; None if it runs on another machine or has not written one."""
     try:
         return msgspec.json.decode((folder / OVERVIEW_FILE).read_bytes(), type=ClusterOverview)
     except (OSError, msgspec.MsgspecError):

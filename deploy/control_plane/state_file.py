@@ -1,7 +1,7 @@
-"""The file by which later commands find a cluster: where it answers, and what of it was started by us.
+"""The file by which later commands find a cluster: its addresses, and the Ray and keys that `baton up` made for it.
 
-`<cluster.state_dir>/cluster.json`, mode 0600, replaced atomically. It may be stale, since everything it names may have
-been killed. One command at a time works on a cluster: `locked` sees to that.
+`<cluster.state_dir>/cluster.json`, mode 0600, replaced atomically. It may be stale, since the processes it names may
+have been killed. `locked` ensures that one command at a time works on a cluster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deploy.processes import Identity
 
 
 class OwnRay(msgspec.Struct, frozen=True):
-    """A Ray that `baton up` started: everything in the session of that process, and its directory."""
+    """A Ray that `baton up` started: all processes in the session of `leader`, and its directory."""
 
     leader: Identity
     directory: str
@@ -32,36 +32,36 @@ class RayLink(msgspec.Struct, frozen=True):
 
     address: str
     mode: Literal["token", "disabled"]
-    token_path: str = ""  # empty: Ray's own default
-    own: OwnRay | None = None  # none: the user's; it stays up after `baton down`
+    token_path: str = ""  # empty: Ray's default file
+    own: OwnRay | None = None  # None: the user's Ray, which stays up after `baton down`
 
 
 class State(msgspec.Struct, frozen=True):
-    """What one cluster consists of."""
+    """The contents of the state file of one cluster."""
 
     name: str
     ray: RayLink
     log_dir: str
-    routers: Mapping[str, ServiceAddresses] = {}  # by name, the first one first; none until they serve
+    routers: Mapping[str, ServiceAddresses] = {}  # by name, first router first; empty until they serve
     model: str = ""
     supervisor: Identity | None = None
     created: str = ""
     key_file: str = ""  # the cluster's keys
-    made_keys: bool = False  # by `baton up`, for this cluster: they end with it
+    made_keys: bool = False  # `baton up` made them for this cluster, so `baton down` removes them
 
     @property
     def first(self) -> ServiceAddresses:
-        """Of the first router."""
+        """The addresses of the first router."""
         return next(iter(self.routers.values()))
 
     @property
     def target(self) -> str:
-        """For a client: of any router that can be reached."""
+        """The gRPC target for clients: the first router that can be reached."""
         return target(self.routers.values())
 
     @property
     def operator(self) -> str:
-        """For the operator's calls: of any router that can be reached."""
+        """The gRPC target for the operator's calls: the first router that can be reached."""
         return operator_target(self.routers.values())
 
 
@@ -70,7 +70,7 @@ def path(folder: Path) -> Path:
 
 
 def read(folder: Path) -> State | None:
-    """The state of the cluster of that folder, or none. Raises StartupError for a file that is not ours."""
+    """Return the state of the cluster of that folder, or None. Raises StartupError for an unreadable file."""
     try:
         return msgspec.json.decode(path(folder).read_bytes(), type=State)
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def remove(folder: Path) -> None:
 
 
 def replace(target: Path, content: bytes) -> None:
-    """Write a file that nobody else may read, so that readers see the old one or the new one. Raises StartupError."""
+    """Replace a file of mode 0600 atomically: readers see the old one or the new one. Raises StartupError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         fresh = target.with_name(f".{target.name}.{os.getpid()}")
@@ -102,8 +102,10 @@ def replace(target: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the cluster for this command. The kernel lets go when the command ends, however it ends.
-    Raises StartupError when another command holds it, or there can be no such folder."""
+    """Lock the cluster for this command. The kernel releases the lock when the command ends, even if it is killed.
+
+    Raises StartupError if another command holds the lock, or if the folder can't be made.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

@@ -1,8 +1,9 @@
-"""The supervisor: an actor that holds the desired state and restores it, turn by turn.
+"""The supervisor: an actor that holds the desired state and restores it, cycle by cycle.
 
-It decides nothing itself: the ledger does, purely, and the crew acts. Ray restarts the supervisor, and only it. A
-restart runs only `__init__` again; so the desired state lies in Ray's key-value store, and everything else is found by
-looking: the named actors of the namespace, and the record that each left of its process. Crash counts begin anew.
+The process ledger makes the decisions (purely), the actor registry carries them out. Ray restarts only the supervisor,
+and a restart only runs `__init__` again. The desired state is therefore in Ray's key-value store. The rest is
+rediscovered: the named actors of the namespace, and the record that each left of its process. Crash counts restart at
+zero.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ from deploy.desired import ClusterScale, ProcessSpec, listening, plan, workers_o
 
 DESIRED_KEY = "desired"
 TURN = 0.25  # seconds
-_PAUSED = 5.0  # a turn that took longer means that we were held up ourselves
+_PAUSED = 5.0  # seconds; a longer cycle means that the supervisor itself was paused
 
 log = logging.getLogger(__name__)
 
 
 class DesiredCluster(msgspec.Struct, frozen=True):
-    """What shall be: survives the supervisor in Ray's key-value store."""
+    """The desired state. Ray's key-value store keeps it when the supervisor is restarted."""
 
     config: Config
     scale: ClusterScale
     state_dir: str  # on the router's node
-    routers: Mapping[str, ServiceAddresses] = {}  # by name; once known, a router always comes back there
+    routers: Mapping[str, ServiceAddresses] = {}  # by name; a restarted router uses these addresses again
     join_patience: float = JOIN_PATIENCE  # seconds that a process may take to join
 
     def encode(self) -> bytes:
@@ -70,8 +71,11 @@ class Supervisor:
     """Owns the desired state. Its loop runs on a thread; its methods are called through Ray."""
 
     def __init__(self, namespace: str, desired: DesiredCluster, cluster_keys: ClusterKeys) -> None:
-        """`desired` counts only where none is kept: at the first start. The cluster's keys come with every start, as
-        Ray repeats it: so they need not lie in Ray's key-value store, nor on this node."""
+        """Start, or continue after a restart by Ray, which repeats the call with the same arguments.
+
+        `desired` counts only at the first start, when none is stored. `cluster_keys` come with every start, so they
+        need not be in Ray's key-value store or on this node.
+        """
         logs.configure(SUPERVISOR, desired.config.cluster)
         self._namespace = namespace
         self._cluster_keys = cluster_keys
@@ -92,7 +96,7 @@ class Supervisor:
         self._pauses = PauseDetector(_PAUSED)
         self._clients: dict[str, Client] = {}  # to routers
         self._problem = ""
-        self._lock = threading.Lock()  # over desired state and ledger; never held while waiting for anybody
+        self._lock = threading.Lock()  # over desired state and ledger; never held across a blocking call
         threading.Thread(target=self._run, name=SUPERVISOR, daemon=True).start()
 
     # --- called through Ray ------------------------------------------------------------------------------------------
@@ -102,12 +106,12 @@ class Supervisor:
             return msgspec.json.encode(self._overview())
 
     def scale(self, prefill: int, decode: int) -> None:
-        """From now on so many workers. Returns at once; the overview tells when it has come to that."""
+        """Set the desired number of workers and return at once. The overview shows when they are live."""
         with self._lock:
             log.info("scale: %d prefill, %d decode", prefill, decode)
             self._keep(msgspec.structs.replace(self._desired, scale=ClusterScale(prefill, decode)))
 
-    # --- one turn ----------------------------------------------------------------------------------------------------
+    # --- one cycle ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -148,7 +152,7 @@ class Supervisor:
     def _start(self, spec: ProcessSpec, now: float) -> None:
         config, known = self._desired.config, self._desired.routers
         if spec.role != "router" and len(known) < config.cluster.routers:
-            return  # it is told of all routers, or it would never find the others
+            return  # it must get the addresses of all routers at its start
         if spec.name in known:
             config = known[spec.name].pin(config)
         elif spec.role == "router":
@@ -160,10 +164,10 @@ class Supervisor:
             log.info("started %s on %s", spec.name, spec.node)
             self._ledger.started(spec.name, spec.node, now)
 
-    # --- looking -----------------------------------------------------------------------------------------------------
+    # --- observing ---------------------------------------------------------------------------------------------------
 
     def _ask_routers(self) -> tuple[dict[str, cluster_pb2.GetStatusResponse], set[str]]:
-        """The statuses of the routers that tell theirs, and the names of those that answer at all."""
+        """Return the statuses of the routers that give one, and the names of all routers that answer."""
         asked = [name for name in self._desired.routers if name in self._ledger.names]
         answers = dict(zip(asked, self._askers.map(self._ask_router, asked), strict=True))
         statuses = {
@@ -172,8 +176,11 @@ class Supervisor:
         return statuses, {name for name, answer in answers.items() if answer is not None}
 
     def _ask_router(self, name: str) -> cluster_pb2.GetStatusResponse | Literal["alive"] | None:
-        """Its status, or none. A router whose socket for the operator was removed still serves its clients: it counts
-        as alive while its public port answers."""
+        """Return a router's status, "alive", or None if it does not answer.
+
+        If its operator socket was removed, a router still serves clients. It counts as alive while its public port
+        answers.
+        """
         if name not in self._clients:
             router = self._desired.routers[name]
             # `baton up` places the supervisor and all routers on one node, so it reaches their Unix sockets.
@@ -187,7 +194,7 @@ class Supervisor:
     def _facts(self, name: str, statuses: Mapping[str, cluster_pb2.GetStatusResponse], answering: set[str]) -> Facts:
         member = self._registry.member(name)
         if (ending := self._endings.get(name)) is not None and ending.done() and not member.gone:
-            del self._endings[name]  # it could not be ended; the ledger will ask again
+            del self._endings[name]  # the attempt to end it failed; the ledger will repeat the action
         if member.addresses is not None and member.addresses != self._desired.routers.get(name):
             self._learn(name, member.addresses)
         identity = member.record.identity if member.record else None
@@ -211,7 +218,7 @@ class Supervisor:
         self._desired = desired
 
     def _learn(self, router: str, addresses: ServiceAddresses) -> None:
-        """Where a router serves: there it always comes back, since those that run have been told."""
+        """Store a router's addresses. It restarts there, since running processes have been given them."""
         if (client := self._clients.pop(router, None)) is not None:
             client.close()
         known = sorted({**self._desired.routers, router: addresses}.items())

@@ -1,4 +1,4 @@
-"""Ending a cluster, in the order that leaves nothing: the supervisor first, so that nobody restores the rest."""
+"""End a cluster without remains: the supervisor first, since it would restart the other processes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ Say = Callable[[str], None]
 
 
 def namespace_of(cluster: str) -> str:
-    """The Ray namespace of a cluster."""
+    """Return the Ray namespace of a cluster."""
     return f"baton-{cluster}"
 
 
 def tear_down(folder: Path, state: State, say: Say) -> None:
-    """End the cluster of that state file, and the Ray that Baton started for it. A Ray of the user's stays up.
-    Works as well when half of it, or Ray, has gone already. Raises RayUnusable where the user's Ray runs and can't be
-    asked, since it would restore what is ended behind its back; StartupError when something is left. The state file
-    stays then, so that `down` can be repeated."""
+    """End the cluster of that state file, and the Ray that Baton started for it. The user's own Ray stays up.
+
+    Also works if some processes, or Ray, have gone already. Raises RayUnusable if the user's Ray runs but does not
+    accept us, since its supervisor would restart processes. Raises StartupError if processes are left. In both cases
+    the state file stays, so that `down` can be repeated.
+    """
     own = state.ray.own
     known = _known(folder, state)
     try:
@@ -62,7 +64,7 @@ def _known(folder: Path, state: State) -> list[Identity]:
 
 
 def _sockets(folder: Path, state: State) -> list[Path]:
-    """The folders in which routers of the cluster had their sockets for the operator."""
+    """Return the folders with operator sockets of the cluster's routers."""
     overview = read_overview(folder)
     routers = [*state.routers.values(), *(overview.routers.values() if overview is not None else ())]
     found = [path.parent for path in operator_port.paths(router.operator for router in routers)]

@@ -1,4 +1,4 @@
-"""What others publish of how they route, to compare with: one rule to a file, each with its source."""
+"""Published routing rules of other systems, for comparison: one per file, each with its source."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ RULES: Mapping[str, Callable[[int], Rule]] = {
     "mooncake": Mooncake,
     "llm_d": LlmD,
 }
-"""By name; each takes a seed."""
+"""The rules by name; each takes a seed."""
 
 POLICIES = (OWN, *RULES)
 
 
 def placer(policy: str, seed: int, prefill: PrefillCost, step: DecodeCost, link: float) -> PlacementPolicy:
-    """The policy of that name, one of POLICIES. The costs are those of the simulated workers, `link` the bytes per
-    second between their nodes."""
+    """Return the policy of that name, one of POLICIES.
+
+    The costs are those of the simulated workers. `link` is the bandwidth between their nodes, in bytes per second.
+    """
     return LowestTtft() if policy == OWN else RulePolicy(RULES[policy](seed), prefill, step, link)

@@ -1,6 +1,4 @@
-"""Rules that balance load and know of no cache: what every load balancer offers. Load is the number of requests that a
-worker was given and that have not ended.
-"""
+"""Rules of ordinary load balancers, which ignore caches. Load is the number of open requests given to a worker."""
 
 # pyright: strict
 
@@ -14,7 +12,7 @@ from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage, lowest
 
 
 class RandomChoice(Rule):
-    """Any."""
+    """Chooses a random worker."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -24,7 +22,7 @@ class RandomChoice(Rule):
 
 
 class RoundRobin(Rule):
-    """Each in turn, by name; every stage has turns of its own."""
+    """Chooses workers in turn, by name, with a separate order for each stage."""
 
     def __init__(self, seed: int) -> None:
         self._turns: Counter[Stage] = Counter()
@@ -36,7 +34,7 @@ class RoundRobin(Rule):
 
 
 class LeastLoaded(Rule):
-    """The one with fewest requests."""
+    """Chooses the worker with the fewest requests."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -46,8 +44,10 @@ class LeastLoaded(Rule):
 
 
 class PowerOfTwo(Rule):
-    """Of two drawn at random, the one with fewer requests (Mitzenmacher: The Power of Two Choices in Randomized Load
-    Balancing, IEEE TPDS 12(10), 2001)."""
+    """Draws two workers at random and chooses the one with fewer requests.
+
+    Source: Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, IEEE TPDS 12(10), 2001.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)

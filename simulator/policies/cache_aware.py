@@ -1,14 +1,14 @@
-"""SGLang's `cache_aware`: whoever was sent the longest prefix lately, unless load is out of balance.
+"""SGLang's `cache_aware`: the worker that was last sent the longest prefix, unless load is out of balance.
 
-Source: sgl-router (`policies/cache_aware.rs` of sgl-project/sglang, now smg), whose launcher's defaults these are. The
-router remembers what it sent where, and never asks what a worker still has.
+Source: sgl-router (`policies/cache_aware.rs` of sgl-project/sglang, now smg), with its launcher's defaults. The router
+records the prefixes it has sent to each worker. It never asks for the pages that a worker still has.
 
-    out of balance   max − min > 64  and  max > 1.5 · min, of the requests that workers have: the least loaded
-    otherwise        matched / prompt > 0.3: who was sent the longest match, most recently;
-                     else who was sent least in all
+    out of balance   max − min > 64  and  max > 1.5 · min, of the workers' requests: the least loaded worker
+    otherwise        matched / prompt > 0.3: the worker that was sent the longest match, most recently;
+                     else the worker that was sent the fewest pages in all
 
-With split pools its manual has prefill by `cache_aware` and decode by power of two. Its history forgets what is beyond
-2²⁶ characters a worker, the oldest first; no trace here comes near that, and ours forgets nothing.
+For split pools its manual uses `cache_aware` for prefill and power of two for decode. Its history evicts the oldest
+entries beyond 2²⁶ characters a worker. No trace here comes near that, and our history evicts nothing.
 """
 
 # pyright: strict
@@ -23,13 +23,13 @@ from simulator.policies.rule import Rule, RulePrompt, RuleWorker, Stage
 
 
 class CacheAware(Rule):
-    """The rule, with its history: a page's key names all that comes before it, so a table of keys is a prefix tree."""
+    """The rule with its history. A page's key identifies its whole prefix, so a table of keys is a prefix tree."""
 
     def __init__(self, seed: int, threshold: float = 0.3, most_apart: int = 64, most_times: float = 1.5) -> None:
         self._threshold = threshold
         self._most_apart = most_apart
         self._most_times = most_times
-        self._sent: dict[bytes, dict[str, None]] = {}  # to whom each page was sent; the last one comes last
+        self._sent: dict[bytes, dict[str, None]] = {}  # the workers that each page was sent to, the most recent last
         self._size: Counter[str] = Counter()  # pages
         self._decode = PowerOfTwo(seed)
 

@@ -1,15 +1,15 @@
-"""NVIDIA Dynamo's KV router: the fewest blocks to compute and to keep.
+"""NVIDIA Dynamo's KV router: the worker with the fewest blocks to compute and to keep.
 
 Source: Dynamo's own documentation, `docs/components/router/` (router-concepts, router-disaggregated-serving):
 
     to compute = max(active prefill blocks + prompt's blocks − credits, 0)
     cost       = prefill_load_scale · to compute + (active decode blocks + prompt's blocks)
 
-Credits are 1 for each block on the worker's device, 0.75 in its host's memory, 0.25 on its disk, and 0.5 for those
-behind them that are on other nodes: the documentation's value for a pool shared by all, which the stores make here.
-Active prefill blocks are those that were not cached when they were sent, and count in full until the first token. With
-split pools the prefill stage ignores decode blocks, and the decode stage looks at these alone. The scale is 1 and the
-temperature 0: the lowest cost, any of those that are equal.
+Credits are 1 for each block on the worker's device, 0.75 in its host's memory, and 0.25 on its disk. Later blocks on
+other nodes count 0.5, the documentation's value for a shared pool, since the stores form one here. Active prefill
+blocks are those that were not cached when the request was sent. They count in full until the first token. With split
+pools the prefill stage ignores decode blocks, and the decode stage uses only these. The scale is 1 and the temperature
+0: the lowest cost wins, and ties are broken at random.
 """
 
 # pyright: strict
@@ -35,7 +35,8 @@ class DynamoKv(Rule):
 
 
 def cost(stage: Stage, prompt: RulePrompt, worker: RuleWorker, longest: int = 0) -> float:
-    """In blocks, which are our pages. `longest`: of the prompt, on any node."""
+    """Return the cost in blocks, which are our pages. `longest`: the longest cached prefix of the prompt on any
+    node."""
     credits = _DEVICE * worker.device + _HOST * worker.host + _DISK * worker.disk
     credits += _SHARED * max(0, longest - worker.cached)
     compute = max(worker.prompt_tokens / prompt.page_size + prompt.pages - credits, 0.0)

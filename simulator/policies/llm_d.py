@@ -1,4 +1,4 @@
-"""llm-d's scorers: a weighted sum of scores between 0 and 1, the highest wins, any of those that are equal.
+"""llm-d's scorers: a weighted sum of scores between 0 and 1. The highest sum wins, and ties are broken at random.
 
 Source: the plugins of llm-d's scheduler and of the Gateway API Inference Extension, with the weights of their example
 configurations:
@@ -7,10 +7,10 @@ configurations:
     2 · KV       1 − share of the pool in use (kv-cache-utilization-scorer)
     2 · queue    (longest − own) / (longest − shortest) of the queues, 1 where all are as long (queue-scorer)
 
-The prefix counts for the prefill stage and not for the decode stage, and every prompt is prefilled apart. (An example
-that counts it for both skips that where no more than 16 tokens are not cached: less than a page of the traces.) A queue
-is vLLM's: the requests that wait for their prompts to be begun. llm-d reads queue and use from metrics that are up to
-50 ms old; here they are of this moment.
+The prefix score counts for the prefill stage and not for the decode stage, and every prompt is sent to a prefill
+worker. (An example configuration that scores it for both skips prefill workers if at most 16 tokens are not cached.
+That is less than a page of the traces.) The queue is vLLM's: requests whose prefill has not begun. llm-d reads queue
+and KV use from metrics that are up to 50 ms old. Here they are current.
 """
 
 # pyright: strict
@@ -44,5 +44,5 @@ class LlmD(Rule):
 
 
 def _queue(worker: RuleWorker) -> int:
-    """All but the prompt that is being computed."""
+    """Return the number of prompts without the one that is being computed."""
     return max(0, worker.prompts - 1)

@@ -1,19 +1,18 @@
-"""Mooncake's Algorithm 1: the prefill worker with the lowest predicted TTFT, where a prefix much longer than its own is
-worth being copied to it.
+"""Mooncake's Algorithm 1: the prefill worker with the lowest predicted TTFT, including copies of longer prefixes.
 
 Source: Qin et al., Mooncake, FAST '25 (arXiv:2407.00079), section 6. For each prefill worker
 
     prefix, transfer = (its own, 0)                                  where longest / own ≤ threshold
-                       (the longest, time to send what it lacks)     elsewhere
+                       (the longest, time to send missing pages)     otherwise
     TTFT             = transfer + queue + prefill(prompt, prefix)
 
-and then a decode worker by load, here the one with the shortest predicted step. The queue is the sum of what its
-prompts take to compute; the published predictor was fitted offline, ours are the cost models that the router learns. A
-request is rejected where either prediction misses its objective.
+and then a decode worker by load, here the one with the shortest predicted step. The queue is the sum of the predicted
+prefill times of its prompts. The published predictor was fitted offline. Ours are the cost models that the router
+learns. A request is rejected if either prediction misses its objective.
 
-What is copied stays where it went, so the copy of a hot prefix that ends the algorithm, on the same condition, is
-the transfer itself. Different from the paper: which threshold it used is not published (2 here); where a worker has
-nothing of the prefix, its ratio counts as infinite.
+Copied pages stay at the receiver. The algorithm's final copy of a hot prefix, on the same condition, is therefore the
+transfer itself. Differences from the paper: its threshold is not published (2 here), and the ratio of a worker without
+any page of the prefix counts as infinite.
 """
 
 # pyright: strict
@@ -46,11 +45,11 @@ class Mooncake(Rule):
         return longest if self.copies(chosen, longest) else chosen.cached
 
     def copies(self, worker: RuleWorker, longest: int) -> bool:
-        """Whether this worker is to get the longest prefix from whoever has it."""
+        """Whether this worker should fetch the longest prefix from its holder."""
         return worker.link > 0 and longest > self._threshold * worker.cached
 
     def ttft(self, prompt: RulePrompt, worker: RuleWorker, longest: int) -> float:
-        """Predicted seconds until the prompt is computed."""
+        """Return the predicted seconds until the prompt is computed."""
         prefix, transfer = worker.cached, 0.0
         if self.copies(worker, longest):
             prefix, transfer = longest, (longest - worker.cached) * prompt.page_bytes / worker.link
@@ -59,5 +58,5 @@ class Mooncake(Rule):
 
 
 def _step(prompt: RulePrompt, worker: RuleWorker) -> float:
-    """Seconds of a step with this request in it."""
+    """Return the seconds of a step with this request in it."""
     return worker.step.seconds(worker.requests + 1, worker.context + prompt.tokens)

@@ -1,13 +1,12 @@
-"""A published rule as a `PlacementPolicy`: what it is shown, and what its choice becomes.
+"""Adapt a published rule to a `PlacementPolicy`: its inputs, and the placement for its choice.
 
-The rule chooses the worker that computes the prompt when the request comes, and the request stays with it, first come,
-first served, until that worker has room: the systems compared queue at their workers, here the queue is the router's.
-The decode worker of a split cluster is chosen when the prompt is about to be computed. What is cached elsewhere is
-fetched as far as that pays, as it is for Baton's own placement. A worker that goes leaves its requests to be chosen for
-anew. Pure.
+When a request arrives, the rule chooses the worker that computes its prompt. The request waits for that worker, first
+come, first served, until it has room. The compared systems queue at their workers. Here the request queues in the
+router. The decode worker of a split cluster is chosen just before the prompt is computed. Prefixes cached elsewhere are
+fetched as far as that pays, as in Baton's own placement. If a worker goes, its requests are chosen for again. Pure.
 
-What computing a prompt takes and how fast links are, which one of the rules wants to know, are the figures that the
-simulator itself reckons with: "fitted offline", without an error.
+One rule needs the cost of prefill and the bandwidth of links. It gets the simulator's own figures: "fitted offline",
+without an error.
 """
 
 # pyright: strict
@@ -33,15 +32,15 @@ _MISSED = Reject("the rule predicts that an objective would be missed")
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request in the router's queue, and the worker that was chosen for its prompt."""
+    """A request in the router's queue: the worker chosen for its prompt, and its work."""
 
     worker: str  # incarnation
-    prompt: PromptWork  # as the rule reckons with it
-    pages: int  # of all of it
+    prompt: PromptWork  # as the rule counts it
+    pages: int  # of the whole request
 
 
 class RulePolicy:
-    """Baton's router with somebody else's rule."""
+    """A placement policy that applies a published rule."""
 
     def __init__(self, rule: Rule, prefill: PrefillCost, step: DecodeCost, link: float) -> None:
         """`link`: bytes per second between nodes."""
@@ -63,17 +62,17 @@ class RulePolicy:
         return decision
 
     def may_go(self, request: str, view: ClusterView) -> bool:
-        """Its worker has room, or it has none yet: who waits for one worker does not stand before those of others."""
+        """Whether the request's worker has room, or none is chosen yet. A full worker blocks only its own requests."""
         waiting = self._waiting.get(request)
         worker = None if waiting is None else view.members.get(waiting.worker)
         return worker is None or _has_room(worker, view)
 
     def ended(self, request: str) -> None:
-        """It waits for nobody any more."""
+        """Forget the worker chosen for a request."""
         self._waiting.pop(request, None)
 
     def _choose(self, ask: PlacementRequest, view: ClusterView) -> _Waiting | Wait | Reject:
-        """Whose prompt it shall be."""
+        """Choose the worker that computes the prompt."""
         split = bool(view.prefill_workers) and not ask.decode_only
         able = view.prefill_workers if split else _decoders(ask, view)
         able = [member for member in able if member.incarnation not in ask.excluded] or ([] if split else able)
@@ -110,7 +109,7 @@ class RulePolicy:
     def _shown(
         self, ask: PlacementRequest, view: ClusterView, members: Sequence[MemberRecord], stage: Stage
     ) -> list[RuleWorker]:
-        """These workers, as the rule sees them now."""
+        """Return these workers as the rule sees them now."""
         own = {store.node: store for store in store_caches(view.members, ask.held, ())}
         queues: dict[str, list[_Waiting]] = {}
         for waiting in self._waiting.values():
@@ -146,8 +145,10 @@ class RulePolicy:
 
 
 def _has_room(worker: MemberRecord, view: ClusterView) -> bool:
-    """As many prompts at a time for each, whatever its role: the others wait in the router, which drops those that
-    can't be in time any more."""
+    """Whether a worker has fewer than `prefill.max_num_seqs` prompts, whatever its role.
+
+    Further requests wait in the router, which drops those that would miss their deadline.
+    """
     takes = worker.takes_sequences or worker.peer.role != "decode"
     return takes and len(worker.pending_prefills) < view.config.prefill.max_num_seqs
 
@@ -157,7 +158,7 @@ def _prompt(ask: PlacementRequest) -> RulePrompt:
 
 
 def _decoders(ask: PlacementRequest, view: ClusterView) -> list[MemberRecord]:
-    """Those whose pool could ever hold it."""
+    """Return the decode workers whose KV cache is large enough for the request."""
     return [
         each for each in view.decode_workers if each.hello.model and each.hello.model.pool_pages >= ask.pages_needed
     ]

@@ -1,7 +1,7 @@
-"""What a published routing rule sees of a cluster, and how it is asked.
+"""The interface of a published routing rule, and the cluster's state as it sees it.
 
-A rule chooses one of several workers for one stage of a request. How its choice becomes a plan is `placer`'s part, so
-that every rule has the same data path below it and the same admission before it: placement alone is compared. Pure.
+A rule chooses one of several workers for one stage of a request. `placer` turns the choice into a placement. Every rule
+thus has the same data path and the same admission, and only placement is compared. Pure.
 """
 
 # pyright: strict
@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 from router.placement.step_costs import DecodeCost, PrefillCost
 
 Stage: TypeAlias = Literal["prefill", "decode", "both"]
-"""`both`: the worker of a colocated cluster, which does all of it."""
+"""`both`: prefill and decode on one worker of a colocated cluster."""
 
 
 _NO_PREFILL = PrefillCost(0.0, 0.0, 0.0)
@@ -26,7 +26,7 @@ _NO_STEP = DecodeCost(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class RulePrompt:
-    """What is to be placed. Its pages are the full ones; `keys` name them."""
+    """The prompt to place. `keys` are those of its full pages."""
 
     tokens: int
     keys: Sequence[bytes] = ()
@@ -42,17 +42,17 @@ class RulePrompt:
 
 @dataclass(frozen=True, slots=True)
 class RuleWorker:
-    """One that may be chosen. What it was given counts from the moment of the choice.
+    """A candidate worker. A request counts as its load from the moment of the choice.
 
-    Of the prompt at hand, its device has the first `device` pages; its node's memory, `host` ones behind those, and its
-    node's disk `disk` behind these.
+    Its device has the first `device` pages of the prompt. Its node's memory has the next `host` pages, and its node's
+    disk the next `disk` pages.
     """
 
     name: str
-    requests: int = 0  # given to it and not ended
-    prompts: int = 0  # those of them that are not computed
-    prompt_tokens: int = 0  # of these prompts, less what was cached when they were given to it
-    queue: float = 0.0  # seconds that computing them takes
+    requests: int = 0  # open requests that were given to it
+    prompts: int = 0  # those of them whose prompts are not computed yet
+    prompt_tokens: int = 0  # of these prompts, without tokens that were cached at the choice
+    queue: float = 0.0  # predicted seconds to compute them
     pages: int = 0  # of everything given to it
     context: int = 0  # tokens of everything given to it
     pool_pages: int = 1
@@ -61,7 +61,7 @@ class RuleWorker:
     disk: int = 0
     prefill: PrefillCost = _NO_PREFILL
     step: DecodeCost = _NO_STEP
-    link: float = float("inf")  # bytes per second that its node gets from others; 0: nothing
+    link: float = float("inf")  # bytes per second from other nodes to its node; 0: no transfers
 
     @property
     def cached(self) -> int:
@@ -70,19 +70,19 @@ class RuleWorker:
 
 
 class Rule(ABC):
-    """One policy. It may remember what it chose."""
+    """One routing rule. It may keep a history of its choices."""
 
     @abstractmethod
     def choose(self, stage: Stage, prompt: RulePrompt, workers: Sequence[RuleWorker]) -> RuleWorker | None:
-        """One of at least one worker; none: the rule rejects the request."""
+        """Choose one of at least one worker. None: the rule rejects the request."""
 
     def prefix(self, chosen: RuleWorker, workers: Sequence[RuleWorker]) -> int:
-        """Pages of the prompt that it takes for cached when it reckons with the chosen one's work later on."""
+        """Return the pages of the prompt that count as cached in the chosen worker's later load."""
         return chosen.cached
 
 
 def lowest(workers: Sequence[RuleWorker], cost: Callable[[RuleWorker], float], random: Random) -> RuleWorker:
-    """The worker of least cost; any of those that are equal."""
+    """Return a worker of least cost. Ties are broken at random."""
     costs = [cost(worker) for worker in workers]
     least = min(costs)
     return random.choice([worker for worker, one in zip(workers, costs, strict=True) if one == least])

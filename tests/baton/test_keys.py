@@ -1,4 +1,4 @@
-"""Who may speak on our sockets, and what others can read. Real sockets, on loopback and off it."""
+"""CURVE keys: clients that our sockets accept, and bytes that others can read. Real sockets, on loopback and off it."""
 
 from __future__ import annotations
 
@@ -209,11 +209,12 @@ def test_every_interface_is_no_address(sockets: Callable[[int], Any], host: str)
         bind(sockets(zmq.PULL), f"tcp://{host}:0")
 
 
-# --- who gets through -----------------------------------------------------------------------------------------------
+# --- accepted clients -----------------------------------------------------------------------------------------------
 
 
 def stranger(kind: str, server: int, client: int, endpoint: str) -> tuple[Any, Any]:
-    """A context of its own, as in another process, and a socket of somebody who should hear and say nothing."""
+    """Return a context of its own, as in another process, and a socket that must neither receive nor deliver
+    anything."""
     context: Any = zmq.Context()
     made = configure(context.socket(client))
     if kind == "its own keys for the right server":

@@ -1,4 +1,4 @@
-"""Whose turn it is: who was refused and has least goes first."""
+"""Fairness between routers: of the routers that were refused, the one that has least goes first."""
 
 from __future__ import annotations
 

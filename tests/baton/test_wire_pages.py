@@ -1,4 +1,4 @@
-"""The sockets that carry pages: who may speak to whom, frames that belong to their message, when bytes are free."""
+"""Sockets that carry pages: allowed peers, frames that belong to their message, and the time when bytes are free."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from bench.streams import Gap, Prompts, Streams, every, first_token, tokens_in
 
 
 class Fake:
-    """A server that sends messages of these sizes, and takes turns with everybody else between them."""
+    """A server that sends messages of these sizes, and yields to the event loop between them."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes

@@ -1,4 +1,5 @@
-"""The engine that sleeps: as long as the model says, and a token for whoever asks for one."""
+"""The sleeping engine: it sleeps as long as the timing model says, and returns a token for each sequence that needs
+one."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_an_up_that_is_interrupted_or_killed_leaves_nothing(machine: Machine):
         machine.kill(pid, number)
         up.communicate(timeout=30)
         assert up.returncode != 0
-        if left:  # nobody could clean up after a SIGKILL; the next command does
+        if left:  # a killed command (SIGKILL) cleans up nothing; the next command does
             assert "never came up" in machine.baton("status", "--json").json["error"]["message"]
             assert machine.baton("down").status == 0
         assert machine.left_behind() == []

@@ -35,7 +35,7 @@ class OnePageEach:
 
 
 class AllThatIsAllowed:
-    """Keeps what max_tokens allows: nobody is ever preempted."""
+    """Reserves growth up to max_tokens, so no sequence is ever preempted."""
 
     def ended(self, begun: int, generated: int, cut: bool) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Steps that are alike may be run in a row, and nobody can tell from the outcome."""
+"""Repeatable steps may run in a row without any change to the outcome."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A decode worker under any order of requests of any priority, cancellations, preemptions and pages that come or don't.
 
-Its pool is too small for what it is asked. Beside what `tests/simulator/test_hand_off.py` checks, with whole clusters:
-who is preempted, who is resumed and who is admitted, in which order; that nobody is resumed only to be preempted at
-once; and that all end.
+Its pool is too small for its requests. `tests/simulator/test_hand_off.py` checks whole clusters. These tests add the
+order in which sequences are preempted, resumed and admitted. No sequence is resumed only to be preempted at once, and
+every sequence ends.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DecodeMachine(RuleBasedStateMachine):
         )
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.got: dict[str, list[int]] = {}
-        self.resumed: set[str] = set()  # by the last prepare, and nobody was admitted since
+        self.resumed: set[str] = set()  # by the last prepare, with no admission since
         self.steps = 0
 
     @property
@@ -167,7 +167,7 @@ class DecodeMachine(RuleBasedStateMachine):
                         assert got == reference(prompt, count)[: len(got)]
                         assert (delta.finish is not None) == (len(got) == count)
                 case FetchIncomplete(request=request) if request in self.sequences:
-                    # As the router does: a new attempt, which needs nobody, or none.
+                    # As the router does: a new attempt that needs no prefill worker, or none.
                     self.worker.state.handle(Cancel(request, 1), self.rig.now)
                 case _:
                     pass

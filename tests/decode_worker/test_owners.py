@@ -1,4 +1,4 @@
-"""What routers own on a decode worker, and that nobody else's word counts for it."""
+"""Ownership of attempts on a decode worker: only the owning router's messages count."""
 
 from __future__ import annotations
 

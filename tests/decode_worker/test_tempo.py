@@ -1,4 +1,4 @@
-"""Time for prompts and copies between two tokens of those who decode."""
+"""Time for prompts and copies between two tokens of the decoding sequences."""
 
 from __future__ import annotations
 
@@ -104,14 +104,14 @@ def test_a_process_that_stood_still_says_little_about_tails() -> None:
     before = tempo.short_prompt_tokens(rows(8), 48, GRAIN)
     tempo.observe_step(tails(8, 48, 5.0))
     assert before > tempo.short_prompt_tokens(rows(8), 48, GRAIN) > before / 5
-    tempo.observe_step(tails(8, 48, 5.0, beside=0))  # nobody was disturbed
+    tempo.observe_step(tails(8, 48, 5.0, beside=0))  # no decoding sequence was delayed
     assert tempo.short_prompt_tokens(rows(8), 48, GRAIN) > before / 5
 
 
 def test_what_passed_between_two_steps_is_measured_by_a_step() -> None:
     assert measured().delays_too_long(rows(8), 0.004)
     assert not measured().delays_too_long(rows(8), 0.002)
-    assert not measured().delays_too_long(rows(0), 1.0)  # nobody decodes
+    assert not measured().delays_too_long(rows(0), 1.0)  # no sequence decodes
     assert not StepBudget(DecodeConfig(), WorkerStepTimes()).delays_too_long(rows(8), 1.0)
 
 

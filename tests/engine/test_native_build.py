@@ -88,7 +88,7 @@ def test_what_others_can_write_to_is_not_loaded(tmp_path: Path):
     with pytest.raises(build.LibraryUntrusted, match=r"library\.so belongs to user \d+ with mode 722"):
         build.load(sources, root)
     made.chmod(0o700)
-    root.chmod(0o775)  # whoever can write here can exchange what lies below
+    root.chmod(0o775)  # a user with write access here can replace the files below
     with pytest.raises(build.LibraryUntrusted, match="cache belongs to user"):
         build.load(sources, root)
     root.chmod(0o700)

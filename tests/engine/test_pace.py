@@ -57,7 +57,7 @@ def test_steps_that_are_all_alike_are_learned_from_as_well() -> None:
 
 def test_prompts_may_seem_to_cost_nothing() -> None:
     pace = WorkerStepTimes()
-    for rows in (1, 4, 8) * 20:  # as when a machine was slow while nobody had a prompt
+    for rows in (1, 4, 8) * 20:  # as when a machine was slow while there was no prompt
         pace.observe(StepSample(0, 0, rows, 0, 0.01 * rows))
         pace.observe(StepSample(64, pairs(64), rows, 0, 0.005 * rows))
     assert pace.seconds(64, pairs(64)) == 0

@@ -85,7 +85,7 @@ def plain_attention(
 def test_attention_is_that_of_the_formula(
     dtype: str, data: st.DataObject, group: int, kv_heads: int, head_dim: int, page_size: int, window: int | None
 ):
-    """Several sequences in one call, their pages anywhere, and nothing but NaN where nobody may look."""
+    """Several sequences in one call, their pages anywhere, and NaN in all memory that no sequence may read."""
     span = st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(1, 100)))
     spans = data.draw(st.lists(span, min_size=1, max_size=4), "(start, rows)")
     layer, seed = data.draw(st.integers(0, 2), "layer"), data.draw(st.integers(0, 99), "seed")

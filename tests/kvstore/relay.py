@@ -31,7 +31,7 @@ class Relay:
         self._flip = size
 
     def silence(self) -> None:
-        """Carry nothing, and tell nobody."""
+        """Carry nothing more, without telling either end."""
         self._on.clear()
 
     def restore(self) -> None:

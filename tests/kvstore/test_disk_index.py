@@ -37,7 +37,7 @@ PICK = st.integers(0, 11)
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """A store, its disk, and somebody who follows the events."""
+    """A store, its disk, and a subscriber to its events."""
 
     @initialize()
     def start(self) -> None:
@@ -360,7 +360,7 @@ def test_the_queue_is_bounded() -> None:
     index, _ = opened(DiskConfig(path="disk", max_bytes=SETTINGS.max_bytes, queue_pages=2))
     ended = index.write(pages("abc")).ended
     assert ended == [WriteEnded(key("abc"), 2)]
-    assert index.wants(key("b"))  # else nobody would offer it, and the count would say that all is well
+    assert index.wants(key("b"))  # else no store would offer it, and the count would show no failure
     assert index.write(pages("b")).ended == [WriteEnded(key("b"), 0)]
     assert index.stats().dropped_writes == 2
 

@@ -65,7 +65,7 @@ class Bench:
             self.disk.handle(Finished(Write(page)))
 
     def seal(self, word: str) -> None:
-        """Somebody makes a chain here."""
+        """Have a local worker seal a chain here."""
         made = self.pages.reserve("worker", b"", keys(word))
         assert isinstance(made, list)
         for each in made:

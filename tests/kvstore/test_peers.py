@@ -310,7 +310,7 @@ def test_a_cut_connection_loses_pages_and_nothing_else(
         relay.silence()
     for number in range(SLOTS):
         b.serve(number, "a", 1, {number: number})
-    if silent:  # b finds out by itself that nobody reads
+    if silent:  # b finds out by itself that its peer reads nothing
         b.until(lambda: {PagesSent(number) for number in range(SLOTS)} <= set(b.events), a)
         assert len(a.landed(1)) < SLOTS
     else:
@@ -459,7 +459,7 @@ def test_a_peer_that_stops_in_the_middle_is_cut_off_and_its_pages_given_back(
 def test_closing_takes_no_time_whoever_hangs() -> None:
     b = Store("b")
     deaf = Deaf(b)
-    b.ask(b, FetchHeartbeat(1), at="tcp://127.0.0.1:9")  # where nobody listens
+    b.ask(b, FetchHeartbeat(1), at="tcp://127.0.0.1:9")  # where no process listens
     for number in range(16):
         b.serve(number, "deaf", 1, {index: index for index in range(SLOTS)})
     start = time.monotonic()
@@ -588,7 +588,7 @@ def test_a_lying_asker_is_dropped(lies: list[list[bytes]], name: bytes) -> None:
         for frames in lies:
             liars[1].send_multipart(frames)
         liars[1].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, FetchHeartbeat(5))))  # in another's name
-        liars[0].send(msgspec.msgpack.encode(Envelope("honest", "c", 1, FetchHeartbeat(6))))  # for somebody else
+        liars[0].send(msgspec.msgpack.encode(Envelope("honest", "c", 1, FetchHeartbeat(6))))  # for another store
         liars[0].send(b"\xc1" * 2_000)
         liars[0].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, FetchHeartbeat(7))))
         b.heard(PeerRequested("honest", FetchHeartbeat(7)))

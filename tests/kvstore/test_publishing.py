@@ -1,4 +1,4 @@
-"""KvEventPublisher: what any follower gets who asks, and what no follower can do to the publisher."""
+"""KvEventPublisher: snapshots and replays for any follower, and a publisher that no follower can disturb."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENCE = 20.0
 
 
 class Owner:
-    """Whoever has pages: here it only says so."""
+    """The publishing side: it announces pages, and has none."""
 
     def __init__(self, clock: VirtualClock | None = None) -> None:
         self.clock = clock or MonotonicClock()
@@ -66,7 +66,7 @@ def owner() -> Iterator[Owner]:
 
 @pytest.fixture
 def follower(owner: Owner) -> Iterator[zmq.Socket[bytes]]:
-    """A plain DEALER of somebody else's."""
+    """A plain DEALER socket of a foreign process."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         cluster_keys.client(socket).connect(owner.events.replay)
@@ -282,7 +282,7 @@ def test_who_contradicts_himself_is_put_right_by_his_own_pages(
     assert "do not add up" in caplog.text
 
 
-# --- who may read -----------------------------------------------------------------------------------------------------
+# --- readers ----------------------------------------------------------------------------------------------------------
 
 
 def test_only_followers_with_the_keys_get_events_also_on_loopback() -> None:
@@ -324,7 +324,7 @@ async def _read_secrets(events: KvEventPublisher) -> None:
         socket.close()
 
 
-# --- what nobody can do to the publisher ------------------------------------------------------------------------------
+# --- what no follower can do to the publisher -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_followers_that_have_gone_are_forgotten(owner: Owner) -> None:
 
 def test_too_many_followers_wait(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "FOLLOWERS", 2)
-    owner.events._next_snapshot = float("inf")  # so that nobody is served for a while
+    owner.events._next_snapshot = float("inf")  # so that no follower is served for a while
     with zmq.Context() as context:
         sockets = [context.socket(zmq.DEALER) for _ in range(4)]
         for socket in sockets:

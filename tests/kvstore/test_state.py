@@ -487,7 +487,7 @@ def test_pages_of_another_kind_are_refused_while_anybody_is_here_and_else_divide
 
 
 def test_dividing_anew_is_one_word_for_the_pages_of_all_tiers() -> None:
-    """Said once more of those on the disk, it would make the digest that of pages which nobody has."""
+    """A second event for the pages on the disk would make the digest that of pages which no tier has."""
     index = DiskIndex(DiskConfig(path="/never/opened"))
     state = StoreState(STORE, StoreConfig(host_cache_bytes=Bytes(1_000)), index, 2, 0.25, 3.0)
 

@@ -427,7 +427,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert process.reserved <= int(SLOTS * SHARE)
 
     def teardown(self) -> None:
-        """When everybody has gone, every slot is free or holds a page, and nothing is left of anybody."""
+        """When all workers have died, every slot is free or holds a page, and no lease is left."""
         for number in range(len(self.workers)):
             self.die(number)
         while self.dead:

@@ -94,7 +94,7 @@ class TiersMachine(RuleBasedStateMachine):
     def hand_off(
         self, who: int, word: str, start: int, asked: list[tuple[int, int]] | None, maker: int | None, prompt: bool
     ) -> None:
-        """Pages that somebody may be making."""
+        """Acquire pages that a worker may be writing."""
         if maker is not None:
             self.world.reserve(self.who(maker), word, 0)
             self.go_on(self.who(maker), prompt)
@@ -149,7 +149,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(who=WHO, pick=PICK, times=st.integers(1, 4),
           what=st.sampled_from(["transport", "loop", "loop", "disk", "fails", "calls", "replies"]))  # fmt: skip
     def a_little(self, who: int, pick: int, times: int, what: str) -> None:
-        """Somebody does a bit of its work, late."""
+        """One node or worker does a few pending steps of its work, late."""
         node = self.where(who)
         for _ in range(times):
             match what:

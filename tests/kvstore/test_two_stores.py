@@ -1,5 +1,6 @@
-"""Real stores that fetch from each other over TCP, and real workers of theirs: pages cross as they are sealed, and
-whatever happens to the connection or to the other store, nobody reads a wrong byte, waits for ever or goes on holding.
+"""Real stores that fetch from each other over TCP, and real workers of theirs: pages cross as they are sealed.
+
+If the connection or the other store fails, no worker reads a wrong byte or waits for ever, and no lease stays held.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Reader:
         self.client.store.call(Promote(self._lease, until))
 
     def until(self, condition: Callable[[], object], what: str, *others: Reader) -> None:
-        """Meanwhile `others` go on as well: the store takes who says nothing for stopped."""
+        """Run until the condition holds. `others` run as well: the store takes a silent worker for stopped."""
 
         def turned() -> object:
             for reader in (self, *others):
@@ -393,7 +394,7 @@ def test_a_cached_prefix_is_brought_as_far_as_its_reader_asks(lab: Lab) -> None:
 
 
 def test_a_cached_prefix_that_is_shorter_than_it_was_believed_ends_there(lab: Lab) -> None:
-    """Nobody waits for pages of a cache that are not there, though a writer has reserved them."""
+    """A lease does not wait for missing pages of a cached prefix, though a writer has reserved them."""
     here, there, third = lab.here, lab.there, lab.third
     chain = Chain(12)
     writer = lab.write(there, chain, 20)
@@ -440,7 +441,7 @@ def test_a_bit_flipped_in_the_sending_arena_is_found_and_its_page_dropped_there(
     eventually(lambda: here.figure("checksum_failures_total", tier="remote") >= 1, "counted where it was read")
     reader.close()
     all_at_rest(here, there)
-    # Made again, by whoever is asked to.
+    # Any worker may compute the pages again.
     lab.write(there, chain, PAGES)
     again = lab.read(here, chain, there.source())
     again.until_read(PAGES)

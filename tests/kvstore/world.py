@@ -1,10 +1,11 @@
-"""Stores with arenas, disks, wires between them and workers around them, all of it as bad as in real life: a model of
-page bytes, to be driven by a state machine.
+"""A model of page bytes for a state machine: stores with arenas and disks, wires between them, and workers around them.
+Wires, disks and processes fail as they do in real life.
 
-What a page holds is its word and who made it, so that two makers of one key differ; its checksum is of just these
-bytes. Nothing happens by itself: each thread of a store (transport, disk), each wire, each worker and each store's loop
-does one thing when it is told to, in any legal order, and reads or writes the arena only then. Bytes that were damaged
-on purpose begin with `SPOILT`; any other bytes that are not what a checksum says are a slot that was reused too early.
+A page's bytes are its word and the name of its writer, so the pages of two writers of one key differ. Its checksum is
+of just these bytes. Nothing happens by itself. Each thread of a store (transport, disk), each wire, each worker and
+each store's loop does one thing when it is told to, in any legal order, and reads or writes the arena only then. Bytes
+that were damaged on purpose begin with `SPOILT`. Any other bytes that differ from their checksum come from a slot that
+was reused too early.
 """
 
 from __future__ import annotations
@@ -366,7 +367,7 @@ class Node:
 
     @property
     def pages(self) -> list[HostPage]:
-        """Every sealed page: those that can be found, and those that somebody still holds."""
+        """Return every sealed page: those that a lookup finds, and those that a lease still holds."""
         tiers = self.state._tiers
         found = [n.value.page for n in tiers.pages._tree.preorder() if n.value.page is not None]
         held = [page for lease in self.state._leases() for page in lease.holds.values()]
@@ -402,7 +403,7 @@ class Node:
 
     @property
     def made(self) -> set[bytes]:
-        """Keys that a worker has reserved and nobody has sealed."""
+        """Return the keys that a worker has reserved and no worker has sealed."""
         tree = self.state._tiers.pages._tree
         return {
             node.key
@@ -411,7 +412,7 @@ class Node:
         }
 
     def coming(self, name: bytes) -> bool:
-        """Somebody makes or brings it, or it is here."""
+        """Whether the page is here, is being written, or is being loaded."""
         tiers = self.state._tiers
         return tiers.pages.find(name) is not None or tiers.pages.being_written(name) or tiers.loads.coming(name)
 
@@ -452,7 +453,8 @@ class Node:
             assert content.startswith(SPOILT) or is_page(content, name, checksum), "the disk holds another page"
 
     def _check_waits(self) -> None:
-        """Every wait has a live producer. A hand-off without sources waits for whoever the router knows of."""
+        """Every wait has a live producer. A hand-off without sources waits for a producer that only the router
+        knows."""
         tiers = self.state._tiers
         for name, waiters in self.waits().items():
             made = tiers.pages.being_written(name) or tiers.loads.coming(name)
@@ -504,7 +506,7 @@ class Node:
         assert fetch.slots or fetch.credit < len(fetch.keys), "a fetch that has all it wants goes on"
 
     def check_empty(self) -> None:
-        """Everybody has gone."""
+        """Check that nothing is held: every worker and peer has gone."""
         stats, tiers = self.state.stats(self.world.now), self.state._tiers
         assert stats.free + stats.sealed == stats.slots
         assert stats.evictable == stats.sealed
@@ -524,7 +526,7 @@ class World:
         self.admit_after = admit_after
         self.numbers = 0
         self.links: dict[tuple[str, str], tuple[deque[Parcel], deque[Parcel]]] = {}
-        """By the incarnations of who asks and who serves: requests, and replies."""
+        """Requests and replies, by the incarnations of the asking and the serving process."""
         self.ghosts: list[tuple[str, Parcel]] = []  # copies of words that may come once more
         self.nodes = [Node(self, "ABC"[place], disk_room) for place in range(nodes)]
 

@@ -60,7 +60,7 @@ class PrefillMachine(RuleBasedStateMachine):
         self.count = 0
         self.quiet = attentive  # nothing but orders and turns: then no page is computed twice
         self.ordered: set[bytes] = set()  # prompts' full pages
-        self.partial = 0  # tokens of partial ones, which nobody keeps
+        self.partial = 0  # tokens of partial pages, which no cache keeps
 
     @rule(prompt=PROMPTS, priority=st.integers(-2, 9))
     def order(self, prompt: list[int], priority: int) -> None:

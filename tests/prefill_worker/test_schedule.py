@@ -1,4 +1,4 @@
-"""What a prefill step computes: how much, in which order, and that nobody is passed over for long."""
+"""Chunks of a prefill step: how many tokens, in which order, and that no prompt is skipped for long."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _numbers = itertools.count()
 def prompt(
     pages: int, priority: int = 0, computed: int = 0, phase: PrefillPhase = PrefillPhase.COMPUTING
 ) -> PrefillRequest:
-    """A prompt of so many pages, of which `computed` are complete. Who is made later came later."""
+    """Return a prompt of `pages` pages, of which `computed` are complete. Each prompt arrives after those made before
+    it."""
     number = next(_numbers)
     return PrefillRequest(
         name=AttemptName(f"r{number}", 1),
@@ -41,7 +42,7 @@ def prompt(
 
 
 def planned(jobs: Sequence[PrefillRequest], pages: int) -> dict[str, int]:
-    """The pages of each prompt in a step of at most so many, on a machine whose pace nobody knows."""
+    """Return the pages of each prompt in a step of at most `pages`, on a machine without measured step times."""
     plan = build_batch(jobs, StepCostModel(), 1.0, pages * PAGE)
     return {name.request: len(chunk.tokens) // PAGE for name, chunk in plan.items()}
 
@@ -173,7 +174,7 @@ def test_who_waits_rises_the_sooner_the_less_is_between(priority: int, steps: in
 
 
 def test_scraps_are_no_part() -> None:
-    """Who gets a page now and then, because others leave it, still rises."""
+    """A prompt that gets a leftover page now and then still rises in rank."""
     low = prompt(1_000, priority=9)
     for _ in range(16):
         assert planned([prompt(9, priority=0), low], 10)[low.name.request] == 1
@@ -198,7 +199,7 @@ def test_who_is_waited_for_goes_as_early_as_those_who_wait() -> None:
     )
     waiter.waits_for = maker
     assert planned([maker, other, waiter], 10) == {maker.name.request: 10}
-    # And its age: whoever waited long, waits behind somebody who has not.
+    # It lends its age as well: a prompt that was skipped often waits for one that was not.
     waiter.priority, waiter.skipped_steps = 9, 16
     assert planned([maker, other, waiter], 10) == {maker.name.request: 5, other.name.request: 5}
     assert waiter.skipped_steps == 0

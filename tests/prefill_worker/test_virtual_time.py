@@ -111,7 +111,7 @@ def test_an_urgent_prompt_that_waits_lends_its_urgency() -> None:
     worker.order("urgent", LONG[:3_200], priority=0)
     worker.run()
     assert sorted(worker.ended, key=lambda name: worker.ended[name]) == ["urgent", "others", "first"]
-    # `others` had a part before only because nobody waits for ever.
+    # `others` had a part before only because no prompt waits for ever.
     before = [plan for at, plan in worker.steps if at < worker.ended["urgent"]]
     assert sum(len(c.tokens) for plan in before for name, c in plan.items() if name.request == "others") < 320
 

@@ -80,7 +80,7 @@ class Timed:
         return bool(plan)
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Turns until that holds, or nobody has anything to do."""
+        """Run iterations until that holds, or until no work is left."""
         while not until() and (self.turn() or self.state.busy):
             pass
         self.state.validate()

@@ -1,8 +1,8 @@
 """One bit flipped in a page, tier by tier, under a real cluster: found, counted, dropped, made again; tokens right.
 
-On the way between stores: `tests/kvstore/test_two_stores.py`. A worker's device is not checked: its pages are read at
-every step by arithmetic that has no room for it, and what leaves for the arena is sealed with a checksum of what the
-device had.
+Corruption between stores: `tests/kvstore/test_two_stores.py`. Pages on a worker's device are not checked: every step
+reads them, in arithmetic that has no time for a checksum. A page that leaves for the arena is sealed with a checksum of
+its bytes on the device.
 """
 
 from __future__ import annotations

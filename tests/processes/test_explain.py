@@ -1,4 +1,4 @@
-"""Explain and drain with real processes: what is told is what happened, and nobody loses a token to a drain."""
+"""Explain and drain with real processes: an explanation matches the events, and no request loses a token to a drain."""
 
 from __future__ import annotations
 

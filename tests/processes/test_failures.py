@@ -97,7 +97,7 @@ def test_a_death_is_told_by_the_store_and_not_only_by_silence(
     found = process(cluster, "prefill-0")
     assert found is not None
     assert found.state == cluster_pb2.PROCESS_STATE_DEAD
-    # Who ends after it was seen running, and before the router was asked, is not live.
+    # A worker that ends after it was seen running, and before the router was asked, is not live.
     monkeypatch.setattr(cluster, "_check_running", lambda name: None)
     with pytest.raises(StartupError, match="prefill-0"):
         cluster.wait_live(["prefill-0"], 0.5)

@@ -1,4 +1,4 @@
-"""KV events of a running cluster, read by somebody else: found through its status, in vLLM's format."""
+"""KV events of a running cluster, read by an external subscriber: found through its status, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATIENCE = 60.0  # seconds
 
 
 def owners(cluster: LocalCluster) -> Mapping[str, tuple[str, str]]:
-    """Where those who have pages tell of them: the endpoints of events and of replays."""
+    """Return the endpoints of events and of replays of each process that holds pages."""
     with Client(cluster.address, cluster.operator) as client:
         return {each.name: (each.events_endpoint, each.replay_endpoint) for each in client.status().processes}
 
@@ -91,7 +91,7 @@ def test_token_ids_are_for_those_who_have_the_keys(checkpoint: Callable[[str], P
 
 
 async def _read_tokens(cluster: LocalCluster) -> None:
-    """Ask for one prompt after the other, until everybody has been heard to tell of one."""
+    """Send one prompt after the other, until each owner has published an event."""
     endpoints = [owners(cluster)[name][0] for name in OWNERS]
     friends = [Subscriber(endpoint) for endpoint in endpoints]
     use_keys(ClusterKeys.generate())

@@ -1,4 +1,4 @@
-"""Other users of this machine, who reach every port on loopback: what they can do to a cluster without its keys.
+"""Attacks by other users of this machine, which reach every port on loopback, on a cluster without its keys.
 
 Each attack is tried with the keys, too: it works then, so it is the keys that keep it out.
 """

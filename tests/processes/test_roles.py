@@ -34,7 +34,7 @@ def path(checkpoint: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Once it is up, its weights lie on no disk any more: who would read them again fails."""
+    """A cluster with its weights deleted from the disk once it is up: a process that reads them again fails."""
     folder = tmp_path_factory.mktemp("roles")
     own = Path(shutil.copytree(path, folder / "model"))
     chosen = workload.settings(own, 1, 2, **workload.SLOW_ENGINE)

@@ -96,7 +96,7 @@ class Lab:
         return decode, prefill, stores[0], stores[1]
 
     def leaves(self, incarnation: str) -> None:
-        """Gone at once: it says Hello in a protocol that nobody speaks."""
+        """Have a process leave at once: it sends a Hello of an unknown protocol version."""
         (peer,) = [view.peer for view in self.state.processes(self.now) if view.peer.incarnation == incarnation]
         self.tell(MessageReceived(Envelope(incarnation, "", 1, Hello(peer, protocol=99))))
 
@@ -148,7 +148,7 @@ class Lab:
         return [s.message for s in sends if isinstance(s.message, kind) and to in (None, s.incarnation)]
 
     def to(self, message: Message) -> str:
-        """Whom a message was sent to."""
+        """Return the incarnation that a message was sent to."""
         return next(c.incarnation for c in self.log if isinstance(c, SendMessage) and c.message is message)
 
     @property

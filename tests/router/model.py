@@ -1,11 +1,11 @@
 """A cluster that exists only as data: a router state, workers that follow the protocol, and links that misbehave.
 
-Workers join through the real `baton.membership`. What they compute is a function of the request's seed and a token's
-position, so that a test knows every request's output beforehand, whoever makes it and however often it is begun anew.
+Workers join through the real `baton.membership`. A token is a function of the request's seed and its position. A test
+therefore knows every request's output beforehand, whichever worker computes it and however often it is restarted.
 
-Pages are their keys. Prefill workers seal them in the store of their node; decode workers get them from theirs, which
-gets them from the sources that are named to it. Where a store has gone that pages were to come through, whoever waits
-for them waits for ever: it is for the router to find out.
+Pages are their keys. Prefill workers seal them in the store of their node. Decode workers get them from the store of
+theirs, which fetches them from the sources that the router names. If a store that pages must pass has gone, a worker
+waits for them for ever: the router must notice.
 """
 
 from __future__ import annotations
@@ -478,7 +478,7 @@ class Cluster:
             yield from (process.inbox, process.outbox, process.heart)
 
     def round(self, seconds: float = 0.02, loss: float = 0.0, lag: float = 0.0) -> None:
-        """Everybody has a turn. `loss`: probability that a message is lost (and, as likely, that it comes twice);
+        """Run each process once. `loss`: probability that a message is lost (and, as likely, that it comes twice);
         `lag`: that a link delivers nothing more in this round."""
         for process in list(self.processes.values()):
             if process.stopped:

@@ -116,7 +116,7 @@ class PinCluster(Cluster):
         return self.pages[stores[-1].peer.incarnation] if stores else None
 
     def evict(self) -> None:
-        """Every store lets go of what nobody keeps."""
+        """Have every store evict the pages that no pin keeps."""
         for pages in self.pages.values():
             pages.sealed &= pages.kept
 

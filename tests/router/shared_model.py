@@ -1,7 +1,7 @@
 """Several routers on the same workers and stores, as data: real states of all, real memberships, links that misbehave.
 
-What workers compute is checked by their devices (`tests.rig`): a page of another request, or one freed while somebody
-reads it, is noticed there and then. Every request belongs to the router that it was sent to, and ends there once.
+The devices (`tests.rig`) check each step: a page of another request, or one that is freed while a sequence reads it,
+fails the test at once. Every request belongs to the router that it was sent to, and ends there once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _LETTERS = deque[Envelope[Any]]
 
 @dataclass
 class Router:
-    """One router process, its streams and its count of what it has sent to whom."""
+    """One router process, its streams, and its counts of messages sent to each process."""
 
     name: str
     state: RouterState
@@ -235,7 +235,7 @@ class World:
             self.tell(router, UnpinPrefix(pin.pin))
 
     def check(self) -> None:
-        """Nobody has been told a wrong token."""
+        """Check that no client has received a wrong token."""
         for router in [*self.routers.values(), *self.dead]:
             for request, tokens in router.emitted.items():
                 order = router.submitted[request]
@@ -248,7 +248,7 @@ class World:
     # --- time --------------------------------------------------------------------------------------------------------
 
     def round(self, seconds: float = 0.02, loss: float = 0.0, lag: float = 0.0) -> None:
-        """Everybody has a turn. `loss`: probability that a message is lost (and, as likely, that it comes twice);
+        """Run each process once. `loss`: probability that a message is lost (and, as likely, that it comes twice);
         `lag`: that a link delivers nothing more in this round."""
         for process in list(self.processes.values()):
             for name, link in process.links.items():
@@ -307,7 +307,7 @@ class World:
             self.round()
 
     def settle(self, limit: float = 200.0) -> None:
-        """No more faults: every request ends, and then nobody holds anything of anybody's."""
+        """Run without further faults: every request ends, and then no worker or store holds anything for a request."""
         for process in self.processes.values():
             for link in process.links.values():
                 link.cut = False

@@ -1,4 +1,4 @@
-"""What work costs: the formulas, from whom a worker's coefficients come, and how predictions are scored."""
+"""Costs of work: the formulas, the source of a worker's coefficients, and the error of predictions."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_who_waits_knows_why() -> None:
     assert not found.request.HasField("cached_tokens")
 
 
-# --- who is remembered ---
+# --- remembered requests ---
 
 
 def test_the_last_are_remembered_also_by_the_names_of_clients() -> None:

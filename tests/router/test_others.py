@@ -42,7 +42,7 @@ def test_slots_that_others_fill_are_waited_for_and_asked_for_where_we_have_none(
     lab.submit("b", prompt=60, seed=2)
     assert lab.state.stats().queued == 1
     tell(lab, prefill, LoadReport())
-    assert lab.state.stats().queued == 0  # somebody else has given slots back
+    assert lab.state.stats().queued == 0  # another router has given slots back
 
 
 def test_others_prompts_count_in_full_on_a_worker_that_has_none_of_ours() -> None:

@@ -85,7 +85,7 @@ class PrefixesMachine(RuleBasedStateMachine):
 
     @rule(name=CHAINS.map(key), medium=TIERS, gone=st.booleans())
     def damage(self, name: bytes, medium: Medium, gone: bool) -> None:
-        """The map forgets a page, or believes in one, and nobody says so."""
+        """Remove a page from the map, or add a wrong one, without an event."""
         if self.source.holder in self.prefixes.holders():
             change = (
                 self.prefixes._map.removed if gone else lambda *said: self.prefixes._map.stored(said[0], b"", *said[1:])

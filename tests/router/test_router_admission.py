@@ -126,7 +126,7 @@ def test_the_time_that_computing_takes_is_no_time_to_wait() -> None:
 
 
 class OneByOne(LowestTtft):
-    """Baton's own rule as often as a test says; otherwise everybody waits."""
+    """Baton's own rule for as many requests as a test says. All further requests wait."""
 
     free = 1
 
@@ -370,7 +370,7 @@ def computes(cluster: Lab, decode: str, seconds: float) -> None:
 
 
 def test_where_several_tenants_are_a_worker_has_no_more_prompts_than_it_needs() -> None:
-    """The others wait in the router, where turns are kept: of who comes then nobody is passed by."""
+    """The other prompts wait in the router's fair queue, where a later request cannot overtake them."""
     cluster = lab()
     (decode,) = cluster.colocated()
     computes(cluster, decode, 0.4)
@@ -485,7 +485,7 @@ def test_first_attempts_earn_retries() -> None:
         cluster.say(decode, WorkerFailed("sick", attempt, "internal", "sick"))
         if cluster.decode.attempt == attempt:
             break
-    assert cluster.decode.attempt == 2  # a burst of one: nobody saves up for a storm
+    assert cluster.decode.attempt == 2  # a burst of one: no tenant accumulates retries
 
 
 def test_prompts_that_pass_by_do_not_hide_those_that_wait() -> None:

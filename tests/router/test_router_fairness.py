@@ -1,4 +1,4 @@
-"""Virtual token counters: equal service for those who wait, and little credit for those who did not."""
+"""Virtual token counters: equal service for tenants that wait, and little credit for tenants that did not."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_those_who_wait_all_the_time_are_served_alike(
             if tenant not in backlogged or not waiting[tenant]:
                 waiting[tenant].append(sizes[(turn + len(tenant)) % len(sizes)])
                 fairness.start_waiting(tenant, saving)
-        if turn == 0:  # who owed something beforehand pays it first: measured from when all are even
+        if turn == 0:  # a tenant with debt pays it first: service is measured once the counters are even
             level = max(fairness.counter(tenant) for tenant in backlogged)
             for tenant in backlogged:
                 fairness.charge(tenant, (level - fairness.counter(tenant)) * WEIGHTS[tenant])

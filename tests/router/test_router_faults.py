@@ -249,7 +249,7 @@ def test_a_busy_cluster_survives_random_faults(seed: int) -> None:
             cluster.submit(submit(name, dice.randint(1, 80), dice.randint(1, 60), dice.randint(0, 99)))
         if dice.random() < 0.03 and cluster.processes:
             break_process(cluster, dice.choice(list(cluster.processes.values())), dice.choice(FAULTS))
-        if turn % 100 == 99:  # somebody repairs the cluster now and then
+        if turn % 100 == 99:  # the supervisor repairs the cluster now and then
             for role, name, node in [
                 ("decode", "decode-0", "a"),
                 ("prefill", "prefill-0", "a"),

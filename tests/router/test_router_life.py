@@ -371,7 +371,7 @@ def test_a_token_outside_the_vocabulary() -> None:
 
 def test_open_length_is_what_the_largest_pool_has_left() -> None:
     lab = Lab()
-    lab.submit(prompt=10, max_tokens=None)  # nobody knows the pools yet
+    lab.submit(prompt=10, max_tokens=None)  # no pool size is known yet
     lab.join("decode", "decode-0", model=card(pool_pages=8))
     assert lab.decode.max_tokens == 8 * PAGE - 10
 
@@ -417,7 +417,7 @@ def test_a_busy_worker_is_asked_again_after_a_heartbeat_that_knows_of_it() -> No
     lab.beat(first)
     assert lab.decode.attempt == 3
     assert lab.to(lab.decode) == first
-    assert not lab.sent(Cancel)  # who refused holds nothing
+    assert not lab.sent(Cancel)  # a worker that refused holds nothing
 
 
 def test_refusals_are_no_failures_and_waiting_ends() -> None:

@@ -1,4 +1,4 @@
-"""The operator's port: which services are on it and which are not on the public port, and who may open its socket."""
+"""The operator's port: its services, which the public port lacks, and the users that may open its socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is who, and what heartbeats prove: joining, leaving, being replaced, waking up; lost and late messages."""
+"""Membership and heartbeats: joining, leaving, being replaced, waking up; lost and late messages."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_a_busy_cluster_survives_random_faults(seed: int) -> None:
             break_process(cluster, dice.choice(list(cluster.processes.values())), dice.choice(FAULTS))
         if dice.random() < 0.1:
             cluster.evict()
-        if turn % 100 == 99:  # somebody repairs the cluster now and then
+        if turn % 100 == 99:  # the supervisor repairs the cluster now and then
             for role, name, node in [("prefill", "prefill-a0", "a"), ("store", "store-a", "a")]:
                 for old in cluster.named(name):
                     cluster.kill(old)

@@ -119,7 +119,7 @@ def test_a_full_prefill_worker_is_waited_for_where_that_is_quicker() -> None:
 
 
 def test_a_decode_worker_that_is_always_busy_still_has_all_its_prompts_before_it() -> None:
-    """Beside those who decode a prompt takes longer than it would alone; so what is left counts from its end."""
+    """A prompt takes longer beside decoding sequences than alone, so the rest of the queue counts from its end."""
     cluster = Cluster()
     decode = cluster.decoder()
     names = [AttemptName(f"prompt {number}", 1) for number in range(3)]
@@ -232,7 +232,7 @@ def test_an_objective_that_nobody_meets_is_told_at_once() -> None:
     assert cluster.plan(ttft=1.0).prefill == "p0"
 
 
-# --- everybody's turn ---
+# --- equal workers ---
 
 
 def test_equals_are_used_in_turn() -> None:

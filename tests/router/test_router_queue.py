@@ -1,4 +1,4 @@
-"""The queue: order of service, whom a full one turns away, and how long a wait will be."""
+"""The queue: order of service, the requests that a full queue rejects, and predicted waits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Line:
         return request
 
     def serve(self) -> str:
-        """The next, who pays for its prompt."""
+        """Serve the next request and charge its tenant for the prompt."""
         request = next(iter(self.queue.in_order(self.now)))
         self.queue.remove(request, self.now, placed=True)
         self.charge(request.tenant, request.prompt)
@@ -253,7 +253,7 @@ def test_an_idle_queue_says_nothing_of_how_fast_it_drains() -> None:
 
 
 def test_the_margin_follows_how_wrong_forecasts_were() -> None:
-    """Whoever waited 6 s in a line where 4 s were expected makes those behind it doubt their 4 s, too."""
+    """A request that waited 6 s instead of the predicted 4 s raises the margin of the requests behind it."""
     line = Line()
     drained(line, 1_000)
     for i in range(60):

@@ -49,7 +49,7 @@ def test_a_tenant_over_its_tokens_is_told_when_to_come_again() -> None:
         quotas.take("a", 1_000, 0.0)
     assert caught.value.retry_after_ms == 5_000
     quotas.take("a", 1_000, 5.001)
-    quotas.take("b", 10**6, 0.0)  # who has no quota has no limit
+    quotas.take("b", 10**6, 0.0)  # a tenant without a quota has no limit
 
 
 def test_a_tenant_over_its_requests() -> None:

@@ -1,4 +1,4 @@
-"""Rounds: the first in order of service whenever there may be room, everybody by and by."""
+"""Queue scans: the first requests in service order whenever there may be room, and every request in time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.router.model import submit
 
 
 class Waiting:
-    """Requests of a queue, and whoever of them is placed when their turn comes."""
+    """Requests of a queue, some of which are placed in a scan."""
 
     def __init__(self, count: int = 0) -> None:
         self.queue = WaitingQueue(TenantFairness(lambda tenant: 1.0), ageing=10.0)
@@ -27,7 +27,7 @@ class Waiting:
             self.come += 1
 
     def round(self, *placed: int) -> list[int]:
-        """Who is tried, when these can be placed and nobody else."""
+        """Return the requests that a scan tries, when only those in `placed` can be placed."""
         tried: list[int] = []
         for request in self.rounds.scan(0.0):
             tried.append(int(request.name[1:]))
@@ -107,7 +107,7 @@ def test_a_round_that_is_left_early_is_taken_up() -> None:
 
 @given(st.lists(st.one_of(st.integers(1, 15), st.sampled_from(["room", "tick"])), max_size=30), st.data())
 def test_everybody_is_tried_after_there_has_been_room(events: list[int | str], data: st.DataObject) -> None:
-    """However it came about: in no more ticks than eight at a time take, and nobody twice in a round."""
+    """Every request is tried within the ticks that eight at a time need, and none twice in a scan."""
     waiting = Waiting()
     for event in events:
         if isinstance(event, int):

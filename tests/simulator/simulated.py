@@ -61,7 +61,7 @@ def request(at: float, prompt: int, output: int, blocks: Sequence[int] = (1, 2, 
 
 
 def serve(cluster: SimulatedCluster, load: Iterable[Arrival], limit: float = 600.0) -> Measures:
-    """Serve the load; every request must end, once, and nobody may be left with anything."""
+    """Serve the load. Every request must end once, and no process may hold anything afterwards."""
     measures = cluster.run(iter(load), limit)
     assert not measures.waiting
     assert not measures.ended_twice

@@ -1,8 +1,8 @@
 """Workers and stores of two nodes under any order of steps, losses, deaths, cancellations and restarts.
 
-No router here: requests are ordered at random, with hints and sources that may be wrong. Whatever happens, a device
-never reads a wrong page, no token differs from the reference, nobody waits beyond its deadline, and when everything is
-cancelled nothing is left held or reserved.
+There is no router: requests are ordered at random, with hints and sources that may be wrong. A device never reads a
+wrong page, no token differs from the reference, and no request waits beyond its deadline. When everything is cancelled,
+nothing is left held or reserved.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class HandOff(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, 6.0]))
     def somebody_stands_still(self, seconds: float) -> None:
-        """Nobody renews a hold meanwhile."""
+        """Let time pass without any lease heartbeat."""
         self.rig.now += seconds
 
     @rule(number=BIT, damage=SELDOM, times=st.integers(1, 4))
@@ -215,7 +215,7 @@ class HandOff(RuleBasedStateMachine):
             assert store.state._tiers.idle
 
     def everybody_ends(self) -> None:
-        """Nothing fails any more. Then every fetch ends by itself, and whoever prefills is done or gives up."""
+        """Run without further faults: every fetch ends by itself, and every prefill is done or gives up."""
         for _ in range(12):
             self.rig.settle()
             self.rig.tick(0.5)
@@ -226,7 +226,8 @@ class HandOff(RuleBasedStateMachine):
             if isinstance(worker.state, PrefillScheduler):
                 assert worker.state.stats().running == 0, "a prompt is neither done nor given up"
             else:
-                # Who fell short keeps its device pages until the router says what next; others may have to wait.
+                # A sequence in KV_LOAD_INCOMPLETE keeps its device pages until the router decides; others may wait for
+                # them.
                 phases = {sequence.phase for sequence in worker.state._sequences.values()}
                 assert phases <= {SequencePhase.ENDED, SequencePhase.KV_LOAD_INCOMPLETE} | (
                     {SequencePhase.PREEMPTED} if SequencePhase.KV_LOAD_INCOMPLETE in phases else set()

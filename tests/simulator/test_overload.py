@@ -1,4 +1,4 @@
-"""More than a small cluster can serve: it goes on serving, who is turned away hears so, tenants get their due."""
+"""More load than a small cluster can serve: it goes on serving, rejections are sent, tenants get fair shares."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _STEP = DecodeCost(0.01, 0.0, 0.0)
 
 
 class _Told(Rule):
-    """Chooses whom a test names, and keeps what it was shown."""
+    """Chooses the worker that a test names, and keeps its inputs."""
 
     def __init__(self) -> None:
         self.choice: dict[Stage, str | None] = {}

@@ -32,7 +32,7 @@ def load(cluster: LocalCluster, name: str) -> cluster_pb2.Load:
 
 
 def at_rest(cluster: LocalCluster) -> bool:
-    """Nobody runs, waits for or holds anything."""
+    """Whether no process runs, waits for or holds anything."""
     with Client(cluster.address, cluster.operator) as client:
         status = client.status(timeout=DEADLINE)
     live = [p for p in status.processes if p.state == cluster_pb2.PROCESS_STATE_LIVE]

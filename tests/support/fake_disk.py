@@ -1,4 +1,5 @@
-"""A disk's index that is a dictionary, for tests of the store's state: its threads are whoever tells it `Finished`."""
+"""A disk's index that is a dictionary, for tests of the store's state: the test plays its threads and sends
+`Finished`."""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ class FakeDisk:
         assert all(parent == b"" or parent in self._pages for parent, _ in self._pages.values()), "an orphan"
 
     def evict(self, pick: int) -> None:
-        """Make room by a page that nothing follows and nobody reads."""
+        """Evict a leaf page that is not being read."""
         parents = {parent for parent, _ in self._pages.values()} | set(self._coming.values())
         leaves = [key for key in self._pages if key not in parents and not self._reading[key]]
         if leaves:

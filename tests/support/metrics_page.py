@@ -64,7 +64,7 @@ def metric(cluster: LocalCluster, process: str, name: str, **labels: str) -> flo
 
 
 def nothing_held(cluster: LocalCluster, store: str) -> bool:
-    """Whether nobody reads, writes, waits for, brings or sends a page of that store."""
+    """Whether no lease or transfer reads, writes, waits for, loads or sends a page of that store."""
     here = samples(cluster, store)
     used = [total(here, "kv_pages", tier="host", state=state) for state in ("reserved", "held", "loading")]
     used.append(total(here, "kv_pages", tier="remote", state="sending"))
