@@ -22,9 +22,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python -m deploy.commands.demo
 
-# Most tests of processes wait more than they compute, so there are more workers than cores.
+# Tests of processes wait more than they compute, so there are more test workers than cores. Tests of a whole Ray and of
+# the gaps in a stream then have the machine for themselves.
 test: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not alone'; first=$$?; \
+	$(BIN)/python -m pytest -m alone && exit $$first
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile fast -m 'not slow' $(PURE)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.cluster.machine import Machine
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 
 def test_the_demo(machine: Machine):

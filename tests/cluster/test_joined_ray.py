@@ -6,7 +6,7 @@ import pytest
 
 from tests.cluster.machine import Machine
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 GREEDY = ["--temperature", 0, "--max-tokens", 24, "--ignore-eos"]
 START = ["ray", "start", "--head", "--include-dashboard=false", "--object-store-memory=100000000"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cluster.machine import HOME, MODEL, Machine
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 GREEDY = ["--temperature", 0, "--max-tokens", 24, "--ignore-eos"]
 

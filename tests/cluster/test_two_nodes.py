@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.machine import HOME, Machine
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 ONE, TWO = "10.77.0.1", "10.77.0.2"
 START = ["ray", "start", "--object-store-memory=100000000"]
