@@ -4,7 +4,7 @@
 
 `Engine.step` in a loop, in a process of its own, and nothing else, on a Llama of 100 M random parameters. Each round
 runs every case with prompts of its own, and measures the limits before and after it, since a virtual machine's memory
-is not as fast at every moment. docs/benchmarks.md says how tokens are counted.
+is not as fast at every moment. docs/lab/benchmarks.md says how tokens are counted.
 """
 
 from __future__ import annotations

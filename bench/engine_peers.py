@@ -4,7 +4,7 @@
 
 The first run makes the peers' environments below `--folder` and converts the checkpoint, which takes minutes and 6 GB.
 All engines are loaded at once and take turns, case by case, another one first in each round. A waiting engine sleeps.
-The table, in Markdown, goes to stderr. docs/benchmarks.md says with which settings the peers run and why.
+The table, in Markdown, goes to stderr. docs/lab/benchmarks.md says with which settings the peers run and why.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ of a Location Parameter, Annals of Mathematical Statistics 35, 1964), and no coe
 prompts and rows together are left out of the fit: their error tells how far the formula goes.
 
 The file is written to stdout and the errors to stderr. What no step shows (copies, messages, turns of a loop) is as
-docs/benchmarks.md has measured it.
+docs/lab/benchmarks.md has measured it.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ about: |
   The bare engine on {machine}: {model} in {dtype}, {threads} thread(s) to a worker. Fitted by
   bench/fit_model.py to {steps} steps of up to {largest} prompt tokens or {rows} rows, each run {repeats} times: half
   of them are within {half:.0%} of the fit, nine in ten within {most:.0%}; of {checked} steps with both, which were not
-  fitted, half within {checked_half:.0%}. Copies, pages between stores and turns of the loops: docs/benchmarks.md.
+  fitted, half within {checked_half:.0%}. Copies, pages between stores and turns of the loops: docs/lab/benchmarks.md.
 
 token_bytes: {token_bytes}
 max_context: {max_context}

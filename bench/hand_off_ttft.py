@@ -6,7 +6,7 @@ and what the pages that come in do to the streams that run there, beside two bar
 
 Each worker has a core of its own, as in `interference.py`, and the bare engine has that of the prefill worker, in turns
 with it. While a prompt is alone router and store may use both cores, as one of them is idle; beside streams they share
-the prefill worker's. docs/benchmarks.md says what the figures mean.
+the prefill worker's. docs/lab/benchmarks.md says what the figures mean.
 """
 
 from __future__ import annotations

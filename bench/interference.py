@@ -3,8 +3,8 @@
     bench/interference.py                     # about 6 minutes; the first time, vLLM's environment is made
     bench/interference.py --no-vllm --quick   # about 50 s
 
-Streams of short prompts run in closed loops while a long prompt arrives at a fixed pace. docs/benchmarks.md says what
-the figures mean.
+Streams of short prompts run in closed loops while a long prompt arrives at a fixed pace. docs/lab/benchmarks.md says
+what the figures mean.
 """
 
 from __future__ import annotations

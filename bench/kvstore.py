@@ -2,7 +2,8 @@
 
     bench/kvstore.py [--quick] [--directory DIR]
 
-Every ratio is to a limit measured in the same run, moments before or after. docs/benchmarks.md says what each limit is.
+Every ratio is to a limit measured in the same run, moments before or after. docs/lab/benchmarks.md says what each limit
+is.
 """
 
 from __future__ import annotations

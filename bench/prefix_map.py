@@ -3,7 +3,7 @@
     bench/prefix_map.py [--quick] [--pages N] [--holders N]
 
 Everything comes from the wire, decoded within the time that is measured: snapshots through the tracker that a router
-has, events as their publishers encode them. docs/benchmarks.md says what the cases are.
+has, events as their publishers encode them. docs/lab/benchmarks.md says what the cases are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routing policies compared on production traces: the table of docs/routing.md.
+"""Routing policies compared on production traces: the table of docs/lab/routing.md.
 
     bench/routing_table.py TRACE.jsonl ... [--quick] [--into cells.jsonl] [--jobs 2] [--policies baton,llm_d]
     bench/routing_table.py --quick TRACE.jsonl    # six cells of the first trace named

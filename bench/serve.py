@@ -5,7 +5,7 @@
     bench/serve.py --address 127.0.0.1:50051 --operator unix:/run/user/1000/baton/baton/router.sock --concurrency 8
     bench/serve.py --trace conversation_trace.jsonl --length-scale 0.02 --time-scale 4 --requests 200
 
-docs/benchmarks.md says what the figures mean.
+docs/lab/benchmarks.md says what the figures mean.
 """
 
 from __future__ import annotations
