@@ -1,6 +1,6 @@
 """Where a router listens for its operator: a Unix socket that only its own user can open, or a port on loopback.
 
-`SimulatedCluster` and `Cache` are served there and on no other port, since neither asks a client for its name. A Unix
+`Cluster` and `Cache` are served there and on no other port, since neither asks a client for its name. A Unix
 socket lies in a folder of mode 0700 and has mode 0600 itself, so the kernel refuses every other user. A port on
 loopback is open to every user of the machine.
 """

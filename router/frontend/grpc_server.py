@@ -1,4 +1,4 @@
-"""The gRPC front doors: `Generation` of `proto/baton/v1` for clients, `Cache` and `SimulatedCluster` for the operator.
+"""The gRPC front doors: `Generation` of `proto/baton/v1` for clients, `Cache` and `Cluster` for the operator.
 
 Health and reflection are on both. A server answers a call of a service that it lacks with UNIMPLEMENTED.
 
@@ -307,7 +307,7 @@ class _GrpcServer:
         return bound
 
     async def set_serving(self, serving: bool) -> None:
-        """What health checks are told. The router itself answers, so `SimulatedCluster` always serves."""
+        """What health checks are told. The router itself answers, so `Cluster` always serves."""
         if serving == self._serving:
             return
         self._serving = serving
@@ -354,7 +354,7 @@ class ClientServer:
 
 
 class OperatorServer:
-    """The operator's gRPC servers: `SimulatedCluster` and `Cache`, on a Unix socket of this user's or on loopback.
+    """The operator's gRPC servers: `Cluster` and `Cache`, on a Unix socket of this user's or on loopback.
 
     A socket's file may be removed while the router lives, such as with $XDG_RUNTIME_DIR when the user logs out. Then
     another server listens anew, and connections to the first one live on."""
