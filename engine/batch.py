@@ -65,13 +65,13 @@ class Chunk(Struct, frozen=True, gc=False):
 
 class Span(Struct, frozen=True, gc=False):
     """Where a chunk lies: rows `first` to `last` − 1 of the batch, positions `start` to `end` − 1 of its sequence. The
-    pages that cover 0 to end − 1 begin at `table` in the batch's table."""
+    pages that cover 0 to end − 1 begin at `block_table_start` in the batch's block tables."""
 
     first: int
     last: int
     start: int
     end: int
-    table: int
+    block_table_start: int
 
     def __len__(self) -> int:
         return self.last - self.first
@@ -83,55 +83,55 @@ class Batch(Struct, frozen=True, gc=False):
     """
 
     ints: Ints
-    rows: int  # tokens
-    samples: int
-    begins: int
+    num_tokens: int  # tokens
+    num_samples: int
+    num_fresh_pages: int
     page_size: int
     spans: tuple[Span, ...]  # one for each chunk
 
     @property
     def tokens(self) -> Ints:
-        """[rows]: their ids."""
-        return self.ints[: self.rows]
+        """[num_tokens]: their ids."""
+        return self.ints[: self.num_tokens]
 
     @property
     def positions(self) -> Ints:
-        """[rows]: their places in their sequences."""
-        return self.ints[self.rows : 2 * self.rows]
+        """[num_tokens]: their places in their sequences."""
+        return self.ints[self.num_tokens : 2 * self.num_tokens]
 
     @property
-    def tables(self) -> Ints:
-        """[rows]: where in `table` the pages of their sequence begin."""
-        return self.ints[2 * self.rows : 3 * self.rows]
+    def block_table_starts(self) -> Ints:
+        """[num_tokens]: where in `block_tables` the pages of their sequence begin."""
+        return self.ints[2 * self.num_tokens : 3 * self.num_tokens]
 
     @property
     def sample_rows(self) -> Ints:
-        """[samples]: the rows whose hidden state a token is drawn from."""
-        return self.ints[3 * self.rows :][: self.samples]
+        """[num_samples]: the rows whose hidden state a token is drawn from."""
+        return self.ints[3 * self.num_tokens :][: self.num_samples]
 
     @property
-    def begun(self) -> Ints:
-        """[begins]: pages that this step writes first and leaves part empty."""
-        return self.ints[3 * self.rows + self.samples :][: self.begins]
+    def fresh_pages(self) -> Ints:
+        """[num_fresh_pages]: pages that this step writes first and leaves part empty."""
+        return self.ints[3 * self.num_tokens + self.num_samples :][: self.num_fresh_pages]
 
     @property
-    def table(self) -> Ints:
+    def block_tables(self) -> Ints:
         """The pages of all sequences, end to end."""
-        return self.ints[3 * self.rows + self.samples + self.begins :]
+        return self.ints[3 * self.num_tokens + self.num_samples + self.num_fresh_pages :]
 
     @property
-    def pages(self) -> Ints:
-        """[rows]: the pages where their K and V go."""
-        return self.table[self.tables + self.positions // self.page_size]
+    def write_pages(self) -> Ints:
+        """[num_tokens]: the pages where their K and V go."""
+        return self.block_tables[self.block_table_starts + self.positions // self.page_size]
 
     @property
-    def offsets(self) -> Ints:
-        """[rows]: and the places in those pages."""
+    def write_offsets(self) -> Ints:
+        """[num_tokens]: and the places in those pages."""
         return self.positions % self.page_size
 
     def pages_of(self, span: Span) -> Ints:
         """[pages that cover 0 to span.end − 1]"""
-        return self.table[span.table :][: -(-span.end // self.page_size)]
+        return self.block_tables[span.block_table_start :][: -(-span.end // self.page_size)]
 
 
 def flatten(chunks: Sequence[Chunk], page_size: int, num_pages: int, vocab_size: int) -> Batch:

@@ -53,20 +53,24 @@ class Engine:
         self.config = config
         self.layout = layout
         self.fingerprint = fingerprint
-        self.has_head = model_weights.head is not None  # it can generate tokens
+        self.has_lm_head = model_weights.head is not None  # it can generate tokens
         self.pool = pool
         self.pages = PagePool(pool, layout.page_bytes)
         self._num_pages = len(pool)
         self.tracer = Tracer()  # of whoever runs the steps
         self._model = LlamaModel(config, model_weights, TorchAttention(pool, layout))
-        self._few: decode.NativeDecode | None = None
-        self._many: prefill.NativePrefill | LlamaModel = self._model
+        self._decode_kernels: decode.NativeDecode | None = None
+        self._prefill_model: prefill.NativePrefill | LlamaModel = self._model
         if not native or pool.device.type != "cpu" or (library := build.library()) is None:
             return
         if decode.runs(config, model_weights, threads):
-            self._few = decode.NativeDecode(library, ThreadPool(library, threads), config, model_weights, layout, pool)
+            self._decode_kernels = decode.NativeDecode(
+                library, ThreadPool(library, threads), config, model_weights, layout, pool
+            )
         if prefill.runs(config, model_weights):
-            self._many = prefill.NativePrefill(library, threads, config, model_weights, layout, pool, self.tracer)
+            self._prefill_model = prefill.NativePrefill(
+                library, threads, config, model_weights, layout, pool, self.tracer
+            )
 
     @classmethod
     def load(
@@ -132,7 +136,7 @@ class Engine:
     def _batches(self, chunks: Sequence[Chunk]) -> list[tuple[Sequence[int], Batch]]:
         """What is computed at a time, and which of the chunks that is. Raises ValueError."""
         whole = self._flatten(chunks)
-        if self._few is None or self._few.takes(whole):
+        if self._decode_kernels is None or self._decode_kernels.takes(whole):
             return [(range(len(chunks)), whole)]
         alone = [place for place, chunk in enumerate(chunks) if len(chunk.tokens) == 1]
         if not _FEWEST_APART <= len(alone) <= min(decode.MOST_ROWS, len(chunks) - 1):
@@ -147,21 +151,21 @@ class Engine:
         """Run the model: logits of the rows that a token is drawn from, if there are any and there is a head; and the
         likeliest tokens, where they were found on the way."""
         span = self.tracer.span
-        if self._few is not None and self._few.takes(batch):
+        if self._decode_kernels is not None and self._decode_kernels.takes(batch):
             with span("layers and head", "engine"):
-                decoded = self._few.run(batch)
-            return (decoded.logits, decoded.best) if batch.samples else (None, None)
+                decoded = self._decode_kernels.run(batch)
+            return (decoded.logits, decoded.best) if batch.num_samples else (None, None)
         return self._logits_of_many(batch), None
 
     @torch.inference_mode()  # native steps do without
     def _logits_of_many(self, batch: Batch) -> torch.Tensor | None:
         span = self.tracer.span
         with span("layers", "engine"):
-            hidden = self._many.forward(batch)
+            hidden = self._prefill_model.forward(batch)
         if hidden is None:
             return None
         with span("head", "engine"):
-            return self._many.logits(hidden)
+            return self._prefill_model.logits(hidden)
 
 
 def layout_of(config: ModelSpec, dtype: str, page_size: int) -> PageLayout:

@@ -127,7 +127,7 @@ class WorkerLoop:
             self.engine.config.max_positions,
             self.num_pages,
             self.calibration,
-            self.engine.has_head,
+            self.engine.has_lm_head,
         )
         hello = Hello(
             self.peer,
@@ -260,7 +260,7 @@ class WorkerLoop:
         yield Tick(paused)
 
     def _change_role(self, role: WorkerRole) -> None:
-        if role == "decode" and not self.engine.has_head:
+        if role == "decode" and not self.engine.has_lm_head:
             of_peers.warning("can't become a decode worker without an output head (prefill.lm_head)")
         elif role != self.peer.role:
             of_peers.info("becomes a %s worker; all work here is forgotten", role)

@@ -101,12 +101,12 @@ class TorchStep:
         self._batch = batch
         self._plans: dict[int | None, list[_Singles | _PageRange]] = {}
         layout = backend.layout
-        rows = backend.page_row(batch.pages[:, None])[..., 0] * layout.page_size + batch.offsets[:, None]
+        rows = backend.page_row(batch.write_pages[:, None])[..., 0] * layout.page_size + batch.write_offsets[:, None]
         self._slots = self._tensor(rows.reshape(-1))  # [tokens · kv_heads], rows of `token_rows` for K of layer 0
         # A page that is used again still holds its last owner's values behind the new ones. They are masked, but a mask
         # doesn't hide a NaN, and one sequence's overflow must not reach another.
-        if len(batch.begun):
-            backend.pool[self._tensor(batch.begun)] = 0
+        if len(batch.fresh_pages):
+            backend.pool[self._tensor(batch.fresh_pages)] = 0
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         layout, rows = self._backend.layout, self._backend.token_rows

@@ -102,15 +102,17 @@ class NativeDecode:
     def takes(batch: Batch) -> bool:
         """Whether the batch is run faster here than as one with many rows."""
         in_runs = sum(len(span) * span.end for span in batch.spans if len(span) > 1)
-        return batch.rows <= MOST_ROWS and in_runs <= MOST_IN_RUNS
+        return batch.num_tokens <= MOST_ROWS and in_runs <= MOST_IN_RUNS
 
     def run(self, batch: Batch) -> Decoded:
         """Compute the batch's K and V into their pages, and logits of its `sample_rows`."""
-        assert batch.rows <= MOST_ROWS
+        assert batch.num_tokens <= MOST_ROWS
         ints = batch.ints.__array_interface__["data"][0]
-        step = _DecodeStep(batch.rows, batch.samples, batch.begins, ints, self._logits_at, self._best_at)
+        step = _DecodeStep(
+            batch.num_tokens, batch.num_samples, batch.num_fresh_pages, ints, self._logits_at, self._best_at
+        )
         self._run(self._model_at, ctypes.byref(step), MOST_ROWS, self._threads.handle, self._memory)
-        return Decoded(self._logits[batch.samples], self._best[: batch.samples].tolist())
+        return Decoded(self._logits[batch.num_samples], self._best[: batch.num_samples].tolist())
 
     def _describe(self, config: ModelSpec, weights: ModelWeights, layout: PageLayout, pool: torch.Tensor) -> _Model:
         assert weights.norm is not None

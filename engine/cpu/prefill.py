@@ -194,20 +194,20 @@ class NativePrefill:
     def _begin(self, batch: Batch) -> _PrefillStep:
         layout, spans = self._layout, batch.spans
         # What is left of the page's last owner is never attended to here, but behind a mask in torch: see TorchStep.
-        if len(batch.begun):
-            self._pool[torch.from_numpy(batch.begun)] = 0
+        if len(batch.fresh_pages):
+            self._pool[torch.from_numpy(batch.fresh_pages)] = 0
         head_rows = 2 * layout.num_layers * layout.page_size
         cos, sin = rotary.rotation(torch.from_numpy(batch.positions), self._frequencies)
         sampled = set(batch.sample_rows.tolist())
         drawn = [span for span in spans if span.last - 1 in sampled]
-        tails = [Span(i, i + 1, span.end - 1, span.end, span.table) for i, span in enumerate(drawn)]
+        tails = [Span(i, i + 1, span.end - 1, span.end, span.block_table_start) for i, span in enumerate(drawn)]
         return _PrefillStep(
             blocks=list(self._blocks(spans)),
             samples=list(self._blocks(tails)),
             cos=cos,
             sin=sin,
-            slots=(batch.pages * layout.num_kv_heads * head_rows + batch.offsets) * layout.head_dim,
-            pages=batch.table,
+            slots=(batch.write_pages * layout.num_kv_heads * head_rows + batch.write_offsets) * layout.head_dim,
+            pages=batch.block_tables,
         )
 
     def _blocks(self, spans: Sequence[Span]) -> Iterator[_Block]:
@@ -219,7 +219,8 @@ class NativePrefill:
                 if span.first < last and span.last > first
             ]
             table = [
-                (begin - first, end - begin, span.start + begin - span.first, span.table) for begin, end, span in within
+                (begin - first, end - begin, span.start + begin - span.first, span.block_table_start)
+                for begin, end, span in within
             ]
             yield _Block(first, last, self._kernels.pieces(table))
 

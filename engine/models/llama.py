@@ -18,7 +18,7 @@ from engine.models.weights import KeyValueWeights, LayerWeights, ModelWeights
 NUMERICS_VERSION = 1
 """Raised whenever a change here makes K or V that differ by more than rounding; part of every page key's namespace."""
 
-Turn = tuple[torch.Tensor, torch.Tensor]
+CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class LlamaModel:
@@ -59,14 +59,14 @@ class LlamaModel:
         assert self._weights.head is not None
         return self._weights.head(hidden)
 
-    def _layer(self, layer: int, w: LayerWeights, x: torch.Tensor, turn: Turn, step: AttentionStep) -> torch.Tensor:
+    def _layer(self, layer: int, w: LayerWeights, x: torch.Tensor, turn: CosSin, step: AttentionStep) -> torch.Tensor:
         queries = self._queries(layer, w, x, turn, step)
         attended = step.attend(layer, queries, self._config.windows[layer])
         x = x + w.output(attended.flatten(1))
         gate, up = w.gate_up(self._norm(x, w.mlp_norm)).chunk(2, dim=-1)
         return x + w.down(functional.silu(gate) * up)
 
-    def _queries(self, layer: int, w: LayerWeights, x: torch.Tensor, turn: Turn, step: AttentionStep) -> torch.Tensor:
+    def _queries(self, layer: int, w: LayerWeights, x: torch.Tensor, turn: CosSin, step: AttentionStep) -> torch.Tensor:
         """Write the layer's K and V; return its queries [tokens, heads, head_dim]."""
         heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
         qkv = w.qkv(self._norm(x, w.input_norm)).view(len(x), -1, self._config.head_dim)
@@ -77,7 +77,7 @@ class LlamaModel:
         step.write(layer, keys, values)
         return queries
 
-    def _last_key_value(self, w: KeyValueWeights, x: torch.Tensor, turn: Turn, step: AttentionStep) -> None:
+    def _last_key_value(self, w: KeyValueWeights, x: torch.Tensor, turn: CosSin, step: AttentionStep) -> None:
         """As `_queries`, without queries."""
         kv = w.kv(self._norm(x, w.input_norm)).view(len(x), -1, self._config.head_dim)
         keys, values = kv.chunk(2, dim=1)

@@ -55,8 +55,8 @@ def pair(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
             return Engine.load(path(name), dtype, "cpu", pages, page_size, True, threads=threads, native=native)
 
         ours, plain = load(True), load(False)
-        assert ours._few is not None
-        assert plain._few is None
+        assert ours._decode_kernels is not None
+        assert plain._decode_kernels is None
         return ours, plain
 
     return loaded
@@ -250,14 +250,14 @@ def test_which_batches_have_few_rows(chunks: list[tuple[int, int]], few_rows: bo
 @native
 def test_equal_logits_give_the_lowest_token(pair: Pairs):
     ours, _ = pair("llama")
-    assert ours._few is not None
-    head = ours._few._model.head
+    assert ours._decode_kernels is not None
+    head = ours._decode_kernels._model.head
     zeros = torch.zeros(1024 * 64)  # as many weights as the head has
-    ours._few._model.head = zeros.data_ptr()
+    ours._decode_kernels._model.head = zeros.data_ptr()
     try:
         (sampled,) = ours.step([Chunk([7], 0, [0], GREEDY)])
     finally:
-        ours._few._model.head = head
+        ours._decode_kernels._model.head = head
     assert sampled is not None
     assert sampled.token == 0
 
@@ -319,7 +319,7 @@ def test_narrower_vectors_come_to_the_same(
     library = build.load(build.SOURCES, build.cache_root())
     monkeypatch.setattr(build, "library", lambda: library)
     narrow = Engine.load(checkpoint(name), dtype, "cpu", PAGES, 16, True, threads=2)
-    assert narrow._few is not None
+    assert narrow._decode_kernels is not None
     plain.pool.zero_()
     for length in (MOST_ROWS // 4, 2 * MOST_ROWS):
         pages = [range(16 * i, 16 * i + 16) for i in range(4)]

@@ -216,15 +216,15 @@ def test_a_step_is_that_of_torch(name: str, checkpoint: Callable[[str], Path]):
     ours, theirs = (
         Engine.load(checkpoint(name), "float32", "cpu", 64, 16, True, 1, native) for native in (True, False)
     )
-    assert ours._many is not ours._model
-    assert theirs._many is theirs._model
+    assert ours._prefill_model is not ours._model
+    assert theirs._prefill_model is theirs._model
     for seed in range(8):
         theirs.pool.normal_(generator=torch.Generator().manual_seed(seed))
         ours.pool.copy_(theirs.pool)
         chunks = ragged(seed, 64)
         batch = flatten(chunks, 16, 64, VOCAB)
         with torch.inference_mode():
-            got, expected = ours._many.forward(batch), theirs._many.forward(batch)
+            got, expected = ours._prefill_model.forward(batch), theirs._prefill_model.forward(batch)
         torch.testing.assert_close(ours.pool, theirs.pool, atol=1e-4, rtol=1e-4)
         if expected is None:
             assert got is None
@@ -238,7 +238,7 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_torch(name: str, checkpoint: Ca
     def pages(dtype: str, native: bool) -> torch.Tensor:
         engine = Engine.load(checkpoint(name), dtype, "cpu", 64, 16, True, 1, native)
         with torch.inference_mode():
-            engine._many.forward(flatten(ragged(1, 64), 16, 64, VOCAB))
+            engine._prefill_model.forward(flatten(ragged(1, 64), 16, 64, VOCAB))
         return engine.pool.float()
 
     exact, torchs, ours = pages("float32", False), pages("bfloat16", False), pages("bfloat16", True)
@@ -276,7 +276,7 @@ def test_torch_alone_makes_the_tokens_of_transformers(
 
 def test_float16_is_left_to_torch(checkpoint: Callable[[str], Path]):
     engine = Engine.load(checkpoint("llama"), "float16", "cpu", 20, 16, True, 1)
-    assert engine._many is engine._model
+    assert engine._prefill_model is engine._model
     assert engine.step([Chunk(prompt_of(40), 0, range(3), TokenDraw(temperature=0))])[0] is not None
 
 
@@ -321,8 +321,8 @@ def test_a_matrix_unit_is_left_to_onednn(checkpoint: Callable[[str], Path], monk
     monkeypatch.setattr(build, "cpu_description", lambda: "flags amx_bf16 amx_tile")
     theirs = Engine.load(checkpoint("llama-bias"), "bfloat16", "cpu", 64, 16, True, 1)
     for engine, products in ((ours, OwnProducts), (theirs, OneDnnProducts)):
-        assert isinstance(engine._many, NativePrefill)
-        assert type(engine._many._products) is products
+        assert isinstance(engine._prefill_model, NativePrefill)
+        assert type(engine._prefill_model._products) is products
         engine.step(ragged(3, 64))
     torch.testing.assert_close(ours.pool, theirs.pool, atol=0.5, rtol=0.1)
     assert (ours.pool - theirs.pool).abs().float().mean() < 0.02 * ours.pool.abs().float().mean()
