@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import socket
 import threading
 import time
@@ -20,7 +21,7 @@ import zmq
 import zmq.asyncio
 
 from baton import wire
-from baton.errors import KeysUnusable, StartupError
+from baton.errors import KeysUnusable, PortInUse, StartupError
 from baton.messages import Cancel, Heartbeat, Hello, LoadReport, ToDecode
 from baton.monotonic_clock import MonotonicClock
 from baton.wire import ClusterKeys, Heart, Listener, Publisher, RouterSocket, Subscriber, guard, use_keys
@@ -328,11 +329,19 @@ def squat(endpoint: str, times: int) -> None:
                         pass
 
 
+def listen_below_the_ephemeral_ports() -> Listener:
+    """Return a listener on a port that no other process is given while this one has closed it for a moment."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with contextlib.suppress(PortInUse):
+            return Listener(f"tcp://127.0.0.1:{port}", ROUTER)
+    raise AssertionError("no port is free")
+
+
 def test_a_program_on_a_dead_routers_port_does_not_end_the_links() -> None:
     """ZMQ gives up a connection whose other end breaks the protocol; link and heart connect again."""
 
     async def main() -> None:
-        listener = Listener("tcp://127.0.0.1:0", ROUTER)
+        listener = listen_below_the_ephemeral_ports()
         link: RouterSocket[ToDecode] = RouterSocket(listener.endpoint, ME, ToDecode)
         heart = Heart(listener.endpoint, ME, MonotonicClock())
         heart.publish("router-1", Heartbeat(3, LoadReport()), 0.02, None)
