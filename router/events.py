@@ -25,7 +25,7 @@ from kvstore.events.wire_format import KvEventBatch
 class Submit(Struct, frozen=True):
     """A client's request, validated as far as that needs no knowledge of the cluster.
 
-    `request` is unique for ever, among all routers of the same workers: its attempts are numbered from 1, and a name
+    `request` is unique for ever, among all routers of the same workers. Its attempts are numbered from 1, and a name
     used again would mean two things to a worker that missed the end of the first. `sampling` has its seed already."""
 
     request: str
@@ -99,7 +99,7 @@ class SetRole(Struct, frozen=True):
 
 
 class ClientGone(Struct, frozen=True):
-    """Nobody listens to this request, or waits for this warm-up, any more."""
+    """The client of this request, or of this pin, has gone."""
 
     request: str
     why: str = "the client went away"
@@ -169,7 +169,7 @@ class Failed(Struct, frozen=True):
 
 
 class Cancelled(Struct, frozen=True):
-    """Nobody wants the rest."""
+    """The client does not want the rest."""
 
     why: str
 
@@ -178,7 +178,7 @@ RequestOutcome: TypeAlias = Finished | Failed | Cancelled
 
 
 class Usage(Struct, frozen=True):
-    """Tokens. `cached` are those of the prompt that nobody computed for this request."""
+    """Tokens. `cached` are the prompt tokens that no worker computed for this request."""
 
     prompt: int = 0
     cached: int = 0
@@ -186,7 +186,7 @@ class Usage(Struct, frozen=True):
 
 
 class ServingAccount(Struct, frozen=True):
-    """Who served a request, by name, and what that took."""
+    """The workers that served a request, by name, and the cost of serving it."""
 
     attempts: int = 0
     prefill_worker: str = ""  # of the last attempt
@@ -223,7 +223,7 @@ class PinView(Struct, frozen=True):
 
 
 class Pinned(Struct, frozen=True):
-    """A prefix is pinned: its pages are pinned. `computed`: tokens that had to be computed; none: nobody knows."""
+    """A prefix is pinned: its pages are. `computed`: tokens that had to be computed; none: unknown."""
 
     view: PinView
     computed: int | None

@@ -1,4 +1,4 @@
-"""What the router knows of each process: who it is, how it is, and the work it was given.
+"""The router's record of each process: identity, health, and the work it was given.
 
     (stranger) ──Hello──▶ live ──silent, stuck, dead or replaced──▶ gone ──Hello──▶ live
 
@@ -223,7 +223,8 @@ class _LinkCounter:
 
 
 class ClusterMembership:
-    """Every process that said Hello. Decides who may join; what follows from a leave is its owner's business."""
+    """Every process that said Hello. It decides which may join. The consequences of a leave are its owner's
+    business."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -239,7 +240,7 @@ class ClusterMembership:
         return self._live.get(incarnation)
 
     def require_live(self, incarnation: str) -> MemberRecord:
-        """The same, of one that must be live: somebody with a current attempt."""
+        """Return the live process of that incarnation. It must be live: it has a current attempt."""
         member = self._live.get(incarnation)
         assert member is not None, f"{incarnation} has an attempt and is not live"
         return member
@@ -352,7 +353,7 @@ class ClusterMembership:
             self._gone[member.peer.name] = member
 
     def extend(self, seconds: float) -> None:
-        """We did not listen for so long: nobody is to blame for silence."""
+        """Count no silence for so long: this router did not listen."""
         for member in self._live.values():
             member.heard_at += seconds
             member.prefill_busy_since += seconds
@@ -389,8 +390,8 @@ class ClusterMembership:
         return old
 
     def _meet(self, incarnation: str) -> None:
-        # Whoever comes back keeps its order and its count: a heartbeat from before may still be on its way, and what
-        # that has heard must not pass for having heard what is sent from now on.
+        # A process that comes back keeps its order and its count. A heartbeat from before may still be on its way, and
+        # the messages it reflects must not count for those sent from now on.
         self._met += 1
         self._known.setdefault(incarnation, _LinkCounter(self._met))
 

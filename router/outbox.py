@@ -23,7 +23,7 @@ class Outbox:
         """Send a message; returns its sequence on that link."""
         self._commands.append(SendMessage(incarnation, message))
         sequence = self._members.next_sequence(incarnation)
-        if sequence is None:  # nobody's count goes on from what a stranger is told
+        if sequence is None:  # a stranger's messages are not counted
             self._commands.append(ForgetPeer(incarnation))
             return 0
         return sequence

@@ -5,9 +5,9 @@
                 └── no worker is free ───┴─ busy / lost / dead ┴─── dead, failed, no progress ──┘
                                                (the next attempt knows every token so far)
 
-It ends from any state: with its last token, an error, its deadline, a matched stop string, or its client's leaving.
-The budget bounds the accepted attempts in a row that brought no token: a request that kills its workers must stop, one
-whose workers happen to die must not. The time in the queue bounds the attempts that nobody accepted.
+It ends from any state: with its last token, an error, its deadline, a matched stop string, or its client's leaving. The
+budget bounds the accepted attempts in a row that brought no token. A request that kills its workers must stop, and one
+with workers that happen to die must not. The time in the queue bounds the attempts that no worker accepted.
 """
 
 # pyright: strict
@@ -35,7 +35,7 @@ class RequestPhase(Enum):
 
 @dataclass
 class Attempt:
-    """The one active attempt of a request. Who is not named here has no say in it."""
+    """The one active attempt of a request. Only the processes named here count for it."""
 
     name: AttemptName
     placement: Placement
@@ -58,7 +58,7 @@ class Attempt:
 
     @property
     def needs_prefill(self) -> bool:
-        """Somebody still waits for pages of its prefill worker. Afterwards that one is only listened to."""
+        """A worker still waits for pages of its prefill worker. Afterwards only that worker's account is awaited."""
         return not self.prefilled and self.phase is not RequestPhase.RUNNING
 
     @property
@@ -91,11 +91,11 @@ class Request:
     tpot: float | None = None  # the same
     affinity: str = ""  # requests of one key go to one decode worker while it lives
     attempt: Attempt | None = None
-    queue_deadline: float | None = None  # when the wait in the queue ends, seconds; none while somebody has accepted it
+    queue_deadline: float | None = None  # when the wait in the queue ends, seconds; none while a worker has accepted it
     attempts: int = 0  # started
     failures: int = 0  # accepted attempts since the last token that came to nothing
     ever_accepted: bool = False  # a worker has accepted it once: it is never turned away for want of room
-    is_retry: bool = False  # its next attempt repeats one that failed, which counts against everybody's retries
+    is_retry: bool = False  # its next attempt repeats one that failed, which uses the common retry budget
     tokens_charged_to_quota: int | None = None  # tokens taken out of its tenant's quota; none: it never came in
     predicted_dequeue_at: float | None = (
         None  # when its wait in the queue should end, seconds; none: it was not asked, or is over
@@ -105,7 +105,7 @@ class Request:
     )
     charged: float = 0.0  # to its tenant for its prompt
     busy_refusals: int = 0  # times that a prefill worker had no room
-    decode_only: bool = False  # the next attempts shall need nobody but a decode worker
+    decode_only: bool = False  # the next attempts shall need only a decode worker
     excluded: set[str] = field(default_factory=set[str])  # incarnations that said they could not do it
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list[bytes])  # of the pages that may be found in caches

@@ -1,8 +1,8 @@
 """The router's loop: it owns the sockets and the clock, and does what `RouterState` says.
 
-`serve` runs in whatever event loop its caller has (a Ray actor's, `python -m router`'s) and installs no signal
-handlers. Should one of its tasks fail, which is a mistake of ours, the whole router ends: its streams get
-UNAVAILABLE, its workers free what it owned, and whoever started it starts another. That is better than half a router.
+`serve` runs in its caller's event loop (a Ray actor's, `python -m router`'s) and installs no signal handlers. If one of
+its tasks fails, which is a bug, the whole router ends: its streams get UNAVAILABLE, its workers free what it owned, and
+its supervisor starts another. That is better than half a router.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ async def _stop(client_server: ClientServer, operator: OperatorServer) -> None:
 async def _watch(
     driver: RouterDriver, fronts: tuple[ClientServer, OperatorServer], listener: Listener, clock: Clock
 ) -> None:
-    """Time, for the state: and whether this loop was itself held up, which is nobody else's fault (rule 6)."""
+    """Tell the state the time, and whether this loop was itself paused: then no other process is to blame."""
     beat = driver.config.cluster.heartbeat_ms / 1_000
     pauses = PauseDetector(tolerance=beat)
     while True:
@@ -216,7 +216,7 @@ class RouterSockets:
                 except MalformedMessage as error:
                     of_peers.warning("dropped KV events of %s: %s", incarnation, error)
                     continue
-                if batch.holder == incarnation:  # an endpoint may have passed to somebody else
+                if batch.holder == incarnation:  # an endpoint may have passed to another process
                     await self.pages.put(KvEvents(batch))
 
     async def _catch_up(self, incarnation: str, asker: ReplayClient) -> None:

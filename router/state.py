@@ -1,9 +1,9 @@
-"""What the router knows and decides: who is live, who does what, and what each heartbeat proves.
+"""The router's knowledge and decisions: live processes, their work, and what each heartbeat proves.
 
-Pure: `handle(event, now) -> list[Command]`. The parts: `peers` (who is who), `prefixes` (who has which pages), `life`
-(what becomes of each request), `answers` (what a worker's message means for its attempt), `prefix_pinning`
-(the same for prefixes that are to be kept pinned). This module judges: every message is checked for its sender, its
-incarnation and its attempt here, and every heartbeat is compared with what its sender should have (rule 2).
+Pure: `handle(event, now) -> list[Command]`. The parts: `members` (processes), `placement.kv_index` (pages),
+`requests.lifecycle` (requests), `requests.worker_messages` (workers' messages about attempts), `prefix_pinning` (the
+same for pinned prefixes). This module judges. It checks every message for its sender, incarnation and attempt, and
+compares every heartbeat with the work that its sender should have.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ProcessView:
     metrics: str  # host:port
     pages_known: int
     events: str = ""  # ZMQ endpoint of its KV events
-    replay: str = ""  # and that where those who missed some ask
+    replay: str = ""  # the socket that sends missed batches again
     draining: bool = False  # it is given nothing new
     attempts: int = 0  # that it was given and that have not ended
     changing_to: WorkerRole | None = None  # once it is empty
@@ -129,7 +129,7 @@ class RouterState:
     """One router's whole knowledge."""
 
     def __init__(self, me: Peer, config: Config, limits: ModelLimits, placer: PlacementPolicy | None = None) -> None:
-        """`placer`: the policy that says who shall do what; Baton's own unless told otherwise."""
+        """`placer`: the policy that places requests; Baton's own unless told otherwise."""
         self._me = me
         self._config = config
         self._members = ClusterMembership(config.pages.page_size)
@@ -148,9 +148,9 @@ class RouterState:
         self._next_beat = float("-inf")
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
-        """Take one event; returns what is to be done, in order. Raises InvalidRequest for a Submit whose name is in
-        use and for a DrainWorker or SetRole that can't be, PinNotFound for an UnpinPrefix, and ProcessNotFound where a
-        ProfileProcess, Drain or SetRole names what there is not."""
+        """Take one event and return the commands, in order. Raises InvalidRequest for a Submit with a name in use
+        and for an impossible DrainWorker or SetRole. Raises PinNotFound for an UnpinPrefix without a pin. Raises
+        ProcessNotFound where a ProfileProcess, DrainWorker or SetRole names no live process."""
         match event:
             case MessageReceived(envelope=envelope):
                 self._message_received(envelope, now)

@@ -131,7 +131,7 @@ class RouterDriver:
         self.handle(ClientGone(stream.name))
 
     async def pin_prefix(self, order: ValidatedPin, deadline: float | None) -> Pinned:
-        """Have a prefix computed and pinned. Raises BatonError. Whoever stops waiting for it no longer wants it."""
+        """Have a prefix computed and pinned. Raises BatonError. A caller that stops waiting cancels the pin."""
         name = f"{PIN}{self._number()}"
         answer = self._pinning[name] = asyncio.get_running_loop().create_future()
         try:
@@ -151,7 +151,7 @@ class RouterDriver:
         self.handle(UnpinPrefix(pin))
 
     def pins(self) -> list[PinView]:
-        """The pins of the only tenant there is while nobody authenticates."""
+        """Return the pins of the one tenant that there is, as clients are not authenticated."""
         return self.state.pins("", self._clock.now())
 
     def profile(self, process: str, steps: int) -> tuple[Path, str]:
@@ -192,7 +192,7 @@ class RouterDriver:
         return self.state.recent(count, ""), self._clock.now()
 
     def stop(self) -> None:
-        """End every stream: whoever is served gets Unavailable, and may ask the router that comes after this one."""
+        """End every stream with Unavailable. Its client may ask the router that comes after this one."""
         self.handle(Shutdown())
 
     def _number(self) -> str:

@@ -21,7 +21,7 @@ from router.frontend.client_sessions import RouterDriver
 
 log = logging.getLogger(__name__)
 
-_ACCESS_LOG = None  # a line per scrape helps nobody
+_ACCESS_LOG = None  # a line per scrape has no reader
 MAX_CONNECTIONS = 64  # at a time
 DEADLINE = 5.0  # seconds from the start of a connection to its end, however it is used
 _BACKLOG = 16  # connections that the kernel keeps, and that asyncio accepts in one turn of the loop

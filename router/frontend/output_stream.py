@@ -1,8 +1,8 @@
 """One request's output on its way to its client: tokens in from the state, text and tokens out as the client reads.
 
-What a slow client has not read is merged into pieces, so it costs no more than its tokens; and there is a limit to
-those: past it the request is cancelled, since memory and decode pages are not for readers who do not come. Pieces are
-small, because gRPC keeps the one that it writes for as long as the client is connected and does not read.
+Output that a slow client has not read is merged into pieces, so it costs no more than its tokens. Past a limit the
+request is cancelled, because memory and decode pages are for clients that read. Pieces are small, because gRPC keeps
+the one that it writes for as long as the client is connected and does not read.
 """
 
 from __future__ import annotations

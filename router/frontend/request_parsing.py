@@ -147,8 +147,8 @@ def _check_model(asked: str, model: ServedModel) -> None:
 
 
 def _prompt(request: pb.GenerateRequest | cache_pb2.PinPrefixRequest, model: ServedModel) -> Sequence[int]:
-    """Its tokens. Raises InvalidRequest, and ContextTooLong before anything is done with each token of a prompt that
-    would keep the router from everybody else for seconds."""
+    """Return its tokens. Raises InvalidRequest. Raises ContextTooLong before any work per token, which would keep
+    the router from other requests for seconds."""
     tokens = _tokens(request, model)
     if len(tokens) > model.limits.max_context:
         raise ContextTooLong(

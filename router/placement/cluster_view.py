@@ -33,7 +33,7 @@ class ClusterView:
         self._output = _OUTPUT
 
     def begin_scan(self, now: float) -> None:
-        """Those who wait are tried anew, in order of service: nobody has a claim yet."""
+        """Begin a scan of the waiting requests, in order of service: nothing is reserved yet."""
         self.now = now
         self._reserved.clear()
 

@@ -7,10 +7,10 @@
     a pair     max(queue, wait) + making + transfer + step
     alone      the same of a decode worker that computes the prompt itself: nothing begins before it has room
 
-A prompt that a decode worker computes although a prefill worker could makes all that decode there wait, and whoever
-comes meanwhile: their seconds count like its own. A decode worker's time per output token is predicted as a step, and
-for each token its share of the prompts to be computed there; cf. Mooncake, FAST'25, where a placement must keep both
-objectives for the time that decoding starts.
+Prefilling on a decode worker delays every sequence that decodes there. That delay is charged to the placement: (running
+sequences + 1) × prefill seconds. A decode worker's time per output token is predicted as a step, and for each token its
+share of the prompts to be computed there. Compare Mooncake, FAST'25, where a placement must keep both objectives for
+the time that decoding starts.
 
 Pure. Arrays have a row for each worker of the `WorkerTable`, decode workers first.
 """
@@ -33,7 +33,7 @@ _TURN = 1e-6  # seconds at most by which those used last seem dearer: so equals 
 
 
 class PlacementCosts:
-    """Of one request. Nothing of it changes, so that it can be read later, when somebody asks why."""
+    """The costs of one request. They never change, so that they can be read later for an explanation."""
 
     def __init__(self, ask: PlacementRequest, table: WorkerTable, now: float, output: float, claims: Floats) -> None:
         """`output`: tokens that the request is expected to generate; `claims`: seconds of each worker that requests
@@ -52,7 +52,7 @@ class PlacementCosts:
             self.cached, self.load = reusable_pages(prefix, table, device, host, disk, self.serves)
         new = (prefix.pages - self.cached) * prefix.page_size
         rest = np.zeros(len(new))
-        rest[d:] = ask.partial_page_tokens  # whoever decodes computes it in his first step, if no prefill worker does
+        rest[d:] = ask.partial_page_tokens  # if no prefill worker computes it, the decode worker does in its first step
         made = new + rest
         steps = np.ceil(made / table.chunk)
         middle = prefix.pages * prefix.page_size + rest + 0.5 - 0.5 * made  # of what new tokens attend to
@@ -136,7 +136,7 @@ class PlacementCosts:
         self.pages_to_move = np.maximum(prefix.pages - np.maximum(device[:d], host[at]), 0.0) + (handed - prefix.pages)
         self.latency = table.latency[at] * (self.pages_to_move > 0)
         self.link = self.latency + self.pages_to_move * (prefix.page_bytes / table.assumed_bandwidth[at])
-        able[:d] &= self.cached[:d] < prefix.pages  # who has every full page gains nothing from a hand-off
+        able[:d] &= self.cached[:d] < prefix.pages  # a worker with every full page gains nothing from a hand-off
         prefill_rows, decode_rows = able[d:].nonzero()[0] + d, able[:d].nonzero()[0]
         if len(prefill_rows) == 0 or len(decode_rows) == 0:
             return
@@ -187,9 +187,9 @@ class PlacementCosts:
         return None, int(alone.argmin())
 
     def best_within(self, limit: float) -> tuple[int | None, int] | None:
-        """Of the ways that can be gone now and take at most `limit` seconds: the one with the fewest tokens to compute,
-        then the emptiest decode worker, then the fewest pages to move, then the workers that were not used for longest.
-        Where there is something to compute, a pair is preferred to a decode worker that would compute as much."""
+        """Return the best placement that can start now and takes at most `limit` seconds. It has the fewest tokens to
+        compute, then the emptiest decode worker, then the fewest pages to move, then the workers unused for longest.
+        If there is something to compute, a pair is preferred to a decode worker that would compute as much."""
         d = self.num_decode
         opened = self.opened
         now = self.pair_seconds <= limit
@@ -225,7 +225,7 @@ class PlacementCosts:
         self.best_pair_seconds = float(self.pair_seconds.min(initial=inf))
 
     def require_disaggregation(self) -> None:
-        """Nobody decodes where a prompt is computed that a prefill worker can compute."""
+        """Exclude decode workers that would compute a prompt which a prefill worker can compute."""
         if self.best_pair_seconds < inf:
             self.local_seconds[self.new_tokens[: self.num_decode] > 0] = inf
 
@@ -237,7 +237,7 @@ class PlacementCosts:
         return bool(self._stores and self.stored[a] and self.stored[b] and (a == b or self.serves[a]))
 
     def seconds_of_prefill(self, prefill_row: int | None, decode_row: int) -> float:
-        """Seconds of work for whoever computes the prompt."""
+        """Return the seconds of work for the worker that computes the prompt."""
         row = decode_row if prefill_row is None else prefill_row
         return float(self.prefill_seconds[row])
 
@@ -302,10 +302,10 @@ class PlacementCosts:
 def reusable_pages(
     prefix: CacheablePrefix, table: WorkerTable, device: Floats, host: Floats, disk: Floats, serves: Floats
 ) -> tuple[Floats, Floats]:
-    """How many pages each worker of the table need not compute, and the seconds that loads take: what `decoder_reach`
-    and `prefiller_reach` (`router.placement.cached_prefix`) say of one of them, but for the few pages that are loaded
-    to measure a tier. `device` pages are on each worker's device, `host` and `disk` on each node's tiers, for the
-    table's rows; `serves`: whether other nodes may get pages from there."""
+    """Return how many pages each worker of the table need not compute, and the seconds that loads take. It agrees
+    with `reusable_on_decode_worker` and `reusable_on_prefill_worker`, except for the few pages loaded to measure a
+    tier. `device` pages are on each worker's device, `host` and `disk` on each node's tiers, for the table's rows.
+    `serves`: whether other nodes may get pages from there."""
     at, d = table.node, table.num_decode
     begin = host[at]
     begin[:d] = np.maximum(begin[:d], device[:d])
@@ -327,7 +327,7 @@ def reusable_pages(
         saved = np.maximum(np.maximum(near - begin - spared, 0.0) * page - seconds, 0.0)
         ends, loads = np.where(saved > 0, near, begin), np.where(saved > 0, seconds, 0.0)
     more = np.maximum(far[at], near)
-    # Where nobody has more than the node itself, the latency is for nothing and nothing is saved.
+    # Where no node has more than this one, the latency is for nothing and nothing is saved.
     all_ = seconds + (table.latency[at] + (more - near) * (size / table.link[at]))
     take = np.maximum(more - begin - spared, 0.0) * page - all_ > saved
     return np.maximum(device, np.where(take, more, ends)), np.where(take, all_, loads)

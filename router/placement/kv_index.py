@@ -1,4 +1,4 @@
-"""The router's knowledge of everybody's pages: the prefix map, and the tracker that keeps it whole. Pure."""
+"""The router's knowledge of all cached pages: the prefix map, and the tracker that keeps it whole. Pure."""
 
 # pyright: strict
 

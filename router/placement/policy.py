@@ -1,4 +1,4 @@
-"""Who shall do an attempt: a decode worker, perhaps a prefill worker beside it, and the stores their pages come from.
+"""The choice of workers for an attempt: a decode worker, perhaps a prefill worker, and the stores of their pages.
 
 The rule: the lowest predicted time to first token that keeps every objective for the time per output token
 (`router.placement.cost_matrix`). What follows from it, without a rule of its own:
@@ -136,7 +136,7 @@ def _unreachable_objective(ask: PlacementRequest, costs: PlacementCosts) -> Reje
 
 
 def _wait_reason(costs: PlacementCosts, prefill_row: int | None, decode_row: int) -> str:
-    """Whom it waits for, and why."""
+    """Name the worker that the request waits for, and the reason."""
     if prefill_row is not None and costs.open[prefill_row] != OPEN:
         return f"{costs.workers[prefill_row].peer.name} has all the prompts it takes, and is worth waiting for"
     name = costs.workers[decode_row].peer.name

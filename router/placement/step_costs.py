@@ -6,10 +6,10 @@
 
 A placement takes `fixed` for `mixed`: each step of a prompt is priced with it, wherever that is computed.
 
-A *pair* is a prompt token and a position that it attends to, itself included, which is what makes the end of a long
-prompt slower than its beginning. How the coefficients are found is `baton.step_cost_model`'s part: workers plan their
-steps with the same fit. What is known of a worker that has served nobody yet comes from its calibration, which it tells
-with its Hello, and from others of its role; all serve the same model.
+A *pair* is a prompt token and a position that it attends to, itself included. Pairs make the end of a long prompt
+slower than its beginning. `baton.step_cost_model` finds the coefficients, and workers plan their steps with the same
+fit. A worker that has served no request yet is predicted from its calibration, which its Hello carries, and from other
+workers of its role. All serve the same model.
 
 How fast pages come from lower tiers and other nodes is measured by the stores that bring them, and told in their
 heartbeats: see `kvstore.load_or_recompute`. Pure.

@@ -21,7 +21,7 @@ class PredictedTtft(Struct, frozen=True):
 
     queue: float = 0.0  # what the worker that computes has been given already
     load: float = 0.0  # cached pages from the node's disk or from other nodes
-    compute: float = 0.0  # tokens that nobody has
+    compute: float = 0.0  # tokens that are cached nowhere
     transfer: float = 0.0  # what the way from one node to another adds
     wait: float = 0.0  # for a decode worker that has no room earlier, or could not keep an objective
     step: float = 0.0  # the decode step that brings the first token
@@ -39,9 +39,9 @@ class PredictedTtft(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One attempt. The decode worker takes the first `fetch` pages from its node's store as far as its device lacks
-    them, and computes the rest. Nobody need compute `cached` pages; `prefill`, if named, is to make the others. `loads`
-    are those cached pages that are to come from below an arena, tier by tier."""
+    """One attempt. The decode worker takes the first `fetch_pages` pages from its node's store as far as its device
+    lacks them, and computes the rest. `cached_pages` need no computing, and `prefill`, if named, computes the
+    others. `loads` are the cached pages that come from below an arena, tier by tier."""
 
     decode: str
     prefill: str | None = None
@@ -61,15 +61,14 @@ class Placement:
 
 
 class Wait(Struct, frozen=True):
-    """Nothing can take it now that would not be worse than waiting. `predicted`: seconds until its first token even so;
-    none: nobody knows."""
+    """No placement now is better than waiting. `predicted`: seconds until its first token even so; none: unknown."""
 
     why: str
     predicted: float | None = None
 
 
 class Reject(Struct, frozen=True):
-    """No placement meets its objectives. `retry_after`: seconds after which one might; none: nobody knows."""
+    """No placement meets its objectives. `retry_after`: seconds after which one might; none: unknown."""
 
     why: str
     retry_after: float | None = None
@@ -84,7 +83,7 @@ class PlacementRequest(Struct, frozen=True):
     request: str
     prefix: CacheablePrefix
     keys: Sequence[bytes]  # of the prefix's pages
-    held: Mapping[str, PrefixMatch]  # who has how much of the prefix, by incarnation
+    held: Mapping[str, PrefixMatch]  # how much of the prefix each holder has, by incarnation
     tokens: int  # known: the prompt, and what earlier attempts generated
     max_tokens: int  # of output, those generated included
     prompt: int  # tokens
@@ -104,8 +103,8 @@ class PlacementRequest(Struct, frozen=True):
 
     @property
     def partial_page_tokens(self) -> int:
-        """Tokens of the partial page that a prefill worker makes after the prefix: whoever decodes begins with the
-        last one then."""
+        """Tokens of the partial page that a prefill worker makes after the prefix. The decode worker then begins
+        with the last token."""
         return self.tokens - 1 - self.prefix.pages * self.prefix.page_size
 
     @property
@@ -135,6 +134,6 @@ class Candidate(Struct, frozen=True):
 
     decode: str  # name
     prefill: str  # name; "": the decode worker computes the prompt itself
-    cached: int  # tokens that nobody need compute
+    cached: int  # tokens that need no computing
     predicted: PredictedTtft
     why_not: str = ""  # it could not be chosen; "": it could

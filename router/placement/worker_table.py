@@ -64,7 +64,8 @@ class WorkerTable:
         self._config, self._members, self._costs = config, members, costs
         self._cells: Floats = np.zeros((len(_COLUMNS), 0))
         self._node_cells: Floats = np.zeros((len(_NODE_COLUMNS), 0))
-        self.workers: Sequence[MemberRecord] = ()  # never changed in place: whoever keeps it knows whom a row was about
+        # replaced, never changed in place: a row keeps its meaning for its reader
+        self.workers: Sequence[MemberRecord] = ()
         self.num_decode = 0  # so many come first
         self.index: dict[str, int] = {}  # rows by incarnation
         self.stores: dict[str, int] = {}  # rows of nodes, by incarnation of their store

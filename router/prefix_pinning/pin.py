@@ -6,8 +6,8 @@
 
 A pinned prefix ends with UnpinPrefix, or when its time to live is over.
 
-Until it is pinned for the first time a client waits for it, and it may end in an error from any state. From then on it
-is kept: nobody waits, and it is made anew, on whatever node can, for as long as its time to live lasts.
+Until it is pinned for the first time a client waits for it, and it may end in an error from any state. From then on no
+client waits. If its pages are lost, they are computed again, on any node that can, as long as its time to live lasts.
 """
 
 # pyright: strict
@@ -31,7 +31,7 @@ class PinPhase(Enum):
 
 @dataclass
 class PinnedPrefix:
-    """Its tokens, and who makes or keeps its pages now."""
+    """Its tokens, and the worker and store that make or keep its pages now."""
 
     name: str
     pin: str
@@ -40,7 +40,8 @@ class PinnedPrefix:
     tokens: bytes  # packed, whole pages
     ttl: float  # seconds
     deadline: float | None
-    gives_up_at: float | None  # when the wait for a worker ends, seconds; none while one has taken it, or nobody waits
+    # when the wait for a worker ends, seconds; none while a worker has it, or no client waits
+    gives_up_at: float | None
     awaited: bool = True  # a client waits for the answer
     expires: float = 0.0  # seconds; counts once it has been pinned
     phase: PinPhase = PinPhase.WAITING

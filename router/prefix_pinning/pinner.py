@@ -5,8 +5,8 @@ Owns every prefix that is to be pinned or is. An attempt is work of a prefill wo
 list it and rule 2 repairs it; its name begins with `PIN`, which no request's does. The worker holds the pages until the
 store has said that they are pinned.
 
-Requests go first: a prefix is only begun while no request waits for a worker, one at a time on each prefill worker, and
-it leaves a prompt's place there free wherever there is more than one.
+Requests go first. A prefix is begun only while no request waits for a worker, one at a time on each prefill worker. It
+leaves a prompt's place there free wherever there is more than one.
 
 A store answers every PinPages, and is asked again when the answer does not come; its heartbeats list what it has pinned
 for us. Pins are named anew with each attempt, so a late answer never counts for another. What another router pins is
@@ -67,7 +67,7 @@ class PrefixPinner:
         life: RequestManager,
         outbox: Outbox,
     ) -> None:
-        """`pages` says who has which."""
+        """`pages` has the holders of each page."""
         self._config = config
         self._limits = limits
         self._members = members
@@ -274,7 +274,7 @@ class PrefixPinner:
         self._waiting[prefix.name] = prefix
 
     def _withdraw(self, prefix: PinnedPrefix) -> None:
-        """Everybody involved in the current attempt forgets it."""
+        """Withdraw the current attempt from every process involved."""
         self._waiting.pop(prefix.name, None)
         self.release(prefix)
         pin, store, prefix.store = self._pin_name(prefix), prefix.store, None
@@ -290,7 +290,7 @@ class PrefixPinner:
             self._manager.scan.cluster_changed()
 
     def end(self, prefix: PinnedPrefix, outcome: Failed | Cancelled) -> None:
-        """The one way out. Whoever waits hears why."""
+        """End it, the one way out, and answer its client with the reason."""
         self._withdraw(prefix)
         del self.prefixes[prefix.name]
         why = str(outcome.error) if isinstance(outcome, Failed) else outcome.why
@@ -336,7 +336,7 @@ class PrefixPinner:
                 prefix.gives_up_at += seconds
 
     def shut(self) -> None:
-        """Nobody is answered any more. What is pinned stays so, until its time is over: it serves the next router."""
+        """Answer no more clients. Pins last until their time is over, and serve the next router."""
         self._shut = True
         for prefix in list(self.prefixes.values()):
             if prefix.phase is PinPhase.PINNED:

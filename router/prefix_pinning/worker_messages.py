@@ -95,7 +95,7 @@ class PinMessageHandler:
     # --- what stores say ---------------------------------------------------------------------------------------------
 
     def pinned(self, store: MemberRecord, answer: PagesPinned, now: float) -> None:
-        """A store's answer. What it pins and nobody wants any more, it is told to let go of."""
+        """Take a store's answer. The store unpins a prefix that is not wanted any more."""
         prefix = self._pinner.asked.get(answer.pin)
         if prefix is None or prefix.store != store.incarnation:
             self._out.send(store.incarnation, UnpinPages(answer.pin))
@@ -107,8 +107,8 @@ class PinMessageHandler:
             self._pinner.keep(prefix, now)
 
     def listed_pins(self, store: MemberRecord, beat: Heartbeat, now: float) -> None:
-        """What a store has pinned for us, compared with what it should have (rule 2). What another router had pinned
-        there serves whoever asks for it, until its time is over."""
+        """Compare the pins that a store lists with those it should have, and repair the difference. Another router's
+        pins there serve all requests until their time is over."""
         listed = {held.request: held.position for held in beat.attempts}
         for pin in listed:
             wanted = self._pinner.asked.get(pin)

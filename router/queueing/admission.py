@@ -1,4 +1,4 @@
-"""Who may come in, who waits, who is turned away: a request's limits, its objectives, and its tenant's due. Pure."""
+"""Admission control: a request's limits, its objectives, and its tenant's share. Pure."""
 
 # pyright: strict
 
@@ -68,10 +68,9 @@ def settle_length(prompt: int, max_tokens: int | None, max_context: int, pool_to
 class AdmissionControl:
     """The queue, and the accounts that decide about it. Its owner ends the requests that it turns away.
 
-    In order: a request's quota (`router.queueing.rate_limits`); a place at once; for one with an objective, whether the
-    queue will have been served in time; and room in the queue (`router.queueing.waiting_queue`), whose least urgent has
-    to go where it is full. Whom a worker has accepted once is never turned away: what has been begun is worth more than
-    what has not."""
+    In this order: the tenant's rate limit (`router.queueing.rate_limits`), a place at once, for a request with an
+    objective whether the queue will be served in time, and room in the queue (`router.queueing.waiting_queue`). A
+    full queue sheds its least urgent request. A request that a worker has accepted once is never refused."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
@@ -108,7 +107,7 @@ class AdmissionControl:
         self._here[request.tenant, request.level] += 1
 
     def enqueue(self, request: Request, now: float) -> None:
-        """It waits for a worker, with a limit. Whoever comes back unaccepted goes on with the wait it had."""
+        """Queue a request, with a limit. One that comes back unaccepted keeps the limit it had."""
         if request.queue_deadline is None:
             request.queue_deadline = now + self._config.queue_timeout_ms / 1_000
         self.queue.add(request, now)
@@ -142,7 +141,7 @@ class AdmissionControl:
         return ahead > _AHEAD and len(self._here) > 1 and not request.ever_accepted
 
     def shed_excess(self, now: float) -> tuple[Request, Overloaded] | None:
-        """Who must go because too many wait; none: nobody, so far."""
+        """Return a request to shed, and its error, because too many wait; none: there is room."""
         count, tokens = len(self.queue), self.queue.tokens
         if count <= self._config.max_queued and (tokens <= self._config.max_queued_tokens or count == 1):
             return None

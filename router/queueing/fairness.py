@@ -1,15 +1,15 @@
-"""Fairness between tenants: each has a virtual counter of the service it got, and whoever got least is served next.
+"""Fairness between tenants: each has a virtual counter of its service, and the lowest counter is served next.
 
 The virtual token counter of Sheng et al., "Fairness in FetchStatus Large Language Models" (OSDI 2024). Service is
 counted in tokens: those of prompts when a request is placed, those of the output, which cost more, as they come. A
 prompt token that was found in a cache costs little (Cao et al., "Locality-aware Fair Scheduling in LLM Serving", 2025,
 count only what was computed). A tenant of weight 2 may have twice as much as one of weight 1.
 
-A tenant that begins to wait is lifted to the least counter of those who wait, or wherever the last who waited left it,
-less what it may have saved up: its share of a few seconds. (In the paper nobody saves anything. Who asks for a little
-less than its share, now and then for several things at once, would lose some of it to those who always ask.) So between
-two tenants that both have requests waiting, what they were served differs by no more than that and what was under way
-at once, however long they wait and whatever they did before.
+A tenant that begins to wait is lifted to the lowest counter of the waiting tenants, or to where the last waiting tenant
+left it, less its savings: its share of a few seconds. (The paper has no savings. A tenant that asks for a little less
+than its share, now and then for several things at once, would then lose some of it to tenants that always ask.) So two
+tenants with waiting requests differ in service by no more than the savings and the work under way, however long they
+wait.
 
 Pure.
 """
@@ -44,8 +44,8 @@ class TenantFairness:
         self.weight = weight
         self._counters: dict[str, float] = {}  # of those above the floor, or waiting
         self._waiting: Counter[str] = Counter()  # requests
-        self._floor = 0.0  # the least counter of those who waited, at its highest
-        self._saved = 0.0  # nobody who begins to wait has less than the floor by more
+        self._floor = 0.0  # the lowest counter of waiting tenants, at its highest
+        self._saved = 0.0  # the savings that a tenant may begin to wait with, below the floor
 
     def counter(self, tenant: str) -> float:
         """What it has been served, by weight, as far as that counts."""
@@ -53,8 +53,8 @@ class TenantFairness:
         return own if tenant in self._waiting else max(own, self._floor - self._saved)
 
     def over_served(self, tokens: float) -> frozenset[str]:
-        """Of the tenants that wait those that have had more than their share by so much: all who wait would have to be
-        served so many tokens until the one that was served least had as much, by weight."""
+        """Return the waiting tenants that have had more than their share by so much: the other waiting tenants would
+        have to be served so many tokens, by weight, to catch up."""
         if len(self._waiting) < 2:
             return frozenset()
         least = min(self._counters[tenant] for tenant in self._waiting)
@@ -85,8 +85,8 @@ class TenantFairness:
         self._counters[tenant] = self.counter(tenant) + cost / self.weight(tenant)
 
     def _forget(self) -> None:
-        """Whoever does not wait and could save up no more is as good as unknown: so nothing grows with every tenant
-        there ever was."""
+        """Forget tenants that do not wait and could save up no more, so that nothing grows with every tenant there
+        ever was."""
         least = self._floor - self._saved
         idle = [t for t, counter in self._counters.items() if counter <= least and t not in self._waiting]
         for tenant in idle:

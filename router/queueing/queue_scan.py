@@ -1,8 +1,8 @@
 """Which queued requests are tried, and when: the first few whenever there may be room, the others by and by.
 
-To try everybody after every event would cost more than it is worth: mostly the first can't be placed, and those behind
-them wait for the same. But what one prompt waits for (a prefill slot) another may not need, so with each tick a few of
-those further behind are tried, until everybody has been since there last was room.
+Trying every request after every event costs more than it is worth. Mostly the first can't be placed, and those behind
+it wait for the same worker. But another request may not need what one waits for, such as a prefill slot. So with each
+tick a few requests further behind are tried, until all have been since the cluster changed.
 
 Pure.
 """
@@ -26,8 +26,8 @@ class QueueScan:
     def __init__(self, queue: WaitingQueue) -> None:
         self._queue = queue
         self._changed = False
-        self._ticked = False  # since the last round, and somebody is to be tried again, or further
-        self._remaining: list[Request] = []  # who has still to be tried, the next one last
+        self._ticked = False  # since the last scan, and a request is to be tried again, or further
+        self._remaining: list[Request] = []  # requests still to be tried, the next one last
         self._changed_since_listed = False  # there has been room since these were listed
         self._unplaceable: set[str] = set()  # in this round, and can't be placed
 
@@ -50,8 +50,8 @@ class QueueScan:
         self._ticked = again or self._changed_since_listed or bool(self._remaining)
 
     def scan(self, now: float) -> Iterator[Request]:
-        """Whom to try, in order of service; tell of each `in_vain` before the next one is asked for. A round that is
-        left early is taken up with the next tick."""
+        """Yield queued requests in service order. Call `mark_unplaceable` on each that fails before advancing. An
+        abandoned scan resumes at the next tick."""
         behind = self._ticked
         self._changed_since_listed |= self._changed
         self._changed = self._ticked = False

@@ -1,12 +1,12 @@
-"""Who waits for a worker, in what order they are served, and whom a full queue turns away.
+"""The queue of requests that wait for a worker: their order, and the one that a full queue sheds.
 
 Requests wait in lines, one for each level of urgency and tenant, oldest first. The next is found in three steps:
 
-1. Those whom a worker had accepted before: a client may be in the middle of their output. And last of all the tenants
-   that have had more than their share by some seconds of service: so much may a tenant get ahead by being urgent.
-2. The most urgent level. Waiting raises a request, one level for each `ageing` seconds, up to the most urgent level
-   that somebody waits at and no higher: what is old must not stand above everything that comes, or whoever sends most
-   would be served most.
+1. Requests that a worker had accepted before: a client may be in the middle of their output. Last of all come tenants
+   that have had more than their share by some seconds of service, which bounds the advantage of urgency.
+2. The most urgent level. Waiting raises a request one level for each `ageing` seconds, up to the most urgent level in
+   the queue and no higher. Otherwise old requests would stand above all new ones, and the tenant that sends most would
+   be served most.
 3. Of those, the tenant that has been served least (`router.queueing.fairness`), and of its lines the one whose first
    request is the oldest, a level being worth `ageing` seconds.
 
@@ -38,8 +38,8 @@ _LEAD = 5.0  # seconds of service, of all tenants together, that urgency may put
 _SAVINGS = 10.0  # seconds of its share that a tenant has left over at most, from when it asked for nothing
 _ROUGHLY = 2.0  # seconds: errors of forecasts are in proportion to these and the forecast
 _MOST_DOUBT = 0.8
-"""Of the time that a request may wait: who is forecast to need a fifth of it is let wait, or nothing would be learned
-any more."""
+"""Share of the time that a request may wait. A request with a shorter forecast is queued in any case; otherwise
+nothing would be learned any more."""
 
 _Rank = tuple[bool, bool, int, float, float, int]
 
@@ -61,7 +61,7 @@ class _TenantQueue:
 
 
 class WaitingQueue:
-    """Requests without an attempt. It turns nobody away itself."""
+    """Requests without an attempt. It refuses no request itself."""
 
     def __init__(self, fairness: TenantFairness, ageing: float) -> None:
         """`ageing`: seconds of waiting that one level is worth."""
@@ -83,7 +83,7 @@ class WaitingQueue:
 
     @property
     def begun(self) -> bool:
-        """Whether somebody waits whom a worker had accepted before."""
+        """Whether a request waits that a worker had accepted before."""
         return any(not line.newcomers for line in self._tenant_queues.values())
 
     def levels(self) -> Mapping[int, int]:
@@ -111,7 +111,7 @@ class WaitingQueue:
         self.set_work(request, request.known)
 
     def set_work(self, request: Request, work: int) -> None:
-        """So many tokens must be computed for it: those that nobody has cached."""
+        """Set how many tokens must be computed for a request: those that are cached nowhere."""
         line, before, since = self._places[request.name]
         self._places[request.name] = (line, work, since)
         line.work += work - before
@@ -134,8 +134,8 @@ class WaitingQueue:
         self._fairness.stop_waiting(request.tenant)
 
     def refuse(self, request: Request, now: float) -> None:
-        """One that waits is turned away. Its tenant counts for a while as if it went on waiting: who has nobody in the
-        queue because the queue takes nobody has saved nothing up, and keeps what it is due."""
+        """Remove a waiting request that is refused. Its tenant counts for a while as if the request still waited:
+        its queue is empty because the queue refuses, so the tenant keeps its due."""
         if request.tenant not in self._refused:
             self._waits(request.tenant)
         self._refused[request.tenant] = now
@@ -153,7 +153,7 @@ class WaitingQueue:
     def in_order(self, now: float) -> Iterator[Request]:
         """In order of service. Requests may be discarded meanwhile, and tenants charged: that counts at once."""
         if not self._tenant_queues:
-            return  # mostly: after every event somebody asks
+            return  # most often: the order is asked for after every event
         top, leaders = self._top(), self._over_served_tenants()
         heap = [(self._rank(line, 0, top, leaders, now), line, 0) for line in self._tenant_queues.values()]
         heapify(heap)  # ranks differ: each has its request's arrival
@@ -173,13 +173,14 @@ class WaitingQueue:
                 heappop(heap)
 
     def first(self, now: float) -> Request | None:
-        """The next; none: nobody waits."""
+        """Return the next request; none: the queue is empty."""
         return next(self.in_order(now), None)
 
     def last(self, now: float) -> Request | None:
-        """Who is turned away when somebody must be: the newest of a tenant far ahead of its share, or else of the least
-        urgent line, and there of the tenant that would be served last if all it waits for were served, so that no flood
-        leaves the others without a place. None: nobody waits but those that a worker had accepted, and they stay."""
+        """Return the request to refuse if one must be: the newest of a tenant far ahead of its share, or else of the
+        least urgent tenant queue. Among those, it is the tenant that would be served last if all its requests were
+        served, so that no flood leaves the other tenants without a place. None: only requests that a worker had
+        accepted wait, and they stay."""
         top, leaders = self._top(), self._over_served_tenants()
         backlog: Counter[str] = Counter()
         for line in self._tenant_queues.values():
@@ -223,13 +224,12 @@ class WaitingQueue:
     # --- forecast ----------------------------------------------------------------------------------------------------
 
     def wait(self, request: Request, now: float) -> float:
-        """Seconds until a newcomer that waits, the last of its line, will be placed, if others go on being placed as
-        lately; 0: nobody knows. Before it are its own line, all that is more urgent, and of other tenants as urgent as
-        it what they will be served until it has had its turn. So much is known of those that wait; who will come
-        meanwhile and be served first is learned from how fast its own line has been drained so far. Its own work is
-        part of that, but for the one that is next: a tenant that asks for less than its share is not to lose its long
-        prompts. A queue that has just formed says nothing of half a minute: the few prompts that have left it may have
-        been short ones, or slow to leave."""
+        """Return the seconds until a new request, the last of its tenant queue, will be placed, if the queue drains
+        as it did lately; 0: unknown. Before it come its own tenant queue, all that is more urgent, and the share of
+        other tenants until its turn. Later arrivals that overtake it are learned from the drain rate of its own
+        tenant queue. Its own work is part of that, except for the next request: a tenant that asks for less than its
+        share must not lose its long prompts. A queue that has just formed predicts no half minute: the few prompts
+        that have left it may have been short, or slow to leave."""
         self._until(now, waiting=True)
         if not (rate := self.drain_rate.rate):
             return 0.0
@@ -243,8 +243,8 @@ class WaitingQueue:
         return min(expected, _FURTHEST * self.drain_rate.seconds)
 
     def safety_margin(self, request: Request, wait: float, limit: float) -> float:
-        """Seconds by which it may wait longer than the `wait` that was forecast, where `limit` are all that it has.
-        Others come who go before it, and being told at once is better than being turned away after a wait."""
+        """Return the seconds by which it may wait longer than the forecast `wait`, where `limit` is all its time.
+        Later arrivals may overtake it, and an early refusal is better than one after a wait."""
         longer = self._tenant_queues[request.tenant, request.level, True].past.longer.most
         return min(longer * (wait + _ROUGHLY), _MOST_DOUBT * limit)
 
@@ -261,7 +261,8 @@ class WaitingQueue:
         self._service.until(now, waiting=waiting)
 
     def _is_next(self, request: Request) -> bool:
-        """Whether others wait, but nobody else of its tenant, and that one is not far ahead of its share."""
+        """Whether other tenants wait, no other request of its tenant does, and its tenant is not far ahead of its
+        share."""
         if len(self._places) == 1 or request.tenant in self._over_served_tenants():
             return False
         return sum(len(line.requests) for line in self._tenant_queues.values() if line.tenant == request.tenant) == 1
@@ -332,7 +333,7 @@ class DrainRate:
         return now - self._at
 
     def until(self, now: float, *, waiting: bool) -> None:
-        """Time has passed, with or without somebody in the queue."""
+        """Time has passed, with or without waiting requests."""
         passed = max(0.0, now - self._at)
         self._at = now
         if waiting and passed:

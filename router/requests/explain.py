@@ -1,8 +1,8 @@
 """Why recent requests were served as they were: what placement weighed, what it predicted, and what came of it.
 
-Owns a record of each of the last requests, those under way included, with an account of each attempt. While nobody
-asks it costs a few microseconds a request: what placement saw is kept as it was, and laid out as candidates when
-somebody wants to see it. Pure.
+Owns a record of each of the last requests, running ones included, with an account of each attempt. Without a reader it
+costs a few microseconds a request: the inputs of placement are kept as they were, and laid out as candidates on demand.
+Pure.
 """
 
 # pyright: strict
@@ -49,7 +49,7 @@ class AttemptAccount:
     decode: str  # name
     prefill: str  # name; "": the decode worker computes the prompt itself
     start: int  # tokens known when it began
-    cached: int  # of those, how many nobody need compute, as predicted
+    cached: int  # of those, how many need no computing, as predicted
     timeline: Timeline  # the request's own while the attempt is current; afterwards a copy
     considered: ConsideredPlacements | None  # none: it was too long ago
     attempt: Attempt | None  # while it is current
@@ -63,7 +63,7 @@ class AttemptAccount:
 
     @property
     def actually_cached(self) -> int | None:
-        """Tokens that nobody computed for this attempt; none before the first token."""
+        """Tokens that no worker computed for this attempt; none before the first token."""
         if self.decode_computed is None:
             return None
         unreported = self.attempt.prefill_unreported if self.attempt else self.unreported

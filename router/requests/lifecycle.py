@@ -1,7 +1,7 @@
 """The life of requests: coming in, being placed, losing an attempt, ending. See `router.request` for the automaton.
 
-Owns the requests and their queue; gives work to members and takes it back. What workers say about an attempt is
-`router.requests.worker_messages`' part; who is live, and what a heartbeat lacks, is `router.state`'s. Pure.
+Owns the requests and their queue. Gives work to members and takes it back. `router.requests.worker_messages` reads the
+workers' messages about an attempt. `router.state` knows which processes are live and what a heartbeat lacks. Pure.
 """
 
 # pyright: strict
@@ -79,7 +79,7 @@ class RequestManager:
         self.admission = AdmissionControl(config.router)
         self.queue = self.admission.queue
         self.scan = QueueScan(self.queue)
-        self._held = False  # somebody waits here who might as well wait at a worker
+        self._held = False  # a request is held here that could as well wait at a worker
         self._next_expiry = -inf  # until then no request has waited for too long
         self.counts = RequestCounts()
         self.utilization = UtilizationMonitor()
@@ -114,9 +114,8 @@ class RequestManager:
         self.admission.enqueue(request, now)
         if self.scan.changed:
             self.place_waiting(now)
-        elif self._can_place() and (
-            not self._held or self.queue.first(now) is request
-        ):  # nothing new for those who wait
+        # For requests that wait already nothing has changed.
+        elif self._can_place() and (not self._held or self.queue.first(now) is request):
             self._view.now = now
             self._place(request, now)
         if request in self.queue:
@@ -124,7 +123,7 @@ class RequestManager:
         self._expires_with(request)
 
     def _check_wait(self, request: Request, now: float) -> None:
-        """A newcomer was not placed at once: it may not be worth its while to wait, or somebody else's."""
+        """Check a new request that was not placed at once: its wait may be too long, or the queue too full."""
         work, seconds = request.prompt, 0.0
         if (card := self._members.card) is not None:
             request.derive_keys(namespace_root(card.namespace, request.tenant), self._config.pages.page_size)
@@ -326,7 +325,7 @@ class RequestManager:
                 self.retry(request, f"{member.peer.name} is gone: {member.gone}", now, free=before, death=True)
 
     def move_work_off(self, member: MemberRecord, now: float) -> None:
-        """What somebody still needs of a live worker is placed anew, at nobody's cost."""
+        """Place the unfinished work of a live worker anew; no attempt is counted."""
         for name in sorted({*member.assigned, *member.pending_prefills}):
             request = self.requests.get(name.request)
             if request is None or request.attempt is None or request.attempt.name != name:
@@ -340,10 +339,10 @@ class RequestManager:
     def retry(
         self, request: Request, why: str, now: float, *, free: bool = False, blame: bool = False, death: bool = False
     ) -> None:
-        """The current attempt is over; the next one knows every token so far. `free`: it does not count against the
-        request's budget; `blame`: its decode worker is chosen again only if there is no other; `death`: a process that
-        it needed has gone. What live ones make of it counts against everybody's budget, too; one that is gone can't
-        fail what it is given next."""
+        """End the current attempt; the next one knows every token so far. `free`: it does not count against the
+        request's budget. `blame`: its decode worker is chosen again only if there is no other. `death`: a process
+        that it needed has gone. A failure on live workers also uses the common retry budget. A dead worker can't
+        fail the next attempt."""
         attempt = request.attempt
         assert attempt is not None, request.name
         self._out.log(f"attempt {attempt.name.attempt} is over: {why}", request.name, warning=not free, kind="attempt")
@@ -376,7 +375,7 @@ class RequestManager:
         self.scan.cluster_changed()
 
     def cancel_attempt(self, request: Request) -> None:
-        """Everybody involved in the current attempt forgets it."""
+        """Withdraw the current attempt from every process involved."""
         attempt, request.attempt = request.attempt, None
         if attempt is None:
             return
@@ -449,7 +448,7 @@ class RequestManager:
         self._next_expiry = min(self._next_expiry, request.next_timeout(self._config.router.attempt_timeout_ms / 1_000))
 
     def shut(self, now: float) -> None:
-        """Nobody is served any more, and the workers need not find that out by our silence."""
+        """Serve no more requests. The workers are told, so that they need not wait for this router's silence."""
         self._shut = True
         for request in list(self.requests.values()):
             self.end(request, Failed(Unavailable("this router is stopping")), now)

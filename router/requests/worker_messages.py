@@ -101,8 +101,8 @@ class WorkerMessageHandler:
         self._manager.retry(request, why, now)
 
     def _run(self, request: Request, attempt: Attempt, now: float) -> None:
-        """The prompt is covered: nobody needs the prefill worker's holds any more. Its account, which may come a moment
-        later than the pages, is waited for."""
+        """The prompt is covered, so the prefill worker's leases are not needed any more. Its account may come a
+        moment later than the pages, and is waited for."""
         if attempt.phase is RequestPhase.RUNNING:
             return
         self._accept(request, attempt, now)
@@ -113,7 +113,7 @@ class WorkerMessageHandler:
             self._manager.release_prefill(request, attempt)
 
     def _compare(self, request: Request, attempt: Attempt, now: float) -> None:
-        """Predicted beside actual, for whoever wonders about a placement."""
+        """Record predicted and actual load times, for explanations."""
         took = now - (request.timeline.placed or now)
         loads = f"; loads took {request.load_ms} ms, predicted {request.predicted_ms} ms" if request.load_ms else ""
         text = f"started in {took:.3f} s, predicted {attempt.placement.predicted.total:.3f} s{loads}"
@@ -208,9 +208,9 @@ class WorkerMessageHandler:
                 self._manager.release_prefill(request, attempt)
 
     def prefill_refused(self, request: Request, attempt: Attempt, refusal: messages.Refused, now: float) -> None:
-        """Another one of that node, whose store the decode worker's gets the pages from; or a new attempt. Who has no
-        room now, since another router was quicker, may have it by its next heartbeat; a prompt that it never has room
-        for is made elsewhere."""
+        """Ask another prefill worker of that node, because the decode worker's store gets the pages from its store.
+        Otherwise make a new attempt. A worker without room now may have some by its next heartbeat, since another
+        router was quicker. A prompt that never finds room there is computed elsewhere."""
         assert attempt.prefill is not None, attempt.name
         if not attempt.needs_prefill:
             self._manager.release_prefill(request, attempt)
@@ -271,6 +271,7 @@ class WorkerMessageHandler:
             self._manager.end(request, Failed(error), now)
             return
         if member.incarnation == attempt.prefill:
-            request.decode_only = True  # who can't, or whose store can't, is not asked again for this prompt
+            # a decode worker that can't, or has no store, is not asked again for this prompt
+            request.decode_only = True
         why = f"{member.peer.name} failed: {event.reason}: {event.message}"
         self._manager.retry(request, why, now, blame=member.incarnation == attempt.decode)
