@@ -26,8 +26,8 @@ _ROOT_MAGIC = b"baton namespace1"
 
 
 def namespace_root(namespace: Namespace, tenant: str = "") -> bytes:
-    """The parent of every chain's first page in this namespace. `tenant` separates the caches of those who must not
-    share one; it comes from an authenticated identity, never from a request's own words."""
+    """Return the parent of every chain's first page in this namespace. `tenant` separates caches that must not be
+    shared. It comes from an authenticated identity, never from the request itself."""
     numbers = struct.pack("<QQQ", namespace.numerics, namespace.page_size, namespace.layout)
     texts = b"".join(_counted(text) for text in (namespace.kv_dtype, namespace.adapter, tenant))
     return blake2b(_ROOT_MAGIC + namespace.model + numbers + texts, digest_size=KEY_BYTES).digest()
@@ -67,8 +67,8 @@ def prompt_keys(root: bytes, tokens: bytes, page_size: int) -> list[bytes]:
 
 
 def cacheable_pages(tokens: int, page_size: int) -> int:
-    """How many pages of so many known tokens may be found in a cache: the full ones among all but the last token,
-    because whoever decodes computes at least that one itself."""
+    """Return how many pages of so many known tokens may be cached: the full ones among all but the last token,
+    because the decode worker computes at least that one itself."""
     return max(0, tokens - 1) // page_size
 
 

@@ -4,8 +4,8 @@ A page is one contiguous blob, heads outermost:
 
     [kv_head, layer, 2 (K then V), page_size, head_dim]
 
-so that a tensor-parallel rank's heads are one contiguous byte range, whatever the degree of parallelism on the other
-side of a hand-off, and a page moves between device, arena and disk with one plain copy.
+so a tensor-parallel rank's heads are one contiguous byte range, whatever the degree on the other side of a hand-off. A
+page moves between device, arena and disk with one plain copy.
 
 This module imports no torch: the store and the router use it too.
 """

@@ -49,9 +49,10 @@ class LoadChoice:
 def choose_load_length(
     runs: Sequence[TierPages], page_bytes: int, page_size: int, prefill_rate: float, on_device: int = 0
 ) -> LoadChoice:
-    """How far to load. `runs` lie one after the other in the chain; `page_size` in tokens, `prefill_rate` in tokens
-    per second (0: not measured); the first `on_device` pages need not be computed, whatever is loaded. Ties go to
-    computing, which depends on nobody. Of a tier that has not been measured, a few pages are chosen in any case."""
+    """Return how far to load. `runs` lie one after the other in the chain, `page_size` is in tokens, `prefill_rate`
+    in tokens per second (0: not measured). The first `on_device` pages need not be computed, whatever is loaded.
+    Ties go to computing, which depends on no other process. Of a tier that has not been measured, a few pages are
+    chosen in any case."""
     seconds_per_page = page_size / (prefill_rate or DEFAULT_PREFILL_RATE)
     best, chosen = LoadChoice(0, 0.0, 0.0), 0
     pages, load = 0, 0.0

@@ -68,7 +68,7 @@ of_strangers = RateLimitedLog(log)  # lines that any process of the machine can 
 
 _TURN = 0.1  # seconds between two turns of a loop that has nothing to do
 _CONGESTED = 0.002  # the same while a worker is slow to read, or a follower reads
-_PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nobody for it
+_PAUSE = 1.0  # seconds; a longer turn means that this process was paused, and no other one is to blame
 _MAX_REFUSAL = 1_000  # characters: what was refused may be quoted in it
 _CALLS_PER_TURN = 64  # of one connection, so that no worker keeps the others waiting
 _ACCEPTED_PER_TURN = 16  # connections, refused ones included
@@ -360,7 +360,7 @@ class StoreService:
     # --- routers ----------------------------------------------------------------------------------------------------
 
     def _attend_routers(self, now: float, paused: float) -> None:
-        """A router that is lost leaves nothing to forget here: pages are everybody's, and pins end with their time."""
+        """Drop nothing for a lost router: pages serve all routers, and pins end with their time."""
         for event in self._routers.receive(now, paused):
             match event:
                 case RouterMessage(message=StartTrace(mark=mark, steps=steps)):

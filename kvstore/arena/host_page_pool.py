@@ -1,21 +1,23 @@
-"""Who owns each slot of the arena.
+"""The owner of each slot of the arena.
 
     FREE ──reserve──▶ RESERVED(writer) ──seal──▶ SEALED ──hold──▶ held ──unhold──▶ SEALED ──evicted──▶ FREE
                           │ abort                   │ dropped               │ dropped, last unhold
                           └──────────▶ FREE         └──────▶ FREE           └──────▶ FREE
 
-A key is in the tree while its page is sealed or somebody reserves it; several may reserve one key, the first seal wins.
-Reservations and holds pin their key and so everything above it. When a key loses its page, or its last reservation
-without ever being sealed, its whole subtree goes with it, so that no page is ever here without its prefix:
+A key is in the tree while its page is sealed or a writer reserves it. Several writers may reserve one key, and the
+first seal wins. Reservations and holds pin their key and everything above it. When a key loses its page, or its last
+reservation without ever being sealed, its whole subtree goes with it. So no page is ever here without its prefix:
 
 - sealed pages can no longer be found, at once; a slot that is held is free after the last hold;
-- reservations below stay with their writers, who may be writing, but are *detached*: sealing one only frees its slot.
+- reservations below stay with their writers, which may still be writing, but are *detached*: sealing one only frees its
+  slot.
 
-A page that the store itself brings in from a lower tier may be *loose*: what it follows is not here, because whoever
-wants it has that on its device. It is never in the tree, so never an orphan, and lives as long as its holds.
+A page that the store itself brings in from a lower tier may be *loose*: the page before it is not here, because the
+worker has that one on its device. A loose page is never in the tree, so never an orphan, and lives as long as its
+holds.
 
-A *partial* page is the end of a prompt on its way to whoever decodes it, and of use to hardly anybody else: nobody is
-told of it, and it goes with its last hold.
+A *partial* page is the end of a prompt on its way to a decode worker, and hardly of use elsewhere. It is not published,
+and it goes with its last hold.
 
 Knows nothing of connections, leases or time: `kvstore.server.state` decides when, this what follows.
 """
@@ -35,7 +37,7 @@ NOWHERE = b"-"
 
 
 class HostPage:
-    """A sealed page. `node` is none when it is loose, or has been `dropped`: it lives only for those who hold it."""
+    """A sealed page. `node` is none when it is loose or has been `dropped`: then it lives only as long as its holds."""
 
     __slots__ = ("checksum", "dropped", "holds", "key", "node", "slot")
 
@@ -84,7 +86,7 @@ class HostPagePool:
         self.slots = slots
         self.evictions = 0
         self.reserved = 0  # slots, detached reservations included
-        self.unlisted = 0  # slots of pages that can't be found, dropped or loose, and that somebody still holds
+        self.unlisted = 0  # slots of pages that can't be found, dropped or loose, and are still held
         self.held = 0  # slots with at least one hold, dropped ones included
         self._free = list(range(slots - 1, -1, -1))
         self._tree: RadixTree[HostPageEntry] = RadixTree()
@@ -200,7 +202,7 @@ class HostPagePool:
         return page
 
     def abort(self, reservation: SlotReservation) -> list[bytes]:
-        """The writer gives up, or is gone. Returns the keys that nobody is making any more because of it."""
+        """End a reservation: its writer gives up, or is gone. Return the keys without a writer because of it."""
         unmade = self.detach(reservation)
         self.release(reservation)
         return unmade
@@ -223,7 +225,7 @@ class HostPagePool:
         self._free.append(reservation.slot)
 
     def being_written(self, key: bytes) -> bool:
-        """Whether somebody has reserved a slot for this key, which is not sealed."""
+        """Whether a writer has reserved a slot for this key, which is not sealed."""
         node = self._tree.find(key)
         return node is not None and node.value.page is None
 
@@ -265,7 +267,7 @@ class HostPagePool:
             self._free.append(page.slot)
 
     def drop(self, page: HostPage) -> list[bytes]:
-        """The page is no good: it and its subtree go. Returns the keys that nobody is making any more."""
+        """Drop a bad page and its subtree. Return the keys without a writer because of it."""
         page.dropped = True
         return [] if page.node is None else self._drop(page.node)
 

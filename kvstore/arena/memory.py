@@ -1,8 +1,8 @@
 """The host tier's memory: one memfd, shared by a node's store and its workers, divided into slots of one page.
 
-A memfd has no name, so nothing is left behind however a process dies; each keeps its own mapping for as long as it
-likes. It is allocated when it is made, not when it is touched, and sealed against changing its size: no process can
-make another's mapping fault. Who may touch which slot when is `kvstore.server.state`'s to say, not the memory's.
+A memfd has no name, so nothing is left behind however a process dies, and each process keeps its own mapping. It is
+allocated when it is made, not when it is touched, and sealed against changing its size. So no process can make
+another's mapping fault. `kvstore.server.state` says which process may touch which slot.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A tree of page keys: who comes after whom.
+"""A tree of page keys: which key follows which.
 
-Because a page key commits to its whole chain, a flat table from key to (parent, children) is the radix tree of all
-cached prompts: a chain is looked up key by key, and nothing is ever split or merged.
+A page key commits to its whole chain. So a flat table from key to (parent, children) is the radix tree of all cached
+prompts. A chain is looked up key by key, and nothing is ever split or merged.
 
 Owns the shape only. What a key stands for is the caller's `value`; in which order keys go is
 `kvstore.arena.eviction`'s.

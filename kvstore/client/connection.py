@@ -4,9 +4,9 @@ Synchronous and never waiting, so that it fits into the loop of a worker whose s
 leases and repeats nothing: what is reserved, held and waited for is the worker state's to know. Chains of more than
 `MAX_KEYS_PER_CALL` keys are the caller's to split, under several leases.
 
-A lost store is told once, by `receive` or `tick` raising StoreGone; `call` never raises it, so that no decision is
-interrupted half-way. Then `disconnect`, forget every lease, and `connect` again: whoever answers is another
-incarnation with other memory. Views of the old arena stay valid memory for as long as somebody has them.
+A lost store is reported once, by `receive` or `tick` raising StoreGone. `call` never raises it, so that no decision is
+interrupted half-way. Then `disconnect`, forget every lease, and `connect` again: the store that answers is another
+incarnation with other memory. Views of the old arena stay valid memory as long as they are referenced.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class StoreClient:
     def connect(self) -> None:
         """Attach, without waiting for the store's answer; do nothing when attached already.
 
-        The kernel takes connections for a store that stands still, so a wait here would hold up every step of the
-        worker. Raises StoreGone when nobody listens or there is no answer yet: call again, and the attempt goes on
-        where it stands. Raises StoreError when the store refuses this worker, with its reason."""
+        The kernel accepts connections for a store that is stopped, so a wait here would delay every step of the
+        worker. Raises StoreGone when no store listens or there is no answer yet: call again, and the attempt
+        continues. Raises StoreError when the store refuses this worker, with its reason."""
         if self.connected:
             return
         try:

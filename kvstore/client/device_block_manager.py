@@ -1,4 +1,4 @@
-"""Who owns each page of a worker's device pool, and what can be found in it.
+"""The owner of each page of a worker's device pool, and the cached pages in it.
 
     free ──take, grow──▶ private ──publish──▶ cached, referenced ⇄ cached, unreferenced ──evicted──▶ free
       ▲                     │ free                        (free, take)
@@ -70,13 +70,13 @@ class DeviceBlockManager:
         return len(self._tree.match(keys))
 
     def count_unshared(self, pages: Sequence[int]) -> int:
-        """How many of these pages, in the order of their chain, nobody but the caller refers to. What is shared comes
-        first, so the place where it ends is sought: O(log pages)."""
+        """Return how many of these pages, in the order of their chain, only the caller refers to. Shared pages come
+        first, so a search finds the place where they end: O(log pages)."""
         return len(pages) - bisect_left(pages, True, key=lambda page: self._references[page] == 1)
 
     def new_blocks_needed(self, keys: Sequence[bytes], total: int) -> int:
-        """By how many pages `available` shrinks if `total` are taken so: the fresh ones, and the cached ones that
-        nobody refers to now."""
+        """Return by how many pages `available` shrinks if `total` are taken so: the fresh ones, and the cached ones
+        without a reference now."""
         return self._new_blocks_needed(self._tree.match(keys[:total]), total)
 
     def allocate_with_prefix(self, keys: Sequence[bytes], total: int) -> list[int] | None:
@@ -143,7 +143,7 @@ class DeviceBlockManager:
                 self._lru.unpin(node)
 
     def clear(self) -> None:
-        """Forget every cached page that nobody refers to."""
+        """Forget every cached page without a reference."""
         while len(self._lru):
             self._evict()
 

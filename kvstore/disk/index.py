@@ -92,7 +92,7 @@ class _Outbox:
 
 
 class DiskIndex:
-    """The one owner of the disk's space, and the only one who says what can be read from it."""
+    """The one owner of the disk's space and of the knowledge which pages can be read."""
 
     def __init__(self, settings: DiskConfig) -> None:
         self._settings = settings
@@ -172,8 +172,8 @@ class DiskIndex:
     # --- what is asked for --------------------------------------------------------------------------------------------
 
     def open(self, namespace: bytes, page_bytes: int) -> DiskResult:
-        """From now on serve this namespace. Nothing may be in flight for the caller, who tells of the end of all pages
-        of the last one himself."""
+        """Serve this namespace from now on. Nothing may be in flight for the caller, which reports the end of all
+        pages of the last one itself."""
         assert not self._writing
         assert not self._reading
         if not self._settings.path:
@@ -428,7 +428,7 @@ class DiskIndex:
         return out.result()
 
     def _reclaim(self) -> None:
-        """Start on what makes enough room: first what nobody can read, then sparse segments, then pages."""
+        """Start on what makes enough room: first records that can't be read, then sparse segments, then pages."""
         while self._segments.short:
             folder = self._segments.oldest_folder()
             if folder is not None:
@@ -499,7 +499,7 @@ class DiskIndex:
             self._retire_record(each)
 
     def _retire_record(self, page: StoredPage) -> None:
-        """Nobody can find a page any more: its record is dead, or will be when it is written."""
+        """Retire a record whose page can't be found any more: it is dead, or will be when it is written."""
         if page.segment is not None:
             self._segments.died(page.segment, page.record)
             page.segment = None

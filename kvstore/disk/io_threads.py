@@ -5,8 +5,8 @@
     all else ──▶ the thread that appends, in the order given
 
 So taking checksums overlaps with moving bytes: while one run is on its way to or from the disk, its neighbour is being
-checked. Each order ends in its events whatever happens; queues are bounded by the index, which knows what is in flight.
-A disk that hangs keeps these threads, and nobody else.
+checked. Each order ends in its events whatever happens. The index bounds the queues, since it knows what is in flight.
+A disk that hangs blocks these threads only.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _ReadOrder:
     def __init__(self, order: Read) -> None:
         self.order = order
         self.lock = threading.Lock()
-        self.runs: deque[list[Wanted]] | None = None  # none until somebody has begun
+        self.runs: deque[list[Wanted]] | None = None  # none until a thread has begun
         self.began = 0.0
         self.first_seconds = 0.0
         self.left = len(order.pages)
@@ -367,7 +367,7 @@ class DiskTier:
         folder.writer.overwrite(segment, record, header)
 
     def _restore(self, folder: _OpenNamespace) -> None:
-        """Somebody has removed the directory. Raises OSError."""
+        """Raise OSError because the directory has been removed."""
         assert self._directory is not None
         try:
             self._directory.renew()
@@ -387,7 +387,7 @@ class DiskTier:
             fetch.began = time.monotonic()
             fetch.runs = deque(runs(folder.layout, self._wanted(order)))
             if len(fetch.runs) > 1:
-                self._to_fetch.put(fetch)  # whoever has nothing else to do helps
+                self._to_fetch.put(fetch)  # an idle thread helps
         reader = folder.readers[number]
         while fetch.runs and not self._closing:
             with contextlib.suppress(IndexError):  # another thread took the last

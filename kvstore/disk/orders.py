@@ -1,9 +1,9 @@
 """What the disk's index asks the disk's threads to do, and what it hears back: `kvstore.disk.index` with
 `kvstore.disk.io_threads`.
 
-The index decides where every record goes, so the threads only carry out. Each order but `Finish` and `Invalidate`
-is answered, however it ends; a reason that is not empty says why it failed. `epoch` names one opening of one
-namespace: what belongs to an earlier one is nobody's any more.
+The index decides where every record goes, so the threads only carry out. Each order but `Finish` and `Invalidate` is
+answered, however it ends. A reason that is not empty says why it failed. `epoch` names one opening of one namespace,
+and events of an earlier epoch are dropped.
 
 Writes and moves to one segment are carried out in the order in which they were given; reads at any time. A segment is
 deleted only when no order that names it is left.

@@ -1,4 +1,4 @@
-"""Which pages are on disk or on their way there, in which order they go, and who has been told.
+"""The pages on disk or on their way there, their order of eviction, and which of them are published.
 
 Pages are closed under prefix, as everywhere: each hangs from its parent, and one that goes takes its subtree along. A
 page is *placed* once its record is written, and *readable* once it and all before it are placed. A pin protects a page
@@ -19,7 +19,7 @@ from kvstore.keys import START
 
 
 class StoredPage:
-    """A page that is written or being written. `node` is none once nobody can find it any more."""
+    """A page that is written or being written. `node` is none once it can't be found any more."""
 
     __slots__ = ("checksum", "node", "readable", "record", "segment")
 
@@ -112,7 +112,7 @@ class DiskPages:
         return node.value
 
     def drop(self, page: StoredPage) -> list[StoredPage]:
-        """Strike out a page and its subtree, whoever has pinned them. Returns them; none if it had gone before."""
+        """Strike out a page and its subtree, even if they are pinned. Return them; none if the page had gone before."""
         if page.node is None:
             return []
         nodes = self._tree.subtree(page.node)

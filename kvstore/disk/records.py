@@ -34,8 +34,8 @@ def run_length(layout: RecordLayout) -> int:
 
 
 def runs(layout: RecordLayout, wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """`wanted` in the order of their places, neighbours together. The first run is a single record: whoever waits for
-    the first page need not wait for more."""
+    """Return `wanted` in the order of their places, neighbours together. The first run is a single record, so that
+    the waiter for the first page need not wait for more."""
     longest = run_length(layout)
     run: list[Wanted] = []
     first = True

@@ -7,10 +7,10 @@
                                        │  └──could not be────┘          │
                                        └──nothing live is left──────────┘
 
-A record is *coming* until it is known to be written, then *live* until it is evicted, dropped or moved, then dead. Dead
-bytes come back only with their whole segment: it is deleted when nothing live is left in it, and cleaned, its live
-records moved, only when at most half is live, so that less is ever moved than is won. A segment's reads end before
-it is deleted.
+A record is *coming* until its write has ended, then *live* until it is evicted, dropped or moved, then dead. Dead bytes
+come back only with their whole segment. A segment is deleted when nothing live is left in it. It is cleaned, its live
+records moved, only when at most half is live, so that less is moved than gained. A segment's reads end before it is
+deleted.
 
 Appending stops one segment short of the limit, so that there is always room to clean into.
 """
@@ -70,7 +70,7 @@ class Segments(Generic[V]):
         self._segments: dict[int, Segment[V]] = {}
         self._open: Segment[V] | None = None
         self._sparse: dict[int, Segment[V]] = {}  # closed and at most half live
-        self._ready: list[Segment[V]] = []  # dying, and nobody reads them
+        self._ready: list[Segment[V]] = []  # dying, and without reads
         self._stuck: list[Segment[V]] = []  # dying, and could not be deleted
         self._folders: dict[str, _SegmentFolder] = {}
         self._next = 0
@@ -155,7 +155,7 @@ class Segments(Generic[V]):
         return segment
 
     def came(self, segment: Segment[V], index: int, value: V | None) -> None:
-        """The record is written; or (none) it is not, or nobody wants it any more."""
+        """The record is written; or (none) it is not, or its page is not wanted any more."""
         segment.coming -= 1
         if value is not None:
             segment.live[index] = value

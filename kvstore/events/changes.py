@@ -1,6 +1,6 @@
 """What happened to a set of cached pages, in the order it happened: the plain form of KV events and snapshots.
 
-Whoever owns pages (`DeviceBlockManager`, `HostPagePool`) records changes here and never knows who listens.
+The owners of pages (`DeviceBlockManager`, `HostPagePool`) record changes here and never know the readers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from baton.messages import MAX_KEYS_PER_CALL, Medium, PageSegment, Snapshot
 
-_KEYS_PER_PART = 8_192  # 128 KiB of keys in one message: a few milliseconds for whoever reads it
+_KEYS_PER_PART = 8_192  # 128 KiB of keys in one message: its reader takes a few milliseconds
 _FEW = 16  # keys that are not worth an array
 _TURNS: Mapping[Medium, int] = {"GPU": 0, "CPU": 21, "DISK": 42}  # by how many bits a tier's digest is turned
 
@@ -66,7 +66,7 @@ class ChangeLog:
         self._removed.append(key)
 
     def cleared(self) -> None:
-        self._done.clear()  # nobody needs to hear of pages that are gone
+        self._done.clear()  # changes of pages that are gone need no event
         self._stored.clear()
         self._tokens.clear()
         self._removed.clear()

@@ -4,10 +4,9 @@
                               kept                       │ missed some
     snapshot ◀──answer──── replay socket ◀───────────────┘
 
-Any number of followers may ask, for batches that were published or for a snapshot: nothing here knows who they are.
-Each turn hears a few questions and sends a few messages, however many there are (`kvstore.events.replay`). A snapshot
-is made once for all who wait for it, and making them takes a small share of the owner's time, however often somebody
-asks.
+Any number of followers may ask, for batches that were published or for a snapshot. The publisher does not know them.
+Each turn reads a few requests and sends a few messages (`kvstore.events.replay`). A snapshot is made once for all its
+waiters, and making snapshots takes a small share of the owner's time, however often followers ask.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class KvEventPublisher:
 
     @property
     def socket(self) -> Any:
-        """For a Poller: somebody asks."""
+        """The socket on which followers ask, for a Poller."""
         return self._replayer.socket
 
     @property
@@ -137,7 +136,8 @@ class KvEventPublisher:
         return self._made
 
     def _check(self, runs: Iterable[PageSegment]) -> None:
-        """What is held is the truth. Whoever followed our events sees from the digest that they told something else."""
+        """The held pages are the truth. Followers of our events see by the digest that the events said something
+        else."""
         truth = 0
         for run in runs:
             truth ^= packed_digest(run.keys, run.medium)

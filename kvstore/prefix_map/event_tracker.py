@@ -11,9 +11,9 @@ What is missing shows in three ways. A gap in the sequence, when the next batch 
 batch, when none comes. And a digest: holders tell the digest of all that they held after a batch, and where the map's
 was another after the same batch, the two have parted silently.
 
-Pure: batches, snapshot parts and what heartbeats say in, actions out, time as an argument. One holder is one
-incarnation: a process that has been restarted is another holder, and what its predecessor still has in flight is
-nobody's.
+Pure: batches, snapshot parts and heartbeats go in, actions come out, time is an argument. One holder is one
+incarnation: a restarted process is another holder, and messages of its predecessor that are still in flight are
+dropped.
 """
 
 # pyright: strict

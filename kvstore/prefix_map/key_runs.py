@@ -3,10 +3,9 @@
     run   a b c d   group {x, y}  ──next──▶  run   e f   group {x}  ──next──▶ …
                 └─ above of ─▶  run   g h i   group {y}
 
-A *run* is consecutive keys of one chain that belong to the same group; a *group* is a set of holders with their tiers,
-written as the bits of a number, the `mask`. A table finds the run of every key. Where another chain branches off, a
-run goes on: so the runs are paths that the radix tree of all chains is cut into, and two of them are never looked at
-to answer what one of them can.
+A *run* is consecutive keys of one chain that belong to the same group. A *group* is a set of holders with their tiers,
+written as the bits of a number, the `mask`. A table finds the run of every key. Where another chain branches off, a run
+goes on. So the runs are paths that the radix tree of all chains is cut into.
 
 Runs are cut where masks part ways and joined again when these agree. Cutting and joining touch the smaller part only,
 and no run is longer than `MAX_RUN`: so whatever a holder says about one page costs a bounded time.
@@ -37,7 +36,7 @@ class KeyRunGroup:
 
 
 class KeyRun:
-    """`keys`, of which the first follows the key `above` (empty: a chain's start, or nobody knows).
+    """`keys`, of which the first follows the key `above` (empty: a chain's start, or unknown).
 
     `next` is one run, if there is any, that follows the last key and might be joined to this one: where several follow,
     it is the one that came first."""
@@ -85,14 +84,14 @@ class KeyRun:
 
 
 class KeyRuns:
-    """All keys that somebody has, each in one run."""
+    """All keys that any holder has, each in one run."""
 
     def __init__(self) -> None:
         self.index: dict[bytes, KeyRun] = {}  # its keys are the very objects in the runs: each exists once
         self.groups: dict[int, KeyRunGroup] = {}
 
     def add(self, above: bytes, keys: list[bytes], mask: int) -> None:
-        """Keys that nobody has yet, none of them twice, each following the one before."""
+        """Add keys without a holder yet, none of them twice, each following the one before."""
         group = self._group(mask)
         before = self.index.get(above)
         if before is not None and (before.next is not None or before.keys[-1] != above):

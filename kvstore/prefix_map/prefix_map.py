@@ -1,7 +1,7 @@
-"""Which process holds how much of a prefix, and on which tier: what the router knows of everybody's pages.
+"""The prefix map: how much of a prefix each process holds, and on which tier.
 
-A holder is one incarnation of a worker or a store; its KV events and snapshots fill the map. The map is a hint: a stale
-entry costs a recompute, never a wrong token, because whoever serves a page finds it by its key.
+A holder is one incarnation of a worker or a store. Its KV events and snapshots fill the map. The map is a hint: a stale
+entry costs a recompute, never a wrong token, because the holder itself finds a page by its key.
 
 Keys are hash-chained, so a table of keys is a radix tree; `kvstore.prefix_map.key_runs` keeps it small. Here the bits
 of a run's mask get their meaning: three for each holder, one for each tier. Beside them each holder has a count of its
@@ -226,12 +226,13 @@ class PrefixMap:
         return me
 
     def _are_new(self, keys: list[bytes]) -> bool:
-        """Whether nobody has any of `keys`, and none of them comes twice."""
+        """Whether no holder has any of `keys`, and none of them comes twice."""
         once = dict.fromkeys(keys)
         return len(once) == len(keys) and self._runs.index.keys().isdisjoint(once.keys())
 
     def _stretches(self, keys: list[bytes]) -> Iterator[tuple[int, int]]:
-        """Who has the start of `keys`: masks, each with how many pages in a row it is true of."""
+        """Return the holders of the start of `keys`: masks, each with the number of pages in a row that it holds
+        for."""
         at = pages = mask = 0
         while at < len(keys) and (run := self._runs.index.get(keys[at])) is not None:
             if run.mask != mask:

@@ -4,10 +4,10 @@
                     └────────▶ FetchPages ──▶ PagesLanded … (FetchCredit …) ──▶ landed, or failed: the next source
                                   └─ FetchUnavailable, silent, lost pages ──▶ retired ──FetchRetracted──▶ slots free
 
-Every key is brought at most once at a time, whoever waits for it. A source may have the first pages of a fetch and not
-the others: those come from it, these from the next. A fetch from another store has slots for only so many
-of its pages at once, and grants the others as room comes free. Slots of a fetch that has ended stay reserved until the
-transport has said that it writes there no more.
+Every key is brought at most once at a time, for all its waiters. A source may have only the first pages of a fetch.
+Then the others come from the next source. A fetch from another store has slots for some of its pages at once, and
+grants credit for more as room comes free. Slots of a fetch that has ended stay reserved until the transport has said
+that it writes there no more.
 
 Words and pages are lost only with a connection. Heartbeats find each loss: the other side says (`FetchStatus`) that it
 has sent more than has come, or does not know the fetch, and what is missing is wanted anew; so is a page whose
@@ -60,10 +60,10 @@ def links(keys: Sequence[bytes], parent: bytes) -> list[ChainLink]:
 
 @dataclass(slots=True)
 class InboundResult:
-    """What a call led to: orders for the threads, pages that have landed (each held once, for the caller to unhold),
-    keys that were to be brought from a cache and are not (`failed`), that the sources of a hand-off do not have
-    (`gone`), each with the stores that were asked (`tried`), and that nobody makes here any more (`unmade`).
-    `contested`: other stores wait here for pages that this store itself only awaits from a hand-off."""
+    """The result of a call: orders for the threads, pages that have `landed` (each held once, for the caller to
+    unhold), and keys that are not coming. `failed` keys were to be brought from a cache. The sources of a hand-off
+    do not have `gone` keys, each with the stores that were asked (`tried`). `unmade` keys have no writer here any
+    more. `contested`: other stores wait here for pages that this store itself awaits from a hand-off."""
 
     orders: list[PeerOrder | DiskOrder] = field(default_factory=list[PeerOrder | DiskOrder])
     landed: list[HostPage] = field(default_factory=list[HostPage])
@@ -202,7 +202,7 @@ class InboundTransfers:
         batch: list[tuple[bytes, int]] = []
         while self._queued:
             key, parent = self._queued[0]
-            if self._pages.find(key) is not None:  # somebody has sealed it here meanwhile
+            if self._pages.find(key) is not None:  # a worker has sealed it here meanwhile
                 del self._coming[key]
             elif not self._disk.has(key):
                 outcome.failed.append(key)
@@ -258,10 +258,10 @@ class InboundTransfers:
         self, awaited: Callable[[bytes], bool], wanted: Callable[[bytes], bool], named: Callable[[bytes, str], bool],
         now: float,
     ) -> InboundResult:  # fmt: skip
-        """Give up reads that have not begun of pages that nobody awaits, and fetches of which no worker wants a page:
-        what other stores wait for is no reason to ask others, or two that wait for each other would do so for ever.
-        A hand-off from a store that none of those who still want it has `named` may wait for pages that nobody makes
-        there: it goes on with the next."""
+        """Give up reads that have not begun of pages without a waiter, and fetches of which no worker wants a page.
+        A wait of another store is no reason to ask a third one, or two stores that wait for each other would do so
+        for ever. A hand-off may wait at a store that none of its remaining waiters has `named`, for pages without a
+        writer there. It goes on with the next source."""
         outcome = InboundResult()
         for key, _ in self._queued:
             if not awaited(key):
@@ -409,7 +409,7 @@ class InboundTransfers:
         granted: list[tuple[int, int]] = []
         while fetch.credit < len(fetch.keys) and len(fetch.slots) < self._window:
             key = fetch.keys[fetch.credit]
-            if self._pages.find(key) is not None:  # somebody has sealed it here meanwhile
+            if self._pages.find(key) is not None:  # a worker has sealed it here meanwhile
                 fetch.duplicates += 1
                 del self._coming[key]
             elif (reservation := self._reserve(key, NOWHERE if loose else fetch.parents[fetch.credit])) is not None:
@@ -466,8 +466,8 @@ class InboundTransfers:
         return self._end(fetch, outcome)
 
     def _lacks(self, fetch: RemoteFetch, sent: int) -> bool:
-        """Whether pages were lost: more were sent than came. Some may have come in vain, which nobody counts: then it
-        is believed when it is so a second time."""
+        """Whether pages were lost: more were sent than came. Some may have come as duplicates, which are not
+        counted, so a loss is believed when it is reported twice."""
         before, fetch.lost_pages = fetch.lost_pages, (sent, fetch.received)
         return sent > fetch.received and (sent > fetch.received + fetch.duplicates or before == fetch.lost_pages)
 

@@ -1,4 +1,4 @@
-"""Leases, the processes that own them, and who waits for which page."""
+"""Leases, the processes that own them, and the waiters for each page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.arena.host_page_pool import HostPage, SlotReservation
 
 @dataclass(eq=False, slots=True)
 class PageWaiter:
-    """Somebody who wants the pages of a chain: what it still waits for, by index in `keys`."""
+    """A waiter for the pages of a chain: what it still waits for, by index in `keys`."""
 
     number: int
     keys: list[bytes]
@@ -57,7 +57,7 @@ class ClientProcess:
 
 
 class PageWaiters:
-    """Who waits for which key."""
+    """The waiters for each key."""
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, dict[PageWaiter, int]] = {}
@@ -88,7 +88,7 @@ class PageWaiters:
         return any(not isinstance(waiter, Lease) for waiter in self._waiting.get(key, ()))
 
     def of(self, key: bytes) -> Mapping[PageWaiter, int]:
-        """Who waits for `key`, each with its index there."""
+        """Return the waiters for `key`, each with its index there."""
         return self._waiting.get(key, {})
 
     def add(self, waiter: PageWaiter, index: int) -> None:
@@ -105,19 +105,19 @@ class PageWaiters:
                 del self._waiting[waiter.keys[index]]
 
     def page_arrived(self, key: bytes) -> list[tuple[PageWaiter, int]]:
-        """Everybody who waits for `key`, which has come: they wait for it no longer."""
+        """Return and remove the waiters for `key`, whose page has arrived."""
         called = list(self._waiting.pop(key, {}).items())
         for waiter, index in called:
             waiter.waits.discard(index)
         return called
 
     def waiters(self, keys: Iterable[bytes]) -> list[PageWaiter]:
-        """Everybody who waits for one of `keys`, each once."""
+        """Return the waiters for any of `keys`, each once."""
         return list(dict.fromkeys(waiter for key in keys for waiter in self._waiting.get(key, ())))
 
     def cancel(self, keys: Iterable[bytes], who: Callable[[PageWaiter, int], bool]) -> list[tuple[PageWaiter, int]]:
-        """`keys` are not coming for those `who` it concerns: whoever waits for one waits no longer for it, nor for what
-        follows it in their chain. Returns the first index concerned of each."""
+        """Cancel the waits for `keys`, which are not coming for the waiters that `who` selects, and for all that
+        follows in their chains. Return the first index concerned of each."""
         first: dict[PageWaiter, int] = {}
         for key in keys:
             for waiter, index in self._waiting.get(key, {}).items():

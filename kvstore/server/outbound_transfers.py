@@ -9,8 +9,8 @@ A promise to another store rests on a producer here: a worker that writes the pa
 rested on yet another store, two stores could wait for each other. With `wait` the page may still have to be made here;
 the router has ordered it, and the promise ends when the worker that makes it gives up.
 
-A page stays held until the transport is done with its bytes, however long that takes: its hold is ours, not the peer's,
-so it never expires while somebody reads the slot.
+A page stays held until the transport is done with its bytes, however long that takes. Its hold is ours, not the peer's,
+so it never expires while the slot is being read.
 """
 
 # pyright: strict
@@ -128,7 +128,7 @@ class OutboundTransfers:
             case FetchHeartbeat(number=beat, fetches=listed):
                 for number in fetches.keys() - set(listed):
                     self._forget(fetches, number)
-                # Whoever lists a fetch that has ended here has not heard so.
+                # A peer that lists a fetch that has ended here has missed the end.
                 gone = [
                     FetchUnavailable(number, fetch.gone) for number, fetch in fetches.items() if fetch.gone is not None
                 ]

@@ -1,8 +1,8 @@
 """Pins: prefixes that the operator wants kept, each with a time to live, on the account of a tenant. Pure.
 
-A pin belongs to the router that asked for it: that one alone can end it, and hears of it in heartbeats. Should the
-router be gone, the pin stays: it lasts until its time is over, and serves whoever asks for its pages. Where two routers
-want the same pages, each has a pin of its own, and the pages count once.
+A pin belongs to the router that asked for it. That router alone can end it, and heartbeats list it to that router. If
+the router is gone, the pin lasts until its time is over, and serves all requests. Where two routers pin the same pages,
+each has a pin of its own, and the pages count once.
 """
 
 # pyright: strict

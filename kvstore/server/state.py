@@ -1,4 +1,4 @@
-"""What a node's store knows and decides: who is attached, what each lease reserves, holds and waits for.
+"""The store's knowledge and decisions: attached processes, and what each lease reserves, holds and waits for.
 
 A worker's process is named by its pid, which the kernel vouches for, and its incarnation. Leases belong to the
 process, not to the connection:
@@ -11,12 +11,13 @@ process, not to the connection:
 So a reserved slot is freed by its writer's Seal or EndLease or by that proof, and never by time. Holds do end by time,
 because a reader believes its bytes only after `Released` has said that the hold lasted.
 
-Every wait ends: by PagesReady; by PagesUnavailable, when its maker gives up or dies or the waiting lease expires; or
-by its own Forget. Waiting for a key that nobody reserves yet is allowed: the router knows who is going to.
+Every wait ends: by PagesReady; by PagesUnavailable, when the page's writer gives up or dies or the waiting lease
+expires; or by its own EndLease. Waiting for a key without a reservation is allowed: the router knows which worker is
+going to write it.
 
-A lease lives until its owner forgets it, by EndLease or by leaving it out of its heartbeat (the socket keeps the
-order, so an unlisted lease is one that the owner has done with), until it ends by the death of its process, or, when
-nothing is reserved under it, by the end of the connection.
+A lease lives until its owner ends it, by EndLease or by leaving it out of its heartbeat. (The socket keeps the order,
+so the owner is done with an unlisted lease.) It also ends with the death of its process, or, when nothing is reserved
+under it, with the connection.
 
 What is not in the arena may lie below: on this node's disk, or in another store. A hand-off (`Acquire` with `wait`) is
 always delivered; of a cached prefix the worker is told what lies `LowerTierHits`, and says what to `Promote`.
@@ -110,7 +111,7 @@ class _Counters:
 
 
 class StoreState:
-    """The one owner of the arena's slots, and the only one who says what may be read and written when."""
+    """The one owner of the arena's slots, which decides which process may read and write them, and when."""
 
     def __init__(
         self, me: Peer, settings: StoreConfig, disk: DiskPageIndex, admit_after: int, heartbeat: float, silence: float
@@ -131,7 +132,7 @@ class StoreState:
         self._attached: dict[int, ClientProcess] = {}  # by connection
         self._processes: dict[tuple[int, str], ClientProcess] = {}
         self._line = HeadOfLine(silence)
-        self._ended = False  # a lease has ended since what nobody wants was last given up
+        self._ended = False  # a lease has ended since unwanted transfers were last given up
         self._count = _Counters()
 
     def _new_tiers(self, slots: int) -> TierManager:
@@ -144,7 +145,7 @@ class StoreState:
     # --- what happens ---------------------------------------------------------------------------------------------
 
     def handle(self, event: StoreEvent, now: float) -> list[StoreCommand]:
-        """Take one event. What a worker says out of turn costs it its connection, and nobody else anything."""
+        """Take one event. A worker that breaks the protocol loses its connection, and no other one is affected."""
         commands = self._handle(event, now)
         if self._ended:
             self._ended = False
@@ -239,8 +240,8 @@ class StoreState:
         return [*divided, *commands, attached]
 
     def _divide(self, namespace: Namespace, page_bytes: int) -> list[StoreCommand]:
-        """Cut the arena into slots for the first who attaches, or anew for another kind of page when nobody is left
-        who reads or writes the old ones."""
+        """Cut the arena into slots for the first worker that attaches, or anew for another kind of page when no
+        process is left that reads or writes the old ones."""
         if (namespace, page_bytes) == (self._namespace, self._page_bytes):
             return []
         if self._processes or not self._tiers.idle:
@@ -256,7 +257,7 @@ class StoreState:
         self._count.evictions += self._pages.evictions
         self._namespace, self._page_bytes = namespace, page_bytes
         self._tiers = self._new_tiers(host_cache_bytes // page_bytes)
-        self._pages.clear()  # says so to those who knew of other pages
+        self._pages.clear()  # readers of events are told that the other pages are gone
         return [DivideArena(page_bytes), *self._tiers.open_disk(namespace_root(namespace), page_bytes)]
 
     def _disconnect(self, connection: int) -> list[StoreCommand]:
@@ -454,7 +455,7 @@ class StoreState:
         lease.holds.clear()
 
     def _end(self, leases: list[Lease]) -> list[StoreCommand]:
-        """End leases with all that is under them, and tell those who wait for what will not be made now."""
+        """End leases with all that is under them, and answer the waiters for pages that will not be written now."""
         unmade: list[bytes] = []
         for lease in leases:
             self._end_lease_parts(lease)
@@ -467,7 +468,7 @@ class StoreState:
         if paused:
             self._line.pause(paused)
             for lease in self._leases():
-                lease.expires += paused  # nobody could be heard meanwhile
+                lease.expires += paused  # no heartbeat could be read meanwhile
         commands = self._tell(self._tiers.tick(now, paused))
         if now < self._next_beat:
             return commands
@@ -516,7 +517,7 @@ class StoreState:
 
     @property
     def page_size(self) -> int:
-        """Tokens per page; 0 while nobody has attached."""
+        """Tokens per page; 0 before the first worker has attached."""
         return self._namespace.page_size if self._namespace else 0
 
     def needs_proof(self, pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""One store's pages on all tiers, and everybody to whom they are promised. Pure.
+"""One store's pages on all tiers, and the waiters for them. Pure.
 
                   InboundTransfers ── from the disk, from other stores ──▶ ┐
     workers ──seal──────────────────────────────────────────────▶ HostPagePool (the arena)
@@ -92,7 +92,7 @@ class TierManager:
 
     @property
     def idle(self) -> bool:
-        """No thread reads or writes a slot, and nobody waits or holds but workers."""
+        """No thread reads or writes a slot, and only workers wait or hold."""
         return self.loads.idle and self.server.idle and not self._demoting and not len(self.pins)
 
     # --- what workers do ------------------------------------------------------------------------------------------
@@ -106,12 +106,12 @@ class TierManager:
         return turn
 
     def used(self, keys: Sequence[bytes]) -> TierResult:
-        """Somebody reuses these cached pages; those used often enough are written to the disk."""
+        """Count a use of these cached pages; those used often enough are written to the disk."""
         self.disk.touch(keys)
         return TierResult(self._used(keys))
 
     def unmade(self, keys: Iterable[bytes]) -> TierResult:
-        """Nobody makes these here any more."""
+        """These keys have no writer here any more."""
         turn = TierResult()
         self._refuse_all(keys, turn)
         return turn
@@ -169,9 +169,9 @@ class TierManager:
         return turn
 
     def _from_others(self, lease: Lease, now: float) -> TierResult:
-        """Pages of the lease that are not here, and that it waits for, come from its sources as they are sealed; those
-        that no source is believed to have or make are waited for here. A partial page is loose where it is brought:
-        it is nobody else's."""
+        """Bring the pages of the lease that are not here, and that it waits for, from its sources as they are
+        sealed. Pages that no source is believed to have or make are waited for here. A partial page is loose where
+        it is brought."""
         chain = _chain(lease)
         wanted: dict[tuple[PageSource, ...], list[ChainLink]] = {}
         for index in sorted(lease.waits):
@@ -183,7 +183,7 @@ class TierManager:
         return turn
 
     def prune(self, now: float) -> TierResult:
-        """Stop what is being brought for nobody any more: leases have ended, or their pages came in another way."""
+        """Stop transfers without a waiter: leases have ended, or their pages came in another way."""
         waiting = self.waiting
         return self._settle(self.loads.prune(waiting.awaited, waiting.wanted, waiting.named, now), now)
 
@@ -229,8 +229,8 @@ class TierManager:
     # --- internals --------------------------------------------------------------------------------------------------
 
     def _settle(self, outcome: InboundResult, now: float) -> TierResult:
-        """Tell whoever waits for it what has landed and what has failed. Whoever waits for a hand-off is not concerned
-        when a cache fails: somebody is making its pages, here or at its sources, which are asked then."""
+        """Answer the waiters for pages that have landed or failed. A failed cache does not concern the waiter for a
+        hand-off: a prefill worker is making its pages, here or at its sources, which are asked then."""
         turn = TierResult(outcome.orders)
         for page in outcome.landed:
             self._arrive(page, turn)
@@ -281,7 +281,7 @@ class TierManager:
         turn.granted.setdefault(lease, []).append((index, page))
 
     def _refuse_all(self, keys: Iterable[bytes], turn: TierResult) -> None:
-        """Nobody makes these any more. Those that are being brought may still come; if they don't, nobody is left.
+        """These keys have no writer here any more. Those on their way may still come; otherwise they have no producer.
 
         Other stores do not wait for what a hand-off brings here. That hand-off may wait for theirs."""
         keys = list(keys)
@@ -302,7 +302,7 @@ class TierManager:
         return self.loads.handing_off(key) and self.waiting.promised(key) and not self._made_here(key)
 
     def _refuse(self, keys: Iterable[bytes], turn: TierResult, who: Callable[[PageWaiter, int], bool]) -> None:
-        """These are not coming for those `who` it concerns, unless somebody else makes or brings them."""
+        """Refuse these keys to the waiters that `who` selects, unless another producer makes or brings them."""
         gone = [key for key in keys if not self.loads.coming(key) and not self.pages.being_written(key)]
         self._cancel_waiters(gone, turn, who)
 
@@ -314,7 +314,7 @@ class TierManager:
                 turn.orders += self.server.not_coming(waiter, index).orders
 
     def _bad(self, page: HostPage) -> list[bytes]:
-        """Returns the keys that nobody makes any more because of it."""
+        """Return the keys without a writer because of it."""
         if page.dropped:
             return []
         self.corrupt += 1
@@ -421,7 +421,7 @@ class TierManager:
 
 
 def _chain(lease: Lease) -> list[ChainLink]:
-    """Its pages. A partial one is loose where it is brought: it is nobody else's."""
+    """Its pages. A partial one is loose where it is brought."""
     chain = links(lease.keys, lease.parent)
     if lease.partial:
         chain[-1] = lease.keys[-1], NOWHERE

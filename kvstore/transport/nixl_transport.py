@@ -1,4 +1,4 @@
-"""Pages between stores by NIXL: whoever wants pages reads them out of the other's arena, by RDMA where there is any.
+"""Pages between stores by NIXL: the receiving store reads them out of the other's arena, by RDMA where there is any.
 
     serving store ──NixlOffer: where the pages lie──▶ wanting store ──NIXL READ──▶ its landing memory ──▶ slots
                   ◀──────────NixlOfferDone───────────
@@ -6,13 +6,13 @@
 Words go over the same sockets as those of `kvstore.transport.zmq_transport`, and mean the same. Words behind an
 NixlOffer are told only when its pages have landed, as they are where page bytes travel in front of them.
 
-Pages are read into memory set apart for that, and copied to their slots as they are checked. So a read that nobody
-waits for any more can't write to a slot, whatever the network still does; that is worth the copy, because a read under
-way can't be called back for certain. Nor can the serving store stop a reader: it gives its slots back when the reader
-has said NixlOfferDone, or has been silent for long. Who then still reads finds bytes that do not match their checksum.
+Pages are read into memory set apart for that, checked, and copied to their slots. So a read that is not wanted any more
+can't write to a slot, whatever the network still does. That is worth the copy, because a read under way can't be called
+back for certain. Nor can the serving store stop a reader. It gives its slots back when the reader has said
+NixlOfferDone, or has been silent for long. A reader that still reads finds bytes that do not match their checksum.
 
-NIXL and UCX neither encrypt nor ask who reads: for networks that carry nothing else. With a loopback endpoint UCX is
-kept to loopback, too.
+NIXL and UCX neither encrypt nor authenticate readers: use them on networks that carry nothing else. With a loopback
+endpoint UCX is kept to loopback, too.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class _Agent:
         self._agent.release_xfer_handle(handle)
 
     def forget(self, name: str) -> None:
-        """Does nothing for one that is not known. Of one whose metadata was cut short NIXL keeps a part for good: who
-        sends such a thing can't be read from until it has another name, which is after its restart."""
+        """Forget an agent; do nothing for an unknown one. NIXL keeps a part of metadata that was cut short for good.
+        The sender of such metadata can't be read from until it has another name, which is after its restart."""
         if self._known.pop(name, None) is not None:
             self._agent.remove_remote_agent(name)
 
@@ -134,7 +134,7 @@ class _NixlCarrier(Carrier):
         self._agents = 0  # made so far
         self._landing = memoryview(b"")
         self._places: list[int] = []  # free pages of the landing memory
-        self._offered: dict[int, str] = {}  # number of the SendPages → who may be reading
+        self._offered: dict[int, str] = {}  # number of the SendPages → the store that may be reading
         self._heard: dict[str, float] = {}  # of these, when they last said something
         self._lines: dict[str, deque[_Arrival | PageReply]] = {}  # by store, in the order in which they came
         self._reads: list[_Read] = []

@@ -50,7 +50,7 @@ _REPLIES_PER_TURN = 4  # of one store
 _BACKLOG = 10_000  # events that the store's loop has not taken; with more we stop reading
 _TURN = 1.0  # seconds between two turns with nothing to do
 _FIRST_LOOK, _LAST_LOOK = 0.004, 0.032  # seconds between two looks whether pages have gone out
-_IDLE = 60.0  # seconds until a link that nobody uses is closed
+_IDLE = 60.0  # seconds until an unused link is closed
 _SWEEP = 5.0  # seconds between two looks for such links
 
 
@@ -64,9 +64,9 @@ class PeerStats:
     pages_out: int  # pages given to ZMQ
     bytes_out: int
     damaged: int  # pages that did not match their checksum
-    unexpected: int  # pages that nobody waited for (any more), or of a wrong size
+    unexpected: int  # pages without a waiter, or of a wrong size
     malformed: int  # messages
-    dropped: int  # messages that could not be sent, or were meant for somebody else
+    dropped: int  # messages that could not be sent, or were meant for another process
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +179,9 @@ class ZmqTransport:
 
 
 class Carrier:
-    """The thread's side: it alone touches sockets and page bytes. Those who carry the bytes in another way replace how
-    pages are served (`serve`), what other words mean (`asked`, `answered`) and what is done every turn (`advance`)."""
+    """The thread's side: it alone touches sockets and page bytes. A subclass that carries the bytes in another way
+    replaces how pages are served (`serve`), what other messages mean (`asked`, `answered`) and what is done every
+    turn (`advance`)."""
 
     def __init__(self, sockets: PageSockets, mailbox: Mailbox) -> None:
         self.endpoint: Final = sockets.server.endpoint
