@@ -37,10 +37,11 @@ class VirtualClock:
 
 
 class PauseDetector:
-    """Tells a loop that it was itself paused (SIGSTOP, swap, a long step), so that it blames nobody for the silence.
+    """Tell a loop that it was itself paused (SIGSTOP, swap, a long step), so that it blames no peer for the silence.
 
     A loop calls `tick(now)` once a turn and gets the seconds by which the turn overran `tolerance` (0.0 when it
-    didn't). Whoever gets more than zero drains its sockets and extends its timers by that much before judging anyone.
+    didn't). If they are more than zero, it drains its sockets and extends its timers by that much before it judges a
+    peer.
     """
 
     def __init__(self, tolerance: float) -> None:

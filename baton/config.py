@@ -143,7 +143,7 @@ class TenantConfig(_Section, frozen=True):
     weight: Annotated[float, Meta(gt=0)] = 1.0  # its share of the service beside others that wait
     tokens_per_minute: Natural = 0  # of prompts and outputs; 0: no limit
     requests_per_minute: Natural = 0  # 0: no limit
-    burst_s: Annotated[float, Meta(gt=0)] = 60.0  # who has asked for nothing for so long may have it all at once
+    burst_s: Annotated[float, Meta(gt=0)] = 60.0  # seconds without requests after which a whole burst is allowed
 
 
 class RouterConfig(_Section, frozen=True):

@@ -142,7 +142,7 @@ class RequestCancelled(BatonError):
 
 
 class Unavailable(BatonError):
-    """Nobody can take the request: no live worker, or a router that is going down."""
+    """No process can take the request: no live worker, or a router that is stopping."""
 
     status = "UNAVAILABLE"
     reason = "unavailable"
@@ -195,7 +195,7 @@ class StartupError(BatonError):
 
 
 class PortInUse(StartupError):
-    """Somebody else listens where we were told to listen."""
+    """Another program listens at the configured port."""
 
     reason = "port_in_use"
 

@@ -1,4 +1,4 @@
-"""Addresses of machines as text: who can reach one, and how it is written in an endpoint.
+"""Addresses of machines as text: their reach, and how they are written in an endpoint.
 
 Both ends of a connection decide by the text of the endpoint whether it is encrypted, so a process announces the very
 address that it bound; "every interface" is no such address.

@@ -1,5 +1,6 @@
-"""How a worker or store belongs to a router: Hello, Welcome, heartbeats both ways, silence, a router that was replaced.
-Whoever works for several has a membership of each (`baton.router_links`); no router knows of the others.
+"""How a worker or store belongs to a router: Hello, Welcome, heartbeats both ways, silence, a replaced router. A
+process that works for several routers has one membership of each (`baton.router_links`). Routers do not know each
+other.
 
     (unknown) ──Hello──▶ ──Welcome──▶ joined ──router silent, or another incarnation of it speaks──▶ (unknown)
 
@@ -14,7 +15,7 @@ from msgspec import Struct
 from baton.errors import BatonError, from_reason
 from baton.messages import Envelope, Hello, Message, Rejected, RequestHello, Welcome
 
-_HELLO_AGAIN = 1.0  # seconds between two Hellos that nobody answered
+_HELLO_AGAIN = 1.0  # seconds between two Hellos without an answer
 
 
 class SendToRouter(Struct, frozen=True):
@@ -76,7 +77,7 @@ class Membership:
                 return MembershipChange(deliver=True)
 
     def tick(self, now: float, paused: float = 0.0) -> MembershipChange:
-        """Call every turn. `paused`: seconds by which our own loop was held up; nobody is blamed for those."""
+        """Call every turn. `paused`: seconds by which our own loop was held up, for which no router is blamed."""
         self._last_heard += paused
         lost = self._leave() if now - self._last_heard > self._silence else None
         if self.router is None and now >= self._next_hello:

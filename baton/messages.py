@@ -13,7 +13,7 @@ its name under "type", inside an `Envelope`. Everything is validated on receipt;
 
 KV events have a format of their own, vLLM's: see `kvstore/events/wire_format.py`.
 
-Work is named (request, attempt); the router that owns a request numbers its attempts from 1. Who speaks is named by an
+Work is named (request, attempt). The router that owns a request numbers its attempts from 1. A sender is named by an
 incarnation, a random id per process start. Page keys travel packed, 16 bytes each; token ids as little-endian uint32.
 Durations are milliseconds left, never timestamps.
 """
@@ -56,7 +56,7 @@ M = TypeVar("M")
 
 class Envelope(Struct, Generic[M], frozen=True, array_like=True):
     """What travels: a message with the incarnations of both ends. `sequence` counts the sender's messages to this
-    peer from 1; a Hello is addressed to "" because its sender does not know yet who will hear it."""
+    peer from 1. A Hello is addressed to "" because its sender does not know the receiver's incarnation yet."""
 
     sender: str
     addressee: str
@@ -122,7 +122,7 @@ class Hello(Message, frozen=True):
     protocol: int = PROTOCOL_VERSION
     model: ModelCard | None = None  # none for a store
     events: str = ""  # ZMQ endpoint of its KV events,
-    replay: str = ""  # and that where those who missed some ask for them, or for a snapshot
+    replay: str = ""  # and the one that sends missed batches again, or a snapshot
     metrics: str = ""  # host:port of its Prometheus page
     data: str = ""  # a store's ZMQ endpoint, where it serves pages to other stores
 
@@ -192,9 +192,9 @@ class TierSpeed(Struct, frozen=True):
 
 
 class LoadReport(Struct, frozen=True):
-    """How busy a process is, and how fast. For a store, pages are arena slots and `tiers` are below it; a worker tells
-    the rate at which it computes prompts (0: not measured yet), and what its last steps, oldest first, had to do and
-    took. The last of them is the heartbeat's `step`: who remembers that of the heartbeat before knows which are new."""
+    """How busy a process is, and how fast. For a store, pages are arena slots and `tiers` are below it. A worker
+    tells its prefill rate (0: not measured yet), and the size and time of its last steps, oldest first. The last of
+    them is the heartbeat's `step`, so a receiver that remembers the one before knows which are new."""
 
     running: Count = 0
     waiting: Count = 0
@@ -309,8 +309,8 @@ class Resend(Message, frozen=True):
 
 
 class ChangeRole(Message, frozen=True):
-    """Be the other kind of worker from now on: a new incarnation around the same loaded model. All work that this one
-    has, whoever ordered it, is forgotten, and whatever is still on its way to it is lost."""
+    """Take the other role from now on: a new incarnation around the same loaded model. All work of this incarnation,
+    of every router, is dropped, and messages on their way to it are lost."""
 
     role: WorkerRole
 

@@ -73,15 +73,16 @@ class FetchUnavailable(Message, frozen=True):
 
 
 class FetchStatus(Message, frozen=True):
-    """The answer to FetchHeartbeat: every fetch it knows of this peer, with how many pages it has sent, repeated ones
-    included. It comes behind the pages, so whoever has received fewer has lost some, and wants them anew."""
+    """The answer to FetchHeartbeat: every fetch it knows of this peer, with the number of pages it has sent,
+    repeated ones included. It comes behind the pages, so a peer that has received fewer has lost some, and asks for
+    them again."""
 
     number: Count
     fetches: tuple[tuple[int, int], ...] = ()
 
 
 class NixlOffer(Message, frozen=True):
-    """These pages of a fetch can be read at these addresses of an agent, by whoever gives its metadata to NIXL."""
+    """These pages of a fetch can be read at these addresses of an agent, after NIXL has got its metadata."""
 
     offer: Count
     agent: Name
@@ -93,7 +94,7 @@ class NixlOffer(Message, frozen=True):
 
 
 class NixlOfferDone(Message, frozen=True):
-    """Nobody reads the pages of that offer any more."""
+    """The pages of that offer are not read any more."""
 
     offer: Count
 

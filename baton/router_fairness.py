@@ -1,10 +1,10 @@
 """Whose turn it is when several routers want the same room.
 
-Each router hears at once of the room that its own work gives back, and of the rest a heartbeat later: so the one that
-has most of a full worker would always be first, and the others would wait for ever. Hence a worker that has refused a
-router keeps the next room for it, as long as it has less here than whoever else asks (max-min fairness, in a small
-way). Who was refused is expected to ask again at the worker's next heartbeat; the promise is forgotten
-soon after, so that nothing is kept for one that has found another place. Pure.
+A router hears at once of the room that its own work gives back, and of other room a heartbeat later. So the router with
+most of a full worker would always be first, and the others would wait for ever. After refusing a router, a worker
+therefore reserves the next free pages for it, provided that router holds fewer pages there than the one that asks
+(max-min fairness). A refused router is expected to ask again at the worker's next heartbeat. The promise is forgotten
+soon after, in case it has found another place. Pure.
 """
 
 # pyright: strict

@@ -54,7 +54,7 @@ class Reserve(Message, frozen=True):
     lease: Count
     parent: bytes
     keys: PackedKeys
-    partial: bool = False  # the last one is of a partial page: nobody is told of it, and it goes with its last hold
+    partial: bool = False  # the last one is of a partial page: it is not published, and goes with its last hold
     prompt: Count = 0  # which prompt of this writer asks; it waits for slots. 0: a write-through, which does not
 
 
@@ -94,8 +94,8 @@ class Sealed(Message, frozen=True):
 class Acquire(Message, frozen=True):
     """Hold the pages of `keys`, which follow `parent` (empty at the start of a chain), and say where they are.
 
-    With `wait` this is a hand-off: pages that are not here yet are brought from the `sources`, or waited for until
-    somebody seals them here. Without, `LowerTierHits` tells what lower tiers have, for the worker to decide about."""
+    With `wait` this is a hand-off: pages that are not here yet are brought from the `sources`, or waited for until a
+    worker seals them here. Without it, `LowerTierHits` tells what lower tiers have, and the worker decides."""
 
     lease: Count
     keys: PackedKeys

@@ -263,8 +263,8 @@ def _listed(events: list[dict[str, object]]) -> bytes:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that is there under its name once it is whole, or never, for its owner alone: names and times tell what is
-    served to whom. Raises OSError."""
+    """Write a file that appears under its name once it is whole, or never, readable by its owner alone: names and
+    times tell what clients are served. Raises OSError."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

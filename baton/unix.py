@@ -60,7 +60,7 @@ class UnixSocket(Generic[M]):
 
     @classmethod
     def connect(cls, address: str, receives: Any) -> UnixSocket[M]:
-        """Connect to the abstract `address`. Raises StoreGone when nobody listens there."""
+        """Connect to the abstract `address`. Raises StoreGone when no store listens there."""
         try:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         except OSError as error:
@@ -144,7 +144,7 @@ class UnixListener(Generic[M]):
     """Accepts connections at an abstract address."""
 
     def __init__(self, address: str, receives: Any) -> None:
-        """Raises PortInUse when somebody listens there."""
+        """Raises PortInUse when another process listens there."""
         self._receives = receives
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._socket.setblocking(False)

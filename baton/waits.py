@@ -1,4 +1,4 @@
-"""Edges of the wait-for graph: what each pure state can tell of who waits for what. Tests check that it has no cycle.
+"""Edges of the wait-for graph, as each pure state knows them. Tests check that it has no cycle.
 
 Nodes, with the incarnation of the process that has them:
 

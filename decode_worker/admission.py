@@ -1,4 +1,4 @@
-"""Who may have device pages, and at whose cost: by pages, never by a count of requests.
+"""Admission of sequences by device pages, never by a count of requests.
 
 Decides and changes nothing. A sequence that is the only one may have them all; beside others it must leave room for
 what all of them are going to take (`decode_worker.growth_reserve`).
@@ -24,9 +24,9 @@ class SequenceAdmission:
     def displaced_by(
         self, newcomer: Sequence, sequences: Collection[Sequence], spare: int = 0
     ) -> list[Sequence] | None:
-        """Which of the others must be preempted before `newcomer` has room, last in rank first; most often nobody. They
-        are less urgent than it and come after it in rank. `spare` pages more than now would be available before that.
-        None: there is no room, or one that was preempted and comes before it in rank has still to be resumed."""
+        """Return the sequences that must be preempted before `newcomer` has room, last in rank first; most often
+        none. They are less urgent than it and come after it in rank. `spare` pages more than now would be available
+        before that. None: there is no room, or a preempted sequence of higher rank has still to be resumed."""
         if any(s.phase is SequencePhase.PREEMPTED and s.rank < newcomer.rank for s in sequences):
             return None
         staying = sorted((s for s in sequences if s.pages), key=lambda s: s.rank)

@@ -1,15 +1,16 @@
 """What the next step runs: one token for every decoding sequence, then prompts' tails within their budget.
 
 Iteration-level scheduling (Orca, OSDI'22) with chunked prefill (Sarathi-Serve, OSDI'24): a sequence that waits for its
-next token never waits for somebody's prompt. A *tail* is what of a prompt is left to compute here: a *short* one takes
-at most a grain, as where all before it was cached, a *long* one is a prompt that is prefilled locally.
+next token never waits for another request's prompt. A *partial prefill* is the rest of a prompt that is computed here.
+A *short* one takes at most a unit of alignment, as where all before it was cached. A *long* one is a prompt that is
+prefilled locally.
 
-Nobody starves:
+No sequence starves:
 
-- Short tails are run in order of rank, and have half of the prompts' budget before the long ones get theirs. Where
-  there are none of these, nobody need wait long for his next token: then short ones have a budget of their own, much
-  smaller, and come in parts. One that has waited for `first_step` seconds is run whatever that does to the others'
-  tokens, within the step's budget.
+- Short ones run in order of rank, and have half of the prompts' budget before the long ones get theirs. Without long
+  ones no sequence need wait long for its next token. Then short ones have a budget of their own, much smaller, and come
+  in parts. One that has waited for `first_step` seconds runs even if it delays other sequences, within the step's
+  budget.
 - Long tails are run in order of rank plus what they take times `_STRETCH`, both in seconds: a shorter one overtakes,
   but none is overtaken by those that come later than that. They have at least half of the prompts' budget.
 - More decoding sequences than a step has tokens take turns, those first whose last turn is the longest ago.
@@ -32,10 +33,11 @@ _GRAIN = 128  # tokens: products have whole tiles, and two of them take less tha
 
 
 class BatchBudget(Struct, frozen=True):
-    """What a step may hold. `prompts` are tokens of tails, at least two grains, and `tails` those where all are short;
-    `tokens` those of the whole step, except that tails always get two grains. `overdue`: since when a short tail must
-    have waited to go before everything else; `rate`: prompt tokens computed per second; `grain`: tokens of which chunks
-    of long tails are whole multiples. Where nobody has a tail, only `tokens` matters."""
+    """What a step may hold. `prompts`: tokens of partial prefills, at least two units of alignment; `short_prompts`:
+    the same where all are short. `tokens`: those of the whole step, except that partial prefills always get two
+    units. `overdue`: a short one that runs since then goes before everything else. `rate`: prompt tokens computed
+    per second. `alignment`: chunks of long ones are multiples of so many tokens. Without partial prefills only
+    `tokens` matters."""
 
     tokens: int
     prompts: int = 0
@@ -46,8 +48,8 @@ class BatchBudget(Struct, frozen=True):
 
 
 def chunk_alignment(page_size: int) -> int:
-    """Tokens of which a step has whole multiples, as far as a long tail has so many. A page, so that pages fill up; but
-    no more than a step can have without making those who decode wait, however large pages are."""
+    """Return the tokens of which chunks of long partial prefills are multiples. It is a page, so that pages fill up,
+    but no more than a step can have without delaying decoding sequences, however large pages are."""
     return min(page_size, _GRAIN)
 
 

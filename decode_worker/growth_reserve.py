@@ -14,9 +14,9 @@ idea of the past-future scheduler (Gong et al., ASPLOS'25); the estimate here is
 outputs of which only a beginning was seen.
 
 Sᵢ(t) is the probability that an output goes on for t tokens more, given those it has. It comes from a hazard, the
-chance to end per token, that is constant in each of a few dozen ranges of length: ends seen there per token seen there
-(Kaplan and Meier's estimate, over ranges). So an output cut off by `max_tokens`, by a lost router or by the present
-moment counts for what it shows, which is that it was no shorter. `max_tokens` itself ends a sequence for certain.
+chance to end per token, that is constant in each of a few dozen ranges of length. It is the ends seen there per token
+seen there (Kaplan and Meier's estimate, over ranges). So an output cut off by `max_tokens`, by a lost router or by the
+present moment counts as no shorter than it was. `max_tokens` itself ends a sequence for certain.
 
 Pure.
 """
@@ -50,7 +50,7 @@ class GrowthOutlook(Struct, frozen=True):
     left: int  # output tokens that max_tokens still allows
     known: int  # tokens in all
     pages: int  # that it holds
-    own: int  # of these, what nobody else refers to
+    own: int  # of these, pages that only this sequence refers to
 
 
 class GrowthReserve(Protocol):

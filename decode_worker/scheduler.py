@@ -111,9 +111,9 @@ class DecodeScheduler:
         calibration: Items[StepSample] = (),
         vocab_size: int | None = None,
     ) -> None:
-        """`headroom`: the rule for admission, the learned one unless told otherwise; `calibration`: steps that were run
-        before there was any work; `vocab_size`: no token id may be as high, where it is known: one order's would fail
-        everybody's step."""
+        """`headroom`: the rule for admission, the learned one unless told otherwise. `calibration`: steps that were
+        run before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it
+        would fail the whole step."""
         self._config = config
         self._vocab_size = vocab_size
         self._page_size, self._alignment = page_size, chunk_alignment(page_size)
@@ -387,8 +387,8 @@ class DecodeScheduler:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def take_copies(self) -> list[Copy]:
-        """The copies to make now, as many as those who decode can bear; what somebody waits for comes first. Report
-        each as CopiedIn or CopiedOut."""
+        """Return the copies to make now, as many as decoding sequences can bear, awaited ones first. Report each as
+        CopiedIn or CopiedOut."""
         if not (self._copies or self._write_through.copying):
             return []
         most = self._step_budget.copies(self._decoding())
@@ -456,9 +456,10 @@ class DecodeScheduler:
         return build_batch(decoding, partial_prefills, budget)
 
     def repeatable_steps(self, plan: ScheduledBatch) -> int:
-        """How many steps in a row may run this plan, each row feeding on its own last token, and come to the same as if
-        each had been planned by itself, while nothing comes in and no stop token is drawn: nobody waits for a turn, a
-        copy or its first token, or comes to the end of its page or to `max_tokens`."""
+        """Return how many steps in a row may run this plan, each row feeding on its own last token, with the same
+        result as if each had been planned by itself. That holds while no message arrives and no stop token is drawn.
+        No sequence may wait for a turn, a copy or its first token, or come to the end of its page or to
+        `max_tokens`."""
         waits = any(s.phase is SequencePhase.RUNNING and s.name not in plan for s in self._sequences.values())
         if waits or self._copies or self._write_through.copying:
             return 1
@@ -544,7 +545,8 @@ class DecodeScheduler:
             tokens = sequence.tokens[page * self._page_size : (page + 1) * self._page_size]
             key = sequence.keys[page]
             self._blocks.cache_block(key, sequence.parent_of(page), sequence.pages[page], tokens)
-            # Who hangs below a cached page must refer to it: or it would count as free once its maker has gone.
+            # A sequence below a cached page must refer to it. Otherwise the page would count as free once its maker has
+            # gone.
             sequence.pages[page] = self._blocks.deduplicate(key, sequence.pages[page])
             sequence.cached_pages = page + 1
 

@@ -1,7 +1,7 @@
 """How much may be put between two tokens of the running sequences: prompt tokens in their step, page copies before it.
 
-Both are bounds in time, turned into counts by what steps and copies have lately taken. Where nothing decodes there is
-nobody to disturb, and only the configured counts hold.
+Both are bounds in time, turned into counts by the recent times of steps and copies. Where nothing decodes there is no
+sequence to delay, and only the configured counts hold.
 
 Pure: the times are given.
 """
@@ -20,8 +20,8 @@ _MIXED = 8.0
 """Times a step that only decodes: what one with prompts in it may take, unless `decode.itl_ms` says. With 3, on
 two cores, chunks had some 50 tokens, each of which took twice as long as one in a chunk of 512: all were slower."""
 _TAIL = 1.3
-"""The same where all there is of prompts are the last few tokens of some whose full pages were cached. They come in
-parts then, each of which reads the weights with those who decode."""
+"""The same where all prompts are the last few tokens of prompts with cached full pages. They come in parts then,
+each of which reads the weights together with the decoding sequences."""
 _LEAST_TAIL = 4  # tokens of such a part, since fewer take hardly less: they read what comes before them together
 _UNKNOWN_SHARE = (_TAIL - 1) / _LEAST_TAIL  # of a step: what a token of a tail costs, until that is known
 _FREE = 1e-4  # of a step: a token that makes it longer by less costs nothing
@@ -90,7 +90,7 @@ class StepBudget:
         return min(most, max(int((_TAIL - 1) / max(share, _FREE)), _LEAST_TAIL))
 
     def delays_too_long(self, rows: DecodeRows, seconds: float) -> bool:
-        """Whether so much between two steps keeps those who decode waiting long enough as it is."""
+        """Whether so many seconds between two steps delay decoding sequences long enough already."""
         return rows.count > 0 and seconds > _BESIDES * self._seconds(rows) > 0
 
     def copies(self, rows: DecodeRows) -> int:

@@ -1,7 +1,8 @@
 """Write-through: full pages of running sequences on their way to the node's store.
 
-It never waits for space and nobody waits for it. While a page is on its way it stays referenced, also when its sequence
-has gone; where pages run out, what nobody else needs is given up before any sequence is preempted.
+A write-through never waits for space, and no request waits for it. While a page is on its way it stays referenced, also
+when its sequence has gone. Where pages run out, pages with no other reference are given up before any sequence is
+preempted.
 """
 
 # pyright: strict

@@ -10,5 +10,5 @@ Import this package before torch: what it sets below is read once, when torch lo
 import os
 
 # A thread that waits for its siblings by spinning takes the core that they need, as soon as anything else runs on the
-# node: measured with 2 threads on 2 busy cores, a decode step of 13 ms took 468. A setting of the user's own stands.
+# node. Measured with 2 threads on 2 busy cores, a decode step of 13 ms took 468. A setting of the user's own stands.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -57,7 +57,7 @@ class Engine:
         self.pool = pool
         self.pages = PagePool(pool, layout.page_bytes)
         self._num_pages = len(pool)
-        self.tracer = Tracer()  # of whoever runs the steps
+        self.tracer = Tracer()  # of the loop that runs the steps
         self._model = LlamaModel(config, model_weights, TorchAttention(pool, layout))
         self._decode_kernels: decode.NativeDecode | None = None
         self._prefill_model: prefill.NativePrefill | LlamaModel = self._model

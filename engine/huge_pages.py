@@ -1,6 +1,6 @@
 """Memory in pages of 2 MiB, where the kernel has such to give.
 
-A step walks through all weights, and through K and V in pieces of a few KiB from all over the pool: with pages of 4 KiB
+A step walks through all weights, and through K and V in pieces of a few KiB from all over the pool. With pages of 4 KiB
 the processor looks up an address for each piece, and its prefetchers stop at the end of each page.
 """
 

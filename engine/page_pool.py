@@ -10,8 +10,8 @@ from kvstore.checksum import page_checksum
 class PagePool:
     """Wraps the pool's tensor, [num_pages, …]. Host memory is any writable buffer of one page.
 
-    On a CPU a copy is one memory move on the calling thread. A tensor's own copy divides itself among threads, whose
-    meeting costs more than copying a page does, and a hundred times that when somebody else has their core."""
+    On a CPU a copy is one memory move on the calling thread. A tensor's own copy divides itself among threads. Their
+    meeting costs more than copying a page, and a hundred times that when another program has their core."""
 
     def __init__(self, pool: torch.Tensor, page_bytes: int) -> None:
         self.page_bytes = page_bytes

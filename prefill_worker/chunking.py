@@ -7,8 +7,8 @@ learns from the steps themselves; it knows that the end of a long prompt is slow
 alone are made equal, since a small rest would be computed slowly. Where a step costs much however little it computes,
 it lasts longer, so that at most a quarter is lost.
 
-**Order.** The urgent go first, and what they leave goes to the others. Those who are equally urgent share the time by
-max-min fairness: each may have an equal part, and what a short prompt leaves goes to the longer ones. So short prompts
+**Order.** Urgent prompts go first, and the others share the rest. Equally urgent prompts share the time by max-min
+fairness: each may have an equal part, and the rest of a short prompt's part goes to the longer ones. So short prompts
 don't wait behind long ones, and several of them fit into one step.
 
 **Ageing.** A prompt that waits for its next part rises: `passed` counts the steps in a row in which it got less than an
@@ -16,9 +16,9 @@ equal part, and its rank (0 first) is
 
     rank = max(0, min(priority − most urgent priority here, LEVELS) · STEPS_PER_LEVEL − passed)
 
-Within a rank, those passed over get a page before anybody gets a second one. So whatever arrives, every prompt has its
-turn after at most LEVELS · STEPS_PER_LEVEL steps without one, and one more for each time that the prompts which have
-waited as long fill a whole step with a page each.
+Within a rank, skipped prompts get a page before any prompt gets a second one. So every prompt has its turn after at
+most LEVELS · STEPS_PER_LEVEL steps without one. One more step is added for each time that prompts which have waited as
+long fill a whole step with a page each.
 
 **Lending.** A prompt that waits for pages which another one makes lends that one its rank.
 """
@@ -38,7 +38,7 @@ from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
 
 LEVELS = 4  # a prompt that is less urgent than that many levels waits no longer for it
 STEPS_PER_LEVEL = 4
-_UNMEASURED = 256  # tokens of the first step, of which nobody knows yet how long it will take
+_UNMEASURED = 256  # tokens of the first step, before its time is known
 _GROWTH = 4  # no step is larger than the largest so far times this
 _ALONE = 4  # times as long is a step of a prompt that is alone
 _FIXED = 4.0  # a step lasts at least this many times what it costs to compute nothing
@@ -80,8 +80,8 @@ def _equal_steps(job: PrefillRequest, pace: StepCostModel, seconds: float) -> fl
 
 
 def rank_requests(ready: Collection[PrefillRequest], waiting: Collection[PrefillRequest]) -> Ranks:
-    """Who goes first, by the formula above; among equals those who have waited longest, then those who got least, then
-    those who came first."""
+    """Rank the prompts by the formula above. Among equals the longest wait comes first, then the fewest tokens
+    computed, then the earliest arrival."""
     urgent = min(job.priority for job in (*ready, *waiting))
     ranked: list[tuple[int, Sequence[PrefillRequest]]] = []
     for job in ready:
@@ -97,8 +97,9 @@ def _place(ranked: tuple[int, Sequence[PrefillRequest]]) -> tuple[float, ...]:
 
 
 def share_pages(ranks: Ranks, cost: PageSeconds, seconds: float, most: int) -> Shares:
-    """Pages worth that time, at most `most` of them, but at least one: rank after rank, and within a rank page by page
-    to whoever will have had the least time with it."""
+    """Return pages worth that time, at most `most` of them, but at least one.
+
+    They are given rank after rank, and within a rank page by page to the prompt that will have had the least time."""
     shares: dict[PrefillRequest, int] = {}
     spent: dict[PrefillRequest, float] = {}
 

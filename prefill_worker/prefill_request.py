@@ -52,7 +52,7 @@ class PrefillRequest:
     stored: int = 0  # pages from the start that the store had when we looked
     computed: int = 0  # tokens from the start whose K and V lie in `pages`
     sources: tuple[PageSource, ...] = ()  # other stores that have some of its pages cached
-    waits_for: PrefillRequest | None = None  # while WAITING: who makes the next page
+    waits_for: PrefillRequest | None = None  # while WAITING: the request that computes the next page
     skipped_steps: int = 0  # steps in a row in which it got less than its part
     loading: LoadInProgress | None = None  # what the store was asked to bring from lower tiers
     loaded_from: int = 0  # page from which on that was

@@ -98,8 +98,8 @@ class PrefillScheduler:
         calibration: Sequence[StepSample] = (),
         vocab_size: int | None = None,
     ) -> None:
-        """`calibration`: steps that were run before there was any work; `vocab_size`: no token id may be as high, where
-        it is known: one order's would fail everybody's step."""
+        """`calibration`: steps that were run before there was any work. `vocab_size`, where known: a token id of an
+        order must be lower, because it would fail the whole step."""
         self._config = config
         self._vocab_size = vocab_size
         self._page_size = page_size
@@ -223,16 +223,16 @@ class PrefillScheduler:
         return [job for job in self._requests.values() if job.active]
 
     def _gained(self, job: PrefillRequest, before: int) -> None:
-        """Pages of `job` from `before` on have become complete: full ones can be found, and those who share them have
-        them as well."""
+        """Pages of `job` from `before` on have become complete: full ones can be found in the cache, and prompts
+        that share them have them, too."""
         for page in range(before, min(job.ready, job.full)):
             tokens = job.tokens[page * self._page_size : (page + 1) * self._page_size]
             self._blocks.cache_block(job.keys[page], job.keys[page - 1] if page else b"", job.pages[page], tokens)
         shared_prefix.mark_complete(job, self._active)
 
     def _wake(self, now: float) -> list[PrefillCommand]:
-        """Those who wait for a page that is complete, or that nobody makes any more, go on; the most urgent first,
-        lest they all wait again for the least urgent one."""
+        """Resume the waiters for pages that are complete or have lost their maker, the most urgent first. Otherwise
+        they might all wait again for the least urgent one."""
         waiting = [job for job in self._requests.values() if job.phase is PrefillPhase.WAITING]
         commands: list[PrefillCommand] = []
         for job in sorted(waiting, key=lambda job: (job.priority, job.arrival)):

@@ -4,8 +4,8 @@ A key stands for a page and everything before it, so prompts with one key in com
 Between any two prompts at hand, therefore:
 
 - what they have in common lies on the same device pages, and as much of it is complete for the one as for the other;
-- at most one of them makes the page that both lack next. The other waits, and nobody waits for one who waits, so there
-  is no circle. When the one that makes it goes, those who waited have everything that it had made, and one of them
+- at most one of them makes the page that both lack next. The other waits, and no prompt waits for a waiting one, so
+  there is no circle. When the one that makes it goes, the waiters have everything that it had made, and one of them
   makes the rest.
 """
 
@@ -40,22 +40,22 @@ def allocate_shared(
 
 
 def computing_request(job: PrefillRequest, at_hand: Collection[PrefillRequest]) -> PrefillRequest | None:
-    """Who else is making the page that `job` lacks next, or at least has it loaded."""
+    """Return the other request that makes the page which `job` lacks next, or at least has it loaded."""
     alike = [other for other in at_hand if other is not job and _lack_same_page(job, other)]
     making = (other for other in alike if other.computing)
     return next(making, None) or next((other for other in alike if other.loading_now), None)
 
 
 def pages_not_to_compute(job: PrefillRequest, at_hand: Collection[PrefillRequest]) -> int:
-    """How many pages from the start `job` need not make: those that are complete, those that another prompt is making,
-    and those of prompts that came earlier (`at_hand` is in the order of arrival) and will make them."""
+    """Return how many pages from the start `job` need not make: complete ones, those that another prompt is making,
+    and those that earlier prompts will make (`at_hand` is in the order of arrival)."""
     earlier = takewhile(lambda other: other is not job, at_hand)
     others = [*earlier, computing_request(job, at_hand)]
     return max([job.ready, *(other.in_common(job.keys) for other in others if other is not None)])
 
 
 def mark_complete(job: PrefillRequest, at_hand: Collection[PrefillRequest]) -> None:
-    """More pages of `job` are complete: so are they for all who share them."""
+    """More pages of `job` are complete, and so they are for all prompts that share them."""
     for other in at_hand:
         if other.ready < job.ready and _lack_same_page(other, job):
             other.mark_complete(min(job.ready, job.in_common(other.keys)))

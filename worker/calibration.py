@@ -1,4 +1,4 @@
-"""A few steps of several sizes, run before there is any work: how fast a worker is that has served nobody yet.
+"""A few steps of several sizes, run before there is any work: how fast a worker is before its first request.
 
 Small ones come first, since a slow machine gets no further than its time allows. Each is run twice while there is time,
 and the quicker one counts: what is done once for each size is part of no later step.

@@ -66,7 +66,7 @@ _IDLE = 0.05  # seconds between two turns of a loop that has nothing to do
 _ANSWERING = 0.002  # the same while followers of its KV events read what they asked for
 _CONNECT_AGAIN = 0.05  # seconds between two tries to reach the store
 _HEARS: Mapping[WorkerRole, Any] = {"prefill": ToPrefill, "decode": ToDecode}  # what routers say to it
-_PAUSE = 1.0  # a turn longer than this means that we stood still, and blame nobody for it
+_PAUSE = 1.0  # seconds; a longer turn means that this process was paused, and no peer is to blame
 
 
 class WorkerScheduler(Protocol):

@@ -1,11 +1,11 @@
 """Sockets that speak messages over ZMQ, and the only importer of zmq. (The local store link is `baton.unix`.)
 
-`links`     the router and everybody else: `Listener`, `RouterSocket`, `Heart`
-`events`    KV events, and what of them was missed: `Publisher`, `Subscriber`, `ReplayServer`, `ReplayClient`
-`poller`    waits for links and plain file descriptors together: `Poller`
-`sockets`   what all of them have in common: `use_keys`
-`keys`      the cluster's key pair: `ClusterKeys`
-`guard`     who may connect to an encrypted socket: `refused`
+- `links`: between the router and all other processes: `Listener`, `RouterSocket`, `Heart`
+- `events`: KV events, and missed batches again: `Publisher`, `Subscriber`, `ReplayServer`, `ReplayClient`
+- `poller`: waits for links and plain file descriptors together: `Poller`
+- `sockets`: what all of them have in common: `use_keys`
+- `keys`: the cluster's key pair: `ClusterKeys`
+- `guard`: access to an encrypted socket: `refused`
 
 Sockets bind to loopback unless told otherwise, and all of them are encrypted. Nothing is unpickled: every frame goes
 through a typed decoder, and what does not decode is counted and dropped.

@@ -1,12 +1,12 @@
-"""KV events from whoever owns pages to whoever follows them.
+"""KV events from the owners of pages to their followers.
 
     `Publisher`      ──PUB────▶ `Subscriber`     batches: [topic, sequence, payload], as vLLM's
     `ReplayServer`   ◀─ROUTER─▶ `ReplayClient`   older batches, as vLLM's replay, or a whole snapshot
 
 Of a replay socket a follower may ask two things, in a frame behind an empty one: eight bytes, the first sequence wanted
 (big-endian), or a `SnapshotRequest`. Batches come back as [empty, sequence, payload], and [empty, -1, empty] ends them.
-A snapshot's parts come as [empty, topic, part]: the topic says whose pages they are, because an endpoint may have
-passed to somebody else.
+A snapshot's parts come as [empty, topic, part]. The topic names the owner of the pages, because an endpoint may have
+passed to another process.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class ReplayServer:
                 self.malformed += 1
 
     def send_batch(self, follower: bytes, sequence: int, payload: bytes) -> bool | None:
-        """One batch of a replay, or with sequence -1 its end. True: sent; False: not now; None: nobody is there."""
+        """Send one batch of a replay, or with sequence -1 its end. True: sent; False: not now; None: the follower is
+        gone."""
         return self._send(follower, sequence.to_bytes(_SEQUENCE_BYTES, "big", signed=True), payload)
 
     def send_part(self, follower: bytes, topic: bytes, part: bytes) -> bool | None:
@@ -131,7 +132,7 @@ class ReplayClient:
 
     def __init__(self, endpoint: str) -> None:
         self._socket: Any = configure(zmq.asyncio.Context.instance().socket(zmq.DEALER))
-        self._socket.setsockopt(zmq.SNDHWM, 1)  # a second question to somebody who is not there asks nothing new
+        self._socket.setsockopt(zmq.SNDHWM, 1)  # a second question to a publisher that is gone asks nothing new
         self._socket.setsockopt(zmq.RCVHWM, _ANSWERS)
         _connect(self._socket, endpoint)
         self._decoder = msgspec.msgpack.Decoder(FromPublisher)
@@ -162,7 +163,7 @@ class ReplayClient:
 
 
 def _connect(socket: Any, endpoint: str) -> None:
-    """Connect, or leave nothing behind: an endpoint is what somebody said it is."""
+    """Connect, or leave nothing behind: the endpoint comes from a peer."""
     try:
         connect(socket, endpoint)
     except BaseException:

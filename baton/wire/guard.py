@@ -1,9 +1,9 @@
-"""Who may connect to our encrypted sockets: one thread per ZMQ context, which ZMQ asks about every client (ZAP).
+"""Access to our encrypted sockets: one thread per ZMQ context, which ZMQ asks about every client (ZAP).
 
-It takes clients that show the cluster's public key, and says so in the log when it refuses one; those that never get
-as far (no encryption, another server's key) are reported by ZMQ's own monitors. A refused client tries again for as
-long as it lives, so refusals are counted and told at most once in a while. Without its guard an encrypted socket takes
-nobody: ZMQ is told to insist on the answer.
+It accepts clients that show the cluster's public key, and logs a refusal. Clients that never get as far (no encryption,
+another server's key) are reported by ZMQ's own monitors. A refused client tries again for as long as it lives, so
+refusals are counted and logged at most once in a while. Without its guard an encrypted socket accepts no client: ZMQ is
+told to insist on the answer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def refused() -> int:
 
 
 class ConnectionGuard:
-    """Answers ZMQ until the context ends. `accepted` says whose public key is taken now; none: nobody's."""
+    """Answer ZMQ until the context ends. `accepted`: the public key that is accepted now; none: no key."""
 
     def __init__(self, context: zmq.Context[Any], accepted: Callable[[], bytes | None]) -> None:
         self.refused = 0

@@ -1,7 +1,7 @@
-"""The cluster's CURVE key pair: one per cluster, and whoever has it may speak.
+"""The cluster's CURVE key pair: one per cluster, and every process with it may take part.
 
 Every process has the same pair: the sockets that it binds use it as the server's, the sockets that it connects as the
-client's, and a server takes no other client. Nobody is told apart by it: that is what incarnations are for.
+client's, and a server accepts no other client. The pair does not tell processes apart: incarnations do.
 
 On disk the pair is one line, its secret half in ZMQ's own alphabet (the public half follows from it), in a file that
 only its owner can read. A secret that others could read is refused: they may have done so already.

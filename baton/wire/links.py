@@ -1,11 +1,11 @@
-"""Links between the router and everybody else.
+"""Links between the router and all other processes.
 
-`Listener`   the router's end of every link: asyncio, one ROUTER socket
-`RouterSocket`       a worker's or store's end: synchronous and never blocking, one DEALER socket
-`Heart`      a thread that sends the worker's heartbeat whatever its main loop is doing
+- `Listener`: the router's end of every link: asyncio, one ROUTER socket
+- `RouterSocket`: a worker's or store's end: synchronous and never blocking, one DEALER socket
+- `Heart`: a thread that sends the worker's heartbeat whatever its main loop is doing
 
-A DEALER that reconnects hands queued messages to whoever listens there now, and a ROUTER drops what is for a peer that
-has gone; envelopes carry both incarnations and heartbeats repair the rest.
+A DEALER that reconnects hands queued messages to the process that listens there now, and a ROUTER drops messages for a
+peer that has gone. Envelopes carry both incarnations, and heartbeats repair the rest.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Listener:
         """Bind `endpoint` ("tcp://127.0.0.1:0" takes any free port). Raises PortInUse or StartupError."""
         self._me = me
         self._socket = configure(zmq.asyncio.Context.instance().socket(zmq.ROUTER))
-        # Who connects anew is heard at once, though we may not have noticed yet that its old connection is dead.
+        # A peer that connects anew is heard at once, though its old connection may not have been noticed as dead yet.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.endpoint = bind(self._socket, endpoint)
         self._decoder = msgspec.msgpack.Decoder(Envelope[ToRouter])
@@ -51,8 +51,8 @@ class Listener:
         self.malformed = 0  # frames dropped because they are no message of this link
 
     async def receive(self) -> Envelope[ToRouter]:
-        """The next message. What is malformed, or says to come from somebody else than its socket, is dropped.
-        Yields to other tasks now and then, also while messages are there."""
+        """Return the next message. A malformed one, or one with another sender than its socket, is dropped. Yields
+        to other tasks now and then, also while messages are there."""
         while True:
             await self._cooperation.before_message()
             frames = await self._socket.recv_multipart()

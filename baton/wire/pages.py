@@ -48,7 +48,7 @@ class Losses:
     """Messages that came to nothing, on all sockets."""
 
     malformed: int = 0
-    dropped: int = 0  # not sent because nobody is there or reads, or received and meant for somebody else
+    dropped: int = 0  # not sent because the peer is gone or does not read, or received and meant for another process
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ class _Common:
 class Sending:
     """Pages that ZMQ may still read.
 
-    Whoever sends without copying must keep the bytes' owner alive until ZMQ has freed the frame, and pyzmq does just
-    that with the view that it was given. So a view that only ZMQ was given lives for as long as ZMQ may read it: its
-    end says the same as a `MessageTracker`, which costs as much as sending a page of 128 KiB does."""
+    A sender without copies must keep the bytes' owner alive until ZMQ has freed the frame, and pyzmq does that with
+    the view that it was given. So a view that only ZMQ was given lives for as long as ZMQ may read it. Its end says
+    the same as a `MessageTracker`, which costs as much as sending a page of 128 KiB."""
 
     def __init__(self) -> None:
         self._views: deque[weakref.ref[memoryview]] = deque()
@@ -78,7 +78,7 @@ class Sending:
 
     @property
     def done(self) -> bool:
-        """Whether nobody will read any of them any more, sent or not. Of a connection that has ended ZMQ lets go while
+        """Whether none of them will be read any more, sent or not. ZMQ lets go of an ended connection's frames while
         its owner waits for or uses the socket."""
         while self._views and self._views[0]() is None:
             self._views.popleft()
@@ -104,7 +104,7 @@ class PageServer:
         self._sequences: dict[str, int] = {}
 
     def receive(self, limit: int) -> Iterator[tuple[str, Any]]:
-        """At most `limit` of the requests that are here, and who asks."""
+        """Return at most `limit` of the requests that are here, with their senders."""
         for _ in range(limit):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -221,8 +221,8 @@ class PageLink:
 
 
 class PageSockets:
-    """All sockets of one store's transport, and the waiting for them. For one thread; ZMQ's threads behind it are its
-    own, so that nobody's heartbeat waits behind a page."""
+    """All sockets of one store's transport, and the waiting for them. For one thread. ZMQ's threads behind it are
+    its own, so that no heartbeat waits behind a page."""
 
     def __init__(
         self, me: str, endpoint: str, silence_s: float, requests: Any = PageRequest, replies: Any = PageReply
@@ -246,8 +246,8 @@ class PageSockets:
         self._poller.register(fd, zmq.POLLIN)
 
     def link(self, store: str, endpoint: str) -> PageLink:
-        """The link to that store, made when there is none; one to whoever had its endpoint before is dropped. Raises
-        StartupError for an endpoint that can't be one."""
+        """Return the link to that store, made when there is none; a link to the former owner of its endpoint is
+        dropped. Raises StartupError for an endpoint that can't be one."""
         link = self.links.get(store)
         if link is not None and link.endpoint == endpoint:
             return link
@@ -275,8 +275,8 @@ class PageSockets:
 
 
 def _keep_heap() -> None:
-    """Have this process keep memory that is freed. ZMQ takes memory for every frame that comes in, and what glibc gives
-    back to the kernel in between has to be mapped and zeroed again: a third of the time that a page of 1 MiB takes."""
+    """Have this process keep memory that is freed. ZMQ takes memory for every frame that comes in. Memory that glibc
+    gives back to the kernel has to be mapped and zeroed again: a third of the time of a 1 MiB page."""
     with contextlib.suppress(AttributeError, OSError):  # another C library: slower
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _HEAP_FRAME)

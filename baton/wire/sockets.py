@@ -1,4 +1,4 @@
-"""What every ZMQ socket of ours has in common: bounded queues, bounded messages, no lingering, and who may speak.
+"""What all ZMQ sockets have in common: bounded queues, bounded messages, no lingering, and keys.
 
 Every TCP socket is encrypted and authenticated with the cluster's keys (CURVE), on loopback too: every user of a
 machine reaches its loopback addresses. A socket is never bound to "every interface", which is no address to announce.
@@ -33,8 +33,8 @@ _keys: ClusterKeys | None = None
 
 
 def use_keys(keys: ClusterKeys | None) -> None:
-    """From now on this process speaks with these keys, and only with those who have them. Sockets that are connected
-    already stay as they are; those that are bound take nobody without the new keys any more."""
+    """From now on this process uses these keys, and accepts only peers that have them. Sockets that are connected
+    already stay as they are; bound ones accept no new peer without the new keys."""
     global _keys
     _keys = keys
 
@@ -59,7 +59,7 @@ def bind(socket: Any, endpoint: str) -> str:
             )
         if not endpoint.startswith(_NO_NETWORK):
             keys = _needed(endpoint)
-            # The guard first: from the moment that it listens the socket asks it about everybody.
+            # The guard first: the socket asks it about every peer from the moment that it listens.
             guard_of(socket.context, _accepted).watch(socket)
             socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)

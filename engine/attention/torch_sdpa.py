@@ -22,8 +22,9 @@ SMALLEST_BUCKET = 3
 """Sequences of up to 2³ pages are padded to one another: below that, one more call costs more than the padding."""
 
 CPU_GATHER_BYTES = 4 * 2**20
-"""What is gathered at once. It should still be in the cache when it is attended to, and what the allocator must map
-afresh for every layer costs more than the copy: with 32 contexts of 1,024 tokens, 16 MiB take twice as long."""
+"""Bytes gathered at once. They should still be in the cache when they are attended to. Memory that the allocator
+must map afresh for every layer costs more than the copy: with 32 contexts of 1,024 tokens, 16 MiB take twice as
+long."""
 CUDA_GATHER_BYTES = 2**30
 
 

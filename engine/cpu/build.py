@@ -1,9 +1,9 @@
 """From the C++ sources beside this file to a loaded library, compiled for the very CPU it runs on.
 
-The library is kept in the user's cache, named by all that went into it (sources, flags, compiler, CPU), so that a
-change of any of them makes another and an old one is never taken for a new one. A user that can write to the library,
-or to a folder above it, could run code as this one: then, and where there is no home, the library is compiled into a
-private folder of this process, which is removed once it is loaded.
+The library is kept in the user's cache, named by all that went into it (sources, flags, compiler, CPU). So a change of
+any of them makes another library. A user that can write to the library, or to a folder above it, could run code as this
+user. Then, and where there is no home, the library is compiled into a private folder of this process, which is removed
+once it is loaded.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _compile(compiler: Sequence[str], sources: Sequence[Path], target: Path) -> None:
-    """Compile beside `target`, all sources at once, and move it there whole: one may be killed. Nobody else may be
-    compiling it."""
+    """Compile beside `target`, all sources at once, and move it there whole, because a compiler may be killed. No
+    other process may be compiling it."""
     for left in target.parent.glob("making-*"):  # by one that was
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="making-") as name, ThreadPoolExecutor() as pool:

@@ -1,8 +1,8 @@
 """Steps with many rows, in kernels of `prefill.cpp`; on a CPU with a matrix unit, the products are oneDNN's.
 
-A layer is run on a block of rows at a time: what one kernel has written, the next finds in the cache, and the results
-of the products are small enough that the allocator hands out the same memory again instead of mapping new. A block
-attends to the K and V of the blocks before it, which are in their pages by then.
+A layer is run on a block of rows at a time. The output of one kernel is in the cache for the next. The results of the
+products are small enough that the allocator hands out the same memory again instead of mapping new. A block attends to
+the K and V of the blocks before it, which are in their pages by then.
 """
 
 from __future__ import annotations
@@ -417,7 +417,7 @@ def linears_of(weights: ModelWeights) -> list[Linear]:
 def parallel_function() -> int | None:
     """`GOMP_parallel` of the OpenMP that torch uses; None if torch uses none that has it.
 
-    Whichever was loaded for the whole process comes first: somebody may have preloaded another.
+    The one that was loaded for the whole process comes first: the user may have preloaded another.
     """
     for name in (None, *Path(torch.__file__).parent.glob("lib/libtorch_cpu.so")):
         try:

@@ -20,4 +20,4 @@ class ThreadPool:
         self.handle = ctypes.c_void_p(make(threads))
         """What kernels take as their `Pool*`."""
         self._end = weakref.finalize(self, free, self.handle)
-        self._end.atexit = False  # a process that ends needs nobody to end its threads
+        self._end.atexit = False  # a process that ends ends its threads

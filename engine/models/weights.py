@@ -117,7 +117,7 @@ def _layer_tensors(config: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _refuse_unforeseen(names: frozenset[str], expected: dict[str, tuple[int, ...]], config: ModelSpec) -> None:
-    """A tensor that nobody multiplies with (a bias, a scale) means that this is another model than its config says."""
+    """Raise for a tensor that no layer uses (a bias, a scale): this is another model than its config says."""
     unforeseen = {name for name in names - expected.keys() if not name.endswith("rotary_emb.inv_freq")}
     if config.tied_embeddings:
         unforeseen.discard("lm_head.weight")  # some releases save the tied copy too

@@ -1,9 +1,9 @@
 """Random numbers that are a pure function of what they are for.
 
-A draw must come out the same on whichever worker and in whichever batch it is made, so there is no generator with a
-state: (seed, sample index, position) is hashed into a key, and (key, token id) into that token's number. The hash is
-the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014,
-with the constants of Stafford's variant 13): for one key, the tokens' numbers are the outputs of one such generator.
+A draw must be the same on every worker and in every batch, so there is no generator with a state. (seed, sample index,
+position) is hashed into a key, and (key, token id) into that token's number. The hash is the output function of
+SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the constants of
+Stafford's variant 13). For one key, the tokens' numbers are the outputs of one such generator.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """From logits to tokens.
 
-Temperature, then top-k, top-p and min-p; among what is left, Gumbel-max with the noise of
-`engine.sampling.counter_rng`. Since the noise belongs to the token and not to its rank or its share of the sum, a
-last-bit difference between two workers' logits moves a draw only where two candidates were tied to that bit, or where
-one crosses a filter's edge.
+Temperature, then top-k, top-p and min-p. Among the tokens left, Gumbel-max with the noise of
+`engine.sampling.counter_rng`. The noise belongs to the token and not to its rank or its share of the sum. So a last-bit
+difference between two workers' logits moves a draw only if two candidates were tied to that bit, or one crosses a
+filter's edge.
 
 Sorting a whole vocabulary costs more than a small model's step, so filters first look at the likeliest `PREFIX` tokens;
 where a filter might reach beyond, they look again at all of them. Both give the same candidates.

@@ -214,7 +214,7 @@ def test_any_number_of_followers_end_up_with_the_same_map(owner: Owner) -> None:
         owner.events.publish([("CPU", [PagesRemoved(tuple(reversed(chain[10_000:])))])], 16)
         owner.chains[0] = (chain[:10_000], "CPU")
         await eventually_async(lambda: all(each.pages("store-0-abc") == 10_050 for each in followers))
-        followers[2]._map.removed("store-0-abc", chain[5_000:], "CPU")  # nobody says so
+        followers[2]._map.removed("store-0-abc", chain[5_000:], "CPU")  # no event says so
         await eventually_async(lambda: followers[2].pages("store-0-abc") == 10_050)
         assert [each.stats().divergences for each in followers] == [0, 0, 1]
         for task in tasks:
