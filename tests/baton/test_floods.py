@@ -23,6 +23,8 @@ from baton.unix import OutOfDescriptors, UnixListener, readable
 from baton.wire import Listener, RouterSocket, Subscriber, sockets
 from tests import cluster_keys
 
+pytestmark = pytest.mark.slow
+
 ROUTER = Peer("router", "router", "n0", "router-1", 1)
 ME = Peer("decode", "d0", "n0", "worker-1", 2)
 DEADLINE = 60.0

@@ -29,6 +29,8 @@ from baton.wire.sockets import bind, configure, connect
 from tests.baton.test_wire import DEADLINE, ME, ROUTER, run
 from tests.support.eventually import eventually
 
+pytestmark = pytest.mark.slow
+
 OURS, THEIRS = ClusterKeys.generate(), ClusterKeys.generate()
 SECRET = b"what the user asked"
 

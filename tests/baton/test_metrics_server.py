@@ -17,6 +17,8 @@ from baton.metrics import Metrics
 from baton.metrics_server import MAX_CONNECTIONS, MetricsServer
 from tests.support.eventually import eventually
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 60.0
 
 

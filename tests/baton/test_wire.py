@@ -26,6 +26,8 @@ from baton.wire import Heart, Listener, Poller, Publisher, RouterSocket, Subscri
 from tests import cluster_keys
 from tests.support.eventually import eventually
 
+pytestmark = pytest.mark.slow
+
 ROUTER = Peer("router", "router", "n0", "router-1", 1)
 ME = Peer("decode", "d0", "n0", "worker-1", 2)
 DEADLINE = 60.0

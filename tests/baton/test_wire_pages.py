@@ -24,6 +24,8 @@ from baton.wire.pages import PageLink, PageSockets, Sending
 from tests import cluster_keys
 from tests.support.eventually import eventually
 
+pytestmark = pytest.mark.slow
+
 DEADLINE = 60.0
 
 

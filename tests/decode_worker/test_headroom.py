@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from decode_worker.growth_reserve import GrowthOutlook, LearnedGrowthReserve
 from tests.decode_worker.load import AllThatIsAllowed, OnePageEach, requests, run
 
+pytestmark = pytest.mark.slow
+
 PAGE = 16
 
 

@@ -28,6 +28,8 @@ from kvstore.disk.recovery_scan import Scan, scan
 from tests.kvstore.chains import key
 from tests.kvstore.disk_rig import LARGE, NAMESPACE, SMALL, Rig, prefixes
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 LAYOUT = RecordLayout(SMALL)
 

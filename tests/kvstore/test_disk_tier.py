@@ -20,6 +20,8 @@ from kvstore.disk.records import RecordReader, RecordWriter
 from tests.kvstore.chains import key, keys
 from tests.kvstore.disk_rig import LARGE, NAMESPACE, SMALL, Rig, prefixes
 
+pytestmark = pytest.mark.slow
+
 SIZES = pytest.mark.parametrize("page_bytes", [SMALL, LARGE, LARGE + 8])
 
 

@@ -18,6 +18,8 @@ from kvstore.service import StoreService
 from tests.kvstore.process_fixtures import NODE, PATIENCE, ROOT, StoreProcess, TestClient, config_of
 from tests.support.eventually import eventually
 
+pytestmark = pytest.mark.slow
+
 PER_TURN = 16
 CONNECTIONS = 100  # below the backlog of 128
 

@@ -29,6 +29,8 @@ from tests.kvstore.test_tiers_machine import TiersMachine
 from tests.support.fake_disk import FakeDisk, Finished, Write
 from tests.wait_for import WaitCycle
 
+pytestmark = pytest.mark.slow
+
 Patch: TypeAlias = pytest.MonkeyPatch
 Mutation: TypeAlias = Callable[[Patch], None]
 

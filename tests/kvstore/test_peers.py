@@ -52,6 +52,8 @@ from kvstore.transport.zmq_transport import ZmqTransport
 from tests import cluster_keys
 from tests.kvstore.relay import Relay
 
+pytestmark = pytest.mark.slow
+
 DEADLINE = 60.0
 PAGE = 128 * 1024
 SLOTS = 64

@@ -54,6 +54,8 @@ from tests.kvstore.process_fixtures import (
 )
 from tests.kvstore.store_fixtures import NAMESPACE
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[StoreProcess]:

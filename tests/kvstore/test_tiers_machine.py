@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -9,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from baton.messages import PageSource
 from tests.kvstore.world import HEARTBEAT, HOLD, SILENCE, WORDS, Node, Worker, World, waits_of_world
 from tests.wait_for import assert_no_cycle
+
+pytestmark = pytest.mark.slow
 
 WHO = st.integers(0, 5)
 PICK = st.integers(0, 12)

@@ -38,6 +38,8 @@ from tests.kvstore.relay import Relay
 from tests.support.eventually import eventually
 from tests.support.metrics_page import page, parsed, total
 
+pytestmark = pytest.mark.slow
+
 SLOTS = 64
 PAGES = 40  # of a chain: more than may be on their way at once
 LEASE = 1

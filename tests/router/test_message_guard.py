@@ -22,6 +22,8 @@ from tests.router.served import Served, served, settings_for
 from tests.router.test_router_front import Client, cluster, request
 from tests.support.eventually import eventually_async
 
+pytestmark = pytest.mark.slow
+
 GENERATE, PIN = "/baton.v1.Generation/Generate", "/baton.v1.Cache/PinPrefix"
 GARBAGE = b"\xff" * 50
 METHODS = (

@@ -29,6 +29,8 @@ from tests.router.model import expected, token_at
 from tests.router.served import Served, collect, served, settings_for
 from tests.support.eventually import eventually_async
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(range(20, 40))
 SEED = 4  # with which the model has no end of sequence in the first tokens after PROMPT
 

@@ -31,6 +31,8 @@ from baton.v1 import cache_pb2, cluster_pb2, cluster_pb2_grpc, generation_pb2
 from router.service import serve
 from tests.router.served import Served, served, settings_for
 
+pytestmark = pytest.mark.slow
+
 OPERATORS = {
     f"{service.full_name}/{method.name}": method
     for service in (

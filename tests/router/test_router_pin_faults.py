@@ -19,6 +19,8 @@ from tests.router.model import CONFIG, Process, submit
 from tests.router.pin_model import PAGE_BYTES, PinCluster
 from tests.router.test_router_faults import break_process
 
+pytestmark = pytest.mark.slow
+
 FAULTS = ("dies", "restarts", "is replaced", "stops", "is full", "is stuck", "hangs", "fails")
 SMALL = msgspec.structs.replace(CONFIG, store=StoreConfig(pin_bytes=msgspec.convert(12 * PAGE_BYTES, int)))  # type: ignore[arg-type]
 

@@ -22,6 +22,8 @@ from tests.router.served import Served, served, settings_for
 from tests.router.test_router_intake import BARE, MODEL
 from tests.support.eventually import eventually_async
 
+pytestmark = pytest.mark.slow
+
 PREFIX = list(range(20, 41))  # five pages of four, and a token
 
 

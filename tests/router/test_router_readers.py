@@ -26,6 +26,8 @@ from router.queueing.admission import ModelLimits
 from tests.router.test_router_front import request
 from tests.support.eventually import eventually_async
 
+pytestmark = pytest.mark.slow
+
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4_096))  # that a client takes unread
 LIKELY = TokenLogprob(5, -1.0, tuple((token, -2.0) for token in range(20)))
 

@@ -7,6 +7,7 @@ nothing is left held or reserved.
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -19,6 +20,8 @@ from kvstore.keys import cacheable_pages, pack_tokens
 from prefill_worker.scheduler import PrefillScheduler
 from tests.rig import PAGE, ROOT, Rig, RigStore, RigWorker, reference
 from tests.wait_for import assert_no_cycle, waits_of_rig
+
+pytestmark = pytest.mark.slow
 
 NODES = ("a", "b")
 SELDOM = st.sampled_from([False, False, False, True])

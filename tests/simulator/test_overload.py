@@ -9,6 +9,8 @@ from simulator.lengths import Lengths
 from simulator.workloads import Random, Wishes
 from tests.simulator.simulated import cluster, serve
 
+pytestmark = pytest.mark.slow
+
 TENANTS = (("greedy", 0.6), ("fair", 0.3), ("modest", 0.1))
 WEIGHTS = {"greedy": 1.0, "fair": 2.0, "modest": 1.0}
 

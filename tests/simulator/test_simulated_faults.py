@@ -11,6 +11,8 @@ from simulator.timing import DiskTimes
 from simulator.workloads import Random, Wishes
 from tests.simulator.simulated import PAGE, cluster, request, serve, timing
 
+pytestmark = pytest.mark.slow
+
 LOAD = Random(4.0, Lengths("uniform", 200, 3_000), Lengths("uniform", 5, 120), groups=5, prefix=1_024)
 
 

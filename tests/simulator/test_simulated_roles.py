@@ -11,6 +11,8 @@ from simulator.faults import Faults
 from simulator.workloads import Random, Wishes
 from tests.simulator.simulated import cluster, serve
 
+pytestmark = pytest.mark.slow
+
 
 def load(prompt: int, output: int, rate: float) -> Random:
     """Every request has these lengths, and nothing is cached."""

@@ -21,6 +21,8 @@ from simulator.measure import longest_tenth
 from simulator.mooncake import TraceLine
 from simulator.workloads import Bursts, Random, Wishes, trace
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
