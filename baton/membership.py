@@ -4,8 +4,8 @@ other.
 
     (unknown) ──Hello──▶ ──Welcome──▶ joined ──router silent, or another incarnation of it speaks──▶ (unknown)
 
-Pure: time comes with every call, and what to send comes back. The owner's rule (DESIGN rule 2): a router that is gone
-loses everything it held here, so both calls tell when to forget its work; that of other routers is not concerned.
+Pure: time comes with every call, and messages to send come back. A router that is gone loses everything it held here,
+so both calls tell when to drop its work. The work of other routers is not concerned.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ class RouterState:
                     pass
 
     def _current(self, member: MemberRecord, request: str, attempt: int, role: Role) -> tuple[Request, Attempt] | None:
-        """The request and its attempt, if this member has a say in it in this role; all else is dropped (rule 1)."""
+        """Return the request and its attempt, if this member serves it in this role; none: drop the message."""
         found = self._manager.requests.get(request)
         if found is None or found.attempt is None or found.attempt.name.attempt != attempt:
             return None
@@ -499,7 +499,7 @@ class RouterState:
     # --- time --------------------------------------------------------------------------------------------------------
 
     def _tick(self, paused: float, now: float) -> None:
-        if paused > 0:  # rule 6: judge only what has been read
+        if paused > 0:  # a process judges only after it has read
             self._members.extend(paused)
             self._manager.extend(paused)
             self._pinner.extend(paused)

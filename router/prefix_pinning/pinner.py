@@ -2,8 +2,8 @@
 automaton.
 
 Owns every prefix that is to be pinned or is. An attempt is work of a prefill worker like a request's, so heartbeats
-list it and rule 2 repairs it; its name begins with `PIN`, which no request's does. The worker holds the pages until the
-store has said that they are pinned.
+list it and lost messages are repaired. Its name begins with `PIN`, which no request's does. The worker holds the pages
+until the store has said that they are pinned.
 
 Requests go first. A prefix is begun only while no request waits for a worker, one at a time on each prefill worker. It
 leaves a prompt's place there free wherever there is more than one.

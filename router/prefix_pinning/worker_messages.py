@@ -38,7 +38,7 @@ class PinMessageHandler:
     def answer(
         self, member: MemberRecord, message: messages.Prefilled | Refused | messages.AttemptFailed, now: float
     ) -> None:
-        """What a worker says of an attempt; of one that is over, or not its own, it means nothing (rule 1)."""
+        """Take a worker's message about an attempt. It is dropped if the attempt is over, or another worker's."""
         prefix = self._current(member, AttemptName(message.request, message.attempt))
         if prefix is None:
             return
