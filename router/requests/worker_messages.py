@@ -45,7 +45,7 @@ class WorkerMessageHandler:
     # --- what decode workers say -------------------------------------------------------------------------------------
 
     def accepted(self, request: Request, attempt: Attempt, device: int, now: float) -> None:
-        """The decode worker has reserved its pages. Only now may a prefill worker begin, so that no process holds and waits."""
+        """The decode worker has reserved its pages. Only now may a prefill worker begin: no process holds and waits."""
         if attempt.phase is not RequestPhase.PLACED:
             return
         self._accept(request, attempt, now)
