@@ -59,10 +59,19 @@ class PendingPrefill:
     seconds: float = 0.0  # that the rest of it takes, as last predicted
 
 
+@dataclass
+class ClusterChanges:
+    """What has changed in the cluster since it was last read. The records of members write it. Placement takes
+    `members` and the queue's scan takes `room`; each clears what it has taken."""
+
+    members: set[str] = field(default_factory=set[str])  # incarnations about which placement may read something new
+    room: bool = False  # a worker may have room that it did not have before
+
+
 @dataclass(eq=False)
 class MemberRecord:
-    """A live process, or one that went. What placement reads of it changes only through methods, which leave its
-    incarnation in `changed`."""
+    """A live process, or one that went. What placement reads of it changes only through methods, which report the
+    change in `changes`."""
 
     hello: Hello
     heard_at: float  # when it last said anything, seconds
@@ -77,7 +86,7 @@ class MemberRecord:
     gone: GoneReason | None = None
     draining: bool = False  # it is given nothing new
     unresponsive: bool = False  # by its last heartbeat its main loop reads nothing, in a long step or because it hangs
-    changed: set[str] = field(default_factory=set[str], repr=False)  # incarnations, shared by all members
+    changes: ClusterChanges = field(default_factory=ClusterChanges, repr=False)  # shared by all members
     prefill_busy_since: float = 0.0  # its prompts are being computed as from then, seconds
     context: float = 0.0  # of all its work
     growth: float = 0.0  # of all its work, pages
@@ -108,14 +117,15 @@ class MemberRecord:
         strange = self.other_routers_tokens // self.hello.model.namespace.page_size if self.hello.model else 0
         return sum(work.pages for work in self.assigned.values()) + strange
 
-    def mark_changed(self) -> None:
-        """Something that placement reads is different now."""
-        self.changed.add(self.incarnation)
+    def mark_changed(self, *, room: bool = False) -> None:
+        """Something that placement reads is different now. `room`: there may be room that was not there before."""
+        self.changes.members.add(self.incarnation)
+        self.changes.room |= room
 
     def drain(self, *, draining: bool) -> None:
         """Give it nothing new, or work again."""
         self.draining = draining
-        self.mark_changed()
+        self.mark_changed(room=not draining)
 
     # --- work --------------------------------------------------------------------------------------------------------
 
@@ -148,10 +158,10 @@ class MemberRecord:
 
     def unassign(self, name: AttemptName) -> bool:
         """It has nothing to do with this attempt any more. False: it was never given it."""
+        self.mark_changed(room=name in self.pending_prefills or name in self.assigned)
         self.prefill_done(name)
         self.unanswered.discard(name)
         self.positions.pop(name, None)
-        self.mark_changed()
         if (work := self.assigned.pop(name, None)) is None:
             return False
         self.context = self.context - work.context if self.assigned else 0.0
@@ -162,7 +172,7 @@ class MemberRecord:
     def answered(self, name: AttemptName) -> None:
         """It has said whether it takes it."""
         self.unanswered.discard(name)
-        self.mark_changed()
+        self.mark_changed(room=True)
 
     def mark_busy(self, name: AttemptName) -> None:
         """It had no room for this."""
@@ -171,7 +181,7 @@ class MemberRecord:
 
     def clear_busy(self) -> None:
         self.busy_since = None
-        self.mark_changed()
+        self.mark_changed(room=True)
 
     @property
     def takes_sequences(self) -> bool:
@@ -197,10 +207,10 @@ class MemberRecord:
 
     def update_load(
         self, load: LoadReport, heard: int, others: LoadReport, now: float, *, unresponsive: bool = False
-    ) -> bool:
+    ) -> None:
         """A heartbeat: what it says of itself holds for everything that was given up to the message `heard`. `others`
-        is what other routers' work makes of `load`. Returns whether that has changed, or whether its loop goes on
-        again: there may be room then."""
+        is what other routers' work makes of `load`. If that has changed, or if the loop goes on again, there may be
+        room."""
         before = (self.other_routers_requests, self.other_routers_context, self.other_routers_tokens)
         goes_on = self.unresponsive and not unresponsive
         self.load, self.unresponsive = load, unresponsive
@@ -212,8 +222,8 @@ class MemberRecord:
             self.free_pages = load.pages_free - sum(
                 work.new_pages for work in self.assigned.values() if work.sequence > heard
             )
-        self.mark_changed()
-        return goes_on or before != (self.other_routers_requests, self.other_routers_context, self.other_routers_tokens)
+        others_changed = before != (self.other_routers_requests, self.other_routers_context, self.other_routers_tokens)
+        self.mark_changed(room=goes_on or others_changed)
 
 
 @dataclass
@@ -233,7 +243,7 @@ class ClusterMembership:
         self._gone: dict[str, MemberRecord] = {}  # by name, until replaced
         self._known: dict[str, _LinkCounter] = {}  # by incarnation, oldest first
         self._met = 0
-        self.changed: set[str] = set()  # incarnations about which placement may read something new; the reader clears
+        self.changes = ClusterChanges()
 
     def get(self, incarnation: str) -> MemberRecord | None:
         """The live process of that incarnation."""
@@ -339,7 +349,8 @@ class ClusterMembership:
             return member
         self._meet(hello.peer.incarnation)
         before = self._gone.pop(hello.peer.name, None)
-        member = self._live[hello.peer.incarnation] = MemberRecord(hello, now, changed=self.changed)
+        member = self._live[hello.peer.incarnation] = MemberRecord(hello, now, changes=self.changes)
+        member.mark_changed(room=True)
         self._by_role[hello.peer.role][hello.peer.incarnation] = member
         member.draining = before is not None and before.incarnation == member.incarnation and before.draining
         return member

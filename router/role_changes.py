@@ -25,7 +25,7 @@ from router.events import SetRole
 from router.members import ClusterMembership, MemberRecord
 from router.outbox import Outbox
 from router.placement.step_costs import DecodeCost, FittedCosts
-from router.placement.utilization import PoolCapacity, PoolUtilization, RoleAdvice
+from router.placement.utilization import PoolCapacity, PoolUtilization, RoleAdvice, UtilizationMonitor
 from router.requests.lifecycle import RequestManager
 
 PATIENCE = 30.0  # seconds that a worker gets to finish what it has
@@ -43,7 +43,13 @@ class RoleChanges:
     """The changes that are under way, and the one that is advised."""
 
     def __init__(
-        self, config: Config, members: ClusterMembership, costs: FittedCosts, life: RequestManager, out: Outbox
+        self,
+        config: Config,
+        members: ClusterMembership,
+        costs: FittedCosts,
+        manager: RequestManager,
+        utilization: UtilizationMonitor,
+        outbox: Outbox,
     ) -> None:
         self._again = config.cluster.heartbeat_ms / 1_000  # seconds until a worker is told again
         self._auto = config.router.roles == "auto"
@@ -54,8 +60,9 @@ class RoleChanges:
         self._next_look = float("-inf")
         self.advice: RoleAdvice | None = None
         self._members = members
-        self._manager = life
-        self._out = out
+        self._manager = manager
+        self._utilization = utilization
+        self._out = outbox
         self._changes: dict[str, _Change] = {}  # by incarnation
 
     def ask(self, order: SetRole, member: MemberRecord, now: float) -> None:
@@ -67,7 +74,7 @@ class RoleChanges:
         if order.role == "decode" and not (member.hello.model and member.hello.model.lm_head):
             raise InvalidRequest(f"{name} has loaded no output head; start it anew with prefill.lm_head=true")
         if self._is_last(member):
-            raise InvalidRequest(f"no decode worker but {name} takes work: nobody would be left to generate tokens")
+            raise InvalidRequest(f"no decode worker but {name} takes work: no process would generate tokens")
         member.drain(draining=True)
         self._changes[member.incarnation] = _Change(order.role, now + order.patience)
         self._out.log(f"{name} drains, and is a {order.role} worker then", kind="role")
@@ -89,7 +96,6 @@ class RoleChanges:
             elif self._is_last(member):
                 del self._changes[incarnation]
                 member.drain(draining=False)
-                self._manager.scan.cluster_changed()
                 self._out.log(
                     f"{member.peer.name} stays a decode worker: there is no other now", warning=True, kind="role kept"
                 )
@@ -103,7 +109,7 @@ class RoleChanges:
     @property
     def utilization(self) -> PoolUtilization | None:
         """Of both sides lately; none before there has been a worker of each kind."""
-        return self._manager.utilization.now
+        return self._utilization.now
 
     def tick(self, now: float) -> None:
         """Look, once a second, whether another role for some worker would help; with `router.roles: auto`, see to
@@ -114,7 +120,7 @@ class RoleChanges:
         prefill, decode = self._members.schedulable("prefill"), self._members.schedulable("decode")
         self.advice = None
         if not prefill or not decode or self._changes:
-            self._manager.utilization.demand(now)  # what was asked of one role alone fades as well
+            self._utilization.demand(now)  # what was asked of one role alone fades as well
             return
         steps = [self._costs.step(member.incarnation) for member in decode]
         pools = [member.hello.model.pool_pages for member in decode if member.hello.model]
@@ -124,9 +130,7 @@ class RoleChanges:
             sum(step.context for step in steps) / len(steps),
         )
         pool = sum(pools) / len(decode) * self._page_size
-        self.advice = self._manager.utilization.assess(
-            PoolCapacity(len(prefill), len(decode), mean, pool, self._tpot), now
-        )
+        self.advice = self._utilization.assess(PoolCapacity(len(prefill), len(decode), mean, pool, self._tpot), now)
         if self.advice is None or not self._auto:
             return
         able = (

@@ -67,14 +67,14 @@ from router.placement.kv_index import KvIndex, KvIndexStats
 from router.placement.policy import LowestTtft, PlacementPolicy
 from router.placement.prediction_error import PredictionError, PredictionErrors, PredictionKind
 from router.placement.step_costs import FittedCosts
-from router.placement.utilization import PoolUtilization, RoleAdvice
+from router.placement.utilization import PoolUtilization, RoleAdvice, UtilizationMonitor
 from router.prefix_pinning.pin import PinPhase as PinPhase
 from router.prefix_pinning.pinner import PrefixPinner
 from router.prefix_pinning.worker_messages import PinMessageHandler
-from router.queueing.admission import ModelLimits
+from router.queueing.admission import AdmissionControl, ModelLimits
 from router.request import Attempt, Request, RequestPhase
-from router.requests.explain import RequestRecord
-from router.requests.lifecycle import RequestManager
+from router.requests.explain import Explanations, RequestRecord
+from router.requests.lifecycle import RequestCounts, RequestManager
 from router.requests.worker_messages import WorkerMessageHandler
 from router.role_changes import RoleChanges
 
@@ -138,13 +138,29 @@ class RouterState:
         self._prediction_errors = PredictionErrors()
         self._costs = FittedCosts(self._prediction_errors)
         placer = placer or LowestTtft()
-        self._manager = RequestManager(config, limits, self._members, self._kv_index, self._costs, self._out, placer)
-        self._worker_messages = WorkerMessageHandler(
-            config, limits, self._members, self._manager, self._prediction_errors, self._out
+        self._admission = AdmissionControl(config.router)
+        self._explanations = Explanations(config.router.explain_requests)
+        self._utilization = UtilizationMonitor()
+        self._counts = RequestCounts()
+        self._manager = RequestManager(
+            *(config, limits, self._members, self._kv_index, self._costs, self._out, placer),
+            admission=self._admission,
+            explanations=self._explanations,
+            utilization=self._utilization,
+            counts=self._counts,
         )
-        self._pinner = PrefixPinner(config, limits, self._members, self._kv_index, self._manager, self._out)
+        self._worker_messages = WorkerMessageHandler(
+            *(config, limits, self._members, self._manager, self._prediction_errors, self._out),
+            admission=self._admission,
+            explanations=self._explanations,
+            utilization=self._utilization,
+            counts=self._counts,
+        )
+        self._pinner = PrefixPinner(config, limits, self._members, self._kv_index, self._admission.queue, self._out)
         self._pin_messages = PinMessageHandler(config, self._pinner, self._out)
-        self._role_changes = RoleChanges(config, self._members, self._costs, self._manager, self._out)
+        self._role_changes = RoleChanges(
+            config, self._members, self._costs, self._manager, self._utilization, self._out
+        )
         self._next_beat = float("-inf")
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
@@ -174,10 +190,10 @@ class RouterState:
                 self._role_changes.ask(event, self._worker(event.worker), now)
             case ClientGone(request=name, why=why):
                 self._pinner.abandon(name, why)
-                if (request := self._manager.requests.get(name)) is not None:
+                if (request := self._manager.find(name)) is not None:
                     self._manager.end(request, Cancelled(why), now)
             case StopMatched(request=name, completion=completion):
-                if (request := self._manager.requests.get(name)) is not None:
+                if (request := self._manager.find(name)) is not None:
                     self._manager.end(request, Finished("stop"), now, completion)
             case Tick(paused=paused):
                 self._tick(paused, now)
@@ -265,7 +281,7 @@ class RouterState:
 
     def _current(self, member: MemberRecord, request: str, attempt: int, role: Role) -> tuple[Request, Attempt] | None:
         """Return the request and its attempt, if this member serves it in this role; none: drop the message."""
-        found = self._manager.requests.get(request)
+        found = self._manager.find(request)
         if found is None or found.attempt is None or found.attempt.name.attempt != attempt:
             return None
         if role == "decode":
@@ -305,7 +321,6 @@ class RouterState:
             if hello.events:
                 self._out.put(Subscribe(sender, hello.events, hello.replay))
                 self._request_snapshots(self._kv_index.follow(sender, now))
-            self._manager.scan.cluster_changed()
 
     def _gone(self, member: MemberRecord, why: GoneReason, now: float) -> None:
         """In one step it is no candidate any more, nothing of it is in the map, and its work goes elsewhere."""
@@ -331,8 +346,7 @@ class RouterState:
         """Compare what it has with what it should have, and repair the difference."""
         member.reports_trace(beat.tracing, beat.heard)
         standing = max(beat.step_age_ms, beat.loop_age_ms) > self._config.cluster.heartbeat_timeout_ms
-        if member.update_load(beat.load, beat.heard, beat.others, now, unresponsive=standing):
-            self._manager.scan.cluster_changed()
+        member.update_load(beat.load, beat.heard, beat.others, now, unresponsive=standing)
         self._request_snapshots(self._kv_index.heartbeat(member.incarnation, beat.events, beat.digest, now))
         if self._is_stuck(beat):
             self._gone(member, "stuck", now)
@@ -362,7 +376,6 @@ class RouterState:
                 self._order_unread(member, name, now, hangs=not beat.step_age_ms)
         if member.busy_since is not None and member.busy_since <= beat.heard:
             member.clear_busy()
-            self._manager.scan.cluster_changed()
 
     def _attempt_listed(self, member: MemberRecord, name: AttemptName, held: AttemptHeld, now: float) -> None:
         """It has the attempt: take from that what messages should have told and perhaps did not."""
@@ -449,9 +462,7 @@ class RouterState:
             raise InvalidRequest(f"no decode worker but {order.worker} takes work: what it runs has nowhere to go")
         member.drain(draining=not order.undo)
         self._out.log(f"{order.worker} {'is given work again' if order.undo else 'drains'}", kind="drains")
-        if order.undo:
-            self._manager.scan.cluster_changed()
-        elif order.at_once:
+        if order.at_once and not order.undo:
             self._manager.move_work_off(member, now)
 
     def _worker(self, name: str) -> MemberRecord:
@@ -560,25 +571,25 @@ class RouterState:
 
     def explain(self, name: str, tenant: str) -> RequestRecord:
         """What is remembered of a tenant's request. Raises RequestNotFound."""
-        if (record := self._manager.explanations.find(name, tenant)) is None:
+        if (record := self._explanations.find(name, tenant)) is None:
             most = self._config.router.explain_requests
             raise RequestNotFound(f"no request {shown(name)!r} is among the last {most} (router.explain_requests)")
         return record
 
     def recent(self, count: int, tenant: str) -> list[RequestRecord]:
         """A tenant's last requests, newest first."""
-        return self._manager.explanations.last(count, tenant)
+        return self._explanations.last(count, tenant)
 
     def stats(self) -> RouterStats:
-        life, counts = self._manager, self._manager.counts
+        counts, queue = self._counts, self._admission.queue
         roles: tuple[Role, ...] = ("prefill", "decode", "store")
         return RouterStats(
-            queued=len(life.queue),
-            running=len(life.requests) - len(life.queue),
+            queued=len(queue),
+            running=len(self._manager) - len(queue),
             live={role: len(self._members.with_role(role)) for role in roles},
-            finished=dict(life.finished),
-            failed=dict(life.failed),
-            cancelled=life.cancelled,
+            finished=dict(counts.finished),
+            failed=dict(counts.failed),
+            cancelled=counts.cancelled,
             attempts=counts.attempts,
             placed_split=counts.split,
             placed_local=counts.local,
@@ -588,9 +599,9 @@ class RouterState:
             generated_tokens=counts.generated_tokens,
             kv_index=self._kv_index.stats(),
             pins={phase.value: self._pinner.count()[phase] for phase in PinPhase},
-            waiting=life.queue.levels(),
-            rejected=dict(life.admission.rejected),
-            tenant_tokens=dict(life.admission.served.tokens),
+            waiting=queue.levels(),
+            rejected=dict(self._admission.rejected),
+            tenant_tokens=dict(self._admission.served.tokens),
             prediction_errors=self._prediction_errors.summaries(),
             utilization=self._role_changes.utilization,
             advice=self._role_changes.advice,
@@ -598,7 +609,7 @@ class RouterState:
 
     def waits(self) -> Iterator[WaitEdge]:
         """Yield the edges of the wait-for graph that this router knows; for tests."""
-        for request in self._manager.requests.values():
+        for request in self._manager:
             node, attempt = ("request", self._me.incarnation, request.name), request.attempt
             if attempt is None:
                 continue  # in the queue, until a place or its deadline

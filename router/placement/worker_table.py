@@ -117,7 +117,7 @@ class WorkerTable:
 
     def refresh(self, now: float, output: float) -> None:
         """Take in what has changed. `output`: tokens that a request is expected to generate."""
-        changed = self._members.changed
+        changed = self._members.changes.members
         if not changed:
             return
         if any(self._membership_changed(incarnation) for incarnation in changed):

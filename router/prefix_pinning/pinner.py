@@ -49,7 +49,7 @@ from router.placement.cached_prefix import node_caches, store_caches
 from router.placement.kv_index import KvIndex
 from router.prefix_pinning.pin import PinnedPrefix, PinPhase
 from router.queueing.admission import ModelLimits, check_tokens
-from router.requests.lifecycle import RequestManager
+from router.queueing.waiting_queue import WaitingQueue
 
 _LEAST_URGENT = 2**31 - 1  # the least urgent that a request can be
 _MOST = 4_096  # prefixes; each costs its tokens, and a moment of every tick
@@ -64,15 +64,15 @@ class PrefixPinner:
         limits: ModelLimits,
         members: ClusterMembership,
         pages: KvIndex,
-        life: RequestManager,
+        queue: WaitingQueue,
         outbox: Outbox,
     ) -> None:
-        """`pages` has the holders of each page."""
+        """`pages` has the holders of each page. `queue`: the requests that wait, which go first."""
         self._config = config
         self._limits = limits
         self._members = members
         self._pages = pages
-        self._manager = life
+        self._queue = queue
         self._out = outbox
         self._shut = False
         self._arrivals = 0
@@ -139,7 +139,7 @@ class PrefixPinner:
 
     def start_waiting(self, now: float) -> None:
         """Begin what can be: call when an event has been handled, after requests have been placed."""
-        if not self._waiting or len(self._manager.queue):
+        if not self._waiting or len(self._queue):
             return
         for prefix in sorted(self._waiting.values(), key=lambda prefix: prefix.arrival):
             free = self._free()
@@ -208,7 +208,6 @@ class PrefixPinner:
         worker.prefill_done(prefix.attempt)
         worker.assigned[prefix.attempt].pages = 0
         worker.clear_busy()
-        self._manager.scan.cluster_changed()
         prefix.phase, prefix.computed, prefix.progress, prefix.gives_up_at = PinPhase.PINNING, computed, now, None
         self._ask(prefix, now)
 
@@ -287,7 +286,6 @@ class PrefixPinner:
         worker = self._members.get(incarnation) if incarnation is not None else None
         if worker is not None and worker.unassign(prefix.attempt):
             self._out.send(worker.incarnation, Cancel(prefix.name, prefix.attempts))
-            self._manager.scan.cluster_changed()
 
     def end(self, prefix: PinnedPrefix, outcome: Failed | Cancelled) -> None:
         """End it, the one way out, and answer its client with the reason."""

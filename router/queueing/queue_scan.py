@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from router.members import ClusterChanges
 from router.queueing.waiting_queue import WaitingQueue
 from router.request import Request
 
@@ -23,9 +24,9 @@ _BEHIND = 8  # and with a tick so many of those behind them
 class QueueScan:
     """Goes through a queue in rounds."""
 
-    def __init__(self, queue: WaitingQueue) -> None:
+    def __init__(self, queue: WaitingQueue, changes: ClusterChanges) -> None:
         self._queue = queue
-        self._changed = False
+        self._changes = changes
         self._ticked = False  # since the last scan, and a request is to be tried again, or further
         self._remaining: list[Request] = []  # requests still to be tried, the next one last
         self._changed_since_listed = False  # there has been room since these were listed
@@ -34,16 +35,7 @@ class QueueScan:
     @property
     def due(self) -> bool:
         """Whether it is time for a round."""
-        return self._changed or self._ticked
-
-    @property
-    def changed(self) -> bool:
-        """Whether something has changed since the last round that may let a queued request be placed."""
-        return self._changed
-
-    def cluster_changed(self) -> None:
-        """Something has changed that may let a queued request be placed."""
-        self._changed = True
+        return self._changes.room or self._ticked
 
     def tick(self, again: bool) -> None:
         """Time passes; `again`: that alone may let the first ones be placed."""
@@ -53,8 +45,8 @@ class QueueScan:
         """Yield queued requests in service order. Call `mark_unplaceable` on each that fails before advancing. An
         abandoned scan resumes at the next tick."""
         behind = self._ticked
-        self._changed_since_listed |= self._changed
-        self._changed = self._ticked = False
+        self._changed_since_listed |= self._changes.room
+        self._changes.room = self._ticked = False
         self._unplaceable = set()
         for request in self._queue.in_order(now):
             if len(self._unplaceable) >= _FIRST:

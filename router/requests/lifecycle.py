@@ -9,7 +9,8 @@ workers' messages about an attempt. `router.state` knows which processes are liv
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from math import inf
 
 from baton.config import Config
@@ -43,6 +44,9 @@ from router.requests.explain import ConsideredPlacements, Explanations
 class RequestCounts:
     """What has happened since the start."""
 
+    finished: Counter[str] = field(default_factory=Counter[str])  # by reason
+    failed: Counter[str] = field(default_factory=Counter[str])  # by reason
+    cancelled: int = 0
     attempts: int = 0
     split: int = 0
     local: int = 0
@@ -64,6 +68,11 @@ class RequestManager:
         costs: FittedCosts,
         outbox: Outbox,
         placer: PlacementPolicy,
+        *,
+        admission: AdmissionControl,
+        explanations: Explanations,
+        utilization: UtilizationMonitor,
+        counts: RequestCounts,
     ) -> None:
         self._config = config
         self._policy = placer
@@ -75,50 +84,54 @@ class RequestManager:
         self._out = outbox
         self._arrivals = 0
         self._shut = False
-        self.requests: dict[str, Request] = {}
-        self.admission = AdmissionControl(config.router)
-        self.queue = self.admission.queue
-        self.scan = QueueScan(self.queue)
+        self._requests: dict[str, Request] = {}
+        self._admission, self._queue = admission, admission.queue
+        self._scan = QueueScan(admission.queue, members.changes)
         self._held = False  # a request is held here that could as well wait at a worker
         self._next_expiry = -inf  # until then no request has waited for too long
-        self.counts = RequestCounts()
-        self.utilization = UtilizationMonitor()
-        self.explanations = Explanations(config.router.explain_requests)
-        self.finished: Counter[str] = Counter()  # by reason
-        self.failed: Counter[str] = Counter()  # by reason
-        self.cancelled = 0
+        self._explanations, self._utilization, self._counts = explanations, utilization, counts
+
+    def find(self, name: str) -> Request | None:
+        """The request of that name, if it has not ended."""
+        return self._requests.get(name)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
 
     # --- coming in ---------------------------------------------------------------------------------------------------
 
     def submit(self, submit: Submit, now: float) -> None:
         """Raises InvalidRequest for a name in use, since no outcome could be told apart then; everything else that is
         wrong with a request ends it as Failed."""
-        if submit.request in self.requests:
+        if submit.request in self._requests:
             raise InvalidRequest(f"request {submit.request!r} is being served already")
         self._arrivals += 1
         request = Request.from_submit(submit, self._arrivals, now)
-        self.admission.set_objectives(request)
-        self.requests[request.name] = request
-        self.explanations.submitted(request)
+        self._admission.set_objectives(request)
+        self._requests[request.name] = request
+        self._explanations.submitted(request)
         try:
             if self._shut:
                 raise Unavailable("this router is stopping")
             check_tokens(submit.tokens, self._limits.vocab_size)
             self._settle_length(request)
-            self.admission.charge_quota(
+            self._admission.charge_quota(
                 request, submit.max_tokens or self._view.expected_output(self._limits.max_context), now
             )
         except BatonError as error:
             self.end(request, Failed(error), now)
             return
-        self.admission.enqueue(request, now)
-        if self.scan.changed:
+        self._admission.enqueue(request, now)
+        if self._members.changes.room:
             self.place_waiting(now)
         # For requests that wait already nothing has changed.
-        elif self._can_place() and (not self._held or self.queue.first(now) is request):
+        elif self._can_place() and (not self._held or self._queue.first(now) is request):
             self._view.now = now
             self._place(request, now)
-        if request in self.queue:
+        if request in self._queue:
             self._check_wait(request, now)
         self._expires_with(request)
 
@@ -131,9 +144,9 @@ class RequestManager:
             work -= max((match.pages for match in held), default=0) * self._config.pages.page_size
             rates = [m.load.prefill_rate for m in self._view.prefill_workers or self._view.decode_workers]
             seconds = work / rate if (rate := max(rates, default=0.0)) else 0.0
-        if (error := self.admission.check_wait(request, work, seconds, now)) is not None:
+        if (error := self._admission.check_wait(request, work, seconds, now)) is not None:
             self.end(request, Failed(error), now)
-        while (surplus := self.admission.shed_excess(now)) is not None:
+        while (surplus := self._admission.shed_excess(now)) is not None:
             self.end(surplus[0], Failed(surplus[1]), now)
 
     def _settle_length(self, request: Request) -> None:
@@ -149,17 +162,17 @@ class RequestManager:
 
     def place_waiting(self, now: float) -> None:
         """Place what can be placed, if there may be room now: call when an event has been handled."""
-        if not self.scan.due:
+        if not self._scan.due:
             return
         self._view.begin_scan(now)
         self._held = False
-        for request in self.scan.scan(now):
+        for request in self._scan.scan(now):
             if not self._can_place():
                 return
-            if not self._policy.may_go(request.name, self._view) or self.admission.lacks_retry_budget(request, now):
+            if not self._policy.may_go(request.name, self._view) or self._admission.lacks_retry_budget(request, now):
                 continue
             if not self._place(request, now):
-                self.scan.mark_unplaceable(request)
+                self._scan.mark_unplaceable(request)
 
     def _can_place(self) -> bool:
         """Whether anything can be placed at all."""
@@ -212,9 +225,9 @@ class RequestManager:
                 return False
             self._begin(request, ask, choice, considered, now)
             return True
-        self.explanations.kept_waiting(request, choice.why, considered)
+        self._explanations.kept_waiting(request, choice.why, considered)
         if isinstance(choice, Reject) and not request.ever_accepted:
-            error = self.admission.unreachable(request, choice.why, choice.retry_after, now)
+            error = self._admission.unreachable(request, choice.why, choice.retry_after, now)
             self.end(request, Failed(error), now)
             return True
         return False
@@ -224,10 +237,10 @@ class RequestManager:
         worker = self._members.require_live(plan.prefill or plan.decode)
         prompts = worker.pending_prefills.values()
         enough = len(prompts) >= self._config.prefill.max_num_seqs
-        if not enough or not self.admission.should_hold(request, sum(prompt.seconds for prompt in prompts)):
+        if not enough or not self._admission.should_hold(request, sum(prompt.seconds for prompt in prompts)):
             return False
         self._view.reserve(SecondsReservation(worker.incarnation, plan.predicted.load + plan.predicted.compute))
-        self.explanations.kept_waiting(request, f"{worker.peer.name} has prompts enough", considered)
+        self._explanations.kept_waiting(request, f"{worker.peer.name} has prompts enough", considered)
         self._held = True
         return True
 
@@ -240,13 +253,13 @@ class RequestManager:
         now: float,
     ) -> None:
         request.attempts += 1
-        self.admission.placed(request, min(request.prompt, plan.cached_pages * ask.prefix.page_size), now)
+        self._admission.placed(request, min(request.prompt, plan.cached_pages * ask.prefix.page_size), now)
         name = AttemptName(request.name, request.attempts)
         request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill)
         _start_over(request, now)
-        self.counts.attempts += 1
-        self.counts.split += plan.prefill is not None
-        self.counts.local += plan.prefill is None
+        self._counts.attempts += 1
+        self._counts.split += plan.prefill is not None
+        self._counts.local += plan.prefill is None
         decoder = self._members.require_live(plan.decode)
         known, left = (
             plan.cached_pages * ask.prefix.page_size,
@@ -259,10 +272,10 @@ class RequestManager:
             prompt = PendingPrefill(request.known - known, known)
             decoder.assign_prefill(name, prompt, now)
         cost = self._costs.prefill(plan.prefill or plan.decode)
-        self.utilization.prompt(cost.seconds(prompt.new, prompt.context, self._config.prefill.max_num_batched_tokens))
+        self._utilization.prompt(cost.seconds(prompt.new, prompt.context, self._config.prefill.max_num_batched_tokens))
         prefill = self._members.require_live(plan.prefill).peer.name if plan.prefill else ""
         cached = min(request.known, plan.cached_pages * self._config.pages.page_size)
-        self.explanations.placed(request, decoder.peer.name, prefill, cached, considered)
+        self._explanations.placed(request, decoder.peer.name, prefill, cached, considered)
         if request.decode_workers[-1:] != [decoder.peer.name]:
             request.decode_workers.append(decoder.peer.name)
         assert request.max_tokens is not None, request.name
@@ -310,7 +323,7 @@ class RequestManager:
             names = {name for name, attempt in self._attempts() if member.incarnation in attempt.stores}
         for name in sorted(names):
             member.unassign(name)
-            request = self.requests.get(name.request)
+            request = self._requests.get(name.request)
             if request is None or request.attempt is None or request.attempt.name != name:
                 continue
             attempt = request.attempt
@@ -327,14 +340,14 @@ class RequestManager:
     def move_work_off(self, member: MemberRecord, now: float) -> None:
         """Place the unfinished work of a live worker anew; no attempt is counted."""
         for name in sorted({*member.assigned, *member.pending_prefills}):
-            request = self.requests.get(name.request)
+            request = self._requests.get(name.request)
             if request is None or request.attempt is None or request.attempt.name != name:
                 continue
             if request.attempt.decode == member.incarnation or request.attempt.needs_prefill:
                 self.retry(request, f"{member.peer.name} drains", now, free=True)
 
     def _attempts(self) -> list[tuple[AttemptName, Attempt]]:
-        return [(r.attempt.name, r.attempt) for r in self.requests.values() if r.attempt is not None]
+        return [(r.attempt.name, r.attempt) for r in self._requests.values() if r.attempt is not None]
 
     def retry(
         self, request: Request, why: str, now: float, *, free: bool = False, blame: bool = False, death: bool = False
@@ -351,7 +364,7 @@ class RequestManager:
         failed = attempt.phase is not RequestPhase.PLACED and not free
         request.failures += failed
         request.is_retry = failed and not death
-        self.explanations.attempt_ended(request, why, now)
+        self._explanations.attempt_ended(request, why, now)
         self.cancel_attempt(request)
         if request.failures >= self._config.router.max_attempts:
             message = f"{request.attempts} attempts failed; the last because {why}"
@@ -362,7 +375,6 @@ class RequestManager:
     def release_prefill(self, request: Request, attempt: Attempt) -> None:
         """The prefill worker forgets this attempt, done or not."""
         prefill, attempt.prefill = attempt.prefill, None
-        self.scan.cluster_changed()
         if prefill is None or (member := self._members.get(prefill)) is None:
             return
         if member.unassign(attempt.name):
@@ -370,9 +382,8 @@ class RequestManager:
 
     def requeue(self, request: Request, now: float) -> None:
         """Wait for a worker."""
-        self.admission.enqueue(request, now)
+        self._admission.enqueue(request, now)
         self._expires_with(request)
-        self.scan.cluster_changed()
 
     def cancel_attempt(self, request: Request) -> None:
         """Withdraw the current attempt from every process involved."""
@@ -386,7 +397,6 @@ class RequestManager:
             self._out.send(attempt.decode, Cancel(request.name, attempt.name.attempt))
             if attempt.phase is not RequestPhase.PLACED:
                 decoder.clear_busy()  # it has given pages back
-        self.scan.cluster_changed()
 
     # --- requests end ------------------------------------------------------------------------------------------------
 
@@ -394,22 +404,22 @@ class RequestManager:
         """The one way out. `completion`: how many tokens count, if not all."""
         request.timeline.ended = now
         summary = request.summary(completion)
-        self.explanations.ended(request, outcome, summary, now)
+        self._explanations.ended(request, outcome, summary, now)
         self.cancel_attempt(request)
-        self.admission.ended(request, summary.usage, now)
+        self._admission.ended(request, summary.usage, now)
         self._policy.ended(request.name)
-        del self.requests[request.name]
+        del self._requests[request.name]
         match outcome:
             case Finished(reason=reason):
-                self.finished[reason] += 1
+                self._counts.finished[reason] += 1
                 self._view.learn_output(request.generated)
-                self.counts.prompt_tokens += summary.usage.prompt
-                self.counts.cached_tokens += summary.usage.cached
+                self._counts.prompt_tokens += summary.usage.prompt
+                self._counts.cached_tokens += summary.usage.cached
                 usage = summary.usage
                 tokens = f"{usage.prompt} prompt tokens, {usage.cached} cached, {usage.completion} generated"
                 self._out.log(f"finished: {reason}, {tokens}", request.name)
             case Failed(error=error):
-                self.failed[error.reason] += 1
+                self._counts.failed[error.reason] += 1
                 self._out.log(
                     f"failed: {error.reason}: {error}",
                     request.name,
@@ -417,19 +427,19 @@ class RequestManager:
                     kind=f"failed: {error.reason}",
                 )
             case Cancelled(why=why):
-                self.cancelled += 1
+                self._counts.cancelled += 1
                 self._out.log(f"cancelled: {why}", request.name, kind="cancelled")
         self._out.put(RequestEnded(request.name, outcome, summary))
 
     def expire(self, now: float) -> None:
         """Everything that has waited for too long: a client, a place in the queue, an attempt."""
-        self.scan.tick(again=self.queue.begun or self._held)
+        self._scan.tick(again=self._queue.begun or self._held)
         if now < self._next_expiry:
             return
         progress = self._config.router.attempt_timeout_ms / 1_000
         self._next_expiry = now + progress  # attempts that are made from now on
         late: list[Request] = []
-        for request in self.requests.values():
+        for request in self._requests.values():
             if now >= request.next_timeout(progress):
                 late.append(request)
             else:
@@ -450,17 +460,17 @@ class RequestManager:
     def shut(self, now: float) -> None:
         """Serve no more requests. The workers are told, so that they need not wait for this router's silence."""
         self._shut = True
-        for request in list(self.requests.values()):
+        for request in list(self._requests.values()):
             self.end(request, Failed(Unavailable("this router is stopping")), now)
 
     def _no_place(self, request: Request, now: float) -> BatonError:
         if not self._members.with_role("decode"):
             return Unavailable("the request could not wait any longer, and no decode worker is live")
-        return self.admission.queue_timeout(request, now)
+        return self._admission.queue_timeout(request, now)
 
     def extend(self, seconds: float) -> None:
         """We stood still for so long. What a client asked for does not wait for us; all else does."""
-        for request in self.requests.values():
+        for request in self._requests.values():
             if request.queue_deadline is not None:
                 request.queue_deadline += seconds
             if request.attempt is not None:
@@ -468,12 +478,12 @@ class RequestManager:
 
     def validate(self) -> None:
         """Check every invariant; for tests."""
-        self.admission.validate()
+        self._admission.validate()
         expected: dict[str, set[AttemptName]] = {member.incarnation: set() for member in self._members}
         slots: dict[str, set[AttemptName]] = {member.incarnation: set() for member in self._members}
-        for request in self.requests.values():
+        for request in self._requests.values():
             attempt = request.attempt
-            assert (attempt is None) == (request in self.queue), request.name
+            assert (attempt is None) == (request in self._queue), request.name
             limit = request.next_timeout(self._config.router.attempt_timeout_ms / 1_000)
             assert self._next_expiry <= limit < inf, f"{request.name} waits without a limit"
             if attempt is None:

@@ -16,9 +16,11 @@ from router.events import Emit, Failed, Finished
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
 from router.outbox import Outbox
 from router.placement.prediction_error import PredictionErrors
-from router.queueing.admission import ModelLimits
+from router.placement.utilization import UtilizationMonitor
+from router.queueing.admission import AdmissionControl, ModelLimits
 from router.request import Attempt, Request, RequestPhase
-from router.requests.lifecycle import RequestManager
+from router.requests.explain import Explanations
+from router.requests.lifecycle import RequestCounts, RequestManager
 
 _TURNED_AWAY = 32  # times that busy prefill workers refuse a prompt before those that still do are not asked again
 
@@ -31,14 +33,21 @@ class WorkerMessageHandler:
         config: Config,
         limits: ModelLimits,
         members: ClusterMembership,
-        life: RequestManager,
+        manager: RequestManager,
         errors: PredictionErrors,
         outbox: Outbox,
+        *,
+        admission: AdmissionControl,
+        explanations: Explanations,
+        utilization: UtilizationMonitor,
+        counts: RequestCounts,
     ) -> None:
         self._config = config
         self._limits = limits
         self._members = members
-        self._manager = life
+        self._manager = manager
+        self._admission, self._explanations = admission, explanations
+        self._utilization, self._counts = utilization, counts
         self._scores = errors
         self._out = outbox
 
@@ -59,7 +68,6 @@ class WorkerMessageHandler:
     def _accept(self, request: Request, attempt: Attempt, now: float) -> None:
         """It has been accepted, whether or not we ever heard it said."""
         self._members.require_live(attempt.decode).answered(attempt.name)
-        self._manager.scan.cluster_changed()
         if attempt.phase is RequestPhase.PLACED:
             attempt.phase, attempt.progressed_at = RequestPhase.PREPARING, now
             request.timeline.accepted = now
@@ -76,7 +84,7 @@ class WorkerMessageHandler:
         member.mark_busy(attempt.name)
         member.unassign(attempt.name)
         self._out.log(f"attempt {attempt.name.attempt}: {member.peer.name} is busy", request.name, detail=True)
-        self._manager.explanations.attempt_ended(request, f"{member.peer.name} is busy", now)
+        self._explanations.attempt_ended(request, f"{member.peer.name} is busy", now)
         self._manager.cancel_attempt(request)
         self._manager.requeue(request, now)
 
@@ -143,17 +151,17 @@ class WorkerMessageHandler:
         if new:
             if request.known == attempt.start:
                 self._members.require_live(attempt.decode).prefill_done(attempt.name, now)
-                self._manager.explanations.first_token(request, delta.computed, now)
+                self._explanations.first_token(request, delta.computed, now)
             request.extend(new)
             attempt.progressed_at = now
             request.failures = 0
             if request.timeline.first_token is None:
                 request.timeline.first_token = now
                 self._scores.add("ttft", attempt.placement.predicted.total, now - (request.timeline.placed or now))
-                self._manager.admission.began(request, now)
-            self._manager.counts.generated_tokens += len(new)
-            self._manager.utilization.generated(len(new), request.known)
-            self._manager.admission.generated(request, len(new))
+                self._admission.began(request, now)
+            self._counts.generated_tokens += len(new)
+            self._utilization.generated(len(new), request.known)
+            self._admission.generated(request, len(new))
             self._out.put(Emit(request.name, new, logprobs))
         if delta.finish is not None:
             began, rest = request.timeline.first_token, request.generated - 1
@@ -177,7 +185,7 @@ class WorkerMessageHandler:
             self.resend(request, attempt)
 
     def resend(self, request: Request, attempt: Attempt) -> None:
-        self._manager.counts.resends += 1
+        self._counts.resends += 1
         self._out.send(attempt.decode, Resend(request.name, attempt.name.attempt, request.known))
 
     # --- what prefill workers say ------------------------------------------------------------------------------------
@@ -187,7 +195,7 @@ class WorkerMessageHandler:
             return
         attempt.prefill_unreported = 0
         request.prefill_computed += event.computed
-        self._manager.explanations.prefilled(request, event.computed)
+        self._explanations.prefilled(request, event.computed)
         request.pages_hit += event.hit
         request.pages_shipped += event.stored
         request.prefill_queue_ms, request.prefill_compute_ms = event.queue_ms, event.compute_ms
@@ -203,7 +211,6 @@ class WorkerMessageHandler:
             member.prefill_done(attempt.name)
             member.assigned[attempt.name].pages = 0
             member.clear_busy()
-            self._manager.scan.cluster_changed()
             if attempt.phase is RequestPhase.RUNNING:
                 self._manager.release_prefill(request, attempt)
 
@@ -220,7 +227,7 @@ class WorkerMessageHandler:
             member.mark_busy(attempt.name)
             request.busy_refusals += 1
         member.unassign(attempt.name)
-        self._manager.explanations.noted(request, f"{member.peer.name} refuses to prefill: {refusal.message}")
+        self._explanations.noted(request, f"{member.peer.name} refuses to prefill: {refusal.message}")
         attempt.prefill, attempt.prefill_sent, attempt.prefill_unreported = None, False, 0
         if refusal.reason != "busy" or request.busy_refusals >= _TURNED_AWAY:
             request.excluded.add(member.incarnation)

@@ -224,8 +224,8 @@ def test_roles_may_change_at_any_time(seed: int) -> None:
 def ask_for(lab: Lab, prompts: float) -> Lab:
     """So many seconds of prompt work and ten tokens in each second, for two minutes; workers are as quick as that."""
     for _ in range(240):
-        lab.state._manager.utilization.prompt(prompts / 2)
-        lab.state._manager.utilization.generated(5, 50)
+        lab.state._utilization.prompt(prompts / 2)
+        lab.state._utilization.generated(5, 50)
         lab.advance(0.5)
         for incarnation in [view.peer.incarnation for view in lab.state.processes(lab.now) if view.gone is None]:
             lab.beat(incarnation)

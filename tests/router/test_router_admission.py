@@ -214,7 +214,7 @@ def test_who_is_turned_away_saves_nothing_and_loses_nothing() -> None:
     assert isinstance(error(cluster, "b0"), Overloaded)
     cluster.colocated()
     assert [order.request for order in cluster.sent(Decode)] == ["a0", "a1", "a2"]
-    queue = cluster.state._manager.queue
+    queue = cluster.state._admission.queue
     assert queue._fairness.counter("b") == 0.0
     assert queue._fairness.counter("a") > 0.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
+from router.members import ClusterChanges
 from router.queueing.fairness import TenantFairness
 from router.queueing.queue_scan import QueueScan
 from router.queueing.waiting_queue import WaitingQueue
@@ -17,7 +18,8 @@ class Waiting:
 
     def __init__(self, count: int = 0) -> None:
         self.queue = WaitingQueue(TenantFairness(lambda tenant: 1.0), ageing=10.0)
-        self.rounds = QueueScan(self.queue)
+        self.changes = ClusterChanges()
+        self.rounds = QueueScan(self.queue, self.changes)
         self.come = 0
         self.comes(count)
 
@@ -38,7 +40,7 @@ class Waiting:
         return tried
 
     def room(self, *placed: int) -> list[int]:
-        self.rounds.cluster_changed()
+        self.changes.room = True
         return self.round(*placed)
 
     def tick(self, *placed: int) -> list[int]:
@@ -54,7 +56,7 @@ def test_nobody_is_tried_unless_there_may_be_room() -> None:
     waiting = Waiting(3)
     assert not waiting.rounds.due
     assert waiting.tick() == []
-    waiting.rounds.cluster_changed()
+    waiting.changes.room = True
     assert waiting.rounds.due
     assert waiting.round() == [0, 1, 2]
     assert not waiting.rounds.due
