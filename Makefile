@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 4
+PYTEST := $(BIN)/python -m pytest
 
 # On a machine without an NVIDIA GPU pip also looks at torch's own index, where the CPU build is the newest of its version.
 TORCH_INDEX := $(if $(wildcard /proc/driver/nvidia/version),,--extra-index-url https://download.pytorch.org/whl/cpu)
@@ -23,13 +24,18 @@ demo: setup
 	$(BIN)/python -m deploy.commands.demo
 
 # Tests of processes wait more than they compute, so there are more test workers than cores. Tests of a whole Ray and of
-# the gaps in a stream then have the machine for themselves.
+# the gaps in a stream then run one by one. Pure tests take the time that these leave idle.
 test: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not alone'; first=$$?; \
-	$(BIN)/python -m pytest -m alone && exit $$first
+	mkdir -p .pytest_cache
+	$(PYTEST) -n $(JOBS) --dist worksteal -m 'not alone' $(PURE:%=--ignore=%); processes=$$?; \
+	nice -n 19 $(PYTEST) -o cache_dir=.pytest_cache/pure $(PURE) > .pytest_cache/pure.log 2>&1 & pure=$$!; \
+	$(PYTEST) -m alone; alone=$$?; \
+	wait $$pure; pure=$$?; \
+	cat .pytest_cache/pure.log; \
+	exit $$((processes + alone + pure))
 
 test-fast: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile fast -m 'not slow' $(PURE)
+	$(PYTEST) -n 2 --dist worksteal --hypothesis-profile fast -m 'not slow' $(PURE)
 
 check: setup
 	$(BIN)/ruff check .
@@ -41,6 +47,7 @@ check: setup
 
 soak: setup
 	$(BIN)/python -m tests.soak
+	$(PYTEST) -n 2 --hypothesis-profile thorough -m 'not alone'
 
 stubs: setup
 	PYTHON=$(CURDIR)/$(BIN)/python sh proto/generate.sh

@@ -189,19 +189,19 @@ def _hand_off(
     fetches = [PageFetch(reader.leases, keys[at : at + _PROMPT], range(at, at + _PROMPT), wait=True) for at in starts]
     ships = [StorePages(next(writer.leases), b"", keys[at : at + _PROMPT], hold=True) for at in starts]
     fetching = {lease: fetch for fetch in fetches for lease in fetch.leases}
-    shipping = {ship.lease: ship for ship in ships}
-    for ship, at in zip(ships, starts, strict=True):
-        _call(writer, ship.start())
+    shipping = {write.lease: write for write in ships}
+    for write, at in zip(ships, starts, strict=True):
+        _call(writer, write.start())
         for index in range(_PROMPT):
-            ship.offer(index, at + index)
+            write.offer(index, at + index)
     for fetch in fetches:
         _call(reader, fetch.start())
-    while not all(ship.done for ship in ships):
+    while not all(write.done for write in ships):
         reply = writer.hear()
-        ship = shipping[_lease(reply)]
-        for batch in batches(_copies(ship.handle(reply)), _WORD):
+        write = shipping[_lease(reply)]
+        for batch in batches(_copies(write.handle(reply)), _WORD):
             checksums = tuple(_out(writer, ours, copy) for copy in batch)
-            _call(writer, ship.handle(CopiedOut(batch[0].lease, batch[0].index, checksums)))
+            _call(writer, write.handle(CopiedOut(batch[0].lease, batch[0].index, checksums)))
     while not all(fetch.complete for fetch in fetches):
         reply = reader.hear()
         fetch = fetching[_lease(reply)]

@@ -1,4 +1,4 @@
-"""What the next step runs: one token for every decoding sequence, then prompts' tails within their budget.
+"""What the next step runs: one token for every decoding sequence, then partial prefills within their budget.
 
 Iteration-level scheduling (Orca, OSDI'22) with chunked prefill (Sarathi-Serve, OSDI'24): a sequence that waits for its
 next token never waits for another request's prompt. A *partial prefill* is the rest of a prompt that is computed here.
@@ -11,11 +11,11 @@ No sequence starves:
   ones no sequence need wait long for its next token. Then short ones have a budget of their own, much smaller, and come
   in parts. One that has waited for `first_step` seconds runs even if it delays other sequences, within the step's
   budget.
-- Long tails are run in order of rank plus what they take times `_STRETCH`, both in seconds: a shorter one overtakes,
+- Long ones are run in order of rank plus what they take times `_STRETCH`, both in seconds: a shorter one overtakes,
   but none is overtaken by those that come later than that. They have at least half of the prompts' budget.
 - More decoding sequences than a step has tokens take turns, those first whose last turn is the longest ago.
 
-Chunks of long tails are whole *grains*: pages, or parts of pages where those are large (`grain`).
+Chunks of long ones are multiples of a page, or of `_ALIGNMENT` tokens where pages are larger (`chunk_alignment`).
 """
 
 # pyright: strict
@@ -28,8 +28,8 @@ from decode_worker.sequence import Sequence
 from engine.batch import Chunk, TokenDraw
 from engine.step import ScheduledBatch
 
-_STRETCH = 4.0  # seconds that a long tail may be overtaken for each second that it takes
-_GRAIN = 128  # tokens: products have whole tiles, and two of them take less than most objectives for a step allow
+_STRETCH = 4.0  # seconds that a long partial prefill may be overtaken for each second that it takes
+_ALIGNMENT = 128  # tokens: the kernels' tiles are full, and two of these take less than most objectives for a step
 
 
 class BatchBudget(Struct, frozen=True):
@@ -50,7 +50,7 @@ class BatchBudget(Struct, frozen=True):
 def chunk_alignment(page_size: int) -> int:
     """Return the tokens of which chunks of long partial prefills are multiples. It is a page, so that pages fill up,
     but no more than a step can have without delaying decoding sequences, however large pages are."""
-    return min(page_size, _GRAIN)
+    return min(page_size, _ALIGNMENT)
 
 
 def build_batch(decoding: list[Sequence], partial_prefills: list[Sequence], budget: BatchBudget) -> ScheduledBatch:
@@ -67,11 +67,11 @@ def build_batch(decoding: list[Sequence], partial_prefills: list[Sequence], budg
     return plan
 
 
-def _share_budget(tails: list[Sequence], budget: BatchBudget, room: int) -> list[tuple[Sequence, int]]:
-    """How many tokens of which tails. `room` is what the step has left for them."""
+def _share_budget(partial_prefills: list[Sequence], budget: BatchBudget, room: int) -> list[tuple[Sequence, int]]:
+    """How many tokens of which partial prefills. `room` is what the step has left for them."""
     whole = budget.alignment
-    short = sorted((s for s in tails if s.pending <= whole), key=lambda s: s.rank)
-    long = sorted((s for s in tails if s.pending > whole), key=lambda s: _due(s, budget.rate))
+    short = sorted((s for s in partial_prefills if s.pending <= whole), key=lambda s: s.rank)
+    long = sorted((s for s in partial_prefills if s.pending > whole), key=lambda s: _due(s, budget.rate))
     left = budget.prompts if long else budget.short_prompts
     entitled = max(whole, left // 2) if long else left
     overdue = max(entitled, room - (whole if long else 0))
@@ -96,7 +96,7 @@ def _share_budget(tails: list[Sequence], budget: BatchBudget, room: int) -> list
 
 
 def _due(sequence: Sequence, rate: float) -> tuple[float, int]:
-    """When a long tail is to be done; the same from step to step but for what is learned about the rate."""
+    """When a long partial prefill is to be done; the same from step to step but for what is learned about the rate."""
     urgency, arrival = sequence.rank
     return (urgency + _STRETCH * sequence.remaining_prefill / rate if rate else urgency, arrival)
 

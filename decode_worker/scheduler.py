@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
+from baton.attempt_table import AttemptTable
 from baton.clock import Tick
 from baton.config import DecodeConfig
 from baton.errors import BatonError, MalformedMessage, NonFiniteLogits
@@ -65,7 +66,7 @@ from kvstore.client.transfer import (
     TransferEvent,
 )
 from kvstore.keys import unpack_tokens
-from kvstore.load_or_recompute import LoadInProgress, choose_load_length
+from kvstore.load_or_recompute import LoadInProgress, LoadRegret, choose_load_length
 
 _LEVELS = 8  # of priority to either side of 0; beyond them no request is more, or less, urgent
 
@@ -119,7 +120,7 @@ class DecodeScheduler:
         self._page_size, self._alignment = page_size, chunk_alignment(page_size)
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
-        self._sequences: dict[str, Sequence] = {}  # by request: one attempt each
+        self._sequences = AttemptTable[Sequence]()
         self._admission = SequenceAdmission(self._blocks, headroom or LearnedGrowthReserve(), page_size)
         self._router_fairness = RouterFairness()
         self._step_costs = WorkerStepTimes(calibration)
@@ -134,8 +135,8 @@ class DecodeScheduler:
         self._copying = 0.0  # since when the copies that were handed out are being made, seconds
         self._planned = 0.0  # when the step that runs was planned, seconds
         self._stepped = 0.0  # when the last one ended, seconds
-        self._postponed = False  # the last plan had no short tails, because of what came before it
-        self._regret: dict[LowerTier, float] = {}
+        self._postponed = False  # the last plan had no short partial prefills, because of what came before it
+        self._regret = LoadRegret()
         self._step = 0
         self._preemptions = self._generated = self._computed = 0
         self._device_pages = self._fetched_pages = self._short = 0
@@ -148,20 +149,15 @@ class DecodeScheduler:
         match event:
             case Decode():
                 return self._decode(event, router, now)
-            case Cancel(request=request, attempt=attempt):
-                sequence = self._find(AttemptName(request, attempt), router)
-                return [] if sequence is None else self._drop_sequence(sequence, cut=False)
+            case Cancel() | RouterHeartbeat() | RouterLost():
+                ended, cut = self._sequences.ended_by(event, router), False
+                if isinstance(event, RouterLost):
+                    self._router_fairness.admitted(event.router)
+                    cut = True
+                return [command for sequence in ended for command in self._drop_sequence(sequence, cut=cut)]
             case Resend(request=request, attempt=attempt, position=position):
-                sequence = self._find(AttemptName(request, attempt), router)
+                sequence = self._sequences.find(AttemptName(request, attempt), router)
                 return [] if sequence is None else self._resend(sequence, position)
-            case RouterHeartbeat(attempts=listed):
-                keep = frozenset(listed)
-                gone = [s for s in self._owned_by(router) if s.name not in keep]
-                return [command for sequence in gone for command in self._drop_sequence(sequence, cut=False)]
-            case RouterLost(router=owner):
-                self._router_fairness.admitted(owner)
-                gone = list(self._owned_by(owner))
-                return [command for sequence in gone for command in self._drop_sequence(sequence, cut=True)]
             case StepDone():
                 return self._step_done(event, now)
             case StepFailed(plan=plan, message=message):
@@ -176,28 +172,17 @@ class DecodeScheduler:
             case _:
                 return self._transfer(event, now)
 
-    def _owned_by(self, router: str) -> Iterator[Sequence]:
-        return (sequence for sequence in self._sequences.values() if sequence.owner == router)
-
-    def _find(self, name: AttemptName, router: str) -> Sequence | None:
-        """The attempt of that name, if it is this router's."""
-        sequence = self._sequences.get(name.request)
-        return sequence if sequence is not None and sequence.name == name and sequence.owner == router else None
-
     def _decode(self, order: Decode, router: str, now: float) -> list[DecodeCommand]:
         name = AttemptName(order.request, order.attempt)
         commands: list[DecodeCommand] = []
         priority = max(-_LEVELS, min(order.priority, _LEVELS))
         urgency = now + priority * self._config.ageing_ms / 1_000
-        if (old := self._sequences.get(order.request)) is not None:
-            if old.owner != router:
-                message = f"request {order.request!r} is another router's"
-                return [SendToRouter(AttemptFailed(*_named(name), MalformedMessage.reason, message), router)]
-            if old.name.attempt >= order.attempt:
-                return []
-            commands += self._drop_sequence(old, cut=True)
-            urgency = old.priority_time
         try:
+            if (old := self._sequences.before(name, router)) is not None:
+                if old.name.attempt >= order.attempt:
+                    return []
+                commands += self._drop_sequence(old, cut=True)
+                urgency = old.priority_time
             tokens = unpack_tokens(order.tokens, self._vocab_size)
         except BatonError as error:
             return [*commands, SendToRouter(AttemptFailed(*_named(name), error.reason, str(error)), router)]
@@ -237,7 +222,7 @@ class DecodeScheduler:
             ]
         commands += made
         self._router_fairness.admitted(router)
-        self._sequences[order.request] = sequence
+        self._sequences.add(sequence)
         sequence.device_pages = sequence.computed // self._page_size
         self._device_pages += sequence.device_pages
         commands.append(SendToRouter(Accepted(*_named(name), sequence.device_pages), router))
@@ -354,9 +339,7 @@ class DecodeScheduler:
         pages that a prefill worker was to make are the router's to decide about."""
         complete = sequence.fetch is not None and sequence.fetch.complete
         if sequence.loading is not None and sequence.fetch is not None:
-            sequence.loading.end(max(0, sequence.fetch.covered - sequence.loaded_from), now)
-            tier = sequence.loading.tier
-            self._regret[tier] = self._regret.get(tier, 0.0) + sequence.loading.regret
+            self._regret.load_ended(sequence.loading, max(0, sequence.fetch.covered - sequence.loaded_from), now)
         commands = self._drop_fetch(sequence)
         self._short += not complete
         full = sequence.computed // self._page_size == len(sequence.reusable_keys())
@@ -455,16 +438,6 @@ class DecodeScheduler:
         )
         return build_batch(decoding, partial_prefills, budget)
 
-    def repeatable_steps(self, plan: ScheduledBatch) -> int:
-        """Return how many steps in a row may run this plan, each row feeding on its own last token, with the same
-        result as if each had been planned by itself. That holds while no message arrives and no stop token is drawn.
-        No sequence may wait for a turn, a copy or its first token, or come to the end of its page or to
-        `max_tokens`."""
-        waits = any(s.phase is SequencePhase.RUNNING and s.name not in plan for s in self._sequences.values())
-        if waits or self._copies or self._write_through.copying:
-            return 1
-        return min(self._sequences[name.request].repeatable_steps(chunk.end) for name, chunk in plan.items())
-
     def _decoding(self) -> DecodeRows:
         return _rows([s for s in self._sequences.values() if s.phase is SequencePhase.RUNNING and s.pending == 1])
 
@@ -484,33 +457,39 @@ class DecodeScheduler:
         return commands
 
     def _step_done(self, done: StepDone, now: float) -> list[DecodeCommand]:
-        plan, steps = done.plan, 1 + len(done.more)
-        seconds = (now - self._planned) / steps
-        self._step += steps
+        self._step += 1
         self._stepped = now
-        sample = self._step_costs.stepped(plan, seconds, steps)
-        if all(len(chunk.tokens) <= self._alignment for chunk in plan.values()):
-            self._step_budget.observe_step(sample, steps)
+        sample = self._step_costs.stepped(done.plan, now - self._planned)
+        if self._only_short_prompts(done.plan):
+            self._step_budget.observe_step(sample)
+        return self._take_tokens(done.plan, [() if drawn is None else (drawn,) for drawn in done.sampled])
+
+    def _only_short_prompts(self, plan: ScheduledBatch) -> bool:
+        """Whether the plan's partial prefills are short ones."""
+        return all(len(chunk.tokens) <= self._alignment for chunk in plan.values())
+
+    def _take_tokens(self, plan: ScheduledBatch, sampled: Items[Items[Sampled]]) -> list[DecodeCommand]:
+        """The plan has been run. `sampled`: for each chunk the tokens that were drawn after it."""
         deltas: dict[str, list[Delta]] = {}  # by owner
         commands: list[DecodeCommand] = []
-        for index, ((name, chunk), drawn) in enumerate(zip(plan.items(), done.sampled, strict=True)):
+        for (name, chunk), drawn in zip(plan.items(), sampled, strict=True):
             sequence = self._sequences[name.request]
             if chunk.start < sequence.prompt:
                 in_prompt = min(sequence.prompt, chunk.end) - chunk.start
                 sequence.prompt_computed += in_prompt
                 self._computed += in_prompt
             sequence.last_step = self._step
-            if drawn is not None and not all(each.finite for each in (drawn, *(step[index] for step in done.more))):
+            if not all(each.finite for each in drawn):
                 commands += self._drop_sequence(sequence, cut=True)  # none of this step's pages is cached
                 message = f"the logits of token {chunk.end} are not finite; look at the checkpoint and its dtype"
                 commands.append(
                     SendToRouter(AttemptFailed(*_named(name), NonFiniteLogits.reason, message), sequence.owner)
                 )
                 continue
-            if drawn is None:
+            if not drawn:
                 sequence.computed = chunk.end
             else:
-                delta = self._append(sequence, [drawn, *(step[index] for step in done.more)])
+                delta = self._append(sequence, drawn)
                 deltas.setdefault(sequence.owner, []).append(delta)
                 sequence.computed = len(sequence.tokens) - 1
             self._cache_full_pages(sequence)
@@ -578,7 +557,7 @@ class DecodeScheduler:
             self._admission.ended(sequence, cut)
         self._blocks.free(sequence.pages)
         sequence.pages = []
-        del self._sequences[sequence.name.request]
+        self._sequences.remove(sequence)
         return commands
 
     def _tick(self, now: float, paused: float) -> list[DecodeCommand]:
@@ -603,7 +582,7 @@ class DecodeScheduler:
 
     def attempts(self, router: str) -> frozenset[AttemptName]:
         """Those of this router that have not ended."""
-        return frozenset(s.name for s in self._owned_by(router) if s.phase is not SequencePhase.ENDED)
+        return frozenset(s.name for s in self._sequences.owned_by(router) if s.phase is not SequencePhase.ENDED)
 
     @property
     def leases(self) -> tuple[int, ...]:
@@ -620,9 +599,8 @@ class DecodeScheduler:
             prefill_rate=self._step_costs.rate(),
             steps=self._step_costs.last,
         )
-        attempts = tuple(sequence.held() for sequence in self._owned_by(router))
         others = _load([sequence for sequence in sequences if sequence.owner != router])
-        return Heartbeat(heard, load, self._step, attempts=attempts, others=others)
+        return Heartbeat(heard, load, self._step, attempts=self._sequences.held_for(router), others=others)
 
     def waits(self, me: str) -> Iterator[WaitEdge]:
         """Yield the edges of the wait-for graph that this worker knows; for tests. `me`: its incarnation."""
@@ -655,7 +633,7 @@ class DecodeScheduler:
             pages_stored=self._write_through.written,
             writes_refused=self._write_through.refused,
             growth_reserve=self._admission.growth_reserve(self._holders()),
-            load_regret=dict(self._regret),
+            load_regret=dict(self._regret.seconds),
         )
 
     def validate(self) -> None:

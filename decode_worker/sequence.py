@@ -97,13 +97,6 @@ class Sequence:
         """Device pages that all known tokens take."""
         return -(-len(self.tokens) // self.page_size)
 
-    def repeatable_steps(self, end: int) -> int:
-        """How many steps of one token each it can be given in a row, if the next one ends at position `end`, before
-        something becomes of it; at least one."""
-        if self.pending > 1 or len(self.tokens) == self.first_new:
-            return 1
-        return min(self.max_tokens - self.generated, -(-end // self.page_size) * self.page_size - end + 1)
-
     def extend_keys(self) -> None:
         """Derive the keys of the pages that have filled up since."""
         known = len(self.keys)

@@ -19,15 +19,16 @@ from engine.step_timing import WorkerStepTimes
 _MIXED = 8.0
 """Times a step that only decodes: what one with prompts in it may take, unless `decode.itl_ms` says. With 3, on
 two cores, chunks had some 50 tokens, each of which took twice as long as one in a chunk of 512: all were slower."""
-_TAIL = 1.3
-"""The same where all prompts are the last few tokens of prompts with cached full pages. They come in parts then,
-each of which reads the weights together with the decoding sequences."""
-_LEAST_TAIL = 4  # tokens of such a part, since fewer take hardly less: they read what comes before them together
-_UNKNOWN_SHARE = (_TAIL - 1) / _LEAST_TAIL  # of a step: what a token of a tail costs, until that is known
+_MIXED_SHORT = 1.3
+"""The same where all partial prefills are short (`decode_worker.batching`). They come in parts then, each of which
+reads the weights together with the decoding sequences."""
+_LEAST_SHORT = 4  # tokens of such a part, since fewer take hardly less: they read what comes before them together
+_UNKNOWN_SHARE = (_MIXED_SHORT - 1) / _LEAST_SHORT  # of a step: what a token of a short one costs, until that is known
 _FREE = 1e-4  # of a step: a token that makes it longer by less costs nothing
-_BESIDES = 0.2  # of a step: where more passed between two of them, for copies or the store's word, no tail follows
+_BESIDES = 0.2  # of a step: where copies or the store took longer between two of them, no short one follows
 _UNKNOWN = 8  # part of max_num_batched_tokens that prompts get while it is not known what they cost
-_WEIGHT = 0.2  # of the newest measurement
+STEP_WEIGHT = 0.2
+"""Of the newest step, in an average."""
 _FAR = 4.0  # times the average: so much counts of a copy that took longer, since the process may have stood still
 
 
@@ -45,9 +46,9 @@ class StepBudget:
         self._config = config
         self._costs = pace
         self._copy_seconds = 0.0  # for a page; 0: not measured yet
-        self._tail_shares: dict[int, float] = {}
-        """By how much comes before it (`_magnitude`): by how much of itself a tail's token makes a step longer. Fits to
-        all steps tell little about so few tokens, of which the first few cost the most."""
+        self._short_shares: dict[int, float] = {}
+        """By how much comes before it (`_magnitude`): by how much of itself a token of a short partial prefill makes a
+        step longer. Fits to all steps tell little about so few tokens, of which the first few cost the most."""
         self._lately = 1.0  # times what the fit, which lags behind, expects: steps without prompts
 
     def observe_copies(self, pages: int, seconds: float) -> None:
@@ -55,26 +56,26 @@ class StepBudget:
         if pages <= 0 or seconds <= 0:
             return
         each, old = seconds / pages, self._copy_seconds
-        self._copy_seconds = old + _WEIGHT * (min(each, _FAR * old) - old) if old else each
+        self._copy_seconds = old + STEP_WEIGHT * (min(each, _FAR * old) - old) if old else each
 
-    def observe_step(self, step: StepSample, steps: int = 1) -> None:
-        """So many steps in which all there was of prompts were short tails, if anything."""
+    def observe_step(self, step: StepSample, *, weight: float = STEP_WEIGHT) -> None:
+        """A step whose partial prefills were short, if it had any. `weight`: its share of the average
+        over steps without prompts."""
         plain = self._costs.seconds(rows=step.rows, context=step.context)
         if not step.rows or not plain:
             return
         took = step.seconds / plain
         if not step.tokens:
-            weight = 1 - (1 - _WEIGHT) ** steps
             self._lately += weight * (min(took, _FAR * self._lately) - self._lately)
             return
-        longer = min(max(took / self._lately - 1, 0.0), 1.0)  # more is no tail's doing
+        longer = min(max(took / self._lately - 1, 0.0), 1.0)  # more has another cause
         share, magnitude = longer / step.tokens, _magnitude(step.pairs // step.tokens)
-        old = self._tail_shares.get(magnitude, _UNKNOWN_SHARE)
-        self._tail_shares[magnitude] = old + _WEIGHT * (share - old)
+        old = self._short_shares.get(magnitude, _UNKNOWN_SHARE)
+        self._short_shares[magnitude] = old + STEP_WEIGHT * (share - old)
 
     def prompt_tokens(self, rows: DecodeRows, context: int, alignment: int) -> int:
-        """How many prompt tokens, that attend to `context` positions before them, a step with these rows may have. At
-        least two grains, so that both short and long tails of prompts get on."""
+        """How many tokens of partial prefills, that attend to `context` positions before them, a step with these rows
+        may have. At least two units of `alignment`, so that both short and long ones get on."""
         room = self._config.max_num_batched_tokens - rows.count
         if rows.count:
             within = self._costs.tokens_within(self.longest_step(rows) - self._seconds(rows), context, rows.count)
@@ -82,12 +83,12 @@ class StepBudget:
         return max(room, 2 * alignment)
 
     def short_prompt_tokens(self, rows: DecodeRows, context: int, alignment: int) -> int:
-        """The same where no prompt has more than a grain left."""
+        """The same where all partial prefills are short."""
         most = self.prompt_tokens(rows, context, alignment)
         if not rows.count:
             return most
-        share = self._tail_shares.get(_magnitude(context), _UNKNOWN_SHARE)
-        return min(most, max(int((_TAIL - 1) / max(share, _FREE)), _LEAST_TAIL))
+        share = self._short_shares.get(_magnitude(context), _UNKNOWN_SHARE)
+        return min(most, max(int((_MIXED_SHORT - 1) / max(share, _FREE)), _LEAST_SHORT))
 
     def delays_too_long(self, rows: DecodeRows, seconds: float) -> bool:
         """Whether so many seconds between two steps delay decoding sequences long enough already."""

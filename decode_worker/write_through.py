@@ -23,7 +23,7 @@ from kvstore.client.transfer import CallStore, Copy, CopyQueue, StorePages, Tran
 class _PageWrite:
     """With the device pages that stay referenced until it ends."""
 
-    ship: StorePages
+    store: StorePages
     pages: list[int]
     sequence: Sequence
 
@@ -36,7 +36,7 @@ class WriteThrough:
         self._under_way: dict[int, _PageWrite] = {}  # by lease, oldest first
         self._copies = CopyQueue()
         self.written = 0  # pages that were sealed
-        self.refused = 0  # shipments that the store had no room for
+        self.refused = 0  # writes that the store had no room for
 
     @property
     def leases(self) -> tuple[int, ...]:
@@ -56,25 +56,25 @@ class WriteThrough:
         calls: list[CallStore] = []
         for start in range(first, full, MAX_KEYS_PER_CALL):
             end = min(start + MAX_KEYS_PER_CALL, full)
-            ship = StorePages(next(self._numbers), sequence.parent_of(start), sequence.keys[start:end], hold=False)
+            store = StorePages(next(self._numbers), sequence.parent_of(start), sequence.keys[start:end], hold=False)
             pages = sequence.pages[start:end]
             self._blocks.incref(pages)
-            self._under_way[ship.lease] = _PageWrite(ship, pages, sequence)
-            calls += self._copies.add(ship.start())
+            self._under_way[store.lease] = _PageWrite(store, pages, sequence)
+            calls += self._copies.add(store.start())
             for index, page in enumerate(pages):
-                calls += self._copies.add(ship.offer(index, page))
+                calls += self._copies.add(store.offer(index, page))
         return calls
 
     def handle(self, lease: int, event: TransferEvent) -> list[CallStore]:
-        """Something about a shipment; one that has ended means nothing any more."""
-        shipment = self._under_way.get(lease)
-        if shipment is None:
+        """Something about a write; one that has ended means nothing any more."""
+        page_write = self._under_way.get(lease)
+        if page_write is None:
             return []
-        calls = self._copies.add(shipment.ship.handle(event))
-        if shipment.ship.refused:
+        calls = self._copies.add(page_write.store.handle(event))
+        if page_write.store.refused:
             self.refused += 1
-            shipment.sequence.writes_through = False
-        if shipment.ship.done or shipment.ship.refused:
+            page_write.sequence.writes_through = False
+        if page_write.store.done or page_write.store.refused:
             calls += self._end(lease)
         return calls
 
@@ -90,9 +90,9 @@ class WriteThrough:
         )
 
     def abandon(self) -> list[CallStore] | None:
-        """End the oldest shipment of a sequence that has let go of its pages; none: there is no such shipment."""
-        for lease, shipment in self._under_way.items():
-            if not shipment.sequence.pages:
+        """End the oldest write of a sequence that has let go of its pages; none: there is no such write."""
+        for lease, page_write in self._under_way.items():
+            if not page_write.sequence.pages:
                 return self._end(lease)
         return None
 
@@ -105,8 +105,8 @@ class WriteThrough:
         assert self._copies.leases <= set(self._under_way)
 
     def _end(self, lease: int) -> list[CallStore]:
-        shipment = self._under_way.pop(lease)
-        self.written += shipment.ship.pages_written
+        page_write = self._under_way.pop(lease)
+        self.written += page_write.store.pages_written
         self._copies.drop(lease)
-        self._blocks.free(shipment.pages)
+        self._blocks.free(page_write.pages)
         return [CallStore(EndLease(lease))]

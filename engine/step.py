@@ -15,14 +15,10 @@ ScheduledBatch: TypeAlias = dict[AttemptName, Chunk]
 
 
 class StepDone(Struct, frozen=True):
-    """The engine has run the plan: for each chunk the token drawn, or none where no draw was asked for.
-
-    `more`: it went on for as many steps without asking what has come in meanwhile, each row feeding on its own last
-    token, and this is what each of them drew. No more of them than the state said would be alike."""
+    """The engine has run the plan: for each chunk the token drawn, or none where no draw was asked for."""
 
     plan: ScheduledBatch
     sampled: Sequence[Sampled | None]
-    more: Sequence[Sequence[Sampled]] = ()
 
 
 class StepFailed(Struct, frozen=True):

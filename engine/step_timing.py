@@ -28,15 +28,19 @@ class WorkerStepTimes(StepCostModel):
         self._unlearned: list[StepSample] = []
         self.calibrate(calibration)
 
-    def stepped(self, plan: ScheduledBatch, seconds: float, steps: int = 1) -> StepSample:
-        """So many steps of this plan took that long, each. Returns what there is to learn of one."""
+    def stepped(self, plan: ScheduledBatch, seconds: float) -> StepSample:
+        """A step of this plan took that long. Returns what there is to learn of it."""
         sample = sample_of(list(plan.values()), seconds)
-        self._last.extend([sample] * steps)
-        self._unlearned += [sample] * min(steps, _AT_ONCE)
-        if sample.tokens or len(self._unlearned) >= _AT_ONCE:
+        self.add([sample])
+        return sample
+
+    def add(self, samples: Sequence[StepSample]) -> None:
+        """The samples of steps in a row. Of many, the first few are learned from."""
+        self._last.extend(samples)
+        self._unlearned += samples[:_AT_ONCE]
+        if samples[-1].tokens or len(self._unlearned) >= _AT_ONCE:
             self.observe(*self._unlearned)
             self._unlearned.clear()
-        return sample
 
     @property
     def last(self) -> tuple[StepSample, ...]:

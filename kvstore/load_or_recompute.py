@@ -122,6 +122,18 @@ class LoadInProgress:
         self.regret = max(0.0, self.seconds - saved)
 
 
+class LoadRegret:
+    """Seconds lost to loads that took longer than computing would have, by tier."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[LowerTier, float] = {}
+
+    def load_ended(self, load: LoadInProgress, pages: int, now: float) -> None:
+        """`pages` of this load came."""
+        load.end(pages, now)
+        self.seconds[load.tier] = self.seconds.get(load.tier, 0.0) + load.regret
+
+
 def _most_of(runs: Sequence[TierPages], pages: int) -> LowerTier:
     """The tier that most of the first `pages` of these runs are on."""
     on: dict[LowerTier, int] = {}

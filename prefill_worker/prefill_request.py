@@ -59,14 +59,14 @@ class PrefillRequest:
     lookup: PrefixLookup | None = None
     fetch: PageFetch | None = None
     store: StorePages | None = None
-    committed: int = 0  # pages from the start that are in the store; where the shipment begins
+    committed: int = 0  # pages from the start that are in the store; where the write begins
     lost_at: int = 0  # the most it had there when the store gave them to others; as far it has to come to go on
-    offered: int = 0  # pages from the start that were handed to a shipment
-    window: int = MAX_KEYS_PER_CALL  # pages per shipment
+    offered: int = 0  # pages from the start that were handed to a write
+    window: int = MAX_KEYS_PER_CALL  # pages per write
     line_number: int | None = (
         None  # the number under which it waits in the store's line for slots, once it has asked for any
     )
-    holding: list[int] = field(default_factory=list[int])  # leases of shipments that are in the store
+    holding: list[int] = field(default_factory=list[int])  # leases of writes that are in the store
     retry_at: float | None = None  # when to ask again for slots, seconds
     refused: str | None = None  # why it was refused slots the last time
     progressed_at: float = 0.0  # when it last went on, seconds

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
+from baton.attempt_table import AttemptTable
 from baton.clock import Tick
 from baton.config import PrefillConfig
 from baton.errors import BatonError, MalformedMessage, StoreError, StoreGone
@@ -52,7 +53,7 @@ from kvstore.client.transfer import (
     TransferEvent,
 )
 from kvstore.keys import prompt_keys, unpack_tokens
-from kvstore.load_or_recompute import LoadInProgress, choose_load_length
+from kvstore.load_or_recompute import LoadInProgress, LoadRegret, choose_load_length
 from prefill_worker import shared_prefix
 from prefill_worker.chunking import build_batch
 from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
@@ -105,19 +106,19 @@ class PrefillScheduler:
         self._page_size = page_size
         self._num_pages = num_pages
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
-        self._requests: dict[str, PrefillRequest] = {}  # by request: one attempt each
+        self._requests = AttemptTable[PrefillRequest]()
         self._owners: dict[int, PrefillRequest] = {}  # by lease
         self._turns = RouterFairness()
         self._copies = CopyQueue()
         self._leases = itertools.count(1)
-        self._window = MAX_KEYS_PER_CALL  # pages of a shipment, at most
+        self._window = MAX_KEYS_PER_CALL  # pages of a write, at most
         self._slots = 0  # of the arena; 0 without a store
         self._page_bytes = 0
         self._step_costs = WorkerStepTimes(calibration)
         self._planned = 0.0  # when the step that runs was planned, seconds
-        self._regret: dict[LowerTier, float] = {}
+        self._regret = LoadRegret()
         self._step = 0
-        self._done = self._computed = self._hit = self._hit_in_store = self._shipped = 0
+        self._done = self._computed = self._hit = self._hit_in_store = self._pages_stored = 0
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -130,16 +131,10 @@ class PrefillScheduler:
         match event:
             case Prefill():
                 return self._prefill(event, router, now)
-            case Cancel(request=request, attempt=attempt):
-                job = self._requests.get(request)
-                ours = job is not None and job.owner == router and job.name.attempt == attempt
-                return self._drop_request(job) if job and ours else []
-            case RouterHeartbeat(attempts=listed):
-                keep = frozenset(listed)
-                return [c for job in self._owned_by(router) if job.name not in keep for c in self._drop_request(job)]
-            case RouterLost(router=owner):
-                self._turns.admitted(owner)
-                return [c for job in self._owned_by(owner) for c in self._drop_request(job)]
+            case Cancel() | RouterHeartbeat() | RouterLost():
+                if isinstance(event, RouterLost):
+                    self._turns.admitted(event.router)
+                return [c for job in self._requests.ended_by(event, router) for c in self._drop_request(job)]
             case StepDone(plan=plan):
                 return self._step_done(plan, now)
             case StepFailed(plan=plan, message=message):
@@ -157,20 +152,14 @@ class PrefillScheduler:
             case _:
                 return self._transfer(event, now)
 
-    def _owned_by(self, router: str) -> list[PrefillRequest]:
-        return [job for job in self._requests.values() if job.owner == router]
-
     def _prefill(self, order: Prefill, router: str, now: float) -> list[PrefillCommand]:
         name = AttemptName(order.request, order.attempt)
         commands: list[PrefillCommand] = []
-        if (old := self._requests.get(order.request)) is not None:
-            if old.owner != router:
-                message = f"request {order.request!r} is another router's"
-                return [SendToRouter(AttemptFailed(*_named(name), MalformedMessage.reason, message), router)]
-            if old.name.attempt >= order.attempt:
-                return []
-            commands += self._drop_request(old)
         try:
+            if (old := self._requests.before(name, router)) is not None:
+                if old.name.attempt >= order.attempt:
+                    return []
+                commands += self._drop_request(old)
             tokens = unpack_tokens(order.tokens, self._vocab_size)
             if len(tokens) < self._page_size:
                 raise MalformedMessage(f"{len(tokens)} tokens are less than a page of {self._page_size}")
@@ -212,7 +201,7 @@ class PrefillScheduler:
             window=self._window,
         )
         job.mark_complete(complete)
-        self._requests[order.request] = job
+        self._requests.add(job)
         return commands + self._start_lookup(job)
 
     # --- prompts that begin alike -----------------------------------------------------------------------------------
@@ -269,9 +258,7 @@ class PrefillScheduler:
         if (found := lookup.found) is None:
             return commands
         if job.loading is not None and not job.loading.seconds:
-            job.loading.end(found - job.loaded_from, now)
-            tier = job.loading.tier
-            self._regret[tier] = self._regret.get(tier, 0.0) + job.loading.regret
+            self._regret.load_ended(job.loading, found - job.loaded_from, now)
         return commands + self._found(job, found, now)
 
     def _found(self, job: PrefillRequest, found: int, now: float) -> list[PrefillCommand]:
@@ -309,46 +296,46 @@ class PrefillScheduler:
         return self._ask(job, (job.store.lease,), job.store.start())
 
     def _offer_pages(self, job: PrefillRequest) -> list[PrefillCommand]:
-        """Hand the pages that are complete on the device to the shipment that covers them."""
-        ship = job.store
-        if ship is None:
+        """Hand the pages that are complete on the device to the write that covers them."""
+        write = job.store
+        if write is None:
             return []
         commands: list[PrefillCommand] = []
-        for page in range(job.offered, min(job.ready, job.committed + ship.count)):
-            commands += self._copies.add(ship.offer(page - job.committed, job.pages[page]))
+        for page in range(job.offered, min(job.ready, job.committed + write.count)):
+            commands += self._copies.add(write.offer(page - job.committed, job.pages[page]))
             job.offered = page + 1
         return commands
 
-    def _window_stored(self, job: PrefillRequest, ship: StorePages, now: float) -> list[PrefillCommand]:
-        """Every page of a shipment is in the store: go on with the next, or be done."""
-        job.pages_stored += ship.pages_written
-        job.committed += ship.count
+    def _window_stored(self, job: PrefillRequest, write: StorePages, now: float) -> list[PrefillCommand]:
+        """Every page of a write is in the store: go on with the next, or be done."""
+        job.pages_stored += write.pages_written
+        job.committed += write.count
         job.offered = max(job.offered, job.committed)  # pages that others had sealed were never offered
         commands: list[PrefillCommand] = []
-        job.holding.append(ship.lease)
+        job.holding.append(write.lease)
         job.window = min(2 * job.window, self._window)  # another prompt may have needed the share
         job.store = None
         if job.committed == job.total:
             return commands + self._finish(job, now)
         return commands + self._reserve(job) + self._offer_pages(job)
 
-    def _no_slots(self, job: PrefillRequest, ship: StorePages, now: float) -> list[PrefillCommand]:
-        commands = self._drop(ship.lease)
+    def _no_slots(self, job: PrefillRequest, write: StorePages, now: float) -> list[PrefillCommand]:
+        commands = self._drop(write.lease)
         job.store, job.offered = None, job.committed
-        if ship.refused == "quota" and job.window > 1:
+        if write.refused == "quota" and job.window > 1:
             # What our own prompts have reserved is our share. They write it without waiting for other slots, so this
             # prompt may keep what it holds.
-            job.window = max(1, ship.count // 2)
+            job.window = max(1, write.count // 2)
             return commands + self._reserve(job) + self._offer_pages(job)
-        if ship.refused == "orphan":
+        if write.refused == "orphan":
             # What we found when we looked has gone since: look again. Two that pass through the same few slots, each of
             # them taking what the other one has written, would do so for ever, and call that progress.
             job.lost_at = max(job.lost_at, job.committed + 1)
             return commands + self._give_back(job) + self._start_lookup(job)
-        if ship.refused == "behind":
+        if write.refused == "behind":
             # Another prompt may wait for what this one holds. It goes first: see `kvstore.server.head_of_line`.
             commands += self._give_back(job)
-        job.refused, job.retry_at = ship.refused, now + _SLOTS_AGAIN
+        job.refused, job.retry_at = write.refused, now + _SLOTS_AGAIN
         return commands
 
     def _give_back(self, job: PrefillRequest) -> list[PrefillCommand]:
@@ -366,7 +353,7 @@ class PrefillScheduler:
         self._done += 1
         self._hit += hit
         self._hit_in_store += min(hit, job.stored)
-        self._shipped += job.pages_stored
+        self._pages_stored += job.pages_stored
         begun = job.first_step if job.first_step is not None else now
         return [
             *left,
@@ -400,11 +387,11 @@ class PrefillScheduler:
         elif job.fetch is not None and lease in job.fetch.leases:
             return self._fetch_went_on(job, job.fetch, event)
         elif job.store is not None and lease == job.store.lease:
-            ship = job.store
-            commands: list[PrefillCommand] = [*self._copies.add(ship.handle(event))]
-            if ship.refused:
-                return commands + self._no_slots(job, ship, now)
-            return commands + (self._window_stored(job, ship, now) if ship.done else [])
+            write = job.store
+            commands: list[PrefillCommand] = [*self._copies.add(write.handle(event))]
+            if write.refused:
+                return commands + self._no_slots(job, write, now)
+            return commands + (self._window_stored(job, write, now) if write.done else [])
         return []
 
     def _fetch_went_on(self, job: PrefillRequest, fetch: PageFetch, event: TransferEvent) -> list[PrefillCommand]:
@@ -492,7 +479,7 @@ class PrefillScheduler:
 
     def _drop_request(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Free everything it holds. Its complete pages stay cached, here and in the store."""
-        del self._requests[job.name.request]
+        self._requests.remove(job)
         self._blocks.free(job.pages)
         job.pages = []
         leases = [lease for lease, owner in self._owners.items() if owner is job]
@@ -538,9 +525,8 @@ class PrefillScheduler:
             prefill_rate=self._step_costs.rate(),
             steps=self._step_costs.last,
         )
-        attempts = tuple(job.held() for job in self._owned_by(router))
         others = self._load([job for job in active if job.owner != router])
-        return Heartbeat(heard, load, self._step, attempts=attempts, others=others)
+        return Heartbeat(heard, load, self._step, attempts=self._requests.held_for(router), others=others)
 
     def _load(self, active: Sequence[PrefillRequest]) -> LoadReport:
         """What these prompts make of our load."""
@@ -580,8 +566,8 @@ class PrefillScheduler:
             tokens_computed=self._computed,
             pages_hit=self._hit,
             pages_hit_in_store=self._hit_in_store,
-            pages_stored=self._shipped,
-            load_regret=dict(self._regret),
+            pages_stored=self._pages_stored,
+            load_regret=dict(self._regret.seconds),
         )
 
     def validate(self) -> None:

@@ -72,8 +72,86 @@ class Attempt:
 
 
 @dataclass
+class QueueState:
+    """What is known of a request's waits in the queue."""
+
+    deadline: float | None = None  # when its wait ends, seconds; none while a worker has accepted it
+    predicted_dequeue_at: float | None = None  # when its wait should end, seconds; none: it was not asked, or is over
+    min_prefill_seconds: float | None = None  # that computing its prompt takes; none: it never had to wait
+    quota_tokens: int | None = None  # tokens taken out of its tenant's quota; none: it never came in
+    charged: float = 0.0  # to its tenant for its prompt
+
+
+@dataclass
+class AttemptHistory:
+    """What a request's attempts so far mean for the next one."""
+
+    attempts: int = 0  # started
+    failures: int = 0  # accepted attempts since the last token that came to nothing
+    ever_accepted: bool = False  # a worker has accepted it once: it is never turned away for want of room
+    is_retry: bool = False  # its next attempt repeats one that failed, which uses the common retry budget
+    busy_refusals: int = 0  # times that a prefill worker had no room
+    decode_only: bool = False  # the next attempts shall need only a decode worker
+    excluded: set[str] = field(default_factory=set[str])  # incarnations that said they could not do it
+
+
+@dataclass
+class RequestAccount:
+    """Which workers served a request, and what it cost them."""
+
+    prefill_unreported: int = 0  # prompt tokens that earlier attempts' prefill workers may have computed
+    prefill_computed: int = 0
+    decode_computed: int | None = None
+    decode_workers: list[str] = field(default_factory=list[str])
+    pages_hit: int = 0
+    pages_shipped: int = 0
+    # Of the last attempt:
+    prefill_worker: str = ""
+    pages_on_device: int = 0
+    pages_fetched: int = 0
+    prefill_queue_ms: int | None = None
+    prefill_compute_ms: int | None = None
+    predicted_ms: int = 0  # how long loading cached pages was to take, as its workers told
+    load_ms: int = 0  # and how long it took
+
+    def begin_attempt(self) -> None:
+        """Forget what was told of the attempt before."""
+        self.prefill_worker = ""
+        self.prefill_queue_ms = self.prefill_compute_ms = None
+        self.pages_on_device = self.pages_fetched = 0
+        self.predicted_ms = self.load_ms = 0
+
+    def loaded(self, predicted_ms: int, load_ms: int) -> None:
+        """A worker of the current attempt tells what loading cached pages was to take, and took."""
+        self.predicted_ms += predicted_ms
+        self.load_ms += load_ms
+
+    def tokens_computed(self, prefill_unreported: int) -> int:
+        """Prompt tokens that were computed. A prefill that has not told how many (`prefill_unreported`) has computed
+        what it was expected to."""
+        return self.prefill_computed + self.prefill_unreported + prefill_unreported + (self.decode_computed or 0)
+
+    def served(self, attempts: int) -> ServingAccount:
+        """The account as the client gets it."""
+        return ServingAccount(
+            attempts=attempts,
+            prefill_worker=self.prefill_worker,
+            decode_workers=tuple(self.decode_workers),
+            tokens_computed=self.prefill_computed,
+            pages_hit=self.pages_hit,
+            pages_shipped=self.pages_shipped,
+            pages_on_device=self.pages_on_device,
+            pages_fetched=self.pages_fetched,
+            prefill_queue_ms=self.prefill_queue_ms,
+            prefill_compute_ms=self.prefill_compute_ms,
+            predicted_ms=self.predicted_ms,
+            load_ms=self.load_ms,
+        )
+
+
+@dataclass
 class Request:
-    """Its tokens, its one attempt, and its account."""
+    """What the client asked for, every token so far, and the one attempt."""
 
     name: str
     arrival: int  # order of submission
@@ -90,41 +168,12 @@ class Request:
     ttft: float | None = None  # objective, seconds; none: whenever there is room
     tpot: float | None = None  # the same
     affinity: str = ""  # requests of one key go to one decode worker while it lives
-    attempt: Attempt | None = None
-    queue_deadline: float | None = None  # when the wait in the queue ends, seconds; none while a worker has accepted it
-    attempts: int = 0  # started
-    failures: int = 0  # accepted attempts since the last token that came to nothing
-    ever_accepted: bool = False  # a worker has accepted it once: it is never turned away for want of room
-    is_retry: bool = False  # its next attempt repeats one that failed, which uses the common retry budget
-    tokens_charged_to_quota: int | None = None  # tokens taken out of its tenant's quota; none: it never came in
-    predicted_dequeue_at: float | None = (
-        None  # when its wait in the queue should end, seconds; none: it was not asked, or is over
-    )
-    min_prefill_seconds: float | None = (
-        None  # seconds that computing its prompt takes at least; none: it never had to wait
-    )
-    charged: float = 0.0  # to its tenant for its prompt
-    busy_refusals: int = 0  # times that a prefill worker had no room
-    decode_only: bool = False  # the next attempts shall need only a decode worker
-    excluded: set[str] = field(default_factory=set[str])  # incarnations that said they could not do it
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list[bytes])  # of the pages that may be found in caches
-    # The account:
-    prefill_unreported: int = (
-        0  # prompt tokens that prefill workers of earlier attempts may have computed without saying so
-    )
-    prefill_computed: int = 0
-    decode_computed: int | None = None
-    decode_workers: list[str] = field(default_factory=list[str])
-    prefill_worker: str = ""
-    pages_hit: int = 0
-    pages_shipped: int = 0
-    pages_on_device: int = 0
-    pages_fetched: int = 0
-    prefill_queue_ms: int | None = None
-    prefill_compute_ms: int | None = None
-    predicted_ms: int = 0  # how long loading cached pages was to take in the last attempt, as its workers told
-    load_ms: int = 0  # and how long it took
+    queueing: QueueState = field(default_factory=QueueState)
+    attempt: Attempt | None = None
+    history: AttemptHistory = field(default_factory=AttemptHistory)
+    account: RequestAccount = field(default_factory=RequestAccount)
 
     @classmethod
     def from_submit(cls, submit: Submit, arrival: int, now: float) -> Request:
@@ -164,18 +213,13 @@ class Request:
         """When its present state ends at the latest, whatever anybody else does: no state waits without a limit.
         `progress`: how many seconds an attempt may go on without any."""
         limit = inf if self.deadline is None else self.deadline
-        if self.queue_deadline is not None and self.queue_deadline < limit:
-            limit = self.queue_deadline
+        if self.queueing.deadline is not None and self.queueing.deadline < limit:
+            limit = self.queueing.deadline
         return limit if self.attempt is None else min(limit, self.attempt.progressed_at + progress)
 
     def left_ms(self, now: float) -> int | None:
         """Milliseconds until its deadline."""
         return None if self.deadline is None else max(1, int((self.deadline - now) * 1_000))
-
-    def loaded(self, predicted_ms: int, load_ms: int) -> None:
-        """A worker of the current attempt tells what loading cached pages was to take, and took."""
-        self.predicted_ms += predicted_ms
-        self.load_ms += load_ms
 
     def extend(self, tokens: tuple[int, ...]) -> None:
         self.tokens += pack_tokens(tokens)
@@ -193,23 +237,7 @@ class Request:
 
     def summary(self, completion: int | None = None) -> Summary:
         """The account as it stands. `completion` tokens count, where a stop string cut the output short."""
-        # A prefill that has not said what it computed has computed what it was expected to.
-        predicted = self.prefill_unreported + (self.attempt.prefill_unreported if self.attempt else 0)
-        computed = self.prefill_computed + predicted + (self.decode_computed or 0)
-        cached = 0 if self.decode_computed is None else max(0, self.prompt - computed)
+        computed = self.account.tokens_computed(self.attempt.prefill_unreported if self.attempt else 0)
+        cached = 0 if self.account.decode_computed is None else max(0, self.prompt - computed)
         usage = Usage(self.prompt, cached, self.generated if completion is None else completion)
-        served = ServingAccount(
-            attempts=self.attempts,
-            prefill_worker=self.prefill_worker,
-            decode_workers=tuple(self.decode_workers),
-            tokens_computed=self.prefill_computed,
-            pages_hit=self.pages_hit,
-            pages_shipped=self.pages_shipped,
-            pages_on_device=self.pages_on_device,
-            pages_fetched=self.pages_fetched,
-            prefill_queue_ms=self.prefill_queue_ms,
-            prefill_compute_ms=self.prefill_compute_ms,
-            predicted_ms=self.predicted_ms,
-            load_ms=self.load_ms,
-        )
-        return Summary(replace(self.timeline), self.submitted, usage, served)
+        return Summary(replace(self.timeline), self.submitted, usage, self.account.served(self.history.attempts))

@@ -449,8 +449,8 @@ class RouterState:
                 others.append(self._members.require_live(found[1].decode))  # it computes the prompt itself if need be
         else:
             return
-        if any(other.incarnation not in request.excluded for other in others):
-            request.excluded.add(member.incarnation)
+        if any(other.incarnation not in request.history.excluded for other in others):
+            request.history.excluded.add(member.incarnation)
             self._manager.retry(request, f"{member.peer.name} does not read: its loop stands still", now, free=True)
 
     # --- draining ----------------------------------------------------------------------------------------------------

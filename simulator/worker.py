@@ -1,9 +1,5 @@
-"""A worker around its real scheduler: the effects of `worker.turn`, with durations for bodies.
-
-If a decode worker's next steps are repeatable (`DecodeScheduler.repeatable_steps`), they are simulated as one run. A
-message ends the run with the step during which it arrives. A run thus costs the simulator one step and gives the same
-result. The only difference: noise is drawn per run instead of per step.
-"""
+"""A worker around its real scheduler: the effects of `worker.turn`, with durations for bodies. A decode worker's
+repeatable steps are one effect (`simulator.run`)."""
 
 from __future__ import annotations
 
@@ -32,7 +28,6 @@ from baton.messages import (
 )
 from baton.router_links import RouterMessage
 from baton.store_protocol import LeaseHeartbeat
-from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Sampled
 from engine.step import ScheduledBatch, StepDone
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost
@@ -42,7 +37,7 @@ from simulator.clock import Agenda, Body, VirtualProcess
 from simulator.feed import Feed
 from simulator.network import SimulatedNetwork
 from simulator.routers import RouterAddress, RouterEndpoint, SimulatedRouterLinks
-from simulator.run import StepRun
+from simulator.run import RunDecodeScheduler, RunDone, StepRun
 from simulator.timing import Noise, StepWork, Timing
 from worker.turn import AwaitStore, CopyPages, Publish, Receive, RunStep, turn
 
@@ -92,8 +87,8 @@ class SimulatedWorker:
         self._longest = _LONGEST_RUN if runs else 0.0
         page_size, pages = config.pages.page_size, card.pool_pages
         self._copy_seconds = card.page_bytes / timing.copy
-        self.state: DecodeScheduler | PrefillScheduler = (
-            DecodeScheduler(config.decode, page_size, pages, calibration=card.steps)
+        self.state: RunDecodeScheduler | PrefillScheduler = (
+            RunDecodeScheduler(config.decode, page_size, pages, calibration=card.steps)
             if role == "decode"
             else PrefillScheduler(config.prefill, page_size, pages, calibration=card.steps)
         )
@@ -158,7 +153,7 @@ class SimulatedWorker:
         """Kill the worker. Messages of completed steps are still sent."""
         if (
             self._run is not None
-            and isinstance(self.state, DecodeScheduler)
+            and isinstance(self.state, RunDecodeScheduler)
             and (done := self._run.ended(self._agenda.now))
         ):
             self.handle(self._done(self._run, done))
@@ -248,31 +243,30 @@ class SimulatedWorker:
         while self._from_store:
             yield self._from_store.popleft()
 
-    def _step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone]:
+    def _step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone | RunDone]:
         work = StepWork.of(plan.values())
         noise = self._noise.draw()
         first = (work.seconds(self._times) + self._timing.turn) * noise
         run = self._run = StepRun(plan, self._agenda.now, first, self._times.context * work.rows * noise)
-        if isinstance(self.state, DecodeScheduler) and work.rows == len(plan) and self._longest:
+        if isinstance(self.state, RunDecodeScheduler) and work.rows == len(plan) and self._longest:
             left = min(self._output(name).end - chunk.end for name, chunk in plan.items())
             run.steps = int(max(1, min(self.state.repeatable_steps(plan), left, self._longest / first)))
         yield run.end
         self._run = None
         return self._done(run, run.steps)
 
-    def _done(self, run: StepRun, steps: int) -> StepDone:
+    def _done(self, run: StepRun, steps: int) -> StepDone | RunDone:
         self.busy += run.seconds(steps)
         self._routers.spacing = run.seconds(steps) / steps
         plan = run.plan
         if self.role == "prefill":
             return StepDone(plan, [None] * len(plan))
-        outputs = [self._output(name) for name in plan]
-        rows = [output.token for output in outputs]
-        ends = [output.end <= chunk.end + steps for output, chunk in zip(outputs, plan.values(), strict=True)]
-        last = [END if ends_ else token for ends_, token in zip(ends, rows, strict=True)]
-        first = rows if steps > 1 else last
-        drawn = [token if chunk.sample else None for token, chunk in zip(first, plan.values(), strict=True)]
-        return StepDone(plan, drawn, [rows] * (steps - 2) + [last] if steps > 1 else ())
+        sampled: list[Sequence[Sampled]] = []
+        for name, chunk in plan.items():
+            output = self._output(name)
+            last = END if output.end <= chunk.end + steps else output.token
+            sampled.append([*[output.token] * (steps - 1), last] if chunk.sample else ())
+        return RunDone(plan, sampled, steps)
 
     def _output(self, name: AttemptName) -> ScriptedOutput:
         return self._outputs.get(name.request, _STRANGER)
@@ -306,7 +300,7 @@ class SimulatedWorker:
 
     def _can_wait(self, envelope: Envelope[Any]) -> bool:
         """Whether a message changes nothing for the running sequences, so that it need not end the run."""
-        if not isinstance(self.state, DecodeScheduler):
+        if not isinstance(self.state, RunDecodeScheduler):
             return False
         match envelope.message:
             case RouterHeartbeat(attempts=listed):

@@ -14,6 +14,7 @@ from tests.cluster_keys import KEYS
 
 # Machines are shared and noisy: how long an example takes says nothing about the code.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("baton"))  # see tests/support/thorough.py
 settings.register_profile("fast", settings.get_profile("baton"), max_examples=25)
 settings.load_profile("baton")
 

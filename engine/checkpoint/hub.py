@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-
 from baton.errors import ModelNotFound
 
 WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
@@ -26,6 +24,8 @@ def resolve(model: str) -> Path:
         return path
     if not _HUB_ID.fullmatch(model):
         raise ModelNotFound(f"{model!r} is not a directory, and no hub id either (owner/name)")
+    from huggingface_hub import snapshot_download  # imported late: it takes a moment, and is seldom needed
+
     try:
         return Path(snapshot_download(model, allow_patterns=WANTED))
     # Everything: which HTTP library's errors come through depends on the release of huggingface_hub.

@@ -315,7 +315,7 @@ class StorePages:
     ) -> None:
         """`prompt`: which prompt waits for slots; 0 if none does."""
         if not 0 < len(keys) <= MAX_KEYS_PER_CALL:
-            raise ValueError(f"a shipment takes 1 to {MAX_KEYS_PER_CALL} pages, not {len(keys)}")
+            raise ValueError(f"a write takes 1 to {MAX_KEYS_PER_CALL} pages, not {len(keys)}")
         self.lease = lease
         self._parent, self._keys, self._hold, self._partial = parent, keys, hold, partial
         self._prompt = prompt
@@ -323,11 +323,11 @@ class StorePages:
         self._waiting: dict[int, int] = {}  # complete pages handed over before the slots were known: index → page
         self._missing = set(range(len(keys)))  # not known to be in the store yet
         self.refused: str | None = None  # why the store gave no slots
-        self.pages_written = 0  # pages sealed by this shipment
+        self.pages_written = 0  # pages sealed by this write
 
     @property
     def count(self) -> int:
-        """Pages in this shipment."""
+        """Pages in this write."""
         return len(self._keys)
 
     @property
@@ -348,7 +348,7 @@ class StorePages:
         return [] if slot is None else [CopyOut(self.lease, index, page, slot)]
 
     def handle(self, event: TransferEvent) -> list[StoreCall | Copy]:
-        """Take an event about this shipment's lease."""
+        """Take an event about this write's lease."""
         match event:
             case Reserved(slots=slots):
                 self._slots = slots

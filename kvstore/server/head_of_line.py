@@ -1,6 +1,6 @@
 """The one prompt of a node that may hold pages while it waits for slots. Pure.
 
-Prompts of several shipments reserve their slots shipment by shipment. Two that together exceed the arena could each
+Prompts of several writes reserve their slots write by write. Two that together exceed the arena could each
 hold what the other one lacks. So the store keeps a line, of which it knows the head alone:
 
     a Reserve is refused ──no head──▶ `full`: this prompt is the head; it keeps what it holds, and asks again

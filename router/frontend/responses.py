@@ -184,7 +184,7 @@ def request_summary(record: RequestRecord, now: float) -> explain_pb2.RequestSum
         ttft_ms=_ms(line.ttft),
         tpot_ms=_ms(line.tpot(usage.completion)),
         e2e_ms=_since(line, "ended"),
-        attempts=record.ever_accepted,
+        attempts=record.attempts_begun,
         decode_worker=last.decode if last else "",
         prefill_worker=last.prefill if last else "",
         waits_because=record.waits,
@@ -198,7 +198,7 @@ def explained(record: RequestRecord, now: float) -> explain_pb2.ExplainResponse:
         candidates=[_candidate(one, chosen=False) for one in candidates],
         candidates_omitted=omitted,
         attempts=[_attempt(record, account) for account in record.attempts],
-        attempts_omitted=record.ever_accepted - len(record.attempts),
+        attempts_omitted=record.attempts_begun - len(record.attempts),
     )
 
 

@@ -103,30 +103,33 @@ class AdmissionControl:
         except RateLimited:
             self.rejected["rate_limited"] += 1
             raise
-        request.tokens_charged_to_quota = tokens
+        request.queueing.quota_tokens = tokens
         self._here[request.tenant, request.level] += 1
 
     def enqueue(self, request: Request, now: float) -> None:
         """Queue a request, with a limit. One that comes back unaccepted keeps the limit it had."""
-        if request.queue_deadline is None:
-            request.queue_deadline = now + self._config.queue_timeout_ms / 1_000
+        if request.queueing.deadline is None:
+            request.queueing.deadline = now + self._config.queue_timeout_ms / 1_000
         self.queue.add(request, now)
 
     def check_wait(self, request: Request, work: int, seconds: float, now: float) -> Overloaded | None:
         """A newcomer could not be placed at once. It has `work` tokens to compute, which takes `seconds` at least.
         Returns an error where it would wait in vain, and sets the limit of its wait where it would not."""
         self.queue.set_work(request, work)
-        if request.queue_deadline is None:
+        if request.queueing.deadline is None:
             return None
         if request.ttft is not None:
             limit = request.timeline.received + request.ttft - seconds - self._late.seconds
-            request.queue_deadline = min(request.queue_deadline, limit)
+            request.queueing.deadline = min(request.queueing.deadline, limit)
         wait = self.queue.wait(request, now)
-        if now + wait + self.queue.safety_margin(request, wait, request.queue_deadline - now) < request.queue_deadline:
-            request.min_prefill_seconds = seconds
-            request.predicted_dequeue_at = now + wait if wait else None
+        if (
+            now + wait + self.queue.safety_margin(request, wait, request.queueing.deadline - now)
+            < request.queueing.deadline
+        ):
+            request.queueing.min_prefill_seconds = seconds
+            request.queueing.predicted_dequeue_at = now + wait if wait else None
             return None
-        late = max(0.0, now + wait - request.queue_deadline)
+        late = max(0.0, now + wait - request.queueing.deadline)
         self.queue.refuse(request, now)
         if request.ttft is None:
             self.rejected["no_worker"] += 1
@@ -138,7 +141,7 @@ class AdmissionControl:
     def should_hold(self, request: Request, ahead: float) -> bool:
         """Whether it should wait here rather than at a worker that has prompts to compute for `ahead` seconds: here
         turns are kept. Where all are of one tenant and one level it makes no difference."""
-        return ahead > _AHEAD and len(self._here) > 1 and not request.ever_accepted
+        return ahead > _AHEAD and len(self._here) > 1 and not request.history.ever_accepted
 
     def shed_excess(self, now: float) -> tuple[Request, Overloaded] | None:
         """Return a request to shed, and its error, because too many wait; none: there is room."""
@@ -164,7 +167,11 @@ class AdmissionControl:
         waited = now - request.submitted
         self.queue.refuse(request, now)
         hint = _hint(waited)
-        if request.ttft is not None and not request.ever_accepted and waited < self._config.queue_timeout_ms / 1_000:
+        if (
+            request.ttft is not None
+            and not request.history.ever_accepted
+            and waited < self._config.queue_timeout_ms / 1_000
+        ):
             self.rejected["objective_while_waiting"] += 1
             message = f"after {waited:.1f} s in the queue the first token can't come within {request.ttft:.1f} s"
             return ObjectiveUnreachable(message, hint)
@@ -175,25 +182,29 @@ class AdmissionControl:
 
     def lacks_retry_budget(self, request: Request, now: float) -> bool:
         """It would repeat a failed attempt, and too many have been repeated lately."""
-        return request.is_retry and not self._retry_budget.allow(now)
+        return request.history.is_retry and not self._retry_budget.allow(now)
 
     def placed(self, request: Request, cached: int, now: float) -> None:
         """It begins an attempt, with so many of its prompt's tokens cached. A tenant pays for the first only."""
         self.queue.remove(request, now, placed=True)
         self.queue.learn(request, now)
-        if request.is_retry:
+        if request.history.is_retry:
             self._retry_budget.take(now)
-            request.is_retry = False
-        elif request.attempts == 1:
+            request.history.is_retry = False
+        elif request.history.attempts == 1:
             self._retry_budget.first(now)
-        if not request.charged:
-            request.charged = self._token_weights.prompt(request.prompt, cached)
-            self._charge(request.tenant, request.charged)
+        if not request.queueing.charged:
+            request.queueing.charged = self._token_weights.prompt(request.prompt, cached)
+            self._charge(request.tenant, request.queueing.charged)
 
     def began(self, request: Request, now: float) -> None:
         """Its first token is here."""
-        if request.min_prefill_seconds is not None and request.timeline.placed is not None and request.attempts == 1:
-            self._late.learn(now - request.timeline.placed - request.min_prefill_seconds)
+        if (
+            request.queueing.min_prefill_seconds is not None
+            and request.timeline.placed is not None
+            and request.history.attempts == 1
+        ):
+            self._late.learn(now - request.timeline.placed - request.queueing.min_prefill_seconds)
 
     def generated(self, request: Request, tokens: int) -> None:
         self._charge(request.tenant, self._token_weights.output * tokens)
@@ -201,14 +212,14 @@ class AdmissionControl:
     def ended(self, request: Request, usage: Usage, now: float) -> None:
         """Estimates become what it was."""
         self.queue.remove(request, now)
-        tenant, begun = request.tenant, request.ever_accepted
-        if request.charged:
+        tenant, begun = request.tenant, request.history.ever_accepted
+        if request.queueing.charged:
             cost = self._token_weights.prompt(usage.prompt, usage.cached) if begun else 0.0
-            self._charge(tenant, cost - request.charged)
-        if request.tokens_charged_to_quota is not None:
+            self._charge(tenant, cost - request.queueing.charged)
+        if request.queueing.quota_tokens is not None:
             self._here -= Counter({(tenant, request.level): 1})
             used = usage.prompt + usage.completion if begun else None
-            self._rate_limits.settle(tenant, request.tokens_charged_to_quota, used, now)
+            self._rate_limits.settle(tenant, request.queueing.quota_tokens, used, now)
         if begun:
             self.served.add(tenant, "computed", usage.prompt - usage.cached)
             self.served.add(tenant, "cached", usage.cached)

@@ -95,7 +95,7 @@ class WaitingQueue:
 
     def add(self, request: Request, now: float) -> None:
         self._until(now, waiting=bool(self))
-        key = (request.tenant, request.level, not request.ever_accepted)
+        key = (request.tenant, request.level, not request.history.ever_accepted)
         if (line := self._tenant_queues.get(key)) is None:
             line = self._tenant_queues[key] = _TenantQueue(*key)
             if line.newcomers:
@@ -251,10 +251,10 @@ class WaitingQueue:
     def learn(self, request: Request, now: float) -> None:
         """A newcomer has waited for so long at least."""
         past = self._histories.get((request.tenant, request.level))
-        if past is not None and request.predicted_dequeue_at is not None:
-            wait = request.predicted_dequeue_at - request.submitted
-            past.longer.learn((now - request.predicted_dequeue_at) / (wait + _ROUGHLY))
-        request.predicted_dequeue_at = None
+        if past is not None and request.queueing.predicted_dequeue_at is not None:
+            wait = request.queueing.predicted_dequeue_at - request.submitted
+            past.longer.learn((now - request.queueing.predicted_dequeue_at) / (wait + _ROUGHLY))
+        request.queueing.predicted_dequeue_at = None
 
     def _until(self, now: float, *, waiting: bool) -> None:
         self.drain_rate.until(now, waiting=waiting)

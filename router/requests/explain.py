@@ -109,7 +109,7 @@ class RequestRecord:
     request: Request | None  # while it has not ended
     timeline: Timeline
     attempts: deque[AttemptAccount] = field(default_factory=lambda: deque[AttemptAccount](maxlen=_ATTEMPTS))
-    ever_accepted: int = 0  # attempts, also those that are not kept
+    attempts_begun: int = 0  # attempts, also those that are not kept
     refusal: str = ""  # why placement had no worker for it when it was last tried
     considered: ConsideredPlacements | None = None  # and what it looked at then
     outcome: RequestOutcome | None = None
@@ -220,7 +220,7 @@ class Explanations:
         attempt = request.attempt
         if (record := self._records.get(request.name)) is None or attempt is None:
             return
-        record.ever_accepted += 1
+        record.attempts_begun += 1
         record.refusal = ""
         self._keep(record, None)
         account = AttemptAccount(

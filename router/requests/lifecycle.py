@@ -194,7 +194,7 @@ class RequestManager:
                 self.end(request, Failed(error), now)
                 return True
         request.derive_keys(root, self._config.pages.page_size)
-        final = request.failures >= self._config.router.max_attempts - 1
+        final = request.history.failures >= self._config.router.max_attempts - 1
         assert request.max_tokens is not None, request.name
         ask = PlacementRequest(
             request=request.name,
@@ -205,14 +205,14 @@ class RequestManager:
             max_tokens=request.max_tokens,
             prompt=request.prompt,
             ttft=None
-            if request.ttft is None or request.ever_accepted
+            if request.ttft is None or request.history.ever_accepted
             else request.ttft - (now - request.timeline.received),
             tpot=request.tpot,
             waited=now - request.submitted,
             priority=request.priority,
             tenant=request.tenant,
-            excluded=request.excluded,
-            decode_only=final or request.decode_only,
+            excluded=request.history.excluded,
+            decode_only=final or request.history.decode_only,
             affinity=request.affinity,
         )
         decision = self._policy.place(ask, self._view)
@@ -226,7 +226,7 @@ class RequestManager:
             self._begin(request, ask, choice, considered, now)
             return True
         self._explanations.kept_waiting(request, choice.why, considered)
-        if isinstance(choice, Reject) and not request.ever_accepted:
+        if isinstance(choice, Reject) and not request.history.ever_accepted:
             error = self._admission.unreachable(request, choice.why, choice.retry_after, now)
             self.end(request, Failed(error), now)
             return True
@@ -252,9 +252,9 @@ class RequestManager:
         considered: ConsideredPlacements | None,
         now: float,
     ) -> None:
-        request.attempts += 1
+        request.history.attempts += 1
         self._admission.placed(request, min(request.prompt, plan.cached_pages * ask.prefix.page_size), now)
-        name = AttemptName(request.name, request.attempts)
+        name = AttemptName(request.name, request.history.attempts)
         request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill)
         _start_over(request, now)
         self._counts.attempts += 1
@@ -276,8 +276,8 @@ class RequestManager:
         prefill = self._members.require_live(plan.prefill).peer.name if plan.prefill else ""
         cached = min(request.known, plan.cached_pages * self._config.pages.page_size)
         self._explanations.placed(request, decoder.peer.name, prefill, cached, considered)
-        if request.decode_workers[-1:] != [decoder.peer.name]:
-            request.decode_workers.append(decoder.peer.name)
+        if request.account.decode_workers[-1:] != [decoder.peer.name]:
+            request.account.decode_workers.append(decoder.peer.name)
         assert request.max_tokens is not None, request.name
         message = Decode(
             request=request.name,
@@ -360,14 +360,14 @@ class RequestManager:
         assert attempt is not None, request.name
         self._out.log(f"attempt {attempt.name.attempt} is over: {why}", request.name, warning=not free, kind="attempt")
         if blame:
-            request.excluded.add(attempt.decode)
+            request.history.excluded.add(attempt.decode)
         failed = attempt.phase is not RequestPhase.PLACED and not free
-        request.failures += failed
-        request.is_retry = failed and not death
+        request.history.failures += failed
+        request.history.is_retry = failed and not death
         self._explanations.attempt_ended(request, why, now)
         self.cancel_attempt(request)
-        if request.failures >= self._config.router.max_attempts:
-            message = f"{request.attempts} attempts failed; the last because {why}"
+        if request.history.failures >= self._config.router.max_attempts:
+            message = f"{request.history.attempts} attempts failed; the last because {why}"
             self.end(request, Failed(AttemptsExhausted(message)), now)
             return
         self.requeue(request, now)
@@ -390,7 +390,7 @@ class RequestManager:
         attempt, request.attempt = request.attempt, None
         if attempt is None:
             return
-        request.prefill_unreported += attempt.prefill_unreported
+        request.account.prefill_unreported += attempt.prefill_unreported
         self.release_prefill(request, attempt)
         decoder = self._members.get(attempt.decode)
         if decoder is not None and decoder.unassign(attempt.name):
@@ -448,7 +448,7 @@ class RequestManager:
             if request.deadline is not None and now >= request.deadline:
                 message = f"the deadline passed after {request.generated} of {request.max_tokens} tokens"
                 self.end(request, Failed(DeadlineExpired(message)), now)
-            elif request.queue_deadline is not None and now >= request.queue_deadline:
+            elif request.queueing.deadline is not None and now >= request.queueing.deadline:
                 self.end(request, Failed(self._no_place(request, now)), now)
             else:
                 self.retry(request, f"no progress for {self._config.router.attempt_timeout_ms} ms", now, blame=True)
@@ -471,8 +471,8 @@ class RequestManager:
     def extend(self, seconds: float) -> None:
         """We stood still for so long. What a client asked for does not wait for us; all else does."""
         for request in self._requests.values():
-            if request.queue_deadline is not None:
-                request.queue_deadline += seconds
+            if request.queueing.deadline is not None:
+                request.queueing.deadline += seconds
             if request.attempt is not None:
                 request.attempt.progressed_at += seconds
 
@@ -510,10 +510,7 @@ def _start_over(request: Request, now: float) -> None:
     line = request.timeline
     line.placed = now
     line.accepted = line.prefill_sent = line.prefilled = line.started = None
-    request.prefill_worker = ""
-    request.prefill_queue_ms = request.prefill_compute_ms = None
-    request.pages_on_device = request.pages_fetched = 0
-    request.predicted_ms = request.load_ms = 0
+    request.account.begin_attempt()
 
 
 def _considered(considered: PlacementCosts | None) -> ConsideredPlacements | None:

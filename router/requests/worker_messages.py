@@ -71,7 +71,7 @@ class WorkerMessageHandler:
         if attempt.phase is RequestPhase.PLACED:
             attempt.phase, attempt.progressed_at = RequestPhase.PREPARING, now
             request.timeline.accepted = now
-            request.queue_deadline, request.ever_accepted = None, True
+            request.queueing.deadline, request.history.ever_accepted = None, True
 
     def refused(self, request: Request, attempt: Attempt, refusal: messages.Refused, now: float) -> None:
         """The decode worker has no room. Nothing was done, so the budget of attempts is not touched."""
@@ -91,7 +91,7 @@ class WorkerMessageHandler:
     def started(self, request: Request, attempt: Attempt, event: messages.Started, now: float) -> None:
         attempt.progressed_at = now
         if attempt.phase is not RequestPhase.RUNNING:  # a preempted sequence says it again when it resumes
-            request.pages_on_device, request.pages_fetched = event.device_pages, event.fetched_pages
+            request.account.pages_on_device, request.account.pages_fetched = event.device_pages, event.fetched_pages
             self._loaded(request, event)
         self._run(request, attempt, now)
 
@@ -100,8 +100,8 @@ class WorkerMessageHandler:
         been evicted since. Whichever, it is not asked again for this request."""
         self._accept(request, attempt, now)  # or nothing could have been fetched: so this counts as an attempt
         if attempt.prefill is not None:
-            request.excluded.add(attempt.prefill)
-        request.excluded.update(
+            request.history.excluded.add(attempt.prefill)
+        request.history.excluded.update(
             source.store for source in attempt.placement.sources
         )  # the link may be cut, not the store
         member = self._members.require_live(attempt.decode)
@@ -123,12 +123,16 @@ class WorkerMessageHandler:
     def _compare(self, request: Request, attempt: Attempt, now: float) -> None:
         """Record predicted and actual load times, for explanations."""
         took = now - (request.timeline.placed or now)
-        loads = f"; loads took {request.load_ms} ms, predicted {request.predicted_ms} ms" if request.load_ms else ""
+        loads = (
+            f"; loads took {request.account.load_ms} ms, predicted {request.account.predicted_ms} ms"
+            if request.account.load_ms
+            else ""
+        )
         text = f"started in {took:.3f} s, predicted {attempt.placement.predicted.total:.3f} s{loads}"
         self._out.log(f"attempt {attempt.name.attempt} {text}", request.name, detail=True)
 
     def _loaded(self, request: Request, event: messages.Started | messages.Prefilled) -> None:
-        request.loaded(event.predicted_ms, event.load_ms)
+        request.account.loaded(event.predicted_ms, event.load_ms)
         self._scores.add("fetch", event.predicted_ms / 1_000, event.load_ms / 1_000)
 
     def delta(self, request: Request, attempt: Attempt, delta: Delta, now: float) -> None:
@@ -146,15 +150,15 @@ class WorkerMessageHandler:
             )
             return
         self._run(request, attempt, now)
-        if request.decode_computed is None and delta.position == attempt.start:
-            request.decode_computed = delta.computed
+        if request.account.decode_computed is None and delta.position == attempt.start:
+            request.account.decode_computed = delta.computed
         if new:
             if request.known == attempt.start:
                 self._members.require_live(attempt.decode).prefill_done(attempt.name, now)
                 self._explanations.first_token(request, delta.computed, now)
             request.extend(new)
             attempt.progressed_at = now
-            request.failures = 0
+            request.history.failures = 0
             if request.timeline.first_token is None:
                 request.timeline.first_token = now
                 self._scores.add("ttft", attempt.placement.predicted.total, now - (request.timeline.placed or now))
@@ -165,7 +169,7 @@ class WorkerMessageHandler:
             self._out.put(Emit(request.name, new, logprobs))
         if delta.finish is not None:
             began, rest = request.timeline.first_token, request.generated - 1
-            if began is not None and rest and request.attempts == 1:
+            if began is not None and rest and request.history.attempts == 1:
                 self._scores.add("tpot", attempt.placement.tpot, (now - began) / rest)
             self._manager.end(request, Finished(delta.finish), now)
 
@@ -194,11 +198,11 @@ class WorkerMessageHandler:
         if attempt.prefilled:
             return
         attempt.prefill_unreported = 0
-        request.prefill_computed += event.computed
+        request.account.prefill_computed += event.computed
         self._explanations.prefilled(request, event.computed)
-        request.pages_hit += event.hit
-        request.pages_shipped += event.stored
-        request.prefill_queue_ms, request.prefill_compute_ms = event.queue_ms, event.compute_ms
+        request.account.pages_hit += event.hit
+        request.account.pages_shipped += event.stored
+        request.account.prefill_queue_ms, request.account.prefill_compute_ms = event.queue_ms, event.compute_ms
         self._loaded(request, event)
         self.prefill_ended(request, attempt, now)
 
@@ -225,14 +229,14 @@ class WorkerMessageHandler:
         member = self._members.require_live(attempt.prefill)
         if refusal.reason == "busy":
             member.mark_busy(attempt.name)
-            request.busy_refusals += 1
+            request.history.busy_refusals += 1
         member.unassign(attempt.name)
         self._explanations.noted(request, f"{member.peer.name} refuses to prefill: {refusal.message}")
         attempt.prefill, attempt.prefill_sent, attempt.prefill_unreported = None, False, 0
-        if refusal.reason != "busy" or request.busy_refusals >= _TURNED_AWAY:
-            request.excluded.add(member.incarnation)
+        if refusal.reason != "busy" or request.history.busy_refusals >= _TURNED_AWAY:
+            request.history.excluded.add(member.incarnation)
         most = self._config.prefill.max_num_seqs
-        if (other := self._members.another_prefill(member.peer.node, most, request.excluded)) is not None:
+        if (other := self._members.another_prefill(member.peer.node, most, request.history.excluded)) is not None:
             attempt.prefill = other.incarnation
             missing = request.missing_tokens(attempt.placement.cached_pages, self._config.pages.page_size)
             prompt = PendingPrefill(missing, attempt.placement.cached_pages * self._config.pages.page_size)
@@ -260,7 +264,7 @@ class WorkerMessageHandler:
         attempt.prefill_unreported = request.missing_tokens(
             attempt.placement.cached_pages, self._config.pages.page_size
         )
-        request.prefill_worker = member.peer.name
+        request.account.prefill_worker = member.peer.name
         request.timeline.prefill_sent = now
 
     # --- what both say -----------------------------------------------------------------------------------------------
@@ -279,6 +283,6 @@ class WorkerMessageHandler:
             return
         if member.incarnation == attempt.prefill:
             # a decode worker that can't, or has no store, is not asked again for this prompt
-            request.decode_only = True
+            request.history.decode_only = True
         why = f"{member.peer.name} failed: {event.reason}: {event.message}"
         self._manager.retry(request, why, now, blame=member.incarnation == attempt.decode)

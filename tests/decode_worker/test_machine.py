@@ -7,7 +7,6 @@ every sequence ends.
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -20,6 +19,7 @@ from kvstore.client.transfer import StoreUp
 from kvstore.keys import cacheable_pages, pack_tokens
 from tests.decode_worker.load import OnePageEach
 from tests.rig import PAGE, PAGE_BYTES, ROOT, Rig, RigWorker, reference
+from tests.support.thorough import automaton
 from tests.wait_for import assert_no_cycle, waits_of_rig
 
 AGEING = 1.0  # seconds
@@ -202,4 +202,4 @@ class DecodeMachine(RuleBasedStateMachine):
 
 
 TestDecodeMachine = DecodeMachine.TestCase
-TestDecodeMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestDecodeMachine.settings = automaton(count=150, steps=50)

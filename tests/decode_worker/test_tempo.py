@@ -149,7 +149,8 @@ def test_whatever_was_measured_there_is_a_plan(
     config, pace = DecodeConfig(), WorkerStepTimes()
     tempo = StepBudget(config, pace)
     for step, seconds, times in steps:
-        tempo.observe_step(pace.stepped(step, seconds, times), times)
+        for _ in range(times):
+            tempo.observe_step(pace.stepped(step, seconds))
     for pages, seconds in copies:
         tempo.observe_copies(pages, seconds)
     for beside in (rows(0), rows(1), rows(30)):

@@ -31,7 +31,7 @@ def test_an_id_is_fetched_without_code_or_pickle(tmp_path: Path, monkeypatch: py
         asked[repo] = allow_patterns
         return str(tmp_path)
 
-    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert hub.resolve("owner/model") == tmp_path
     assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in asked["owner/model"])
 
@@ -41,6 +41,6 @@ def test_whatever_the_hub_raises_has_our_type(error: Exception, monkeypatch: pyt
     def snapshot(repo: str, allow_patterns: list[str]) -> str:
         raise error
 
-    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     with pytest.raises(ModelNotFound, match="owner/model"):
         hub.resolve("owner/model")

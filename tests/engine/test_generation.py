@@ -7,18 +7,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine
 from tests.checkpoints import RECIPES, VOCAB, Reference
 from tests.engine.driver import GREEDY, Running, assert_same_tokens, generate, generate_together, prompt_of
+from tests.support.thorough import examples
 
 Engines = Callable[..., Engine]
 References = Callable[[str], Reference]
 
-few = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = examples(50)
 names = pytest.mark.parametrize("name", RECIPES)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import Chunk, Sampled, TokenDraw, flatten
@@ -20,6 +20,7 @@ from engine.layers.linear import Linear, tiled
 from tests import checkpoints
 from tests.checkpoints import RECIPES, VOCAB, Reference
 from tests.engine.driver import GREEDY, Running, assert_same_tokens, generate, prompt_of
+from tests.support.thorough import examples
 
 Pair = tuple[Engine, Engine]
 Pairs = Callable[..., Pair]
@@ -28,7 +29,7 @@ PAGES = 64
 EVERYTHING = TokenDraw(temperature=0, logprobs=VOCAB)
 
 native = pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
-few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = examples(60)
 names = pytest.mark.parametrize("name", RECIPES)
 SHAPES = {  # of "llama-bias"; the kernels know two sizes of heads beforehand
     "odd": {"hidden_size": 78, "head_dim": 18, "intermediate_size": 131, "num_attention_heads": 6},

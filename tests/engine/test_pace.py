@@ -21,9 +21,9 @@ def test_a_step_is_told_by_its_prompts_and_rows() -> None:
 def test_the_last_steps_are_reported_one_by_one() -> None:
     pace = WorkerStepTimes()
     for number in range(40):
-        pace.stepped({AttemptName("a", 1): ROW}, 0.01 * (number + 1), steps=2)
+        pace.stepped({AttemptName("a", 1): ROW}, 0.01 * (number + 1))
     assert len(pace.last) == MAX_STEP_SAMPLES
-    assert pace.last[-2:] == (StepSample(0, 0, 1, 51, 0.4),) * 2
+    assert pace.last[-2:] == (StepSample(0, 0, 1, 51, 0.39), StepSample(0, 0, 1, 51, 0.4))
 
 
 def test_the_rate_of_computing_prompts_is_known_from_the_calibration_and_falls_with_the_context() -> None:
@@ -41,7 +41,7 @@ def test_steps_are_learned_from_together_until_there_are_some_or_one_of_another_
     for _ in range(3):
         pace.stepped({AttemptName("a", 1): ROW}, 0.01)
     assert not pace.knows_anything
-    pace.stepped({AttemptName("a", 1): plan}, 0.01, steps)
+    pace.add([sample_of([plan], 0.01)] * steps)
     assert pace.knows_anything
     pace.calibrate()
     assert pace.seconds(rows=1, context=51) == pytest.approx(0.01, rel=0.1)

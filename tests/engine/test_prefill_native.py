@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -25,13 +25,14 @@ from engine.models.weights import TORCH_DTYPES
 from kvstore.layout import PageLayout
 from tests.checkpoints import RECIPES, VOCAB, Reference
 from tests.engine.driver import GREEDY, assert_same_tokens, generate, prompt_of
+from tests.support.thorough import examples
 
 library = build.library()
 native = pytest.mark.skipif(
     not build.can_compile() or prefill.parallel_function() is None,
     reason="no compiler, no AVX2, or a torch without at::parallel_for: torch does the work here",
 )
-few = settings(max_examples=60, deadline=None)
+few = examples(60)
 both = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 CONFIG = ModelSpec.from_dict(

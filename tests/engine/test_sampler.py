@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from engine.batch import TokenDraw
 from engine.sampling import counter_rng
 from engine.sampling.sampler import PREFIX, sample
+from tests.support.thorough import examples
 
 draws = st.builds(
     TokenDraw,
@@ -51,7 +52,7 @@ def candidates(logits: np.ndarray, draw: TokenDraw) -> list[int]:
     return left
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     draw=draws,
     logits_seed=st.integers(0, 1000),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
 from tests.kvstore.chains import CHAINS, key, keys, parent
+from tests.support.thorough import automaton
 
 PAGES = 8
 
@@ -142,7 +142,7 @@ class DeviceCacheMachine(RuleBasedStateMachine):
         assert self.told == {page.key: page.parent for page in self.cache.pages()}
 
 
-DeviceCacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+DeviceCacheMachine.TestCase.settings = automaton(count=150, steps=40)
 TestDeviceCache = DeviceCacheMachine.TestCase
 
 

@@ -26,6 +26,7 @@ from kvstore.disk.segments import Segment, Segments
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
 from tests.kvstore.chains import CHAINS, key, keys, parent
 from tests.kvstore.disk_fixtures import PaperDisk
+from tests.support.thorough import automaton
 
 PAGE = 1_000
 LAYOUT = RecordLayout(PAGE)
@@ -225,7 +226,7 @@ class DiskMachine(RuleBasedStateMachine):
         assert not self.reads.total(), "a read has never ended"
 
 
-DiskMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=60, deadline=None)
+DiskMachine.TestCase.settings = automaton(count=400, steps=60)
 TestDiskIndex = DiskMachine.TestCase
 
 

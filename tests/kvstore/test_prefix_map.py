@@ -16,6 +16,7 @@ from kvstore.prefix_map import key_runs as runs_module
 from kvstore.prefix_map.key_runs import KeyRun, KeyRuns
 from kvstore.prefix_map.prefix_map import MEDIA, PrefixMap, PrefixMatch
 from tests.kvstore.chains import CHAINS, key, keys, parent
+from tests.support.thorough import automaton
 
 HOLDERS = st.sampled_from(["one", "two", "three"])
 MEDIUM = st.sampled_from(MEDIA)
@@ -127,9 +128,9 @@ class WithLongRuns(PrefixMapMachine):
     max_run = runs_module.MAX_RUN
 
 
-PrefixMapMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PrefixMapMachine.TestCase.settings = automaton(count=150, steps=40)
 TestPrefixMap = PrefixMapMachine.TestCase
-WithLongRuns.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+WithLongRuns.TestCase.settings = automaton(count=60, steps=40)
 TestWithLongRuns = WithLongRuns.TestCase
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -52,6 +51,7 @@ from kvstore.server.state import StoreState
 from tests.kvstore.chains import key, keys, parent, partial
 from tests.kvstore.store_fixtures import NAMESPACE, STORE, store_config
 from tests.support.fake_disk import FakeDisk
+from tests.support.thorough import automaton
 
 SLOTS = 8
 SHARE = 0.6
@@ -440,5 +440,5 @@ class StoreMachine(RuleBasedStateMachine):
         assert stats.leases == stats.waits == stats.held == stats.connections == stats.unproven == 0
 
 
-StoreMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+StoreMachine.TestCase.settings = automaton(count=300, steps=60)
 TestStore = StoreMachine.TestCase

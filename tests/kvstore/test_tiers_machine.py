@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.messages import PageSource
 from tests.kvstore.world import HEARTBEAT, HOLD, SILENCE, WORDS, Node, Worker, World, waits_of_world
+from tests.support.thorough import automaton
 from tests.wait_for import assert_no_cycle
 
 pytestmark = pytest.mark.slow
@@ -351,4 +351,4 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 TestTiers = TiersMachine.TestCase
-TestTiers.settings = settings(max_examples=500, stateful_step_count=60, deadline=None)
+TestTiers.settings = automaton(count=500, steps=60)

@@ -1,4 +1,4 @@
-"""Moving pages between a device and its store, word by word: lookups, fetches and shipments."""
+"""Moving pages between a device and its store, word by word: lookups, fetches and writes."""
 
 from __future__ import annotations
 
@@ -155,23 +155,23 @@ def test_keys_and_device_pages_go_together() -> None:
         PageFetch(itertools.count(1), chain(2), [0], wait=False)
 
 
-# --- shipments --------------------------------------------------------------------------------------------------------
+# --- writes --------------------------------------------------------------------------------------------------------
 
 
 def test_pages_are_written_once_they_are_ready_and_slots_are_known() -> None:
-    ship = StorePages(1, b"", chain(3), hold=True)
-    assert ship.offer(0, 50) == []
-    assert ship.handle(Reserved(1, (4, None, 6))) == [CopyOut(1, 0, 50, 4)]
-    assert ship.offer(1, 51) == [], "it is there already"
-    assert ship.offer(2, 52) == [CopyOut(1, 2, 52, 6)]
-    assert ship.handle(CopiedOut(1, 0, (9,))) == [Seal(1, 0, (9,), True)]
-    ship.handle(Sealed(1, 0, 1))
-    assert not ship.done
-    ship.handle(Sealed(1, 2, 1))
-    assert (ship.done, ship.pages_written) == (True, 2)
+    write = StorePages(1, b"", chain(3), hold=True)
+    assert write.offer(0, 50) == []
+    assert write.handle(Reserved(1, (4, None, 6))) == [CopyOut(1, 0, 50, 4)]
+    assert write.offer(1, 51) == [], "it is there already"
+    assert write.offer(2, 52) == [CopyOut(1, 2, 52, 6)]
+    assert write.handle(CopiedOut(1, 0, (9,))) == [Seal(1, 0, (9,), True)]
+    write.handle(Sealed(1, 0, 1))
+    assert not write.done
+    write.handle(Sealed(1, 2, 1))
+    assert (write.done, write.pages_written) == (True, 2)
 
 
 def test_why_it_was_refused_is_kept() -> None:
-    ship = StorePages(1, b"", chain(1), hold=False)
-    ship.handle(NotReserved(1, "full"))
-    assert ship.refused == "full"
+    write = StorePages(1, b"", chain(1), hold=False)
+    write.handle(NotReserved(1, "full"))
+    assert write.refused == "full"

@@ -32,6 +32,7 @@ from prefill_worker import shared_prefix
 from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
 from prefill_worker.scheduler import PrefillScheduler
 from tests.rig import PAGE, ROOT, Rig
+from tests.support.thorough import automaton
 from tests.wait_for import WaitCycle, assert_no_cycle, waits_of_rig
 
 SHARED = list(range(1, 41))
@@ -170,7 +171,7 @@ class PrefillMachine(RuleBasedStateMachine):
 
 
 TestPrefill = PrefillMachine.TestCase
-TestPrefill.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestPrefill.settings = automaton(count=200, steps=50)
 
 
 def _nobody_waits(patch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ STORE_MS = 10_000
 
 
 def prefill(rig: Rig, max_num_seqs: int = 8, window: int = WINDOW) -> RigWorker:
-    """A worker whose prompts of a few pages need several shipments, as those of more than 1,024 pages do."""
+    """A worker whose prompts of a few pages need several writes, as those of more than 1,024 pages do."""
     config = PrefillConfig(max_num_batched_tokens=16 * PAGE, store_timeout_ms=STORE_MS, max_num_seqs=max_num_seqs)
     worker = rig.worker("prefill", 64, config)
     worker.state._window = window

@@ -46,7 +46,7 @@ class Timed:
 
     def __post_init__(self) -> None:
         self.state = PrefillScheduler(self.config, PAGE, self.pages)
-        self._keys: dict[int, list[bytes]] = {}  # of each shipment, by lease
+        self._keys: dict[int, list[bytes]] = {}  # of each write, by lease
         self._slots = itertools.count()
         self.handle(StoreUp(10**6, 1))
 

@@ -19,8 +19,13 @@ from tests.support import workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
+from tests.support.thorough import cases
 
 SHAPES = {"1P+1D": (1, 1, "always"), "2P+2D": (2, 2, "auto"), "colocated": (0, 1, "auto")}
+RUNS = cases(
+    [(family, shape) for family in checkpoints.FAMILIES for shape in SHAPES],
+    [*(("llama", shape) for shape in SHAPES), ("qwen2", "2P+2D"), ("qwen3", "1P+1D"), ("mistral", "2P+2D")],
+)
 PROMPTS = workload.prompts()
 
 
@@ -29,8 +34,7 @@ def expected(checkpoint: Callable[[str], Path]) -> Callable[[str], dict[tuple[in
     return cache(lambda family: workload.references(checkpoint(f"wide-{family}"), PROMPTS))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize(("family", "shape"), RUNS)
 def test_64_requests_at_once_get_the_reference_tokens(
     family: str,
     shape: str,

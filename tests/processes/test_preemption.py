@@ -15,6 +15,7 @@ from tests.support import workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
+from tests.support.thorough import cases
 
 LONG = 120  # tokens of output
 POOL = "4MiB"  # 64 pages; each of the prompts below takes up to 18 in the end
@@ -25,7 +26,7 @@ def some(count: int, lengths: range, seed: int) -> list[list[int]]:
     return [[rng.randrange(3, checkpoints.VOCAB) for _ in range(rng.choice(lengths))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("prefill", [0, 1])
+@pytest.mark.parametrize("prefill", cases([0, 1], [1]))
 def test_every_token_is_right_however_often_sequences_are_preempted(
     prefill: int, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ SETTINGS = [
 def test_the_same_seed_gives_the_same_tokens_everywhere(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     path = checkpoint("qwen3")
     outputs = []
-    for name, (prefill, decode) in {"split": (1, 1), "double": (2, 2), "colocated": (0, 1)}.items():
+    for name, (prefill, decode) in {"split": (2, 1), "colocated": (0, 2)}.items():
         with LocalCluster(workload.settings(path, prefill, decode), tmp_path / name) as cluster:
             together = [
                 [answer.tokens for answer in workload.ask_all(cluster.address, PROMPTS, 24, **settings)]
@@ -32,7 +32,7 @@ def test_the_same_seed_gives_the_same_tokens_everywhere(checkpoint: Callable[[st
             alone = workload.ask(cluster.address, PROMPTS[0], 24, **SETTINGS[0])
         assert alone.tokens == together[0][0]
         outputs.append(together)
-    assert outputs[0] == outputs[1] == outputs[2]
+    assert outputs[0] == outputs[1]
     distinct = {tuple(tokens) for group in outputs[0] for tokens in group}
     assert len(distinct) == len(PROMPTS) * len(SETTINGS)
 

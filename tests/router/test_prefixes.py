@@ -19,6 +19,7 @@ from kvstore.prefix_map.event_tracker import EventTracker, TrackerAction
 from kvstore.prefix_map.prefix_map import MEDIA, PrefixMap
 from router.placement.kv_index import KvIndex
 from tests.kvstore.chains import CHAINS, key, keys, parent
+from tests.support.thorough import automaton
 
 FATES = st.sampled_from(["arrives", "is lost", "comes twice", "is overtaken"])
 TIERS = st.sampled_from(["CPU", "DISK"])
@@ -184,7 +185,7 @@ class PrefixesMachine(RuleBasedStateMachine):
         assert self.source.log.digest == told
 
 
-PrefixesMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+PrefixesMachine.TestCase.settings = automaton(count=150, steps=50)
 TestPrefixes = PrefixesMachine.TestCase
 
 

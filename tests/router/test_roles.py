@@ -172,7 +172,7 @@ def test_what_can_not_be() -> None:
             lab.tell(SetRole(name, "prefill", 0.0))
     with pytest.raises(InvalidRequest, match="is a decode worker already"):
         lab.tell(SetRole("decode-0", "decode", 0.0))
-    with pytest.raises(InvalidRequest, match="nobody would be left"):
+    with pytest.raises(InvalidRequest, match="no process would generate tokens"):
         lab.tell(SetRole("decode-0", "prefill", 0.0))
     with pytest.raises(InvalidRequest, match=r"prefill\.lm_head"):
         lab.tell(SetRole("prefill-1", "decode", 0.0))

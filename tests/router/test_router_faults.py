@@ -8,12 +8,12 @@ from typing import Any
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.keys import pack_tokens
 from router.events import Cancelled, ClientGone, Failed, Finished, StopMatched
 from tests.router.model import CONFIG, Cluster, Process, submit
+from tests.support.thorough import automaton
 
 FAULTS = (
     "dies",
@@ -220,12 +220,7 @@ class Faults(RuleBasedStateMachine):
         self.ends_are_right()
 
 
-Faults.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+Faults.TestCase.settings = automaton(count=60, steps=30)
 TestFaults = Faults.TestCase
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.config import StoreConfig
@@ -18,6 +17,7 @@ from router.prefix_pinning.pin import PinPhase
 from tests.router.model import CONFIG, Process, submit
 from tests.router.pin_model import PAGE_BYTES, PinCluster
 from tests.router.test_router_faults import break_process
+from tests.support.thorough import automaton
 
 pytestmark = pytest.mark.slow
 
@@ -135,12 +135,7 @@ class Faults(RuleBasedStateMachine):
         assert not self.cluster.prefixes()
 
 
-Faults.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+Faults.TestCase.settings = automaton(count=60, steps=30)
 TestFaults = Faults.TestCase
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from router.queueing.fairness import TenantFairness
 from router.queueing.waiting_queue import WaitingQueue
 from router.request import Request
 from tests.router.model import submit
+from tests.support.thorough import automaton
 
 AGEING = 10.0
 WEIGHTS = {"a": 1.0, "b": 1.0, "heavy": 4.0}
@@ -28,7 +28,7 @@ class Line:
     def comes(self, name: str, tenant: str = "", priority: int = 0, prompt: int = 100, begun: bool = False) -> Request:
         order = submit(name, prompt, tenant=tenant, priority=priority)
         request = self.requests[name] = Request.from_submit(order, len(self.requests), self.now)
-        request.ever_accepted = begun
+        request.history.ever_accepted = begun
         self.queue.add(request, self.now)
         return request
 
@@ -259,7 +259,7 @@ def test_the_margin_follows_how_wrong_forecasts_were() -> None:
     for i in range(60):
         request = line.comes(f"r{i}", "a", prompt=1_000)
         assert line.queue.safety_margin(request, 4.0, 10.0) <= 8.0, "a fifth of what it may wait is always enough"
-        request.predicted_dequeue_at = line.now + 4.0
+        request.queueing.predicted_dequeue_at = line.now + 4.0
         line.now += 6.0
         line.queue.learn(request, line.now)
         line.queue.remove(request, line.now, placed=True)
@@ -297,7 +297,7 @@ class Queues(RuleBasedStateMachine):
         requests = [r for r in self.line.requests.values() if r not in self.line.queue]
         if requests:
             request = requests[index % len(requests)]
-            request.ever_accepted = True
+            request.history.ever_accepted = True
             self.line.queue.add(request, self.line.now)
 
     @rule()
@@ -315,14 +315,14 @@ class Queues(RuleBasedStateMachine):
         line.queue.validate()
         line.fairness.validate()
         waiting = [request for request in line.requests.values() if request in line.queue]
-        top = min((r.level for r in waiting if not r.ever_accepted), default=0)
+        top = min((r.level for r in waiting if not r.history.ever_accepted), default=0)
         leaders = line.queue._over_served_tenants()
 
         def rank(r: Request) -> tuple[object, ...]:
-            level = 0 if r.ever_accepted else max(top, r.level - int((line.now - r.submitted) / AGEING))
-            leads = not r.ever_accepted and r.tenant in leaders
+            level = 0 if r.history.ever_accepted else max(top, r.level - int((line.now - r.submitted) / AGEING))
+            leads = not r.history.ever_accepted and r.tenant in leaders
             return (
-                not r.ever_accepted,
+                not r.history.ever_accepted,
                 leads,
                 level,
                 line.fairness.counter(r.tenant),
@@ -335,9 +335,9 @@ class Queues(RuleBasedStateMachine):
         if waiting:
             assert order[0] == min(waiting, key=rank).name
         if (last := line.queue.last(line.now)) is not None:
-            assert not last.ever_accepted
+            assert not last.history.ever_accepted
             assert line.queue.wait(last, line.now) >= 0
 
 
-Queues.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+Queues.TestCase.settings = automaton(count=40, steps=40)
 TestQueues = Queues.TestCase

@@ -7,13 +7,13 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from router.events import Finished
 from router.request import RequestPhase
 from tests.rig import VOCAB
 from tests.router.shared_model import World
+from tests.support.thorough import automaton
 
 TTL = 3.0  # seconds that pins last
 
@@ -64,7 +64,9 @@ def test_the_death_of_one_takes_nothing_from_the_other(moment: int) -> None:
         world.round()
     requests = world.routers["one"].state._manager
     running = {
-        r.name: r.attempts for r in requests if r.attempt is not None and r.attempt.phase is RequestPhase.RUNNING
+        r.name: r.history.attempts
+        for r in requests
+        if r.attempt is not None and r.attempt.phase is RequestPhase.RUNNING
     }
     world.start_router("two")  # in place of the one that dies
     world.run(2.5)
@@ -186,10 +188,5 @@ class Shared(RuleBasedStateMachine):
         self.world.settle()
 
 
-Shared.TestCase.settings = settings(
-    max_examples=30,
-    stateful_step_count=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+Shared.TestCase.settings = automaton(count=30, steps=20)
 TestShared: Any = Shared.TestCase

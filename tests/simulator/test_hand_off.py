@@ -8,7 +8,6 @@ nothing is left held or reserved.
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -19,6 +18,7 @@ from decode_worker.sequence import SequencePhase
 from kvstore.keys import cacheable_pages, pack_tokens
 from prefill_worker.scheduler import PrefillScheduler
 from tests.rig import PAGE, ROOT, Rig, RigStore, RigWorker, reference
+from tests.support.thorough import automaton
 from tests.wait_for import assert_no_cycle, waits_of_rig
 
 pytestmark = pytest.mark.slow
@@ -238,4 +238,4 @@ class HandOff(RuleBasedStateMachine):
 
 
 TestHandOff = HandOff.TestCase
-TestHandOff.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestHandOff.settings = automaton(count=300, steps=60)

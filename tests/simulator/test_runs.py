@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from baton.config import DecodeConfig
 from baton.messages import Cancel, Decode, SamplingParams
 from engine.batch import Chunk, Sampled, TokenDraw
-from engine.step import StepDone
+from engine.step import ScheduledBatch
 from kvstore.keys import pack_tokens
+from simulator.run import RunDecodeScheduler, RunDone
 from tests.decode_worker.test_state import tokens_of
 from tests.rig import PAGE, ROOT, Rig, RigWorker, next_token, reference
 
@@ -21,24 +20,22 @@ def order(count: int, request: str = "r", stops: tuple[int, ...] = ()) -> Decode
 
 
 def worker() -> RigWorker:
-    return Rig(64).worker("decode", 32, DecodeConfig())
+    made = Rig(64).worker("decode", 32, DecodeConfig())
+    made.state = RunDecodeScheduler(DecodeConfig(), PAGE, 32)
+    return made
 
 
-def go_on(worker: RigWorker, plan: dict[object, Chunk], steps: int) -> list[list[Sampled]]:
-    """What `steps` more steps of this plan draw, each row feeding on its own last token."""
-    known = {name: list(worker.state._sequences[name.request].tokens) for name in plan}  # type: ignore[attr-defined]
+def sampled(worker: RigWorker, plan: ScheduledBatch, steps: int) -> list[list[Sampled]]:
+    """What each row of the plan draws in so many steps, feeding on its own last token."""
     drawn: list[list[Sampled]] = []
-    for step in range(steps):
-        row: list[Sampled] = []
-        for name, chunk in plan.items():
-            tokens = known[name]
+    for name, chunk in plan.items():
+        sequence = worker.state._sequences[name.request]
+        tokens = list(sequence.tokens)
+        row = [worker.device.run(tokens, chunk)]
+        for at in range(chunk.end, chunk.end + steps - 1):
             tokens.append(next_token(tokens))
-            pages: Sequence[int] = worker.state._sequences[name.request].pages  # type: ignore[attr-defined]
-            at = chunk.start + step + 1
-            sampled = worker.device.run(tokens, Chunk(tokens[at : at + 1], at, pages, TokenDraw()))
-            assert sampled is not None
-            row.append(sampled)
-        drawn.append(row)
+            row.append(worker.device.run(tokens, Chunk(tokens[at : at + 1], at, sequence.pages, TokenDraw())))
+        drawn.append([token for token in row if token is not None])
     return drawn
 
 
@@ -54,8 +51,7 @@ def run(worker: RigWorker) -> list[int]:
         if not plan:
             continue
         runs.append(worker.state.repeatable_steps(plan))
-        first = [worker.device.run(worker.state._sequences[n.request].tokens, chunk) for n, chunk in plan.items()]
-        worker.handle(StepDone(plan, first, go_on(worker, plan, runs[-1] - 1)))
+        worker.handle(RunDone(plan, sampled(worker, plan, runs[-1]), runs[-1]))
     return runs
 
 
