@@ -2,15 +2,15 @@
 
                         Decode
                           │ pages reserved → Accepted
-                          ▼
-        ┌──────────▶  FETCHING ──── pages not coming, and a prefill was to make them → Have ────▶ SHORT
-        │                 │ every fetched page counts, or none was to be fetched                   │
-    resumed               ▼                                                                  Cancel, or the
-        │              RUNNING ──── stop token, max_tokens ────▶ ENDED ──── Cancel ────▶      next attempt
-        │                 │                                                                        ▼
-        └── PREEMPTED ◀───┘ pages ran out                                                     (forgotten)
+                          ▼         a prefill worker's pages don't come → FetchIncomplete
+        ┌──▶ WAITING_FOR_REMOTE_KVS ─────────────────────────────────▶ KV_LOAD_INCOMPLETE
+        │                 │ every fetched page counts, or none was to be fetched   │
+    resumed               ▼                                                  Cancel, or the
+        │              RUNNING ── stop token, max_tokens ─▶ ENDED ── Cancel ──▶ next attempt
+        │                 │                                                        ▼
+        └── PREEMPTED ◀───┘ pages ran out                                     (forgotten)
 
-A sequence in any state is forgotten by Cancel, by a newer attempt of its request, by a heartbeat of its router that
+A sequence in any phase is forgotten by Cancel, by a newer attempt of its request, by a heartbeat of its router that
 doesn't list it, and with its router. To other routers it is load, and nothing else.
 """
 
@@ -27,8 +27,8 @@ from kvstore.load_or_recompute import LoadInProgress
 
 
 class SequencePhase(Enum):
-    WAITING_FOR_REMOTE_KVS = "fetching"
-    KV_LOAD_INCOMPLETE = "short"
+    WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
+    KV_LOAD_INCOMPLETE = "kv_load_incomplete"
     RUNNING = "running"
     PREEMPTED = "preempted"
     ENDED = "ended"

@@ -16,12 +16,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    parent, module = int(sys.argv[1]), sys.argv[2]
+    run(int(sys.argv[1]), sys.argv[2:])
+
+
+def run(parent: int, argv: list[str]) -> None:
+    """Run the module `argv[0]` with the other arguments, in this process, until it or the parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before the request
-        sys.exit(f"the process {parent} that started {module} has gone")
-    sys.argv = sys.argv[2:]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+        sys.exit(f"the process {parent} that started {argv[0]} has gone")
+    sys.argv = argv
+    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

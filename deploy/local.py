@@ -35,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, ClassVar, Protocol, Self
 
 import msgspec
 
@@ -70,14 +70,32 @@ class LocalNode:
     enter: tuple[str, ...] = ()  # command prefix that runs a command there, in the same process (exec)
 
 
+class Child(Protocol):
+    """A child process, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+def launch(enter: Sequence[str], argv: Sequence[str], out: BinaryIO, err: BinaryIO) -> Child:
+    """Start `python -m ARGV` behind the command prefix `enter`. The process dies with this one."""
+    command = [*enter, sys.executable, "-m", "deploy.child", str(os.getpid()), *argv]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)  # noqa: S603 - a list, no shell
+
+
 @dataclass
 class _Running:
-    process: subprocess.Popen[bytes]
+    process: Child
     identity: Identity
 
 
 class LocalCluster:
     """Owns the processes it starts and the files below `directory`, and ends exactly those processes."""
+
+    launch: ClassVar[Callable[[Sequence[str], Sequence[str], BinaryIO, BinaryIO], Child]] = staticmethod(launch)
+    """Starts a process. The tests have a faster one."""
 
     def __init__(
         self,
@@ -296,21 +314,19 @@ class LocalCluster:
         return stores
 
     def _spawn(self, spec: ProcessSpec) -> int:
-        config = self.directory / ("config.yaml" if spec.role != "router" else f"{spec.name}.yaml")
+        config = self.directory / f"{spec.name}.yaml"
         # All nodes share the cores of this machine.
         workers = sum(workers_on(node, self._specs.values()) for node in self.nodes)
         config.write_text(dump(share_cores(self._config_of(spec), workers)))
         node = self._nodes[spec.node]
-        command = [*node.enter, sys.executable, "-m", "deploy.child", str(os.getpid()), *_MODULES[spec.role]]
-        command += ["--config", str(config), "--name", spec.name, "--node", spec.node, "--host", node.host]
+        argv = [*_MODULES[spec.role], "--config", str(config), "--name", spec.name, "--node", spec.node]
+        argv += ["--host", node.host]
         if spec.role != "router":
             if not self._addresses:
                 raise StartupError(f"{spec.name} needs a router; start that first")
-            command += [word for router in self._addresses.values() for word in ("--router", router.endpoint)]
+            argv += [word for router in self._addresses.values() for word in ("--router", router.endpoint)]
         with (self.directory / f"{spec.name}.out").open("wb") as out, self.log(spec.name).open("wb") as err:
-            process = self._spawner.submit(
-                subprocess.Popen, command, stdin=subprocess.DEVNULL, stdout=out, stderr=err
-            ).result()
+            process = self._spawner.submit(type(self).launch, node.enter, argv, out, err).result()
         self._running[spec.name] = _Running(process, Identity.of(process.pid))
         return process.pid
 

@@ -1,10 +1,10 @@
 """One attempt at one prompt, as the prefill worker has it.
 
-    Prefill ─▶ LOOKING ─▶ (WAITING) ─▶ (READING) ─▶ COMPUTING ─▶ SETTLING ─▶ DONE ─▶ Cancel ─▶ (forgotten)
-               what the    another      store pages   chunk by     every page   Prefilled said;
-               store has,  prompt is    that prefix   chunk        sealed       pages stay held
-               or loads    making the
-                           next page
+    Prefill ─▶ LOOKUP ─▶ (WAITING) ─▶ (LOADING) ─▶ COMPUTING ─▶ COMMITTING ─▶ DONE ─▶ Cancel ─▶ (forgotten)
+               what the   another      store pages   chunk by     every page    Prefilled sent;
+               store has, prompt is    of the        chunk        is sealed     pages stay held
+               or loads   making the   prefix
+                          next page
 
 `Prefill` asks for a result: every page of the prompt sealed in the node's store. What is there already is held; what
 the device has cached is copied; the rest is computed. Slots are reserved as soon as it is known what is missing.
@@ -27,11 +27,11 @@ from kvstore.load_or_recompute import LoadInProgress
 
 
 class PrefillPhase(Enum):
-    LOOKUP = "looking"
+    LOOKUP = "lookup"
     WAITING = "waiting"
-    LOADING = "reading"
+    LOADING = "loading"
     COMPUTING = "computing"
-    COMMITTING = "settling"
+    COMMITTING = "committing"
     DONE = "done"
 
 

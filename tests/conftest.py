@@ -10,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from baton.wire import use_keys
+from deploy.local import LocalCluster
 from tests.cluster_keys import KEYS
+from tests.support.fork_server import forked
 
 # Machines are shared and noisy: how long an example takes says nothing about the code.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -23,6 +25,11 @@ settings.load_profile("baton")
 def _keys() -> None:
     """Sockets of this process speak with the tests' keys, whichever the last test used."""
     use_keys(KEYS)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _processes_of_clusters_are_forked() -> None:
+    LocalCluster.launch = staticmethod(forked)
 
 
 @pytest.fixture(scope="session")

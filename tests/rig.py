@@ -15,7 +15,7 @@ from typing import Any
 
 from baton.config import Bytes, DecodeConfig, PrefillConfig, StoreConfig
 from baton.membership import SendToRouter
-from baton.messages import Message, Namespace, PageSource, Peer, Role, WorkerRole
+from baton.messages import Message, Namespace, PageSource, Peer, Role
 from baton.peer_protocol import (
     CancelFetch,
     ChecksumMismatch,
@@ -58,7 +58,7 @@ from kvstore.transport.interface import (
 )
 from prefill_worker.scheduler import PrefillScheduler
 from tests.support.fake_disk import FakeDisk, Finished, Read, Write
-from worker.turn import AwaitStore, CopyPages, Publish, Receive, RunStep, turn
+from tests.support.turns import Turns
 
 PAGE = 4
 PAGE_BYTES = 64
@@ -159,60 +159,31 @@ class RigWorker:
 
     def copy(self) -> None:
         """Make the copies that are due."""
-        for copy in self.take_copies():
-            self.handle(self._copied(copy))
+        for copy in self.state.take_copies():
+            self.handle(self._copied([copy]))
 
     def step(self) -> bool:
         """Plan and run a step; whether there was one."""
-        self.prepare()
-        if plan := self.schedule():
+        self._do(self.state.prepare(self.rig.now))
+        if plan := self.state.schedule(self.rig.now):
             self.handle(self._done(plan))
         self.state.validate()
         return bool(plan)
 
     def turn(self) -> bool:
         """Make a whole turn as the worker's loop does, and tell whether there was a step."""
-        role: WorkerRole = "prefill" if isinstance(self.state, PrefillScheduler) else "decode"
-        effects, result, stepped = turn(self, role), None, False
-        try:
-            while True:
-                match effects.send(result):
-                    case Receive() | AwaitStore():
-                        result = self._replies()
-                    case CopyPages(copies=copies):
-                        result = self._copied(*copies)
-                    case RunStep(plan=plan):
-                        result, stepped = self._done(plan), True
-                    case Publish():
-                        result = None
-        except StopIteration:
-            return stepped
-
-    # --- for `worker.turn` ------------------------------------------------------------------------------------------
-
-    patience = 0.0
-
-    @property
-    def store_connected(self) -> bool:
-        return bool(self.connection)
-
-    def now(self) -> float:
-        return self.rig.now
-
-    def prepare(self) -> None:
-        self._do(self.state.prepare(self.rig.now))
-
-    def take_copies(self) -> list[Copy]:
-        return self.state.take_copies()
-
-    def schedule(self) -> ScheduledBatch:
-        return self.state.schedule(self.rig.now)
+        stepped = Turns(
+            self.state, "prefill" if isinstance(self.state, PrefillScheduler) else "decode",
+            clock=lambda: self.rig.now, do=self._do, done=self._done, arrived=self._replies, copied=self._copied,
+        ).make()  # fmt: skip
+        self.state.validate()
+        return stepped
 
     def _replies(self) -> Iterator[Message]:
         while self.inbox:
             yield self.inbox.popleft()
 
-    def _copied(self, *copies: Copy) -> CopiedIn | CopiedOut:
+    def _copied(self, copies: Sequence[Copy]) -> CopiedIn | CopiedOut:
         first = copies[0]
         if isinstance(first, CopyIn):
             for copy in copies:

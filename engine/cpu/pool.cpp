@@ -54,7 +54,7 @@ void Pool::meet() {
 
 void Pool::advance(Turn& turn) {
   turn.number.fetch_add(1);
-  // Either we see who is about to sleep, or he sees the number above: both are sequentially consistent.
+  // Either this thread sees the one about to sleep, or that one sees the number above: both are sequentially consistent.
   if (turn.sleepers.load()) futex(turn.number, FUTEX_WAKE, INT32_MAX);
 }
 

@@ -1,8 +1,8 @@
 // Threads that run one piece of work together, meeting between its phases.
 //
 // A thread that waits spins for a while and then sleeps: phases are microseconds long, and going to sleep between them
-// would cost more than they do; but other processes share the cores, and a core that spins for somebody who has lost
-// his is lost too.
+// would cost more than they do. But other processes share the cores, and a core that spins for a thread without one is
+// lost too.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@ namespace baton {
 
 class Pool {
  public:
-  // The caller of `run` is one of the `threads`; with one, nothing is ever started and nobody ever waits.
+  // The caller of `run` is one of the `threads`; with one, no thread is started and none waits.
   explicit Pool(int threads);
   ~Pool();
   Pool(const Pool&) = delete;

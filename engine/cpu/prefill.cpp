@@ -321,7 +321,7 @@ struct Attention {
     for (int v = 0; v < lanes.vectors; ++v) {
       const T* rows[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        // Lanes beyond the last repeat it, and nobody asks for their output.
+        // Lanes beyond the last repeat it, and their output is not read.
         const int64_t lane = first + (v * kLanes + i < count ? v * kLanes + i : count - 1);
         const int64_t row = lane / group(), of_group = lane % group();
         rows[i] = queries + (piece.row + row) * query_stride + (head * group() + of_group) * shape.head_dim;
@@ -457,7 +457,7 @@ struct Attention {
       const Piece& piece = pieces[low];
       const int64_t all = piece.rows * group(), cuts = (all + lanes - 1) / lanes;
       const int64_t at = unit - piece.first_unit;
-      const int64_t cut = cuts - 1 - at / shape.kv_heads;  // what sees most first, so that nobody ends late
+      const int64_t cut = cuts - 1 - at / shape.kv_heads;  // what sees most first, so that no thread ends late
       const int64_t last = (cut + 1) * lanes < all ? (cut + 1) * lanes : all;
       attend(piece, at % shape.kv_heads, cut * lanes, last, reinterpret_cast<Scratch*>(scratch)[worker]);
     });

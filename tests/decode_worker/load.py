@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.clock import Tick
@@ -14,8 +14,9 @@ from baton.messages import Cancel, Decode, Refused, SamplingParams, Tokens
 from decode_worker.growth_reserve import GrowthOutlook, GrowthReserve
 from decode_worker.scheduler import DecodeCommand, DecodeScheduler
 from engine.batch import Sampled
-from engine.step import StepDone
+from engine.step import ScheduledBatch, StepDone
 from kvstore.keys import pack_tokens
+from tests.support.turns import Turns
 
 PAGE = 16
 STOP = 1
@@ -90,6 +91,31 @@ def run(wanted: Sequence[Wanted], clients: int, num_pages: int, headroom: Growth
     ended = 0
     now = began = used = 0.0
     before = computed_before = 0
+
+    def step(plan: ScheduledBatch) -> StepDone:
+        nonlocal now, used
+        prompts = sum(len(chunk.tokens) for chunk in plan.values() if len(chunk.tokens) > 1)
+        took = STEP + ROW * len(plan) + TOKEN * prompts
+        now += took
+        used += took * (1 - state.stats().pages_free / num_pages)
+        sampled = [
+            Sampled(_token(outputs[name.request], chunk.end)) if chunk.sample else None for name, chunk in plan.items()
+        ]
+        return StepDone(plan, sampled)
+
+    def do(commands: Iterable[DecodeCommand]) -> None:
+        nonlocal ended, began, used, before, computed_before
+        for command in commands:
+            if isinstance(command, SendToRouter) and isinstance(command.message, Tokens):
+                for delta in command.message.deltas:
+                    if delta.finish:
+                        ended += 1
+                        state.handle(Cancel(delta.request, 1), now)
+                        if ended == len(wanted) // 2:
+                            began, used, before = now, 0.0, state.stats().preemptions
+                            computed_before = state.stats().prompt_tokens_computed
+
+    turns = Turns(state, "decode", clock=lambda: now, do=do, done=step, arrived=lambda: [Tick()])
     while queue or asking or ended < len(wanted):
         while queue and len(wanted) - len(queue) - ended < clients:
             asking.append(queue.popleft())
@@ -104,27 +130,7 @@ def run(wanted: Sequence[Wanted], clients: int, num_pages: int, headroom: Growth
             if _refused(state.handle(order, now)):
                 break
             asking.popleft()
-        state.handle(Tick(), now)
-        state.prepare(now)
-        plan = state.schedule(now)
-        assert plan, "somebody waits for ever"
-        prompts = sum(len(chunk.tokens) for chunk in plan.values() if len(chunk.tokens) > 1)
-        took = STEP + ROW * len(plan) + TOKEN * prompts
-        now += took
-        stats = state.stats()
-        used += took * (1 - stats.pages_free / num_pages)
-        sampled = [
-            Sampled(_token(outputs[name.request], chunk.end)) if chunk.sample else None for name, chunk in plan.items()
-        ]
-        for command in state.handle(StepDone(plan, sampled), now):
-            if isinstance(command, SendToRouter) and isinstance(command.message, Tokens):
-                for delta in command.message.deltas:
-                    if delta.finish:
-                        ended += 1
-                        state.handle(Cancel(delta.request, 1), now)
-                        if ended == len(wanted) // 2:
-                            began, used, before = now, 0.0, state.stats().preemptions
-                            computed_before = state.stats().prompt_tokens_computed
+        assert turns.make(), "a request waits for ever"
     stats = state.stats()
     return Outcome(
         now - began, stats.preemptions - before, used / (now - began), stats.prompt_tokens_computed - computed_before

@@ -5,7 +5,7 @@ a formula says. Thousands of tokens a millisecond, so whole loads can be looked 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.clock import Tick
@@ -15,9 +15,10 @@ from baton.messages import AttemptFailed, Message, Prefill, Prefilled
 from baton.step_cost_model import pairs
 from baton.store_protocol import Acquire, PagesUnavailable, Reserve, Reserved, Seal, Sealed, StoreCall, StoreReply
 from engine.step import ScheduledBatch, StepDone
-from kvstore.client.transfer import CallStore, CopiedOut, CopyOut, StoreUp, batches
+from kvstore.client.transfer import CallStore, CopiedOut, StoreUp
 from kvstore.keys import pack_tokens
-from prefill_worker.scheduler import PrefillEvent, PrefillScheduler
+from prefill_worker.scheduler import PrefillCommand, PrefillEvent, PrefillScheduler
+from tests.support.turns import Turns
 
 PAGE = 16
 ROOT = b"r" * 16
@@ -48,13 +49,20 @@ class Timed:
         self.state = PrefillScheduler(self.config, PAGE, self.pages)
         self._keys: dict[int, list[bytes]] = {}  # of each write, by lease
         self._slots = itertools.count()
+        self._turns = Turns(
+            self.state, "prefill", clock=lambda: self.now, do=self._do, done=self._step, arrived=lambda: [Tick()],
+            copied=lambda copies: CopiedOut(copies[0].lease, copies[0].index, (0,) * len(copies)),
+        )  # fmt: skip
         self.handle(StoreUp(10**6, 1))
 
     def order(self, request: str, tokens: Sequence[int], priority: int = 0) -> None:
         self.handle(Prefill(request, 1, ROOT, pack_tokens(tokens), priority=priority))
 
     def handle(self, event: PrefillEvent) -> None:
-        for command in self.state.handle(event, self.now):
+        self._do(self.state.handle(event, self.now))
+
+    def _do(self, commands: Iterable[PrefillCommand]) -> None:
+        for command in commands:
             match command:
                 case CallStore(call=call):
                     for reply in self._store(call):
@@ -66,18 +74,14 @@ class Timed:
                     pass
 
     def turn(self) -> bool:
-        """Copies, then a step, as the worker's loop makes them. Whether there was a step."""
-        for batch in batches(self.state.take_copies(), 64):
-            assert all(isinstance(copy, CopyOut) for copy in batch)
-            self.handle(CopiedOut(batch[0].lease, batch[0].index, (0,) * len(batch)))
-        plan = self.state.schedule(self.now)
-        if plan:
-            self.steps.append((self.now, plan))
-            chunks = [(len(chunk.tokens), chunk.start) for chunk in plan.values()]
-            self.now += machine(sum(count for count, _ in chunks), sum(itertools.starmap(pairs, chunks)))
-            self.handle(StepDone(plan, [None] * len(plan)))
-        self.handle(Tick())
-        return bool(plan)
+        """Make a turn, and return whether it had a step."""
+        return self._turns.make()
+
+    def _step(self, plan: ScheduledBatch) -> StepDone:
+        self.steps.append((self.now, plan))
+        chunks = [(len(chunk.tokens), chunk.start) for chunk in plan.values()]
+        self.now += machine(sum(count for count, _ in chunks), sum(itertools.starmap(pairs, chunks)))
+        return StepDone(plan, [None] * len(plan))
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Run iterations until that holds, or until no work is left."""

@@ -146,7 +146,7 @@ def test_a_process_with_other_keys_never_joins(two: Hosts, checkpoint: Callable[
         ClusterKeys.generate().write(strange)
         assert cluster.addresses is not None
         config = tmp_path / "strange.yaml"
-        config.write_text((tmp_path / "config.yaml").read_text().replace(key_file, str(strange)))
+        config.write_text((tmp_path / "store-0.yaml").read_text().replace(key_file, str(strange)))
         stranger = two.two.start(
             *(sys.executable, "-m", "kvstore", "--config", config, "--name", "store-9", "--node", "nine"),
             *("--router", cluster.addresses.endpoint, "--host", ADDRESSES[1]),

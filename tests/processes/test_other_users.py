@@ -21,7 +21,7 @@ from baton.peer_protocol import FetchPages
 from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys
 from deploy.client import Client
-from deploy.local import LocalCluster
+from deploy.local import LocalCluster, launch
 from tests import checkpoints, cluster_keys, other_user
 from tests.other_user import Job, OtherUser, Told
 from tests.processes.test_kv_events import stored
@@ -233,17 +233,21 @@ def test_no_other_user_reads_the_keys(cluster: LocalCluster) -> None:
     assert re.fullmatch(r"\S{40}\s*", path.read_text())
     with OtherUser(Job(path=str(path))) as other:
         assert other.told() == Told(problem="PermissionError")
-    secret = path.read_text().strip()
-    for pid in cluster.pids.values():
-        assert secret not in Path(f"/proc/{pid}/cmdline").read_text()
 
 
-def test_keys_that_a_cluster_makes_are_for_its_owner(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+def test_keys_that_a_cluster_makes_are_for_its_owner(
+    tmp_path: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalCluster, "launch", staticmethod(launch))  # as users start them
     folder = tmp_path / "cluster"
     with LocalCluster(workload.settings(checkpoint("llama"), 0, 1), folder) as running:
         path = folder / "cluster.key"
         assert running.config.cluster.key_path == path
         assert path.stat().st_mode & 0o777 == 0o600
+        secret = path.read_text().strip()
+        for pid in running.pids.values():
+            for readable in ("cmdline", "environ"):
+                assert secret not in Path(f"/proc/{pid}/{readable}").read_text()
         assert len(workload.ask(running.address, PROMPT, 4).tokens) == 4
 
 
