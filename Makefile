@@ -28,7 +28,7 @@ demo: setup
 test: setup
 	mkdir -p .pytest_cache
 	$(PYTEST) -n $(JOBS) --dist worksteal -m 'not alone' $(PURE:%=--ignore=%); processes=$$?; \
-	nice -n 19 $(PYTEST) -o cache_dir=.pytest_cache/pure $(PURE) > .pytest_cache/pure.log 2>&1 & pure=$$!; \
+	nice -n 19 $(PYTEST) -n 2 --dist worksteal -o cache_dir=.pytest_cache/pure $(PURE) > .pytest_cache/pure.log 2>&1 & pure=$$!; \
 	$(PYTEST) -m alone; alone=$$?; \
 	wait $$pure; pure=$$?; \
 	cat .pytest_cache/pure.log; \

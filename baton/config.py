@@ -18,6 +18,7 @@ import yaml
 from msgspec import Meta, Struct
 
 from baton.errors import ConfigError
+from baton.hosts import is_loopback
 from baton.messages import MAX_TRACE_STEPS
 from baton.operator_address import Loopback, parse_operator
 
@@ -174,6 +175,14 @@ class RouterConfig(_Section, frozen=True):
     explain_requests: Natural = 1_000  # the last so many can be explained; 0: none
 
 
+class ApiConfig(_Section, frozen=True):
+    """The HTTP APIs of each router."""
+
+    host: str = "127.0.0.1"  # where they listen; other addresses are refused without `insecure`
+    port: Port = 8_000  # 0: any free port
+    insecure: bool = False  # listen on other addresses without keys and TLS
+
+
 class StoreConfig(_Section, frozen=True):
     """The node's store."""
 
@@ -235,6 +244,7 @@ class Config(_Section, frozen=True):
     cluster: ClusterConfig = ClusterConfig()
     pages: PagesConfig = PagesConfig()
     router: RouterConfig = RouterConfig()
+    api: ApiConfig = ApiConfig()
     store: StoreConfig = StoreConfig()
     disk: DiskConfig = DiskConfig()
     prefill: PrefillConfig = PrefillConfig()
@@ -342,7 +352,12 @@ def _check(config: Config) -> None:
             "lower cluster.heartbeat_ms"
         )
     operator = parse_operator(config.router.operator)
-    ports = (config.router.grpc_port, config.router.internal_port, config.router.http_port)
+    if not (is_loopback(config.api.host) or config.api.insecure):
+        raise ConfigError(
+            f"api.host is {config.api.host}, which other machines reach, and the HTTP API has no keys or TLS yet; keep "
+            "it on loopback behind your proxy, or set api.insecure to true"
+        )
+    ports = (config.router.grpc_port, config.router.internal_port, config.router.http_port, config.api.port)
     fixed = [p for p in (*ports, operator.port if isinstance(operator, Loopback) else 0) if p]
     if len(fixed) != len(set(fixed)):
         raise ConfigError(f"router ports {fixed} must differ from each other")

@@ -14,7 +14,7 @@ _ROLES = {"P": cluster_pb2.ROLE_PREFILL, "D": cluster_pb2.ROLE_DECODE}
 
 def local(model: Path, prefill: int, decode: int, settings: Mapping[str, object] | None = None) -> LocalCluster:
     """Not started yet. `settings`, "section.setting" → value, are the configuration's. Raises ConfigError."""
-    ports = {f"router.{kind}_port": 0 for kind in ("grpc", "internal", "http")}
+    ports = {f"router.{kind}_port": 0 for kind in ("grpc", "internal", "http")} | {"api.port": 0}
     shape = {"model.path": str(model), "cluster.prefill": prefill, "cluster.decode": decode}
     return LocalCluster(config.load(None, {**ports, **shape, **(settings or {})}))
 

@@ -125,6 +125,7 @@ def _cluster(case: Case, directory: Path, disk: Path | None) -> LocalCluster:
         "router.grpc_port": 0,
         "router.internal_port": 0,
         "router.http_port": 0,
+        "api.port": 0,
         "store.host_cache_bytes": room,
         "prefill.kv_cache_bytes": room,
         "decode.kv_cache_bytes": room,

@@ -15,26 +15,29 @@ class ServiceAddresses(msgspec.Struct, frozen=True):
     """The addresses that a router announces once it serves.
 
     `grpc` is host:port for clients, `internal` a ZMQ endpoint for workers and stores, `http` host:port of its metrics.
-    `operator` is a gRPC target for the operator, which works on the router's host only.
+    `operator` is a gRPC target for the operator, which works on the router's host only. `api` is host:port of its HTTP
+    APIs.
     """
 
     grpc: str
     internal: str
     http: str
     operator: str = ""
+    api: str = ""
 
     def pin(self, config: Config) -> Config:
         """Return the configuration with which a restarted router listens at the same addresses."""
-        ports = {f"{kind}_port": int(getattr(self, kind).rpartition(":")[2]) for kind in ("grpc", "internal", "http")}
+        ports = {f"{kind}_port": _port(getattr(self, kind)) for kind in ("grpc", "internal", "http")}
         pinned = msgspec.structs.replace(config.router, **ports)
         if config.router.operator and self.operator:  # else chosen again: its folder may have gone
             pinned = msgspec.structs.replace(pinned, operator=self.operator)
-        return msgspec.structs.replace(config, router=pinned)
+        api = msgspec.structs.replace(config.api, port=_port(self.api)) if self.api else config.api
+        return msgspec.structs.replace(config, router=pinned, api=api)
 
     def reached_at(self, ip: str) -> ServiceAddresses:
         """Return the same addresses with `ip` in place of "every interface", which means nothing on another machine."""
         wildcards = ("0.0.0.0", "[::]", "*")  # noqa: S104 - recognised here, not listened on
-        fixed = {kind: getattr(self, kind) for kind in ("grpc", "internal", "http")}
+        fixed = {kind: getattr(self, kind) for kind in ("grpc", "internal", "http", "api")}
         for wildcard in wildcards:
             fixed = {kind: address.replace(f"{wildcard}:", f"{ip}:") for kind, address in fixed.items()}
         return ServiceAddresses(**fixed, operator=self.operator)
@@ -43,6 +46,10 @@ class ServiceAddresses(msgspec.Struct, frozen=True):
     def endpoint(self) -> str:
         """The ZMQ endpoint for workers and stores."""
         return self.internal if "://" in self.internal else f"tcp://{self.internal}"
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def target(routers: Iterable[ServiceAddresses]) -> str:

@@ -144,12 +144,14 @@ def up(
         state = bring_up(chosen, ray.value, dashboard, timeout, progress.say, progress.watch)
     if as_json:
         found = {"name": state.name, "model": state.model, "grpc": state.first.grpc, "http": state.first.http}
+        found["api"] = state.first.api
         doors = {router: msgspec.structs.asdict(addresses) for router, addresses in state.routers.items()}
         _print_json(found | {"routers": doors, "log_dir": state.log_dir})
         return
     flag = "" if state.name == "baton" else f" --name {state.name}"
     _out.print(f"[bold green]{state.name} serves {escape(state.model)}[/]")
     for router in state.routers.values():
+        _out.print(escape(f"  HTTP API http://{router.api}/v1"))
         _out.print(escape(f"  gRPC     {router.grpc}"))
         _out.print(escape(f"  operator {router.operator}"))
         _out.print(escape(f"  metrics  http://{router.http.removeprefix('http://')}/metrics"))

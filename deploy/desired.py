@@ -94,7 +94,7 @@ def listening(config: Config, router: str) -> Config:
         return config
     operator = operator_of_router(config.router.operator, router)
     anywhere = msgspec.structs.replace(config.router, grpc_port=0, internal_port=0, http_port=0, operator=operator)
-    return msgspec.structs.replace(config, router=anywhere)
+    return msgspec.structs.replace(config, router=anywhere, api=msgspec.structs.replace(config.api, port=0))
 
 
 def workers_on(node: str, specs: Iterable[ProcessSpec]) -> int:

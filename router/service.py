@@ -29,7 +29,10 @@ from baton.process import settle
 from baton.wire import Listener, ReplayClient, Subscriber, refused
 from kvstore.events.wire_format import decode, publisher_of
 from router.events import KvEvents, KvSnapshot, MessageReceived
+from router.frontend.api.app import HttpApi
+from router.frontend.api.server import ApiServer
 from router.frontend.client_sessions import RouterDriver
+from router.frontend.generation import GenerationService
 from router.frontend.grpc_server import ClientServer, OperatorServer
 from router.frontend.http_server import HttpServer
 from router.frontend.served_model import load
@@ -46,13 +49,14 @@ _BATCHES = 1_000  # batches of KV events waiting to be read; more wait in their 
 
 @dataclass(frozen=True)
 class RouterAddresses:
-    """Where the router listens, once it does. `grpc` and `http` are host:port, `internal` is a ZMQ endpoint, `operator`
-    a gRPC target."""
+    """Where the router listens, once it does. `grpc`, `http` and `api` are host:port, `internal` is a ZMQ endpoint,
+    `operator` a gRPC target."""
 
     grpc: str
     internal: str
     http: str
     operator: str
+    api: str
 
 
 async def serve(
@@ -81,16 +85,20 @@ async def serve(
         http_address = await http.start(router.host, router.http_port)
         tokenizing = TokenizerThreads()
         cleanup.callback(tokenizing.close)
-        client_server, operator = ClientServer(driver, clock, tokenizing), OperatorServer(driver, clock, tokenizing)
+        service = GenerationService(driver, clock, tokenizing)
+        client_server, operator = ClientServer(service), OperatorServer(service)
         cleanup.push_async_callback(_stop, client_server, operator)
         grpc_address = await client_server.start(router.host, router.grpc_port)
         operator_address = await operator.start(router.operator, config.cluster.name, name)
+        api_server = ApiServer(HttpApi(service, http.page), router.max_concurrent_rpcs)
+        cleanup.push_async_callback(api_server.stop)
+        api_address = await api_server.start(config.api.host, config.api.port)
         cleanup.callback(driver.stop)  # before the front stops: its streams still say why they end
         driver.address = _reachable(http_address, router.host)
         settle()
-        log.info("router %s serves %s: gRPC %s, http %s", me.incarnation, model.name, grpc_address, http_address)
+        log.info("router %s serves %s: gRPC %s, HTTP API %s", me.incarnation, model.name, grpc_address, api_address)
         log.info("the operator is served at %s", operator_address)
-        addresses = RouterAddresses(grpc_address, listener.endpoint, http_address, operator_address)
+        addresses = RouterAddresses(grpc_address, listener.endpoint, http_address, operator_address, api_address)
         ready(addresses)
         again = _listen_again(driver, operator, lambda target: ready(replace(addresses, operator=target)))
         loops = (

@@ -544,7 +544,15 @@ class RouterState:
     @property
     def serving(self) -> bool:
         """Whether a request that comes now can be placed: one decode worker is live and does not drain."""
-        return bool(self._members.schedulable("decode"))
+        return self.unready is None
+
+    @property
+    def unready(self) -> str | None:
+        """Why a request that comes now can't be placed; none: it can. A worker whose step takes long stays live until
+        `cluster.step_timeout_ms`."""
+        if self._members.schedulable("decode"):
+            return None
+        return "every decode worker drains" if self._members.with_role("decode") else "no decode worker is live"
 
     def processes(self, now: float) -> list[ProcessView]:
         """Every process but this one, by name."""

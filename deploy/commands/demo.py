@@ -35,6 +35,7 @@ NAME = "demo"
 FOLDER = Path(".demo")
 _SETTINGS = [
     *(f"router.{port}_port=0" for port in ("grpc", "internal", "http")),
+    "api.port=0",
     "store.host_cache_bytes=64MiB",
     "prefill.kv_cache_bytes=64MiB",
     "decode.kv_cache_bytes=64MiB",

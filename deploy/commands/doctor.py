@@ -82,7 +82,8 @@ def _memory(config: Config) -> list[Finding]:
 def _ports(config: Config) -> list[Finding]:
     router = config.router
     ports = ", ".join(
-        str(port) if port else "any" for port in (router.grpc_port, router.internal_port, router.http_port)
+        str(port) if port else "any"
+        for port in (router.grpc_port, router.internal_port, router.http_port, config.api.port)
     )
     if _is_up(config.cluster.state_dir):
         return [Finding("ok", "ports", f"{ports} on {router.host}: this cluster is up and has its ports")]

@@ -110,7 +110,9 @@ class Service:
         self._stop_router = lambda: loop.call_soon_threadsafe(stop.set)
 
         def ready(addresses: Any) -> None:
-            self.addresses = ServiceAddresses(addresses.grpc, addresses.internal, addresses.http, addresses.operator)
+            self.addresses = ServiceAddresses(
+                addresses.grpc, addresses.internal, addresses.http, addresses.operator, addresses.api
+            )
 
         await serve(self._order.config, self._order.name, self._order.node, stop, ready, self._host)
 

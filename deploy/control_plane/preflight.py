@@ -54,12 +54,13 @@ def check_ports(config: Config) -> None:
     """Check that the router's ports are free. Raises PortInUse."""
     router = config.router
     ports = [
-        ("grpc_port=0", router.host, router.grpc_port),
-        ("internal_port=0", router.host, router.internal_port),
-        ("http_port=0", router.host, router.http_port),
+        ("router.grpc_port=0", router.host, router.grpc_port),
+        ("router.internal_port=0", router.host, router.internal_port),
+        ("router.http_port=0", router.host, router.http_port),
+        ("api.port=0", config.api.host, config.api.port),
     ]
     if isinstance(operator := parse_operator(router.operator), Loopback):
-        ports.append((f"operator={operator._replace(port=0)}", operator.host, operator.port))
+        ports.append((f"router.operator={operator._replace(port=0)}", operator.host, operator.port))
     for setting, host, port in ports:
         if port:
             try:
@@ -69,7 +70,7 @@ def check_ports(config: Config) -> None:
             except OSError as error:
                 raise PortInUse(
                     f"the router can't listen on {host}:{port} ({error.strerror}); end what listens there "
-                    f"(`ss -ltnp 'sport = :{port}'` shows it), or take another: --set router.{setting} takes any"
+                    f"(`ss -ltnp 'sport = :{port}'` shows it), or take another: --set {setting} takes any"
                 ) from None
 
 

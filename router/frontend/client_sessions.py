@@ -191,6 +191,11 @@ class RouterDriver:
         """The last requests of the only tenant there is, newest first, and the time by their clock."""
         return self.state.recent(count, ""), self._clock.now()
 
+    @property
+    def unready(self) -> str | None:
+        """Why no request can be served now; none: one can."""
+        return self.state.unready
+
     def stop(self) -> None:
         """End every stream with Unavailable. Its client may ask the router that comes after this one."""
         self.handle(Shutdown())

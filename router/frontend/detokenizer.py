@@ -52,10 +52,11 @@ class Tokenizer:
         except Exception as error:  # noqa: BLE001 the library raises plain Exception
             raise ModelError(f"{file} is no tokenizer that can be read: {error}") from None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the model's own post-processor adds. Other threads run meanwhile."""
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids, with the special tokens that the model's own post-processor adds unless they are not wanted. Other
+        threads run meanwhile."""
         # Unlike `encode`, this one releases the GIL; and it makes no offsets, which takes half the time.
-        return self._tokenizer.encode_batch_fast([text])[0].ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
 
     def max_bytes(self, tokens: int) -> int:
         """UTF-8 bytes of text that may come to so many tokens. A longer text certainly comes to more, except for runs
@@ -97,9 +98,13 @@ class Tokenizer:
             for part in _parts(self._tokenizer.normalizer)
         )
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text, without special tokens unless they are wanted."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)
+
+    def text_of(self, token: int) -> str:
+        """One token's text by itself."""
+        return self.decode([token], special_tokens=True)
 
 
 def _utf8(text: str) -> int:

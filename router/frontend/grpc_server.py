@@ -22,7 +22,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton import operator_port
-from baton.clock import Clock
 from baton.errors import BatonError, Overloaded, PortInUse, RequestCancelled, shown
 from baton.hosts import bracketed
 from baton.logs import RequestLog
@@ -39,19 +38,17 @@ from baton.v1 import (
 from router.events import Cancelled, Failed, Finished, RequestEnded
 from router.frontend import responses
 from router.frontend.client_sessions import RouterDriver
+from router.frontend.generation import Generation, GenerationService, text_bytes
 from router.frontend.message_guard import MessageGuard, looked_at
 from router.frontend.output_stream import OutputStream
 from router.frontend.request_parsing import (
     ValidatedPin,
-    ValidatedRequest,
     name_of,
-    parse_generate_request,
     parse_pin_request,
     pin_of,
     role_of,
     steps_of,
 )
-from router.frontend.tokenizer_threads import TokenizerThreads
 from router.role_changes import PATIENCE
 
 log = logging.getLogger(__name__)
@@ -84,28 +81,23 @@ def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str]
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """Streams of tokens."""
 
-    def __init__(
-        self, driver: RouterDriver, clock: Clock, tokenizing: TokenizerThreads, linger: float = _LINGER
-    ) -> None:
-        self._driver = driver
-        self._clock = clock
-        self._tokenizing = tokenizing
+    def __init__(self, service: GenerationService, linger: float = _LINGER) -> None:
+        self._service = service
         self._linger = linger
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802 gRPC's name
-        received = self._clock.now()
+        received = self._service.clock.now()
         left = context.time_remaining()
         deadline = None if left is None else received + left
-        stream: OutputStream | None = None
+        generation: Generation | None = None
         request_id = ""
         try:
             request_id = name_of(request)
             with _connected():
                 await context.send_initial_metadata(((REQUEST_ID, request_id),))
-            validated = await self._parse(request, request_id)
-            stream = self._driver.submit(validated, received, deadline)
-            if not await self._pass_on(validated, stream, context):
-                await self._give_up(stream, request_id, context)
+            generation = await self._service.start(request, request_id, received, deadline)
+            if not await self._pass_on(generation, context):
+                await self._give_up(generation.stream, request_id, context)
         except BatonError as error:
             await _abort(context, error, request_id)
         except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -114,16 +106,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             RequestLog(log, request_id).exception("failed in the router")
             await _abort(context, BatonError("internal error; the router's log says more"), request_id)
         finally:
-            if stream is not None and not stream.ended:
-                self._driver.abandon(stream)
+            if generation is not None:
+                generation.close()
 
-    async def _parse(self, request: generation_pb2.GenerateRequest, request_id: str) -> ValidatedRequest:
-        work = partial(parse_generate_request, request, request_id, self._driver.model, self._driver.draw_seed)
-        return await self._tokenizing.run(_text_bytes(request), work)
-
-    async def _pass_on(self, validated: ValidatedRequest, stream: OutputStream, context: Any) -> bool:
+    async def _pass_on(self, generation: Generation, context: Any) -> bool:
         """Write what comes, as fast as the client reads, until all is written (true), or until the request has ended
         and the client reads nothing more of it. Raises BatonError when the request ends in one."""
+        stream, validated = generation.stream, generation.validated
         writing = asyncio.create_task(_write_out(stream, validated.request_id, validated.sampling.seed, context))
         writing.add_done_callback(looked_at)
         before: tuple[bool, int] | None = None
@@ -150,11 +139,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         await asyncio.wait({aborting}, timeout=_LAST_WORDS)
 
 
-def _text_bytes(request: generation_pb2.GenerateRequest | cache_pb2.PinPrefixRequest) -> int:
-    """About how many bytes of text there are to tokenize, without a copy of that text."""
-    return request.ByteSize() if request.WhichOneof("prompt") == "text" else 0
-
-
 async def _write_out(stream: OutputStream, request_id: str, seed: int, context: Any) -> None:
     """Write what comes of a request. Raises BatonError when it ends in one."""
     with _connected():
@@ -176,14 +160,13 @@ async def _write_out(stream: OutputStream, request_id: str, seed: int, context: 
 class CacheServicer(cache_pb2_grpc.CacheServicer):
     """Prefixes that are to be pinned."""
 
-    def __init__(self, driver: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
-        self._driver = driver
-        self._clock = clock
-        self._tokenizing = tokenizing
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+        self._driver = service.driver
 
     async def PinPrefix(self, request: cache_pb2.PinPrefixRequest, context: Any) -> cache_pb2.PinPrefixResponse:  # noqa: N802
         left = context.time_remaining()
-        deadline = None if left is None else self._clock.now() + left
+        deadline = None if left is None else self._service.clock.now() + left
         async with _typed(context):
             order = await self._parse(request, pin_of(request))
             return responses.pinned(await self._driver.pin_prefix(order, deadline))
@@ -200,8 +183,8 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         return cache_pb2.ListPinsResponse(pins=map(responses.pin, self._driver.pins()))
 
     async def _parse(self, request: cache_pb2.PinPrefixRequest, pin: str) -> ValidatedPin:
-        return await self._tokenizing.run(
-            _text_bytes(request), partial(parse_pin_request, request, pin, self._driver.model)
+        return await self._service.apart(
+            text_bytes(request), partial(parse_pin_request, request, pin, self._driver.model)
         )
 
 
@@ -329,9 +312,9 @@ class _GrpcServer:
 class ClientServer:
     """The public gRPC server: `Generation`, and nothing by which a client could change or watch the cluster."""
 
-    def __init__(self, driver: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
-        self._server = _GrpcServer((GENERATION,), driver, driver.config.router.max_concurrent_rpcs)
-        generation = GenerationServicer(driver, clock, tokenizing)
+    def __init__(self, service: GenerationService) -> None:
+        self._server = _GrpcServer((GENERATION,), service.driver, service.driver.config.router.max_concurrent_rpcs)
+        generation = GenerationServicer(service)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server.grpc)
 
     async def start(self, host: str, port: int) -> str:
@@ -359,9 +342,9 @@ class OperatorServer:
     A socket's file may be removed while the router lives, such as with $XDG_RUNTIME_DIR when the user logs out. Then
     another server listens anew, and connections to the first one live on."""
 
-    def __init__(self, driver: RouterDriver, clock: Clock, tokenizing: TokenizerThreads) -> None:
-        self._driver = driver
-        self._cache, self._cluster = CacheServicer(driver, clock, tokenizing), ClusterServicer(driver)
+    def __init__(self, service: GenerationService) -> None:
+        self._driver = service.driver
+        self._cache, self._cluster = CacheServicer(service), ClusterServicer(service.driver)
         self._servers: list[_GrpcServer] = []
         self._path: Path | None = None  # of the socket
 

@@ -91,10 +91,14 @@ class HttpServer:
         response.force_close()  # one request for each connection: the limits then bound requests, too
         return response
 
-    async def _metrics(self) -> web.Response:
+    async def page(self) -> bytes:
+        """Render the page of metrics on a thread. Calls at one time share one rendering."""
         if self._rendering is None or self._rendering.done():
             self._rendering = asyncio.create_task(asyncio.to_thread(self._driver.metrics.page))
-        return web.Response(body=await asyncio.shield(self._rendering), headers={"Content-Type": PAGE_TYPE})
+        return await asyncio.shield(self._rendering)
+
+    async def _metrics(self) -> web.Response:
+        return web.Response(body=await self.page(), headers={"Content-Type": PAGE_TYPE})
 
     async def _discovery(self) -> web.Response:
         """Every live process's metrics address, as Prometheus' `http_sd_configs` takes it."""

@@ -16,7 +16,6 @@ from baton.messages import MAX_TRACE_STEPS, SamplingParams, WorkerRole
 from baton.v1 import cache_pb2, cluster_pb2
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
-from router.frontend.detokenizer import Tokenizer
 from router.frontend.served_model import ServedModel
 
 MAX_STOPS = 16
@@ -163,15 +162,17 @@ def _tokens(request: pb.GenerateRequest | cache_pb2.PinPrefixRequest, model: Ser
         raise InvalidRequest("the request has no prompt; set text or token_ids")
     if kind == "token_ids":
         return request.token_ids.ids
-    if not (text := request.text):
+    return tokenized(request.text, model)
+
+
+def tokenized(text: str, model: ServedModel, *, special_tokens: bool = True) -> Sequence[int]:
+    """Return the tokens of a text. Raises InvalidRequest without a tokenizer, and ContextTooLong before it tokenizes a
+    text that can't fit."""
+    if not text:
         raise InvalidRequest("the prompt's text is empty; send at least one character")
     if model.tokenizer is None:
         raise InvalidRequest(f"{model.name} has no tokenizer.json, so its prompt can't be text; send token_ids")
-    return _tokenized(text, model.tokenizer, model.limits.max_context)
-
-
-def _tokenized(text: str, tokenizer: Tokenizer, most: int) -> Sequence[int]:
-    """Its tokens. Raises ContextTooLong before it tokenizes what can't fit."""
+    tokenizer, most = model.tokenizer, model.limits.max_context
     bound = tokenizer.max_bytes(most)
     size = len(text.encode())
     if size > bound:
@@ -181,7 +182,7 @@ def _tokenized(text: str, tokenizer: Tokenizer, most: int) -> Sequence[int]:
         )
     if size > most * _BYTES_PER_TOKEN and tokenizer.exceeds(text, most):
         raise ContextTooLong(f"a prompt of {size} bytes has more tokens than the model's context of {most}; shorten it")
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, special_tokens=special_tokens)
 
 
 def _objective(field: Literal["ttft_ms", "tpot_ms"], request: pb.GenerateRequest) -> float | None:

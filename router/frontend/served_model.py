@@ -14,6 +14,7 @@ from typing import Any
 from baton.config import ModelConfig
 from baton.errors import ModelError, ModelNotFound
 from baton.messages import SamplingParams
+from router.frontend.chat_template import ChatTemplate
 from router.frontend.detokenizer import Tokenizer
 from router.queueing.admission import ModelLimits
 
@@ -31,6 +32,7 @@ class ServedModel:
     limits: ModelLimits
     eos: tuple[int, ...]
     defaults: SamplingParams  # for what a request leaves open
+    chat_template: ChatTemplate | None = None
 
 
 def load(config: ModelConfig) -> ServedModel:
@@ -45,6 +47,7 @@ def load(config: ModelConfig) -> ServedModel:
         limits=ModelLimits(_count(settings, "vocab_size"), _count(settings, "max_position_embeddings")),
         eos=_ids(generation, "eos_token_id") or _ids(settings, "eos_token_id"),
         defaults=_defaults(generation),
+        chat_template=ChatTemplate.load(folder),
     )
 
 

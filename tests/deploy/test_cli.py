@@ -20,7 +20,8 @@ from deploy.commands.doctor import examine
 from deploy.control_plane import preflight
 from deploy.control_plane.bring_up import _settle
 
-ANY_PORT = [each for port in ("grpc", "internal", "http") for each in ("--set", f"router.{port}_port=0")]
+PORTS = ("router.grpc_port", "router.internal_port", "router.http_port", "api.port")
+ANY_PORT = [each for port in PORTS for each in ("--set", f"{port}=0")]
 
 
 @pytest.fixture(autouse=True)

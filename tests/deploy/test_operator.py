@@ -82,7 +82,7 @@ def test_the_state_file_names_it_and_the_supervisor_knows_better(tmp_path: Path)
 def test_a_port_that_is_taken_is_found_before_anything_starts():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        ports = {"router.grpc_port": 0, "router.internal_port": 0, "router.http_port": 0}
+        ports = {"router.grpc_port": 0, "router.internal_port": 0, "router.http_port": 0, "api.port": 0}
         config = load(overrides={**ports, "router.operator": f"127.0.0.1:{number}"})
         with pytest.raises(PortInUse, match=f"127.0.0.1:{number}.*--set router.operator=127.0.0.1:0 takes any"):
             preflight.check_ports(config)

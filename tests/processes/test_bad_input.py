@@ -188,12 +188,12 @@ def test_an_unsupported_model(checkpoint: Callable[[str], Path], tmp_path: Path)
 
 
 def test_a_port_in_use(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    for port in ("grpc_port", "internal_port", "http_port"):
+    for port in ("router.grpc_port", "router.internal_port", "router.http_port", "api.port"):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             number = taken.getsockname()[1]
-            said = failing(workload.settings(checkpoint("llama"), 0, 1, **{f"router.{port}": number}), tmp_path / port)
+            said = failing(workload.settings(checkpoint("llama"), 0, 1, **{port: number}), tmp_path / port)
             assert str(number) in said
 
 

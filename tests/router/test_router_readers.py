@@ -17,6 +17,7 @@ from baton.timeline import Timeline
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.events import Cancelled, Finished, RequestEnded, RequestOutcome, Summary, Usage
 from router.frontend.detokenizer import TextStream
+from router.frontend.generation import GenerationService
 from router.frontend.grpc_server import GenerationServicer
 from router.frontend.output_stream import MAX_UNREAD, MAX_UNREAD_BYTES, Output, OutputStream, StopVerdict
 from router.frontend.request_parsing import ValidatedRequest
@@ -116,7 +117,7 @@ class Front(GenerationServicer):
 @contextlib.asynccontextmanager
 async def serving(linger: float) -> AsyncIterator[tuple[Relay, Front, str]]:
     relay: Any = Relay()
-    front = Front(relay, MonotonicClock(), TokenizerThreads(), linger)
+    front = Front(GenerationService(relay, MonotonicClock(), TokenizerThreads()), linger)
     server = grpc.aio.server()
     generation_pb2_grpc.add_GenerationServicer_to_server(front, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,0 +1,285 @@
+"""The answers of the OpenAI APIs: outputs of one or several samples as JSON, whole or in chunks.
+
+Pure: the doors read the outputs and send what stands here.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from baton.messages import TokenLogprob
+from router.events import Finished, RequestEnded
+from router.frontend.output_stream import Output
+
+Json: TypeAlias = dict[str, Any]
+TokenText: TypeAlias = Callable[[int], str]
+
+_HOPS = ("placed", "accepted", "prefill_sent", "prefilled", "started", "first_token", "ended")
+
+
+@dataclass
+class Sample:
+    """One output of a request, as far as it has come."""
+
+    index: int
+    prompt: Sequence[int]
+    first_of_prompt: bool
+    text: list[str] = field(default_factory=list[str])
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    characters: int = 0  # of the text so far
+    end: RequestEnded | None = None
+
+    def take(self, piece: Output) -> None:
+        """Add a piece to the output."""
+        self.text.append(piece.text)
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+
+    @property
+    def finish_reason(self) -> str:
+        assert self.end is not None
+        assert isinstance(self.end.outcome, Finished)
+        return self.end.outcome.reason
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an answer is to contain."""
+
+    id: str
+    model: str
+    created: int  # seconds since the epoch
+    fingerprint: str
+    text_of: TokenText
+    logprobs: bool = False
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    usage_at_end: bool = False
+    usage_always: bool = False
+    echo: str | None = None  # text before the output
+
+    def token(self, token: int) -> str:
+        """A token's text in logprobs."""
+        return f"token_id:{token}" if self.tokens_as_ids else self.text_of(token)
+
+
+class Answer:
+    """One request's answer. The kinds of APIs differ in their choices."""
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, wanted: Wanted, samples: Sequence[Sample]) -> None:
+        self.wanted = wanted
+        self.samples = samples
+
+    # --- streams -----------------------------------------------------------------------------------------------------
+
+    def opening(self) -> Iterator[Json]:
+        """Yield the chunks before all output."""
+        yield from ()
+
+    def chunk(self, sample: Sample, piece: Output) -> Json | None:
+        """A chunk with new output; None if there is nothing that the client would see."""
+        sample.tokens += piece.tokens
+        if not (piece.text or (self.wanted.logprobs and piece.logprobs) or (self.wanted.token_ids and piece.tokens)):
+            return None
+        choice = self._delta(sample, piece)
+        sample.characters += len(piece.text)
+        return self._chunk([choice])
+
+    def ending(self, sample: Sample) -> Json:
+        """The chunk with the reason why a sample ended."""
+        return self._chunk([self._end(sample)])
+
+    def closing(self) -> Iterator[Json]:
+        """Yield the chunk with the usage, if it was asked for."""
+        if self.wanted.usage_at_end:
+            yield self._chunk([]) | {"usage": self.usage(), "metrics": self.metrics()}
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        wanted = self.wanted
+        chunk: Json = {
+            "id": wanted.id,
+            "object": self.chunk_kind,
+            "created": wanted.created,
+            "model": wanted.model,
+            "system_fingerprint": wanted.fingerprint,
+            "choices": choices,
+        }
+        if wanted.usage_always:
+            chunk["usage"] = self.usage()
+        elif wanted.usage_at_end:
+            chunk["usage"] = None
+        return chunk
+
+    def _delta(self, sample: Sample, piece: Output) -> Json:
+        raise NotImplementedError
+
+    def _end(self, sample: Sample) -> Json:
+        raise NotImplementedError
+
+    # --- whole answers -----------------------------------------------------------------------------------------------
+
+    def whole(self) -> Json:
+        """The answer once every sample has ended."""
+        return {
+            "id": self.wanted.id,
+            "object": self.kind,
+            "created": self.wanted.created,
+            "model": self.wanted.model,
+            "system_fingerprint": self.wanted.fingerprint,
+            "choices": [self._choice(sample) for sample in self.samples],
+            "usage": self.usage(),
+            "metrics": self.metrics(),
+        }
+
+    def _choice(self, sample: Sample) -> Json:
+        raise NotImplementedError
+
+    # --- both --------------------------------------------------------------------------------------------------------
+
+    def usage(self) -> Json:
+        """Tokens over all samples, as far as they have come. A prompt counts once, however many samples it has."""
+        prompt = sum(len(sample.prompt) for sample in self.samples if sample.first_of_prompt)
+        completion = sum(len(sample.tokens) for sample in self.samples)
+        ended = [sample.end for sample in self.samples if sample.first_of_prompt and sample.end is not None]
+        cached = sum(end.summary.usage.cached for end in ended)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def metrics(self) -> Json:
+        """Times of the first sample, in milliseconds: vLLM's names, and every hop since receipt."""
+        sample = self.samples[0]
+        assert sample.end is not None
+        line = sample.end.summary.timeline
+        generation = line.between("first_token", "ended")
+        tpot = line.tpot(len(sample.tokens))
+        return {
+            "time_to_first_token_ms": _ms(line.ttft),
+            "generation_time_ms": _ms(generation),
+            "queue_time_ms": _ms(line.between("received", "placed")),
+            "mean_itl_ms": _ms(tpot),
+            "tokens_per_second": round(len(sample.tokens) / generation, 3) if generation else None,
+            "hops_ms": {hop: ms for hop in _HOPS if (ms := _ms(line.between("received", hop))) is not None},
+        }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1_000, 3)
+
+
+class Completion(Answer):
+    """POST /v1/completions."""
+
+    kind = chunk_kind = "text_completion"
+
+    def opening(self) -> Iterator[Json]:
+        for sample in self.samples:
+            if self.wanted.echo is not None or self.wanted.token_ids:
+                choice = _completion_choice(sample.index, self.wanted.echo or "", None, None)
+                sample.characters = len(self.wanted.echo or "")
+                yield self._chunk([self._with_ids(choice, sample, [])])
+
+    def _delta(self, sample: Sample, piece: Output) -> Json:
+        logprobs = self._logprobs(piece.logprobs, sample.characters) if self.wanted.logprobs else None
+        choice = _completion_choice(sample.index, piece.text, logprobs, None)
+        return choice | {"token_ids": piece.tokens} if self.wanted.token_ids else choice
+
+    def _end(self, sample: Sample) -> Json:
+        return _completion_choice(sample.index, "", None, sample.finish_reason)
+
+    def _choice(self, sample: Sample) -> Json:
+        echo = self.wanted.echo or ""
+        logprobs = self._logprobs(sample.logprobs, len(echo)) if self.wanted.logprobs else None
+        choice = _completion_choice(sample.index, echo + "".join(sample.text), logprobs, sample.finish_reason)
+        return self._with_ids(choice, sample, sample.tokens)
+
+    def _with_ids(self, choice: Json, sample: Sample, tokens: Sequence[int]) -> Json:
+        if not self.wanted.token_ids:
+            return choice
+        return choice | {"token_ids": list(tokens), "prompt_token_ids": list(sample.prompt)}
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> Json:
+        texts = [self.wanted.token(one.token) for one in logprobs]
+        offsets: list[int] = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [one.logprob for one in logprobs],
+            "top_logprobs": [{self.wanted.token(token): value for token, value in one.top} for one in logprobs],
+            "text_offset": offsets,
+        }
+
+
+def _completion_choice(index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, "stop_reason": None}
+
+
+class ChatCompletion(Answer):
+    """POST /v1/chat/completions."""
+
+    kind: str = "chat.completion"
+    chunk_kind: str = "chat.completion.chunk"
+
+    def opening(self) -> Iterator[Json]:
+        for sample in self.samples:
+            content = self.wanted.echo or ""
+            chunk = self._chunk([_chat_choice(sample.index, {"role": "assistant", "content": content}, None, None)])
+            if self.wanted.token_ids:
+                chunk["prompt_token_ids"] = list(sample.prompt)
+            yield chunk
+
+    def _delta(self, sample: Sample, piece: Output) -> Json:
+        logprobs = self._logprobs(piece.logprobs) if self.wanted.logprobs else None
+        choice = _chat_choice(sample.index, {"content": piece.text}, logprobs, None)
+        return choice | {"token_ids": piece.tokens} if self.wanted.token_ids else choice
+
+    def _end(self, sample: Sample) -> Json:
+        return _chat_choice(sample.index, {}, None, sample.finish_reason)
+
+    def whole(self) -> Json:
+        answer = super().whole()
+        if self.wanted.token_ids:
+            answer["prompt_token_ids"] = list(self.samples[0].prompt)
+        return answer
+
+    def _choice(self, sample: Sample) -> Json:
+        text = (self.wanted.echo or "") + "".join(sample.text)
+        choice: Json = {
+            "index": sample.index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs(sample.logprobs) if self.wanted.logprobs else None,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": None,
+        }
+        return choice | {"token_ids": sample.tokens} if self.wanted.token_ids else choice
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json:
+        return {
+            "content": [
+                self._logprob(one.token, one.logprob)
+                | {"top_logprobs": [self._logprob(token, value) for token, value in one.top]}
+                for one in logprobs
+            ],
+            "refusal": None,
+        }
+
+    def _logprob(self, token: int, value: float) -> Json:
+        text = self.wanted.token(token)
+        return {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace"))}
+
+
+def _chat_choice(index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, "stop_reason": None}

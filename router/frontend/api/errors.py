@@ -1,0 +1,66 @@
+"""Errors as the OpenAI APIs have them."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+import math
+from http import HTTPStatus
+from typing import Any
+
+from baton.errors import BatonError, Overloaded
+from router.frontend.api.protocol import UnservedField
+
+_STATUS = {
+    "INVALID_ARGUMENT": 400,
+    "FAILED_PRECONDITION": 400,
+    "NOT_FOUND": 404,
+    "RESOURCE_EXHAUSTED": 429,
+    "CANCELLED": 499,
+    "UNIMPLEMENTED": 501,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+
+
+class PayloadTooLarge(BatonError):
+    """A body beyond what the model's context can need."""
+
+    status = "INVALID_ARGUMENT"
+    reason = "payload_too_large"
+
+
+class RequestTimeout(BatonError):
+    """A body that does not come."""
+
+    status = "INVALID_ARGUMENT"
+    reason = "request_timeout"
+
+
+_STATUS_OF_CLASS: dict[type[BatonError], int] = {PayloadTooLarge: 413, RequestTimeout: 408}
+
+
+def status_of(error: BatonError) -> int:
+    """The HTTP status of an error."""
+    return _STATUS_OF_CLASS.get(type(error)) or _STATUS.get(error.status, 500)
+
+
+def headers_of(error: BatonError) -> dict[str, str]:
+    """The headers of an error's answer: when another try is worth it, and the reason as a label."""
+    headers = {"baton-reason": error.reason}
+    if isinstance(error, Overloaded):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1_000)))
+        headers["retry-after-ms"] = str(error.retry_after_ms)
+    return headers
+
+
+def body_of(error: BatonError) -> dict[str, Any]:
+    """The JSON of an error."""
+    return described(status_of(error), str(error), error.field if isinstance(error, UnservedField) else None)
+
+
+def described(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """The JSON of an error with that status."""
+    name = "Client Closed Request" if status == 499 else HTTPStatus(status).phrase
+    kind = name.title().replace(" ", "") + ("" if name.endswith("Error") else "Error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}

@@ -1,0 +1,101 @@
+"""From the fields of the HTTP APIs to a `GenerateRequest` of `baton.v1`."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from baton.errors import InvalidRequest
+from baton.v1 import generation_pb2 as pb
+from router.frontend.api.protocol import GenerationFields, seed_of
+
+_SESSION_HEADERS = (
+    "x-session-id",
+    "x-session-affinity",
+    "x-smg-routing-key",
+    "x-dynamo-session-id",
+    "x-correlation-id",
+)
+"""Headers that name a session, the strongest first. The body's `session_id` comes before all of them."""
+_MAX_KEY = 80
+_UINT32, _SINT32 = 2**32, 2**31
+
+
+def generate_request(
+    fields: GenerationFields, prompt: Sequence[int], *, sample: int, max_tokens: int | None, logprobs: int | None,
+    affinity: str,
+) -> pb.GenerateRequest:  # fmt: skip
+    """One sample's request. Raises InvalidRequest for a number that no field can hold; `request_parsing` checks the
+    rest."""
+    request = pb.GenerateRequest(
+        model=fields.model or "",
+        stop=[fields.stop] if isinstance(fields.stop, str) else fields.stop or [],
+        ignore_eos=bool(fields.ignore_eos),
+        priority=_number("priority", fields.priority or 0, -_SINT32, _SINT32),
+        affinity=affinity,
+    )
+    request.token_ids.ids.extend(prompt)
+    request.stop_token_ids.extend(_number("stop_token_ids", one, 0, _UINT32) for one in fields.stop_token_ids or ())
+    if fields.temperature is not None:
+        request.temperature = _float("temperature", fields.temperature)
+    if fields.top_p is not None:
+        request.top_p = _float("top_p", fields.top_p)
+    if fields.min_p is not None:
+        request.min_p = _float("min_p", fields.min_p)
+    if fields.top_k is not None:
+        request.top_k = 0 if fields.top_k == -1 else _number("top_k", fields.top_k, 0, _UINT32)
+    if fields.seed is not None:
+        request.seed = seed_of(fields.seed, sample)
+    if max_tokens is not None:
+        request.max_tokens = _number("max_tokens", max_tokens, 1, _UINT32)
+    if logprobs is not None:
+        request.logprobs = _number("logprobs", logprobs, 0, _UINT32)
+    if fields.ttft_ms is not None:
+        request.ttft_ms = _number("ttft_ms", fields.ttft_ms, 1, _UINT32)
+    if fields.tpot_ms is not None:
+        request.tpot_ms = _number("tpot_ms", fields.tpot_ms, 1, _UINT32)
+    return request
+
+
+def affinity_of(session: str | None, headers: Mapping[str, str]) -> str:
+    """The affinity key of a request's session; a name that is no key is hashed into one."""
+    names = (session, *map(headers.get, _SESSION_HEADERS))
+    name = next((name for name in names if name), "")
+    if len(name) <= _MAX_KEY and name.isascii() and name.isprintable() and " " not in name:
+        return name
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def truncated(prompt: Sequence[int], most: int | None, context: int) -> Sequence[int]:
+    """The last `most` tokens of a prompt; -1: as many as the context has room for. Raises InvalidRequest."""
+    if most is None:
+        return prompt
+    if most < -1 or most == 0:
+        raise InvalidRequest(f"truncate_prompt_tokens is {most}; it must be -1 or at least 1")
+    return prompt[-(context - 1 if most == -1 else most) :]
+
+
+def token_ids(given: Sequence[object], vocabulary: int) -> list[int]:
+    """A prompt of token ids. Raises InvalidRequest."""
+    ids: list[int] = []
+    for token in given:
+        if not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise InvalidRequest(f"the prompt has {token!r}; token ids are from 0 to {vocabulary - 1}")
+        ids.append(token)
+    if not ids:
+        raise InvalidRequest("the prompt is empty; send at least one token")
+    return ids
+
+
+def _number(name: str, value: int, least: int, end: int) -> int:
+    if not least <= value < end:
+        raise InvalidRequest(f"{name} is {value}; it must be from {least} to {end - 1}")
+    return value
+
+
+def _float(name: str, value: float) -> float:
+    if not abs(value) <= 3e38:  # NaN compares false
+        raise InvalidRequest(f"{name} is {value}; it must be a number that 32 bits can hold")
+    return value

@@ -1,0 +1,191 @@
+"""The requests of the HTTP APIs: OpenAI's fields, vLLM's extra ones, and Baton's objectives.
+
+Unknown fields are ignored, as vLLM does. A null means that a field is left out. A field that Baton knows and can't
+serve is refused with its name, unless its value changes nothing.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from baton.errors import InvalidRequest, shown
+
+R = TypeVar("R", bound="GenerationFields")
+
+MAX_N = 128
+_MAX_SEED = 2**63
+
+
+class StreamOptions(Struct, kw_only=True):
+    """Which events of a stream carry the usage."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(Struct, kw_only=True):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    session_id: str | None = None
+    user: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    ttft_ms: int | None = None
+    tpot_ms: int | None = None
+    # Known, and not served yet: see _NEUTRAL.
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    length_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    cache_salt: str | None = None
+    suffix: str | None = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class ChatCompletionRequest(GenerationFields, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    echo: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """The body of POST /tokenize: a prompt, or messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "prompt_logprobs": (),
+    "use_beam_search": (False,),
+    "structured_outputs": ({},),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "cache_salt": ("",),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+}
+"""Fields that change the output and can't be served, with the values that change nothing."""
+
+T = TypeVar("T", bound=Struct)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Decode a body. Raises InvalidRequest with the field and what is wrong with it."""
+    try:
+        return msgspec.json.decode(body, type=kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the request's JSON is not as it must be: {shown(str(error), 300)}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the request's body is no JSON: {shown(str(error), 300)}") from None
+
+
+def refuse_unserved(request: GenerationFields) -> None:
+    """Raise InvalidRequest for a field that Baton knows and can't serve."""
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(request, name, None)
+        if value is not None and value not in neutral:
+            raise UnservedField(name, value)
+    if request.best_of is not None and request.best_of != samples(request):
+        raise UnservedField("best_of", request.best_of)
+
+
+class UnservedField(InvalidRequest):
+    """A field that Baton knows and can't serve yet. `field` is its name."""
+
+    def __init__(self, field: str, value: Any) -> None:
+        super().__init__(f"{field} is {shown(repr(value))}, which this server does not support yet; leave {field} out")
+        self.field = field
+
+
+def samples(request: GenerationFields) -> int:
+    """How many outputs each prompt gets. Raises InvalidRequest."""
+    n = 1 if request.n is None else request.n
+    if not 1 <= n <= MAX_N:
+        raise InvalidRequest(f"n is {n}; it must be from 1 to {MAX_N}")
+    return n
+
+
+def seed_of(given: int, sample: int) -> int:
+    """The seed of one of several samples. Clients send any 64-bit number, negative ones too."""
+    return (given + sample) % _MAX_SEED

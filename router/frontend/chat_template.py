@@ -1,0 +1,176 @@
+"""The prompt of a chat: the checkpoint's template, rendered by a process of its own (`template_process`).
+
+A template that hangs or takes too much memory costs its own request and a restart of that process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.errors import InvalidRequest, ModelError, shown
+from router.frontend.message_guard import looked_at
+
+log = logging.getLogger(__name__)
+
+_DEADLINE = 2.0  # seconds for one prompt; templates take less than a millisecond
+_START = 30.0  # seconds for the first prompt of a new process, which imports jinja2
+_FILE = "chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A checkpoint's template, and the special tokens that it may name."""
+
+    source: str
+    special_tokens: Mapping[str, str]
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatTemplate | None:
+        """Read a checkpoint's template; None if it has none. Raises ModelError."""
+        settings = _object(folder / "tokenizer_config.json")
+        source = settings.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+            source = named.get("default") or next(iter(named.values()), None)
+        if (folder / _FILE).is_file():
+            source = (folder / _FILE).read_text(encoding="utf-8")
+        if not source:
+            return None
+        if not isinstance(source, str):
+            raise ModelError(f"chat_template of {folder} is a {type(source).__name__}; it must be a text")
+        names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+        found = {name: _content(settings.get(name)) for name in names}
+        return cls(source, {name: text for name, text in found.items() if text is not None})
+
+
+class TemplateRenderer:
+    """Renders templates in a process that is started when it is first needed. One event loop may use it."""
+
+    def __init__(self, max_characters: int) -> None:
+        self._max_characters = max_characters
+        self._process: asyncio.subprocess.Process | None = None
+        self._patience = _START
+        self._turn = asyncio.Lock()
+
+    async def render(self, template: str, variables: Mapping[str, Any]) -> str:
+        """Return the prompt. Raises InvalidRequest if the template fails, hangs or takes too much."""
+        order = json.dumps({"template": template, "variables": variables}).encode()
+        rendering = asyncio.create_task(self._render(order))
+        rendering.add_done_callback(looked_at)
+        return await asyncio.shield(rendering)  # if the client goes, its answer must still be read
+
+    async def _render(self, order: bytes) -> str:
+        async with self._turn:
+            try:
+                answer = await asyncio.wait_for(self._ask(order), self._patience)
+                self._patience = _DEADLINE
+            except TimeoutError:
+                await self._restart()
+                raise InvalidRequest(f"the chat template takes longer than {_DEADLINE:g} s; mend it") from None
+            except (asyncio.IncompleteReadError, ConnectionError):
+                await self._restart()
+                raise InvalidRequest("the chat template ended its process, perhaps by its use of memory") from None
+        if (text := answer.get("text")) is None:
+            raise InvalidRequest(f"the chat template can't render these messages: {shown(answer['error'], 300)}")
+        return text
+
+    async def close(self) -> None:
+        """End the process."""
+        await self._restart()
+
+    async def _ask(self, order: bytes) -> dict[str, Any]:
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "router.frontend.template_process", str(self._max_characters),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+        given, taken = self._process.stdin, self._process.stdout
+        assert given is not None
+        assert taken is not None
+        given.write(len(order).to_bytes(4, "big") + order)
+        await given.drain()
+        size = int.from_bytes(await taken.readexactly(4), "big")
+        return json.loads(await taken.readexactly(size))
+
+    async def _restart(self) -> None:
+        process, self._process, self._patience = self._process, None, _START
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def normalized(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Check a chat's messages and bring them into the form that templates expect. Raises InvalidRequest."""
+    if not messages:
+        raise InvalidRequest("messages is empty; send at least one message")
+    return [_message(number, message) for number, message in enumerate(messages)]
+
+
+def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequest(f"messages[{number}].role is {shown(repr(role))}; it must be a text such as 'user'")
+    made = dict(message)
+    made["content"] = _content_of(number, message.get("content"))
+    if calls := message.get("tool_calls"):
+        made["tool_calls"] = [_call(number, call) for call in calls] if isinstance(calls, list) else calls
+    return made
+
+
+def _content_of(number: int, content: Any) -> str | list[dict[str, Any]]:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(
+            f"messages[{number}].content is {shown(repr(content))}; it must be a text or a list of parts"
+        )
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        kind = "text" if isinstance(part, str) else part.get("type") if isinstance(part, dict) else None
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
+            raise InvalidRequest(
+                f"messages[{number}].content has a part of type {shown(repr(kind))}; this server takes text alone"
+            )
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _call(number: int, call: Any) -> Any:
+    """A tool call with its arguments as an object: templates print them as JSON themselves."""
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        raise InvalidRequest(f"messages[{number}].tool_calls has {shown(repr(call))}, which is no tool call")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments else {}
+        except ValueError:
+            raise InvalidRequest(f"messages[{number}].tool_calls has arguments that are no JSON") from None
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _object(file: Path) -> Mapping[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} can't be read: {error}; fetch the checkpoint again") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _content(token: Any) -> str | None:
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None

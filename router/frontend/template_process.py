@@ -1,0 +1,153 @@
+"""A process that renders chat templates, because a template is a program that came with a checkpoint or a request.
+
+`python -m router.frontend.template_process MAX_CHARACTERS` reads orders from stdin and writes answers to stdout. Each
+is four bytes of length and JSON. The templates run in jinja2's sandbox, which has no way out to Python's objects. What
+the sandbox does not bound, this process does: its memory has a limit, and `chat_template` ends it when an answer takes
+too long.
+
+The environment is the one that transformers gives a template: trimmed blocks, loop controls, `{% generation %}`, and
+the functions `raise_exception` and `strftime_now`.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from ctypes import CDLL
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, BinaryIO
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_MEMORY = 1 << 30  # bytes of address space
+_PR_SET_PDEATHSIG = 1
+_TEMPLATES = 32  # compiled ones that are kept
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant said. It renders what is in it."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _RaisedByTemplate(jinja2.TemplateError):
+    """The template refuses the messages."""
+
+
+def _raise(message: object) -> None:
+    raise _RaisedByTemplate(str(message))
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """The sandbox, as transformers has it."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    made.filters["tojson"] = _tojson
+    made.globals["raise_exception"] = _raise
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(str(form))
+    return made
+
+
+@lru_cache(_TEMPLATES)
+def _compiled(template: str) -> jinja2.Template:
+    return environment().from_string(template)
+
+
+@lru_cache(_TEMPLATES)
+def takes_parts(template: str) -> bool:
+    """Whether a template reads a message's content as a list of parts: it loops over `content` of something."""
+    try:
+        tree = environment().parse(template)
+    except jinja2.TemplateError:
+        return False
+    return any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+
+def _is_content(node: nodes.Node) -> bool:
+    match node:
+        case nodes.Getattr(attr="content"):
+            return True
+        case nodes.Getitem(arg=nodes.Const(value="content")):
+            return True
+        case nodes.Filter(node=inner) if inner is not None:
+            return _is_content(inner)
+        case _:
+            return False
+
+
+def render(template: str, variables: dict[str, Any], most: int) -> str:
+    """Render at most so many characters. Raises ValueError with the reason."""
+    parts: list[str] = []
+    size = 0
+    try:
+        for part in _compiled(template).generate(**variables):
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                raise ValueError(f"it renders to more than {most} characters")
+    except _RaisedByTemplate as error:
+        raise ValueError(f"it refuses the messages: {error}") from None
+    except MemoryError:
+        raise ValueError("it takes too much memory") from None
+    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    return "".join(parts)
+
+
+def _answer(order: dict[str, Any], most: int) -> dict[str, Any]:
+    variables = order["variables"]
+    try:
+        if not takes_parts(order["template"]):
+            variables = variables | {"messages": [_plain(message) for message in variables["messages"]]}
+        return {"text": render(order["template"], variables, most)}
+    except (ValueError, MemoryError) as error:
+        return {"error": str(error)[:1_000] or "it takes too much memory"}
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its content as one text, for templates that know no parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return message | {"content": "\n".join(str(part.get("text", "")) for part in content)}
+
+
+def _serve(given: BinaryIO, taken: BinaryIO, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    while len(head := given.read(4)) == 4:
+        order = json.loads(given.read(int.from_bytes(head, "big")))
+        said = json.dumps(answer(order)).encode()
+        taken.write(len(said).to_bytes(4, "big") + said)
+        taken.flush()
+
+
+def main() -> None:
+    """Answer until stdin ends, or the process that started this one does."""
+    most = int(sys.argv[1])
+    CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _serve(sys.stdin.buffer, sys.stdout.buffer, lambda order: _answer(order, most))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""The HTTP APIs, with a real router, real sockets, and workers whose output is known beforehand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.frontend.detokenizer import Tokenizer
+from tests.router import tokenizers
+from tests.router.model import EOS, expected
+from tests.router.served import Served, served, settings_for
+from tests.support.eventually import eventually_async
+
+pytestmark = pytest.mark.slow
+
+PROMPT = list(range(20, 40))
+SEED = 4
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    "{% if tools %}tools:{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TOKENIZER = Tokenizer(tokenizers.byte_level())
+
+
+class Door:
+    """A client of the HTTP API."""
+
+    def __init__(self, router: Served, http: aiohttp.ClientSession) -> None:
+        self.router = router
+        self.http = http
+        self.url = f"http://{router.addresses.api}"
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.http.get(self.url + path) as answer:
+            return answer.status, await answer.json()
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, dict[str, str]]:
+        async with self.http.post(self.url + path, json=body, headers=headers) as answer:
+            return answer.status, await answer.json(), {name.lower(): value for name, value in answer.headers.items()}
+
+    async def complete(self, **fields: Any) -> Any:
+        status, answer, _ = await self.post("/v1/completions", completion(**fields))
+        assert status == 200, answer
+        return answer
+
+    async def events(self, path: str, body: Any) -> list[Any]:
+        """The data of every event; the last one is the end of the stream."""
+        async with self.http.post(self.url + path, json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            assert answer.content_type == "text/event-stream"
+            raw = (await answer.read()).decode()
+        events = raw.split("\n\n")
+        assert events.pop() == ""
+        assert events.pop() == "data: [DONE]"
+        assert all(event.startswith("data: ") for event in events)
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"prompt": PROMPT, "max_tokens": 12, "seed": SEED, **fields}
+
+
+def text_of(seed: int = SEED, prompt: int = len(PROMPT), count: int = 12) -> str:
+    """What the model says, as text."""
+    return TOKENIZER.decode([token for token in expected(seed, prompt, count)[0] if token != EOS])
+
+
+@contextlib.asynccontextmanager
+async def door(folder: Path, *, template: str | None = TEMPLATE, workers: int = 1) -> AsyncIterator[Door]:
+    config = settings_for(folder)
+    settings = {"bos_token": "<s>", "chat_template": template}
+    (Path(config.model.path) / "tokenizer_config.json").write_text(json.dumps(settings))
+    async with served(config) as router, aiohttp.ClientSession() as http:
+        for number in range(workers):
+            router.start("decode", f"decode-{number}")
+        client = Door(router, http)
+        if workers:
+            await eventually_async(lambda: ready(client))
+        yield client
+
+
+async def ready(client: Door) -> bool:
+    return (await client.get("/ready"))[0] == 200
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 120))
+
+
+def test_a_completion_of_each_kind_of_prompt(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            answer = await client.complete()
+            assert answer["object"] == "text_completion"
+            (choice,) = answer["choices"]
+            assert choice["text"] == text_of()
+            assert choice["finish_reason"] == expected(SEED, len(PROMPT), 12)[1]
+            tokens = expected(SEED, len(PROMPT), 12)[0]
+            usage = answer["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] < len(PROMPT)
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), len(tokens))
+            assert usage["total_tokens"] == len(PROMPT) + len(tokens)
+            assert answer["metrics"]["time_to_first_token_ms"] > 0
+            assert {"placed", "first_token", "ended"} <= set(answer["metrics"]["hops_ms"])
+            text = "The quick brown fox"
+            prompt = TOKENIZER.encode(text)
+            answer = await client.complete(prompt=text)
+            assert answer["choices"][0]["text"] == text_of(prompt=len(prompt))
+            assert answer["usage"]["prompt_tokens"] == len(prompt)
+            answer = await client.complete(prompt=text, add_special_tokens=False)
+            assert answer["usage"]["prompt_tokens"] == len(prompt) - 1
+            for several in ([PROMPT, PROMPT[:5]], [text, "Hello"]):
+                answer = await client.complete(prompt=several)
+                assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+                lengths = [len(one) if isinstance(one, list) else len(TOKENIZER.encode(one)) for one in several]
+                assert [choice["text"] for choice in answer["choices"]] == [text_of(prompt=one) for one in lengths]
+                assert answer["usage"]["prompt_tokens"] == sum(lengths)
+            answer = await client.complete(truncate_prompt_tokens=7, return_token_ids=True)
+            assert answer["choices"][0]["prompt_token_ids"] == PROMPT[-7:]
+
+    run(test)
+
+
+def test_without_max_tokens_a_completion_has_sixteen(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            answer = await client.complete(max_tokens=None, ignore_eos=True)
+            assert answer["usage"]["completion_tokens"] == 16
+
+    run(test)
+
+
+def test_a_stream_says_the_same(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            whole = await client.complete(return_token_ids=True)
+            options = {"include_usage": True}
+            body = completion(stream=True, stream_options=options, return_token_ids=True)
+            *chunks, last = await client.events("/v1/completions", body)
+            choices = [chunk["choices"][0] for chunk in chunks]
+            assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+            tokens = [token for choice in choices for token in choice.get("token_ids", ())]
+            assert tokens == whole["choices"][0]["token_ids"]
+            assert choices[0]["prompt_token_ids"] == PROMPT
+            assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+            assert choices[-1]["finish_reason"] == whole["choices"][0]["finish_reason"]
+            assert last["choices"] == []
+            assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+            assert all(chunk["usage"] is None for chunk in chunks)
+            always = await client.events(
+                "/v1/completions", completion(stream=True, stream_options={"continuous_usage_stats": True})
+            )
+            counts = [chunk["usage"]["completion_tokens"] for chunk in always]
+            assert counts == sorted(counts)
+            assert counts[-1] == whole["usage"]["completion_tokens"]
+            plain = await client.events("/v1/completions", completion(stream=True, stream_options=None, stop=None))
+            assert all("usage" not in chunk for chunk in plain)
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_samples_have_seeds_in_a_row(tmp_path: Path, stream: bool) -> None:
+    async def test() -> None:
+        async with door(tmp_path, workers=2) as client:
+            body = completion(n=3, prompt=[PROMPT, PROMPT[:4]], stream=stream)
+            wanted = [text_of(SEED + sample, length) for length in (len(PROMPT), 4) for sample in range(3)]
+            if stream:
+                texts = [""] * 6
+                for chunk in await client.events("/v1/completions", body):
+                    (choice,) = chunk["choices"]
+                    texts[choice["index"]] += choice["text"]
+            else:
+                answer = await client.complete(**body)
+                texts = [choice["text"] for choice in answer["choices"]]
+                assert answer["usage"]["prompt_tokens"] == len(PROMPT) + 4
+            assert texts == wanted
+
+    run(test)
+
+
+def test_a_chat_is_rendered_by_the_checkpoints_template(tmp_path: Path) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]},
+    ]
+    rendered = "<s>[system]Be brief.[user]Hello\nthere[assistant]"
+    prompt = TOKENIZER.encode(rendered, special_tokens=False)
+
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            body = {"messages": messages, "seed": SEED, "max_completion_tokens": 12, "return_token_ids": True}
+            status, answer, _ = await client.post("/v1/chat/completions", body)
+            assert status == 200, answer
+            assert answer["object"] == "chat.completion"
+            assert answer["prompt_token_ids"] == prompt
+            (choice,) = answer["choices"]
+            assert choice["message"] == {"role": "assistant", "content": text_of(prompt=len(prompt)), "refusal": None}
+            chunks = await client.events("/v1/chat/completions", body | {"stream": True})
+            assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+            assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+            assert chunks[0]["prompt_token_ids"] == prompt
+            text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+            assert text == choice["message"]["content"]
+            status, counted, _ = await client.post("/tokenize", {"messages": messages, "return_token_strs": True})
+            assert counted["tokens"] == prompt
+            assert "".join(counted["token_strs"]) == rendered
+            continued = messages[:1] + [{"role": "assistant", "content": "Well,"}]
+            body = {"messages": continued, "continue_final_message": True, "add_generation_prompt": False}
+            _, counted, _ = await client.post("/tokenize", body)
+            _, text, _ = await client.post("/detokenize", {"tokens": counted["tokens"]})
+            assert text == {"prompt": "<s>[system]Be brief.[assistant]Well,"}
+
+    run(test)
+
+
+def test_names_headers_and_what_the_server_is(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            _, answer, headers = await client.post("/v1/completions", completion(), **{"X-Request-Id": "mine-1"})
+            assert headers["x-request-id"] == "mine-1"
+            assert answer["id"] == "cmpl-mine-1"
+            _, models = await client.get("/v1/models")
+            (model,) = models["data"]
+            assert (model["object"], model["max_model_len"]) == ("model", 4_096)
+            assert await client.get(f"/v1/models/{model['id']}") == (200, model)
+            assert (await client.get("/v1/models/other"))[0] == 404
+            for path in ("/live", "/ready", "/health", "/health/ready", "/version", "/openapi.json"):
+                assert (await client.get(path))[0] == 200, path
+            async with client.http.get(f"{client.url}/metrics") as page:
+                assert "baton_num_requests_running" in await page.text()
+            assert (await client.get("/nowhere"))[0] == 404
+            async with client.http.get(f"{client.url}/v1/completions") as wrong:
+                assert wrong.status == 405
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("completions", b"{", 400, "no JSON"),
+        ("completions", b"[]", 400, "Expected `object`"),
+        ("completions", b'"\xff"', 400, "JSON"),
+        ("completions", {}, 400, "no prompt"),
+        ("completions", {"prompt": []}, 400, "empty list"),
+        ("completions", {"prompt": ""}, 400, "empty"),
+        ("completions", {"prompt": [1, "a"]}, 400, "'a'"),
+        ("completions", {"prompt": [1_000]}, 400, "999"),
+        ("completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+        ("completions", {"prompt": "x", "max_tokens": "many"}, 400, "$.max_tokens"),
+        ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
+        ("completions", {"prompt": "x", "temperature": 1e300}, 400, "temperature"),
+        ("completions", {"prompt": "x", "top_p": 0}, 400, "top_p"),
+        ("completions", {"prompt": "x", "top_k": -2}, 400, "top_k"),
+        ("completions", {"prompt": "x", "n": 0}, 400, "n is 0"),
+        ("completions", {"prompt": "x", "n": 129}, 400, "n is 129"),
+        ("completions", {"prompt": "x", "stop": list("abcdefghijklmnopq")}, 400, "stop"),
+        ("completions", {"prompt": "x", "logprobs": 21}, 400, "logprobs"),
+        ("completions", {"prompt": "x", "model": "gpt-5"}, 404, "gpt-5"),
+        ("completions", {"prompt": "x", "presence_penalty": 1}, 400, "presence_penalty"),
+        ("completions", {"prompt": "x", "priority": 2**40}, 400, "priority"),
+        ("completions", {"prompt": [5] * 5_000}, 400, "context"),
+        ("chat/completions", {"messages": []}, 400, "messages is empty"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, 400, "messages[0].role"),
+        ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            400,
+            "image_url",
+        ),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, 400, "logprobs"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ nothing.at.all }}"},
+            400,
+            "chat template",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_named(tmp_path: Path, path: str, body: Any, status: int, says: str) -> None:
+    async def test() -> None:
+        async with door(tmp_path, workers=0) as client:
+            data = body if isinstance(body, bytes) else json.dumps(body)
+            async with client.http.post(f"{client.url}/v1/{path}", data=data) as answer:
+                error = (await answer.json())["error"]
+                assert answer.status == error["code"] == status, error
+                assert says in error["message"]
+                assert set(error) == {"message", "type", "param", "code"}
+
+    run(test)
+
+
+def test_neutral_and_unknown_fields_change_nothing(tmp_path: Path) -> None:
+    neutral = {
+        "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}, "min_tokens": 0,
+        "best_of": 1, "use_beam_search": False, "response_format": {"type": "text"}, "suffix": None, "stop": None,
+        "user": "me", "some_new_field": [1], "top_k": -1, "stream_options": None,
+    }  # fmt: skip
+
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            assert (await client.complete(**neutral))["choices"][0]["text"] == text_of()
+
+    run(test)
+
+
+def test_without_a_worker_readiness_says_so(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path, workers=0) as client:
+            assert (await client.get("/live"))[0] == 200
+            status, answer = await client.get("/ready")
+            assert (status, answer["error"]["message"]) == (503, "no decode worker is live")
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_everything(tmp_path: Path, stream: bool) -> None:
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            body = completion(max_tokens=2_000, ignore_eos=True, stream=stream, n=3)
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with asyncio.timeout(0.5), client.http.post(f"{client.url}/v1/completions", json=body) as answer:
+                    await answer.read()
+
+            async def idle() -> bool:
+                return all(not process.sequences for process in client.router.cluster.processes.values())
+
+            await eventually_async(idle)
+
+    run(test)
