@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _DEADLINE = 2.0  # seconds for one prompt; templates take less than a millisecond
 _START = 30.0  # seconds for the first prompt of a new process, which imports jinja2
+_MARK = f"<end-{secrets.token_hex(8)}>"
 _FILE = "chat_template.jinja"
 
 
@@ -159,6 +161,26 @@ def _call(number: int, call: Any) -> Any:
         except ValueError:
             raise InvalidRequest(f"messages[{number}].tool_calls has arguments that are no JSON") from None
     return call | {"function": function | {"arguments": arguments}}
+
+
+def mark_end(message: dict[str, Any]) -> None:
+    """Mark the end of the message that the output is to continue. Raises InvalidRequest if it has no text."""
+    content = message["content"]
+    if isinstance(content, str) and content.strip():
+        message["content"] = f"{content}{_MARK} "
+    elif isinstance(content, list) and content:
+        content[-1]["text"] += f"{_MARK} "
+    else:
+        raise InvalidRequest("continue_final_message is true, and the last message has no text to continue")
+
+
+def cut_at_mark(text: str) -> str:
+    """Return the prompt up to the mark. Where the template has trimmed the message, its end is trimmed, too. Raises
+    InvalidRequest if the template does not show the message."""
+    before, found, after = text.rpartition(_MARK)
+    if not found:
+        raise InvalidRequest("continue_final_message is true, and the chat template does not show the last message")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _object(file: Path) -> Mapping[str, Any]:

@@ -42,6 +42,26 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Namespace(jinja2.utils.Namespace):
+    """What a template may assign to: no names that begin with an underscore, which are Python's own."""
+
+    def __init__(*given: Any, **named: Any) -> None:
+        self, *mappings = given
+        attributes = dict(*mappings, **named)
+        for name in attributes:
+            _refuse_private(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name!r}")
+
+
 class _RaisedByTemplate(jinja2.TemplateError):
     """The template refuses the messages."""
 
@@ -63,6 +83,8 @@ def environment() -> ImmutableSandboxedEnvironment:
     )
     made.filters["tojson"] = _tojson
     made.globals["raise_exception"] = _raise
+    made.globals["dict"] = lambda *given, **named: dict(*given, **named)
+    made.globals["namespace"] = _Namespace
     made.globals["strftime_now"] = lambda form: datetime.now().strftime(str(form))
     return made
 

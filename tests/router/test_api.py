@@ -212,7 +212,7 @@ def test_a_chat_is_rendered_by_the_checkpoints_template(tmp_path: Path) -> None:
             status, counted, _ = await client.post("/tokenize", {"messages": messages, "return_token_strs": True})
             assert counted["tokens"] == prompt
             assert "".join(counted["token_strs"]) == rendered
-            continued = messages[:1] + [{"role": "assistant", "content": "Well,"}]
+            continued = [messages[0], {"role": "assistant", "content": "Well,"}]
             body = {"messages": continued, "continue_final_message": True, "add_generation_prompt": False}
             _, counted, _ = await client.post("/tokenize", body)
             _, text, _ = await client.post("/detokenize", {"tokens": counted["tokens"]})

@@ -42,7 +42,7 @@ from router.frontend.api.protocol import (
     refuse_unserved,
     samples,
 )
-from router.frontend.chat_template import TemplateRenderer, normalized
+from router.frontend.chat_template import TemplateRenderer, cut_at_mark, mark_end, normalized
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.message_guard import looked_at
 from router.frontend.output_stream import Output
@@ -242,9 +242,11 @@ class HttpApi:
             "add_generation_prompt": generation,
             **(fields.chat_template_kwargs or {}),
         }
+        if continues:
+            mark_end(messages[-1])
         text = await self._templates.render(source, variables)
         if continues:
-            text = _cut_after(text, messages[-1])
+            text = cut_at_mark(text)
         prompt = await self._encode(text, special=bool(fields.add_special_tokens))
         most = fields.truncate_prompt_tokens if isinstance(fields, ChatCompletionRequest) else None
         return truncated(prompt, most, model.limits.max_context)
@@ -405,16 +407,6 @@ def _samples_of(prompts: Sequence[Sequence[int]], n: int) -> list[Sample]:
 def _last_text(fields: ChatCompletionRequest) -> str:
     content = fields.messages[-1].get("content") if fields.messages else ""
     return content if isinstance(content, str) else ""
-
-
-def _cut_after(text: str, message: dict[str, Any]) -> str:
-    """The prompt up to the end of its last message, which the output is to continue. Raises InvalidRequest."""
-    content = message["content"]
-    last = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-    at = text.rfind(last.strip())
-    if not last.strip() or at < 0:
-        raise InvalidRequest("continue_final_message is true, and the chat template does not show the last message")
-    return text[: at + len(last.strip())]
 
 
 def _name_of(request: Request, fields: GenerationFields) -> str:

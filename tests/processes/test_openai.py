@@ -1,0 +1,200 @@
+"""The openai package against a real cluster: its own classes validate every answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from deploy.local import LocalCluster
+from tests import checkpoints
+from tests.support import workload
+from tests.support.cluster import at_rest
+from tests.support.eventually import eventually
+
+PROMPT = "bonfan korles dimin taras"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+MESSAGES: Any = [{"role": "user", "content": PROMPT}]
+GREEDY: Any = {"temperature": 0.0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    for file in checkpoint("llama").iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with LocalCluster(workload.settings(path, 1, 2), tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=base(cluster), api_key="none", _strict_response_validation=True) as made:
+        yield made
+
+
+@pytest.fixture
+def lenient(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=base(cluster), api_key="none") as made:
+        yield made
+
+
+def base(cluster: LocalCluster) -> str:
+    assert cluster.addresses is not None
+    return f"http://{cluster.addresses.api}/v1"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path / "tokenizer.json"))
+
+
+def greedy(path: Path, prompt: list[int], count: int) -> list[int]:
+    return checkpoints.reference(path).generate(prompt, count)[0]
+
+
+def test_completions(client: openai.OpenAI, lenient: openai.OpenAI, path: Path, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(PROMPT).ids
+    right = greedy(path, prompt, 24)
+    model = client.models.list().data[0].id
+    for given in (PROMPT, prompt):
+        answer = client.completions.create(model=model, prompt=given, max_tokens=24, **GREEDY)
+        choice: Any = answer.choices[0]
+        assert choice.token_ids == right
+        assert choice.text == tokenizer.decode(right)
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 24)
+    # Its class for completions knows no null as the finish reason, which OpenAI's own streams have.
+    streamed = list(
+        lenient.completions.create(
+            model=model, prompt=PROMPT, max_tokens=24, stream=True, stream_options={"include_usage": True}, **GREEDY
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in streamed[:-1]) == tokenizer.decode(right)
+    assert streamed[-1].usage is not None
+    assert streamed[-1].usage.completion_tokens == 24
+
+
+def test_chat(client: openai.OpenAI, path: Path, tokenizer: Tokenizer) -> None:
+    rendered = tokenizer.encode(f"user {PROMPT} assistant", add_special_tokens=False).ids
+    right = greedy(path, rendered, 24)
+    answer: Any = client.chat.completions.create(model="", messages=MESSAGES, max_completion_tokens=24, **GREEDY)
+    assert answer.choices[0].token_ids == right
+    assert answer.choices[0].message.content == tokenizer.decode(right)
+    assert answer.choices[0].finish_reason == "length"
+    parts = [
+        chunk.choices[0].delta.content or ""
+        for chunk in client.chat.completions.create(
+            model="", messages=MESSAGES, max_completion_tokens=24, stream=True, **GREEDY
+        )
+    ]
+    assert "".join(parts) == tokenizer.decode(right)
+    assert len(parts) > 5
+
+
+def test_logprobs_of_both(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="", messages=MESSAGES, max_completion_tokens=5, logprobs=True, top_logprobs=3, **GREEDY
+    )
+    logprobs = chat.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 5
+    for one in logprobs.content:
+        assert len(one.top_logprobs) == 3
+        assert one.logprob == max(top.logprob for top in one.top_logprobs) <= 0
+        assert bytes(one.bytes or ()) == one.token.encode()
+    plain = client.completions.create(model="", prompt=PROMPT, max_tokens=5, logprobs=2, **GREEDY).choices[0].logprobs
+    assert plain is not None
+    assert plain.tokens is not None
+    assert plain.text_offset is not None
+    assert plain.token_logprobs is not None
+    assert plain.top_logprobs is not None
+    for token, logprob, top in zip(plain.tokens, plain.token_logprobs, plain.top_logprobs, strict=True):
+        assert top[token] == logprob
+    assert plain.text_offset[0] == 0
+
+
+def test_four_samples_of_a_seed_are_the_same_again(client: openai.OpenAI) -> None:
+    def ask() -> list[str | None]:
+        answer = client.chat.completions.create(
+            model="", messages=MESSAGES, max_completion_tokens=16, n=4, seed=7, temperature=1.0
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    first = ask()
+    assert len(set(first)) > 1
+    assert ask() == first
+
+
+def test_many_at_once_and_what_goes_away(cluster: LocalCluster, tokenizer: Tokenizer, path: Path) -> None:
+    right = tokenizer.decode(greedy(path, tokenizer.encode(PROMPT).ids, 24))
+
+    async def asked(client: openai.AsyncOpenAI, number: int) -> str:
+        stream: Any = await client.completions.create(
+            model="", prompt=PROMPT, max_tokens=24 if number % 4 else 1_500, stream=True, **GREEDY
+        )
+        text = ""
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            if number % 4 == 0 and text:
+                await stream.close()
+                break
+        return text
+
+    async def many() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=base(cluster), api_key="none") as client:
+            return await asyncio.gather(*(asked(client, number) for number in range(16)))
+
+    texts = asyncio.run(asyncio.wait_for(many(), 120))
+    assert {text for number, text in enumerate(texts) if number % 4} == {right}
+    assert all(right.startswith(text[:5]) for text in texts)
+    eventually(lambda: at_rest(cluster), what="everything freed")
+
+
+def test_errors_have_their_classes(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="gpt-5"):
+        client.completions.create(model="gpt-5", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="", prompt="x", temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.completions.create(model="", prompt=[5] * 100_000)
+
+
+def test_a_killed_decode_worker_costs_no_token(cluster: LocalCluster, lenient: openai.OpenAI, path: Path) -> None:
+    prompt = [5, 6, 7, 8] * 10
+    right = greedy(path, prompt, 300)
+    stream: Any = lenient.completions.create(model="", prompt=prompt, max_tokens=300, stream=True, **GREEDY)
+    tokens: list[int] = []
+    killed = ""
+    for chunk in stream:
+        tokens += getattr(chunk.choices[0], "token_ids", None) or []
+        if len(tokens) > 20 and not killed:
+            killed = busy(cluster)
+            cluster.kill(killed)
+    assert tokens == right
+    assert killed
+    cluster.start(killed)
+    cluster.wait_live([killed])
+
+
+def busy(cluster: LocalCluster) -> str:
+    """The decode worker that has the one request there is."""
+    status = cluster.wait_live(["decode-0", "decode-1"])
+    return next(process.name for process in status.processes if process.name.startswith("decode") and process.attempts)

@@ -1,0 +1,240 @@
+"""Chat templates: rendered as transformers does, in a process that a hostile one neither leaves nor keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from baton.errors import InvalidRequest, ModelError
+from router.frontend import chat_template
+from router.frontend.chat_template import ChatTemplate, TemplateRenderer, cut_at_mark, mark_end, normalized
+
+pytestmark = pytest.mark.slow
+
+USER = [{"role": "user", "content": "Grüße, what is 2 < 3?"}]
+TURNS = [
+    {"role": "system", "content": "Be brief.  "},
+    *USER,
+    {"role": "assistant", "content": "  Yes."},
+    {"role": "user", "content": "Sure?\n"},
+]
+CALLS = [
+    *USER,
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "less", "arguments": '{"a": 2, "b": [1, "ü"]}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "true"},
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "less",
+            "description": "Compare <numbers>.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]},
+        },
+    }
+]
+SHAPES = {  # of the families of models
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{{ message['content'] + '<|im_end|>\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "inst": (
+        "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+        "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+        "{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
+    ),
+    "headers": (
+        "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
+        "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim "
+        "+ '<|eot_id|>' %}"
+        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    ),
+    "blocks": (
+        "{%- if tools %}\n    {{- '# Tools\\n' }}\n    {%- for tool in tools %}\n        {{- tool | tojson }}\n"
+        "    {%- endfor %}\n{%- endif %}\n{%- for message in messages %}\n"
+        "    {{- message.role ~ ': ' ~ message.content }}\n"
+        "{%- endfor %}\n"
+    ),
+    "namespace": (
+        "{%- set ns = namespace(first=true, last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+        "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}{{ ns.last }}{{ ns.first }}"
+        "{{ messages[::-1][0].role }}"
+    ),
+    "macro": (
+        "{% macro say(m) %}<{{ m.role }}>{{ m.content }}{% endmacro %}"
+        "{% for m in messages %}{{ say(m) }}{{ '|' if not loop.last }}{% endfor %}"
+    ),
+    "loop controls": (
+        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}"
+        "{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}"
+    ),
+    "generation": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ),
+    "tool calls": (
+        "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}"
+        "{{ c.function.name }}({{ c.function.arguments | tojson(indent=2) }}){% endfor %}{% else %}{{ m.content }}"
+        "{% endif %}{% endfor %}{{ (tools or []) | length }}"
+    ),
+    "functions": (
+        "{{ dict(a=1, b=2).items() | list }}{{ range(3) | join(',') }}{{ strftime_now('%Y') | length }}"
+        "{{ messages | map(attribute='role') | list | tojson }}{{ documents is defined }}"
+    ),
+}
+
+
+def run(test: Callable[[TemplateRenderer], Awaitable[None]], most: int = 100_000) -> None:
+    async def whole() -> None:
+        renderer = TemplateRenderer(most)
+        try:
+            await test(renderer)
+        finally:
+            await renderer.close()
+
+    asyncio.run(asyncio.wait_for(whole(), 120))
+
+
+def variables(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    given = {"bos_token": "<s>", "eos_token": "</s>", "tools": None, "documents": None, "add_generation_prompt": True}
+    return given | {"messages": messages} | more
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_template_renders_as_transformers_renders_it(shape: str) -> None:
+    template = SHAPES[shape]
+
+    async def test(renderer: TemplateRenderer) -> None:
+        for given in (USER, TURNS, CALLS):
+            messages = normalized(given)
+            for tools in (None, TOOLS):
+                want = variables(messages, tools=tools)
+                rest = {name: value for name, value in want.items() if name not in ("messages", "tools", "documents")}
+                (right,), _ = render_jinja_template(
+                    [copy.deepcopy(messages)], tools=tools, chat_template=template, **rest
+                )
+                assert await renderer.render(template, want) == right
+
+    run(test)
+
+
+def test_parts_stay_where_the_template_reads_parts() -> None:
+    messages = normalized([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
+
+    async def test(renderer: TemplateRenderer) -> None:
+        parts = "{% for m in messages %}{% for p in m['content'] %}<{{ p.text }}>{% endfor %}{% endfor %}"
+        assert await renderer.render(parts, variables(messages)) == "<a><b>"
+        assert await renderer.render("{{ messages[0].content }}", variables(messages)) == "a\nb"
+
+    run(test)
+
+
+@pytest.mark.parametrize("content", ["Well, ", "Well,", [{"type": "text", "text": "Well, "}]])
+@pytest.mark.parametrize("shape", ["chatml", "headers"])
+def test_a_final_message_is_continued_as_transformers_does(shape: str, content: Any) -> None:
+    if isinstance(content, list) and shape == "headers":
+        pytest.skip("transformers renders no parts with this one")
+    messages = normalized([*USER, {"role": "assistant", "content": content}])
+    plain = [*USER, {"role": "assistant", "content": content if isinstance(content, str) else content[0]["text"]}]
+    rest = {"bos_token": "<s>", "eos_token": "</s>"}
+    (right,), _ = render_jinja_template([plain], chat_template=SHAPES[shape], continue_final_message=True, **rest)
+
+    async def test(renderer: TemplateRenderer) -> None:
+        mark_end(messages[-1])
+        text = await renderer.render(SHAPES[shape], variables(messages, add_generation_prompt=False))
+        assert cut_at_mark(text) == right
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__init__.__globals__ }}",
+        "{{ dict.__globals__ }}{{ raise_exception.__globals__ }}",
+        "{% set ns = namespace(__init__=1) %}{{ ns }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ lipsum.__globals__['os'].system('id') }}",
+        "{{ self.__init__.__globals__ }}{{ ('%s' | attr('format_map'))(messages) }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+        "{% for %}",
+        "{{ 1 / 0 }}",
+        "{{ undefined.attribute }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_hostile_or_broken_template_gets_nothing(template: str) -> None:
+    async def test(renderer: TemplateRenderer) -> None:
+        try:
+            assert await renderer.render(template, variables(USER)) == "", (
+                "an undefined attribute may render as nothing"
+            )
+        except InvalidRequest as error:
+            assert "chat template" in str(error)  # noqa: PT017 - either is right
+        assert await renderer.render("{{ messages[0].role }}", variables(USER)) == "user"
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 10 ** 12 }}",
+        "{{ 'a'.center(10 ** 12) }}",
+        "{{ 2 ** (10 ** 10) }}",
+        "{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}",
+    ],
+)
+def test_a_template_that_takes_too_much_is_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(renderer: TemplateRenderer) -> None:
+        assert await renderer.render("{{ messages[0].role }}", variables(USER)) == "user"
+        with pytest.raises(InvalidRequest, match="chat template"):
+            await renderer.render(template, variables(USER))
+        assert await renderer.render("{{ messages[0].role }}", variables(USER)) == "user"
+
+    run(test)
+
+
+def test_a_checkpoints_template(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path) is None
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "one"}))
+    assert ChatTemplate.load(tmp_path) == ChatTemplate("one", {"bos_token": "<s>", "eos_token": "</s>"})
+    several = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "three"}]
+    file.write_text(json.dumps({"chat_template": several}))
+    assert ChatTemplate.load(tmp_path) == ChatTemplate("three", {})
+    (tmp_path / "chat_template.jinja").write_text("four")
+    assert ChatTemplate.load(tmp_path) == ChatTemplate("four", {})
+    (tmp_path / "chat_template.jinja").unlink()
+    for broken in ("{", json.dumps({"chat_template": 5})):
+        file.write_text(broken)
+        with pytest.raises(ModelError):
+            ChatTemplate.load(tmp_path)
+
+
+def test_messages_that_are_none() -> None:
+    for messages in ([], [{}], [{"role": 1, "content": ""}], [{"role": "user", "content": {"a": 1}}]):
+        with pytest.raises(InvalidRequest):
+            normalized(messages)
+    with pytest.raises(InvalidRequest, match="tool_calls"):
+        normalized([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}])
+    assert chat_template.normalized(CALLS)[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": [1, "ü"]}
