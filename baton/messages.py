@@ -25,7 +25,7 @@ from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 from msgspec import Meta, MsgspecError, Struct
 
 MAX_TRACE_STEPS = 10_000
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_KEYS_PER_CALL = 1_024
@@ -237,9 +237,32 @@ class RouterHeartbeat(Message, frozen=True):
 # --- router → workers ----------------------------------------------------------------------------------------------
 
 
+class LogitsRules(Struct, frozen=True, omit_defaults=True):
+    """How logits are changed before a token is drawn. `bad_words` are token sequences that may not come. Of
+    `allowed_token_ids` every token must be, unless there are none."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    logit_bias: tuple[tuple[Count, float], ...] = ()
+    min_tokens: Count = 0
+    bad_words: tuple[tuple[Count, ...], ...] = ()
+    allowed_token_ids: tuple[Count, ...] = ()
+
+    def wrong(self, vocab_size: int | None) -> str:
+        """What is wrong with the rules for a vocabulary of that size; "": nothing."""
+        if not all(self.bad_words):
+            return "a bad word has no tokens"
+        biased = [token for token, _ in self.logit_bias]
+        named = max([*biased, *self.allowed_token_ids, *(max(word) for word in self.bad_words)], default=0)
+        if vocab_size is not None and named >= vocab_size:
+            return f"the rules name token {named}, and the vocabulary ends at {vocab_size - 1}"
+        return ""
+
+
 class SamplingParams(Struct, frozen=True):
     """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 means no limit; `logprobs` counts the alternatives
-    reported with each token, none for no report."""
+    reported with each token, none for no report; without `rules` the logits stay as they are."""
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -247,6 +270,7 @@ class SamplingParams(Struct, frozen=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     seed: Count = 0
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    rules: LogitsRules | None = None
 
 
 class PageSource(Struct, frozen=True):

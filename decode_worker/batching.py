@@ -117,4 +117,5 @@ def _draw(sequence: Sequence) -> TokenDraw:
         min_p=wanted.min_p,
         seed=wanted.seed,
         logprobs=wanted.logprobs,
+        edits=None if sequence.logits_editor is None else sequence.logits_editor.edits(sequence.tokens),
     )

@@ -51,6 +51,7 @@ from decode_worker.sequence import Sequence, SequencePhase
 from decode_worker.step_budget import DecodeRows, StepBudget
 from decode_worker.write_through import WriteThrough
 from engine.batch import Sampled
+from engine.sampling.logits_rules import LogitsEditor
 from engine.step import ScheduledBatch, StepDone, StepFailed
 from engine.step_timing import WorkerStepTimes
 from kvstore.client.device_block_manager import DeviceBlockManager
@@ -189,6 +190,9 @@ class DecodeScheduler:
         if not order.prompt <= len(tokens) < order.prompt + order.max_tokens:
             message = f"{len(tokens)} tokens with a prompt of {order.prompt} and {order.max_tokens} to generate"
             return [*commands, SendToRouter(AttemptFailed(*_named(name), MalformedMessage.reason, message), router)]
+        rules = order.sampling.rules
+        if rules is not None and (message := rules.wrong(self._vocab_size)):
+            return [*commands, SendToRouter(AttemptFailed(*_named(name), MalformedMessage.reason, message), router)]
         sequence = Sequence(
             name=name,
             owner=router,
@@ -208,6 +212,8 @@ class DecodeScheduler:
             progressed_at=now,
         )
         sequence.first_new = len(sequence.tokens)
+        if rules is not None:
+            sequence.logits_editor = LogitsEditor(rules, tokens[: order.prompt], order.stop_token_ids)
         sequence.extend_keys()
         most = -(-(order.prompt + order.max_tokens) // self._page_size)
         if most > self._num_pages:

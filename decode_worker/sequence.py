@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.messages import AttemptHeld, AttemptName, FinishReason, PageSource, SamplingParams, TokenLogprob
+from engine.sampling.logits_rules import LogitsEditor
 from kvstore.client.transfer import PageFetch
 from kvstore.keys import cacheable_pages, pack_tokens, page_keys, partial_key, split_keys
 from kvstore.load_or_recompute import LoadInProgress
@@ -72,6 +73,7 @@ class Sequence:
     remaining_prefill: int = 0  # tokens that were to be computed then
     last_step: int = 0  # number of the last step that it was part of
     prompt_computed: int = 0  # prompt tokens computed by this attempt
+    logits_editor: LogitsEditor | None = None
     first_new: int = 0  # tokens known when the attempt began
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # of tokens[first_new:]
     finish: FinishReason | None = None

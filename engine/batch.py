@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from engine.sampling.logits_rules import LogitsEdits
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -20,7 +22,7 @@ class TokenDraw(Struct, frozen=True, gc=False):
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 filter nothing. `index` tells apart the outputs that one
     request asked for from one seed. `logprobs` is how many of the likeliest tokens to report beside the chosen one;
-    None reports no log-probability at all.
+    None reports no log-probability at all. `edits` change the logits before anything else.
     """
 
     temperature: float = 1.0
@@ -30,6 +32,7 @@ class TokenDraw(Struct, frozen=True, gc=False):
     seed: int = 0
     index: int = 0
     logprobs: int | None = None
+    edits: LogitsEdits | None = None
 
 
 class Sampled(Struct, frozen=True, gc=False):

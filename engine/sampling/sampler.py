@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ import torch
 
 from engine.batch import Ints, Sampled, TokenDraw
 from engine.sampling import counter_rng
+from engine.sampling.logits_rules import LogitsEdits
 
 PREFIX = 256
 COLDEST = 1e-6
@@ -50,16 +52,48 @@ def sample(
     # The largest of a row is NaN where any of them is. Minus infinity is a mask's, unless it is all that there is.
     largest: list[float] = logits.amax(dim=-1).tolist()
     tokens: list[int] = logits.argmax(dim=-1).tolist() if best is None else list(best)
+    raw = logits
+    if changed := [(row, draw.edits) for row, draw in enumerate(draws) if draw.edits is not None]:
+        logits = logits.float().clone()
+        for row, edits in changed:
+            apply(edits, logits[row])
+            tokens[row] = int(logits[row].argmax())
+            if math.isfinite(largest[row]):  # the rules may leave no token
+                largest[row] = float(logits[row, tokens[row]])
     warm = [row for row, draw in enumerate(draws) if draw.temperature > 0]
     if warm:
         picked = _draw_rows(logits[warm], [draws[row] for row in warm], [positions[row] for row in warm])
         for row, token in zip(warm, picked, strict=True):
             tokens[row] = token
-    sampled = _report(logits, draws, tokens)
+    sampled = _report(raw, draws, tokens)
     for row, logit in enumerate(largest):
         if not math.isfinite(logit):
             sampled[row] = Sampled(tokens[row], finite=False)
     return sampled
+
+
+def apply(edits: LogitsEdits, logits: torch.Tensor) -> None:
+    """Change one row of logits [vocab], float32, in place."""
+
+    def there(values: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(logits.device)
+
+    if edits.allowed is not None:
+        kept = there(edits.allowed)
+        values = logits[kept]
+        logits.fill_(-math.inf)
+        logits[kept] = values
+    if edits.forbidden is not None:
+        logits[there(edits.forbidden)] = -math.inf
+    if edits.bias is not None:
+        logits.index_add_(0, *map(there, edits.bias))
+    if edits.repeated is not None:
+        ids = there(edits.repeated)
+        found = logits[ids]
+        logits[ids] = torch.where(found > 0, found / edits.repetition, found * edits.repetition)
+    if edits.lowered is not None:
+        ids, values = map(there, edits.lowered)
+        logits.index_add_(0, ids, -values)
 
 
 def _draw_rows(logits: torch.Tensor, draws: Sequence[TokenDraw], positions: Sequence[int]) -> list[int]:

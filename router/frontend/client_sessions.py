@@ -107,7 +107,7 @@ class RouterDriver:
         # A client may use a name twice, here and at another router; the cluster never does.
         name = f"{validated.request_id}-{self._number()}"
         silent = frozenset(validated.stop_token_ids)
-        text = TextStream(self.model.tokenizer, validated.prompt, validated.stops, silent)
+        text = TextStream(self.model.tokenizer, validated.prompt, validated.stops, silent, validated.text)
         stream = self._streams[name] = OutputStream(name, text)
         self.handle(
             Submit(

@@ -9,8 +9,9 @@ are still to come, and a tail that may turn out to be the start of a stop string
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,17 +131,17 @@ class Detokenizer:
     completes belongs to the output. So the prompt's text without those U+FFFD, followed by the output's text, is the
     text of the whole."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._window, self._known = _end_of(prompt, tokenizer)
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, special_tokens: bool = False) -> None:
+        self._decode = partial(tokenizer.decode, special_tokens=special_tokens)
+        self._window, self._known = _end_of(prompt, self._decode)
         self._given = len(self._window)  # tokens of the window whose text has been given out
         # Whether the known part may end inside a character.
-        self._inside = tokenizer.decode(self._window).endswith(_REPLACEMENT)
+        self._inside = self._decode(self._window).endswith(_REPLACEMENT)
 
     def feed(self, token: int) -> str:
         """The text that this token completes; often its own, sometimes none yet."""
         self._window.append(token)
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         unfinished = text.endswith(_REPLACEMENT) or not self._new(text)
         if not unfinished:
             return self._give(text)
@@ -150,7 +151,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What was held back. Bytes that never became a character stand as U+FFFD, as in the whole's decoding."""
-        return self._give(self._tokenizer.decode(self._window))
+        return self._give(self._decode(self._window))
 
     def _new(self, text: str) -> str:
         """What of the window's text has not been given out."""
@@ -169,12 +170,12 @@ class Detokenizer:
             self._window = self._window[self._given :]
         self._inside = kept > 0
         self._given = len(self._window)
-        known = self._tokenizer.decode(self._window)
+        known = self._decode(self._window)
         self._known = known[: len(known) - kept]
         return new
 
 
-def _end_of(prompt: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], str]:
+def _end_of(prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> tuple[list[int], str]:
     """The prompt's last tokens, from where a character begins, and their text.
 
     A character with missing bytes, at either end, spoils its neighbours with some decoders (byte fallback): each of
@@ -182,13 +183,13 @@ def _end_of(prompt: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], str
     left out of the text if it spoils that."""
     for length in range(_CONTEXT, _CONTEXT + _BYTES_OF_CHARACTER):
         window = list(prompt[-length:])
-        known = tokenizer.decode(window)
+        known = decode(window)
         for cut in range(_BYTES_OF_CHARACTER):
-            whole = tokenizer.decode(window[: len(window) - cut]) if cut else known
+            whole = decode(window[: len(window) - cut]) if cut else known
             if not whole.startswith(_REPLACEMENT) and not whole.endswith(_REPLACEMENT):
                 return window, known if known.startswith(whole) else whole
     window = list(prompt[-_CONTEXT:])
-    return window, tokenizer.decode(window)
+    return window, decode(window)
 
 
 class StopMatcher:
@@ -201,25 +202,25 @@ class StopMatcher:
         self._stops = [_Stop(stop) for stop in stops]
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """Text that is safe to give out, and whether a stop string was met; then the text ends before it.
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Text that is safe to give out, and the stop string that was met, if any; then the text ends before it.
 
         The first is the one that is complete first, so that it does not depend on how the text was cut into pieces."""
         if not self._stops:
-            return text, False
+            return text, None
         before = len(self._held)
         text = self._held + text
         for at in range(before, len(text)):
-            found = 0
+            found = ""
             for stop in self._stops:
-                if stop.follow(text[at]):
-                    found = max(found, len(stop.text))
+                if stop.follow(text[at]) and len(stop.text) > len(found):
+                    found = stop.text
             if found:
                 self._held = ""
-                return text[: at + 1 - found], True
+                return text[: at + 1 - len(found)], found
         safe = len(text) - max(stop.matched for stop in self._stops)
         self._held = text[safe:]
-        return text[:safe], False
+        return text[:safe], None
 
     def flush(self) -> str:
         """What was held back: no stop string came of it."""
@@ -265,16 +266,37 @@ class Piece:
     stopped: bool = False
 
 
+@dataclass(frozen=True)
+class TextOptions:
+    """How an output becomes text."""
+
+    min_tokens: int = 0  # no stop string counts in the text of the tokens before
+    include_stop: bool = False  # the stop string that ends the output stays at its end
+    special_tokens: bool = False  # they are in the text
+
+
+DEFAULT_TEXT = TextOptions()
+
+
 class TextStream:
     """One request's output as text. Without a tokenizer there is no text, and tokens pass through."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, prompt: Sequence[int], stops: Sequence[str], silent: frozenset[int]
+        self,
+        tokenizer: Tokenizer | None,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        silent: frozenset[int],
+        options: TextOptions = DEFAULT_TEXT,
     ) -> None:
         """`silent` tokens (those that end the output) have no text."""
-        self._detokenizer = Detokenizer(tokenizer, prompt) if tokenizer else None
+        special = options.special_tokens
+        self._detokenizer = Detokenizer(tokenizer, prompt, special_tokens=special) if tokenizer else None
         self._matcher = StopMatcher(stops)
-        self._silent = silent
+        self._silent = frozenset[int]() if special else silent
+        self._unstoppable = options.min_tokens
+        self._include_stop = options.include_stop
+        self.stop: str | None = None  # the stop string that ended the output
 
     def feed(self, tokens: Sequence[int]) -> Piece:
         if self._detokenizer is None:
@@ -282,7 +304,11 @@ class TextStream:
         parts: list[str] = []
         for taken, token in enumerate(tokens, start=1):
             text = "" if token in self._silent else self._detokenizer.feed(token)
-            safe, stopped = self._matcher.feed(text)
+            if self._unstoppable > 0:
+                self._unstoppable -= 1
+                parts.append(text)
+                continue
+            safe, stopped = self._match(text)
             parts.append(safe)
             if stopped:
                 return Piece("".join(parts), taken, stopped=True)
@@ -292,5 +318,11 @@ class TextStream:
         """The rest, at the end of the output. Held-back bytes may, as characters, still complete a stop string."""
         if self._detokenizer is None:
             return Piece("", 0)
-        safe, stopped = self._matcher.feed(self._detokenizer.flush())
+        safe, stopped = self._match(self._detokenizer.flush())
         return Piece(safe if stopped else safe + self._matcher.flush(), 0, stopped)
+
+    def _match(self, text: str) -> tuple[str, bool]:
+        safe, self.stop = self._matcher.feed(text)
+        if self.stop is not None and self._include_stop:
+            safe += self.stop
+        return safe, self.stop is not None

@@ -63,6 +63,11 @@ class OutputStream:
         self.reads = 0  # pieces that the client's task has asked for: it asks again when one is written
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the output, if one did."""
+        return self._text.stop
+
+    @property
     def ended(self) -> bool:
         return self._end is not None
 

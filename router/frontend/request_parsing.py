@@ -12,16 +12,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton.errors import ContextTooLong, InvalidRequest, ModelMismatch, shown
-from baton.messages import MAX_TRACE_STEPS, SamplingParams, WorkerRole
+from baton.messages import MAX_TRACE_STEPS, LogitsRules, SamplingParams, WorkerRole
 from baton.v1 import cache_pb2, cluster_pb2
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
+from router.frontend.detokenizer import DEFAULT_TEXT, TextOptions
 from router.frontend.served_model import ServedModel
 
 MAX_STOPS = 16
 _MAX_STOP_LENGTH = 1_000
 _MAX_STOP_TOKENS = 1_000
 _MAX_LOGPROBS = 20
+_MAX_PENALTY = 2
+_MAX_BIAS, _MAX_BIASES = 100, 1_024
+_MAX_BAD_WORDS = 1_000
 _BYTES_PER_TOKEN = 8  # of text; where a prompt has more it may have far too many tokens, so those are counted first
 _MAX_SEED = 2**63 - 1
 _MAX_ID = 80
@@ -45,6 +49,7 @@ class ValidatedRequest:
     ttft: float | None  # objective, seconds
     tpot: float | None  # the same
     affinity: str  # a key, or ""
+    text: TextOptions = DEFAULT_TEXT
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def parse_generate_request(
     stop_ids = tuple(dict.fromkeys(request.stop_token_ids))
     if bad := [token for token in stop_ids if token >= model.limits.vocab_size]:
         raise InvalidRequest(f"stop_token_ids has {bad[0]}, and the vocabulary ends at {model.limits.vocab_size - 1}")
-    sampling, stops = _sampling(request, model.defaults, draw_seed), _stops(request, model)
+    sampling, stops = _sampling(request, model, draw_seed), _stops(request, model)
     prompt = _prompt(request, model)  # the only check that may take long comes last
     eos = () if request.ignore_eos else model.eos
     return ValidatedRequest(
@@ -128,6 +133,7 @@ def parse_generate_request(
         ttft=_objective("ttft_ms", request),
         tpot=_objective("tpot_ms", request),
         affinity=_checked("affinity", request.affinity),
+        text=TextOptions(request.min_tokens, request.include_stop, request.special_tokens),
     )
 
 
@@ -194,7 +200,8 @@ def _objective(field: Literal["ttft_ms", "tpot_ms"], request: pb.GenerateRequest
     return asked / 1_000
 
 
-def _sampling(request: pb.GenerateRequest, defaults: SamplingParams, draw_seed: Callable[[], int]) -> SamplingParams:
+def _sampling(request: pb.GenerateRequest, model: ServedModel, draw_seed: Callable[[], int]) -> SamplingParams:
+    defaults = model.defaults
     temperature = request.temperature if request.HasField("temperature") else defaults.temperature
     top_p = request.top_p if request.HasField("top_p") else defaults.top_p
     min_p = request.min_p if request.HasField("min_p") else defaults.min_p
@@ -216,7 +223,63 @@ def _sampling(request: pb.GenerateRequest, defaults: SamplingParams, draw_seed: 
         min_p=min_p,
         seed=request.seed if request.HasField("seed") else draw_seed(),
         logprobs=request.logprobs if request.HasField("logprobs") else None,
+        rules=_rules(request, model),
     )
+
+
+def _rules(request: pb.GenerateRequest, model: ServedModel) -> LogitsRules | None:
+    """How logits are changed; None if they are not."""
+    repetition = request.repetition_penalty if request.HasField("repetition_penalty") else 1.0
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -_MAX_PENALTY <= (given := getattr(request, name)) <= _MAX_PENALTY:
+            raise InvalidRequest(f"{name} is {given}; it must be from -{_MAX_PENALTY} to {_MAX_PENALTY}")
+    if not (repetition > 0 and math.isfinite(repetition)):
+        raise InvalidRequest(f"repetition_penalty is {repetition}; it must be a finite number above 0")
+    if len(request.logit_bias) > _MAX_BIASES:
+        raise InvalidRequest(f"logit_bias has {len(request.logit_bias)} tokens; at most {_MAX_BIASES} are allowed")
+    for token, value in request.logit_bias.items():
+        _check_token("logit_bias", token, model)
+        if not -_MAX_BIAS <= value <= _MAX_BIAS:
+            raise InvalidRequest(f"logit_bias of token {token} is {value}; it must be from -{_MAX_BIAS} to {_MAX_BIAS}")
+    for token in request.allowed_token_ids:
+        _check_token("allowed_token_ids", token, model)
+    if request.min_tokens and request.HasField("max_tokens") and request.min_tokens > request.max_tokens:
+        raise InvalidRequest(f"min_tokens is {request.min_tokens}, above max_tokens, which is {request.max_tokens}")
+    rules = LogitsRules(
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=repetition,
+        logit_bias=tuple(sorted(request.logit_bias.items())),
+        min_tokens=request.min_tokens,
+        bad_words=_bad_words(request.bad_words, model),
+        allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids)),
+    )
+    return None if rules == LogitsRules() else rules
+
+
+def _check_token(field: str, token: int, model: ServedModel) -> None:
+    if token >= model.limits.vocab_size:
+        raise InvalidRequest(f"{field} has token {token}, and the vocabulary ends at {model.limits.vocab_size - 1}")
+
+
+def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Each word as tokens, at the beginning of a text and after a space."""
+    if not words:
+        return ()
+    if model.tokenizer is None:
+        raise InvalidRequest(f"{model.name} has no tokenizer.json, so bad_words can't be tokenized; leave them out")
+    if len(words) > _MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words has {len(words)} words; at most {_MAX_BAD_WORDS} are allowed")
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not word.strip() or len(word) > _MAX_STOP_LENGTH:
+            raise InvalidRequest(f"bad_words has a word of {len(word)} characters; each needs 1 to {_MAX_STOP_LENGTH}")
+        plain = tuple(model.tokenizer.encode(word.lstrip(), special_tokens=False))
+        spaced = tuple(model.tokenizer.encode(" " + word.lstrip(), special_tokens=False))
+        found[plain] = None
+        if len(spaced) == len(plain):  # else it begins with a token that is the space alone
+            found[spaced] = None
+    return tuple(word for word in found if word)
 
 
 def _stops(request: pb.GenerateRequest, model: ServedModel) -> tuple[str, ...]:

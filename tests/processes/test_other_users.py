@@ -203,7 +203,11 @@ def test_every_port_but_those_for_clients_wants_the_keys(cluster: LocalCluster) 
     """ZMQ's greeting names its encryption."""
     assert cluster.addresses is not None
     found = members(cluster)
-    http = {each.metrics_address for each in found.values()} | {cluster.addresses.grpc, cluster.addresses.http}
+    http = {each.metrics_address for each in found.values()} | {
+        cluster.addresses.grpc,
+        cluster.addresses.http,
+        cluster.addresses.api,
+    }
     mechanisms = {
         f"{name} {port}": mechanism(port)
         for name, each in found.items()

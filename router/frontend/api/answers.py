@@ -33,6 +33,7 @@ class Sample:
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     characters: int = 0  # of the text so far
     end: RequestEnded | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
 
     def take(self, piece: Output) -> None:
         """Add a piece to the output."""
@@ -196,13 +197,13 @@ class Completion(Answer):
         return choice | {"token_ids": piece.tokens} if self.wanted.token_ids else choice
 
     def _end(self, sample: Sample) -> Json:
-        return _completion_choice(sample.index, "", None, sample.finish_reason)
+        return _completion_choice(sample.index, "", None, sample.finish_reason) | {"stop_reason": sample.stop_reason}
 
     def _choice(self, sample: Sample) -> Json:
         echo = self.wanted.echo or ""
         logprobs = self._logprobs(sample.logprobs, len(echo)) if self.wanted.logprobs else None
         choice = _completion_choice(sample.index, echo + "".join(sample.text), logprobs, sample.finish_reason)
-        return self._with_ids(choice, sample, sample.tokens)
+        return self._with_ids(choice | {"stop_reason": sample.stop_reason}, sample, sample.tokens)
 
     def _with_ids(self, choice: Json, sample: Sample, tokens: Sequence[int]) -> Json:
         if not self.wanted.token_ids:
@@ -247,7 +248,7 @@ class ChatCompletion(Answer):
         return choice | {"token_ids": piece.tokens} if self.wanted.token_ids else choice
 
     def _end(self, sample: Sample) -> Json:
-        return _chat_choice(sample.index, {}, None, sample.finish_reason)
+        return _chat_choice(sample.index, {}, None, sample.finish_reason) | {"stop_reason": sample.stop_reason}
 
     def whole(self) -> Json:
         answer = super().whole()
@@ -262,7 +263,7 @@ class ChatCompletion(Answer):
             "message": {"role": "assistant", "content": text, "refusal": None},
             "logprobs": self._logprobs(sample.logprobs) if self.wanted.logprobs else None,
             "finish_reason": sample.finish_reason,
-            "stop_reason": None,
+            "stop_reason": sample.stop_reason,
         }
         return choice | {"token_ids": sample.tokens} if self.wanted.token_ids else choice
 

@@ -28,7 +28,7 @@ import baton
 from baton.errors import BatonError, InvalidRequest, ModelMismatch, Overloaded, RequestCancelled, shown
 from baton.logs import RequestLog
 from baton.metrics import PAGE_TYPE
-from router.events import Cancelled, Failed, RequestEnded
+from router.events import Cancelled, Failed, Finished, RequestEnded
 from router.frontend.api import errors, openapi
 from router.frontend.api.answers import Answer, ChatCompletion, Completion, Sample, Wanted
 from router.frontend.api.parameters import affinity_of, generate_request, token_ids, truncated
@@ -193,7 +193,7 @@ class HttpApi:
                 generation.close()
             raise
         answering = _Stream if order.fields.stream else _Whole
-        return answering(order.answer, started, self._linger, name)
+        return answering(order, started, self._linger, name)
 
     # --- prompts -----------------------------------------------------------------------------------------------------
 
@@ -448,8 +448,9 @@ async def _no_route(request: Request, error: Exception) -> Response:
 class _Answering(Response):
     """A response that runs generations to their end, or until the client has gone."""
 
-    def __init__(self, answer: Answer, generations: Sequence[Generation], linger: float, name: str) -> None:
-        self.answer, self.generations, self._linger = answer, generations, linger
+    def __init__(self, order: _Order, generations: Sequence[Generation], linger: float, name: str) -> None:
+        self.answer, self.generations, self._linger = order.answer, generations, linger
+        self._stops = frozenset(order.fields.stop_token_ids or ())
         self.raw_headers = [(b"x-request-id", name.encode())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -490,17 +491,34 @@ class _Answering(Response):
         if len(pairs) == 1:
             ((sample, generation),) = pairs
             while sample.end is None:
-                yield sample, _checked(sample, await generation.stream.read())
+                yield sample, self._checked(sample, await generation.stream.read())
             return
         news: asyncio.Queue[tuple[Sample, Output | RequestEnded]] = asyncio.Queue(1)
         readers = [asyncio.create_task(_read(sample, generation, news)) for sample, generation in pairs]
         try:
             while any(sample.end is None for sample in self.answer.samples):
                 sample, what = await news.get()
-                yield sample, _checked(sample, what)
+                yield sample, self._checked(sample, what)
         finally:
             for reader in readers:
                 reader.cancel()
+
+    def _checked(self, sample: Sample, news: Output | RequestEnded) -> Output | RequestEnded:
+        """Note the end of a sample. Raises the error that it ended in."""
+        if not isinstance(news, RequestEnded):
+            return news
+        match news.outcome:
+            case Failed(error=error):
+                raise error
+            case Cancelled(why=why):
+                raise RequestCancelled(why)
+            case Finished(reason=reason):
+                sample.end = news
+                sample.stop_reason = self.generations[sample.index].stream.stop_string
+                if reason == "stop" and sample.stop_reason is None and sample.tokens:
+                    last = sample.tokens[-1]
+                    sample.stop_reason = last if last in self._stops else None
+        return news
 
 
 class _Whole(_Answering):
@@ -563,19 +581,6 @@ async def _read(sample: Sample, generation: Generation, news: asyncio.Queue[Any]
         await news.put((sample, what))
         if isinstance(what, RequestEnded):
             return
-
-
-def _checked(sample: Sample, news: Output | RequestEnded) -> Output | RequestEnded:
-    """Note the end of a sample. Raises the error that it ended in."""
-    if isinstance(news, RequestEnded):
-        match news.outcome:
-            case Failed(error=error):
-                raise error
-            case Cancelled(why=why):
-                raise RequestCancelled(why)
-            case _:
-                sample.end = news
-    return news
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -52,11 +52,28 @@ def generate_request(
         request.max_tokens = _number("max_tokens", max_tokens, 1, _UINT32)
     if logprobs is not None:
         request.logprobs = _number("logprobs", logprobs, 0, _UINT32)
+    _set_rules(request, fields)
     if fields.ttft_ms is not None:
         request.ttft_ms = _number("ttft_ms", fields.ttft_ms, 1, _UINT32)
     if fields.tpot_ms is not None:
         request.tpot_ms = _number("tpot_ms", fields.tpot_ms, 1, _UINT32)
     return request
+
+
+def _set_rules(request: pb.GenerateRequest, fields: GenerationFields) -> None:
+    request.presence_penalty = _float("presence_penalty", fields.presence_penalty or 0.0)
+    request.frequency_penalty = _float("frequency_penalty", fields.frequency_penalty or 0.0)
+    if fields.repetition_penalty is not None:
+        request.repetition_penalty = _float("repetition_penalty", fields.repetition_penalty)
+    for token, value in (fields.logit_bias or {}).items():
+        request.logit_bias[_number("logit_bias", token, 0, _UINT32)] = _float("logit_bias", value)
+    request.min_tokens = _number("min_tokens", fields.min_tokens or 0, 0, _UINT32)
+    request.bad_words.extend(fields.bad_words or ())
+    request.allowed_token_ids.extend(
+        _number("allowed_token_ids", token, 0, _UINT32) for token in fields.allowed_token_ids or ()
+    )
+    request.include_stop = bool(fields.include_stop_str_in_output)
+    request.special_tokens = fields.skip_special_tokens is False
 
 
 def affinity_of(session: str | None, headers: Mapping[str, str]) -> str:

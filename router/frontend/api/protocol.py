@@ -54,23 +54,23 @@ class GenerationFields(Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     ttft_ms: int | None = None
     tpot_ms: int | None = None
-    # Known, and not served yet: see _NEUTRAL.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    length_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[int, float] | None = None
     min_tokens: int | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    # Known, and not served yet: see _NEUTRAL.
+    length_penalty: float | None = None
     prompt_logprobs: int | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
     suffix: str | None = None
 
@@ -125,21 +125,12 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
     "prompt_logprobs": (),
     "use_beam_search": (False,),
     "structured_outputs": ({},),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
     "cache_salt": ("",),
     "suffix": ("",),
     "tools": ([],),
