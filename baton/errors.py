@@ -2,7 +2,10 @@
 
 BatonError                        INTERNAL
 ├── InvalidRequest                INVALID_ARGUMENT     the client's request can't be served as written
-│   └── ContextTooLong            INVALID_ARGUMENT     prompt + max_tokens exceed the model's context or every pool
+│   ├── ContextTooLong            INVALID_ARGUMENT     prompt + max_tokens exceed the model's context or every pool
+│   ├── UnsupportedField          INVALID_ARGUMENT     a field of another server's API that would change the output
+│   ├── PayloadTooLarge           INVALID_ARGUMENT     a body of more bytes than any prompt takes
+│   └── BodyTimeout               INVALID_ARGUMENT     a body that did not come in time
 ├── ModelMismatch                 NOT_FOUND            the client named a model this cluster does not serve
 ├── PinNotFound                   NOT_FOUND            the client named a pin that there is not
 ├── ProcessNotFound               NOT_FOUND            the client named a worker or store that is not live
@@ -60,6 +63,25 @@ class ContextTooLong(InvalidRequest):
     """Prompt and output together exceed the model's context, or the page pool of every decode worker."""
 
     reason = "context_too_long"
+
+
+class UnsupportedField(InvalidRequest):
+    """A field that other servers know, and that would change the output if it were served here."""
+
+    reason = "unsupported_field"
+    field = ""
+
+
+class PayloadTooLarge(InvalidRequest):
+    """A body with more bytes than any prompt of this model takes."""
+
+    reason = "payload_too_large"
+
+
+class BodyTimeout(InvalidRequest):
+    """A body that did not come in time."""
+
+    reason = "body_timeout"
 
 
 class ModelMismatch(BatonError):

@@ -55,6 +55,7 @@ class UnixSocket(Generic[M]):
         self._socket = connection
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(receives)
         self._outgoing: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self.closed_by_peer = False  # what it had said before may still be received
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         self.pid, self.uid, _ = _CREDENTIALS.unpack(credentials)
 
@@ -109,6 +110,7 @@ class UnixSocket(Generic[M]):
             except BlockingIOError:
                 return False
             except OSError as error:
+                self.closed_by_peer = True
                 raise StoreGone(f"process {self.pid} has closed its connection: {error.strerror}") from None
             self._outgoing.popleft()
         return True
@@ -117,7 +119,7 @@ class UnixSocket(Generic[M]):
         """The next message and the descriptors that came with it (the caller closes them); None when none is here.
         Raises StoreGone at the end of the connection, MalformedMessage for bytes that are no message."""
         try:
-            packet, ancillary, flags, _ = self._socket.recvmsg(MAX_PACKET_BYTES, socket.CMSG_SPACE(4 * 4))
+            packet, ancillary, flags, _ = self._receive()
         except BlockingIOError:
             return None
         except OSError as error:
@@ -135,6 +137,14 @@ class UnixSocket(Generic[M]):
             if isinstance(error, UNREADABLE):
                 raise MalformedMessage(f"process {self.pid} sent {len(packet)} bytes, no message: {error}") from None
             raise
+
+    def _receive(self) -> tuple[bytes, list[Any], int, Any]:
+        """A peer that closes with messages unread resets the connection. The kernel tells that first, once, and then
+        gives what the peer had said."""
+        try:
+            return self._socket.recvmsg(MAX_PACKET_BYTES, socket.CMSG_SPACE(4 * 4))
+        except ConnectionResetError:
+            return self._socket.recvmsg(MAX_PACKET_BYTES, socket.CMSG_SPACE(4 * 4))
 
     def close(self) -> None:
         self._socket.close()

@@ -326,6 +326,8 @@ class StoreService:
                         with self._tracer.span("reply", "sockets"):
                             connection.socket.send(reply, [self._arena.fd] if isinstance(reply, Attached) else ())
                     except (StoreGone, MalformedMessage) as error:
+                        if connection.socket.closed_by_peer:
+                            continue  # `_hear` takes what it had said, and then the end
                         of_peers.warning("closing a connection: %s", error)
                         self._close(connection)
                         waiting += self._state.handle(Disconnected(number), self._clock.now())

@@ -318,8 +318,7 @@ def test_sockets_come_and_go(sockets: Callable[[int], Any]) -> None:
 
 def squat(endpoint: str, times: int) -> None:
     """Listen there in the router's place, and answer so many connections with what is no ZMQ."""
-    port = int(endpoint.rpartition(":")[2])
-    with socket.create_server(("127.0.0.1", port)) as listener:
+    with eventually(lambda: free_server(int(endpoint.rpartition(":")[2])), "the port given back by ZMQ") as listener:
         listener.settimeout(DEADLINE)
         for _ in range(times):
             connection, _ = listener.accept()
@@ -329,6 +328,14 @@ def squat(endpoint: str, times: int) -> None:
                 with contextlib.suppress(ConnectionError):
                     while connection.recv(1_000):
                         pass
+
+
+def free_server(port: int) -> socket.socket | None:
+    """A listener at that port; none while another one has it."""
+    try:
+        return socket.create_server(("127.0.0.1", port))
+    except OSError:
+        return None
 
 
 def listen_below_the_ephemeral_ports() -> Listener:

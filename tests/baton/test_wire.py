@@ -223,6 +223,22 @@ def test_a_unix_socket_carries_messages_descriptors_and_identity(
     os.close(memory)
 
 
+def test_what_a_peer_said_before_it_closed_is_received(
+    pair: tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]],
+) -> None:
+    """Even if it closes with messages unread, which resets the connection, and if sending is what tells of it."""
+    server, client = pair
+    server.send(StoreHeartbeat((1,)))
+    client.send(EndLease(4))
+    client.close()
+    with pytest.raises(StoreGone):
+        server.send(StoreHeartbeat((2,)))
+    assert server.closed_by_peer
+    assert server.receive() == (EndLease(4), [])
+    with pytest.raises(StoreGone):
+        server.receive()
+
+
 def test_a_pidfd_tells_of_the_peers_death() -> None:
     address = f"baton-test/{secrets.token_hex(8)}"
     listener: UnixListener[StoreCall] = UnixListener(address, StoreCall)

@@ -177,21 +177,54 @@ def test_errors_have_their_classes(client: openai.OpenAI) -> None:
         client.completions.create(model="", prompt=[5] * 100_000)
 
 
-def test_a_killed_decode_worker_costs_no_token(cluster: LocalCluster, lenient: openai.OpenAI, path: Path) -> None:
+@pytest.mark.parametrize("rules", [{}, {"repetition_penalty": 1.3, "min_tokens": 9, "logit_bias": {"5": 2.0}}])
+def test_a_killed_decode_worker_costs_no_token(
+    cluster: LocalCluster, lenient: openai.OpenAI, path: Path, rules: dict[str, Any]
+) -> None:
     prompt = [5, 6, 7, 8] * 10
-    right = greedy(path, prompt, 300)
-    stream: Any = lenient.completions.create(model="", prompt=prompt, max_tokens=300, stream=True, **GREEDY)
-    tokens: list[int] = []
-    killed = ""
-    for chunk in stream:
-        tokens += getattr(chunk.choices[0], "token_ids", None) or []
-        if len(tokens) > 20 and not killed:
-            killed = busy(cluster)
-            cluster.kill(killed)
+    asked = GREEDY | {"extra_body": GREEDY["extra_body"] | rules}
+
+    def stream(kill: bool) -> tuple[list[int], str]:
+        tokens, killed = list[int](), ""
+        answer: Any = lenient.completions.create(model="", prompt=prompt, max_tokens=300, stream=True, **asked)
+        for chunk in answer:
+            tokens += getattr(chunk.choices[0], "token_ids", None) or []
+            if len(tokens) > 20 and kill and not killed:
+                killed = busy(cluster)
+                cluster.kill(killed)
+        return tokens, killed
+
+    right, _ = stream(kill=False)
+    assert (right == greedy(path, prompt, 300)) == (not rules)
+    tokens, killed = stream(kill=True)
     assert tokens == right
-    assert killed
     cluster.start(killed)
     cluster.wait_live([killed])
+
+
+def test_stops_and_what_ended_the_output(client: openai.OpenAI, path: Path, tokenizer: Tokenizer) -> None:
+    right = greedy(path, tokenizer.encode(PROMPT).ids, 24)
+    text = tokenizer.decode(right)
+    stop = text.split()[2]
+
+    def ask(**more: Any) -> Any:
+        asked = GREEDY | {"extra_body": GREEDY["extra_body"] | more}
+        return client.completions.create(model="", prompt=PROMPT, max_tokens=24, **asked).choices[0]
+
+    ended = ask(stop=stop)
+    assert (ended.text, ended.finish_reason, ended.stop_reason) == (text[: text.index(stop)], "stop", stop)
+    assert ask(stop=stop, include_stop_str_in_output=True).text == text[: text.index(stop) + len(stop)]
+    later = ask(stop=stop, min_tokens=20)
+    assert len(later.token_ids) >= 20
+    token = ask(stop_token_ids=[right[4]])
+    assert (token.finish_reason, token.stop_reason) == ("stop", right[4])
+    word = tokenizer.decode(right[6:7]).strip()
+    assert right[6] in ask().token_ids
+    banned = tokenizer.encode(word, add_special_tokens=False).ids
+    never = ask(bad_words=[word]).token_ids
+    assert all(never[at : at + len(banned)] != banned for at in range(len(never)))
+    allowed = sorted(set(right[:3]))
+    assert set(ask(allowed_token_ids=allowed).token_ids) <= set(allowed)
 
 
 def busy(cluster: LocalCluster) -> str:

@@ -17,6 +17,7 @@ SETTINGS = [
     {"temperature": 0.7, "top_p": 0.9, "seed": 8},
     {"temperature": 1.3, "top_k": 40, "seed": 9},
     {"temperature": 0.9, "min_p": 0.05, "seed": 10},
+    {"temperature": 0.9, "seed": 11, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {9: 5.0}},
 ]
 
 

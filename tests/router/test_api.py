@@ -347,3 +347,140 @@ def test_a_client_that_goes_away_frees_everything(tmp_path: Path, stream: bool) 
             await eventually_async(idle)
 
     run(test)
+
+
+# --- Anthropic's Messages and OpenAI's Responses ----------------------------------------------------------------------
+
+
+def named_events(raw: str) -> list[tuple[str, Any]]:
+    """Events with a name each."""
+    found: list[tuple[str, Any]] = []
+    *events, rest = raw.split("\n\n")
+    assert rest == ""
+    for event in events:
+        name, data = event.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+        assert found[-1][1]["type"] == found[-1][0]
+    return found
+
+
+async def stream_of(client: Door, path: str, body: Any) -> list[tuple[str, Any]]:
+    async with client.http.post(client.url + path, json=body | {"stream": True}) as answer:
+        assert answer.status == 200, await answer.text()
+        return named_events((await answer.read()).decode())
+
+
+def test_anthropics_messages(tmp_path: Path) -> None:
+    body = {
+        "model": "small",
+        "max_tokens": 12,
+        "temperature": 0,
+        "system": [{"type": "text", "text": "Be brief."}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+    }
+    prompt = len(TOKENIZER.encode("<s>[system]Be brief.[user]Hello[assistant]", special_tokens=False))
+
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            status, answer, _ = await client.post("/v1/messages", body)
+            assert status == 200, answer
+            assert (answer["type"], answer["role"]) == ("message", "assistant")
+            usage = answer["usage"]
+            assert usage["input_tokens"] + usage["cache_read_input_tokens"] == prompt
+            assert answer["stop_reason"] == ("max_tokens" if usage["output_tokens"] == 12 else "end_turn")
+            events = await stream_of(client, "/v1/messages", body)
+            names = [name for name, _ in events]
+            assert names[:3] == ["message_start", "content_block_start", "ping"]
+            assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+            assert set(names[3:-3]) == {"content_block_delta"}
+            assert events[0][1]["message"]["content"] == []
+            assert events[-2][1]["usage"]["output_tokens"] > 0
+            inside = body | {"system": None}
+            inside["messages"] = [{"role": "system", "content": "Be brief."}, *body["messages"]]
+            _, same, _ = await client.post("/v1/messages", inside)
+            total = same["usage"]["input_tokens"] + same["usage"]["cache_read_input_tokens"]
+            assert total == prompt
+
+    run(test)
+
+
+def test_anthropics_stop_sequence(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            body = {"max_tokens": 64, "messages": [{"role": "user", "content": "Hello"}], "stop_sequences": ["e", "a"]}
+            ended = [(await client.post("/v1/messages", body))[1] for _ in range(5)]  # the seeds are drawn
+            assert any(answer["stop_reason"] == "stop_sequence" for answer in ended)
+            for answer in ended:
+                assert not {"e", "a"} & set(answer["content"][0]["text"])
+                assert (answer["stop_sequence"] is not None) == (answer["stop_reason"] == "stop_sequence")
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "says"),
+    [
+        ({"messages": []}, 400, "invalid_request_error", "max_tokens"),
+        ({"messages": [], "max_tokens": 5}, 400, "invalid_request_error", "messages is empty"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "model": "no"},
+            404,
+            "not_found_error",
+            "no",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 5},
+            400,
+            "invalid_request_error",
+            "'image'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "thinking": {"type": "enabled"}},
+            400,
+            "invalid_request_error",
+            "thinking",
+        ),
+    ],
+)
+def test_anthropics_errors(tmp_path: Path, body: Any, status: int, kind: str, says: str) -> None:
+    async def test() -> None:
+        async with door(tmp_path, workers=0) as client:
+            got, answer, _ = await client.post("/v1/messages", body)
+            assert (got, answer["type"], answer["error"]["type"]) == (status, "error", kind)
+            assert says in answer["error"]["message"]
+
+    run(test)
+
+
+def test_openais_responses(tmp_path: Path) -> None:
+    prompt = len(TOKENIZER.encode("<s>[system]Be brief.[user]Hello[assistant]", special_tokens=False))
+    body = {"instructions": "Be brief.", "input": "Hello", "max_output_tokens": 12, "seed": SEED}
+
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            status, answer, _ = await client.post("/v1/responses", body)
+            assert status == 200, answer
+            (item,) = answer["output"]
+            assert item["content"][0]["text"] == text_of(prompt=prompt)
+            assert answer["usage"]["input_tokens"] == prompt
+            assert answer["status"] == item["status"]
+            events = await stream_of(client, "/v1/responses", body)
+            names = [name for name, _ in events]
+            assert names[:4] == [
+                "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"
+            ]  # fmt: skip
+            assert names[-1] == f"response.{answer['status']}"
+            assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+            text = "".join(data["delta"] for name, data in events if name == "response.output_text.delta")
+            assert text == text_of(prompt=prompt) == events[-1][1]["response"]["output"][0]["content"][0]["text"]
+            items = [
+                {"type": "message", "role": "developer", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+            ]
+            _, same, _ = await client.post("/v1/responses", {"input": items, "max_output_tokens": 12, "seed": SEED})
+            assert same["output"][0]["content"][0]["text"] == text_of(prompt=prompt)
+            for field, value in (("store", True), ("previous_response_id", "resp_1"), ("background", True)):
+                status, answer, _ = await client.post("/v1/responses", body | {field: value})
+                assert (status, answer["error"]["param"]) == (400, field)
+
+    run(test)

@@ -368,7 +368,7 @@ def test_the_command_says_where_it_listens_and_ends_when_told(tmp_path: Path) ->
         try:
             assert process.stdout is not None
             addresses = json.loads(process.stdout.readline())
-            assert set(addresses) == {"grpc", "internal", "http", "operator"}
+            assert set(addresses) == {"grpc", "internal", "http", "operator", "api"}
             taken = addresses["grpc"].rpartition(":")[2]
             file.write_text(settings.dump(settings_for(tmp_path, grpc_port=int(taken))))
             second = subprocess.run(

@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import msgspec
+
+from baton.errors import BatonError
 from baton.messages import TokenLogprob
 from router.events import Finished, RequestEnded
+from router.frontend.api import errors
 from router.frontend.output_stream import Output
 
 Json: TypeAlias = dict[str, Any]
@@ -74,6 +78,7 @@ class Answer:
 
     kind: str
     chunk_kind: str
+    end_of_stream = b"data: [DONE]\n\n"
 
     def __init__(self, wanted: Wanted, samples: Sequence[Sample]) -> None:
         self.wanted = wanted
@@ -94,9 +99,17 @@ class Answer:
         sample.characters += len(piece.text)
         return self._chunk([choice])
 
-    def ending(self, sample: Sample) -> Json:
-        """The chunk with the reason why a sample ended."""
-        return self._chunk([self._end(sample)])
+    def ending(self, sample: Sample) -> Iterator[Json]:
+        """Yield the chunk with the reason why a sample ended."""
+        yield self._chunk([self._end(sample)])
+
+    def event(self, chunk: Json) -> bytes:
+        """A chunk as a server-sent event."""
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+    def failed(self, error: BatonError) -> Json:
+        """An error as this API has it."""
+        return errors.body_of(error)
 
     def closing(self) -> Iterator[Json]:
         """Yield the chunk with the usage, if it was asked for."""

@@ -25,12 +25,22 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import baton
-from baton.errors import BatonError, InvalidRequest, ModelMismatch, Overloaded, RequestCancelled, shown
+from baton.errors import (
+    BatonError,
+    BodyTimeout,
+    InvalidRequest,
+    ModelMismatch,
+    Overloaded,
+    PayloadTooLarge,
+    RequestCancelled,
+    shown,
+)
 from baton.logs import RequestLog
 from baton.metrics import PAGE_TYPE
 from router.events import Cancelled, Failed, Finished, RequestEnded
 from router.frontend.api import errors, openapi
 from router.frontend.api.answers import Answer, ChatCompletion, Completion, Sample, Wanted
+from router.frontend.api.messages import Message, MessagesRequest, chat_of_messages
 from router.frontend.api.parameters import affinity_of, generate_request, token_ids, truncated
 from router.frontend.api.protocol import (
     ChatCompletionRequest,
@@ -42,6 +52,7 @@ from router.frontend.api.protocol import (
     refuse_unserved,
     samples,
 )
+from router.frontend.api.responses import ModelResponse, ResponsesRequest, chat_of_response
 from router.frontend.chat_template import TemplateRenderer, cut_at_mark, mark_end, normalized
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.message_guard import looked_at
@@ -51,6 +62,7 @@ from router.frontend.request_parsing import tokenized
 log = logging.getLogger(__name__)
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
+ErrorBody: TypeAlias = Callable[[BatonError], dict[str, Any]]
 
 LINGER = 15.0  # seconds after the end of a request in which its client must read something
 _BODY_SECONDS = 30.0  # within which a body must have come
@@ -106,6 +118,8 @@ class HttpApi:
                 post("/v1/chat/completions", self._guarded(self._chat_completions)),
                 get("/v1/models", self._models),
                 get("/v1/models/{model:path}", self._model),
+                post("/v1/messages", self._guarded(self._messages, errors.anthropic_body)),
+                post("/v1/responses", self._guarded(self._responses)),
                 post("/tokenize", self._guarded(self._tokenize)),
                 post("/detokenize", self._guarded(self._detokenize)),
                 get("/version", self._version),
@@ -138,7 +152,7 @@ class HttpApi:
             if len(prompts) > 1:
                 raise InvalidRequest("echo is true for several prompts; send them one by one")
             echo = self._decode(prompts[0])
-        wanted = self._wanted("cmpl", request, fields, logprobs=fields.logprobs is not None, echo=echo)
+        wanted = self._wanted("cmpl-", request, fields, logprobs=fields.logprobs is not None, echo=echo)
         answer = Completion(wanted, _samples_of(prompts, samples(fields)))
         most = fields.max_tokens if fields.max_tokens is not None else _DEFAULT_COMPLETION
         return await self._answered(request, _Order(answer, fields, most, fields.logprobs), received)
@@ -146,6 +160,27 @@ class HttpApi:
     async def _chat_completions(self, request: Request) -> Response:
         received = self._service.clock.now()
         fields = await self._decoded(request, ChatCompletionRequest)
+        return await self._chat(request, fields, received, "chatcmpl-", ChatCompletion)
+
+    async def _messages(self, request: Request) -> Response:
+        received = self._service.clock.now()
+        asked = await self._decoded(request, MessagesRequest)
+        return await self._chat(request, chat_of_messages(asked), received, "msg_", Message)
+
+    async def _responses(self, request: Request) -> Response:
+        received = self._service.clock.now()
+        asked = await self._decoded(request, ResponsesRequest)
+        answer = partial(ModelResponse, asked)
+        return await self._chat(request, chat_of_response(asked), received, "resp_", answer)
+
+    async def _chat(
+        self,
+        request: Request,
+        fields: ChatCompletionRequest,
+        received: float,
+        prefix: str,
+        kind: Callable[[Wanted, list[Sample]], Answer],
+    ) -> Response:
         refuse_unserved(fields)
         self._check_model(fields.model)
         prompt = await self._chat_prompt(fields)
@@ -153,8 +188,8 @@ class HttpApi:
         if fields.top_logprobs and not fields.logprobs:
             raise InvalidRequest("top_logprobs is set and logprobs is not true; set both")
         echo = _last_text(fields) if fields.echo else None
-        wanted = self._wanted("chatcmpl", request, fields, logprobs=logprobs is not None, echo=echo)
-        answer = ChatCompletion(wanted, _samples_of([prompt], samples(fields)))
+        wanted = self._wanted(prefix, request, fields, logprobs=logprobs is not None, echo=echo)
+        answer = kind(wanted, _samples_of([prompt], samples(fields)))
         most = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
         return await self._answered(request, _Order(answer, fields, most, logprobs), received)
 
@@ -163,7 +198,7 @@ class HttpApi:
     ) -> Wanted:
         options = fields.stream_options
         return Wanted(
-            id=f"{prefix}-{_name_of(request, fields)}",
+            id=f"{prefix}{_name_of(request, fields)}",
             model=self._service.model.name,
             created=int(time.time()),
             fingerprint=self._fingerprint,
@@ -340,7 +375,7 @@ class HttpApi:
                 async with asyncio.timeout(_BODY_SECONDS):
                     body = await self._body(request, count)
             except TimeoutError:
-                raise errors.RequestTimeout(f"the request's body did not come within {_BODY_SECONDS:g} s") from None
+                raise BodyTimeout(f"the request's body did not come within {_BODY_SECONDS:g} s") from None
             work = partial(decode, body, kind)
             return work() if len(body) < _QUICK else await asyncio.to_thread(work)
 
@@ -350,7 +385,7 @@ class HttpApi:
         async for part in request.stream():
             size += len(part)
             if size > self._max_body:
-                raise errors.PayloadTooLarge(f"the request's body has more than {self._max_body} bytes; send less")
+                raise PayloadTooLarge(f"the request's body has more than {self._max_body} bytes; send less")
             count(len(part))
             parts.append(part)
         return b"".join(parts)
@@ -372,22 +407,22 @@ class HttpApi:
         finally:
             self._bodies -= mine
 
-    def _guarded(self, endpoint: Endpoint) -> Endpoint:
-        """Turn errors into answers, and cancel an endpoint whose client has gone."""
+    def _guarded(self, endpoint: Endpoint, failed: ErrorBody = errors.body_of) -> Endpoint:
+        """Turn errors into answers of the API's own shape."""
 
         async def guarded(request: Request) -> Response:
             given = request.headers.get("x-request-id", "")
             try:
                 response = await endpoint(request)
             except BatonError as error:
-                response = _error(error)
+                response = _error(error, failed)
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # noqa: BLE001 whatever it is, the client gets a status and never a traceback
                 if type(error).__name__ == "ClientDisconnect":
                     return Response(status_code=499)
                 RequestLog(log, shown(given)).exception("failed in the router")
-                response = _error(BatonError("internal error; the router's log says more"))
+                response = _error(BatonError("internal error; the router's log says more"), failed)
             response.headers.setdefault("x-request-id", given or secrets.token_hex(8))
             return response
 
@@ -428,10 +463,8 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type=_JSON)
 
 
-def _error(error: BatonError) -> Response:
-    return Response(
-        msgspec.json.encode(errors.body_of(error)), errors.status_of(error), errors.headers_of(error), _JSON
-    )
+def _error(error: BatonError, failed: ErrorBody = errors.body_of) -> Response:
+    return Response(msgspec.json.encode(failed(error)), errors.status_of(error), errors.headers_of(error), _JSON)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -531,7 +564,7 @@ class _Whole(_Answering):
                     sample.take(news)
             response = _json(self.answer.whole())
         except BatonError as error:
-            response = _error(error)
+            response = _error(error, self.answer.failed)
         response.headers["x-request-id"] = self.headers["x-request-id"]
         await response(scope, receive, send)
 
@@ -543,8 +576,7 @@ class _Stream(_Answering):
         answer, opened = self.answer, False
 
         async def event(value: dict[str, Any]) -> None:
-            data = b"data: " + msgspec.json.encode(value) + b"\n\n"
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": answer.event(value), "more_body": True})
 
         async def open_stream() -> None:
             headers = [
@@ -560,19 +592,21 @@ class _Stream(_Answering):
                 if not opened:  # a request that is refused has a status of its own
                     opened = True
                     await open_stream()
-                chunk = answer.chunk(sample, news) if isinstance(news, Output) else answer.ending(sample)
-                if chunk is not None:
+                if not isinstance(news, Output):
+                    for chunk in answer.ending(sample):
+                        await event(chunk)
+                elif (chunk := answer.chunk(sample, news)) is not None:
                     await event(chunk)
             for chunk in answer.closing():
                 await event(chunk)
         except BatonError as error:
             if not opened:
-                response = _error(error)
+                response = _error(error, answer.failed)
                 response.headers["x-request-id"] = self.headers["x-request-id"]
                 await response(scope, receive, send)
                 return
-            await event(errors.body_of(error))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            await event(answer.failed(error))
+        await send({"type": "http.response.body", "body": answer.end_of_stream, "more_body": False})
 
 
 async def _read(sample: Sample, generation: Generation, news: asyncio.Queue[Any]) -> None:

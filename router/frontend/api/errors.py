@@ -8,8 +8,7 @@ import math
 from http import HTTPStatus
 from typing import Any
 
-from baton.errors import BatonError, Overloaded
-from router.frontend.api.protocol import UnservedField
+from baton.errors import BatonError, BodyTimeout, Overloaded, PayloadTooLarge, UnsupportedField
 
 _STATUS = {
     "INVALID_ARGUMENT": 400,
@@ -23,21 +22,7 @@ _STATUS = {
 }
 
 
-class PayloadTooLarge(BatonError):
-    """A body beyond what the model's context can need."""
-
-    status = "INVALID_ARGUMENT"
-    reason = "payload_too_large"
-
-
-class RequestTimeout(BatonError):
-    """A body that does not come."""
-
-    status = "INVALID_ARGUMENT"
-    reason = "request_timeout"
-
-
-_STATUS_OF_CLASS: dict[type[BatonError], int] = {PayloadTooLarge: 413, RequestTimeout: 408}
+_STATUS_OF_CLASS: dict[type[BatonError], int] = {PayloadTooLarge: 413, BodyTimeout: 408}
 
 
 def status_of(error: BatonError) -> int:
@@ -56,7 +41,25 @@ def headers_of(error: BatonError) -> dict[str, str]:
 
 def body_of(error: BatonError) -> dict[str, Any]:
     """The JSON of an error."""
-    return described(status_of(error), str(error), error.field if isinstance(error, UnservedField) else None)
+    return described(status_of(error), str(error), error.field if isinstance(error, UnsupportedField) else None)
+
+
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_body(error: BatonError) -> dict[str, Any]:
+    """The JSON of an error, as Anthropic's API has it."""
+    kind = _ANTHROPIC.get(status_of(error), "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 def described(status: int, message: str, param: str | None = None) -> dict[str, Any]:

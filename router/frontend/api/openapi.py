@@ -8,11 +8,15 @@ from typing import Any
 import msgspec
 
 import baton
+from router.frontend.api.messages import MessagesRequest
 from router.frontend.api.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.frontend.api.responses import ResponsesRequest
 
 _BODIES: dict[str, tuple[str, Any, bool]] = {
     "/v1/completions": ("Complete a prompt.", CompletionRequest, True),
     "/v1/chat/completions": ("Continue a chat.", ChatCompletionRequest, True),
+    "/v1/messages": ("Continue a chat, as Anthropic's API does.", MessagesRequest, True),
+    "/v1/responses": ("Answer an input, as OpenAI's Responses API does, without state.", ResponsesRequest, True),
     "/tokenize": ("Return the tokens of a prompt or a chat.", TokenizeRequest, False),
     "/detokenize": ("Return the text of tokens.", DetokenizeRequest, False),
 }

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from baton.errors import InvalidRequest, shown
+from baton.errors import InvalidRequest, UnsupportedField, shown
 
 R = TypeVar("R", bound="GenerationFields")
 
@@ -156,17 +156,16 @@ def refuse_unserved(request: GenerationFields) -> None:
     for name, neutral in _NEUTRAL.items():
         value = getattr(request, name, None)
         if value is not None and value not in neutral:
-            raise UnservedField(name, value)
+            raise unsupported(name, value)
     if request.best_of is not None and request.best_of != samples(request):
-        raise UnservedField("best_of", request.best_of)
+        raise unsupported("best_of", request.best_of)
 
 
-class UnservedField(InvalidRequest):
-    """A field that Baton knows and can't serve yet. `field` is its name."""
-
-    def __init__(self, field: str, value: Any) -> None:
-        super().__init__(f"{field} is {shown(repr(value))}, which this server does not support yet; leave {field} out")
-        self.field = field
+def unsupported(field: str, value: Any) -> UnsupportedField:
+    """The error for a field that can't be served with that value."""
+    error = UnsupportedField(f"{field} is {shown(repr(value))}, which this server does not support; leave {field} out")
+    error.field = field
+    return error
 
 
 def samples(request: GenerationFields) -> int:
