@@ -160,6 +160,7 @@ class RouterConfig(_Section, frozen=True):
     max_queued: Natural = 1_024  # requests waiting for a worker; of more, the least urgent are refused
     max_queued_tokens: Positive = 16_777_216  # of their prompts together
     queue_timeout_ms: Positive = 30_000  # longest wait for a worker
+    shutdown_timeout_ms: Natural = 30_000  # what runs may go on for so long after SIGTERM
     attempt_timeout_ms: Positive = 120_000  # an attempt without any progress for longer is given up
     ageing_ms: Positive = 10_000  # one level of priority is worth so much waiting
     slo_classes: dict[int, ObjectivesConfig] = {}  # objectives by priority; a class that is not here has none

@@ -43,6 +43,7 @@ of_peers = RateLimitedLog(log)  # lines that a peer can trigger
 
 _TURN = 64  # batches of KV events handled before others get a turn of the loop
 _GRACE = 1.0  # seconds that clients get to read how their streams ended
+_DRAIN_LOOK = 0.05  # seconds between two looks at the streams that are to end
 _LOOK = 1.0  # seconds between two looks at the operator's socket
 _BATCHES = 1_000  # batches of KV events waiting to be read; more wait in their sockets
 
@@ -107,12 +108,23 @@ async def serve(
             _follow(driver, sockets),
             _watch(driver, (client_server, operator), listener, clock),
         )
-        await _until_stopped(stop, *loops)
+        await _until_stopped(_drained(driver, stop), *loops)
 
 
-async def _until_stopped(stop: asyncio.Event, *loops: Coroutine[Any, Any, None]) -> None:
-    """Run the loops until `stop`, or until one of them fails: then with its error."""
-    tasks = [*map(asyncio.create_task, loops), asyncio.create_task(stop.wait())]
+async def _drained(driver: RouterDriver, stop: asyncio.Event) -> None:
+    """Wait for `stop`. Then take no more requests, and wait until those that run have ended or time is up."""
+    await stop.wait()
+    driver.stopping = True
+    patience = driver.config.router.shutdown_timeout_ms / 1_000
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(patience):
+            while driver.busy:  # noqa: ASYNC110 - streams end in many places, and this is once in a router's life
+                await asyncio.sleep(_DRAIN_LOOK)
+
+
+async def _until_stopped(*loops: Coroutine[Any, Any, None]) -> None:
+    """Run the loops until one of them ends, or fails: then with its error."""
+    tasks = [*map(asyncio.create_task, loops)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -144,7 +156,7 @@ async def _watch(
         driver.handle(Tick(pauses.tick(clock.now())))
         driver.publish(listener.malformed + sum(client_server.undecodable for client_server in fronts), refused())
         for client_server in fronts:
-            await client_server.set_serving(driver.state.serving)
+            await client_server.set_serving(driver.unready is None)
         await asyncio.sleep(beat / 5)
 
 

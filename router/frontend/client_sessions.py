@@ -17,7 +17,7 @@ from typing import Protocol
 
 from baton.clock import Clock
 from baton.config import Config
-from baton.errors import RequestCancelled
+from baton.errors import RequestCancelled, Unavailable
 from baton.logs import RateLimit, RateLimitedLog, RequestLog
 from baton.messages import LoadReport, Message, Peer, WorkerRole
 from baton.metrics import Metrics
@@ -90,6 +90,7 @@ class RouterDriver:
         self.state = RouterState(me, config, model.limits)
         self.metrics = metrics
         self.address = ""  # host:port of our own metrics
+        self.stopping = False  # no request is taken any more; those that run may end
         self.draw_seed: Callable[[], int] = partial(secrets.randbits, 63)
         self._sockets = wire
         self._clock = clock
@@ -103,7 +104,10 @@ class RouterDriver:
     # --- clients -----------------------------------------------------------------------------------------------------
 
     def submit(self, validated: ValidatedRequest, received: float, deadline: float | None) -> OutputStream:
-        """Begin with a request; its output and its end come through the stream."""
+        """Begin with a request; its output and its end come through the stream. Raises Unavailable once the router is
+        stopping."""
+        if self.stopping:
+            raise Unavailable("the router is stopping; ask again, or ask another router")
         # A client may use a name twice, here and at another router; the cluster never does.
         name = f"{validated.request_id}-{self._number()}"
         silent = frozenset(validated.stop_token_ids)
@@ -194,7 +198,12 @@ class RouterDriver:
     @property
     def unready(self) -> str | None:
         """Why no request can be served now; none: one can."""
-        return self.state.unready
+        return "the router is stopping" if self.stopping else self.state.unready
+
+    @property
+    def busy(self) -> bool:
+        """Whether a stream is open and can go on."""
+        return bool(self._streams) and self.state.unready is None
 
     def stop(self) -> None:
         """End every stream with Unavailable. Its client may ask the router that comes after this one."""

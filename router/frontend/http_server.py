@@ -115,9 +115,9 @@ class HttpServer:
 
     async def _healthz(self) -> web.Response:
         """200 while a request that comes now can be served."""
-        if self._driver.state.serving:
+        if (reason := self._driver.unready) is None:
             return web.Response(text="serving\n")
-        return web.Response(status=503, text="no decode worker is live\n")
+        return web.Response(status=503, text=f"{reason}\n")
 
 
 class _HttpServer(web.Server):

@@ -108,6 +108,17 @@ def test_chat(client: openai.OpenAI, path: Path, tokenizer: Tokenizer) -> None:
     assert len(parts) > 5
 
 
+def test_responses(client: openai.OpenAI, path: Path, tokenizer: Tokenizer) -> None:
+    rendered = tokenizer.encode(f"user {PROMPT} assistant", add_special_tokens=False).ids
+    right = tokenizer.decode(greedy(path, rendered, 16))
+    asked: Any = {"model": "", "input": PROMPT, "max_output_tokens": 16, "temperature": 0.0}
+    asked |= {"extra_body": {"ignore_eos": True}}
+    assert client.responses.create(**asked).output_text == right
+    streamed: Any = list(client.responses.create(stream=True, **asked))
+    assert "".join(event.delta for event in streamed if event.type == "response.output_text.delta") == right
+    assert streamed[-1].response.output_text == right
+
+
 def test_logprobs_of_both(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(
         model="", messages=MESSAGES, max_completion_tokens=5, logprobs=True, top_logprobs=3, **GREEDY

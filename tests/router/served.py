@@ -33,7 +33,7 @@ def model_folder(folder: Path) -> Path:
 def settings_for(folder: Path, **router: Any) -> settings.Config:
     keys = str(cluster_keys.key_file(folder))
     ports = {"grpc_port": 0, "internal_port": 0, "http_port": 0} | {"operator": str(folder / "run" / "router.sock")}
-    ports |= router
+    ports |= {"shutdown_timeout_ms": 0} | router
     return msgspec.structs.replace(
         CONFIG,
         model=settings.ModelConfig(path=str(model_folder(folder / "small"))),
@@ -44,7 +44,9 @@ def settings_for(folder: Path, **router: Any) -> settings.Config:
 
 
 class Served:
-    """A running router, and the workers that a test starts behind it."""
+    """A running router, and the workers that a test starts behind it. `stop` is what SIGTERM sets."""
+
+    stop: asyncio.Event
 
     def __init__(self, addresses: RouterAddresses) -> None:
         self.addresses = addresses
@@ -100,6 +102,7 @@ async def served(config: settings.Config) -> AsyncIterator[Served]:
     if router.done():
         router.result()
     running = Served(await ready)
+    running.stop = stop
     workers = asyncio.create_task(running.work())
     try:
         yield running

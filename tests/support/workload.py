@@ -48,6 +48,7 @@ def settings(path: Path, prefill: int = 1, decode: int = 1, **more: object) -> c
             "router.internal_port": 0,
             "router.http_port": 0,
             "api.port": 0,
+            "router.shutdown_timeout_ms": 1_000,
             "router.disaggregation": "always",  # models this small are not worth it, and this is what is to be tested
             "store.host_cache_bytes": "128MiB",
             "prefill.kv_cache_bytes": "64MiB",
