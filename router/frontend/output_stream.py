@@ -63,6 +63,11 @@ class OutputStream:
         self.reads = 0  # pieces that the client's task has asked for: it asks again when one is written
 
     @property
+    def unread(self) -> int:
+        """Tokens that its client has not taken yet."""
+        return self._unread
+
+    @property
     def stop_string(self) -> str | None:
         """The stop string that ended the output, if one did."""
         return self._text.stop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from router.frontend.api.server import listen
 from router.frontend.detokenizer import Tokenizer
 from tests.router import tokenizers
 from tests.router.model import EOS, expected
@@ -373,6 +375,27 @@ def test_a_router_that_stops_lets_streams_end_and_takes_no_more(tmp_path: Path) 
             assert (await client.get("/live"))[0] == 200
             whole = await running
             assert whole["usage"]["completion_tokens"] == 60
+
+    run(test)
+
+
+def test_small_segments_are_sent_at_once() -> None:
+    """asyncio switches Nagle's algorithm off only for sockets that say that they are TCP: without it, the first token
+    of a second request on a connection took 20 ms longer."""
+
+    async def test() -> None:
+        with listen("127.0.0.1", 0) as listener:
+            made: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+            async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                peer = writer.get_extra_info("socket")
+                made.set_result(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+                writer.close()
+
+            async with await asyncio.start_server(connected, sock=listener):
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                assert await made
+                writer.close()
 
     run(test)
 

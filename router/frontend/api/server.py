@@ -55,7 +55,7 @@ class ApiServer:
 
     async def start(self, host: str, port: int) -> str:
         """Listen, and return "host:port". Raises PortInUse or StartupError."""
-        listener = _listen(host, port)
+        listener = listen(host, port)
         bound: int = listener.getsockname()[1]
         self._serving = asyncio.create_task(self._server.serve([listener]))
         listening = asyncio.create_task(self._server.listening.wait())
@@ -131,9 +131,12 @@ class _Protocol(HttpToolsProtocol):
             self._timer = None
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there. Raises PortInUse or StartupError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sends small segments at once only where it is told that this is TCP. Otherwise a token waits for the ACK
+    # of the one before.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
