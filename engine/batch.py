@@ -12,9 +12,19 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from engine.sampling.logits_rules import LogitsEdits
-
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+class LogitsEdits(Struct, frozen=True, gc=False):
+    """The changes to one row of logits, in the order in which they are made. None: no such change."""
+
+    allowed: Ints | None = None  # all other tokens are masked
+    forbidden: Ints | None = None
+    bias: tuple[Ints, Floats] | None = None  # added
+    repeated: Ints | None = None  # tokens of prompt and output, whose logits `repetition` shrinks
+    repetition: float = 1.0
+    lowered: tuple[Ints, Floats] | None = None  # subtracted
 
 
 class TokenDraw(Struct, frozen=True, gc=False):

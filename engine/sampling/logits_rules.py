@@ -12,24 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import numpy as np
-import numpy.typing as npt
-from msgspec import Struct
 
 from baton.messages import LogitsRules
-
-Ids = npt.NDArray[np.int64]
-Values = npt.NDArray[np.float32]
-
-
-class LogitsEdits(Struct, frozen=True, gc=False):
-    """The changes to one row of logits, in the order in which they are made. None: no such change."""
-
-    allowed: Ids | None = None  # all other tokens are masked
-    forbidden: Ids | None = None
-    bias: tuple[Ids, Values] | None = None  # added
-    repeated: Ids | None = None  # tokens of prompt and output, whose logits `repetition` shrinks
-    repetition: float = 1.0
-    lowered: tuple[Ids, Values] | None = None  # subtracted
+from engine.batch import Floats, Ints, LogitsEdits
 
 
 class LogitsEditor:
@@ -69,7 +54,7 @@ class LogitsEditor:
             lowered=self._lowered(),
         )
 
-    def _forbidden(self) -> Ids | None:
+    def _forbidden(self) -> Ints | None:
         early = len(self._output) < self._rules.min_tokens
         tokens = [*self._stops] if early else []
         for last, beginnings in self._words.items():
@@ -77,12 +62,12 @@ class LogitsEditor:
                 tokens.append(last)
         return np.array(tokens, np.int64) if tokens else None
 
-    def _repeated(self) -> Ids | None:
+    def _repeated(self) -> Ints | None:
         if self._of_prompt is None:
             return None
         return np.union1d(self._of_prompt, np.fromiter(self._counts, np.int64, len(self._counts)))
 
-    def _lowered(self) -> tuple[Ids, Values] | None:
+    def _lowered(self) -> tuple[Ints, Floats] | None:
         frequency, presence = self._rules.frequency_penalty, self._rules.presence_penalty
         if not self._counts or not (frequency or presence):
             return None

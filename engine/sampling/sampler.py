@@ -20,9 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import Ints, Sampled, TokenDraw
+from engine.batch import Ints, LogitsEdits, Sampled, TokenDraw
 from engine.sampling import counter_rng
-from engine.sampling.logits_rules import LogitsEdits
 
 PREFIX = 256
 COLDEST = 1e-6
