@@ -56,8 +56,8 @@ TABLE: Mapping[str, MetricSpec] = {
     "prompt_tokens": MetricSpec("counter", "Prompt tokens of finished requests."),
     "generation_tokens": MetricSpec("counter", "Tokens generated."),
     "prefix_cache_queries": MetricSpec("counter", "Prompt tokens looked up."),
-    "prefix_cache_hits": MetricSpec("counter", "Prompt tokens that nobody had to compute."),
-    "prefix_map_pages": MetricSpec("gauge", "Different pages that somebody has, as far as the router knows."),
+    "prefix_cache_hits": MetricSpec("counter", "Prompt tokens that came from caches."),
+    "prefix_map_pages": MetricSpec("gauge", "Different pages that any process holds, as far as the router knows."),
     "prefix_map_repairs": MetricSpec(
         "counter", "Holders whose pages were found known wrongly and asked for.", ("found_by",)
     ),
@@ -95,16 +95,16 @@ TABLE: Mapping[str, MetricSpec] = {
     "page_evictions": MetricSpec("counter", "Pages evicted.", ("tier",)),
     "load_regret_seconds": MetricSpec("counter", "Time lost to loads slower than computing.", ("tier",)),
     "tier_bytes": MetricSpec("gauge", "Bytes taken.", ("tier",)),
-    "tier_hits": MetricSpec("counter", "Pages found there by those who asked.", ("tier",)),
+    "tier_hits": MetricSpec("counter", "Pages found there when a worker asked.", ("tier",)),
     "tier_loads": MetricSpec("counter", "Pages brought up from there.", ("tier",)),
     "tier_load_seconds": MetricSpec("counter", "Time from asking to landing, over loads.", ("tier",)),
     "tier_loads_failed": MetricSpec("counter", "Pages that were to come from a lower tier and did not."),
     "pages_sent": MetricSpec("counter", "Pages sent to other stores."),
     "pages_unexpected": MetricSpec(
-        "counter", "Pages of other stores that came when nobody waited for them (any more)."
+        "counter", "Pages of other stores that came when no worker waited for them (any more)."
     ),
     "peer_links": MetricSpec("gauge", "Other stores that are connected."),
-    "peer_messages_dropped": MetricSpec("counter", "Messages between stores not sent, or for somebody else."),
+    "peer_messages_dropped": MetricSpec("counter", "Messages between stores not sent, or for another store."),
     "disk_up": MetricSpec("gauge", "1 while the disk tier works; 0 without one, and once it has failed."),
     "disk_writes_dropped": MetricSpec(
         "counter", "Pages not written to disk: no room, no time, or the disk has failed."
@@ -112,11 +112,11 @@ TABLE: Mapping[str, MetricSpec] = {
     "disk_torn_records": MetricSpec("counter", "Records found at start whose writing was cut off."),
     "store_misses": MetricSpec("counter", "Pages asked for that were not in the arena."),
     "store_calls": MetricSpec("counter", "Calls from workers.", ("call",)),
-    "store_pages_awaited": MetricSpec("gauge", "Pages that somebody waits for."),
+    "store_pages_awaited": MetricSpec("gauge", "Pages that a worker waits for."),
     "unproven_reservations": MetricSpec("gauge", "Slots reserved by a writer that left without proof of its death."),
     "oldest_lease_seconds": MetricSpec("gauge", "Age of the oldest lease that holds pages."),
     "leases_expired": MetricSpec("counter", "Holds that their owner did not renew."),
-    "pinned_bytes": MetricSpec("gauge", "Bytes kept because somebody pinned them."),
+    "pinned_bytes": MetricSpec("gauge", "Bytes kept because they are pinned."),
 }
 
 PAGE_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -128,8 +128,8 @@ class Metrics(Collector):
     """The metrics of one process. Thread-safe: the loop publishes, Prometheus' thread reads."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
+        self.registry = CollectorRegistry()  # others may register families of their own
+        self.registry.register(self)
         self._published: Mapping[str, Sample] = {}
         self._histograms: dict[str, Histogram] = {}
         self._lock = threading.Lock()
@@ -150,7 +150,7 @@ class Metrics(Collector):
         if name not in self._histograms:
             with self._lock:
                 self._histograms.setdefault(
-                    name, Histogram(f"baton_{name}", TABLE[name].help, registry=self._registry, buckets=_BUCKETS)
+                    name, Histogram(f"baton_{name}", TABLE[name].help, registry=self.registry, buckets=_BUCKETS)
                 )
         self._histograms[name].observe(seconds)
 
@@ -174,7 +174,7 @@ class Metrics(Collector):
 
     def text(self) -> bytes:
         """The page as it is now."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     def page(self) -> bytes:
         """The page as it was at most half a second ago. However many ask, it is rendered twice a second at most."""

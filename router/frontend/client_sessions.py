@@ -55,12 +55,14 @@ from router.frontend.detokenizer import TextStream
 from router.frontend.output_stream import OutputStream, StopVerdict
 from router.frontend.request_parsing import ValidatedPin, ValidatedRequest
 from router.frontend.served_model import ServedModel
+from router.frontend.vllm_metrics import EngineLoad, VllmMetrics
 from router.requests.explain import RequestRecord
-from router.state import ProcessView, RouterState
+from router.state import ProcessView, RouterState, RouterStats
 
 log = logging.getLogger(__name__)
 limited = RateLimitedLog(log, RateLimit(burst=20))
 
+_LOAD_SECONDS = 1.0  # between two looks at all workers' loads for `vllm_metrics`
 _OWN = 8  # digits of our incarnation that tell names of ours from those of any other router
 
 
@@ -97,6 +99,9 @@ class RouterDriver:
         self._streams: dict[str, OutputStream] = {}
         self._pinning: dict[str, asyncio.Future[Pinned | Failed | Cancelled]] = {}
         self._last_token: dict[str, float] = {}
+        self._max_tokens: dict[str, int | None] = {}
+        self._load_due = float("-inf")
+        self.vllm_metrics = VllmMetrics(metrics.registry, model, config.pages.page_size)
         self._numbered = 0
         self._events: deque[RouterEvent] = deque()
         self._handling = False
@@ -113,6 +118,7 @@ class RouterDriver:
         silent = frozenset(validated.stop_token_ids)
         text = TextStream(self.model.tokenizer, validated.prompt, validated.stops, silent, validated.text)
         stream = self._streams[name] = OutputStream(name, text)
+        self._max_tokens[name] = validated.max_tokens
         self.handle(
             Submit(
                 request=name,
@@ -257,6 +263,7 @@ class RouterDriver:
             return
         if (last := self._last_token.get(name)) is not None:
             self.metrics.observe("inter_token_latency_seconds", now - last)
+            self.vllm_metrics.gap(now - last)
         self._last_token[name] = now
         match stream.emit(command.tokens, command.logprobs):
             case StopVerdict.STOPPED:
@@ -272,6 +279,7 @@ class RouterDriver:
         if stream is not None:
             stream.end(end)
         self._observe(end)
+        self.vllm_metrics.ended(end, self._max_tokens.pop(end.request, None))
 
     # --- what others read --------------------------------------------------------------------------------------------
 
@@ -284,6 +292,9 @@ class RouterDriver:
     def publish(self, malformed: int, refused: int) -> None:
         """Let Prometheus see the state as it is now."""
         stats = self.state.stats()
+        if (now := self._clock.now()) >= self._load_due:
+            self._load_due = now + _LOAD_SECONDS
+            self.vllm_metrics.load = self._engine_load(stats)
         errors = {(reason,): float(count) for reason, count in stats.failed.items()}
         errors[("cancelled",)] = errors.get(("cancelled",), 0.0) + stats.cancelled
         self.metrics.publish(
@@ -324,6 +335,11 @@ class RouterDriver:
                 "connections_refused": refused,
             }
         )
+
+    def _engine_load(self, stats: RouterStats) -> EngineLoad:
+        devices = [view.load for view in self.state.processes(self._clock.now()) if view.peer.role == "decode"]
+        free, total = sum(load.pages_free for load in devices), sum(load.pages_total for load in devices)
+        return EngineLoad(stats.running, stats.queued, free, total)
 
     def _observe(self, end: RequestEnded) -> None:
         line, usage = end.summary.timeline, end.summary.usage

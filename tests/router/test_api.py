@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import json
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from router.frontend.api.server import listen
 from router.frontend.detokenizer import Tokenizer
@@ -336,6 +338,31 @@ def test_without_a_worker_readiness_says_so(tmp_path: Path) -> None:
     run(test)
 
 
+def test_vllms_metrics_add_up(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            for _ in range(2):
+                await client.complete()
+            async with client.http.get(f"{client.url}/metrics") as page:
+                families = {family.name: family for family in text_string_to_metric_families(await page.text())}
+
+            def total(name: str) -> float:
+                return sum(s.value for s in families[f"vllm:{name}"].samples if s.name.endswith("_total"))
+
+            for name in ("prompt_tokens", "prompt_tokens_by_source", "prefix_cache_queries"):
+                assert total(name) == 2 * len(PROMPT), name
+            assert total("request_success") == 2
+            (sample, *_) = families["vllm:generation_tokens"].samples
+            assert sample.labels == {"model_name": "small", "engine": "0"}
+            for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
+                (count,) = [s.value for s in families[f"vllm:{name}"].samples if s.name.endswith("_count")]
+                assert count > 0
+            assert "vllm:num_requests_running" in families
+            assert "vllm:cache_config_info" in families
+
+    run(test)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_everything(tmp_path: Path, stream: bool) -> None:
     async def test() -> None:
@@ -458,11 +485,17 @@ def test_anthropics_messages(tmp_path: Path) -> None:
 def test_anthropics_stop_sequence(tmp_path: Path) -> None:
     async def test() -> None:
         async with door(tmp_path) as client:
-            body = {"max_tokens": 64, "messages": [{"role": "user", "content": "Hello"}], "stop_sequences": ["e", "a"]}
-            ended = [(await client.post("/v1/messages", body))[1] for _ in range(5)]  # the seeds are drawn
+            messages = [{"role": "user", "content": "Hello"}]
+            prompt = len(TOKENIZER.encode("<s>[user]Hello[assistant]", special_tokens=False))
+            likely = "".join(text_of(seed, prompt, 64) for seed in range(100))
+            stops = [character for character, _ in Counter(likely).most_common(16)]
+            body = {"max_tokens": 64, "messages": messages, "stop_sequences": stops}
+            ended = [
+                (await client.post("/v1/messages", body))[1] for _ in range(40)
+            ]  # seeds are drawn; two in five stop
             assert any(answer["stop_reason"] == "stop_sequence" for answer in ended)
             for answer in ended:
-                assert not {"e", "a"} & set(answer["content"][0]["text"])
+                assert not set(stops) & set(answer["content"][0]["text"])
                 assert (answer["stop_sequence"] is not None) == (answer["stop_reason"] == "stop_sequence")
 
     run(test)
