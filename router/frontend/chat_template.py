@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from baton.errors import InvalidRequest, ModelError, shown
 from router.frontend.message_guard import looked_at
 
@@ -64,7 +66,7 @@ class TemplateRenderer:
 
     async def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """Return the prompt. Raises InvalidRequest if the template fails, hangs or takes too much."""
-        order = json.dumps({"template": template, "variables": variables}).encode()
+        order = msgspec.json.encode({"template": template, "variables": variables})
         rendering = asyncio.create_task(self._render(order))
         rendering.add_done_callback(looked_at)
         return await asyncio.shield(rendering)  # if the client goes, its answer must still be read
@@ -100,7 +102,7 @@ class TemplateRenderer:
         given.write(len(order).to_bytes(4, "big") + order)
         await given.drain()
         size = int.from_bytes(await taken.readexactly(4), "big")
-        return json.loads(await taken.readexactly(size))
+        return msgspec.json.decode(await taken.readexactly(size))
 
     async def _restart(self) -> None:
         process, self._process, self._patience = self._process, None, _START

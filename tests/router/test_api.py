@@ -77,10 +77,8 @@ def text_of(seed: int = SEED, prompt: int = len(PROMPT), count: int = 12) -> str
 
 
 @contextlib.asynccontextmanager
-async def door(
-    folder: Path, *, template: str | None = TEMPLATE, workers: int = 1, **router: Any
-) -> AsyncIterator[Door]:
-    config = settings_for(folder, **router)
+async def door(folder: Path, *, template: str | None = TEMPLATE, workers: int = 1, **more: Any) -> AsyncIterator[Door]:
+    config = settings_for(folder, **more)
     settings = {"bos_token": "<s>", "chat_template": template}
     (Path(config.model.path) / "tokenizer_config.json").write_text(json.dumps(settings))
     async with served(config) as router, aiohttp.ClientSession() as http:
@@ -283,6 +281,11 @@ def test_names_headers_and_what_the_server_is(tmp_path: Path) -> None:
         ("completions", {"prompt": "x", "use_beam_search": True}, 400, "use_beam_search"),
         ("completions", {"prompt": "x", "priority": 2**40}, 400, "priority"),
         ("completions", {"prompt": [5] * 5_000}, 400, "context"),
+        ("completions", {"prompt": ["x"] * 3_000}, 400, "3000 prompts"),
+        ("completions", {"prompt": ["x"] * 100, "n": 100}, 400, "outputs"),
+        ("completions", {"prompt": "x", "allowed_token_ids": [1] * 300_000}, 413, "bytes"),
+        ("completions", {"prompt": "x", "logit_bias": {str(token): 0 for token in range(1_025)}}, 400, "logit_bias"),
+        ("completions", {"prompt": "x", "stop_token_ids": [1] * 1_001}, 400, "stop_token_ids"),
         ("chat/completions", {"messages": []}, 400, "messages is empty"),
         ("chat/completions", {"messages": [{"content": "x"}]}, 400, "messages[0].role"),
         ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -223,6 +223,7 @@ class HttpApi:
                     affinity=affinity,
                 )  # fmt: skip
                 started.append(await self._service.start(message, name, received))
+                await asyncio.sleep(0)  # many samples of a long prompt take a while: others get their turns
         except BaseException:
             for generation in started:
                 generation.close()
@@ -244,16 +245,19 @@ class HttpApi:
             texts = list(given or ())
         if not texts:
             raise InvalidRequest("the prompt is an empty list; send at least one prompt")
+        if len(texts) > _MAX_SAMPLES:
+            raise InvalidRequest(f"the request has {len(texts)} prompts; at most {_MAX_SAMPLES} are allowed")
+        most, context = fields.truncate_prompt_tokens, self._service.model.limits.max_context
         prompts: list[Sequence[int]] = []
         for text in texts:
             if isinstance(text, str):
-                prompts.append(await self._encode(text, special=fields.add_special_tokens is not False))
+                prompt = await self._encode(text, special=fields.add_special_tokens is not False)
+                prompts.append(truncated(prompt, most, context))
             elif isinstance(text, list):
-                prompts.append(token_ids(text, vocabulary))
+                prompts.append(token_ids(truncated(text, most, context), vocabulary, context))
             else:
                 raise InvalidRequest("the prompt mixes texts and token ids; send a list of one kind")
-        context = self._service.model.limits.max_context
-        return [truncated(prompt, fields.truncate_prompt_tokens, context) for prompt in prompts]
+        return prompts
 
     async def _chat_prompt(self, fields: ChatCompletionRequest | TokenizeRequest) -> Sequence[int]:
         """The tokens of a chat, by the checkpoint's template or the request's own. Raises InvalidRequest."""
@@ -319,7 +323,8 @@ class HttpApi:
         model = self._service.model
         if model.tokenizer is None:
             raise InvalidRequest(f"{model.name} has no tokenizer.json, so there is no text")
-        tokens = token_ids(fields.tokens, model.limits.vocab_size) if fields.tokens else []
+        limits = model.limits
+        tokens = token_ids(fields.tokens, limits.vocab_size, limits.max_context) if fields.tokens else []
         work = partial(model.tokenizer.decode, tokens, special_tokens=True)
         return _json({"prompt": await self._service.apart(4 * len(tokens), work)})
 
@@ -418,9 +423,9 @@ class HttpApi:
                 response = _error(error, failed)
             except asyncio.CancelledError:
                 raise
-            except Exception as error:  # noqa: BLE001 whatever it is, the client gets a status and never a traceback
-                if type(error).__name__ == "ClientDisconnect":
-                    return Response(status_code=499)
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception:  # noqa: BLE001 whatever it is, the client gets a status and never a traceback
                 RequestLog(log, shown(given)).exception("failed in the router")
                 response = _error(BatonError("internal error; the router's log says more"), failed)
             response.headers.setdefault("x-request-id", given or secrets.token_hex(8))

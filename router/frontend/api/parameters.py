@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
+from typing import TypeVar
 
-from baton.errors import InvalidRequest
+from baton.errors import ContextTooLong, InvalidRequest
 from baton.v1 import generation_pb2 as pb
 from router.frontend.api.protocol import GenerationFields, seed_of
+
+T = TypeVar("T")
 
 _SESSION_HEADERS = (
     "x-session-id",
@@ -20,6 +23,8 @@ _SESSION_HEADERS = (
 )
 """Headers that name a session, the strongest first. The body's `session_id` comes before all of them."""
 _MAX_KEY = 80
+_MOST = {"stop": 16, "stop_token_ids": 1_000, "logit_bias": 1_024, "bad_words": 1_000, "allowed_token_ids": 2**18}
+"""Entries of fields that are read one by one. `request_parsing` has the same limits or lower ones."""
 _UINT32, _SINT32 = 2**32, 2**31
 
 
@@ -29,6 +34,10 @@ def generate_request(
 ) -> pb.GenerateRequest:  # fmt: skip
     """One sample's request. Raises InvalidRequest for a number that no field can hold; `request_parsing` checks the
     rest."""
+    for name, most in _MOST.items():
+        given: Sized | None = getattr(fields, name)
+        if given is not None and not isinstance(given, str) and len(given) > most:
+            raise InvalidRequest(f"{name} has {len(given)} entries; at most {most} are allowed")
     request = pb.GenerateRequest(
         model=fields.model or "",
         stop=[fields.stop] if isinstance(fields.stop, str) else fields.stop or [],
@@ -85,7 +94,7 @@ def affinity_of(session: str | None, headers: Mapping[str, str]) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-def truncated(prompt: Sequence[int], most: int | None, context: int) -> Sequence[int]:
+def truncated(prompt: Sequence[T], most: int | None, context: int) -> Sequence[T]:
     """The last `most` tokens of a prompt; -1: as many as the context has room for. Raises InvalidRequest."""
     if most is None:
         return prompt
@@ -94,8 +103,10 @@ def truncated(prompt: Sequence[int], most: int | None, context: int) -> Sequence
     return prompt[-(context - 1 if most == -1 else most) :]
 
 
-def token_ids(given: Sequence[object], vocabulary: int) -> list[int]:
-    """A prompt of token ids. Raises InvalidRequest."""
+def token_ids(given: Sequence[object], vocabulary: int, context: int) -> list[int]:
+    """A prompt of token ids. Raises InvalidRequest, for one that is too long before it looks at every token."""
+    if len(given) > context:
+        raise ContextTooLong(f"a prompt of {len(given)} tokens exceeds the model's context of {context}")
     ids: list[int] = []
     for token in given:
         if not isinstance(token, int) or not 0 <= token < vocabulary:
