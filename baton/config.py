@@ -182,6 +182,7 @@ class ApiConfig(_Section, frozen=True):
     host: str = "127.0.0.1"  # where they listen; other addresses are refused without `insecure`
     port: Port = 8_000  # 0: any free port
     insecure: bool = False  # listen on other addresses without keys and TLS
+    trust_request_chat_template: bool = False  # a request may bring its own template, which is a program
 
 
 class StoreConfig(_Section, frozen=True):

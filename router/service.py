@@ -91,7 +91,8 @@ async def serve(
         cleanup.push_async_callback(_stop, client_server, operator)
         grpc_address = await client_server.start(router.host, router.grpc_port)
         operator_address = await operator.start(router.operator, config.cluster.name, name)
-        api_server = ApiServer(HttpApi(service, http.page), router.max_concurrent_rpcs)
+        trust = config.api.trust_request_chat_template
+        api_server = ApiServer(HttpApi(service, http.page, trust_templates=trust), router.max_concurrent_rpcs)
         cleanup.push_async_callback(api_server.stop)
         api_address = await api_server.start(config.api.host, config.api.port)
         cleanup.callback(driver.stop)  # before the front stops: its streams still say why they end

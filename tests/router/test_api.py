@@ -298,9 +298,9 @@ def test_names_headers_and_what_the_server_is(tmp_path: Path) -> None:
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, 400, "logprobs"),
         (
             "chat/completions",
-            {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ nothing.at.all }}"},
+            {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ messages }}"},
             400,
-            "chat template",
+            "api.trust_request_chat_template",
         ),
     ],
 )

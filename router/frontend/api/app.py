@@ -96,9 +96,16 @@ class HttpApi:
     """The application. `app` is the ASGI callable."""
 
     def __init__(
-        self, service: GenerationService, metrics_page: Callable[[], Awaitable[bytes]], *, linger: float = LINGER
+        self,
+        service: GenerationService,
+        metrics_page: Callable[[], Awaitable[bytes]],
+        *,
+        trust_templates: bool = False,
+        linger: float = LINGER,
     ) -> None:
+        """`trust_templates`: requests may bring chat templates of their own."""
         self._service = service
+        self._trust_templates = trust_templates
         self._metrics_page = metrics_page
         self._linger = linger
         model = service.model
@@ -263,6 +270,11 @@ class HttpApi:
         """The tokens of a chat, by the checkpoint's template or the request's own. Raises InvalidRequest."""
         model = self._service.model
         template = model.chat_template
+        if fields.chat_template and not self._trust_templates:
+            raise InvalidRequest(
+                "the request has a chat_template, and this server renders the checkpoint's alone; leave chat_template "
+                "out, or set api.trust_request_chat_template"
+            )
         source = fields.chat_template or (template.source if template else None)
         if source is None:
             raise InvalidRequest(
