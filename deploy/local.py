@@ -198,6 +198,12 @@ class LocalCluster:
             raise StartupError(f"{router} is not up; call up() first")
         return self.reach(self._addresses[router].grpc)
 
+    def api_of(self, router: str) -> str:
+        """Return host:port of a router's HTTP API."""
+        if router not in self._addresses:
+            raise StartupError(f"{router} is not up; call up() first")
+        return self.reach(self._addresses[router].api)
+
     @property
     def operator(self) -> str:
         """The gRPC target of the first router's operator port, valid on this machine."""
