@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 
 from baton.errors import InvalidRequest, ModelError, shown
+from baton.logs import RateLimitedLog
 from router.frontend.message_guard import looked_at
 
-log = logging.getLogger(__name__)
+log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 
 _DEADLINE = 2.0  # seconds for one prompt; templates take less than a millisecond
 _START = 30.0  # seconds for the first prompt of a new process, which imports jinja2
@@ -78,9 +79,11 @@ class TemplateRenderer:
                 self._patience = _DEADLINE
             except TimeoutError:
                 await self._restart()
+                log.warning("a chat template took longer than %g s; its process was ended", _DEADLINE)
                 raise InvalidRequest(f"the chat template takes longer than {_DEADLINE:g} s; mend it") from None
             except (asyncio.IncompleteReadError, ConnectionError):
                 await self._restart()
+                log.warning("a chat template ended its process")
                 raise InvalidRequest("the chat template ended its process, perhaps by its use of memory") from None
         if (text := answer.get("text")) is None:
             raise InvalidRequest(f"the chat template can't render these messages: {shown(answer['error'], 300)}")

@@ -846,7 +846,7 @@ class World:
             if lost == self.lost:
                 break
         else:
-            pytest.fail("pages are wanted anew, again and again, that nobody has lost")
+            pytest.fail("pages are wanted anew, again and again, that no process has lost")
         for node in self.nodes:
             node.check_quiet()
 

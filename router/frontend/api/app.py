@@ -221,8 +221,9 @@ class HttpApi:
     async def _answered(self, request: Request, order: _Order, received: float) -> Response:
         """Start the generations of a request. Raises BatonError if one of them is refused."""
         name, started = _name_of(request, order.fields), list[Generation]()
+        answering = _Stream if order.fields.stream else _Whole
         affinity = affinity_of(order.fields.session_id, request.headers)
-        try:
+        with contextlib.ExitStack() as undo:
             for sample in order.answer.samples:
                 number = sample.index % samples(order.fields)
                 message = generate_request(
@@ -230,12 +231,9 @@ class HttpApi:
                     affinity=affinity,
                 )  # fmt: skip
                 started.append(await self._service.start(message, name, received))
+                undo.callback(started[-1].close)
                 await asyncio.sleep(0)  # many samples of a long prompt take a while: others get their turns
-        except BaseException:
-            for generation in started:
-                generation.close()
-            raise
-        answering = _Stream if order.fields.stream else _Whole
+            undo.pop_all()  # the answer closes them
         return answering(order, started, self._linger, name)
 
     # --- prompts -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +19,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from baton.errors import PortInUse, StartupError
 from baton.hosts import bracketed
 from router.frontend.api.app import HttpApi
-
-log = logging.getLogger(__name__)
 
 KEEP_ALIVE = 75  # seconds that a connection may be idle between requests; load generators keep theirs that long
 HEAD_SECONDS = 15.0  # in which a new connection's first request, and each request's head, must have come
