@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from baton.errors import BatonError, InvalidRequest, shown
+from baton.errors import BatonError, InvalidRequest
 from router.frontend.api import errors
 from router.frontend.api.answers import Answer, Json, Sample
 from router.frontend.api.protocol import ChatCompletionRequest
@@ -36,14 +36,11 @@ class MessagesRequest(Struct, kw_only=True):
 
 
 def chat_of_messages(request: MessagesRequest) -> ChatCompletionRequest:
-    """The same request as a chat. Raises InvalidRequest for a block that is no text."""
+    """The same request as a chat, whose parts are blocks of text. Raises InvalidRequest if thinking is enabled."""
     if request.thinking and request.thinking.get("type") != "disabled":
         raise InvalidRequest("thinking is enabled, which this server does not support yet; leave thinking out")
-    system = [{"role": "system", "content": _text("system", request.system)}] if request.system else []
-    messages = [
-        message | {"content": _text(f"messages[{number}].content", message.get("content"))}
-        for number, message in enumerate(request.messages)
-    ]
+    system = [{"role": "system", "content": request.system}] if request.system else []
+    messages = request.messages
     continued = bool(messages) and messages[-1].get("role") == "assistant"
     return ChatCompletionRequest(
         messages=[*system, *messages],
@@ -58,21 +55,6 @@ def chat_of_messages(request: MessagesRequest) -> ChatCompletionRequest:
         continue_final_message=continued,
         add_generation_prompt=not continued,
     )
-
-
-def _text(field: str, content: Any) -> Any:
-    """Blocks of text as parts of a chat's message. What is no text is refused, since it would be lost."""
-    if not isinstance(content, list):
-        return content
-    blocks = msgspec.convert(content, list[Any])
-    for block in blocks:
-        if (kind := _kind(block)) != "text":
-            raise InvalidRequest(f"{field} has a block of type {shown(repr(kind))}; this server takes text alone")
-    return [{"type": "text", "text": block.get("text")} for block in blocks]
-
-
-def _kind(block: Any) -> Any:
-    return block.get("type") if isinstance(block, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 class Message(Answer):
