@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeAlias
 
 from baton.errors import BatonError, BodyTimeout, Overloaded, PayloadTooLarge, UnsupportedField
+
+ErrorBody: TypeAlias = Callable[[BatonError], dict[str, Any]]
 
 _STATUS = {
     "INVALID_ARGUMENT": 400,

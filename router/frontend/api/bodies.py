@@ -1,0 +1,71 @@
+"""Reads the bodies of requests within bounds of time and size, and decodes them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+
+from baton.errors import BodyTimeout, Overloaded, PayloadTooLarge
+from router.frontend.api.protocol import decode
+from router.frontend.served_model import ServedModel
+
+_BODY_SECONDS = 30.0  # within which a body must have come
+_OTHER_BYTES = 256 * 2**10  # of a body: everything but the prompt
+_BYTES_PER_ID = 12  # of a token id as JSON
+_BYTES_PER_BYTE = 6  # of text as JSON, where every character is escaped
+_BYTES_AT_ONCE = 512 * 2**20  # of all bodies that are being read or decoded
+_QUICK = 64 * 2**10  # bytes of a body that is decoded on the event loop, in less than a millisecond
+
+
+class BodyReader:
+    """Counts the bytes of all bodies that are being read."""
+
+    def __init__(self, model: ServedModel) -> None:
+        context = model.limits.max_context
+        text = model.tokenizer.max_bytes(context) if model.tokenizer else 0
+        self._max_body = _OTHER_BYTES + _BYTES_PER_ID * context + _BYTES_PER_BYTE * text
+        self._bytes = 0
+
+    async def read(self, request: Request, kind: Any) -> Any:
+        """Read and decode a body. Raises BatonError."""
+        with self._reading() as count:
+            try:
+                async with asyncio.timeout(_BODY_SECONDS):
+                    body = await self._body(request, count)
+            except TimeoutError:
+                raise BodyTimeout(f"the request's body did not come within {_BODY_SECONDS:g} s") from None
+            work = partial(decode, body, kind)
+            return work() if len(body) < _QUICK else await asyncio.to_thread(work)
+
+    async def _body(self, request: Request, count: Callable[[int], None]) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > self._max_body:
+                raise PayloadTooLarge(f"the request's body has more than {self._max_body} bytes; send less")
+            count(len(part))
+            parts.append(part)
+        return b"".join(parts)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[Callable[[int], None]]:
+        """Count the bytes of a body among those of all bodies."""
+        mine = 0
+
+        def count(size: int) -> None:
+            nonlocal mine
+            if self._bytes + size > _BYTES_AT_ONCE:
+                raise Overloaded("too many large requests are being read; try again")
+            mine += size
+            self._bytes += size
+
+        try:
+            yield count
+        finally:
+            self._bytes -= mine

@@ -1,0 +1,199 @@
+"""What goes back over HTTP: one JSON object, or server-sent events.
+
+A response runs the generations of its request to their end. It cancels them if the client closes its connection, or
+reads nothing after the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import BatonError, RequestCancelled
+from router.events import Cancelled, Failed, Finished, RequestEnded
+from router.frontend.api import errors
+from router.frontend.api.answers import Answer, Sample
+from router.frontend.api.errors import ErrorBody
+from router.frontend.api.protocol import GenerationFields
+from router.frontend.generation import Generation
+from router.frontend.message_guard import looked_at
+from router.frontend.output_stream import Output
+
+_EVENT_STREAM = b"text/event-stream; charset=utf-8"
+_JSON = "application/json"
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A checked request: its answer, and what to generate for it."""
+
+    answer: Answer
+    fields: GenerationFields
+    max_tokens: int | None
+    logprobs: int | None
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type=_JSON)
+
+
+def error_response(error: BatonError, failed: ErrorBody = errors.body_of) -> Response:
+    return Response(msgspec.json.encode(failed(error)), errors.status_of(error), errors.headers_of(error), _JSON)
+
+
+class _Generating(Response):
+    """A response that runs generations to their end, or until the client has gone."""
+
+    def __init__(self, order: Order, generations: Sequence[Generation], linger: float, name: str) -> None:
+        self.answer, self.generations, self._linger = order.answer, generations, linger
+        self._stops = frozenset(order.fields.stop_token_ids or ())
+        self.raw_headers = [(b"x-request-id", name.encode())]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, and cancel whatever has not ended."""
+        try:
+            await self._while_connected(self._answer(scope, receive, send), receive)
+        except ClientGone:
+            scope.get("state", {}).get("abort", _nothing)()
+        finally:
+            for generation in self.generations:
+                generation.close()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _while_connected(self, work: Any, receive: Receive) -> None:
+        """Do the work. Raises ClientGone if the client closes its connection, or reads nothing after the end."""
+        working, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+        working.add_done_callback(looked_at)
+        before = None
+        try:
+            while not working.done():
+                await asyncio.wait({working, gone}, timeout=self._linger, return_when=asyncio.FIRST_COMPLETED)
+                streams = [generation.stream for generation in self.generations]
+                now = [(stream.ended, stream.reads) for stream in streams]
+                stuck = now == before and all(stream.ended for stream in streams)
+                if not working.done() and (gone.done() or stuck):
+                    raise ClientGone
+                before = now
+            working.result()
+        finally:
+            working.cancel()
+            gone.cancel()
+
+    async def _outputs(self) -> AsyncIterator[tuple[Sample, Output | RequestEnded]]:
+        """Yield what comes of each sample, as it comes. Raises BatonError when one of them fails."""
+        pairs = list(zip(self.answer.samples, self.generations, strict=True))
+        if len(pairs) == 1:
+            ((sample, generation),) = pairs
+            while sample.end is None:
+                yield sample, self._checked(sample, await generation.stream.read())
+            return
+        news: asyncio.Queue[tuple[Sample, Output | RequestEnded]] = asyncio.Queue(1)
+        readers = [asyncio.create_task(_read(sample, generation, news)) for sample, generation in pairs]
+        try:
+            while any(sample.end is None for sample in self.answer.samples):
+                sample, what = await news.get()
+                yield sample, self._checked(sample, what)
+        finally:
+            for reader in readers:
+                reader.cancel()
+
+    def _checked(self, sample: Sample, news: Output | RequestEnded) -> Output | RequestEnded:
+        """Note the end of a sample. Raises the error that it ended in."""
+        if not isinstance(news, RequestEnded):
+            return news
+        match news.outcome:
+            case Failed(error=error):
+                raise error
+            case Cancelled(why=why):
+                raise RequestCancelled(why)
+            case Finished(reason=reason):
+                sample.end = news
+                sample.stop_reason = self.generations[sample.index].stream.stop_string
+                if reason == "stop" and sample.stop_reason is None and sample.tokens:
+                    last = sample.tokens[-1]
+                    sample.stop_reason = last if last in self._stops else None
+        return news
+
+
+class WholeAnswer(_Generating):
+    """One JSON object at the end."""
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async for sample, news in self._outputs():
+                if isinstance(news, Output):
+                    sample.take(news)
+            response = json_response(self.answer.whole())
+        except BatonError as error:
+            response = error_response(error, self.answer.failed)
+        response.headers["x-request-id"] = self.headers["x-request-id"]
+        await response(scope, receive, send)
+
+
+class EventStream(_Generating):
+    """Server-sent events, an output at a time."""
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer, opened = self.answer, False
+
+        async def event(value: dict[str, Any]) -> None:
+            await send({"type": "http.response.body", "body": answer.event(value), "more_body": True})
+
+        async def open_stream() -> None:
+            headers = [
+                (b"content-type", _EVENT_STREAM), (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"), *self.raw_headers,
+            ]  # fmt: skip
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            for chunk in answer.opening():
+                await event(chunk)
+
+        try:
+            async for sample, news in self._outputs():
+                if not opened:  # a request that is refused has a status of its own
+                    opened = True
+                    await open_stream()
+                if not isinstance(news, Output):
+                    for chunk in answer.ending(sample):
+                        await event(chunk)
+                elif (chunk := answer.chunk(sample, news)) is not None:
+                    await event(chunk)
+            for chunk in answer.closing():
+                await event(chunk)
+        except BatonError as error:
+            if not opened:
+                response = error_response(error, answer.failed)
+                response.headers["x-request-id"] = self.headers["x-request-id"]
+                await response(scope, receive, send)
+                return
+            await event(answer.failed(error))
+        await send({"type": "http.response.body", "body": answer.end_of_stream, "more_body": False})
+
+
+async def _read(sample: Sample, generation: Generation, news: asyncio.Queue[Any]) -> None:
+    while True:
+        what = await generation.stream.read()
+        await news.put((sample, what))
+        if isinstance(what, RequestEnded):
+            return
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,106 @@
+"""From what a client sends to the tokens of a prompt: texts, token ids, and chats by their template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+from baton.errors import InvalidRequest
+from router.frontend.api.parameters import token_ids, truncated
+from router.frontend.api.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from router.frontend.chat_template import TemplateRenderer, cut_at_mark, mark_end, normalized
+from router.frontend.generation import GenerationService
+from router.frontend.request_parsing import tokenized
+
+MAX_SAMPLES = 2_048  # of one request: prompts times n
+
+
+class PromptBuilder:
+    """Makes prompts. It owns the process that renders chat templates."""
+
+    def __init__(self, service: GenerationService, max_text: int, *, trust_templates: bool) -> None:
+        """`max_text`: characters of a rendered chat. `trust_templates`: requests may bring templates of their own."""
+        self._service = service
+        self._model = service.model
+        self._trust_templates = trust_templates
+        self._templates = TemplateRenderer(max_text)
+        self.token_text = lru_cache(2**16)(self.text_of_token)
+
+    async def close(self) -> None:
+        """End the process that renders templates."""
+        await self._templates.close()
+
+    async def of_completion(self, fields: CompletionRequest) -> list[Sequence[int]]:
+        """The tokens of each prompt. Raises InvalidRequest."""
+        given = fields.prompt
+        vocabulary = self._model.limits.vocab_size
+        if isinstance(given, str):
+            texts: list[Any] = [given]
+        elif given and isinstance(given[0], int):
+            texts = [given]
+        else:
+            texts = list(given or ())
+        if not texts:
+            raise InvalidRequest("the prompt is an empty list; send at least one prompt")
+        if len(texts) > MAX_SAMPLES:
+            raise InvalidRequest(f"the request has {len(texts)} prompts; at most {MAX_SAMPLES} are allowed")
+        most, context = fields.truncate_prompt_tokens, self._model.limits.max_context
+        prompts: list[Sequence[int]] = []
+        for text in texts:
+            if isinstance(text, str):
+                prompt = await self.encode(text, special=fields.add_special_tokens is not False)
+                prompts.append(truncated(prompt, most, context))
+            elif isinstance(text, list):
+                prompts.append(token_ids(truncated(text, most, context), vocabulary, context))
+            else:
+                raise InvalidRequest("the prompt mixes texts and token ids; send a list of one kind")
+        return prompts
+
+    async def of_chat(self, fields: ChatCompletionRequest | TokenizeRequest) -> Sequence[int]:
+        """The tokens of a chat, by the checkpoint's template or the request's own. Raises InvalidRequest."""
+        model = self._model
+        template = model.chat_template
+        if fields.chat_template and not self._trust_templates:
+            raise InvalidRequest(
+                "the request has a chat_template, and this server renders the checkpoint's alone; leave chat_template "
+                "out, or set api.trust_request_chat_template"
+            )
+        source = fields.chat_template or (template.source if template else None)
+        if source is None:
+            raise InvalidRequest(
+                f"{model.name} has no chat template; send chat_template, or use /v1/completions with the whole prompt"
+            )
+        messages = normalized(fields.messages or ())
+        continues = bool(fields.continue_final_message)
+        generation = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
+        if continues and generation:
+            raise InvalidRequest("continue_final_message and add_generation_prompt are both true; choose one")
+        variables: dict[str, Any] = {
+            **(template.special_tokens if template else {}),
+            "messages": messages,
+            "tools": fields.tools or None,
+            "documents": getattr(fields, "documents", None),
+            "add_generation_prompt": generation,
+            **(fields.chat_template_kwargs or {}),
+        }
+        if continues:
+            mark_end(messages[-1])
+        text = await self._templates.render(source, variables)
+        if continues:
+            text = cut_at_mark(text)
+        prompt = await self.encode(text, special=bool(fields.add_special_tokens))
+        most = fields.truncate_prompt_tokens if isinstance(fields, ChatCompletionRequest) else None
+        return truncated(prompt, most, model.limits.max_context)
+
+    async def encode(self, text: str, *, special: bool) -> Sequence[int]:
+        model = self._model
+        return await self._service.apart(len(text), partial(tokenized, text, model, special_tokens=special))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        tokenizer = self._model.tokenizer
+        return tokenizer.decode(tokens) if tokenizer else ""
+
+    def text_of_token(self, token: int) -> str:
+        tokenizer = self._model.tokenizer
+        return tokenizer.text_of(token) if tokenizer else f"token_id:{token}"
