@@ -231,6 +231,7 @@ def pin(
     ttl: Annotated[str, typer.Option(help="How long to keep them: 90s, 15m, 1h, 2d.")] = "",
     list_: Annotated[bool, typer.Option("--list", help="Show what is pinned.")] = False,
     remove: Annotated[list[str] | None, typer.Option(metavar="ID", help="End a pin; may be repeated.")] = None,
+    tenant: Annotated[str, typer.Option(help="The tenant whose requests find the prefixes; --remove: its pins.")] = "",
     timeout: Annotated[float | None, typer.Option(help="Seconds that each prefix may take.")] = None,
     operator: Operator = "",
     name: Name = "baton",
@@ -248,10 +249,10 @@ def pin(
     lines = pinning.read(file, sys.stdin.read() if file == pinning.STDIN else "") if file else []
     with Client(operator=operator or find(_folder(name)).operator) as client:
         for pin in remove or ():
-            client.unpin(pin)
+            client.unpin(pin, tenant)
         pins = client.pins() if list_ else []
         outcomes: list[pinning.PinOutcome] = []
-        for outcome in pinning.pin_prefixes(client, lines, ttl_ms, timeout):
+        for outcome in pinning.pin_prefixes(client, lines, ttl_ms, timeout, tenant):
             outcomes.append(outcome)
             if not as_json:
                 show.pinned(_out, _err, file, outcome)

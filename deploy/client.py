@@ -141,10 +141,10 @@ class Client:
         with self._typed():
             return self._cache.PinPrefix(request, timeout=timeout)
 
-    def unpin(self, pin: str, timeout: float = 5.0) -> None:
-        """End a pin. Raises BatonError: PinNotFound if there is none of that name."""
+    def unpin(self, pin: str, tenant: str = "", timeout: float = 5.0) -> None:
+        """End a pin of a tenant. Raises BatonError: PinNotFound if there is none of that name."""
         with self._typed():
-            self._cache.UnpinPrefix(cache_pb2.UnpinPrefixRequest(id=pin), timeout=timeout)
+            self._cache.UnpinPrefix(cache_pb2.UnpinPrefixRequest(id=pin, tenant=tenant), timeout=timeout)
 
     def pins(self, timeout: float = 5.0) -> list[cache_pb2.Pin]:
         """Return all pins, ordered by name. Raises BatonError."""

@@ -25,11 +25,16 @@ START = b""
 _ROOT_MAGIC = b"baton namespace1"
 
 
-def namespace_root(namespace: Namespace, tenant: str = "") -> bytes:
-    """Return the parent of every chain's first page in this namespace. `tenant` separates caches that must not be
-    shared. It comes from an authenticated identity, never from the request itself."""
+def namespace_root(namespace: Namespace, tenant: str = "", salt: str = "") -> bytes:
+    """Return the parent of every chain's first page in this namespace.
+
+    `tenant` separates caches that must not be shared. It comes from an authenticated identity, never from the request
+    itself. `salt` is the request's own and separates caches within a tenant."""
     numbers = struct.pack("<QQQ", namespace.numerics, namespace.page_size, namespace.layout)
-    texts = b"".join(_counted(text) for text in (namespace.kv_dtype, namespace.adapter, tenant))
+    # Every text is counted, so no two sequences of texts are the same bytes. No salt adds no bytes: keys without one
+    # are those of earlier versions.
+    salts = (salt,) if salt else ()
+    texts = b"".join(_counted(text) for text in (namespace.kv_dtype, namespace.adapter, tenant, *salts))
     return blake2b(_ROOT_MAGIC + namespace.model + numbers + texts, digest_size=KEY_BYTES).digest()
 
 

@@ -35,6 +35,7 @@ class Submit(Struct, frozen=True):
     max_tokens: int | None = None  # none: as many as fit
     stop_token_ids: tuple[int, ...] = ()  # the model's own end-of-sequence tokens among them, unless ignored
     tenant: str = ""  # from the authenticated identity
+    salt: str = ""  # the request's own: requests with another one share no page with it
     priority: int = 0  # lower is more urgent
     deadline: float | None = None  # seconds on the same clock
     ttft: float | None = None  # objective, seconds; none: that of its priority's class
@@ -52,7 +53,8 @@ class PinPrefix(Struct, frozen=True):
     pin: str
     tokens: bytes  # packed
     ttl: float  # seconds
-    tenant: str = ""  # from the authenticated identity
+    tenant: str = ""  # the one that it is pinned for
+    salt: str = ""  # of the requests that it is pinned for
     deadline: float | None = None  # seconds on the same clock as `now`
 
 
@@ -63,7 +65,7 @@ class UnpinPrefix(Struct, frozen=True):
     """A client's wish that a pin end now."""
 
     pin: str
-    tenant: str = ""  # from the authenticated identity
+    tenant: str = ""  # the one that it was pinned for
 
 
 class ProfileProcess(Struct, frozen=True):
@@ -215,6 +217,7 @@ class PinView(Struct, frozen=True):
     """A pin, as its tenant may see it."""
 
     pin: str
+    tenant: str
     node: str  # "": it is being made anew
     tokens: int
     pages: int

@@ -160,6 +160,7 @@ class Request:
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     tenant: str
+    salt: str
     priority: int
     deadline: float | None
     max_tokens: int | None  # none until a worker's pool tells how many fit
@@ -185,6 +186,7 @@ class Request:
             sampling=submit.sampling,
             stop_token_ids=submit.stop_token_ids,
             tenant=submit.tenant,
+            salt=submit.salt,
             priority=submit.priority,
             deadline=submit.deadline,
             max_tokens=submit.max_tokens,

@@ -573,19 +573,19 @@ class RouterState:
             for member in self._members.listed(now)
         ]
 
-    def pins(self, tenant: str, now: float) -> list[PinView]:
-        """The prefixes that are kept pinned for a tenant."""
+    def pins(self, tenant: str | None, now: float) -> list[PinView]:
+        """The prefixes that are kept pinned for a tenant. None: for all tenants."""
         return self._pinner.pins(tenant, now)
 
-    def explain(self, name: str, tenant: str) -> RequestRecord:
-        """What is remembered of a tenant's request. Raises RequestNotFound."""
+    def explain(self, name: str, tenant: str | None) -> RequestRecord:
+        """What is remembered of a tenant's request. None: of any tenant's. Raises RequestNotFound."""
         if (record := self._explanations.find(name, tenant)) is None:
             most = self._config.router.explain_requests
             raise RequestNotFound(f"no request {shown(name)!r} is among the last {most} (router.explain_requests)")
         return record
 
-    def recent(self, count: int, tenant: str) -> list[RequestRecord]:
-        """A tenant's last requests, newest first."""
+    def recent(self, count: int, tenant: str | None) -> list[RequestRecord]:
+        """A tenant's last requests, newest first. None: of all tenants."""
         return self._explanations.last(count, tenant)
 
     def stats(self) -> RouterStats:

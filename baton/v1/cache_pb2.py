@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import generation_pb2 as baton_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/cache.proto\x12\x08\x62\x61ton.v1\x1a\x19\x62\x61ton/v1/generation.proto\"\x90\x01\n\x10PinPrefixRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x13\n\x06ttl_ms\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\n\n\x02id\x18\x05 \x01(\tB\x08\n\x06promptB\t\n\x07_ttl_ms\"\x8f\x01\n\x11PinPrefixResponse\x12\x1a\n\x03pin\x18\x01 \x01(\x0b\x32\r.baton.v1.Pin\x12\x1c\n\x0ftokens_computed\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x1a\n\rtokens_cached\x18\x03 \x01(\x04H\x01\x88\x01\x01\x42\x12\n\x10_tokens_computedB\x10\n\x0e_tokens_cached\"d\n\x03Pin\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05pages\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x15\n\rexpires_in_ms\x18\x06 \x01(\x04\" \n\x12UnpinPrefixRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x15\n\x13UnpinPrefixResponse\"\x11\n\x0fListPinsRequest\"/\n\x10ListPinsResponse\x12\x1b\n\x04pins\x18\x01 \x03(\x0b\x32\r.baton.v1.Pin2\xdc\x01\n\x05\x43\x61\x63he\x12\x44\n\tPinPrefix\x12\x1a.baton.v1.PinPrefixRequest\x1a\x1b.baton.v1.PinPrefixResponse\x12J\n\x0bUnpinPrefix\x12\x1c.baton.v1.UnpinPrefixRequest\x1a\x1d.baton.v1.UnpinPrefixResponse\x12\x41\n\x08ListPins\x12\x19.baton.v1.ListPinsRequest\x1a\x1a.baton.v1.ListPinsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/cache.proto\x12\x08\x62\x61ton.v1\x1a\x19\x62\x61ton/v1/generation.proto\"\xb4\x01\n\x10PinPrefixRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x13\n\x06ttl_ms\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\n\n\x02id\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\tB\x08\n\x06promptB\t\n\x07_ttl_ms\"\x8f\x01\n\x11PinPrefixResponse\x12\x1a\n\x03pin\x18\x01 \x01(\x0b\x32\r.baton.v1.Pin\x12\x1c\n\x0ftokens_computed\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x1a\n\rtokens_cached\x18\x03 \x01(\x04H\x01\x88\x01\x01\x42\x12\n\x10_tokens_computedB\x10\n\x0e_tokens_cached\"t\n\x03Pin\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05pages\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x15\n\rexpires_in_ms\x18\x06 \x01(\x04\x12\x0e\n\x06tenant\x18\x07 \x01(\t\"0\n\x12UnpinPrefixRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x15\n\x13UnpinPrefixResponse\"\x11\n\x0fListPinsRequest\"/\n\x10ListPinsResponse\x12\x1b\n\x04pins\x18\x01 \x03(\x0b\x32\r.baton.v1.Pin2\xdc\x01\n\x05\x43\x61\x63he\x12\x44\n\tPinPrefix\x12\x1a.baton.v1.PinPrefixRequest\x1a\x1b.baton.v1.PinPrefixResponse\x12J\n\x0bUnpinPrefix\x12\x1c.baton.v1.UnpinPrefixRequest\x1a\x1d.baton.v1.UnpinPrefixResponse\x12\x41\n\x08ListPins\x12\x19.baton.v1.ListPinsRequest\x1a\x1a.baton.v1.ListPinsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,19 +33,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.cache_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PINPREFIXREQUEST']._serialized_start=62
-  _globals['_PINPREFIXREQUEST']._serialized_end=206
-  _globals['_PINPREFIXRESPONSE']._serialized_start=209
-  _globals['_PINPREFIXRESPONSE']._serialized_end=352
-  _globals['_PIN']._serialized_start=354
-  _globals['_PIN']._serialized_end=454
-  _globals['_UNPINPREFIXREQUEST']._serialized_start=456
-  _globals['_UNPINPREFIXREQUEST']._serialized_end=488
-  _globals['_UNPINPREFIXRESPONSE']._serialized_start=490
-  _globals['_UNPINPREFIXRESPONSE']._serialized_end=511
-  _globals['_LISTPINSREQUEST']._serialized_start=513
-  _globals['_LISTPINSREQUEST']._serialized_end=530
-  _globals['_LISTPINSRESPONSE']._serialized_start=532
-  _globals['_LISTPINSRESPONSE']._serialized_end=579
-  _globals['_CACHE']._serialized_start=582
-  _globals['_CACHE']._serialized_end=802
+  _globals['_PINPREFIXREQUEST']._serialized_end=242
+  _globals['_PINPREFIXRESPONSE']._serialized_start=245
+  _globals['_PINPREFIXRESPONSE']._serialized_end=388
+  _globals['_PIN']._serialized_start=390
+  _globals['_PIN']._serialized_end=506
+  _globals['_UNPINPREFIXREQUEST']._serialized_start=508
+  _globals['_UNPINPREFIXREQUEST']._serialized_end=556
+  _globals['_UNPINPREFIXRESPONSE']._serialized_start=558
+  _globals['_UNPINPREFIXRESPONSE']._serialized_end=579
+  _globals['_LISTPINSREQUEST']._serialized_start=581
+  _globals['_LISTPINSREQUEST']._serialized_end=598
+  _globals['_LISTPINSRESPONSE']._serialized_start=600
+  _globals['_LISTPINSRESPONSE']._serialized_end=647
+  _globals['_CACHE']._serialized_start=650
+  _globals['_CACHE']._serialized_end=870
 # @@protoc_insertion_point(module_scope)

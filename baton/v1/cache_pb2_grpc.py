@@ -70,7 +70,7 @@ class CacheServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListPins(self, request, context):
-        """The tenant's pins.
+        """The pins of all tenants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,7 +55,7 @@ class ListRequestsResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[RequestSummary, _Mapping]]] = ...) -> None: ...
 
 class RequestSummary(_message.Message):
-    __slots__ = ("request_id", "name", "state", "outcome", "age_ms", "priority", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_ms", "tpot_ms", "e2e_ms", "attempts", "decode_worker", "prefill_worker", "waits_because")
+    __slots__ = ("request_id", "name", "state", "outcome", "age_ms", "priority", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_ms", "tpot_ms", "e2e_ms", "attempts", "decode_worker", "prefill_worker", "waits_because", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class RequestSummary(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     WAITS_BECAUSE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     name: str
     state: RequestState
@@ -88,7 +89,8 @@ class RequestSummary(_message.Message):
     decode_worker: str
     prefill_worker: str
     waits_because: str
-    def __init__(self, request_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., outcome: _Optional[str] = ..., age_ms: _Optional[float] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., attempts: _Optional[int] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., waits_because: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., outcome: _Optional[str] = ..., age_ms: _Optional[float] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., attempts: _Optional[int] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., waits_because: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ExplainedAttempt(_message.Message):
     __slots__ = ("number", "decode_worker", "prefill_worker", "why", "candidates", "candidates_omitted", "predicted", "actual", "hops", "notes", "ended_because")

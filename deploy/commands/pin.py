@@ -1,7 +1,7 @@
 """`baton pin`: pin the prefixes of a file, one after the other. An error in one does not stop the others.
 
-A file holds one prefix per line, as JSON: {"text": …} or {"token_ids": […]}, optionally with "id" and "ttl". A file
-with the extension .txt is one prefix as a whole.
+A file holds one prefix per line, as JSON: {"text": …} or {"token_ids": […]}, optionally with "id" and "ttl". Only
+requests of its "tenant", with its "cache_salt", find it. A file with the extension .txt is one prefix as a whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deploy.client import Client
 STDIN = "-"
 _UNITS_MS = {"": 1_000, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)", re.IGNORECASE)
-_FIELDS = {"text", "token_ids", "id", "ttl"}
+_FIELDS = {"text", "token_ids", "id", "ttl", "tenant", "cache_salt"}
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class PinOutcome:
 def pin_as_json(pin: pb.Pin) -> dict[str, Any]:
     return {
         "id": pin.id,
+        "tenant": pin.tenant,
         "node": pin.node,
         "tokens": pin.tokens,
         "pages": pin.pages,
@@ -79,10 +80,10 @@ def read(source: str, stdin: str = "") -> list[tuple[int, str]]:
     return lines
 
 
-def parse(line: str, ttl_ms: int | None) -> pb.PinPrefixRequest:
+def parse(line: str, ttl_ms: int | None, tenant: str = "") -> pb.PinPrefixRequest:
     """Parse one prefix. Raises InvalidRequest.
 
-    `ttl_ms` applies if the line has no "ttl"; None: the router's default.
+    `ttl_ms` applies if the line has no "ttl"; None: the router's default. `tenant` applies if the line has no "tenant".
     """
     try:
         given: object = json.loads(line)
@@ -91,7 +92,9 @@ def parse(line: str, ttl_ms: int | None) -> pb.PinPrefixRequest:
     if not isinstance(given, Mapping):
         raise InvalidRequest(f'{type(given).__name__} is no prefix; write an object, such as {{"text": "…"}}')
     if unknown := sorted(set(given) - _FIELDS):
-        raise InvalidRequest(f"unknown field {unknown[0]!r}; a prefix has text or token_ids, id and ttl")
+        raise InvalidRequest(
+            f"unknown field {unknown[0]!r}; a prefix has text or token_ids, id, ttl, tenant, cache_salt"
+        )
     if ("text" in given) == ("token_ids" in given):
         raise InvalidRequest("give either text or token_ids")
     try:
@@ -100,13 +103,15 @@ def parse(line: str, ttl_ms: int | None) -> pb.PinPrefixRequest:
             token_ids=generation_pb2.TokenIds(ids=given["token_ids"]) if "token_ids" in given else None,
             ttl_ms=parse_duration_ms(str(given["ttl"])) if "ttl" in given else ttl_ms,
             id=given.get("id", ""),
+            tenant=given.get("tenant", tenant),
+            cache_salt=given.get("cache_salt", ""),
         )
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"it can't be sent: {error}") from None
 
 
 def pin_prefixes(
-    client: Client, lines: list[tuple[int, str]], ttl_ms: int | None, timeout: float | None = None
+    client: Client, lines: list[tuple[int, str]], ttl_ms: int | None, timeout: float | None = None, tenant: str = ""
 ) -> Iterator[PinOutcome]:
     """Pin the prefixes in order, one at a time, so that they hardly delay requests.
 
@@ -114,6 +119,6 @@ def pin_prefixes(
     """
     for number, line in lines:
         try:
-            yield PinOutcome(number, pinned=client.pin_prefix(parse(line, ttl_ms), timeout))
+            yield PinOutcome(number, pinned=client.pin_prefix(parse(line, ttl_ms, tenant), timeout))
         except BatonError as error:
             yield PinOutcome(number, error=error)

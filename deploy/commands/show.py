@@ -172,13 +172,14 @@ def pins(console: Console, found: Sequence[Pin]) -> None:
     """Print a line for each pin."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("pin")
+    table.add_column("tenant")
     for column in ("tokens", "pages", "size", "for another"):
         table.add_column(column, justify="right")
     table.add_column("node")
     for pin in found:
         node = escape(pin.node) or "[yellow]being made anew[/]"
         left = _span(pin.expires_in_ms)
-        table.add_row(escape(pin.id), str(pin.tokens), str(pin.pages), _size(pin.bytes), left, node)
+        table.add_row(escape(pin.id), escape(pin.tenant), str(pin.tokens), str(pin.pages), _size(pin.bytes), left, node)
     console.print(table if found else "nothing is pinned")
 
 

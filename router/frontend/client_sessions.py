@@ -108,9 +108,11 @@ class RouterDriver:
 
     # --- clients -----------------------------------------------------------------------------------------------------
 
-    def submit(self, validated: ValidatedRequest, received: float, deadline: float | None) -> OutputStream:
-        """Begin with a request; its output and its end come through the stream. Raises Unavailable once the router is
-        stopping."""
+    def submit(
+        self, validated: ValidatedRequest, received: float, deadline: float | None, tenant: str = ""
+    ) -> OutputStream:
+        """Begin with a request of a tenant; its output and its end come through the stream. Raises Unavailable once the
+        router is stopping."""
         if self.stopping:
             raise Unavailable("the router is stopping; ask again, or ask another router")
         # A client may use a name twice, here and at another router; the cluster never does.
@@ -127,6 +129,8 @@ class RouterDriver:
                 received=received,
                 max_tokens=validated.max_tokens,
                 stop_token_ids=validated.stop_token_ids,
+                tenant=tenant,
+                salt=validated.salt,
                 priority=validated.priority,
                 deadline=deadline,
                 ttft=validated.ttft,
@@ -145,7 +149,7 @@ class RouterDriver:
         name = f"{PIN}{self._number()}"
         answer = self._pinning[name] = asyncio.get_running_loop().create_future()
         try:
-            self.handle(PinPrefix(name, order.pin, order.tokens, order.ttl, deadline=deadline))
+            self.handle(PinPrefix(name, order.pin, order.tokens, order.ttl, order.tenant, order.salt, deadline))
             outcome = await answer
         finally:
             if self._pinning.pop(name, None) is not None:
@@ -156,13 +160,13 @@ class RouterDriver:
             raise RequestCancelled(outcome.why)
         return outcome
 
-    def unpin_prefix(self, pin: str) -> None:
-        """End a pin. Raises PinNotFound."""
-        self.handle(UnpinPrefix(pin))
+    def unpin_prefix(self, pin: str, tenant: str = "") -> None:
+        """End a pin of a tenant. Raises PinNotFound."""
+        self.handle(UnpinPrefix(pin, tenant))
 
     def pins(self) -> list[PinView]:
-        """Return the pins of the one tenant that there is, as clients are not authenticated."""
-        return self.state.pins("", self._clock.now())
+        """Return the pins of all tenants, for the operator."""
+        return self.state.pins(None, self._clock.now())
 
     def profile(self, process: str, steps: int) -> tuple[Path, str]:
         """Have a worker or store trace its next steps. Returns the file that will hold them, and its node. Raises
@@ -194,12 +198,12 @@ class RouterDriver:
         return next(view for view in self.state.processes(self._clock.now()) if view.peer.name == name)
 
     def explain(self, name: str) -> tuple[RequestRecord, float]:
-        """What is remembered of a request, and the time by its clock. Raises RequestNotFound."""
-        return self.state.explain(name, ""), self._clock.now()
+        """What is remembered of any tenant's request, and the time by its clock. Raises RequestNotFound."""
+        return self.state.explain(name, None), self._clock.now()
 
     def recent(self, count: int) -> tuple[list[RequestRecord], float]:
-        """The last requests of the only tenant there is, newest first, and the time by their clock."""
-        return self.state.recent(count, ""), self._clock.now()
+        """The last requests of all tenants, newest first, and the time by their clock."""
+        return self.state.recent(count, None), self._clock.now()
 
     @property
     def unready(self) -> str | None:

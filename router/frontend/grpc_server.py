@@ -174,7 +174,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
 
     async def UnpinPrefix(self, request: cache_pb2.UnpinPrefixRequest, context: Any) -> cache_pb2.UnpinPrefixResponse:  # noqa: N802
         async with _typed(context):
-            self._driver.unpin_prefix(request.id)
+            self._driver.unpin_prefix(request.id, request.tenant)
         return cache_pb2.UnpinPrefixResponse()
 
     async def ListPins(  # noqa: N802

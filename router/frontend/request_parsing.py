@@ -29,6 +29,7 @@ _MAX_BAD_WORDS = 1_000
 _BYTES_PER_TOKEN = 8  # of text; where a prompt has more it may have far too many tokens, so those are counted first
 _MAX_SEED = 2**63 - 1
 _MAX_ID = 80
+_MAX_SALT, _NOT_IN_SALT = 128, frozenset("@/\\\0")
 _DEFAULT_STEPS = 100
 _DEFAULT_TTL_MS = 3_600_000
 _MIN_TTL_MS, _MAX_TTL_MS = 1_000, 7 * 24 * 3_600_000
@@ -49,6 +50,7 @@ class ValidatedRequest:
     ttft: float | None  # objective, seconds
     tpot: float | None  # the same
     affinity: str  # a key, or ""
+    salt: str = ""  # of its page keys, beside its tenant
     text: TextOptions = DEFAULT_TEXT
 
 
@@ -59,6 +61,8 @@ class ValidatedPin:
     tokens: bytes  # packed
     pin: str  # the client's name for it, or one that we made
     ttl: float  # seconds
+    tenant: str = ""  # whose requests find it
+    salt: str = ""  # of these requests
 
 
 def name_of(request: pb.GenerateRequest) -> str:
@@ -133,6 +137,7 @@ def parse_generate_request(
         ttft=_objective("ttft_ms", request),
         tpot=_objective("tpot_ms", request),
         affinity=_checked("affinity", request.affinity),
+        salt=_salt(request.cache_salt),
         text=TextOptions(request.min_tokens, request.include_stop, request.special_tokens),
     )
 
@@ -143,7 +148,17 @@ def parse_pin_request(request: cache_pb2.PinPrefixRequest, pin: str, model: Serv
     ttl_ms = request.ttl_ms if request.HasField("ttl_ms") else _DEFAULT_TTL_MS
     if not _MIN_TTL_MS <= ttl_ms <= _MAX_TTL_MS:
         raise InvalidRequest(f"ttl_ms is {ttl_ms}; it must be from {_MIN_TTL_MS} (1 second) to {_MAX_TTL_MS} (7 days)")
-    return ValidatedPin(pack_tokens(_prompt(request, model)), pin, ttl_ms / 1_000)
+    tenant, salt = _checked("tenant", request.tenant), _salt(request.cache_salt)
+    return ValidatedPin(pack_tokens(_prompt(request, model)), pin, ttl_ms / 1_000, tenant, salt)
+
+
+def _salt(given: str) -> str:
+    """Return a request's cache salt, which has vLLM's limits. Raises InvalidRequest."""
+    if len(given) > _MAX_SALT or _NOT_IN_SALT & set(given):
+        raise InvalidRequest(
+            f"cache_salt is {shown(repr(given))}; it must have at most {_MAX_SALT} characters, without @, /, \\ and NUL"
+        )
+    return given
 
 
 def _check_model(asked: str, model: ServedModel) -> None:

@@ -154,6 +154,7 @@ def counts(stats: RouterStats) -> cluster_pb2.Counts:
 def pin(view: PinView) -> cache_pb2.Pin:
     return cache_pb2.Pin(
         id=view.pin,
+        tenant=view.tenant,
         node=view.node,
         tokens=view.tokens,
         pages=view.pages,
@@ -188,6 +189,7 @@ def request_summary(record: RequestRecord, now: float) -> explain_pb2.RequestSum
         decode_worker=last.decode if last else "",
         prefill_worker=last.prefill if last else "",
         waits_because=record.waits,
+        tenant=record.tenant,
     )
 
 

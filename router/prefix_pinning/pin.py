@@ -36,6 +36,7 @@ class PinnedPrefix:
     name: str
     pin: str
     tenant: str
+    salt: str
     arrival: int  # order of coming in
     tokens: bytes  # packed, whole pages
     ttl: float  # seconds
@@ -67,7 +68,7 @@ class PinnedPrefix:
     def of(cls, order: PinPrefix, arrival: int, page_size: int, give_up: float) -> PinnedPrefix:
         page = page_size * TOKEN_BYTES
         whole = order.tokens[: len(order.tokens) // page * page]
-        return cls(order.name, order.pin, order.tenant, arrival, whole, order.ttl, order.deadline, give_up)
+        return cls(order.name, order.pin, order.tenant, order.salt, arrival, whole, order.ttl, order.deadline, give_up)
 
     @property
     def attempt(self) -> AttemptName:
@@ -99,6 +100,7 @@ class PinnedPrefix:
     def view(self, now: float) -> PinView:
         return PinView(
             pin=self.pin,
+            tenant=self.tenant,
             node=self.node if self.phase is PinPhase.PINNED else "",
             tokens=len(self.tokens) // TOKEN_BYTES,
             pages=self.pages,

@@ -165,7 +165,7 @@ class PrefixPinner:
         """Where most of it is already, so that little is computed and pages pinned twice count once."""
         card, size = self._members.card, self._config.pages.page_size
         assert card is not None, "a prefill worker without a model"
-        root = namespace_root(card.namespace, prefix.tenant)
+        root = namespace_root(card.namespace, prefix.tenant, prefix.salt)
         prefix.derive_keys(root, size)
         prefix.page_bytes = card.page_bytes
         matches = self._pages.match(split_keys(prefix.keys))
@@ -344,10 +344,10 @@ class PrefixPinner:
 
     # --- what others read --------------------------------------------------------------------------------------------
 
-    def pins(self, tenant: str, now: float) -> list[PinView]:
-        """The tenant's pins by name, also those that are being made anew."""
-        kept = [prefix for prefix in self.prefixes.values() if prefix.tenant == tenant and not prefix.awaited]
-        return [prefix.view(now) for prefix in sorted(kept, key=lambda prefix: prefix.pin)]
+    def pins(self, tenant: str | None, now: float) -> list[PinView]:
+        """The tenant's pins by name, also those that are being made anew. None: all tenants'."""
+        kept = [p for p in self.prefixes.values() if not p.awaited and tenant in (None, p.tenant)]
+        return [prefix.view(now) for prefix in sorted(kept, key=lambda prefix: (prefix.pin, prefix.tenant))]
 
     def count(self) -> Counter[PinPhase]:
         """Prefixes by phase."""

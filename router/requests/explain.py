@@ -277,18 +277,19 @@ class Explanations:
 
     # --- what is asked -----------------------------------------------------------------------------------------------
 
-    def find(self, name: str, tenant: str) -> RequestRecord | None:
-        """That request of that tenant, by the name that its client uses (the last of that name) or that logs use."""
+    def find(self, name: str, tenant: str | None) -> RequestRecord | None:
+        """That request of that tenant (none: of any), by the name that its client uses (the last of that name) or that
+        logs use."""
         record = self._records.get(name) or self._latest.get(name)
-        return record if record is not None and record.tenant == tenant else None
+        return record if record is not None and tenant in (None, record.tenant) else None
 
-    def last(self, count: int, tenant: str) -> list[RequestRecord]:
-        """The last requests of that tenant, newest first."""
+    def last(self, count: int, tenant: str | None) -> list[RequestRecord]:
+        """The last requests of that tenant (none: of all), newest first."""
         found: list[RequestRecord] = []
         for record in reversed(self._records.values()):
             if len(found) >= count:
                 break
-            if record.tenant == tenant:
+            if tenant in (None, record.tenant):
                 found.append(record)
         return found
 

@@ -139,7 +139,8 @@ class RequestManager:
         """Check a new request that was not placed at once: its wait may be too long, or the queue too full."""
         work, seconds = request.prompt, 0.0
         if (card := self._members.card) is not None:
-            request.derive_keys(namespace_root(card.namespace, request.tenant), self._config.pages.page_size)
+            root = namespace_root(card.namespace, request.tenant, request.salt)
+            request.derive_keys(root, self._config.pages.page_size)
             held = self._kv_index.match(request.keys).values()
             work -= max((match.pages for match in held), default=0) * self._config.pages.page_size
             rates = [m.load.prefill_rate for m in self._view.prefill_workers or self._view.decode_workers]
@@ -182,7 +183,7 @@ class RequestManager:
         card = self._members.card
         if card is None:
             return False
-        root = namespace_root(card.namespace, request.tenant)
+        root = namespace_root(card.namespace, request.tenant, request.salt)
         if request.generated and root != request.root:
             message = "the model was replaced while this request was being served"
             self.end(request, Failed(Unavailable(message)), now)

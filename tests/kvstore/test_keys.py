@@ -38,15 +38,22 @@ def vectors() -> list[dict[str, Any]]:
 def test_vectors_of_the_documentation(vector: dict[str, Any]) -> None:
     fields = vector["namespace"]
     namespace = Namespace(**{**fields, "model": bytes.fromhex(fields["model"])})
-    root = namespace_root(namespace, vector["tenant"])
+    root = namespace_root(namespace, vector["tenant"], vector.get("salt", ""))
     assert root.hex() == vector["root"]
     keys = page_keys(root, pack_tokens(vector["tokens"]), namespace.page_size)
     assert [key.hex() for key in split_keys(keys)] == vector["keys"]
 
 
-def test_every_vector_has_a_root_of_its_own_unless_its_namespace_and_tenant_are_equal() -> None:
-    roots = {(json.dumps(vector["namespace"]), vector["tenant"]): vector["root"] for vector in vectors()}
+def test_every_vector_has_a_root_of_its_own_unless_its_namespace_tenant_and_salt_are_equal() -> None:
+    roots = {(json.dumps(v["namespace"]), v["tenant"], v.get("salt", "")): v["root"] for v in vectors()}
     assert len(set(roots.values())) == len(roots)
+
+
+@given(st.text(max_size=6), st.text(max_size=6), st.text(max_size=6), st.text(max_size=6))
+def test_another_tenant_or_salt_gives_another_root(tenant: str, salt: str, tenant_2: str, salt_2: str) -> None:
+    namespace = Namespace(bytes(16), 1, "bfloat16", 16, 1, "")
+    one, other = namespace_root(namespace, tenant, salt), namespace_root(namespace, tenant_2, salt_2)
+    assert (one == other) == ((tenant, salt) == (tenant_2, salt_2))
 
 
 @given(TOKENS, st.integers(1, 8))

@@ -65,6 +65,10 @@ def ids(*tokens: int) -> pb.TokenIds:
         ({"stop_token_ids": [400]}, InvalidRequest, "stop_token_ids has 400"),
         ({"ttft_ms": 0}, InvalidRequest, "ttft_ms is 0"),
         ({"affinity": "a b"}, InvalidRequest, "affinity is 'a b'"),
+        ({"cache_salt": "a@b"}, InvalidRequest, "cache_salt is 'a@b'"),
+        ({"cache_salt": "a\\b"}, InvalidRequest, "cache_salt is"),
+        ({"cache_salt": "a\0b"}, InvalidRequest, "cache_salt is"),
+        ({"cache_salt": "ß" * 129}, InvalidRequest, "at most 128 characters"),
         ({"tpot_ms": 0}, InvalidRequest, "tpot_ms is 0"),
         ({"request_id": "a b"}, InvalidRequest, "request_id is 'a b'"),
         ({"request_id": "x" * 81}, InvalidRequest, "request_id"),
@@ -106,6 +110,7 @@ def test_what_is_given_wins() -> None:
         priority=-2,
         ttft_ms=2_000,
         affinity="conversation-7",
+        cache_salt="ß" * 128,
         tpot_ms=50,
     )
     intake = taken(request, MODEL)
@@ -113,6 +118,7 @@ def test_what_is_given_wins() -> None:
     assert (intake.stops, intake.stop_token_ids) == (("a", "b"), (9,))
     assert (intake.max_tokens, intake.request_id, intake.priority) == (3, "mine", -2)
     assert (intake.ttft, intake.tpot, intake.affinity) == (2.0, 0.05, "conversation-7")
+    assert intake.salt == "ß" * 128
 
 
 @pytest.mark.parametrize("fields", [{"text": "fox"}, {"token_ids": ids(5), "stop": ["x"]}])

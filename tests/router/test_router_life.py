@@ -824,3 +824,15 @@ def test_those_behind_the_first_have_their_turn_though_nothing_changes() -> None
         lab.beat(store)
         lab.tell(Tick())
     assert {"first", "short0", "short1", "short2"} <= {order.request for order in lab.sent(Decode)}
+
+
+def test_requests_of_another_tenant_or_salt_have_other_pages() -> None:
+    lab = Lab()
+    lab.colocated()
+    roots = set[bytes]()
+    for number, whose in enumerate([{}, {"tenant": "a"}, {"tenant": "b"}, {"tenant": "a", "salt": "b"}, {"salt": "a"}]):
+        lab.submit(f"r{number}", prompt=10, max_tokens=3, **whose)
+        roots.add(lab.decode.root)
+    assert len(roots) == 5
+    lab.submit("again", prompt=10, max_tokens=3, tenant="a", salt="b")
+    assert lab.decode.root in roots

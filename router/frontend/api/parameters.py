@@ -44,6 +44,7 @@ def generate_request(
         ignore_eos=bool(fields.ignore_eos),
         priority=_number("priority", fields.priority or 0, -_SINT32, _SINT32),
         affinity=affinity,
+        cache_salt=fields.cache_salt or "",
     )
     request.token_ids.ids.extend(prompt)
     request.stop_token_ids.extend(_number("stop_token_ids", one, 0, _UINT32) for one in fields.stop_token_ids or ())

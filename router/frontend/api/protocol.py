@@ -63,6 +63,7 @@ class GenerationFields(Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    cache_salt: str | None = None
     # Known, and not served yet: see _NEUTRAL.
     length_penalty: float | None = None
     prompt_logprobs: int | None = None
@@ -71,7 +72,6 @@ class GenerationFields(Struct, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     spaces_between_special_tokens: bool | None = None
-    cache_salt: str | None = None
     suffix: str | None = None
 
 
@@ -131,7 +131,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "structured_outputs": ({},),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
-    "cache_salt": ("",),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),

@@ -53,6 +53,7 @@ class ResponsesRequest(Struct, kw_only=True):
     ignore_eos: bool | None = None
     ttft_ms: int | None = None
     tpot_ms: int | None = None
+    cache_salt: str | None = None
 
 
 def chat_of_response(request: ResponsesRequest) -> ChatCompletionRequest:
@@ -77,6 +78,7 @@ def chat_of_response(request: ResponsesRequest) -> ChatCompletionRequest:
         ignore_eos=request.ignore_eos,
         ttft_ms=request.ttft_ms,
         tpot_ms=request.tpot_ms,
+        cache_salt=request.cache_salt,
         stream=request.stream,
         tools=request.tools,
         response_format=form,
