@@ -1,0 +1,159 @@
+"""The Python client at a real router, whose workers' output is known beforehand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from baton.client import AsyncClient, Client, is_up
+from baton.errors import (
+    InvalidRequest,
+    ModelMismatch,
+    RequestCancelled,
+    RequestNotFound,
+    Unavailable,
+)
+from router.frontend.detokenizer import Tokenizer
+from tests.router import tokenizers
+from tests.router.model import EOS, expected
+from tests.router.served import Served, served, settings_for
+from tests.support.eventually import eventually_async
+
+pytestmark = pytest.mark.slow
+
+PROMPT, SEED = list(range(20, 40)), 4
+TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+TOKENIZER = Tokenizer(tokenizers.byte_level())
+
+
+@contextlib.asynccontextmanager
+async def router(folder: Path, workers: int = 1) -> AsyncIterator[Served]:
+    config = settings_for(folder)
+    (Path(config.model.path) / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    async with served(config) as running:
+        for number in range(workers):
+            running.start("decode", f"decode-{number}")
+        if workers:
+            async with connected(running) as client:
+                await eventually_async(client.serving, what="the cluster serves")
+        yield running
+
+
+def connected(running: Served) -> AsyncClient:
+    addresses = running.addresses
+    return AsyncClient(addresses.grpc, addresses.operator, http=addresses.api)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 120))
+
+
+def test_generate_chat_status_and_explain(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with router(tmp_path) as running, connected(running) as client:
+            tokens, reason = expected(SEED, len(PROMPT), 12)
+            stream = client.generate(PROMPT, seed=SEED, max_tokens=12, request_id="mine", timeout=30)
+            deltas = [delta async for delta in stream]
+            made = await stream.result()
+            assert [token for delta in deltas for token in delta.token_ids] == list(made.token_ids) == tokens
+            assert made.text == TOKENIZER.decode([token for token in tokens if token != EOS])
+            assert (made.finish_reason, made.request_id, made.seed) == (reason, "mine", SEED)
+            assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (len(PROMPT), len(tokens))
+            assert made.work.decode_workers == ("decode-0",)
+            assert made.timing.first_token is not None
+            assert made.timing.finished is not None
+            assert made.timing.first_token <= made.timing.finished
+
+            chat = client.chat("Hello", seed=SEED, max_completion_tokens=12, timeout=30)
+            content = "".join([delta.content async for delta in chat])
+            answer = await chat.result()
+            prompt = len(TOKENIZER.encode("[user]Hello", special_tokens=False))
+            tokens, reason = expected(SEED, prompt, 12)
+            assert content == answer.content == TOKENIZER.decode([token for token in tokens if token != EOS])
+            assert (answer.finish_reason, answer.usage.prompt_tokens) == (reason, prompt)
+            assert "first_token" in answer.metrics["hops_ms"]
+
+            status = await client.status()
+            assert {process.name for process in status.processes if is_up(process)} == {"router", "decode-0"}
+            assert (await client.explain("mine")).request.completion_tokens == made.usage.completion_tokens
+            assert "mine" in [one.request_id for one in await client.requests()]
+
+    run(test)
+
+
+def test_errors_are_the_routers_own(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with router(tmp_path) as running, connected(running) as client:
+            with pytest.raises(InvalidRequest, match="temperature is -1"):
+                await client.generate(PROMPT, temperature=-1.0).result()
+            with pytest.raises(ModelMismatch, match="other"):
+                await client.generate(PROMPT, model="other").result()
+            with pytest.raises(ModelMismatch, match="other"):
+                await client.chat("Hello", model="other").result()
+            with pytest.raises(InvalidRequest, match="temperature is -1"):
+                await client.chat("Hello", temperature=-1.0).result()
+            with pytest.raises(RequestNotFound):
+                await client.explain("none")
+
+    run(test)
+
+
+def test_without_workers_there_is_no_answer(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with router(tmp_path, workers=0) as running, connected(running) as client:
+            assert await client.answers()
+            assert not await client.serving()
+            with pytest.raises(Unavailable):
+                await client.chat("Hello", timeout=10).result()
+
+    run(test)
+
+
+@pytest.mark.parametrize("door", ["generate", "chat"])
+def test_a_cancelled_request_leaves_nothing_behind(tmp_path: Path, door: str) -> None:
+    async def test() -> None:
+        async with router(tmp_path) as running, connected(running) as client:
+            running.step_seconds = 0.02
+            stream = (
+                client.generate(PROMPT, ignore_eos=True) if door == "generate" else client.chat("Hi", ignore_eos=True)
+            )
+            async with stream:
+                assert await stream.read() is not None
+                assert (await client.status()).counts.running == 1
+
+            async def cancelled() -> bool:
+                counts = (await client.status()).counts
+                return (counts.running, counts.cancelled) == (0, 1)
+
+            await eventually_async(cancelled, what="the request is cancelled")
+            if door == "generate":
+                with pytest.raises(RequestCancelled):
+                    await stream.read()
+
+    run(test)
+
+
+def test_the_blocking_client_does_the_same(tmp_path: Path) -> None:
+    def work(client: Client) -> None:
+        tokens, _ = expected(SEED, len(PROMPT), 12)
+        with client:
+            one, two = (client.generate(PROMPT, seed=SEED, max_tokens=12) for _ in range(2))  # both at a time
+            assert [token for delta in one for token in delta.token_ids] == tokens
+            assert list(two.result().token_ids) == tokens
+            assert client.chat("Hello", max_completion_tokens=3, ignore_eos=True).result().usage.completion_tokens == 3
+            assert client.status().counts.finished == 3
+            with pytest.raises(ModelMismatch):
+                next(client.generate(PROMPT, model="other"))
+
+    async def test() -> None:
+        async with router(tmp_path) as running:
+            addresses = running.addresses
+            client = Client(addresses.grpc, addresses.operator, http=addresses.api)
+            await asyncio.to_thread(work, client)
+
+    run(test)
