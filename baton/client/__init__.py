@@ -13,7 +13,7 @@ error says when another try is worth it. Importing this package imports neither 
 from baton.client.async_client import AsyncClient
 from baton.client.chat_results import ChatAnswer, ChatDelta, ChatToolCall
 from baton.client.client import ChatStream, Client, GenerationStream
-from baton.client.options import ChatOptions, SamplingOptions
+from baton.client.options import ChatOptions, PinOptions, SamplingOptions
 from baton.client.results import Generated, OutputDelta, ScoredToken, Timing, TokenUsage, Work, is_up
 from baton.client.streams import AsyncChatStream, AsyncGenerationStream
 
@@ -30,6 +30,7 @@ __all__ = [
     "Generated",
     "GenerationStream",
     "OutputDelta",
+    "PinOptions",
     "SamplingOptions",
     "ScoredToken",
     "Timing",

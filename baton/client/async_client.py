@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from baton.client.connection import Connection, typed
-from baton.client.options import ChatOptions, SamplingOptions, generate_request, pin_request
+from baton.client.options import ChatOptions, PinOptions, SamplingOptions, generate_request, pin_request
 from baton.client.streams import AsyncChatStream, AsyncGenerationStream, raise_if_ours
 from baton.errors import RequestCancelled
 
@@ -156,28 +156,19 @@ class AsyncClient:
         return (await self._cluster("SetRole", asked, timeout)).worker
 
     async def pin_prefix(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        ttl_ms: int | None = None,
-        pin: str = "",
-        model: str = "",
-        timeout: float | None = None,
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[PinOptions]
     ) -> cache_pb2.PinPrefixResponse:
-        """Compute and pin a prefix for `ttl_ms` (None: an hour); return once it is pinned. Raises BatonError.
+        """Compute and pin a prefix for `ttl_ms` (an hour by default); return once it is pinned. Raises BatonError."""
+        return await self._cache("PinPrefix", pin_request(prompt, options), timeout)
 
-        `pin` is its name; the router makes one if it is empty.
-        """
-        return await self._cache("PinPrefix", pin_request(prompt, ttl_ms, pin, model), timeout)
-
-    async def unpin(self, pin: str, timeout: float = 5.0) -> None:
-        """End a pin. Raises BatonError: PinNotFound if there is none of that name."""
+    async def unpin(self, pin: str, tenant: str = "", timeout: float = 5.0) -> None:
+        """End a pin of a tenant. Raises BatonError: PinNotFound if there is none of that name."""
         from baton.v1 import cache_pb2
 
-        await self._cache("UnpinPrefix", cache_pb2.UnpinPrefixRequest(id=pin), timeout)
+        await self._cache("UnpinPrefix", cache_pb2.UnpinPrefixRequest(id=pin, tenant=tenant), timeout)
 
     async def pins(self, timeout: float = 5.0) -> list[cache_pb2.Pin]:
-        """Return all pins, ordered by name. Raises BatonError."""
+        """Return all tenants' pins, ordered by name. Raises BatonError."""
         from baton.v1 import cache_pb2
 
         return list((await self._cache("ListPins", cache_pb2.ListPinsRequest(), timeout)).pins)

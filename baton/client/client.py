@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, Unpack
 from baton.client.async_client import AsyncClient
 from baton.client.chat_results import ChatAnswer, ChatDelta
 from baton.client.loop_thread import LoopThread
-from baton.client.options import ChatOptions, SamplingOptions
+from baton.client.options import ChatOptions, PinOptions, SamplingOptions
 from baton.client.results import Generated, OutputDelta
 from baton.client.streams import AsyncStream
 from baton.errors import ConfigError
@@ -175,26 +175,17 @@ class Client:
         return self._run(self._client.set_role(worker, role, patience=patience, timeout=timeout))
 
     def pin_prefix(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        ttl_ms: int | None = None,
-        pin: str = "",
-        model: str = "",
-        timeout: float | None = None,
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[PinOptions]
     ) -> cache_pb2.PinPrefixResponse:
-        """Compute and pin a prefix for `ttl_ms` (None: an hour); return once it is pinned. Raises BatonError.
+        """Compute and pin a prefix for `ttl_ms` (an hour by default); return once it is pinned. Raises BatonError."""
+        return self._run(self._client.pin_prefix(prompt, timeout=timeout, **options))
 
-        `pin` is its name; the router makes one if it is empty.
-        """
-        return self._run(self._client.pin_prefix(prompt, ttl_ms=ttl_ms, pin=pin, model=model, timeout=timeout))
-
-    def unpin(self, pin: str, timeout: float = 5.0) -> None:
-        """End a pin. Raises BatonError: PinNotFound if there is none of that name."""
-        self._run(self._client.unpin(pin, timeout))
+    def unpin(self, pin: str, tenant: str = "", timeout: float = 5.0) -> None:
+        """End a pin of a tenant. Raises BatonError: PinNotFound if there is none of that name."""
+        self._run(self._client.unpin(pin, tenant, timeout))
 
     def pins(self, timeout: float = 5.0) -> list[cache_pb2.Pin]:
-        """Return all pins, ordered by name. Raises BatonError."""
+        """Return all tenants' pins, ordered by name. Raises BatonError."""
         return self._run(self._client.pins(timeout))
 
     # --- connections -------------------------------------------------------------------------------------------------

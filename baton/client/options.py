@@ -43,6 +43,7 @@ class SamplingOptions(TypedDict, total=False):
     allowed_token_ids: Sequence[int]
     include_stop: bool
     special_tokens: bool
+    cache_salt: str
 
 
 class ChatOptions(TypedDict, total=False):
@@ -78,35 +79,44 @@ class ChatOptions(TypedDict, total=False):
     request_id: str | None
 
 
+class PinOptions(TypedDict, total=False):
+    """Keyword arguments of `pin_prefix`: `id` is the pin's name, which the router makes if there is none."""
+
+    model: str
+    ttl_ms: int | None
+    id: str
+    tenant: str
+    cache_salt: str
+
+
 def generate_request(prompt: str | Sequence[int], options: SamplingOptions) -> generation_pb2.GenerateRequest:
     """Build the request of a text or of token ids. Raises InvalidRequest for an unknown field, or for a value that the
     field can't hold."""
     from baton.v1 import generation_pb2 as pb
 
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    known = pb.GenerateRequest.DESCRIPTOR.fields_by_name
-    if unknown := given.keys() - known.keys():
-        raise InvalidRequest(f"{min(unknown)} is no field of a request; the fields are {', '.join(known)}")
+    given: dict[str, Any] = dict(options)
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
+    return _message(pb.GenerateRequest, prompt, given)
+
+
+def pin_request(prompt: str | Sequence[int], options: PinOptions) -> cache_pb2.PinPrefixRequest:
+    """Build the order to pin a prefix. Raises InvalidRequest as `generate_request` does."""
+    from baton.v1 import cache_pb2
+
+    return _message(cache_pb2.PinPrefixRequest, prompt, options)
+
+
+def _message(kind: Any, prompt: str | Sequence[int], options: Mapping[str, Any]) -> Any:
+    from baton.v1 import generation_pb2 as pb
+
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    known = kind.DESCRIPTOR.fields_by_name
+    if unknown := given.keys() - known.keys():
+        raise InvalidRequest(f"{min(unknown)} is no field of a request; the fields are {', '.join(known)}")
     try:
         if isinstance(prompt, str):
-            return pb.GenerateRequest(text=prompt, **given)
-        return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), **given)
+            return kind(text=prompt, **given)
+        return kind(token_ids=pb.TokenIds(ids=prompt), **given)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"the request can't be sent: {error}") from None
-
-
-def pin_request(prompt: str | Sequence[int], ttl_ms: int | None, pin: str, model: str) -> cache_pb2.PinPrefixRequest:
-    """Build the order to pin a prefix. Raises InvalidRequest for a value that its field can't hold."""
-    from baton.v1 import cache_pb2, generation_pb2
-
-    try:
-        asked = cache_pb2.PinPrefixRequest(model=model, ttl_ms=ttl_ms, id=pin)
-        if isinstance(prompt, str):
-            asked.text = prompt
-        else:
-            asked.token_ids.CopyFrom(generation_pb2.TokenIds(ids=prompt))
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest(f"the prefix can't be sent: {error}") from None
-    return asked

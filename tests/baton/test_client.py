@@ -13,7 +13,17 @@ from typing import Any, get_type_hints
 import grpc
 import pytest
 
-from baton.client import AsyncClient, Client, Generated, OutputDelta, SamplingOptions, Timing, TokenUsage, Work
+from baton.client import (
+    AsyncClient,
+    Client,
+    Generated,
+    OutputDelta,
+    PinOptions,
+    SamplingOptions,
+    Timing,
+    TokenUsage,
+    Work,
+)
 from baton.client.chat_results import ChatCollector, EventDecoder, http_error
 from baton.client.connection import Connection
 from baton.client.loop_thread import LoopThread
@@ -30,8 +40,8 @@ from baton.errors import (
     RequestCancelled,
     Unavailable,
 )
+from baton.v1 import cache_pb2, generation_pb2_grpc
 from baton.v1 import generation_pb2 as pb
-from baton.v1 import generation_pb2_grpc
 from tests.support.eventually import eventually, eventually_async
 
 HEAVY = ("torch", "ray", "zmq", "grpc", "aiohttp", "google.protobuf", "numpy")
@@ -46,10 +56,12 @@ def test_importing_it_imports_nothing_heavy():
 # --- requests and results ---------------------------------------------------------------------------------------------
 
 
-def test_every_field_of_a_request_is_a_keyword():
-    fields = set(pb.GenerateRequest.DESCRIPTOR.fields_by_name) - {"text", "token_ids"}
-    missing = fields ^ set(get_type_hints(SamplingOptions))
-    assert not missing, f"baton/client/options.py: SamplingOptions and GenerateRequest differ in {missing}"
+@pytest.mark.parametrize(
+    ("options", "message"), [(SamplingOptions, pb.GenerateRequest), (PinOptions, cache_pb2.PinPrefixRequest)]
+)
+def test_every_field_of_a_request_is_a_keyword(options: Any, message: Any):
+    missing = (set(message.DESCRIPTOR.fields_by_name) - {"text", "token_ids"}) ^ set(get_type_hints(options))
+    assert not missing, f"baton/client/options.py: {options.__name__} differs from its message in {missing}"
 
 
 @pytest.mark.parametrize(
