@@ -1,13 +1,13 @@
 """`make soak`: a cluster of real processes under load, with deaths and stops at random, for as long as you like.
 
-    .venv/bin/python -m tests.soak [--minutes 20] [--kills 50] [--requests 10000] [--hostile 10] [--seed N]
+    .venv/bin/python -m tests.soak [--minutes 20] [--kills 50] [--requests 10000] [--hostile 10] [--fuzz 10] [--seed N]
 
 Every request must end with the reference's tokens, whatever died meanwhile, while one decode worker lives; and when
 the load ends, nothing may be left running or held. Then stores with disk tiers are killed 50 times, and again in a
 cluster of two nodes (see `tests/store_deaths.py`). Then come 10,000 requests of mixed length, colocated and split,
-which must leave every pool empty (see `tests/soak_requests.py`). Last come hostile clients, strangers and hung
-processes beside honest streams (see `tests/soak_hostile.py`). Prints its seed first, and a line of JSON after each
-part.
+which must leave every pool empty (see `tests/soak_requests.py`). Then come hostile clients, strangers and hung
+processes beside honest streams (see `tests/soak_hostile.py`), and last a fuzzer of every socket (`tests/fuzz`). Prints
+its seed first, and a line of JSON after each part.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pathlib import Path
 from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints
+from tests.fuzz.run import fuzz
 from tests.soak_hostile import hostile
 from tests.soak_requests import requests
 from tests.store_deaths import store_deaths
@@ -128,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kills", type=int, default=50, help="of the store, above a disk tier")
     parser.add_argument("--requests", type=int, default=10_000, help="of mixed length, to pools that are too small")
     parser.add_argument("--hostile", type=float, default=10.0, help="minutes of hostile clients and hung processes")
+    parser.add_argument("--fuzz", type=float, default=10.0, help="minutes of a fuzzer on every socket")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     given = parser.parse_args(argv)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
@@ -145,6 +147,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(json.dumps(result), flush=True)
         if given.hostile:
             print(json.dumps(hostile(given.hostile * 60, given.seed, folder / "hostile", path)), flush=True)
+        if given.fuzz:
+            print(json.dumps(fuzz(given.fuzz * 60, given.seed, folder / "fuzz", path)), flush=True)
 
 
 if __name__ == "__main__":

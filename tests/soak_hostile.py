@@ -61,6 +61,7 @@ class Streams:
     address: str
     expected: Mapping[tuple[int, ...], list[int]]
     rng: random.Random
+    clients: int = STREAMS
     gaps: list[Gap] = field(default_factory=list[Gap])  # longer than `NOTED`
     first_tokens: list[float] = field(default_factory=list[float])  # seconds
     requests: int = 0
@@ -70,7 +71,7 @@ class Streams:
     async def run(self) -> None:
         """Raises AssertionError at the first wrong token, and AioRpcError when a request fails."""
         async with asyncio.TaskGroup() as group:
-            for _ in range(STREAMS):
+            for _ in range(self.clients):
                 group.create_task(self._client())
 
     async def _client(self) -> None:
@@ -128,6 +129,18 @@ def hang_processes(cluster: LocalCluster, rng: random.Random, stop: threading.Ev
             stop.wait(rng.uniform(*HANG))
         counts[name] += 1
         cluster.wait_live([name])
+
+
+def log_lines(cluster: LocalCluster, *words: str) -> list[str]:
+    """Lines of logs and outputs of all processes that have one of the words, with their files."""
+    files = [*cluster.config.cluster.logs.iterdir(), *cluster.directory.glob("*.err")]
+    return [
+        f"{file.name}: {line}"
+        for file in files
+        if file.is_file()
+        for line in file.read_text(errors="replace").splitlines()
+        if any(word in line for word in words)
+    ]
 
 
 @dataclass(frozen=True)
@@ -224,8 +237,7 @@ def hostile(seconds: float, seed: int, folder: Path, path: Path) -> dict[str, ob
         )
         eventually(lambda: not grown(before, sizes(cluster)), what=f"{grown(before, sizes(cluster))}: sizes as before")
         logs = {file.name: file.stat().st_size for file in cluster.config.cluster.logs.iterdir() if file.is_file()}
-        for file in cluster.config.cluster.logs.iterdir():
-            assert not file.is_file() or "Traceback" not in file.read_text(errors="replace"), f"a traceback in {file}"
+        assert not (found := log_lines(cluster, "Traceback")), f"a traceback in {found}"
         return {
             "seed": seed,
             "seconds": round(seconds),

@@ -24,6 +24,7 @@ _MAX_STOP_LENGTH = 1_000
 _MAX_STOP_TOKENS = 1_000
 _MAX_LOGPROBS = 20
 _MAX_PENALTY = 2
+_MIN_REPETITION, _MAX_REPETITION = 1e-6, 1e6  # beyond these a logit of float32 may become infinite
 _MAX_BIAS, _MAX_BIASES = 100, 1_024
 _MAX_BAD_WORDS = 1_000
 _BYTES_PER_TOKEN = 8  # of text; where a prompt has more it may have far too many tokens, so those are counted first
@@ -248,8 +249,10 @@ def _rules(request: pb.GenerateRequest, model: ServedModel) -> LogitsRules | Non
     for name in ("presence_penalty", "frequency_penalty"):
         if not -_MAX_PENALTY <= (given := getattr(request, name)) <= _MAX_PENALTY:
             raise InvalidRequest(f"{name} is {given}; it must be from -{_MAX_PENALTY} to {_MAX_PENALTY}")
-    if not (repetition > 0 and math.isfinite(repetition)):
-        raise InvalidRequest(f"repetition_penalty is {repetition}; it must be a finite number above 0")
+    if not _MIN_REPETITION <= repetition <= _MAX_REPETITION:
+        raise InvalidRequest(
+            f"repetition_penalty is {repetition}; it must be from {_MIN_REPETITION:g} to {_MAX_REPETITION:g}"
+        )
     if len(request.logit_bias) > _MAX_BIASES:
         raise InvalidRequest(f"logit_bias has {len(request.logit_bias)} tokens; at most {_MAX_BIASES} are allowed")
     for token, value in request.logit_bias.items():

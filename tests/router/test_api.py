@@ -271,6 +271,8 @@ def test_names_headers_and_what_the_server_is(tmp_path: Path) -> None:
         ("completions", {"prompt": "x", "model": "gpt-5"}, 404, "gpt-5"),
         ("completions", {"prompt": "x", "presence_penalty": 3}, 400, "presence_penalty"),
         ("completions", {"prompt": "x", "repetition_penalty": 0}, 400, "repetition_penalty"),
+        ("completions", {"prompt": "x", "repetition_penalty": 1e-45}, 400, "repetition_penalty"),
+        ("completions", {"prompt": "x", "repetition_penalty": 3e38}, 400, "repetition_penalty"),
         ("completions", {"prompt": "x", "logit_bias": {"5": 101}}, 400, "logit_bias"),
         ("completions", {"prompt": "x", "logit_bias": {"1000": 1}}, 400, "logit_bias"),
         ("completions", {"prompt": "x", "logit_bias": {"five": 1}}, 400, "logit_bias"),

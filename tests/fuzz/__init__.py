@@ -1,0 +1,15 @@
+"""A fuzzer of every socket of a cluster, with honest streams beside it.
+
+    .venv/bin/python -m tests.fuzz --seconds 60 [--seed N] [--only http,grpc] [--case NUMBER]
+
+- `targets`: the list of what is fuzzed
+- `case`: one exchange, drawn from (seed, target, number) alone
+- `attacker`: a process that fuzzes one target
+- `values`, `json_text`, `wire_messages`: generators of values, bodies and internal messages
+- `http_*`, `grpc_*`, `router_peer`, `store_calls`, `store_pages`, `publishers`, `plain_ports`: one target each
+- `victims`: workers and a store that have a fuzzer as their router and as their store
+- `run`: the cluster, the honest streams and the verdict
+
+A target knows how an exchange may end. Everything else is a finding: it is printed with its seed, its number and the
+bytes that were sent.
+"""

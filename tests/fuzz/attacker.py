@@ -1,0 +1,39 @@
+"""A process that fuzzes one target.
+
+    python -m tests.fuzz.attacker TARGET ARGUMENTS       arguments as JSON
+
+It goes on until its stdin closes or some cases have found something. Then it prints one line of JSON: its counts by
+kind, and what was found. It runs at a low priority, because an attacker has a machine of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+from contextlib import suppress
+
+from tests.fuzz.case import fuzz
+from tests.fuzz.targets import TARGETS
+
+_NICENESS = 10
+
+
+def _stdin_open() -> bool:
+    return not select.select([sys.stdin], [], [], 0)[0]
+
+
+def main() -> None:
+    os.nice(_NICENESS)
+    name, given = sys.argv[1], json.loads(sys.argv[2])
+    seed, first, most = given.pop("seed"), given.pop("first", 0), given.pop("most", 2**62)
+    ended = fuzz(name, TARGETS[name](**given), seed, first, most, _stdin_open)
+    print(json.dumps({"counts": ended.counts, "findings": ended.findings}), flush=True)
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+    os._exit(0)  # threads of gRPC and ZMQ may still wait
+
+
+if __name__ == "__main__":
+    main()

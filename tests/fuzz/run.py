@@ -1,0 +1,177 @@
+"""The fuzzers' cluster, the honest streams beside them, and the verdict.
+
+No exchange may end in another way than its target knows. No honest request may fail, get a wrong token or stand still.
+No process may end. No log may have a traceback or an error. At the end descriptors, threads, memory, pages, slots,
+leases and requests are as before, within a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from deploy.client import Client
+from deploy.local import LocalCluster
+from tests.fuzz.case import Told, told
+from tests.fuzz.honest import Honest
+from tests.fuzz.targets import TARGETS
+from tests.soak_hostile import Size, grown, log_lines, references, sizes
+from tests.support import workload
+from tests.support.cluster import at_rest, process
+from tests.support.eventually import eventually
+from tests.support.metrics_page import nothing_held
+
+EACH = 3  # honest clients of each API
+LONGEST_GAP = 10.0  # seconds between two tokens of an honest stream; the fuzzers share its cores
+WARM = 3.0  # seconds of honest streams before the fuzzers
+SLOPE = 48 * 2**20  # bytes that a process may grow by in the second half of a long run
+LONG = 240.0  # seconds from which on a run is long
+TEMPLATE = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}assistant"
+FAILURES = ("Traceback", "failed in the router", " ERROR ", "Task exception was never retrieved", "never awaited")
+
+
+class Fuzzer:
+    """One target's process."""
+
+    def __init__(self, name: str, arguments: Mapping[str, object]) -> None:
+        self.name = name
+        command = [sys.executable, "-m", "tests.fuzz.attacker", name, json.dumps(arguments)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ended(self) -> bool:
+        """Whether it has found something, or made all its cases."""
+        assert self.process.stdout is not None
+        return bool(select.select([self.process.stdout], [], [], 0)[0])
+
+    def end(self) -> Told:
+        """End it, and return what it says."""
+        try:
+            said, _ = self.process.communicate("", timeout=180)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the fuzzer of {self.name} did not end") from None
+        assert self.process.returncode == 0, f"the fuzzer of {self.name} ended with {self.process.returncode}"
+        return told(said)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
+
+def fuzz(
+    seconds: float, seed: int, folder: Path, path: Path, only: Collection[str] = (), case: int | None = None
+) -> dict[str, object]:
+    """Fuzz for so long, or make one case of each target. Raises AssertionError for a finding."""
+    with_template(path)
+    expected = references(path, seed)
+    assert expected
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster(workload.settings(path, 1, 1), folder))
+        processes = {name: found.incarnation for name in cluster.pids if (found := process(cluster, name))}
+        honest = Honest(cluster.address, cluster.api_of("router"), expected, seed, EACH)
+        stack.callback(honest.stop)
+        time.sleep(WARM)
+        plans = {name: told for name, told in plan(cluster).items() if not only or name in only}
+        which: dict[str, object] = {"seed": seed} if case is None else {"seed": seed, "first": case, "most": 1}
+        before = sizes(cluster)
+        fuzzers = {name: Fuzzer(name, {**which, **told}) for name, told in plans.items()}
+        for fuzzer in fuzzers.values():
+            stack.callback(fuzzer.kill)
+        halves = _watch(cluster, fuzzers, honest, seconds, endless=case is None)
+        ends = {name: fuzzer.end() for name, fuzzer in fuzzers.items()}
+        findings = [finding for end in ends.values() for finding in end.findings]
+        assert not findings, report(findings)
+        honest.stop()
+        alive = {name: found.incarnation for name in cluster.pids if (found := process(cluster, name))}
+        assert alive == processes, f"processes were {processes} and are {alive}: {log_lines(cluster, 'Error')}"
+        eventually(lambda: at_rest(cluster), what="everything freed")
+        eventually(lambda: nothing_held(cluster, "store-0"), what="nothing held in the store")
+        eventually(lambda: idle(cluster), what="no request in the router")
+        assert not (lines := log_lines(cluster, *FAILURES)), f"logs tell of failures: {lines[:20]}"
+        eventually(lambda: not grown(before, sizes(cluster)), what=f"{grown(before, sizes(cluster))}: sizes as before")
+        assert honest.requests
+        assert honest.longest_gap <= LONGEST_GAP, f"an honest stream stood still for {honest.longest_gap:.2f} s"
+        if seconds >= LONG:
+            steep = {name: growth for name, growth in slope(halves).items() if growth > SLOPE}
+            assert not steep, f"bytes that processes grew by in the second half: {steep}"
+        return {
+            "seed": seed,
+            "seconds": round(seconds),
+            "honest_requests": honest.requests,
+            "honest_longest_gap_s": round(honest.longest_gap, 3),
+            "cases": {name: sum(end.counts.values()) for name, end in ends.items()},
+            "endings": {name: dict(sorted(end.counts.items())) for name, end in ends.items()},
+            "grown_mib": _mib({name: now.anonymous - before[name].anonymous for name, now in sizes(cluster).items()}),
+            "second_half_mib": _mib(slope(halves)),
+        }
+
+
+def _watch(
+    cluster: LocalCluster, fuzzers: Mapping[str, Fuzzer], honest: Honest, seconds: float, *, endless: bool
+) -> list[dict[str, Size]]:
+    """Wait until the time is up, a fuzzer has ended or an honest request has failed. Return the processes' sizes, first
+    those in the middle."""
+    start, halves = time.monotonic(), list[dict[str, Size]]()
+    running = dict(cluster.pids)
+    while time.monotonic() - start < seconds:
+        time.sleep(0.2)
+        if not halves and time.monotonic() - start > seconds / 2:
+            halves.append(sizes(cluster))
+        ended = [fuzzer.ended() for fuzzer in fuzzers.values()]
+        if (any(ended) and endless) or all(ended) or honest.failures or cluster.pids != running:
+            break
+    return [*halves, sizes(cluster)]
+
+
+def slope(halves: list[dict[str, Size]]) -> dict[str, int]:
+    """Bytes that each process has grown by between two looks."""
+    first, last = halves[0], halves[-1]
+    return {name: last[name].anonymous - size.anonymous for name, size in first.items() if name in last}
+
+
+def idle(cluster: LocalCluster) -> bool:
+    """Whether the router has no request."""
+    with Client(cluster.address, cluster.operator) as client:
+        counts = client.status(timeout=30).counts
+    return not counts.queued and not counts.running
+
+
+def with_template(path: Path) -> None:
+    """Give the checkpoint a chat template."""
+    file = path / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+
+
+def report(findings: list[Mapping[str, Any]]) -> str:
+    """Say what was found, and how to find it again."""
+    lines = list[str]()
+    for finding in findings:
+        again = f"python -m tests.fuzz --seed {finding['seed']} --only {finding['target']} --case {finding['case']}"
+        lines += [f"{finding['target']}, case {finding['case']}: {finding['why']}", f"    again: {again}"]
+        lines += [f"    note: {note}" for note in finding.get("notes", ())]
+        lines += [f"    sent: {piece[:4_000]}" for piece in finding["sent"]]
+    return "\n".join(lines)
+
+
+def plan(cluster: LocalCluster) -> dict[str, dict[str, object]]:
+    """Every target with its arguments."""
+    api, operator = cluster.api_of("router"), cluster.operator
+    plans: dict[str, dict[str, object]] = {
+        "http": {"address": api, "operator": operator},
+        "grpc": {"address": cluster.address, "operator": operator},
+    }
+    assert plans.keys() == TARGETS.keys()
+    return plans
+
+
+def _mib(sizes_of: Mapping[str, int]) -> dict[str, float]:
+    return {name: round(size / 2**20, 1) for name, size in sizes_of.items()}

@@ -1,0 +1,27 @@
+"""The fuzzer's short version: every target for a while, in one cluster, with a fixed seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import checkpoints
+from tests.fuzz.run import fuzz
+from tests.fuzz.targets import TARGETS
+from tests.support.thorough import cases
+
+SECONDS = 40.0
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("seed", cases([11, 12], [11]), ids=str)
+def test_no_socket_has_a_failure_a_hang_or_a_leak(tmp_path: Path, seed: int) -> None:
+    path = checkpoints.make("llama", tmp_path / "model")
+    result = fuzz(SECONDS, seed, tmp_path / "cluster", path)
+    assert result["honest_requests"]
+    made = result["cases"]
+    assert isinstance(made, dict)
+    assert made.keys() == TARGETS.keys()
+    assert all(made.values()), made
