@@ -10,54 +10,34 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from baton.clock import Tick
 from baton.config import Bytes, DecodeConfig, PrefillConfig, StoreConfig
 from baton.membership import SendToRouter
-from baton.messages import Message, Namespace, PageSource, Peer, Role
-from baton.peer_protocol import (
-    CancelFetch,
-    ChecksumMismatch,
-    FetchCredit,
-    FetchedPages,
-    FetchHeartbeat,
-    FetchPages,
-    PageReply,
-    PageRequest,
-)
-from baton.store_protocol import Attach, Attached, LeaseHeartbeat
+from baton.messages import FromStore, Message, Namespace, PageSource, Peer, Role
+from baton.store_protocol import Attach, Attached, LeaseHeartbeat, StoreReply
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Chunk, Sampled
 from engine.step import ScheduledBatch, StepDone
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyIn, StoreLost, StoreUp
+from kvstore.disk.interface import DiskOrder
 from kvstore.server.events import (
     CallReceived,
-    CloseConnection,
     Connected,
     Disconnected,
-    SendReply,
+    StoreCommand,
+    StoreEvent,
     TellRouter,
-    Tick,
     WriterDied,
 )
 from kvstore.server.state import StoreState
-from kvstore.transport.interface import (
-    AnswerPeer,
-    AskPeer,
-    ExpectPages,
-    FetchRetracted,
-    PagesLanded,
-    PagesSent,
-    PeerReplied,
-    PeerRequested,
-    RetractFetch,
-    SendPages,
-    SlotVerified,
-    VerifySlot,
-)
+from kvstore.transport.interface import PeerOrder, SlotVerified, VerifySlot
 from prefill_worker.scheduler import PrefillScheduler
-from tests.support.fake_disk import FakeDisk, Finished, Read, Write
+from simulator.store_loop import StoreLoop
+from simulator.transport import SimulatedTransport
+from simulator.wires import Wires
+from tests.support.fake_disk import DiskThreads, FakeDisk, Read, Write
 from tests.support.turns import Turns
 
 PAGE = 4
@@ -187,10 +167,10 @@ class RigWorker:
         first = copies[0]
         if isinstance(first, CopyIn):
             for copy in copies:
-                self.device.pages[copy.page] = list(self.node.arena.get(copy.slot, [0] * PAGE))
+                self.device.pages[copy.page] = self.node.arena.read(copy.slot)
             return CopiedIn(first.lease, tuple(copy.index for copy in copies))
         for copy in copies:
-            self.node.arena[copy.slot] = list(self.device.pages[copy.page])
+            self.node.arena.write(copy.slot, self.device.pages[copy.page])
         return CopiedOut(first.lease, first.index, (0,) * len(copies))
 
     def _done(self, plan: ScheduledBatch) -> StepDone:
@@ -206,140 +186,108 @@ class RigWorker:
             self.rig.call(self, LeaseHeartbeat(self.state.leases))
 
 
-@dataclass
-class Parcel:
-    """Something on its way between two stores."""
+class Memory:
+    """A store's arena: what `Device` has of each page. Pages have no checksums; damage is told by itself."""
 
-    message: PageRequest | PageReply
-    contents: tuple[list[int], ...] = ()
+    rubbish = [-1] * PAGE
+
+    def __init__(self) -> None:
+        self.slots: dict[int, list[int]] = {}
+
+    def read(self, slot: int, checksum: int = 0) -> list[int]:
+        return list(self.slots.get(slot, [0] * PAGE))
+
+    def write(self, slot: int, contents: list[int]) -> None:
+        self.slots[slot] = list(contents)
+
+    def matches(self, contents: list[int], checksum: int) -> bool:
+        return not self.spoilt(contents)
+
+    def spoilt(self, contents: list[int]) -> bool:
+        return contents == self.rubbish
 
 
-class RigStore:
-    """One node's store: its state, what lies in its arena and on its disk, and what is on its way to other stores."""
+class RigStore(StoreLoop):
+    """One node's store: its state, what lies in its arena and on its disk, and what its threads have not done yet."""
 
     def __init__(self, rig: Rig, name: str) -> None:
         self.rig = rig
         self.name = name
         self.disk = FakeDisk()
-        self.on_disk: dict[bytes, list[int]] = {}  # by key
+        self.files: dict[bytes, list[int]] = {}  # on disk, by key
+        self.incarnations: set[str] = set()  # dead ones, too: what they said may still arrive
         self.start()
 
     def start(self) -> None:
         """A new process, with an empty arena, on the same disk."""
         self.incarnation = f"store-{self.name}-{next(self.rig.ids)}"
+        self.incarnations.add(self.incarnation)
         me = Peer("store", f"store-{self.name}", self.name, self.incarnation, 0)
         config = StoreConfig(
             host_cache_bytes=Bytes(self.rig.slots * PAGE_BYTES), lease_ms=int(self.rig.hold * 1_000), writer_share=0.5,
             load_share=self.rig.load_share,
         )  # fmt: skip
         self.disk.restart()
-        self.state = StoreState(me, config, self.disk, self.rig.admit_after, 0.25, 3.0)
-        self.arena: dict[int, list[int]] = {}
-        self.expected: dict[int, dict[int, int]] = {}  # fetch → index → slot
+        self.arena = Memory()
+        self.threads = DiskThreads(self.files, self.arena)
         self.told: list[TellRouter] = []  # to routers
-        self.outgoing: dict[str, deque[Parcel]] = {}  # by incarnation of the receiving store, in order
-        self.disk_orders: deque[Write | Read] = deque()
         self.checks: deque[VerifySlot] = deque()
+        transport = SimulatedTransport(self.incarnation, self.arena, self.handle, self.rig.wires.post)
+        self.begin(StoreState(me, config, self.disk, self.rig.admit_after, 0.25, 3.0), transport)
 
     def source(self, pages: int) -> PageSource:
         return PageSource(self.incarnation, "inproc", pages)
 
-    def handle(self, event: Any) -> None:
-        commands = self.state.handle(event, self.rig.now)
+    # --- its loop ---------------------------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        return self.rig.now
+
+    def decide(self, event: StoreEvent) -> Sequence[StoreCommand]:
+        commands = super().decide(event)
         self.state.validate()
-        for command in commands:
-            self._do(command)
+        return commands
 
-    def _do(self, command: Any) -> None:
-        match command:
-            case SendReply(connection=connection, reply=reply):
-                if (worker := self.rig.workers.get(connection)) is not None:
-                    worker.inbox.append(reply)
-            case CloseConnection(connection=connection):
-                worker = self.rig.workers.get(connection)
-                raise AssertionError(f"the store dropped a well-behaved worker {worker}")
-            case ExpectPages(fetch=fetch, slots=slots):
-                self.expected.setdefault(fetch, {}).update(dict(slots))
-            case RetractFetch(fetch=fetch):
-                self.expected.pop(fetch, None)
-                self.handle(FetchRetracted(fetch))
-            case AskPeer(source=source, request=request):
-                self._post(source.store, Parcel(request))
-            case AnswerPeer(peer=peer, reply=reply):
-                self._post(peer, Parcel(reply))
-            case SendPages(number=number, peer=peer, fetch=fetch, pages=pages, slots=slots):
-                contents = tuple(list(self.arena[slot]) for slot in slots)
-                self._post(peer, Parcel(FetchedPages(fetch, pages), contents))
-                self.handle(PagesSent(number))
-            case VerifySlot():
-                self.checks.append(command)
-            case Write() | Read():
-                self.disk_orders.append(command)
-            case TellRouter():
-                self.told.append(command)
-            case _:
-                pass
+    def reply(self, connection: int, reply: StoreReply) -> None:
+        if (worker := self.rig.workers.get(connection)) is not None:
+            worker.inbox.append(reply)
 
-    def _post(self, to: str, parcel: Parcel) -> None:
-        self.outgoing.setdefault(to, deque()).append(parcel)
+    def tell_router(self, message: FromStore, router: str) -> None:
+        self.told.append(TellRouter(message, router))
+
+    def order_disk(self, order: DiskOrder) -> None:
+        assert isinstance(order, Write | Read)
+        self.threads.orders.append(order)
+
+    def order_transport(self, order: PeerOrder) -> None:
+        if isinstance(order, VerifySlot):
+            self.checks.append(order)
+        else:
+            super().order_transport(order)
 
     # --- what a test lets happen ------------------------------------------------------------------------------------
 
     def deliver(self, damage: bool = False) -> bool:
-        """One parcel of each receiver arrives, if that store still lives; with `damage` its first page is not what was
+        """One parcel of each wire arrives, if the receiver still lives; with `damage` its first page is not what was
         sent."""
-        moved = False
-        for incarnation, parcels in list(self.outgoing.items()):
-            if not parcels:
-                continue
-            parcel, moved = parcels.popleft(), True
-            receiver = next((store for store in self.rig.stores.values() if store.incarnation == incarnation), None)
-            if receiver is not None:
-                receiver.receive(self.incarnation, parcel, damage)
-        return moved
-
-    def receive(self, sender: str, parcel: Parcel, damage: bool) -> None:
-        match parcel.message:
-            case FetchedPages(fetch=fetch, pages=pages):
-                expected = self.expected.get(fetch, {})
-                landed: list[tuple[int, int]] = []
-                damaged: list[int] = []
-                for page, contents in zip(pages, parcel.contents, strict=True):
-                    if page.index not in expected:
-                        continue
-                    if damage:
-                        self.arena[expected[page.index]] = [-1] * PAGE
-                        damaged.append(page.index)
-                        damage = False
-                        continue
-                    self.arena[expected.pop(page.index)] = contents
-                    landed.append((page.index, page.checksum))
-                self.handle(PagesLanded(fetch, tuple(landed), tuple(damaged)))
-            case FetchPages() | FetchCredit() | ChecksumMismatch() | CancelFetch() | FetchHeartbeat():
-                self.handle(PeerRequested(sender, parcel.message))
-            case _:
-                self.handle(PeerReplied(sender, parcel.message))
+        wires = [w for w in self.rig.wires.loaded() if w.parcels[0].sender.incarnation in self.incarnations]
+        for wire in wires:
+            self.rig.wires.deliver(wire, "damaged" if damage else "")
+        return bool(wires)
 
     def lose(self) -> None:
         """A connection breaks: what is on its way is lost."""
-        self.outgoing.clear()
+        self.rig.wires.lose(self.incarnation)
 
     def work(self, ok: bool = True) -> bool:
         """The threads carry out one order, or (`ok` False) fail to."""
         if self.checks:
             self.handle(SlotVerified(self.checks.popleft().number, ok))
             return True
-        if not self.disk_orders:
-            return False
-        order = self.disk_orders.popleft()
-        match order:
-            case Write(page=page):
-                if ok:
-                    self.on_disk[page.key] = list(self.arena[page.slot])
-            case Read(key=key, slot=slot):
-                self.arena[slot] = list(self.on_disk.get(key, [-1] * PAGE)) if ok else [-1] * PAGE
-        self.handle(Finished(order, ok))
-        return True
+        if (finished := self.threads.work(ok=ok)) is not None:
+            self.handle(finished)
+        return finished is not None
 
 
 class Rig:
@@ -353,7 +301,12 @@ class Rig:
         self.ids = itertools.count(1)
         self.slots, self.hold, self.admit_after, self.load_share = slots, hold, admit_after, load_share
         self.workers: dict[int, RigWorker] = {}
+        self.wires = Wires(self._transport, lambda _: Memory.rubbish)
         self.stores = {name: RigStore(self, name) for name in nodes}
+
+    def _transport(self, incarnation: str) -> SimulatedTransport | None:
+        of = (store.transport for store in self.stores.values() if store.incarnation == incarnation)
+        return next(of, None)
 
     @property
     def store(self) -> StoreState:

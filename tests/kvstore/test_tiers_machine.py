@@ -176,9 +176,9 @@ class TiersMachine(RuleBasedStateMachine):
                 self.world.hear()
             self.world.deliver(pick, mishap if turn == times - 1 else "")
         if mishap == "cut":
-            self.world.cut(pick)
+            self.world.wires.cut(pick)
         elif mishap == "haunt":
-            self.world.haunt()
+            self.world.wires.haunt()
 
     def begin_load(self, who: int, word: str, wait: bool, times: int, slept: bool = False) -> tuple[Worker, Node]:
         """A chain is loaded from another store, as far as `times` parcels go; perhaps by one that has slept."""
@@ -201,7 +201,7 @@ class TiersMachine(RuleBasedStateMachine):
     def cut_off(self, who: int, word: str, wait: bool, times: int, prompt: bool) -> None:
         """The connection breaks while pages come from another store."""
         self.begin_load(who, word, wait, times)
-        self.world.cut(0)
+        self.world.wires.cut(0)
         if prompt:
             self.world.settle()
 

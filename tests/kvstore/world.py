@@ -11,7 +11,7 @@ was reused too early.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 from zlib import crc32
@@ -20,8 +20,7 @@ import msgspec
 import pytest
 
 from baton.clock import Tick
-from baton.messages import Medium, PageSource, PagesPinned, Peer, PinPages, UnpinPages
-from baton.peer_protocol import FetchedPages, PageReply, PageRequest
+from baton.messages import FromStore, Medium, PageSource, PagesPinned, Peer, PinPages, UnpinPages
 from baton.store_protocol import (
     Acquire,
     Attach,
@@ -42,15 +41,13 @@ from baton.store_protocol import (
 )
 from baton.waits import WaitEdge
 from kvstore.arena.host_page_pool import HostPage
+from kvstore.disk.interface import DiskOrder
 from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
 from kvstore.server.events import (
     CallReceived,
-    CloseConnection,
     Connected,
     Disconnected,
-    DivideArena,
     RouterMessageReceived,
-    SendReply,
     StoreCommand,
     StoreEvent,
     TellRouter,
@@ -60,24 +57,17 @@ from kvstore.server.inbound_transfers import STORE, RemoteFetch
 from kvstore.server.leases import Lease, PageWaiter
 from kvstore.server.state import StoreState
 from kvstore.transport.interface import (
-    AnswerPeer,
-    AskPeer,
-    ExpectPages,
-    FetchRetracted,
-    PagesLanded,
-    PagesSent,
     PeerEvent,
     PeerOrder,
-    PeerReplied,
-    PeerRequested,
-    RetractFetch,
     SendPages,
-    SlotVerified,
     VerifySlot,
 )
+from simulator.store_loop import StoreLoop
+from simulator.transport import SimulatedTransport
+from simulator.wires import Mishap, Wires
 from tests.kvstore.chains import key, keys, parent, partial
 from tests.kvstore.store_fixtures import NAMESPACE, store_config
-from tests.support.fake_disk import FakeDisk, Finished, Read, Write
+from tests.support.fake_disk import DiskThreads, FakeDisk, Finished, Read, Write
 
 SLOTS = 6
 SHARE = 0.75
@@ -103,15 +93,29 @@ def is_page(content: bytes, name: bytes, checksum: int) -> bool:
     return crc32(content) == checksum and content.split(b"#")[0].decode() == word_of(name)
 
 
-@dataclass(eq=False)
-class Parcel:
-    """Something on a wire. Page bytes are read from the sender's arena only when they leave."""
+class Memory:
+    """A store's arena."""
 
-    message: PageRequest | PageReply
-    sender: Node
-    incarnation: str  # of the sender
-    number: int = 0  # of the SendPages
-    slots: tuple[int, ...] = ()
+    rubbish = b"rubbish"
+
+    def __init__(self) -> None:
+        self.slots = [b"?"] * SLOTS
+
+    def read(self, slot: int, checksum: int) -> bytes:
+        """Let a thread read a slot that was promised to it."""
+        contents = self.slots[slot]
+        good = self.matches(contents, checksum) or self.spoilt(contents)
+        assert good, f"a slot was reused while a thread was to read it: {contents!r}"
+        return contents
+
+    def write(self, slot: int, contents: bytes) -> None:
+        self.slots[slot] = self.rubbish if self.spoilt(contents) else contents
+
+    def matches(self, contents: bytes, checksum: int) -> bool:
+        return crc32(contents) == checksum
+
+    def spoilt(self, contents: bytes) -> bool:
+        return contents.startswith(SPOILT)
 
 
 @dataclass
@@ -149,14 +153,14 @@ class Worker:
         return [slot for lease in self.leases.values() for slot in lease.writable.values()]
 
 
-class Node:
+class Node(StoreLoop):
     """One store with its threads, and the workers of its machine."""
 
     def __init__(self, world: World, name: str, disk_room: int) -> None:
         self.world = world
         self.name = name
         self.disk = FakeDisk(room=disk_room)
-        self.on_disk: dict[bytes, bytes] = {}  # the files' bytes, by key
+        self.files: dict[bytes, bytes] = {}  # on disk, by key
         self.namespace = NAMESPACE
         self.workers = [Worker(self, world.number()) for _ in range(2)]
         self.dead: list[Worker] = []  # whose death the kernel has not told of yet
@@ -169,49 +173,65 @@ class Node:
         me = Peer("store", self.name, self.name, self.incarnation, 1)
         config = msgspec.structs.replace(store_config(SLOTS, HOLD, SHARE), load_share=0.5, pin_bytes=QUOTA)
         self.disk.restart()
-        self.state = StoreState(me, config, self.disk, self.world.admit_after, HEARTBEAT, SILENCE)
-        self.memory = [b"?"] * SLOTS
+        self.memory = Memory()
+        self.threads = DiskThreads(self.files, self.memory)
         self.orders: deque[PeerOrder] = deque()  # that the transport has not carried out
         self.events: deque[PeerEvent | Finished] = deque()  # that the loop has not heard of
-        self.disk_orders: list[Write | Read] = []
-        self.expected: dict[int, dict[int, int]] = {}  # fetch → index → slot that the transport may write to
-        self.sending: dict[int, tuple[int, ...]] = {}  # Serve → slots that the transport may read
+        self.begin(
+            StoreState(me, config, self.disk, self.world.admit_after, HEARTBEAT, SILENCE),
+            SimulatedTransport(self.incarnation, self.memory, self.events.append, self.world.wires.post),
+        )
         self.bad: dict[int, bytes] = {}  # slot → bytes that a VerifySlot has found to be wrong
         self.told: dict[Medium, dict[bytes, bytes]] = {"CPU": {}, "DISK": {}}
         self.refusable: set[int] = set()  # connections that may be refused
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
-    def handle(self, event: StoreEvent) -> list[StoreCommand]:
+    @property
+    def now(self) -> float:
+        return self.world.now
+
+    def decide(self, event: StoreEvent) -> Sequence[StoreCommand]:
         made, waited = self.made, self.waits()
-        commands = self.state.handle(event, self.world.now)
+        commands = super().decide(event)
         self.state.validate()
         for name in made - self.made:
             stuck = self.waits().get(name, set()) & waited.get(name, set())
             assert not stuck or self.coming(name), "somebody waits for what nobody makes any more"
-        workers = {worker.connection: worker for worker in self.workers if worker.connection is not None}
-        for command in commands:
-            match command:
-                case SendReply(connection=connection, reply=reply):
-                    assert not isinstance(reply, AttachRefused) or connection in self.refusable, reply
-                    if (worker := workers.get(connection)) is not None:
-                        self._note(worker, reply)
-                        worker.replies.append(reply)
-                case CloseConnection(connection=connection):
-                    if (worker := workers.get(connection)) is not None:
-                        worker.connection = None
-                        worker.calls.clear()
-                case ExpectPages() | AskPeer() | RetractFetch() | AnswerPeer() | SendPages() | VerifySlot():
-                    self.orders.append(command)
-                case Write() | Read():
-                    self.disk_orders.append(command)
-                case DivideArena():
-                    assert not self.touched, "the arena is cut anew under somebody's hands"
-                    self.state._tiers.loads._window = WINDOW
-                case TellRouter() | _:
-                    pass
+        return commands
+
+    def take(self, event: StoreEvent) -> Sequence[StoreCommand]:
+        commands = super().take(event)
         self._follow_events()
         return commands
+
+    def reply(self, connection: int, reply: StoreReply) -> None:
+        assert not isinstance(reply, AttachRefused) or connection in self.refusable, reply
+        if (worker := self._worker(connection)) is not None:
+            self._note(worker, reply)
+            worker.replies.append(reply)
+
+    def close_connection(self, connection: int) -> None:
+        if (worker := self._worker(connection)) is not None:
+            worker.connection = None
+            worker.calls.clear()
+
+    def tell_router(self, message: FromStore, router: str) -> None:
+        pass
+
+    def divide_arena(self) -> None:
+        assert not self.touched, "the arena is cut anew under somebody's hands"
+        self.state._tiers.loads._window = WINDOW
+
+    def order_disk(self, order: DiskOrder) -> None:
+        assert isinstance(order, Write | Read)
+        self.threads.orders.append(order)
+
+    def order_transport(self, order: PeerOrder) -> None:
+        self.orders.append(order)
+
+    def _worker(self, connection: int) -> Worker | None:
+        return next((worker for worker in self.workers if worker.connection == connection), None)
 
     def _note(self, worker: Worker, reply: StoreReply) -> None:
         """From the moment the store says Reserved the worker may be writing, read or unread."""
@@ -241,7 +261,7 @@ class Node:
     def hear(self) -> bool:
         """The loop takes one event of its threads."""
         if self.events:
-            self.handle(self.events.popleft())
+            self.take(self.events.popleft())
             return True
         return False
 
@@ -251,86 +271,24 @@ class Node:
         """The transport takes one order."""
         if not self.orders:
             return False
-        match self.orders.popleft():
-            case ExpectPages(fetch=fetch, slots=slots):
-                self.expected.setdefault(fetch, {}).update(slots)
-            case RetractFetch(fetch=fetch):
-                self.expected.pop(fetch, None)
-                self.events.append(FetchRetracted(fetch))
-            case AskPeer(source=source, request=request):
-                self.world.post(self.incarnation, source.store, Parcel(request, self, self.incarnation))
-            case AnswerPeer(peer=peer, reply=reply):
-                self.world.post(peer, self.incarnation, Parcel(reply, self, self.incarnation))
-            case SendPages(number=number, peer=peer, fetch=fetch, pages=pages, slots=slots):
-                self.sending[number] = slots
-                parcel = Parcel(FetchedPages(fetch, pages), self, self.incarnation, number, slots)
-                self.world.post(peer, self.incarnation, parcel)
-            case VerifySlot(number=number, slot=slot, checksum=checksum):
-                intact = self.read_slot(slot, checksum)
-                if not intact:
-                    self.bad[slot] = self.memory[slot]
-                self.events.append(SlotVerified(number, intact))
+        order = self.orders.popleft()
+        if isinstance(order, VerifySlot) and self.memory.spoilt(self.memory.slots[order.slot]):
+            self.bad[order.slot] = self.memory.slots[order.slot]
+        self.transport.carry_out(order)
+        self.transport.flush()
         return True
-
-    def read_slot(self, slot: int, checksum: int) -> bool:
-        """A thread reads a slot that was promised to it; whether the bytes are good."""
-        content = self.memory[slot]
-        intact = crc32(content) == checksum
-        assert intact or content.startswith(SPOILT), f"a slot was reused while a thread was to read it: {content!r}"
-        return intact
-
-    def sent(self, parcel: Parcel) -> None:
-        """The transport needs the slots of that parcel no longer."""
-        if parcel.slots and parcel.incarnation == self.incarnation:
-            del self.sending[parcel.number]
-            self.events.append(PagesSent(parcel.number))
-
-    def take(self, parcel: Parcel, contents: list[bytes]) -> None:
-        """A parcel arrives from a wire."""
-        match message := parcel.message:
-            case FetchedPages(fetch=fetch, pages=pages):
-                expected = self.expected.get(fetch, {})
-                landed: list[tuple[int, int]] = []
-                damaged: list[int] = []
-                for page, content in zip(pages, contents, strict=True):
-                    if (slot := expected.get(page.index)) is None:
-                        continue
-                    self.memory[slot] = b"rubbish" if content.startswith(SPOILT) else content
-                    if crc32(content) == page.checksum:
-                        del expected[page.index]
-                        landed.append((page.index, page.checksum))
-                    else:
-                        damaged.append(page.index)
-                if landed or damaged:
-                    self.events.append(PagesLanded(fetch, tuple(landed), tuple(damaged)))
-            case _ if message.__class__ in PageRequest.__args__:
-                self.events.append(PeerRequested(parcel.incarnation, message))
-            case _:
-                self.events.append(PeerReplied(parcel.incarnation, message))
 
     def work_on_disk(self, pick: int, ok: bool = True) -> bool:
         """The disk's threads carry out one order, any of them, or fail to."""
-        if not self.disk_orders:
-            return False
-        order = self.disk_orders.pop(pick % len(self.disk_orders))
-        intact = True
-        match order:
-            case Write(page=page):
-                intact = self.read_slot(page.slot, page.checksum)
-                if ok and intact:
-                    self.on_disk[page.key] = self.memory[page.slot]
-            case Read(key=name, slot=slot):
-                content = self.on_disk.get(name, SPOILT)
-                ok = ok and not content.startswith(SPOILT)
-                self.memory[slot] = content if ok else b"rubbish"
-        self.events.append(Finished(order, ok, intact))
-        return True
+        if (finished := self.threads.work(pick, ok)) is not None:
+            self.events.append(finished)
+        return finished is not None
 
     def scribble_below(self, pick: int) -> None:
         """A thread is half-way through writing a page that it brings in."""
         slots = sorted(self.written)
         if slots:
-            self.memory[slots[pick % len(slots)]] = b"half a page"
+            self.memory.slots[slots[pick % len(slots)]] = b"half a page"
 
     # --- what may happen to it --------------------------------------------------------------------------------------
 
@@ -347,12 +305,12 @@ class Node:
         """A bit flips in a page of the arena."""
         slots = [page.slot for page in self.pages]
         if slots:
-            self._spoil(self.memory, slots[pick % len(slots)])
+            self._spoil(self.memory.slots, slots[pick % len(slots)])
 
     def spoil_disk(self, pick: int) -> None:
         """Some pages of the disk go bad, or all."""
-        for name in list(self.on_disk)[:: pick + 1]:
-            self._spoil(self.on_disk, name)
+        for name in list(self.files)[:: pick + 1]:
+            self._spoil(self.files, name)
 
     def evict_from_disk(self, pick: int) -> None:
         """The disk needs room."""
@@ -378,16 +336,16 @@ class Node:
     @property
     def written(self) -> Slots:
         """Slots that threads may write to."""
-        reading = [order.slot for order in self.disk_orders if isinstance(order, Read)]
-        slots = reading + [slot for slots in self.expected.values() for slot in slots.values()]
+        reading = [order.slot for order in self.threads.orders if isinstance(order, Read)]
+        slots = reading + [slot for slots in self.transport.expected.values() for slot in slots.values()]
         assert len(slots) == len(set(slots)), "two pages are brought into one slot"
         return set(slots)
 
     @property
     def being_read(self) -> Slots:
         """Slots that threads may read from."""
-        slots = {order.page.slot for order in self.disk_orders if isinstance(order, Write)}
-        slots |= {slot for slots in self.sending.values() for slot in slots}
+        slots = {order.page.slot for order in self.threads.orders if isinstance(order, Write)}
+        slots |= {slot for slots in self.transport.sending.values() for slot in slots}
         for order in self.orders:
             match order:
                 case SendPages(slots=serving):
@@ -446,11 +404,11 @@ class Node:
 
     def _check_bytes(self) -> None:
         for page in self.pages:
-            content = self.memory[page.slot]
+            content = self.memory.slots[page.slot]
             good = content.startswith(SPOILT) or is_page(content, page.key, page.checksum)
             assert good, f"{word_of(page.key)} holds {content!r}"
         for name, (_, checksum) in self.disk._pages.items():
-            content = self.on_disk[name]
+            content = self.files[name]
             assert content.startswith(SPOILT) or is_page(content, name, checksum), "the disk holds another page"
 
     def _check_waits(self) -> None:
@@ -488,7 +446,7 @@ class Node:
         assert not tiers.loads._retired, "slots of an ended fetch are never freed"
         assert tiers.server.idle, "a page is sent for ever"
         kept = [page.slot for page in self.pages if not page.dropped]
-        assert not any(self.memory[slot] is self.bad.get(slot) for slot in kept), "a page known to be bad is kept"
+        assert not any(self.memory.slots[slot] is self.bad.get(slot) for slot in kept), "a page known to be bad is kept"
         for fetch in tiers.loads._fetches.values():
             self._check_quiet_fetch(fetch)
 
@@ -515,8 +473,8 @@ class Node:
         assert tiers.idle
         assert not tiers.loads._fetches
         assert not tiers.server._peers
-        assert not any(self.expected.values()), "the transport still expects pages"
-        assert not self.sending
+        assert not any(self.transport.expected.values()), "the transport still expects pages"
+        assert not self.transport.sending
 
 
 class World:
@@ -526,9 +484,7 @@ class World:
         self.now = 0.0
         self.admit_after = admit_after
         self.numbers = 0
-        self.links: dict[tuple[str, str], tuple[deque[Parcel], deque[Parcel]]] = {}
-        """Requests and replies, by the incarnations of the asking and the serving process."""
-        self.ghosts: list[tuple[str, Parcel]] = []  # copies of words that may come once more
+        self.wires = Wires(self._transport, lambda contents: SPOILT + contents)
         self.nodes = [Node(self, "ABC"[place], disk_room) for place in range(nodes)]
 
     def number(self) -> int:
@@ -540,66 +496,17 @@ class World:
 
     # --- wires ------------------------------------------------------------------------------------------------------
 
-    def post(self, asker: str, server: str, parcel: Parcel) -> None:
-        link = self.links.setdefault((asker, server), (deque(), deque()))
-        link[parcel.incarnation != asker or (asker == server and not is_request(parcel))].append(parcel)
+    def _transport(self, incarnation: str) -> SimulatedTransport | None:
+        return node.transport if (node := self.node(incarnation)) is not None else None
 
-    def wires(self) -> list[tuple[str, deque[Parcel]]]:
-        """Each with something on it, and the incarnation that it leads to."""
-        both = [
-            wire
-            for (asker, server), (requests, replies) in self.links.items()
-            for wire in ((server, requests), (asker, replies))
-        ]
-        return [wire for wire in both if wire[1]]
-
-    def deliver(self, pick: int, mishap: str = "") -> bool:
-        """One parcel of some wire arrives: perhaps `damaged`, `twice`, or once more long after."""
-        wires = self.wires()
+    def deliver(self, pick: int, mishap: Mishap = "") -> bool:
+        """One parcel of some wire arrives, perhaps with a mishap. A damaged one has pages, if there is one."""
+        wires = self.wires.loaded()
         if mishap == "damaged":
-            wires = [wire for wire in wires if wire[1][0].slots] or wires
-        if not wires:
-            return False
-        to, wire = wires[pick % len(wires)]
-        parcel = wire.popleft()
-        contents: list[bytes] = []
-        if parcel.incarnation == parcel.sender.incarnation:
-            if isinstance(parcel.message, FetchedPages):
-                for page, slot in zip(parcel.message.pages, parcel.slots, strict=True):
-                    parcel.sender.read_slot(slot, page.checksum)
-                    contents.append(parcel.sender.memory[slot])
-                parcel.sender.sent(parcel)
-        elif parcel.slots:
-            return True  # its arena has gone with it
-        if mishap == "damaged" and contents:
-            contents[0] = SPOILT + contents[0]
-        receiver = self.node(to)
-        if receiver is None:
-            return True
-        receiver.take(parcel, contents)
-        if mishap == "twice":
-            receiver.take(parcel, contents)
-        if mishap == "later" and not parcel.slots:
-            self.ghosts.append((to, parcel))
-        return True
-
-    def haunt(self) -> None:
-        """A word comes once more, long after it was said."""
-        if self.ghosts:
-            to, parcel = self.ghosts.pop(0)
-            if (receiver := self.node(to)) is not None:
-                receiver.take(parcel, [])
-
-    def cut(self, pick: int) -> None:
-        """A connection breaks, most likely one that carries pages: what is on it is lost, both ways."""
-        links = [link for link in self.links.values() if any(link)]
-        if pick % 2 == 0:
-            links = [link for link in links if any(parcel.slots for parcel in link[1])] or links
-        if links:
-            for wire in links[pick % len(links)]:
-                for parcel in wire:
-                    parcel.sender.sent(parcel)
-                wire.clear()
+            wires = [wire for wire in wires if wire.parcels[0].orders] or wires
+        if wires:
+            self.wires.deliver(wires[pick % len(wires)], mishap)
+        return bool(wires)
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
@@ -613,7 +520,7 @@ class World:
         worker.replies.clear()
         if refusable:
             node.refusable.add(worker.connection)
-        node.handle(Connected(worker.connection, worker.pid))
+        node.take(Connected(worker.connection, worker.pid))
         peer = Peer("prefill", "w", "node", f"w{worker.pid}", worker.pid)
         worker.calls.append(Attach(peer, node.namespace, 100))
         # What it read under an older connection no longer counts, but what it wrote may go on.
@@ -628,7 +535,7 @@ class World:
         """What a worker says is heard, and the worker hears what the store says."""
         moved = False
         while calls and worker.connection is not None and worker.calls:
-            worker.node.handle(CallReceived(worker.connection, worker.calls.popleft()))
+            worker.node.take(CallReceived(worker.connection, worker.calls.popleft()))
             calls, moved = calls - 1, True
         while replies and worker.replies:
             self._learn(worker, worker.replies.popleft())
@@ -682,7 +589,7 @@ class World:
         while first + len(checksums) in lease.writable and len(checksums) < count:
             index = first + len(checksums)
             content = f"{word_of(lease.name(index))}#{self.number()}".encode()
-            worker.node.memory[lease.writable.pop(index)] = content
+            worker.node.memory.slots[lease.writable.pop(index)] = content
             checksums.append(crc32(content))
         worker.say(Seal(number, first, tuple(checksums), hold))
 
@@ -724,7 +631,7 @@ class World:
             return
         indices = tuple(lease.arrived)
         for index, (slot, checksum) in lease.arrived.items():
-            content = worker.node.memory[slot]
+            content = worker.node.memory.slots[slot]
             lease.read[index] = (content, checksum)
             if content.startswith(SPOILT) or accuse:
                 accuse = False
@@ -758,7 +665,7 @@ class World:
     def scribble(self, worker: Worker, pick: int) -> None:
         """A writer half-way through, perhaps one that was stopped, or whose connection has gone; and a thread."""
         if worker.writable:
-            worker.node.memory[worker.writable[pick % len(worker.writable)]] = b"rubbish"
+            worker.node.memory.slots[worker.writable[pick % len(worker.writable)]] = b"rubbish"
         worker.node.scribble_below(pick)
 
     def lose_connection(self, worker: Worker) -> None:
@@ -777,12 +684,12 @@ class World:
     def tell_of_deaths(self, node: Node) -> None:
         while node.dead:
             pid = node.dead.pop(0).pid
-            node.handle(WriterDied(pid))
+            node.take(WriterDied(pid))
             assert not node.state.needs_proof(pid)
 
     def close_orphans(self, node: Node) -> None:
         while node.orphans:
-            node.handle(Disconnected(node.orphans.pop()))
+            node.take(Disconnected(node.orphans.pop()))
 
     def move_in(self, node: Node, other: bool) -> None:
         """All workers of a node die, and the next ones have perhaps another model."""
@@ -803,7 +710,7 @@ class World:
     # --- operators --------------------------------------------------------------------------------------------------
 
     def pin(self, node: Node, name: str, tenant: str, word: str, ttl_ms: int) -> None:
-        commands = node.handle(RouterMessageReceived(PinPages(name, tenant, b"".join(keys(word)), ttl_ms)))
+        commands = node.take(RouterMessageReceived(PinPages(name, tenant, b"".join(keys(word)), ttl_ms)))
         (answer,) = (command.message for command in commands if isinstance(command, TellRouter))
         assert isinstance(answer, PagesPinned)
         if not answer.reason:
@@ -811,7 +718,7 @@ class World:
             assert all(page is not None and page.holds for page in pinned), "a pin does not hold"
 
     def unpin(self, node: Node, name: str) -> None:
-        node.handle(RouterMessageReceived(UnpinPages(name)))
+        node.take(RouterMessageReceived(UnpinPages(name)))
 
     # --- time -------------------------------------------------------------------------------------------------------
 
@@ -819,7 +726,7 @@ class World:
         self.now += seconds
         for place, node in enumerate(self.nodes):
             if place != asleep:
-                node.handle(Tick(seconds if paused else 0.0))
+                node.take(Tick(seconds if paused else 0.0))
 
     def hear(self) -> None:
         """Every loop hears its threads, and they carry out what it says; but nothing arrives from wires or disks."""
@@ -882,10 +789,6 @@ class World:
         numbers = [n for n, lease in worker.leases.items() if not what or getattr(lease, what) not in (None, {})]
         if numbers:
             yield numbers[pick % len(numbers)]
-
-
-def is_request(parcel: Parcel) -> bool:
-    return isinstance(parcel.message, PageRequest.__args__)
 
 
 def waits_of_world(world: World) -> Iterator[WaitEdge]:

@@ -1,11 +1,12 @@
-"""A disk's index that is a dictionary, for tests of the store's state: the test plays its threads and sends
-`Finished`."""
+"""A disk's index that is a dictionary, for tests of the store's state, and its threads, which work when a test lets
+them. A test may also play them and send `Finished`."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from baton.messages import TierSpeed
 from kvstore.disk.interface import DiskEvent, DiskOrder, DiskOutcome, DiskPage, DiskResult, ReadEnded, WriteEnded
@@ -143,3 +144,48 @@ class FakeDisk:
             self._drop(child)
         del self._pages[key]
         self._changes.removed(key)
+
+
+class DiskMemory(Protocol):
+    """The arena, as the disk's threads see it."""
+
+    def read(self, slot: int, checksum: int) -> Any: ...
+    def write(self, slot: int, contents: Any) -> None: ...
+    def matches(self, contents: Any, checksum: int) -> bool: ...
+
+    @property
+    def rubbish(self) -> Any:
+        """Contents that are no page's."""
+        ...
+
+    def spoilt(self, contents: Any) -> bool:
+        """Whether these were damaged on purpose."""
+        ...
+
+
+class DiskThreads:
+    """The files, by key, and the orders that the threads of one store process have not carried out. Both directions
+    are slow: a slot is read or written when the order is carried out."""
+
+    def __init__(self, files: dict[bytes, Any], memory: DiskMemory) -> None:
+        """`files` outlive the process."""
+        self.files, self._memory = files, memory
+        self.orders: list[Write | Read] = []
+
+    def work(self, pick: int = 0, ok: bool = True) -> Finished | None:
+        """Carry out one order, any of them, or fail to. Return the event for the index; None if there is no order."""
+        if not self.orders:
+            return None
+        order, memory = self.orders.pop(pick % len(self.orders)), self._memory
+        intact = True
+        match order:
+            case Write(page=page):
+                contents = memory.read(page.slot, page.checksum)
+                intact = memory.matches(contents, page.checksum)
+                if ok and intact:
+                    self.files[page.key] = contents
+            case Read(key=key, slot=slot):
+                contents = self.files.get(key, memory.rubbish)
+                ok = ok and key in self.files and not memory.spoilt(contents)
+                memory.write(slot, contents if ok else memory.rubbish)
+        return Finished(order, ok, intact)

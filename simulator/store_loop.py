@@ -1,0 +1,104 @@
+"""A store's loop around its real state, without sockets: `kvstore.service`, which handles an event when it arrives.
+
+What a reply, a router and a disk are, a subclass says. The simulator's have durations, and the tests' wait until a test
+lets them go on.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from baton.messages import FromStore
+from baton.store_protocol import StoreReply
+from kvstore.disk.interface import DiskOrder
+from kvstore.server.events import (
+    CloseConnection,
+    DivideArena,
+    SendReply,
+    StoreCommand,
+    StoreEvent,
+    TellRouter,
+)
+from kvstore.server.state import StoreState
+from kvstore.transport.interface import PeerOrder
+from simulator.transport import SimulatedTransport
+
+
+class StoreLoop:
+    """The loop of a store process."""
+
+    state: StoreState
+    transport: SimulatedTransport
+
+    def begin(self, state: StoreState, transport: SimulatedTransport) -> None:
+        """Begin a new process, which knows nothing of an earlier one."""
+        self.state, self.transport = state, transport
+        self._arrived: deque[StoreEvent] = deque()
+        self.handling = False
+
+    @property
+    def now(self) -> float:
+        raise NotImplementedError
+
+    def handle(self, event: StoreEvent) -> None:
+        """Handle an event and all that follow from it at once."""
+        self._arrived.append(event)
+        if self.handling:
+            return
+        self.handling = True
+        try:
+            while self._arrived:
+                while self._arrived:
+                    self.take(self._arrived.popleft())
+                self.transport.flush()
+        finally:
+            self.handling = False
+
+    def take(self, event: StoreEvent) -> Sequence[StoreCommand]:
+        """Handle just this event. Return the commands, which are carried out."""
+        commands = self.decide(event)
+        for command in commands:
+            self._carry_out(command)
+        return commands
+
+    def decide(self, event: StoreEvent) -> Sequence[StoreCommand]:
+        """Tell the state, and return its commands."""
+        return self.state.handle(event, self.now)
+
+    def _carry_out(self, command: StoreCommand) -> None:
+        match command:
+            case SendReply(connection=connection, reply=reply):
+                self.reply(connection, reply)
+            case CloseConnection(connection=connection):
+                self.close_connection(connection)
+            case TellRouter(message=message, router=router):
+                self.tell_router(message, router)
+            case DivideArena():
+                self.divide_arena()
+            case DiskOrder():
+                self.order_disk(command)
+            case order:
+                self.order_transport(order)
+
+    # --- what a subclass says ---------------------------------------------------------------------------------------
+
+    def reply(self, connection: int, reply: StoreReply) -> None:
+        raise NotImplementedError
+
+    def close_connection(self, connection: int) -> None:
+        raise AssertionError(f"the store dropped the well-behaved worker of connection {connection}")
+
+    def tell_router(self, message: FromStore, router: str) -> None:
+        raise NotImplementedError
+
+    def divide_arena(self) -> None:
+        """Divide the arena. Most have no bytes to divide."""
+
+    def order_disk(self, order: DiskOrder) -> None:
+        raise NotImplementedError
+
+    def order_transport(self, order: PeerOrder) -> None:
+        self.transport.carry_out(order)
