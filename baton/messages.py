@@ -270,6 +270,7 @@ class SamplingParams(Struct, frozen=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     seed: Count = 0
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the same for each token of the prompt
     rules: LogitsRules | None = None
 
 
@@ -325,7 +326,7 @@ class Cancel(Message, frozen=True):
 
 
 class Resend(Message, frozen=True):
-    """Say again every token of this attempt from `position` on."""
+    """Say again every token of this attempt from `position` on. Within the prompt: its log-probabilities from there."""
 
     request: Name
     attempt: Annotated[int, Meta(ge=1)]
@@ -387,6 +388,12 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class PromptTokenLogprob(TokenLogprob, frozen=True, array_like=True):
+    """The same of a prompt's token, and its place among all tokens, 1 for the likeliest."""
+
+    rank: Count = 1
+
+
 class Delta(Struct, frozen=True, omit_defaults=True):
     """New tokens of one attempt; the first stands at `position` (prompt tokens counted). With `finish` it ends."""
 
@@ -404,6 +411,16 @@ class Tokens(Message, frozen=True):
 
     step: Count
     deltas: tuple[Delta, ...]
+
+
+class PromptLogprobs(Message, frozen=True):
+    """Log-probabilities of prompt tokens, computed by the decode worker itself. The first is that of the token at
+    `position`, at least 1: nothing precedes the first token. All of them come before the attempt's first Delta."""
+
+    request: Name
+    attempt: Annotated[int, Meta(ge=1)]
+    position: Annotated[int, Meta(ge=1)]
+    logprobs: tuple[PromptTokenLogprob, ...]
 
 
 class Prefilled(Message, frozen=True):
@@ -495,7 +512,9 @@ ToAny: TypeAlias = Welcome | Rejected | RequestHello | RouterHeartbeat | StartTr
 ToDecode: TypeAlias = ToAny | Decode | Cancel | Resend | ChangeRole
 ToPrefill: TypeAlias = ToAny | Prefill | Cancel | ChangeRole
 ToStore: TypeAlias = ToAny | PinPages | UnpinPages
-FromDecode: TypeAlias = Hello | Heartbeat | Accepted | Refused | FetchIncomplete | Started | Tokens | AttemptFailed
+FromDecode: TypeAlias = (
+    Hello | Heartbeat | Accepted | Refused | FetchIncomplete | Started | PromptLogprobs | Tokens | AttemptFailed
+)
 FromPrefill: TypeAlias = Hello | Heartbeat | Refused | Prefilled | AttemptFailed
 FromStore: TypeAlias = Hello | Heartbeat | WorkerDied | PagesPinned
 ToRouter: TypeAlias = (
@@ -507,6 +526,7 @@ ToRouter: TypeAlias = (
     | Refused
     | FetchIncomplete
     | Started
+    | PromptLogprobs
     | Tokens
     | Prefilled
     | AttemptFailed

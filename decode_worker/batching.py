@@ -105,7 +105,7 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
     """The next `count` tokens; the last known one is followed by a draw."""
     start, end = sequence.computed, sequence.computed + count
     draw = _draw(sequence) if end == len(sequence.tokens) else None
-    return Chunk(sequence.tokens[start:end], start, sequence.pages, draw)
+    return Chunk(sequence.tokens[start:end], start, sequence.pages, draw, sequence.scoring(end))
 
 
 def _draw(sequence: Sequence) -> TokenDraw:

@@ -33,6 +33,7 @@ from baton.messages import (
     LoadReport,
     LowerTier,
     PageSource,
+    PromptLogprobs,
     Refused,
     Resend,
     RouterHeartbeat,
@@ -69,6 +70,7 @@ from kvstore.client.transfer import (
 from kvstore.keys import unpack_tokens
 from kvstore.load_or_recompute import LoadInProgress, LoadRegret, choose_load_length
 
+_SCORES_PER_MESSAGE = 256  # prompt tokens, each with up to 20 alternatives: 150 KB
 _LEVELS = 8  # of priority to either side of 0; beyond them no request is more, or less, urgent
 
 DecodeCommand: TypeAlias = SendToRouter | CallStore
@@ -468,7 +470,31 @@ class DecodeScheduler:
         sample = self._step_costs.stepped(done.plan, now - self._planned)
         if self._only_short_prompts(done.plan):
             self._step_budget.observe_step(sample)
-        return self._take_tokens(done.plan, [() if drawn is None else (drawn,) for drawn in done.sampled])
+        scored = self._take_scores(done)
+        return scored + self._take_tokens(done.plan, [() if drawn is None else (drawn,) for drawn in done.sampled])
+
+    def _take_scores(self, done: StepDone) -> list[DecodeCommand]:
+        """Tell the log-probabilities of prompt tokens that the step has computed."""
+        commands: list[DecodeCommand] = []
+        for number, name in enumerate(done.plan):
+            if scores := done.scores.get(number):
+                sequence = self._sequences[name.request]
+                position = len(sequence.prompt_logprobs) + 1
+                sequence.prompt_logprobs += scores
+                commands += self._tell_scores(sequence, position)
+        return commands
+
+    def _tell_scores(self, sequence: Sequence, position: int) -> list[DecodeCommand]:
+        """Tell the log-probabilities of the prompt from that position on."""
+        return [
+            SendToRouter(
+                PromptLogprobs(
+                    *_named(sequence.name), at, tuple(sequence.prompt_logprobs[at - 1 : at - 1 + _SCORES_PER_MESSAGE])
+                ),
+                sequence.owner,
+            )
+            for at in range(position, len(sequence.prompt_logprobs) + 1, _SCORES_PER_MESSAGE)
+        ]
 
     def _only_short_prompts(self, plan: ScheduledBatch) -> bool:
         """Whether the plan's partial prefills are short ones."""
@@ -546,14 +572,15 @@ class DecodeScheduler:
     # --- ends ---------------------------------------------------------------------------------------------------
 
     def _resend(self, sequence: Sequence, position: int) -> list[DecodeCommand]:
+        scores = self._tell_scores(sequence, max(1, position))
         position = min(max(position, sequence.first_new), len(sequence.tokens))
         tokens = tuple(sequence.tokens[position:])
         if not tokens and sequence.finish is None:
-            return []
+            return scores
         logprobs = tuple(sequence.logprobs[position - sequence.first_new :])
         computed = sequence.prompt_computed if position == sequence.first_new else 0
         delta = Delta(*_named(sequence.name), position, tokens, logprobs, sequence.finish, computed)
-        return [SendToRouter(Tokens(self._step, (delta,)), sequence.owner)]
+        return [*scores, SendToRouter(Tokens(self._step, (delta,)), sequence.owner)]
 
     def _drop_sequence(self, sequence: Sequence, cut: bool) -> list[DecodeCommand]:
         """Free everything it holds. Its complete pages stay cached, which is what makes a new attempt cheap. `cut`: its

@@ -20,7 +20,16 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.messages import AttemptHeld, AttemptName, FinishReason, PageSource, SamplingParams, TokenLogprob
+from baton.messages import (
+    AttemptHeld,
+    AttemptName,
+    FinishReason,
+    PageSource,
+    PromptTokenLogprob,
+    SamplingParams,
+    TokenLogprob,
+)
+from engine.batch import PromptScoring
 from engine.sampling.logits_rules import LogitsEditor
 from kvstore.client.transfer import PageFetch
 from kvstore.keys import cacheable_pages, pack_tokens, page_keys, partial_key, split_keys
@@ -76,6 +85,7 @@ class Sequence:
     logits_editor: LogitsEditor | None = None
     first_new: int = 0  # tokens known when the attempt began
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # of tokens[first_new:]
+    prompt_logprobs: list[PromptTokenLogprob] = field(default_factory=list[PromptTokenLogprob])  # of tokens[1:]
     finish: FinishReason | None = None
 
     @property
@@ -86,6 +96,17 @@ class Sequence:
     def pending(self) -> int:
         """Tokens known but not computed; the last of them yields the next token."""
         return len(self.tokens) - self.computed
+
+    @property
+    def unscored(self) -> int:
+        """Prompt tokens whose log-probabilities are still to be computed: those at the end of the prompt."""
+        return 0 if self.sampling.prompt_logprobs is None else self.prompt - 1 - len(self.prompt_logprobs)
+
+    def scoring(self, end: int) -> PromptScoring | None:
+        """What a chunk up to the token before `end` scores."""
+        top, known = self.sampling.prompt_logprobs, len(self.prompt_logprobs)
+        targets = self.tokens[known + 1 : min(end + 1, self.prompt)]
+        return PromptScoring(known - self.computed, targets, top) if top is not None and targets else None
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -113,8 +134,12 @@ class Sequence:
         return self.keys[page - 1] if page else b""
 
     def reusable_keys(self) -> Items[bytes]:
-        """Keys of the pages that may come from elsewhere: the last token must be computed to sample from it."""
-        return self.keys[: cacheable_pages(len(self.tokens), self.page_size)]
+        """Keys of the pages that may come from elsewhere: the last token must be computed to sample from it, and every
+        token before one that is to be scored."""
+        pages = cacheable_pages(len(self.tokens), self.page_size)
+        if self.unscored:
+            pages = min(pages, len(self.prompt_logprobs) // self.page_size)
+        return self.keys[:pages]
 
     def fetchable_keys(self) -> list[bytes]:
         """Those, and that of the partial page after them where a prefill worker makes it."""

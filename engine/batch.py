@@ -58,17 +58,28 @@ class Sampled(Struct, frozen=True, gc=False):
     finite: bool = True
 
 
+class PromptScoring(Struct, frozen=True, gc=False):
+    """Prompt tokens whose log-probabilities a chunk reports. The first of `targets` follows the chunk's token number
+    `first`, the others follow the tokens after that. `top` of the likeliest tokens are reported beside each target."""
+
+    first: int
+    targets: Sequence[int]
+    top: int
+
+
 class Chunk(Struct, frozen=True, gc=False):
     """New tokens of one sequence, the first at position `start`.
 
     `pages` are device pages for the positions 0 to start + len(tokens) − 1, in order; those before `start` are computed
-    already. More pages than that may be given. With `sample`, a token is drawn to follow the chunk's last.
+    already. More pages than that may be given. With `sample`, a token is drawn to follow the chunk's last. `scoring`
+    never includes the token that follows the chunk's last if that one is drawn.
     """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
     sample: TokenDraw | None = None
+    scoring: PromptScoring | None = None
 
     @property
     def end(self) -> int:
@@ -119,7 +130,7 @@ class Batch(Struct, frozen=True, gc=False):
 
     @property
     def sample_rows(self) -> Ints:
-        """[num_samples]: the rows whose hidden state a token is drawn from."""
+        """[num_samples]: the rows whose logits are wanted, to draw a token or to score one of the prompt."""
         return self.ints[3 * self.num_tokens :][: self.num_samples]
 
     @property
@@ -175,6 +186,9 @@ def flatten(chunks: Sequence[Chunk], page_size: int, num_pages: int, vocab_size:
         positions += range(start, end)
         tables += [first] * count
         table += chunk.pages[:covering]
+        if chunk.scoring is not None:
+            row = len(tokens) - count + chunk.scoring.first
+            sample_rows += range(row, row + len(chunk.scoring.targets))
         if chunk.sample is not None:
             sample_rows.append(len(tokens) - 1)
         if end % page_size and (covering - 1) * page_size >= start:

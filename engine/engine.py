@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from msgspec import Struct
 
 from baton.errors import ModelError, NotEnoughMemory
+from baton.messages import PromptTokenLogprob
 from baton.trace import Tracer
 from engine import huge_pages
 from engine.attention.torch_sdpa import TorchAttention
@@ -32,6 +34,18 @@ from kvstore.layout import PageLayout
 _FEWEST_APART = 4
 """Sequences that get one token beside prompts: from so many on they are computed apart, by the kernels for few rows.
 That reads the weights twice, and yet is faster, by up to 30 %: those for many rows want many queries to a context."""
+
+
+_SCORED_AT_ONCE = 64
+"""Prompt tokens whose logits are in memory at a time: 64 rows of a vocabulary of 128,000 take 33 MB."""
+
+
+class StepOutput(Struct, frozen=True, gc=False):
+    """The results of a step: for each chunk the token drawn, None without `sample`, and always None without a head;
+    and by number of the chunk what it scored."""
+
+    sampled: list[Sampled | None]
+    scores: dict[int, list[PromptTokenLogprob]]
 
 
 class Engine:
@@ -110,19 +124,27 @@ class Engine:
         return memory_bytes // layout.page_bytes
 
     def step(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
-        """Compute the chunks' K and V into their pages; draw a token for each chunk that asks for one.
+        """As `run`, for chunks without `scoring`."""
+        return self.run(chunks).sampled
 
-        The i-th result belongs to the i-th chunk: None without `sample`, and always without a head.
+    def run(self, chunks: Sequence[Chunk]) -> StepOutput:
+        """Compute the chunks' K and V into their pages; draw a token, or score prompt tokens, for each chunk that asks
+        for that.
+
         Raises ValueError, before it touches any page, for a chunk that this model and pool can't run.
         """
+        results: list[Sampled | None] = [None] * len(chunks)
+        scores: dict[int, list[PromptTokenLogprob]] = {}
         if not chunks:
-            return []
+            return StepOutput(results, scores)
         span = self.tracer.span
         with span("inputs", "engine"):
             batches = self._batches(chunks)
-        results: list[Sampled | None] = [None] * len(chunks)
         for places, batch in batches:
-            logits, best = self._logits(batch)
+            if any(chunks[place].scoring is not None for place in places):
+                logits, best = self._score(chunks, places, batch, scores), None
+            else:
+                logits, best = self._logits(batch)
             if logits is None:
                 continue
             draws = [(place, draw) for place in places if (draw := chunks[place].sample) is not None]
@@ -131,12 +153,13 @@ class Engine:
                 sampled = sampler.sample(logits, [draw for _, draw in draws], ends, best)
             for (place, _), one in zip(draws, sampled, strict=True):
                 results[place] = one
-        return results
+        return StepOutput(results, scores)
 
     def _batches(self, chunks: Sequence[Chunk]) -> list[tuple[Sequence[int], Batch]]:
         """What is computed at a time, and which of the chunks that is. Raises ValueError."""
         whole = self._flatten(chunks)
-        if self._decode_kernels is None or self._decode_kernels.takes(whole):
+        scored = any(chunk.scoring is not None for chunk in chunks)  # the kernels for few rows have no room for these
+        if self._decode_kernels is None or (self._decode_kernels.takes(whole) and not scored):
             return [(range(len(chunks)), whole)]
         alone = [place for place, chunk in enumerate(chunks) if len(chunk.tokens) == 1]
         if not _FEWEST_APART <= len(alone) <= min(decode.MOST_ROWS, len(chunks) - 1):
@@ -166,6 +189,32 @@ class Engine:
             return None
         with span("head", "engine"):
             return self._prefill_model.logits(hidden)
+
+    @torch.inference_mode()
+    def _score(
+        self, chunks: Sequence[Chunk], places: Sequence[int], batch: Batch, scores: dict[int, list[PromptTokenLogprob]]
+    ) -> torch.Tensor | None:
+        """Run the model and score prompt tokens. Return the logits of the rows that a token is drawn from, if any."""
+        with self.tracer.span("layers", "engine"):
+            hidden = self._prefill_model.forward(batch)
+        if hidden is None:
+            return None
+        drawn: list[int] = []
+        row = 0
+        with self.tracer.span("head", "engine"):
+            for place in places:
+                chunk = chunks[place]
+                if (scoring := chunk.scoring) is not None:
+                    scores[place] = found = list[PromptTokenLogprob]()
+                    for at in range(0, len(scoring.targets), _SCORED_AT_ONCE):
+                        targets = scoring.targets[at : at + _SCORED_AT_ONCE]
+                        logits = self._prefill_model.logits(hidden[row : row + len(targets)])
+                        found += sampler.score(logits, targets, scoring.top)
+                        row += len(targets)
+                if chunk.sample is not None:
+                    drawn.append(row)
+                    row += 1
+            return self._prefill_model.logits(hidden[drawn]) if drawn else None
 
 
 def layout_of(config: ModelSpec, dtype: str, page_size: int) -> PageLayout:

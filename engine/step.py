@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
 
-from baton.messages import AttemptName
+from baton.messages import AttemptName, PromptTokenLogprob
 from engine.batch import Chunk, Sampled
 
 ScheduledBatch: TypeAlias = dict[AttemptName, Chunk]
@@ -15,10 +15,12 @@ ScheduledBatch: TypeAlias = dict[AttemptName, Chunk]
 
 
 class StepDone(Struct, frozen=True):
-    """The engine has run the plan: for each chunk the token drawn, or none where no draw was asked for."""
+    """The engine has run the plan: for each chunk the token drawn, or none where no draw was asked for. `scores` has
+    the prompt tokens that were scored, by number of the chunk."""
 
     plan: ScheduledBatch
     sampled: Sequence[Sampled | None]
+    scores: Mapping[int, Sequence[PromptTokenLogprob]] = {}
 
 
 class StepFailed(Struct, frozen=True):

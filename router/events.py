@@ -15,7 +15,17 @@ from msgspec import Struct, field
 
 from baton.clock import Tick
 from baton.errors import BatonError
-from baton.messages import Envelope, FinishReason, Message, SamplingParams, Snapshot, TokenLogprob, ToRouter, WorkerRole
+from baton.messages import (
+    Envelope,
+    FinishReason,
+    Message,
+    PromptTokenLogprob,
+    SamplingParams,
+    Snapshot,
+    TokenLogprob,
+    ToRouter,
+    WorkerRole,
+)
 from baton.timeline import Timeline
 from kvstore.events.wire_format import KvEventBatch
 
@@ -249,11 +259,13 @@ class ForgetPeer(Struct, frozen=True):
 
 
 class Emit(Struct, frozen=True):
-    """Tokens for the client, each exactly once and in order; a log-probability for each, or none at all."""
+    """Tokens for the client, each exactly once and in order; a log-probability for each, or none at all. Those of the
+    prompt's tokens come before, from the second token on."""
 
     request: str
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
 
 
 class RequestEnded(Struct, frozen=True):

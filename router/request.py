@@ -168,6 +168,7 @@ class Request:
     timeline: Timeline
     ttft: float | None = None  # objective, seconds; none: whenever there is room
     tpot: float | None = None  # the same
+    prompt_scored: int = 1  # prompt tokens whose log-probabilities have been emitted; the first has none
     affinity: str = ""  # requests of one key go to one decode worker while it lives
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list[bytes])  # of the pages that may be found in caches
@@ -205,6 +206,16 @@ class Request:
     @property
     def generated(self) -> int:
         return self.known - self.prompt
+
+    @property
+    def awaited(self) -> int:
+        """Position of the next token to hear of: one of the prompt, as long as log-probabilities of it are missing."""
+        return self.prompt_scored if self.unscored else self.known
+
+    @property
+    def unscored(self) -> bool:
+        """Log-probabilities of its prompt are wanted and not complete. A decode worker computes them without caches."""
+        return self.sampling.prompt_logprobs is not None and self.prompt_scored < self.prompt
 
     @property
     def level(self) -> int:

@@ -249,6 +249,7 @@ class RouterState:
         | messages.Refused
         | messages.FetchIncomplete
         | messages.Started
+        | messages.PromptLogprobs
         | messages.Prefilled
         | messages.AttemptFailed,
         now: float,
@@ -262,6 +263,8 @@ class RouterState:
                     self._worker_messages.refused(request, attempt, message, now)
                 case messages.Started():
                     self._worker_messages.started(request, attempt, message, now)
+                case messages.PromptLogprobs():
+                    self._worker_messages.prompt_scored(request, attempt, message, now)
                 case messages.FetchIncomplete():
                     self._worker_messages.fetch_incomplete(request, attempt, message, now)
                 case messages.AttemptFailed():
@@ -402,9 +405,9 @@ class RouterState:
                 attempt.progressed_at = now
             attempt.computed = held.computed
             ahead = held.position > request.known or held.ended
-            if ahead and attempt.missing_from == request.known:
+            if ahead and attempt.missing_from == request.awaited:
                 self._worker_messages.resend(request, attempt)
-            attempt.missing_from = request.known if ahead else None
+            attempt.missing_from = request.awaited if ahead else None
             return
         found = self._current(member, name.request, name.attempt, "prefill")
         if held.position > member.positions.get(name, 0):

@@ -352,7 +352,8 @@ class WorkerLoop:
         size = {"chunks": len(chunks), "tokens": sum(len(chunk.tokens) for chunk in chunks)} if self.tracer.on else {}
         try:
             with self.tracer.span("step", "engine", **size):
-                return StepDone(plan, self.engine.step(chunks))
+                output = self.engine.run(chunks)
+                return StepDone(plan, output.sampled, output.scores)
         except Exception as error:  # one bad batch must not end the worker; its requests hear of it
             log.exception("request=%s a step failed", ",".join(name.request for name in plan))
             return StepFailed(plan, f"{type(error).__name__}: {error}")

@@ -113,7 +113,7 @@ class NativePrefill:
         self._x = self._normed = torch.empty((0, config.hidden_size), dtype=pool.dtype)
 
     def forward(self, batch: Batch) -> torch.Tensor | None:
-        """Hidden states, normed, of the rows that a token is drawn from: [sample_rows, hidden]; None for no rows."""
+        """Hidden states, normed, of the sample rows: [sample_rows, hidden]; None for no rows."""
         config, weights = self._config, self._weights
         step, (x, normed) = self._begin(batch), self._buffers(len(batch.tokens))
         torch.index_select(weights.embedding, 0, torch.from_numpy(batch.tokens), out=x)
@@ -198,9 +198,7 @@ class NativePrefill:
             self._pool[torch.from_numpy(batch.fresh_pages)] = 0
         head_rows = 2 * layout.num_layers * layout.page_size
         cos, sin = rotary.rotation(torch.from_numpy(batch.positions), self._frequencies)
-        sampled = set(batch.sample_rows.tolist())
-        drawn = [span for span in spans if span.last - 1 in sampled]
-        tails = [Span(i, i + 1, span.end - 1, span.end, span.block_table_start) for i, span in enumerate(drawn)]
+        tails = list(_sampled_spans(batch))
         return _PrefillStep(
             blocks=list(self._blocks(spans)),
             samples=list(self._blocks(tails)),
@@ -426,6 +424,18 @@ def parallel_function() -> int | None:
             continue
         return ctypes.cast(found, _Pointer).value
     return None
+
+
+def _sampled_spans(batch: Batch) -> Iterator[Span]:
+    """Yield where the sample rows lie once they stand alone, end to end. Consecutive rows of a chunk stay together."""
+    rows = batch.sample_rows
+    first = 0
+    for span in batch.spans:
+        begin, end = (int(at) for at in np.searchsorted(rows, (span.first, span.last)))
+        for part in np.split(rows[begin:end], np.flatnonzero(np.diff(rows[begin:end]) > 1) + 1) if end > begin else ():
+            start = span.start + int(part[0]) - span.first
+            yield Span(first, first + len(part), start, start + len(part), span.block_table_start)
+            first += len(part)
 
 
 def cut(rows: int) -> Iterator[tuple[int, int]]:

@@ -32,7 +32,7 @@ class LlamaModel:
         self._frequencies = rotary.inverse_frequencies(config.rope, config.head_dim).to(self._device)
 
     def forward(self, batch: Batch) -> torch.Tensor | None:
-        """Hidden states, normed, of the rows that a token is drawn from: [sample_rows, hidden].
+        """Hidden states, normed, of the sample rows: [sample_rows, hidden].
 
         None where no row is drawn from: then the last layer's K and V are all that was left to compute.
         """

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.messages import PromptTokenLogprob
 from engine.batch import Ints, LogitsEdits, Sampled, TokenDraw
 from engine.sampling import counter_rng
 
@@ -69,6 +70,21 @@ def sample(
         if not math.isfinite(logit):
             sampled[row] = Sampled(tokens[row], finite=False)
     return sampled
+
+
+def score(logits: torch.Tensor, targets: Sequence[int], top: int) -> list[PromptTokenLogprob]:
+    """Return the log-probability and rank of one token for each row of `logits` [rows, vocab], and the `top` likeliest
+    tokens of that row."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    ids = torch.tensor(list(targets), device=logits.device)
+    chosen = logprobs.gather(1, ids[:, None])
+    ranks = (logprobs > chosen).sum(dim=-1).tolist()
+    best, best_ids = (part.tolist() for part in logprobs.topk(min(top, logits.shape[-1]), dim=-1))
+    values = chosen[:, 0].tolist()
+    return [
+        PromptTokenLogprob(target, values[row], tuple(zip(best_ids[row], best[row], strict=True)), ranks[row] + 1)
+        for row, target in enumerate(targets)
+    ]
 
 
 def apply(edits: LogitsEdits, logits: torch.Tensor) -> None:

@@ -265,6 +265,10 @@ class RouterDriver:
         name, now = command.request, self._clock.now()
         if (stream := self._streams.get(name)) is None:
             return
+        if command.prompt_logprobs:
+            stream.prompt_scored(command.prompt_logprobs)
+        if not command.tokens:
+            return
         if (last := self._last_token.get(name)) is not None:
             self.metrics.observe("inter_token_latency_seconds", now - last)
             self.vllm_metrics.gap(now - last)

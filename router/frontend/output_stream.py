@@ -15,7 +15,7 @@ from enum import Enum
 
 from msgspec.structs import replace
 
-from baton.messages import TokenLogprob
+from baton.messages import PromptTokenLogprob, TokenLogprob
 from router.events import Cancelled, Finished, RequestEnded, Summary
 from router.frontend.detokenizer import TextStream
 
@@ -32,7 +32,9 @@ class Output:
     text: str = ""
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    size: int = 0  # bytes of memory, about
+    prompt_logprobs: list[PromptTokenLogprob] = field(default_factory=list[PromptTokenLogprob])  # before all tokens
+    size: int = 0  # bytes of memory, about,
+    prompt_size: int = 0  # of which so many are those of `prompt_logprobs`
 
 
 class StopVerdict(Enum):
@@ -90,12 +92,25 @@ class OutputStream:
         unread = self._unread > self._max_unread or self._unread_bytes > self._max_unread_bytes
         return StopVerdict.UNREAD if unread else StopVerdict.GOES_ON
 
+    def prompt_scored(self, logprobs: Sequence[PromptTokenLogprob]) -> None:
+        """Take log-probabilities of prompt tokens, each once and in order. `request_parsing` bounds their number. They
+        don't count as unread, because many come at once, before the client's task gets its turn."""
+        for one in logprobs:
+            piece, size = self._open_piece(), _LOGPROB_BYTES * (1 + len(one.top))
+            piece.prompt_logprobs.append(one)
+            piece.size += size
+            piece.prompt_size += size
+        self._news.set()
+
+    def _open_piece(self) -> Output:
+        if not self._pieces or self._pieces[-1].size >= _PIECE_BYTES:
+            self._pieces.append(Output())
+        return self._pieces[-1]
+
     def _put(self, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         if not text and not tokens:
             return
-        if not self._pieces or self._pieces[-1].size >= _PIECE_BYTES:
-            self._pieces.append(Output())
-        piece = self._pieces[-1]
+        piece = self._open_piece()
         piece.text += text
         piece.tokens += tokens
         piece.logprobs += logprobs
@@ -124,7 +139,7 @@ class OutputStream:
             if self._pieces:
                 piece = self._pieces.popleft()
                 self._unread -= len(piece.tokens)
-                self._unread_bytes -= piece.size
+                self._unread_bytes -= piece.size - piece.prompt_size
                 return piece
             if self._end is not None:
                 return self._end

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
+from msgspec.structs import replace
+
 from baton.config import Config
 from baton.errors import (
     AttemptsExhausted,
@@ -201,7 +203,7 @@ class RequestManager:
             request=request.name,
             prefix=CacheablePrefix(len(request.keys), self._config.pages.page_size, card.page_bytes),
             keys=request.keys,
-            held=self._kv_index.match(request.keys),
+            held={} if request.unscored else self._kv_index.match(request.keys),
             tokens=request.known,
             max_tokens=request.max_tokens,
             prompt=request.prompt,
@@ -213,7 +215,7 @@ class RequestManager:
             priority=request.priority,
             tenant=request.tenant,
             excluded=request.history.excluded,
-            decode_only=final or request.history.decode_only,
+            decode_only=final or request.history.decode_only or request.unscored,
             affinity=request.affinity,
         )
         decision = self._policy.place(ask, self._view)
@@ -287,7 +289,7 @@ class RequestManager:
             tokens=bytes(request.tokens),
             prompt=request.prompt,
             max_tokens=request.max_tokens,
-            sampling=request.sampling,
+            sampling=request.sampling if request.unscored else replace(request.sampling, prompt_logprobs=None),
             stop_token_ids=request.stop_token_ids,
             fetch=plan.fetch_pages,
             prefilled_remotely=plan.prefilled_remotely,

@@ -138,7 +138,7 @@ class WorkerMessageHandler:
     def delta(self, request: Request, attempt: Attempt, delta: Delta, now: float) -> None:
         """Emit what is new of it, once and in order."""
         skip = request.known - delta.position
-        if skip < 0:
+        if skip < 0 or request.unscored:
             self._gap(request, attempt)
             return
         if skip > len(delta.tokens):
@@ -173,6 +173,25 @@ class WorkerMessageHandler:
                 self._scores.add("tpot", attempt.placement.tpot, (now - began) / rest)
             self._manager.end(request, Finished(delta.finish), now)
 
+    def prompt_scored(self, request: Request, attempt: Attempt, event: messages.PromptLogprobs, now: float) -> None:
+        """Emit what is new of the prompt's log-probabilities, once and in order."""
+        if not request.unscored:
+            return
+        skip = request.prompt_scored - event.position
+        if skip < 0:
+            self._gap(request, attempt)
+            return
+        if not (new := event.logprobs[skip:]):
+            return
+        if request.prompt_scored + len(new) > request.prompt:
+            name = self._members.require_live(attempt.decode).peer.name
+            self._manager.retry(request, f"{name} sent more log-probabilities than prompt tokens", now, blame=True)
+            return
+        self._run(request, attempt, now)
+        attempt.progressed_at = now
+        request.prompt_scored += len(new)
+        self._out.put(Emit(request.name, prompt_logprobs=new))
+
     def _problem(self, request: Request, tokens: tuple[int, ...], logprobs: tuple[object, ...]) -> str:
         """What no worker in its right mind says; empty: all is well."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._limits.vocab_size:
@@ -184,13 +203,13 @@ class WorkerMessageHandler:
         return ""
 
     def _gap(self, request: Request, attempt: Attempt) -> None:
-        if attempt.resend_asked_from != request.known:  # once; if that gets lost, heartbeats will tell
-            attempt.resend_asked_from = request.known
+        if attempt.resend_asked_from != request.awaited:  # once; if that gets lost, heartbeats will tell
+            attempt.resend_asked_from = request.awaited
             self.resend(request, attempt)
 
     def resend(self, request: Request, attempt: Attempt) -> None:
         self._counts.resends += 1
-        self._out.send(attempt.decode, Resend(request.name, attempt.name.attempt, request.known))
+        self._out.send(attempt.decode, Resend(request.name, attempt.name.attempt, request.awaited))
 
     # --- what prefill workers say ------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ def expected(seed: int, prompt: int, max_tokens: int) -> tuple[list[int], str]:
 
 def submit(name: str, prompt: int = 10, max_tokens: int | None = 6, seed: int = 1, **more: Any) -> Submit:
     tokens = pack_tokens([1 + (seed + i) % 100 for i in range(prompt)])
-    sampling = SamplingParams(seed=seed)
+    sampling = more.pop("sampling", SamplingParams(seed=seed))
     received = more.pop("received", 0.0)
     return Submit(name, tokens, sampling, received, max_tokens, stop_token_ids=(EOS,), **more)
 
