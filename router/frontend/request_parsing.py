@@ -23,6 +23,7 @@ MAX_STOPS = 16
 _MAX_STOP_LENGTH = 1_000
 _MAX_STOP_TOKENS = 1_000
 _MAX_LOGPROBS = 20
+_MAX_PROMPT_LOGPROBS = 2**20  # values of one request; each takes about 120 bytes here until its client reads it
 _MAX_PENALTY = 2
 _MIN_REPETITION, _MAX_REPETITION = 1e-6, 1e6  # beyond these a logit of float32 may become infinite
 _MAX_BIAS, _MAX_BIASES = 100, 1_024
@@ -125,6 +126,7 @@ def parse_generate_request(
         raise InvalidRequest(f"stop_token_ids has {bad[0]}, and the vocabulary ends at {model.limits.vocab_size - 1}")
     sampling, stops = _sampling(request, model, draw_seed), _stops(request, model)
     prompt = _prompt(request, model)  # the only check that may take long comes last
+    _check_prompt_logprobs(sampling, len(prompt))
     eos = () if request.ignore_eos else model.eos
     return ValidatedRequest(
         tokens=pack_tokens(prompt),
@@ -232,6 +234,10 @@ def _sampling(request: pb.GenerateRequest, model: ServedModel, draw_seed: Callab
         raise InvalidRequest(f"seed is {request.seed}; it must be below 2**63")
     if request.HasField("logprobs") and request.logprobs > _MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs is {request.logprobs}; at most {_MAX_LOGPROBS} alternatives are reported")
+    if request.HasField("prompt_logprobs") and request.prompt_logprobs > _MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs is {request.prompt_logprobs}; at most {_MAX_LOGPROBS} alternatives are reported"
+        )
     return SamplingParams(
         temperature=temperature,
         top_p=top_p,
@@ -239,8 +245,19 @@ def _sampling(request: pb.GenerateRequest, model: ServedModel, draw_seed: Callab
         min_p=min_p,
         seed=request.seed if request.HasField("seed") else draw_seed(),
         logprobs=request.logprobs if request.HasField("logprobs") else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         rules=_rules(request, model),
     )
+
+
+def _check_prompt_logprobs(sampling: SamplingParams, prompt: int) -> None:
+    if sampling.prompt_logprobs is None:
+        return
+    if (values := prompt * (1 + sampling.prompt_logprobs)) > _MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs is {sampling.prompt_logprobs} for a prompt of {prompt} tokens, {values} values; at most "
+            f"{_MAX_PROMPT_LOGPROBS} are reported: ask for fewer, or send a shorter prompt"
+        )
 
 
 def _rules(request: pb.GenerateRequest, model: ServedModel) -> LogitsRules | None:

@@ -35,7 +35,10 @@ _STATES: dict[GoneReason | None, cluster_pb2.ProcessState] = {
 def delta(output: Output) -> generation_pb2.GenerateResponse:
     return generation_pb2.GenerateResponse(
         delta=generation_pb2.Delta(
-            text=output.text, token_ids=output.tokens, logprobs=[_logprob(one) for one in output.logprobs]
+            text=output.text,
+            token_ids=output.tokens,
+            logprobs=[_logprob(one) for one in output.logprobs],
+            prompt_logprobs=[_logprob(one) for one in output.prompt_logprobs],
         )
     )
 

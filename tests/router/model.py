@@ -43,11 +43,14 @@ from baton.messages import (
     Peer,
     Prefill,
     Prefilled,
+    PromptLogprobs,
+    PromptTokenLogprob,
     Refused,
     Resend,
     RouterHeartbeat,
     SamplingParams,
     Started,
+    TokenLogprob,
     Tokens,
     WorkerRole,
 )
@@ -109,6 +112,11 @@ def expected(seed: int, prompt: int, max_tokens: int) -> tuple[list[int], str]:
         if tokens[-1] == EOS:
             return tokens, "stop"
     return tokens, "length"
+
+
+def logprob_at(position: int, top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """The log-probability of a token there, and its alternatives: tokens 1, 2, …"""
+    return -position / 8, tuple((token, -token / 4) for token in range(1, top + 1))
 
 
 def submit(name: str, prompt: int = 10, max_tokens: int | None = 6, seed: int = 1, **more: Any) -> Submit:
@@ -368,6 +376,7 @@ class Cluster:
             case Resend(request=request, attempt=attempt, position=position):
                 s = process.sequences.get(request)
                 if s and s.order.attempt == attempt:
+                    self._say_scores(process, s, max(position, 1))
                     self._say_tokens(process, s, max(position, s.start))
             case ChangeRole(role=role):
                 process.becomes = role
@@ -391,7 +400,7 @@ class Cluster:
         self.accepted.add(sequence.name)
         process.say(Accepted(order.request, order.attempt, 0))
         if not sequence.waiting:
-            process.say(Started(order.request, order.attempt))
+            self._start(process, sequence)
 
     def _prefill(self, process: Process, order: Prefill) -> None:
         assert AttemptName(order.request, order.attempt) in self.accepted, "a prefill before its decode was accepted"
@@ -427,6 +436,10 @@ class Cluster:
         if deltas:
             process.say(Tokens(0, tuple(deltas)))
 
+    def _start(self, process: Process, sequence: Sequence, pages: int = 0) -> None:
+        process.say(Started(*_named(sequence), 0, pages))
+        self._say_scores(process, sequence, 1)
+
     def _fetch_on(self, process: Process, sequence: Sequence) -> None:
         """Start it once its pages are here. Those that were merely cached somewhere, and are not, are computed."""
         order, store = sequence.order, self.attached(process.peer.node)
@@ -436,21 +449,36 @@ class Cluster:
         if any(self.stores.has(each, chain) for each in (store, *(source.store for source in order.sources))):
             self.seal(store, chain)
             sequence.waiting = False
-            process.say(Started(*_named(sequence), 0, order.fetch))
+            self._start(process, sequence, order.fetch)
         elif not order.prefilled_remotely:
             sequence.waiting = False
-            process.say(Started(*_named(sequence), 0, 0))
+            self._start(process, sequence)
 
     def _generate(self, sequence: Sequence) -> Delta:
-        position = len(sequence.tokens)
-        token = token_at(sequence.order.sampling.seed, position)
+        position, sampling = len(sequence.tokens), sequence.order.sampling
+        token = token_at(sampling.seed, position)
         sequence.tokens.append(token)
         if token in sequence.order.stop_token_ids:
             sequence.finish = "stop"
         elif len(sequence.tokens) - sequence.order.prompt >= sequence.order.max_tokens:
             sequence.finish = "length"
         sequence.ended = sequence.finish is not None
-        return Delta(*_named(sequence), position, (token,), finish=sequence.finish, computed=1)  # type: ignore[arg-type]
+        logprobs = () if sampling.logprobs is None else (TokenLogprob(token, *logprob_at(position, sampling.logprobs)),)
+        return Delta(*_named(sequence), position, (token,), logprobs, sequence.finish, 1)  # type: ignore[arg-type]
+
+    def _say_scores(self, process: Process, sequence: Sequence, position: int) -> None:
+        """Say the prompt's log-probabilities, if they are wanted, in two messages."""
+        order = sequence.order
+        if (top := order.sampling.prompt_logprobs) is None:
+            return
+        scores = [
+            PromptTokenLogprob(sequence.tokens[at], *logprob_at(at, top), rank=at)
+            for at in range(position, order.prompt)
+        ]
+        for part in (scores[:7], scores[7:]):
+            if part:
+                process.say(PromptLogprobs(order.request, order.attempt, position, tuple(part)))
+                position += len(part)
 
     def _say_tokens(self, process: Process, sequence: Sequence, position: int) -> None:
         tokens = tuple(sequence.tokens[position:])

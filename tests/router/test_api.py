@@ -289,6 +289,8 @@ def test_names_headers_and_what_the_server_is(tmp_path: Path) -> None:
         ("completions", {"prompt": "x", "logit_bias": {str(token): 0 for token in range(1_025)}}, 400, "logit_bias"),
         ("completions", {"prompt": "x", "stop_token_ids": [1] * 1_001}, 400, "stop_token_ids"),
         ("chat/completions", {"messages": []}, 400, "messages is empty"),
+        ("completions", {"prompt": [1, 2], "prompt_logprobs": 21}, 400, "prompt_logprobs is 21"),
+        ("completions", {"prompt": [1, 2], "prompt_logprobs": 1, "stream": True}, 400, "stream"),
         ("chat/completions", {"messages": [{"content": "x"}]}, 400, "messages[0].role"),
         ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
         (
@@ -315,6 +317,72 @@ def test_what_is_wrong_with_a_request_is_named(tmp_path: Path, path: str, body: 
                 assert answer.status == error["code"] == status, error
                 assert says in error["message"]
                 assert set(error) == {"message", "type", "param", "code"}
+
+    run(test)
+
+
+def test_log_probabilities_of_the_prompt(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            plain = await client.complete()
+            assert "prompt_logprobs" not in plain["choices"][0]
+            scored = await client.complete(prompt_logprobs=2, n=2)
+            for choice in scored["choices"]:
+                first, *others = choice["prompt_logprobs"]
+                assert first is None
+                assert len(others) == len(PROMPT) - 1
+                for at, told in enumerate(others, start=1):
+                    assert told[str(PROMPT[at])] == {
+                        "logprob": -at / 8, "rank": at, "decoded_token": TOKENIZER.text_of(PROMPT[at])
+                    }  # fmt: skip
+                    assert told["2"]["rank"] == 2
+            assert scored["choices"][0]["text"] == plain["choices"][0]["text"]
+            status, answer, _ = await client.post(
+                "/v1/chat/completions", {"messages": [{"role": "user", "content": "ab"}], "prompt_logprobs": 0}
+            )
+            assert status == 200, answer
+            assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+
+    run(test)
+
+
+def test_echo_with_log_probabilities_has_those_of_the_prompt(tmp_path: Path) -> None:
+    """What lm-eval asks for: the prompt's tokens, then the output's, in one list."""
+
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            (choice,) = (await client.complete(echo=True, logprobs=1, max_tokens=2))["choices"]
+            told = choice["logprobs"]
+            output = expected(SEED, len(PROMPT), 2)[0]
+            assert told["tokens"] == [TOKENIZER.text_of(token) for token in (*PROMPT, *output)]
+            assert told["token_logprobs"] == [None, *(-at / 8 for at in range(1, len(PROMPT) + 2))]
+            assert told["top_logprobs"][0] is None
+            assert told["top_logprobs"][1] == {TOKENIZER.text_of(1): -0.25}
+            assert told["text_offset"][-1] == len("".join(told["tokens"][:-1]))
+            assert choice["text"] == TOKENIZER.decode(PROMPT) + text_of(count=2)
+            events = await client.events(
+                "/v1/completions", completion(echo=True, logprobs=1, max_tokens=2, stream=True, n=2)
+            )
+            for index in (0, 1):
+                parts = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
+                assert [value for part in parts for value in (part["logprobs"] or told | {"tokens": []})["tokens"]][
+                    : len(PROMPT)
+                ] == told["tokens"][: len(PROMPT)]
+                assert "".join(part["text"] for part in parts).startswith(TOKENIZER.decode(PROMPT))
+
+    run(test)
+
+
+def test_echo_without_output(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path) as client:
+            answer = await client.complete(echo=True, logprobs=0, max_tokens=0)
+            (choice,) = answer["choices"]
+            assert choice["text"] == TOKENIZER.decode(PROMPT)
+            assert len(choice["logprobs"]["tokens"]) == len(PROMPT)
+            assert answer["usage"]["completion_tokens"] == 0
+            for wrong in ({"max_tokens": 0}, {"max_tokens": 0, "echo": True, "stream": True}):
+                assert (await client.post("/v1/completions", completion(**wrong)))[0] == 400
 
     run(test)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from baton.errors import BatonError
-from baton.messages import TokenLogprob
+from baton.messages import PromptTokenLogprob, TokenLogprob
 from router.events import Finished, RequestEnded
 from router.frontend.api import errors
 from router.frontend.output_stream import Output
@@ -31,10 +31,11 @@ class Sample:
 
     index: int
     prompt: Sequence[int]
-    first_of_prompt: bool
+    leader: Sample | None = None  # the first sample of its prompt; none: it is that itself
     text: list[str] = field(default_factory=list[str])
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    prompt_logprobs: list[PromptTokenLogprob] = field(default_factory=list[PromptTokenLogprob])  # the leader's alone
     characters: int = 0  # of the text so far
     end: RequestEnded | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
@@ -44,6 +45,16 @@ class Sample:
         self.text.append(piece.text)
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
+        self.prompt_logprobs += piece.prompt_logprobs
+
+    @property
+    def first_of_prompt(self) -> bool:
+        return self.leader is None
+
+    @property
+    def prompt_scores(self) -> Sequence[PromptTokenLogprob]:
+        """Log-probabilities of the prompt's tokens, without the first."""
+        return (self.leader or self).prompt_logprobs
 
     @property
     def finish_reason(self) -> str:
@@ -67,6 +78,8 @@ class Wanted:
     usage_at_end: bool = False
     usage_always: bool = False
     echo: str | None = None  # text before the output
+    prompt_logprobs: bool = False
+    prompt_only: bool = False  # the output is not shown: it was asked for no tokens
 
     def token(self, token: int) -> str:
         """A token's text in logprobs."""
@@ -90,8 +103,13 @@ class Answer:
         """Yield the chunks before all output."""
         yield from ()
 
+    def take(self, sample: Sample, piece: Output) -> None:
+        """Add a piece to a sample's output."""
+        sample.take(Output(prompt_logprobs=piece.prompt_logprobs) if self.wanted.prompt_only else piece)
+
     def chunk(self, sample: Sample, piece: Output) -> Json | None:
         """A chunk with new output; None if there is nothing that the client would see."""
+        sample.prompt_logprobs += piece.prompt_logprobs
         sample.tokens += piece.tokens
         if not (piece.text or (self.wanted.logprobs and piece.logprobs) or (self.wanted.token_ids and piece.tokens)):
             return None
@@ -156,6 +174,20 @@ class Answer:
     def _choice(self, sample: Sample) -> Json:
         raise NotImplementedError
 
+    def prompt_logprobs(self, sample: Sample) -> list[Json | None]:
+        """Log-probabilities of the prompt's tokens as vLLM has them: the token itself, then the likeliest ones."""
+        told: list[Json | None] = [None]
+        for one in sample.prompt_scores:
+            ranked = {token: (value, rank) for rank, (token, value) in enumerate(one.top, start=1)}
+            ranked = {one.token: (one.logprob, one.rank)} | ranked
+            told.append(
+                {
+                    str(token): {"logprob": value, "rank": rank, "decoded_token": self.wanted.text_of(token)}
+                    for token, (value, rank) in ranked.items()
+                }
+            )
+        return told
+
     # --- both --------------------------------------------------------------------------------------------------------
 
     def usage(self) -> Json:
@@ -198,15 +230,26 @@ class Completion(Answer):
     kind = chunk_kind = "text_completion"
 
     def opening(self) -> Iterator[Json]:
+        if self._scored_echo:
+            return  # the first output brings it
         for sample in self.samples:
             if self.wanted.echo is not None or self.wanted.token_ids:
                 choice = _completion_choice(sample.index, self.wanted.echo or "", None, None)
                 sample.characters = len(self.wanted.echo or "")
                 yield self._chunk([self._with_ids(choice, sample, [])])
 
+    @property
+    def _scored_echo(self) -> bool:
+        """The prompt is in the output, with its log-probabilities."""
+        return self.wanted.echo is not None and self.wanted.logprobs
+
     def _delta(self, sample: Sample, piece: Output) -> Json:
-        logprobs = self._logprobs(piece.logprobs, sample.characters) if self.wanted.logprobs else None
-        choice = _completion_choice(sample.index, piece.text, logprobs, None)
+        text, logprobs = piece.text, self._logprobs(piece.logprobs, sample.characters) if self.wanted.logprobs else None
+        if self._scored_echo and not sample.characters:
+            echo = self.wanted.echo or ""
+            sample.characters = len(echo)
+            text, logprobs = echo + text, self._logprobs_with_prompt(sample, piece.logprobs)
+        choice = _completion_choice(sample.index, text, logprobs, None)
         return choice | {"token_ids": piece.tokens} if self.wanted.token_ids else choice
 
     def _end(self, sample: Sample) -> Json:
@@ -215,13 +258,23 @@ class Completion(Answer):
     def _choice(self, sample: Sample) -> Json:
         echo = self.wanted.echo or ""
         logprobs = self._logprobs(sample.logprobs, len(echo)) if self.wanted.logprobs else None
+        if self._scored_echo:
+            logprobs = self._logprobs_with_prompt(sample, sample.logprobs)
         choice = _completion_choice(sample.index, echo + "".join(sample.text), logprobs, sample.finish_reason)
+        if self.wanted.prompt_logprobs:
+            choice["prompt_logprobs"] = self.prompt_logprobs(sample)
         return self._with_ids(choice | {"stop_reason": sample.stop_reason}, sample, sample.tokens)
 
     def _with_ids(self, choice: Json, sample: Sample, tokens: Sequence[int]) -> Json:
         if not self.wanted.token_ids:
             return choice
         return choice | {"token_ids": list(tokens), "prompt_token_ids": list(sample.prompt)}
+
+    def _logprobs_with_prompt(self, sample: Sample, logprobs: Sequence[TokenLogprob]) -> Json:
+        """Those of the prompt, whose first token has none, and those of the output."""
+        found = self._logprobs([TokenLogprob(sample.prompt[0], 0.0), *sample.prompt_scores, *logprobs], 0)
+        found["token_logprobs"][0] = found["top_logprobs"][0] = None
+        return found
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> Json:
         texts = [self.wanted.token(one.token) for one in logprobs]
@@ -265,6 +318,8 @@ class ChatCompletion(Answer):
 
     def whole(self) -> Json:
         answer = super().whole()
+        if self.wanted.prompt_logprobs:
+            answer["prompt_logprobs"] = self.prompt_logprobs(self.samples[0])
         if self.wanted.token_ids:
             answer["prompt_token_ids"] = list(self.samples[0].prompt)
         return answer

@@ -119,15 +119,18 @@ class HttpApi:
         prompts = await self._prompts.of_completion(fields)
         echo = None
         if fields.echo:
-            if fields.logprobs is not None:
-                raise InvalidRequest("echo with logprobs needs prompt_logprobs, which this server does not support yet")
             if len(prompts) > 1:
                 raise InvalidRequest("echo is true for several prompts; send them one by one")
             echo = self._prompts.decode(prompts[0])
+        _check_prompt_logprobs(fields)
         wanted = self._wanted("cmpl-", request, fields, logprobs=fields.logprobs is not None, echo=echo)
         answer = Completion(wanted, _samples_of(prompts, samples(fields)))
         most = fields.max_tokens if fields.max_tokens is not None else _DEFAULT_COMPLETION
-        return await self._answered(request, Order(answer, fields, most, fields.logprobs), received)
+        scored = fields.prompt_logprobs
+        if fields.echo and scored is None:
+            scored = fields.logprobs
+        order = Order(answer, fields, max(most, 1) if wanted.prompt_only else most, fields.logprobs, scored)
+        return await self._answered(request, order, received)
 
     async def _chat_completions(self, request: Request) -> Response:
         received = self._service.clock.now()
@@ -163,7 +166,8 @@ class HttpApi:
         wanted = self._wanted(prefix, request, fields, logprobs=logprobs is not None, echo=echo)
         answer = kind(wanted, _samples_of([prompt], samples(fields)))
         most = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
-        return await self._answered(request, Order(answer, fields, most, logprobs), received)
+        _check_prompt_logprobs(fields)
+        return await self._answered(request, Order(answer, fields, most, logprobs, fields.prompt_logprobs), received)
 
     def _wanted(
         self, prefix: str, request: Request, fields: GenerationFields, *, logprobs: bool, echo: str | None
@@ -181,6 +185,8 @@ class HttpApi:
             usage_at_end=bool(options and options.include_usage),
             usage_always=bool(options and options.continuous_usage_stats),
             echo=echo,
+            prompt_logprobs=fields.prompt_logprobs is not None,
+            prompt_only=echo is not None and fields.max_tokens == 0,
         )
 
     async def _answered(self, request: Request, order: Order, received: float) -> Response:
@@ -193,7 +199,7 @@ class HttpApi:
                 number = sample.index % samples(order.fields)
                 message = generate_request(
                     order.fields, sample.prompt, sample=number, max_tokens=order.max_tokens, logprobs=order.logprobs,
-                    affinity=affinity,
+                    prompt_logprobs=order.prompt_logprobs, affinity=affinity,
                 )  # fmt: skip
                 started.append(await self._service.start(message, name, received))
                 undo.callback(started[-1].close)
@@ -299,11 +305,18 @@ class HttpApi:
 def _samples_of(prompts: Sequence[Sequence[int]], n: int) -> list[Sample]:
     if len(prompts) * n > MAX_SAMPLES:
         raise InvalidRequest(f"{len(prompts)} prompts with n {n} are more than {MAX_SAMPLES} outputs; send fewer")
-    return [
-        Sample(index=number * n + sample, prompt=prompt, first_of_prompt=sample == 0)
-        for number, prompt in enumerate(prompts)
-        for sample in range(n)
-    ]
+    made: list[Sample] = []
+    for number, prompt in enumerate(prompts):
+        leader = Sample(index=number * n, prompt=prompt)
+        made += [leader, *(Sample(number * n + other, prompt, leader) for other in range(1, n))]
+    return made
+
+
+def _check_prompt_logprobs(fields: GenerationFields) -> None:
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise InvalidRequest("prompt_logprobs and stream are both set; the log-probabilities of a prompt come whole")
+    if isinstance(fields, CompletionRequest) and fields.echo and fields.max_tokens == 0 and fields.stream:
+        raise InvalidRequest("echo and stream are set with max_tokens 0; leave stream out")
 
 
 def _last_text(fields: ChatCompletionRequest) -> str:

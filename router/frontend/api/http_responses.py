@@ -41,6 +41,7 @@ class Order:
     fields: GenerationFields
     max_tokens: int | None
     logprobs: int | None
+    prompt_logprobs: int | None = None
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -134,7 +135,7 @@ class WholeAnswer(_Generating):
         try:
             async for sample, news in self._outputs():
                 if isinstance(news, Output):
-                    sample.take(news)
+                    self.answer.take(sample, news)
             response = json_response(self.answer.whole())
         except BatonError as error:
             response = error_response(error, self.answer.failed)

@@ -30,10 +30,11 @@ _UINT32, _SINT32 = 2**32, 2**31
 
 def generate_request(
     fields: GenerationFields, prompt: Sequence[int], *, sample: int, max_tokens: int | None, logprobs: int | None,
-    affinity: str,
+    prompt_logprobs: int | None, affinity: str,
 ) -> pb.GenerateRequest:  # fmt: skip
-    """One sample's request. Raises InvalidRequest for a number that no field can hold; `request_parsing` checks the
-    rest."""
+    """One sample's request. Only the first sample of a prompt reports the log-probabilities of that prompt.
+
+    Raises InvalidRequest for a number that no field can hold. `request_parsing` checks the rest."""
     for name, most in _MOST.items():
         given: Sized | None = getattr(fields, name)
         if given is not None and not isinstance(given, str) and len(given) > most:
@@ -62,6 +63,8 @@ def generate_request(
         request.max_tokens = _number("max_tokens", max_tokens, 1, _UINT32)
     if logprobs is not None:
         request.logprobs = _number("logprobs", logprobs, 0, _UINT32)
+    if prompt_logprobs is not None and sample == 0:
+        request.prompt_logprobs = _number("prompt_logprobs", prompt_logprobs, 0, _UINT32)
     _set_rules(request, fields)
     if fields.ttft_ms is not None:
         request.ttft_ms = _number("ttft_ms", fields.ttft_ms, 1, _UINT32)

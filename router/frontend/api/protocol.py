@@ -64,9 +64,9 @@ class GenerationFields(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
+    prompt_logprobs: int | None = None
     # Known, and not served yet: see _NEUTRAL.
     length_penalty: float | None = None
-    prompt_logprobs: int | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -126,7 +126,6 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
     "structured_outputs": ({},),
     "response_format": ({"type": "text"},),
