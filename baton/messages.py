@@ -25,7 +25,7 @@ from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 from msgspec import Meta, MsgspecError, Struct
 
 MAX_TRACE_STEPS = 10_000
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_KEYS_PER_CALL = 1_024
