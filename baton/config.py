@@ -6,6 +6,7 @@ Sizes are bytes, or text such as "512MiB"; times are in the unit that ends the s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -182,6 +183,8 @@ class ApiConfig(_Section, frozen=True):
     host: str = "127.0.0.1"  # where they listen; other addresses are refused without `insecure`
     port: Port = 8_000  # 0: any free port
     insecure: bool = False  # listen on other addresses without keys and TLS
+    keys_file: str = ""  # of the clients' API keys; default: api-keys.json in ~/.local/state/baton/<cluster>
+    require_keys: bool = False  # clients need a key even while there is no such file
     trust_request_chat_template: bool = False  # a request may bring its own template, which is a program
 
 
@@ -251,6 +254,15 @@ class Config(_Section, frozen=True):
     disk: DiskConfig = DiskConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
+
+    @property
+    def api_keys_path(self) -> Path | None:
+        """The file with the clients' API keys; None if none is named and this user has no home."""
+        if self.api.keys_file:
+            return Path(self.api.keys_file).expanduser()
+        with contextlib.suppress(ConfigError):
+            return self.cluster.state_dir / "api-keys.json"
+        return None
 
 
 _RENAMED: Mapping[str, Mapping[str, str]] = {

@@ -4,16 +4,20 @@ BatonError                        INTERNAL
 ├── InvalidRequest                INVALID_ARGUMENT     the client's request can't be served as written
 │   ├── ContextTooLong            INVALID_ARGUMENT     prompt + max_tokens exceed the model's context or every pool
 │   ├── UnsupportedField          INVALID_ARGUMENT     a field of another server's API that would change the output
-│   ├── PayloadTooLarge           INVALID_ARGUMENT     a body of more bytes than any prompt takes
+│   ├── PayloadTooLarge           INVALID_ARGUMENT     a body of more bytes than any prompt takes, or its key allows
 │   └── BodyTimeout               INVALID_ARGUMENT     a body that did not come in time
 ├── ModelMismatch                 NOT_FOUND            the client named a model this cluster does not serve
+├── Unauthenticated               UNAUTHENTICATED      the client has no API key, or one that is not known
+├── PermissionDenied              PERMISSION_DENIED    the client's key is no operator's
+├── KeyNotFound                   NOT_FOUND            no API key has that name
 ├── PinNotFound                   NOT_FOUND            the client named a pin that there is not
 ├── ProcessNotFound               NOT_FOUND            the client named a worker or store that is not live
 ├── RequestNotFound               NOT_FOUND            the client named a request that nobody remembers
 ├── TraceConflict                 FAILED_PRECONDITION  a trace runs already, or none runs that could be stopped
 ├── Overloaded                    RESOURCE_EXHAUSTED   no room now; carries when to try again
 │   ├── ObjectiveUnreachable      RESOURCE_EXHAUSTED   the first token can't come in the time that was asked for
-│   └── RateLimited               RESOURCE_EXHAUSTED   a tenant has used up its quota of this minute
+│   ├── RateLimited               RESOURCE_EXHAUSTED   a tenant has used up its quota of this minute
+│   └── TooManyStreams            RESOURCE_EXHAUSTED   a client has as many requests at a time as its key allows
 ├── QuotaExceeded                 RESOURCE_EXHAUSTED   a tenant may not pin as much as that
 ├── DeadlineExpired               DEADLINE_EXCEEDED    the client's deadline passed first
 ├── RequestCancelled              CANCELLED            the client went away
@@ -27,7 +31,7 @@ BatonError                        INTERNAL
 ├── StartupError                  FAILED_PRECONDITION  a process can't start here
 │   ├── PortInUse                 FAILED_PRECONDITION
 │   ├── NotEnoughMemory           RESOURCE_EXHAUSTED
-│   ├── KeysUnusable              FAILED_PRECONDITION  the cluster's keys are missing, malformed or not secret
+│   ├── KeysUnusable              FAILED_PRECONDITION  the cluster's keys, or its clients', are broken or not secret
 │   └── RayUnusable               FAILED_PRECONDITION  Ray is absent, unreachable or wants another authentication
 ├── ModelError                    FAILED_PRECONDITION  a checkpoint can't be served
 │   ├── ModelNotFound             NOT_FOUND
@@ -73,7 +77,7 @@ class UnsupportedField(InvalidRequest):
 
 
 class PayloadTooLarge(InvalidRequest):
-    """A body with more bytes than any prompt of this model takes."""
+    """A body with more bytes than any prompt of this model takes, or than its client's key allows."""
 
     reason = "payload_too_large"
 
@@ -89,6 +93,27 @@ class ModelMismatch(BatonError):
 
     status = "NOT_FOUND"
     reason = "model_mismatch"
+
+
+class Unauthenticated(BatonError):
+    """The client sent no API key, or one that is not known."""
+
+    status = "UNAUTHENTICATED"
+    reason = "invalid_api_key"
+
+
+class PermissionDenied(BatonError):
+    """The client is known, and may not do that."""
+
+    status = "PERMISSION_DENIED"
+    reason = "permission_denied"
+
+
+class KeyNotFound(BatonError):
+    """The operator named an API key that does not exist."""
+
+    status = "NOT_FOUND"
+    reason = "key_not_found"
 
 
 class PinNotFound(BatonError):
@@ -140,6 +165,12 @@ class RateLimited(Overloaded):
     """A tenant has used up what it may ask for in a minute."""
 
     reason = "rate_limited"
+
+
+class TooManyStreams(Overloaded):
+    """A client has as many requests at a time as its API key allows."""
+
+    reason = "too_many_streams"
 
 
 class QuotaExceeded(BatonError):
@@ -230,7 +261,7 @@ class NotEnoughMemory(StartupError):
 
 
 class KeysUnusable(StartupError):
-    """The file with the cluster's keys is missing, holds none, or can be read by others."""
+    """The file with the cluster's keys, or its clients', is missing, holds none, or can be read by others."""
 
     reason = "keys"
 

@@ -62,14 +62,14 @@ def cluster_keys(settings: Config, host: str = LOOPBACK, routers: Sequence[str] 
     for address in (host, inner, *map(host_of, routers)):
         if not is_loopback(address):
             raise KeysUnusable(
-                f"{address} is not on loopback, so every node needs the same keys: make them with `baton keys FILE`, "
-                "copy that file to every node and set cluster.key_file to it there"
+                f"{address} is not on loopback, so every node needs the same keys: make them with `baton keys cluster "
+                "FILE`, copy that file to every node and set cluster.key_file to it there"
             )
     try:
         path = settings.cluster.key_path
     except ConfigError:
         raise KeysUnusable(
-            "there is no home directory for the cluster's keys: make them with `baton keys FILE` and set "
+            "there is no home directory for the cluster's keys: make them with `baton keys cluster FILE` and set "
             "cluster.key_file to that file"
         ) from None
     return ClusterKeys.read_or_make(path)

@@ -28,6 +28,7 @@ from typing import Any
 import aiohttp
 import grpc
 
+from baton.api_keys import KeyRing
 from baton.config import ModelConfig
 from baton.monotonic_clock import MonotonicClock
 from baton.timeline import Timeline
@@ -39,6 +40,7 @@ from router.frontend.api.server import ApiServer
 from router.frontend.detokenizer import TextStream
 from router.frontend.generation import GenerationService
 from router.frontend.grpc_server import GenerationServicer
+from router.frontend.identity import Gatekeeper
 from router.frontend.output_stream import OutputStream
 from router.frontend.request_parsing import ValidatedRequest
 from router.frontend.served_model import ServedModel, load
@@ -221,7 +223,7 @@ async def _serve_front(door: str, model_config: Any, orders: Connection) -> None
         return b""
 
     if door == "http":
-        address = await ApiServer(HttpApi(service, page), 4_096).start("127.0.0.1", 0)
+        address = await ApiServer(HttpApi(service, page, Gatekeeper(KeyRing(None))), 4_096).start("127.0.0.1", 0)
     else:
         server = grpc.aio.server()
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(service), server)

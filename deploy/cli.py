@@ -30,6 +30,7 @@ from baton.config import Config
 from baton.errors import BatonError, InvalidRequest, StartupError
 from baton.messages import WorkerRole
 
+keys_app = typer.Typer(help="API keys of clients, and the key pair of a cluster's processes.", no_args_is_help=True)
 app = typer.Typer(
     name="baton",
     help="Serve a large language model with prefill and decode in separate workers.",
@@ -69,6 +70,10 @@ class RayOption(StrEnum):
     JOIN = "join"
 
 
+app.add_typer(keys_app, name="keys")
+KeysFile = Annotated[
+    Path | None, typer.Option("--file", help="The file with the keys (api.keys_file), instead of --name's.")
+]
 Name = Annotated[str, typer.Option("--name", help="The cluster's name.", metavar="NAME")]
 Operator = Annotated[
     str, typer.Option(metavar="TARGET", help="unix:/PATH or host:port of a router's operator port, instead of --name.")
@@ -238,16 +243,15 @@ def pin(
     as_json: Json = False,
 ) -> None:
     """Compute prefixes ahead of requests, and pin their KV pages for a while."""
-    from deploy.client import Client
     from deploy.commands import pin as pinning
     from deploy.commands import show
-    from deploy.commands.status import find
+    from deploy.commands.status import operator_client
 
     if sum([bool(file), list_, bool(remove)]) != 1:
         raise InvalidRequest("give a FILE with prefixes, or --list, or --remove ID")
     ttl_ms = pinning.parse_duration_ms(ttl) if ttl else None
     lines = pinning.read(file, sys.stdin.read() if file == pinning.STDIN else "") if file else []
-    with Client(operator=operator or find(_folder(name)).operator) as client:
+    with operator_client(operator, _folder(name)) as client:
         for pin in remove or ():
             client.unpin(pin, tenant)
         pins = client.pins() if list_ else []
@@ -282,10 +286,9 @@ def profile(
     """Trace the next steps of a process, for chrome://tracing or Perfetto.
 
     A cluster writes one trace at a time."""
-    from deploy.client import Client
-    from deploy.commands.status import find
+    from deploy.commands.status import operator_client
 
-    with Client(operator=operator or find(_folder(name)).operator) as client:
+    with operator_client(operator, _folder(name)) as client:
         asked = client.stop_profile(process) if stop else client.profile(process, steps)
     if as_json:
         _print_json({"process": process, "steps": asked.steps, "path": asked.path, "node": asked.node})
@@ -305,13 +308,12 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Explain a recent request's placement: every candidate's cost, predicted and actual times, hop by hop."""
-    from deploy.client import Client
     from deploy.commands import explain as explaining
-    from deploy.commands.status import find
+    from deploy.commands.status import operator_client
 
     if bool(request_id) == bool(last):
         raise InvalidRequest("give a REQUEST_ID, or --last N")
-    with Client(operator=operator or find(_folder(name)).operator) as client:
+    with operator_client(operator, _folder(name)) as client:
         if last:
             found = client.requests(last)
             if as_json:
@@ -378,11 +380,10 @@ def drain(
     as_json: Json = False,
 ) -> None:
     """Place no new work on a worker; its requests go on. The exit status is 1 if it is not empty after --wait."""
-    from deploy.client import Client
     from deploy.commands import drain as draining
-    from deploy.commands.status import find
+    from deploy.commands.status import operator_client
 
-    with Client(operator=operator or find(_folder(name)).operator) as client:
+    with operator_client(operator, _folder(name)) as client:
         found = client.drain(worker, now=now, undo=undo)
         if wait and not undo:
             found = draining.until_empty(client, found, wait)
@@ -411,12 +412,11 @@ def role(
     """Change a worker's role from decode to prefill, or back, without a restart.
 
     The exit status is 1 if the worker does not have the role after --wait."""
-    from deploy.client import Client
     from deploy.commands import drain as draining
-    from deploy.commands.status import find
+    from deploy.commands.status import operator_client
 
     kind: WorkerRole = "prefill" if wanted is WorkerKind.PREFILL else "decode"
-    with Client(operator=operator or find(_folder(name)).operator) as client:
+    with operator_client(operator, _folder(name)) as client:
         client.set_role(worker, kind, patience=patience)
         found, done = draining.until_changed(client, worker, kind, wait)
     if as_json:
@@ -494,9 +494,72 @@ def doctor(config: ConfigFile = None, settings: Settings = None, as_json: Json =
         raise typer.Exit(1)
 
 
-@app.command()
+@keys_app.command("add")
 @reported
-def keys(
+def keys_add(
+    key: Annotated[str, typer.Argument(metavar="NAME", help="The key's name, in lists and logs.")],
+    tenant: Annotated[str, typer.Option(help="Clients with this key share its cache, weight and rate limits.")] = "",
+    operator: Annotated[bool, typer.Option("--operator", help="It may also watch and change the cluster.")] = False,
+    max_body_bytes: Annotated[int | None, typer.Option(min=1, help="Largest request.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longest prompt.")] = None,
+    max_streams: Annotated[int | None, typer.Option(min=1, help="Most requests at a time.")] = None,
+    file: KeysFile = None,
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Make an API key and print it once. Only its hash is kept. From the first key on, clients need one."""
+    from baton.api_keys import Identity
+    from deploy.commands import keys as api_keys
+
+    limits = {"max_body_bytes": max_body_bytes, "max_prompt_tokens": max_prompt_tokens, "max_streams": max_streams}
+    path = api_keys.file_of(file, name)
+    secret = api_keys.add(path, Identity(name=key, tenant=tenant, operator=operator, **limits))
+    if as_json:
+        _print_json({"name": key, "tenant": tenant, "operator": operator, "key": secret, "file": str(path)})
+    else:
+        _err.print(f"[dim]{escape(key)} is in {escape(str(path))}; the key is not shown again[/]")
+        sys.stdout.write(secret + "\n")
+
+
+@keys_app.command("list")
+@reported
+def keys_list(file: KeysFile = None, name: Name = "baton", as_json: Json = False) -> None:
+    """Show the names, tenants and limits of all API keys."""
+    from deploy.commands import keys as api_keys
+
+    path = api_keys.file_of(file, name)
+    found = api_keys.listed(path)
+    if as_json:
+        _print_json({"file": str(path), "keys": found})
+    else:
+        api_keys.show(_out, path, found)
+
+
+@keys_app.command("remove")
+@reported
+def keys_remove(
+    key: Annotated[str, typer.Argument(metavar="NAME", help="The key's name.")],
+    file: KeysFile = None,
+    name: Name = "baton",
+    as_json: Json = False,
+) -> None:
+    """Remove an API key. Within seconds it opens nothing any more; its requests that run go on."""
+    from baton import api_keys as files
+    from deploy.commands import keys as api_keys
+
+    path = api_keys.file_of(file, name)
+    left = files.remove(path, key)
+    if as_json:
+        _print_json({"name": key, "removed": True, "left": left})
+        return
+    _out.print(f"removed {escape(key)}; {left} keys are left")
+    if not left:
+        _out.print(escape(f"every client is refused now; to serve clients without keys, remove {path} and restart"))
+
+
+@keys_app.command("cluster")
+@reported
+def keys_cluster(
     file: Annotated[Path, typer.Argument(help="The file to make; an existing file is never overwritten.")],
     as_json: Json = False,
 ) -> None:

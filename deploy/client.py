@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -23,18 +24,35 @@ from baton.v1 import (
 )
 
 UP = (cluster_pb2.PROCESS_STATE_LIVE, cluster_pb2.PROCESS_STATE_DRAINING)  # states of a running, healthy process
+API_KEY = "BATON_API_KEY"
 _REASON = "baton-reason"
 _NOWHERE = "unix:/dev/null"  # placeholder: no call is made on a channel without an address
+
+
+class _Keyed(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Sends an API key with every call."""
+
+    def __init__(self, api_key: str) -> None:
+        self._metadata = ("authorization", f"Bearer {api_key}")
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._keyed(client_call_details), request)
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._keyed(client_call_details), request)
+
+    def _keyed(self, details: Any) -> Any:
+        return details._replace(metadata=[*(details.metadata or ()), self._metadata])
 
 
 class Client:
     """A channel to a router's public port, and one to its operator port. The router's errors keep their types here."""
 
-    def __init__(self, address: str = "", operator: str = "") -> None:
+    def __init__(self, address: str = "", operator: str = "", *, api_key: str | None = None) -> None:
         """Open the channels. `address` serves `generate` and health checks, `operator` all other calls.
 
         Each is a gRPC target. A client with one kind of calls needs only that target. With `operator` alone, health
-        checks go there.
+        checks go there. `api_key`: None takes that of the environment's BATON_API_KEY.
         """
         self.address = address
         self.operator = operator
@@ -43,6 +61,9 @@ class Client:
         options += [("grpc.enable_http_proxy", 0)]
         self._public = grpc.insecure_channel(address or _NOWHERE, options=options)
         self._private = grpc.insecure_channel(operator or _NOWHERE, options=options)
+        if key := os.environ.get(API_KEY, "") if api_key is None else api_key:
+            self._public = grpc.intercept_channel(self._public, _Keyed(key))
+            self._private = grpc.intercept_channel(self._private, _Keyed(key))
         self._cluster = cluster_pb2_grpc.ClusterStub(self._private)
         self._generation = generation_pb2_grpc.GenerationStub(self._public)
         self._cache = cache_pb2_grpc.CacheStub(self._private)

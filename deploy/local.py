@@ -134,7 +134,8 @@ class LocalCluster:
             key_file=config.cluster.key_file or str(directory / "cluster.key"),
         )
         router = msgspec.structs.replace(config.router, operator=self._operator(config.router.operator))
-        self.config = msgspec.structs.replace(config, cluster=own, router=router)
+        api = msgspec.structs.replace(config.api, keys_file=config.api.keys_file or str(directory / "api-keys.json"))
+        self.config = msgspec.structs.replace(config, cluster=own, router=router, api=api)
         self.patience = patience
         self._addresses: dict[str, ServiceAddresses] = {}  # by router, of those that have served
         planned = plan(self.config, scale_of(config), self.nodes, placed, one_machine=True)
@@ -216,6 +217,11 @@ class LocalCluster:
         return self._addresses[router].operator
 
     @property
+    def operator_key(self) -> str:
+        """The API key of the cluster's own processes, for an operator port on loopback."""
+        return ClusterKeys.read(self.config.cluster.key_path).operator_key
+
+    @property
     def addresses(self) -> ServiceAddresses | None:
         """The addresses of the first router; None until it serves."""
         return self._addresses.get("router")
@@ -281,7 +287,7 @@ class LocalCluster:
 
     def _wait_listed(self, router: str, names: Sequence[str], deadline: float) -> cluster_pb2.GetStatusResponse:
         problem = "it has not answered"
-        with Client(operator=self.operator_of(router)) as client:
+        with Client(operator=self.operator_of(router), api_key=self.operator_key) as client:
             while time.monotonic() < deadline:
                 for name in names:
                     self._check_running(name)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton import hosts
+from baton.api_keys import KeyRing
 from baton.clock import Clock, PauseDetector, Tick
 from baton.config import Config
 from baton.errors import BatonError, MalformedMessage
@@ -26,7 +27,7 @@ from baton.messages import Message, Peer
 from baton.metrics import Metrics
 from baton.monotonic_clock import MonotonicClock
 from baton.process import settle
-from baton.wire import Listener, ReplayClient, Subscriber, refused
+from baton.wire import Listener, ReplayClient, Subscriber, operator_key, refused
 from kvstore.events.wire_format import decode, publisher_of
 from router.events import KvEvents, KvSnapshot, MessageReceived
 from router.frontend.api.app import HttpApi
@@ -35,6 +36,7 @@ from router.frontend.client_sessions import RouterDriver
 from router.frontend.generation import GenerationService
 from router.frontend.grpc_server import ClientServer, OperatorServer
 from router.frontend.http_server import HttpServer
+from router.frontend.identity import Gatekeeper
 from router.frontend.served_model import load
 from router.frontend.tokenizer_threads import TokenizerThreads
 
@@ -44,7 +46,7 @@ of_peers = RateLimitedLog(log)  # lines that a peer can trigger
 _TURN = 64  # batches of KV events handled before others get a turn of the loop
 _GRACE = 1.0  # seconds that clients get to read how their streams ended
 _DRAIN_LOOK = 0.05  # seconds between two looks at the streams that are to end
-_LOOK = 1.0  # seconds between two looks at the operator's socket
+_LOOK = 1.0  # seconds between two looks at the operator's socket, and at the file with the API keys
 _BATCHES = 1_000  # batches of KV events waiting to be read; more wait in their sockets
 
 
@@ -87,12 +89,14 @@ async def serve(
         tokenizing = TokenizerThreads()
         cleanup.callback(tokenizing.close)
         service = GenerationService(driver, clock, tokenizing)
-        client_server, operator = ClientServer(service), OperatorServer(service)
+        keys = KeyRing(config.api_keys_path, required=config.api.require_keys, operator_key=operator_key())
+        gate = Gatekeeper(keys)
+        client_server, operator = ClientServer(service, gate), OperatorServer(service, gate)
         cleanup.push_async_callback(_stop, client_server, operator)
         grpc_address = await client_server.start(router.host, router.grpc_port)
         operator_address = await operator.start(router.operator, config.cluster.name, name)
         trust = config.api.trust_request_chat_template
-        api_server = ApiServer(HttpApi(service, http.page, trust_templates=trust), router.max_concurrent_rpcs)
+        api_server = ApiServer(HttpApi(service, http.page, gate, trust_templates=trust), router.max_concurrent_rpcs)
         cleanup.push_async_callback(api_server.stop)
         api_address = await api_server.start(config.api.host, config.api.port)
         cleanup.callback(driver.stop)  # before the front stops: its streams still say why they end
@@ -107,6 +111,7 @@ async def serve(
             again,
             _listen(driver, listener),
             _follow(driver, sockets),
+            _follow_keys(keys),
             _watch(driver, (client_server, operator), listener, clock),
         )
         await _until_stopped(_drained(driver, stop), *loops)
@@ -183,6 +188,13 @@ async def _follow(driver: RouterDriver, sockets: RouterSockets) -> None:
         for _ in range(_TURN):
             driver.handle(await sockets.pages.get())
         await asyncio.sleep(0)
+
+
+async def _follow_keys(keys: KeyRing) -> None:
+    """Take keys that are added or removed while the router serves."""
+    while True:
+        await asyncio.sleep(_LOOK)
+        await asyncio.to_thread(keys.refresh)  # the file may lie on a slow disk
 
 
 class RouterSockets:

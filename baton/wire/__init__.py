@@ -16,7 +16,7 @@ from baton.wire.guard import refused
 from baton.wire.keys import ClusterKeys
 from baton.wire.links import Heart, Listener, RouterSocket
 from baton.wire.poller import Poller
-from baton.wire.sockets import MAX_MESSAGE_BYTES, use_keys
+from baton.wire.sockets import MAX_MESSAGE_BYTES, operator_key, use_keys
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
@@ -29,6 +29,7 @@ __all__ = [
     "ReplayServer",
     "RouterSocket",
     "Subscriber",
+    "operator_key",
     "refused",
     "use_keys",
 ]

@@ -10,6 +10,7 @@ only its owner can read. A secret that others could read is refused: they may ha
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 from dataclasses import dataclass, field
@@ -44,6 +45,11 @@ class ClusterKeys:
         return cls(secret.decode())
 
     @property
+    def operator_key(self) -> str:
+        """The API key with which the cluster's own processes call a router's operator port over TCP."""
+        return hashlib.blake2b(b"baton operator", key=self.secret.encode(), digest_size=32).hexdigest()
+
+    @property
     def public(self) -> bytes:
         """The public half, as text."""
         return zmq.curve_public(self.secret.encode())
@@ -61,13 +67,13 @@ class ClusterKeys:
                 if (mode := os.fstat(file.fileno()).st_mode) & 0o077:
                     raise KeysUnusable(
                         f"the cluster's keys in {path} can be read by others (mode {mode & 0o777:04o}): make new ones "
-                        f"with `baton keys FILE`, or, if you trust everybody here, `chmod 600 {path}`"
+                        f"with `baton keys cluster FILE`, or, if you trust everybody here, `chmod 600 {path}`"
                     )
                 text = file.read(1_000)
         except OSError as error:
             raise KeysUnusable(
-                f"can't read the cluster's keys in {path} ({error.strerror}): make some with `baton keys {path}`, and "
-                "give the same file to every process"
+                f"can't read the cluster's keys in {path} ({error.strerror}): make some with `baton keys "
+                f"cluster {path}`, and give the same file to every process"
             ) from None
         except UnicodeDecodeError:
             text = ""
@@ -75,7 +81,7 @@ class ClusterKeys:
             return cls(text.strip())
         except KeysUnusable:
             raise KeysUnusable(
-                f"{path} holds no keys: one line of 40 characters, as `baton keys FILE` writes it"
+                f"{path} holds no keys: one line of 40 characters, as `baton keys cluster FILE` writes it"
             ) from None
 
     @classmethod
@@ -94,8 +100,8 @@ class ClusterKeys:
                     path.hardlink_to(fresh)
             except OSError as error:
                 raise KeysUnusable(
-                    f"can't make the cluster's keys in {path} ({error.strerror}): make them with `baton keys FILE` and "
-                    "set cluster.key_file to that file"
+                    f"can't make the cluster's keys in {path} ({error.strerror}): make them with `baton keys cluster "
+                    "FILE` and set cluster.key_file to that file"
                 ) from None
             finally:
                 fresh.unlink(missing_ok=True)
@@ -122,7 +128,7 @@ def _check_folder(folder: Path) -> None:
     except OSError as error:
         raise KeysUnusable(
             f"can't make the folder {folder} for the cluster's keys ({error.strerror}): make keys with `baton keys "
-            "FILE` and set cluster.key_file to that file"
+            "cluster FILE` and set cluster.key_file to that file"
         ) from None
     if status.st_uid != os.geteuid():
         raise KeysUnusable(

@@ -32,6 +32,11 @@ _NO_NETWORK = ("inproc:", "ipc:")  # endpoints that need no keys
 _keys: ClusterKeys | None = None
 
 
+def operator_key() -> str | None:
+    """Return the API key of the cluster's own processes; None if this process has no keys of a cluster."""
+    return _keys.operator_key if _keys else None
+
+
 def use_keys(keys: ClusterKeys | None) -> None:
     """From now on this process uses these keys, and accepts only peers that have them. Sockets that are connected
     already stay as they are; bound ones accept no new peer without the new keys."""

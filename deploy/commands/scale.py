@@ -52,7 +52,7 @@ def _mourned(state: State, overview: ClusterOverview) -> set[str]:
 
     The router may place work on them until it has missed their heartbeats for cluster.heartbeat_timeout_ms.
     """
-    with Client(operator=state.operator) as client:
+    with Client(operator=state.operator, api_key=state.operator_key) as client:
         listed = client.status().processes
     live = {process.name for process in listed if process.state in UP}
     return live - {view.name for view in overview.processes}

@@ -31,12 +31,20 @@ def find(folder: Path) -> State:
     return msgspec.structs.replace(state, routers=overview.routers) if overview and overview.routers else state
 
 
+def operator_client(target: str, folder: Path) -> Client:
+    """Return a client of the operator port at `target`, or of the cluster of that folder. Raises StartupError."""
+    if target:
+        return Client(operator=target)
+    state = find(folder)
+    return Client(operator=state.operator, api_key=state.operator_key)
+
+
 def collect(folder: Path) -> dict[str, Any]:
     """Return everything that `baton status` shows, as plain data. Raises StartupError if there is no such cluster."""
     state = find(folder)
     overview = read_overview(folder)
     status, problem, serving = None, "", False
-    with Client(state.target, state.operator) as client:
+    with Client(operator=state.operator, api_key=state.operator_key) as client:
         try:
             status = client.status()
         except BatonError:

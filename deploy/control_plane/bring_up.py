@@ -88,7 +88,8 @@ def _settle(config: Config, say: Say) -> Config:
         key_file=str(config.cluster.key_path.resolve()),
     )
     disk = msgspec.structs.replace(config.disk, path=_absolute(config.disk.path))
-    return msgspec.structs.replace(config, model=model, cluster=cluster, disk=disk)
+    api = msgspec.structs.replace(config.api, keys_file=_absolute(str(config.api_keys_path or "")))
+    return msgspec.structs.replace(config, model=model, cluster=cluster, disk=disk, api=api)
 
 
 def _absolute(path: str) -> str:
@@ -106,6 +107,7 @@ def _on_ray(config: Config, folder: Path, choice: RayChoice, dashboard: bool, ma
         log_dir=config.cluster.log_dir,
         model=config.model.served_name,
         key_file=config.cluster.key_file,
+        api_keys_file=config.api.keys_file,
         made_keys=made_keys,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
@@ -211,7 +213,7 @@ def _wait_serving(name: str, patience: float, watch: Watch) -> ClusterOverview:
 
 
 def _serves(router: ServiceAddresses) -> bool:
-    with Client(router.grpc) as client:
+    with Client(operator=router.operator) as client:
         return client.serving()
 
 

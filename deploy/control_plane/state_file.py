@@ -15,7 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from baton.errors import StartupError
+from baton.errors import KeysUnusable, StartupError
+from baton.wire import ClusterKeys
 from deploy.addresses import ServiceAddresses, operator_target, target
 from deploy.processes import Identity
 
@@ -47,6 +48,7 @@ class State(msgspec.Struct, frozen=True):
     supervisor: Identity | None = None
     created: str = ""
     key_file: str = ""  # the cluster's keys
+    api_keys_file: str = ""  # the clients' keys
     made_keys: bool = False  # `baton up` made them for this cluster, so `baton down` removes them
 
     @property
@@ -63,6 +65,14 @@ class State(msgspec.Struct, frozen=True):
     def operator(self) -> str:
         """The gRPC target for the operator's calls: the first router that can be reached."""
         return operator_target(self.routers.values())
+
+    @property
+    def operator_key(self) -> str | None:
+        """The API key for the operator's calls over TCP, made of the cluster's keys; None if they can't be read."""
+        try:
+            return ClusterKeys.read(Path(self.key_file)).operator_key if self.key_file else None
+        except KeysUnusable:
+            return None
 
 
 def path(folder: Path) -> Path:

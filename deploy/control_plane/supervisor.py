@@ -184,7 +184,8 @@ class Supervisor:
         if name not in self._clients:
             router = self._desired.routers[name]
             # `baton up` places the supervisor and all routers on one node, so it reaches their Unix sockets.
-            self._clients[name] = Client(router.grpc, router.operator)
+            key = self._cluster_keys.operator_key
+            self._clients[name] = Client(router.grpc, router.operator, api_key=key)
         try:
             return self._clients[name].status(timeout=1.0)
         except BatonError as error:

@@ -12,8 +12,10 @@ from functools import partial
 from typing import TypeVar
 
 from baton.clock import Clock
+from baton.errors import ContextTooLong
 from baton.v1 import cache_pb2, generation_pb2
 from router.frontend.client_sessions import RouterDriver
+from router.frontend.identity import caller
 from router.frontend.output_stream import OutputStream
 from router.frontend.request_parsing import ValidatedRequest, parse_generate_request
 from router.frontend.served_model import ServedModel
@@ -51,10 +53,17 @@ class GenerationService:
     async def start(
         self, request: generation_pb2.GenerateRequest, request_id: str, received: float, deadline: float | None = None
     ) -> Generation:
-        """Check and submit a request that came at `received`. Times are seconds of the clock. Raises BatonError."""
+        """Check and submit a request of this task's caller that came at `received`. Times are seconds of the clock.
+        Raises BatonError."""
         check = partial(parse_generate_request, request, request_id, self.model, self.driver.draw_seed)
         validated = await self.apart(text_bytes(request), check)
-        return Generation(validated, self.driver.submit(validated, received, deadline), self.driver)
+        who = caller.get()
+        if who.max_prompt_tokens is not None and len(validated.prompt) > who.max_prompt_tokens:
+            raise ContextTooLong(
+                f"a prompt of {len(validated.prompt)} tokens exceeds the {who.max_prompt_tokens} that the API key "
+                f"{who.name!r} may send"
+            )
+        return Generation(validated, self.driver.submit(validated, received, deadline, who.tenant), self.driver)
 
     async def apart(self, size: int, work: Callable[[], T]) -> T:
         """Do work on so many bytes of text: here if that is quick, else on a thread. Raises Overloaded."""

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton import operator_port
+from baton.api_keys import ANONYMOUS
 from baton.errors import BatonError, Overloaded, PortInUse, RequestCancelled, shown
 from baton.hosts import bracketed
 from baton.logs import RequestLog
@@ -39,7 +40,8 @@ from router.events import Cancelled, Failed, Finished, RequestEnded
 from router.frontend import responses
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.generation import Generation, GenerationService, text_bytes
-from router.frontend.message_guard import MessageGuard, looked_at
+from router.frontend.identity import THIS_USER, Gatekeeper, caller
+from router.frontend.message_guard import Admit, MessageGuard, looked_at
 from router.frontend.output_stream import OutputStream
 from router.frontend.request_parsing import (
     ValidatedPin,
@@ -67,6 +69,7 @@ _LAST_WORDS = 1.0  # seconds that gRPC gets to pass on why
 _TEXTS = {"/baton.v1.Generation/Generate": 2, "/baton.v1.Cache/PinPrefix": 2}  # the fields that hold a prompt's text
 _LISTED = 10  # requests, unless the client says how many
 _OPERATOR_RPCS = 256
+_OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")  # what a client without a key may call
 GENERATION, CACHE, CLUSTER = "baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster"
 
 
@@ -254,13 +257,13 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 class _GrpcServer:
     """A gRPC server with health and reflection beside the services that are added to it."""
 
-    def __init__(self, own: Sequence[str], driver: RouterDriver, max_rpcs: int) -> None:
+    def __init__(self, own: Sequence[str], driver: RouterDriver, max_rpcs: int, admit: Admit) -> None:
         """`own` are the names of its services."""
         self._own = tuple(own)
         limits, tokenizer = driver.model.limits, driver.model.tokenizer
         max_bytes = _OTHER_BYTES + _ID_BYTES * limits.max_context
         max_text = tokenizer.max_bytes(limits.max_context) if tokenizer else 0
-        self._guard = MessageGuard(_abort, max_rpcs, max_bytes, _TEXTS)
+        self._guard = MessageGuard(_abort, max_rpcs, max_bytes, _TEXTS, admit=admit)
         self.grpc = grpc.aio.server(
             interceptors=(self._guard,),
             maximum_concurrent_rpcs=max_rpcs + _SPARE_RPCS,
@@ -312,8 +315,9 @@ class _GrpcServer:
 class ClientServer:
     """The public gRPC server: `Generation`, and nothing by which a client could change or watch the cluster."""
 
-    def __init__(self, service: GenerationService) -> None:
-        self._server = _GrpcServer((GENERATION,), service.driver, service.driver.config.router.max_concurrent_rpcs)
+    def __init__(self, service: GenerationService, gate: Gatekeeper) -> None:
+        max_rpcs = service.driver.config.router.max_concurrent_rpcs
+        self._server = _GrpcServer((GENERATION,), service.driver, max_rpcs, partial(_admit, gate, False))
         generation = GenerationServicer(service)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server.grpc)
 
@@ -337,24 +341,27 @@ class ClientServer:
 
 
 class OperatorServer:
-    """The operator's gRPC servers: `Cluster` and `Cache`, on a Unix socket of this user's or on loopback.
+    """The operator's gRPC servers: `Cluster` and `Cache`, on a Unix socket of this user's or on loopback. On loopback a
+    call needs an operator's key, once there are keys.
 
     A socket's file may be removed while the router lives, such as with $XDG_RUNTIME_DIR when the user logs out. Then
     another server listens anew, and connections to the first one live on."""
 
-    def __init__(self, service: GenerationService) -> None:
+    def __init__(self, service: GenerationService, gate: Gatekeeper) -> None:
         self._driver = service.driver
+        self._gate = gate
         self._cache, self._cluster = CacheServicer(service), ClusterServicer(service.driver)
         self._servers: list[_GrpcServer] = []
         self._path: Path | None = None  # of the socket
 
     async def start(self, setting: str, cluster: str, router: str) -> str:
         """Listen where `router.operator` says; returns the gRPC target. Raises ConfigError, StartupError, PortInUse."""
-        server = _GrpcServer((CLUSTER, CACHE), self._driver, _OPERATOR_RPCS)
+        chosen = parse_operator(setting)
+        admit = partial(_admit, self._gate, True) if isinstance(chosen, Loopback) else _admit_this_user
+        server = _GrpcServer((CLUSTER, CACHE), self._driver, _OPERATOR_RPCS, admit)
         cache_pb2_grpc.add_CacheServicer_to_server(self._cache, server.grpc)
         cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, server.grpc)
         remedy = "stop what listens there or change router.operator"
-        chosen = parse_operator(setting)
         if isinstance(chosen, Loopback):
             bound = await server.start(str(chosen), remedy)
             target = str(chosen._replace(port=bound))
@@ -386,6 +393,26 @@ class OperatorServer:
 
     async def stop(self, grace: float) -> None:
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
+
+
+def _admit(gate: Gatekeeper, operator: bool, method: str, metadata: Mapping[str, str]) -> Callable[[], None]:
+    """Identify the client of an RPC and count the RPC until its end. Raises BatonError."""
+    if method.startswith(_OPEN):
+        caller.set(ANONYMOUS)
+        return _nothing
+    identity = gate.identify(metadata, operator=operator)
+    caller.set(identity)
+    return gate.enter(identity)
+
+
+def _admit_this_user(method: str, metadata: Mapping[str, str]) -> Callable[[], None]:
+    """Admit every call: the kernel lets this user alone open the socket."""
+    caller.set(THIS_USER)
+    return _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextlib.asynccontextmanager

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from baton.errors import BatonError, DeadlineExpired, InvalidRequest, Overloaded
+from baton.errors import BatonError, DeadlineExpired, InvalidRequest, Overloaded, PayloadTooLarge
+from router.frontend.identity import caller, note_refusal
 
 _HEALTH = "/grpc.health.v1.Health/"
 _MESSAGE_S = 30.0  # seconds that a client has to send the message of an RPC that it has begun
@@ -25,6 +27,8 @@ _LENGTH_DELIMITED = 2  # a wire type of protobuf
 _FIXED_BYTES = {1: 8, 5: 4}  # of wire types
 
 Refuse = Callable[[Any, BatonError], Awaitable[NoReturn]]
+Admit = Callable[[str, Mapping[str, str]], Callable[[], None]]
+"""Takes the method and metadata of an RPC."""
 
 
 class MessageGuard(grpc.aio.ServerInterceptor):
@@ -37,8 +41,11 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         max_bytes: int,
         texts: Mapping[str, int],
         message_s: float = _MESSAGE_S,
+        *,
+        admit: Admit,
     ) -> None:
-        """`max_bytes`: of a message; of those in `texts`, by method, without the field that is named there."""
+        """`max_bytes`: of a message; of those in `texts`, by method, without the field that is named there. `admit`
+        raises BatonError for a call that may not come in, and returns what is to be called after its end."""
         self.undecodable = 0  # messages so far
         self.rpcs = 0  # that are served, health checks aside
         self._refuse = refuse
@@ -46,6 +53,7 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         self._max_bytes = max_bytes
         self._texts = texts
         self._message_s = message_s
+        self._admit = admit
         self._guarded: dict[str, Any] = {}
 
     async def intercept_service(
@@ -54,6 +62,14 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         method: str = handler_call_details.method
+        try:
+            leave = self._admit(method, _text_of(handler_call_details.invocation_metadata))
+        except BatonError as error:
+            return grpc.stream_stream_rpc_method_handler(partial(self._not_admitted, error, method))
+        # This task runs the whole RPC, also while its message has not come.
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda _: leave())
         if (guarded := self._guarded.get(method)) is None:
             handler = await continuation(handler_call_details)
             if handler is None:
@@ -63,12 +79,15 @@ class MessageGuard(grpc.aio.ServerInterceptor):
             return guarded
         if self.rpcs >= self._max_rpcs:
             return grpc.stream_stream_rpc_method_handler(self._full)
-        # This task runs the whole RPC, also while its message has not come.
         self.rpcs += 1
-        task = asyncio.current_task()
-        assert task is not None
         task.add_done_callback(self._ended)
         return guarded
+
+    async def _not_admitted(self, error: BatonError, method: str, messages: Any, context: Any) -> None:
+        """Answer without reading the message."""
+        if not isinstance(error, Overloaded):
+            note_refusal(method, context.peer(), error)
+        await self._refuse(context, error)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self.rpcs -= 1
@@ -132,6 +151,11 @@ class MessageGuard(grpc.aio.ServerInterceptor):
 
     def _parsed(self, method: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
         """The message. Raises InvalidRequest."""
+        allowed = caller.get().max_body_bytes
+        if allowed is not None and len(data) > allowed:
+            raise PayloadTooLarge(
+                f"the message has {len(data)} bytes, and the API key {caller.get().name!r} may send {allowed}"
+            )
         try:
             if len(data) > self._max_bytes:
                 field = self._texts.get(method)
@@ -145,6 +169,11 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         except (DecodeError, _NoMessage):
             self.undecodable += 1
             raise InvalidRequest(f"{len(data)} bytes that are no message of {method}") from None
+
+
+def _text_of(metadata: Any) -> dict[str, str]:
+    """Return the entries of an RPC's metadata that are text."""
+    return {key: value for key, value in metadata or () if isinstance(value, str)}
 
 
 class _NoMessage(Exception):

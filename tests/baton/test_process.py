@@ -76,7 +76,7 @@ def test_the_first_process_of_a_cluster_makes_its_keys(tmp_path: Path, home: Pat
 
 def test_a_key_file_that_is_named_is_read_and_never_made(tmp_path: Path, home: Path) -> None:
     path = tmp_path / "mine.key"
-    with pytest.raises(KeysUnusable, match=f"baton keys {path}"):
+    with pytest.raises(KeysUnusable, match=f"baton keys cluster {path}"):
         started(tmp_path, key_file=str(path))
     ClusterKeys.generate().write(path)
     started(tmp_path, "--host", "192.0.2.1", key_file=str(path))
@@ -85,7 +85,9 @@ def test_a_key_file_that_is_named_is_read_and_never_made(tmp_path: Path, home: P
 
 @pytest.mark.parametrize("arguments", [("--host", "192.0.2.1"), ("--router", "tcp://192.0.2.1:50052")])
 def test_processes_on_several_nodes_need_a_key_file(tmp_path: Path, home: Path, arguments: tuple[str, ...]) -> None:
-    with pytest.raises(KeysUnusable, match=r"192\.0\.2\.1 is not on loopback.*`baton keys FILE`.*cluster\.key_file"):
+    with pytest.raises(
+        KeysUnusable, match=r"192\.0\.2\.1 is not on loopback.*`baton keys cluster FILE`.*cluster\.key_file"
+    ):
         started(tmp_path, *arguments)
     assert not home.exists()
 

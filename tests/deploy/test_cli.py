@@ -11,6 +11,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from baton.api_keys import KeyRing, hash_of
 from baton.config import load, parse_override
 from baton.errors import NotEnoughMemory
 from baton.system_memory import AvailableMemory
@@ -213,14 +214,37 @@ def test_the_command_answers_at_once():
 
 def test_keys_are_made_once(tmp_path: Path):
     path = tmp_path / "cluster.key"
-    assert call("keys", path).exit_code == 0
+    assert call("keys", "cluster", path).exit_code == 0
     assert path.stat().st_mode & 0o777 == 0o600
-    assert "never overwritten" in error("keys", path)[1]
+    assert "never overwritten" in error("keys", "cluster", path)[1]
+
+
+def test_api_keys_are_added_listed_and_removed(tmp_path: Path):
+    added = call("keys", "add", "one", "--tenant", "acme", "--max-streams", 4)
+    assert added.exit_code == 0, added.output
+    key = added.stdout.strip()
+    path = tmp_path / ".local/state/baton/baton/api-keys.json"
+    assert KeyRing(path).find(key) is not None
+    told = json.loads(call("keys", "add", "ops", "--operator", "--json").stdout)
+    assert (told["name"], told["file"]) == ("ops", str(path))
+    assert error("keys", "add", "one", "--tenant", "acme")[0] == "invalid_request"
+    assert error("keys", "add", "two")[0] == "invalid_request"
+    listed = call("keys", "list").stdout
+    assert "4 requests at a time" in listed
+    for secret in (key, told["key"], hash_of(key)):
+        assert secret not in listed
+        assert secret not in call("keys", "list", "--json").stdout
+    assert call("keys", "remove", "one").exit_code == 0
+    assert error("keys", "remove", "one")[0] == "key_not_found"
+    assert "every client is refused" in call("keys", "remove", "ops").stdout
+    other = tmp_path / "other.json"
+    assert call("keys", "add", "one", "--tenant", "acme", "--file", other).exit_code == 0
+    assert other.stat().st_mode & 0o777 == 0o600
 
 
 def test_keys_that_others_can_read_are_refused_before_anything_starts(tmp_path: Path, model: Path):
     path = tmp_path / "cluster.key"
-    assert call("keys", path).exit_code == 0
+    assert call("keys", "cluster", path).exit_code == 0
     path.chmod(0o644)
     reason, message = error("up", "--model", model, "--set", f"cluster.key_file={path}")
     assert reason == "keys"

@@ -35,6 +35,7 @@ from router.frontend.api import errors, openapi
 from router.frontend.api.answers import Answer, ChatCompletion, Completion, Sample, Wanted
 from router.frontend.api.bodies import BodyReader
 from router.frontend.api.errors import ErrorBody
+from router.frontend.api.gate import KeyGate
 from router.frontend.api.http_responses import EventStream, Order, WholeAnswer, error_response, json_response
 from router.frontend.api.messages import Message, MessagesRequest, chat_of_messages
 from router.frontend.api.parameters import affinity_of, generate_request, token_ids
@@ -50,6 +51,7 @@ from router.frontend.api.protocol import (
 )
 from router.frontend.api.responses import ModelResponse, ResponsesRequest, chat_of_response
 from router.frontend.generation import Generation, GenerationService
+from router.frontend.identity import Gatekeeper
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class HttpApi:
         self,
         service: GenerationService,
         metrics_page: Callable[[], Awaitable[bytes]],
+        gate: Gatekeeper,
         *,
         trust_templates: bool = False,
         linger: float = LINGER,
@@ -84,7 +87,7 @@ class HttpApi:
         self._fingerprint = f"baton-{baton.__version__}"
         get = partial(Route, methods=["GET"])
         post = partial(Route, methods=["POST"])
-        self.app = Starlette(
+        routes = Starlette(
             routes=[
                 post("/v1/completions", self._guarded(self._completions)),
                 post("/v1/chat/completions", self._guarded(self._chat_completions)),
@@ -102,6 +105,7 @@ class HttpApi:
             ],
             exception_handlers={HTTPException: _no_route},
         )
+        self.app = KeyGate(routes, gate)
 
     async def close(self) -> None:
         """End what runs beside the application."""

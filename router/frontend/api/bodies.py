@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from baton.errors import BodyTimeout, Overloaded, PayloadTooLarge
 from router.frontend.api.protocol import decode
+from router.frontend.identity import caller
 from router.frontend.served_model import ServedModel
 
 _BODY_SECONDS = 30.0  # within which a body must have come
@@ -44,11 +45,16 @@ class BodyReader:
 
     async def _body(self, request: Request, count: Callable[[int], None]) -> bytes:
         parts: list[bytes] = []
-        size = 0
+        size, who = 0, caller.get()
         async for part in request.stream():
             size += len(part)
             if size > self._max_body:
                 raise PayloadTooLarge(f"the request's body has more than {self._max_body} bytes; send less")
+            if who.max_body_bytes is not None and size > who.max_body_bytes:
+                raise PayloadTooLarge(
+                    f"the request's body has more than the {who.max_body_bytes} bytes that the API key {who.name!r} "
+                    "may send; send less"
+                )
             count(len(part))
             parts.append(part)
         return b"".join(parts)

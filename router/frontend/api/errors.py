@@ -9,12 +9,14 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
-from baton.errors import BatonError, BodyTimeout, Overloaded, PayloadTooLarge, UnsupportedField
+from baton.errors import BatonError, BodyTimeout, Overloaded, PayloadTooLarge, Unauthenticated, UnsupportedField
 
 ErrorBody: TypeAlias = Callable[[BatonError], dict[str, Any]]
 
 _STATUS = {
     "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
     "FAILED_PRECONDITION": 400,
     "NOT_FOUND": 404,
     "RESOURCE_EXHAUSTED": 429,
@@ -39,12 +41,17 @@ def headers_of(error: BatonError) -> dict[str, str]:
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1_000)))
         headers["retry-after-ms"] = str(error.retry_after_ms)
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     return headers
 
 
 def body_of(error: BatonError) -> dict[str, Any]:
     """The JSON of an error."""
-    return described(status_of(error), str(error), error.field if isinstance(error, UnsupportedField) else None)
+    body = described(status_of(error), str(error), error.field if isinstance(error, UnsupportedField) else None)
+    if isinstance(error, Unauthenticated):
+        body["error"] |= {"type": "invalid_request_error", "code": error.reason}  # OpenAI's words for it
+    return body
 
 
 _ANTHROPIC = {

@@ -39,13 +39,19 @@ _ERROR = {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"]},
-                "code": {"type": "integer"},
+                "code": {"type": ["integer", "string"]},
             },
         }
     },
 }
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
-_ERRORS = {"400": "a field is wrong", "404": "another model", "429": "overloaded", "503": "no worker"}
+_ERRORS = {
+    "400": "a field is wrong",
+    "401": "no API key, or an unknown one",
+    "404": "another model",
+    "429": "overloaded",
+    "503": "no worker",
+}
 
 
 @cache
