@@ -4,6 +4,7 @@ BatonError                        INTERNAL
 ├── InvalidRequest                INVALID_ARGUMENT     the client's request can't be served as written
 │   ├── ContextTooLong            INVALID_ARGUMENT     prompt + max_tokens exceed the model's context or every pool
 │   ├── UnsupportedField          INVALID_ARGUMENT     a field of another server's API that would change the output
+│   ├── InvalidGrammar            INVALID_ARGUMENT     a grammar that can't be compiled, or that leaves no token
 │   ├── PayloadTooLarge           INVALID_ARGUMENT     a body of more bytes than any prompt takes, or its key allows
 │   └── BodyTimeout               INVALID_ARGUMENT     a body that did not come in time
 ├── ModelMismatch                 NOT_FOUND            the client named a model this cluster does not serve
@@ -61,6 +62,7 @@ class InvalidRequest(BatonError):
 
     status = "INVALID_ARGUMENT"
     reason = "invalid_request"
+    field = ""  # the one that is wrong, where the error knows
 
 
 class ContextTooLong(InvalidRequest):
@@ -73,7 +75,12 @@ class UnsupportedField(InvalidRequest):
     """A field that other servers know, and that would change the output if it were served here."""
 
     reason = "unsupported_field"
-    field = ""
+
+
+class InvalidGrammar(InvalidRequest):
+    """A grammar that can't be compiled or is too complex, or that leaves no token with the request's other rules."""
+
+    reason = "invalid_grammar"
 
 
 class PayloadTooLarge(InvalidRequest):

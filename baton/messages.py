@@ -30,6 +30,7 @@ KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_KEYS_PER_CALL = 1_024
 MAX_STEP_SAMPLES = 16
+MAX_GRAMMAR = 128 * 2**10  # characters of a schema, a regular expression or a grammar
 
 UNREADABLE = (ValueError, MsgspecError, RecursionError)
 """What decoding bytes that are no message raises; the last where they are nested deeper than Python's stack."""
@@ -260,9 +261,21 @@ class LogitsRules(Struct, frozen=True, omit_defaults=True):
         return ""
 
 
+class Grammar(Struct, frozen=True, omit_defaults=True):
+    """A grammar that the output must match from its first token on: a JSON schema, a regular expression or a grammar in
+    llguidance's Lark. `eos` is the model's first end-of-sequence token. The tokens in `Decode.stop_token_ids` may come
+    where the grammar accepts an end; with `ignore_eos`, only where it accepts nothing else."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR)]
+    eos: Count
+    ignore_eos: bool = False
+
+
 class SamplingParams(Struct, frozen=True):
     """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 means no limit; `logprobs` counts the alternatives
-    reported with each token, none for no report; without `rules` the logits stay as they are."""
+    reported with each token, none for no report; without `rules` the logits stay as they are; without `grammar` any
+    token may come."""
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -272,6 +285,7 @@ class SamplingParams(Struct, frozen=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the same for each token of the prompt
     rules: LogitsRules | None = None
+    grammar: Grammar | None = None
 
 
 class PageSource(Struct, frozen=True):

@@ -118,4 +118,5 @@ def _draw(sequence: Sequence) -> TokenDraw:
         seed=wanted.seed,
         logprobs=wanted.logprobs,
         edits=None if sequence.logits_editor is None else sequence.logits_editor.edits(sequence.tokens),
+        mask=None if sequence.grammar is None else sequence.grammar.mask(sequence.tokens),
     )

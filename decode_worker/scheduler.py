@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from baton.attempt_table import AttemptTable
 from baton.clock import Tick
 from baton.config import DecodeConfig
-from baton.errors import BatonError, MalformedMessage, NonFiniteLogits
+from baton.errors import BatonError, InvalidGrammar, MalformedMessage, NonFiniteLogits
 from baton.membership import RouterLost, SendToRouter
 from baton.messages import (
     Accepted,
@@ -53,6 +53,7 @@ from decode_worker.step_budget import DecodeRows, StepBudget
 from decode_worker.write_through import WriteThrough
 from engine.batch import Sampled
 from engine.sampling.logits_rules import LogitsEditor
+from engine.sampling.token_masks import OutputGrammars
 from engine.step import ScheduledBatch, StepDone, StepFailed
 from engine.step_timing import WorkerStepTimes
 from kvstore.client.device_block_manager import DeviceBlockManager
@@ -114,12 +115,14 @@ class DecodeScheduler:
         headroom: GrowthReserve | None = None,
         calibration: Items[StepSample] = (),
         vocab_size: int | None = None,
+        grammars: OutputGrammars | None = None,
     ) -> None:
         """`headroom`: the rule for admission, the learned one unless told otherwise. `calibration`: steps that were
         run before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it
-        would fail the whole step."""
+        would fail the whole step. `grammars`: makes those that outputs follow; none: an order with one fails."""
         self._config = config
         self._vocab_size = vocab_size
+        self._grammars = grammars
         self._page_size, self._alignment = page_size, chunk_alignment(page_size)
         self._blocks = DeviceBlockManager(num_pages, tell_tokens=event_tokens)
         self._num_pages = num_pages
@@ -216,6 +219,9 @@ class DecodeScheduler:
         sequence.first_new = len(sequence.tokens)
         if rules is not None:
             sequence.logits_editor = LogitsEditor(rules, tokens[: order.prompt], order.stop_token_ids)
+        if (grammar := order.sampling.grammar) is not None and self._grammars is None:
+            failed = AttemptFailed(*_named(name), InvalidGrammar.reason, "this worker follows no grammars")
+            return [*commands, SendToRouter(failed, router)]
         sequence.extend_keys()
         most = -(-(order.prompt + order.max_tokens) // self._page_size)
         if most > self._num_pages:
@@ -231,6 +237,8 @@ class DecodeScheduler:
         commands += made
         self._router_fairness.admitted(router)
         self._sequences.add(sequence)
+        if grammar is not None and self._grammars is not None:
+            sequence.grammar = self._grammars.follow(grammar, sequence.stop_token_ids, tokens, order.prompt)
         sequence.device_pages = sequence.computed // self._page_size
         self._device_pages += sequence.device_pages
         commands.append(SendToRouter(Accepted(*_named(name), sequence.device_pages), router))
@@ -397,7 +405,7 @@ class DecodeScheduler:
     @property
     def busy(self) -> bool:
         """There is something to do without waiting for a message."""
-        running = any(s.phase is SequencePhase.RUNNING for s in self._sequences.values())
+        running = any(s.steps for s in self._sequences.values())
         return running or bool(self._copies) or self._write_through.copying
 
     def prepare(self, now: float) -> list[DecodeCommand]:
@@ -430,7 +438,7 @@ class DecodeScheduler:
         decoding: list[Sequence] = []
         partial_prefills: list[Sequence] = []
         for sequence in self._sequences.values():
-            if sequence.phase is SequencePhase.RUNNING:
+            if sequence.steps:
                 (decoding if sequence.pending == 1 else partial_prefills).append(sequence)
         if not partial_prefills:
             self._postponed = False
@@ -506,20 +514,19 @@ class DecodeScheduler:
         commands: list[DecodeCommand] = []
         for (name, chunk), drawn in zip(plan.items(), sampled, strict=True):
             sequence = self._sequences[name.request]
+            # A token that was to be drawn and was not: its mask is late. The last token is computed once more.
+            end = chunk.end if drawn or chunk.sample is None else chunk.end - 1
             if chunk.start < sequence.prompt:
-                in_prompt = min(sequence.prompt, chunk.end) - chunk.start
+                in_prompt = min(sequence.prompt, end) - chunk.start
                 sequence.prompt_computed += in_prompt
                 self._computed += in_prompt
             sequence.last_step = self._step
-            if not all(each.finite for each in drawn):
+            if (failed := _failure(drawn, chunk.end)) is not None:
                 commands += self._drop_sequence(sequence, cut=True)  # none of this step's pages is cached
-                message = f"the logits of token {chunk.end} are not finite; look at the checkpoint and its dtype"
-                commands.append(
-                    SendToRouter(AttemptFailed(*_named(name), NonFiniteLogits.reason, message), sequence.owner)
-                )
+                commands.append(SendToRouter(AttemptFailed(*_named(name), *failed), sequence.owner))
                 continue
             if not drawn:
-                sequence.computed = chunk.end
+                sequence.computed = end
             else:
                 delta = self._append(sequence, drawn)
                 deltas.setdefault(sequence.owner, []).append(delta)
@@ -709,6 +716,17 @@ def _finish(sequence: Sequence, token: int) -> FinishReason | None:
     if token in sequence.stop_token_ids:
         return "stop"
     return "length" if sequence.generated >= sequence.max_tokens else None
+
+
+def _failure(drawn: Items[Sampled], position: int) -> tuple[str, str] | None:
+    """Return an error's label and message if one of the tokens could not be drawn."""
+    for each in drawn:
+        if each.failure:
+            return InvalidGrammar.reason, each.failure
+        if not each.finite:
+            message = f"the logits of token {position} are not finite; look at the checkpoint and its dtype"
+            return NonFiniteLogits.reason, message
+    return None
 
 
 def _named(name: AttemptName) -> tuple[str, int]:

@@ -31,6 +31,7 @@ from baton.messages import (
 )
 from engine.batch import PromptScoring
 from engine.sampling.logits_rules import LogitsEditor
+from engine.sampling.token_masks import OutputGrammar
 from kvstore.client.transfer import PageFetch
 from kvstore.keys import cacheable_pages, pack_tokens, page_keys, partial_key, split_keys
 from kvstore.load_or_recompute import LoadInProgress
@@ -83,6 +84,7 @@ class Sequence:
     last_step: int = 0  # number of the last step that it was part of
     prompt_computed: int = 0  # prompt tokens computed by this attempt
     logits_editor: LogitsEditor | None = None
+    grammar: OutputGrammar | None = None
     first_new: int = 0  # tokens known when the attempt began
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # of tokens[first_new:]
     prompt_logprobs: list[PromptTokenLogprob] = field(default_factory=list[PromptTokenLogprob])  # of tokens[1:]
@@ -107,6 +109,11 @@ class Sequence:
         top, known = self.sampling.prompt_logprobs, len(self.prompt_logprobs)
         targets = self.tokens[known + 1 : min(end + 1, self.prompt)]
         return PromptScoring(known - self.computed, targets, top) if top is not None and targets else None
+
+    @property
+    def steps(self) -> bool:
+        """Whether it runs, and may be in a step: one that follows a grammar waits until that is compiled."""
+        return self.phase is SequencePhase.RUNNING and (self.grammar is None or self.grammar.ready)
 
     @property
     def rank(self) -> tuple[float, int]:

@@ -6,7 +6,8 @@ end to end, and every array that speaks of tokens has one entry for each. No tor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,35 @@ from msgspec import Struct
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+Bits = npt.NDArray[np.bool_]
+
+
+class TokenMask(Protocol):
+    """The tokens that a grammar allows next in one sequence. One thread calls `compute`; what that finds may be read
+    once `ready` is true."""
+
+    ready: bool
+    allowed: Bits | None  # [vocab]
+    may_end: bool  # the output is complete as it is
+    failure: str  # why there is no mask; "" otherwise
+
+    @property
+    def ends(self) -> Collection[int]:
+        """The tokens that end the output."""
+        ...
+
+    @property
+    def slow(self) -> bool:
+        """The last mask of this sequence took long."""
+        ...
+
+    def begin(self) -> bool:
+        """Whether nothing has begun to compute it. From now on something has."""
+        ...
+
+    def compute(self) -> None:
+        """Compute it. Never raises."""
+        ...
 
 
 class LogitsEdits(Struct, frozen=True, gc=False):
@@ -32,7 +62,8 @@ class TokenDraw(Struct, frozen=True, gc=False):
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 filter nothing. `index` tells apart the outputs that one
     request asked for from one seed. `logprobs` is how many of the likeliest tokens to report beside the chosen one;
-    None reports no log-probability at all. `edits` change the logits before anything else.
+    None reports no log-probability at all. `edits` change the logits before anything else. Only tokens of `mask` may be
+    chosen. A mask that is late leaves its chunk without a token.
     """
 
     temperature: float = 1.0
@@ -43,19 +74,22 @@ class TokenDraw(Struct, frozen=True, gc=False):
     index: int = 0
     logprobs: int | None = None
     edits: LogitsEdits | None = None
+    mask: TokenMask | None = None
 
 
 class Sampled(Struct, frozen=True, gc=False):
     """The token chosen, its log-probability, and the likeliest tokens with theirs, best first.
 
     Log-probabilities are those of the model's own distribution, before temperature and filters. Where a logit was
-    NaN or infinite, or every token was masked, `finite` is False and the token means nothing.
+    NaN or infinite, or every token was masked, `finite` is False and the token means nothing. Where a grammar's mask
+    failed, or left no token, `failure` says why.
     """
 
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     finite: bool = True
+    failure: str = ""
 
 
 class PromptScoring(Struct, frozen=True, gc=False):

@@ -10,10 +10,12 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 
 from baton.errors import ModelError, NotEnoughMemory
 from baton.messages import PromptTokenLogprob
@@ -29,6 +31,7 @@ from engine.models.llama import NUMERICS_VERSION, LlamaModel
 from engine.models.weights import TORCH_DTYPES, ModelWeights
 from engine.page_pool import PagePool
 from engine.sampling import sampler
+from engine.sampling.mask_threads import MaskThreads
 from kvstore.layout import PageLayout
 
 _FEWEST_APART = 4
@@ -72,6 +75,7 @@ class Engine:
         self.pages = PagePool(pool, layout.page_bytes)
         self._num_pages = len(pool)
         self.tracer = Tracer()  # of the loop that runs the steps
+        self._mask_threads = MaskThreads()
         self._model = LlamaModel(config, model_weights, TorchAttention(pool, layout))
         self._decode_kernels: decode.NativeDecode | None = None
         self._prefill_model: prefill.NativePrefill | LlamaModel = self._model
@@ -131,6 +135,8 @@ class Engine:
         """Compute the chunks' K and V into their pages; draw a token, or score prompt tokens, for each chunk that asks
         for that.
 
+        The i-th result belongs to the i-th chunk: None without `sample`, where its mask is late, and always without a
+        head.
         Raises ValueError, before it touches any page, for a chunk that this model and pool can't run.
         """
         results: list[Sampled | None] = [None] * len(chunks)
@@ -140,6 +146,7 @@ class Engine:
         span = self.tracer.span
         with span("inputs", "engine"):
             batches = self._batches(chunks)
+        masks = self._start_masks(chunks)
         for places, batch in batches:
             if any(chunks[place].scoring is not None for place in places):
                 logits, best = self._score(chunks, places, batch, scores), None
@@ -149,11 +156,21 @@ class Engine:
                 continue
             draws = [(place, draw) for place in places if (draw := chunks[place].sample) is not None]
             ends = [chunks[place].end for place, _ in draws]
+            if masks:
+                with span("masks", "engine"):
+                    self._mask_threads.wait(masks)
+            late = {place for place, draw in draws if draw.mask is not None and not draw.mask.ready}
             with span("sampling", "engine"):
-                sampled = sampler.sample(logits, [draw for _, draw in draws], ends, best)
+                asked = [replace(draw, mask=None) if place in late else draw for place, draw in draws]
+                sampled = sampler.sample(logits, asked, ends, best)
             for (place, _), one in zip(draws, sampled, strict=True):
-                results[place] = one
+                results[place] = None if place in late else one
         return StepOutput(results, scores)
+
+    def _start_masks(self, chunks: Sequence[Chunk]) -> Sequence[Future[None]]:
+        """Have the masks of this step computed while the model runs."""
+        masks = [chunk.sample.mask for chunk in chunks if chunk.sample is not None and chunk.sample.mask is not None]
+        return self._mask_threads.start(masks) if masks else ()
 
     def _batches(self, chunks: Sequence[Chunk]) -> list[tuple[Sequence[int], Batch]]:
         """What is computed at a time, and which of the chunks that is. Raises ValueError."""

@@ -89,6 +89,7 @@ async def serve(
         tokenizing = TokenizerThreads()
         cleanup.callback(tokenizing.close)
         service = GenerationService(driver, clock, tokenizing)
+        cleanup.push_async_callback(service.close)
         keys = KeyRing(config.api_keys_path, required=config.api.require_keys, operator_key=operator_key())
         gate = Gatekeeper(keys)
         client_server, operator = ClientServer(service, gate), OperatorServer(service, gate)

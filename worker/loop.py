@@ -48,6 +48,7 @@ from baton.wire import Poller, refused
 from engine.checkpoint import hub
 from engine.engine import Engine, layout_of
 from engine.models.config import ModelSpec
+from engine.sampling.grammars import GrammarCompiler
 from engine.step import ScheduledBatch, StepDone, StepFailed
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
@@ -56,6 +57,7 @@ from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyIn
 from kvstore.events.changes import page_runs
 from kvstore.events.publisher import KvEventPublisher
 from kvstore.layout import PageLayout
+from worker.alarm import Alarm
 from worker.calibration import calibrate
 from worker.turn import AwaitStore, CopyPages, Publish, Receive, RunStep, turn
 
@@ -148,6 +150,9 @@ class WorkerLoop:
         for link in self._routers.links:
             self._poller.add(link)
         self._poller.add(self._events)
+        self._alarm = Alarm()  # a grammar has become ready
+        self._poller.add(self._alarm.fileno())
+        self.grammars = GrammarCompiler(hub.resolve(config.model.path), self.engine.config.vocab_size, self._alarm.ring)
         self._pauses = PauseDetector(_PAUSE)
         self._scheduler: WorkerScheduler
         self._step_started: float | None = None
@@ -168,6 +173,8 @@ class WorkerLoop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.tracer.close()
+        self.grammars.close()
+        self._alarm.close()
         self._routers.close()
         self._events.close()
         self._store.leave()
@@ -240,6 +247,7 @@ class WorkerLoop:
         """Wait until there is work. Yield the store's replies, then the routers' messages, then a Tick."""
         with self.tracer.span("wait", "sockets"):
             self._poller.wait(0.0 if self._scheduler.busy else _ANSWERING if self._events.under_way else _IDLE)
+        self._alarm.silence()
         now = self.clock.now()
         paused = self._pauses.tick(now)
         yield from self._from_store(now)

@@ -82,6 +82,7 @@ def _serve_decode(worker: WorkerLoop, config: Config, stop: threading.Event) -> 
         event_tokens=config.store.event_tokens,
         calibration=worker.calibration,
         vocab_size=worker.engine.config.vocab_size,
+        grammars=worker.grammars,
     )
     worker.serve(state, lambda: _decode_samples(state.stats()), stop)
 

@@ -53,10 +53,11 @@ def sample(
     largest: list[float] = logits.amax(dim=-1).tolist()
     tokens: list[int] = logits.argmax(dim=-1).tolist() if best is None else list(best)
     raw = logits
-    if changed := [(row, draw.edits) for row, draw in enumerate(draws) if draw.edits is not None]:
+    failures: dict[int, str] = {}
+    if changed := [row for row, draw in enumerate(draws) if draw.edits is not None or draw.mask is not None]:
         logits = logits.float().clone()
-        for row, edits in changed:
-            apply(edits, logits[row])
+        for row in changed:
+            failures[row] = _constrain(draws[row], logits[row])
             tokens[row] = int(logits[row].argmax())
             if math.isfinite(largest[row]):  # the rules may leave no token
                 largest[row] = float(logits[row, tokens[row]])
@@ -68,7 +69,7 @@ def sample(
     sampled = _report(raw, draws, tokens)
     for row, logit in enumerate(largest):
         if not math.isfinite(logit):
-            sampled[row] = Sampled(tokens[row], finite=False)
+            sampled[row] = Sampled(tokens[row], finite=False, failure=failures.get(row, ""))
     return sampled
 
 
@@ -85,6 +86,28 @@ def score(logits: torch.Tensor, targets: Sequence[int], top: int) -> list[Prompt
         PromptTokenLogprob(target, values[row], tuple(zip(best_ids[row], best[row], strict=True)), ranks[row] + 1)
         for row, target in enumerate(targets)
     ]
+
+
+def _constrain(draw: TokenDraw, logits: torch.Tensor) -> str:
+    """Apply a draw's rules and mask to its row of logits [vocab], float32. Where they leave no token, returns why, or
+    leaves the tokens by which the output ends if the grammar accepts that."""
+    mask = draw.mask
+    own = logits.clone() if mask is not None else logits
+    if draw.edits is not None:
+        apply(draw.edits, logits)
+    if mask is None:
+        return ""
+    if mask.failure or mask.allowed is None:
+        logits.fill_(-math.inf)
+        return mask.failure or "the mask was not computed"
+    logits.masked_fill_(torch.from_numpy(~mask.allowed).to(logits.device), -math.inf)
+    if logits.amax() > -math.inf or own.amax() == -math.inf:
+        return ""
+    if not mask.may_end or not mask.ends:
+        return "the grammar and the request's other rules leave no token"
+    ends = torch.tensor(sorted(mask.ends), device=logits.device)
+    logits[ends] = own[ends]
+    return ""
 
 
 def apply(edits: LogitsEdits, logits: torch.Tensor) -> None:

@@ -5,27 +5,21 @@ A template that hangs or takes too much memory costs its own request and a resta
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import logging
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from baton.errors import InvalidRequest, ModelError, shown
 from baton.logs import RateLimitedLog
-from router.frontend.message_guard import looked_at
+from router.frontend.helper_process import HelperDied, HelperLate, HelperProcess
 
 log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
 
 _DEADLINE = 2.0  # seconds for one prompt; templates take less than a millisecond
-_START = 30.0  # seconds for the first prompt of a new process, which imports jinja2
 _MARK = f"<end-{secrets.token_hex(8)}>"
 _FILE = "chat_template.jinja"
 
@@ -60,60 +54,25 @@ class TemplateRenderer:
     """Renders templates in a process that is started when it is first needed. One event loop may use it."""
 
     def __init__(self, max_characters: int) -> None:
-        self._max_characters = max_characters
-        self._process: asyncio.subprocess.Process | None = None
-        self._patience = _START
-        self._turn = asyncio.Lock()
+        self._helper = HelperProcess("router.frontend.template_process", str(max_characters), deadline=_DEADLINE)
 
     async def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """Return the prompt. Raises InvalidRequest if the template fails, hangs or takes too much."""
-        order = msgspec.json.encode({"template": template, "variables": variables})
-        rendering = asyncio.create_task(self._render(order))
-        rendering.add_done_callback(looked_at)
-        return await asyncio.shield(rendering)  # if the client goes, its answer must still be read
-
-    async def _render(self, order: bytes) -> str:
-        async with self._turn:
-            try:
-                answer = await asyncio.wait_for(self._ask(order), self._patience)
-                self._patience = _DEADLINE
-            except TimeoutError:
-                await self._restart()
-                log.warning("a chat template took longer than %g s; its process was ended", _DEADLINE)
-                raise InvalidRequest(f"the chat template takes longer than {_DEADLINE:g} s; mend it") from None
-            except (asyncio.IncompleteReadError, ConnectionError):
-                await self._restart()
-                log.warning("a chat template ended its process")
-                raise InvalidRequest("the chat template ended its process, perhaps by its use of memory") from None
+        try:
+            answer = await self._helper.ask({"template": template, "variables": variables})
+        except HelperLate:
+            log.warning("a chat template took longer than %g s; its process was ended", _DEADLINE)
+            raise InvalidRequest(f"the chat template takes longer than {_DEADLINE:g} s; mend it") from None
+        except HelperDied:
+            log.warning("a chat template ended its process")
+            raise InvalidRequest("the chat template ended its process, perhaps by its use of memory") from None
         if (text := answer.get("text")) is None:
             raise InvalidRequest(f"the chat template can't render these messages: {shown(answer['error'], 300)}")
         return text
 
     async def close(self) -> None:
         """End the process."""
-        await self._restart()
-
-    async def _ask(self, order: bytes) -> dict[str, Any]:
-        if self._process is None:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "router.frontend.template_process", str(self._max_characters),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
-        given, taken = self._process.stdin, self._process.stdout
-        assert given is not None
-        assert taken is not None
-        given.write(len(order).to_bytes(4, "big") + order)
-        await given.drain()
-        size = int.from_bytes(await taken.readexactly(4), "big")
-        return msgspec.json.decode(await taken.readexactly(size))
-
-    async def _restart(self) -> None:
-        process, self._process, self._patience = self._process, None, _START
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        await self._helper.close()
 
 
 def normalized(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -6,15 +6,19 @@ answer. Nothing behind this module learns which door a request came through.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from msgspec import structs
+
 from baton.clock import Clock
 from baton.errors import ContextTooLong
 from baton.v1 import cache_pb2, generation_pb2
 from router.frontend.client_sessions import RouterDriver
+from router.frontend.grammar_checker import GrammarChecker
 from router.frontend.identity import caller
 from router.frontend.output_stream import OutputStream
 from router.frontend.request_parsing import ValidatedRequest, parse_generate_request
@@ -45,6 +49,11 @@ class GenerationService:
         self.driver = driver
         self.clock = clock
         self._tokenizing = tokenizing
+        self._grammars = GrammarChecker(driver.model)
+
+    async def close(self) -> None:
+        """End what runs beside the service."""
+        await self._grammars.close()
 
     @property
     def model(self) -> ServedModel:
@@ -63,6 +72,9 @@ class GenerationService:
                 f"a prompt of {len(validated.prompt)} tokens exceeds the {who.max_prompt_tokens} that the API key "
                 f"{who.name!r} may send"
             )
+        if (grammar := validated.sampling.grammar) is not None:
+            checked = structs.replace(validated.sampling, grammar=await self._grammars.check(grammar))
+            validated = dataclasses.replace(validated, sampling=checked)
         return Generation(validated, self.driver.submit(validated, received, deadline, who.tenant), self.driver)
 
     async def apart(self, size: int, work: Callable[[], T]) -> T:

@@ -17,6 +17,7 @@ from baton.v1 import cache_pb2, cluster_pb2
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
 from router.frontend.detokenizer import DEFAULT_TEXT, TextOptions
+from router.frontend.grammar_parsing import grammar_of
 from router.frontend.served_model import ServedModel
 
 MAX_STOPS = 16
@@ -127,7 +128,8 @@ def parse_generate_request(
     sampling, stops = _sampling(request, model, draw_seed), _stops(request, model)
     prompt = _prompt(request, model)  # the only check that may take long comes last
     _check_prompt_logprobs(sampling, len(prompt))
-    eos = () if request.ignore_eos else model.eos
+    # Behind a grammar's last token an end-of-sequence token comes in any case; the worker knows of `ignore_eos`.
+    eos = () if request.ignore_eos and sampling.grammar is None else model.eos
     return ValidatedRequest(
         tokens=pack_tokens(prompt),
         prompt=prompt,
@@ -247,6 +249,7 @@ def _sampling(request: pb.GenerateRequest, model: ServedModel, draw_seed: Callab
         logprobs=request.logprobs if request.HasField("logprobs") else None,
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         rules=_rules(request, model),
+        grammar=grammar_of(request, model),
     )
 
 

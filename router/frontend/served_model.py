@@ -33,6 +33,7 @@ class ServedModel:
     eos: tuple[int, ...]
     defaults: SamplingParams  # for what a request leaves open
     chat_template: ChatTemplate | None = None
+    tokenizer_file: Path | None = None  # where the tokenizer was read
 
 
 def load(config: ModelConfig) -> ServedModel:
@@ -48,6 +49,7 @@ def load(config: ModelConfig) -> ServedModel:
         eos=_ids(generation, "eos_token_id") or _ids(settings, "eos_token_id"),
         defaults=_defaults(generation),
         chat_template=ChatTemplate.load(folder),
+        tokenizer_file=tokenizer if tokenizer.is_file() else None,
     )
 
 

@@ -1,9 +1,8 @@
 """A process that renders chat templates, because a template is a program that came with a checkpoint or a request.
 
-`python -m router.frontend.template_process MAX_CHARACTERS` reads orders from stdin and writes answers to stdout. Each
-is four bytes of length and JSON. The templates run in jinja2's sandbox, which has no way out to Python's objects. What
-the sandbox does not bound, this process does: its memory has a limit, and `chat_template` ends it when an answer takes
-too long.
+`python -m router.frontend.template_process MAX_CHARACTERS` is a helper process (`helper_process`). The templates run in
+jinja2's sandbox, which has no way out to Python's objects. The sandbox does not bound memory and time. This process has
+a limit of memory, and `chat_template` ends it when an answer takes too long.
 
 The environment is the one that transformers gives a template: trimmed blocks, loop controls, `{% generation %}`, and
 the functions `raise_exception` and `strftime_now`.
@@ -12,14 +11,10 @@ the functions `raise_exception` and `strftime_now`.
 from __future__ import annotations
 
 import json
-import resource
-import signal
 import sys
-from collections.abc import Callable
-from ctypes import CDLL
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, BinaryIO
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -27,8 +22,9 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.frontend.helper_main import serve
+
 _MEMORY = 1 << 30  # bytes of address space
-_PR_SET_PDEATHSIG = 1
 _TEMPLATES = 32  # compiled ones that are kept
 
 
@@ -153,22 +149,10 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": "\n".join(str(part.get("text", "")) for part in content)}
 
 
-def _serve(given: BinaryIO, taken: BinaryIO, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    while len(head := given.read(4)) == 4:
-        order = json.loads(given.read(int.from_bytes(head, "big")))
-        said = json.dumps(answer(order)).encode()
-        taken.write(len(said).to_bytes(4, "big") + said)
-        taken.flush()
-
-
 def main() -> None:
-    """Answer until stdin ends, or the process that started this one does."""
+    """Answer until stdin ends."""
     most = int(sys.argv[1])
-    CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _serve(sys.stdin.buffer, sys.stdout.buffer, lambda order: _answer(order, most))
+    serve(lambda order: _answer(order, most), _MEMORY)
 
 
 if __name__ == "__main__":

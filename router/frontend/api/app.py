@@ -25,6 +25,7 @@ from starlette.routing import Route
 import baton
 from baton.errors import (
     BatonError,
+    InvalidGrammar,
     InvalidRequest,
     ModelMismatch,
     shown,
@@ -50,6 +51,7 @@ from router.frontend.api.protocol import (
     samples,
 )
 from router.frontend.api.responses import ModelResponse, ResponsesRequest, chat_of_response
+from router.frontend.api.structured_outputs import name_field
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.identity import Gatekeeper
 
@@ -205,7 +207,10 @@ class HttpApi:
                     order.fields, sample.prompt, sample=number, max_tokens=order.max_tokens, logprobs=order.logprobs,
                     prompt_logprobs=order.prompt_logprobs, affinity=affinity,
                 )  # fmt: skip
-                started.append(await self._service.start(message, name, received))
+                try:
+                    started.append(await self._service.start(message, name, received))
+                except InvalidGrammar as error:
+                    raise name_field(error, order.fields) from None
                 undo.callback(started[-1].close)
                 await asyncio.sleep(0)  # many samples of a long prompt take a while: others get their turns
             undo.pop_all()  # the answer closes them

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
-from baton.errors import BatonError, BodyTimeout, Overloaded, PayloadTooLarge, Unauthenticated, UnsupportedField
+from baton.errors import BatonError, BodyTimeout, InvalidRequest, Overloaded, PayloadTooLarge, Unauthenticated
 
 ErrorBody: TypeAlias = Callable[[BatonError], dict[str, Any]]
 
@@ -48,7 +48,7 @@ def headers_of(error: BatonError) -> dict[str, str]:
 
 def body_of(error: BatonError) -> dict[str, Any]:
     """The JSON of an error."""
-    body = described(status_of(error), str(error), error.field if isinstance(error, UnsupportedField) else None)
+    body = described(status_of(error), str(error), (error.field or None) if isinstance(error, InvalidRequest) else None)
     if isinstance(error, Unauthenticated):
         body["error"] |= {"type": "invalid_request_error", "code": error.reason}  # OpenAI's words for it
     return body

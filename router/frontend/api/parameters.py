@@ -11,6 +11,7 @@ from typing import TypeVar
 from baton.errors import ContextTooLong, InvalidRequest
 from baton.v1 import generation_pb2 as pb
 from router.frontend.api.protocol import GenerationFields, seed_of
+from router.frontend.api.structured_outputs import set_structured_output
 
 T = TypeVar("T")
 
@@ -66,6 +67,7 @@ def generate_request(
     if prompt_logprobs is not None and sample == 0:
         request.prompt_logprobs = _number("prompt_logprobs", prompt_logprobs, 0, _UINT32)
     _set_rules(request, fields)
+    set_structured_output(request, fields)
     if fields.ttft_ms is not None:
         request.ttft_ms = _number("ttft_ms", fields.ttft_ms, 1, _UINT32)
     if fields.tpot_ms is not None:

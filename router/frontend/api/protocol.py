@@ -65,12 +65,17 @@ class GenerationFields(Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
     prompt_logprobs: int | None = None
-    # Known, and not served yet: see _NEUTRAL.
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    # Known, and not served: see _NEUTRAL and _RENAMED.
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structural_tag: Any = None
     length_penalty: float | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
-    structured_outputs: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
     spaces_between_special_tokens: bool | None = None
     suffix: str | None = None
 
@@ -127,14 +132,21 @@ class DetokenizeRequest(Struct, kw_only=True):
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "structured_outputs": ({},),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
+    "structural_tag": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
 }
 """Fields that change the output and can't be served, with the values that change nothing."""
+
+_RENAMED = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+}
+"""vLLM's older names of fields."""
 
 T = TypeVar("T", bound=Struct)
 
@@ -151,6 +163,9 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 def refuse_unserved(request: GenerationFields) -> None:
     """Raise InvalidRequest for a field that Baton knows and can't serve."""
+    for name, new in _RENAMED.items():
+        if getattr(request, name) is not None:
+            raise unsupported(name, getattr(request, name), f"send {new}")
     for name, neutral in _NEUTRAL.items():
         value = getattr(request, name, None)
         if value is not None and value not in neutral:
@@ -159,9 +174,10 @@ def refuse_unserved(request: GenerationFields) -> None:
         raise unsupported("best_of", request.best_of)
 
 
-def unsupported(field: str, value: Any) -> UnsupportedField:
+def unsupported(field: str, value: Any, remedy: str = "") -> UnsupportedField:
     """The error for a field that can't be served with that value."""
-    error = UnsupportedField(f"{field} is {shown(repr(value))}, which this server does not support; leave {field} out")
+    remedy = remedy or f"leave {field} out"
+    error = UnsupportedField(f"{field} is {shown(repr(value))}, which this server does not support; {remedy}")
     error.field = field
     return error
 

@@ -63,7 +63,6 @@ def chat_of_response(request: ResponsesRequest) -> ChatCompletionRequest:
             raise unsupported(field, value)
     if request.top_logprobs:
         raise unsupported("top_logprobs", request.top_logprobs)
-    form: Any = (request.text or {}).get("format") or {"type": "text"}
     return ChatCompletionRequest(
         messages=_messages(request),
         model=request.model,
@@ -81,8 +80,18 @@ def chat_of_response(request: ResponsesRequest) -> ChatCompletionRequest:
         cache_salt=request.cache_salt,
         stream=request.stream,
         tools=request.tools,
-        response_format=form,
+        response_format=_response_format(request),
     )
+
+
+def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
+    """Return `text.format` as chats have it: there a schema and its name are members of `json_schema`."""
+    form: Any = (request.text or {}).get("format")
+    match form:
+        case {"type": "json_schema", "schema": schema}:
+            return {"type": "json_schema", "json_schema": {"schema": schema}}
+        case _:
+            return form
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:

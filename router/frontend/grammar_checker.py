@@ -1,0 +1,80 @@
+"""Compiles grammars before their requests are queued, in a process of its own (`grammar_process`)."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+from msgspec.structs import replace
+
+from baton.errors import BatonError, InvalidGrammar, Overloaded, from_reason
+from baton.logs import RateLimitedLog
+from baton.messages import Grammar
+from router.frontend.helper_process import HelperDied, HelperLate, HelperProcess
+from router.frontend.served_model import ServedModel
+
+log = RateLimitedLog(logging.getLogger(__name__))  # a client can cause these lines
+
+_DEADLINE = 3.0  # seconds for one grammar; most take less than a millisecond
+_WAITING = 64  # grammars that wait for the process
+_REMEMBERED = 4 * 2**20  # characters of grammars whose outcome is known
+
+
+class GrammarChecker:
+    """Checks grammars, one after another, and remembers those that it has checked. One event loop may use it."""
+
+    def __init__(self, model: ServedModel) -> None:
+        file, eos = model.tokenizer_file, model.eos
+        self._helper = None
+        if file is not None and eos:
+            self._helper = HelperProcess(
+                "router.frontend.grammar_process", str(file), str(model.limits.vocab_size), str(eos[0]),
+                deadline=_DEADLINE,
+            )  # fmt: skip
+        self._waiting = 0
+        self._known: OrderedDict[Grammar, Grammar | BatonError] = OrderedDict()
+        self._size = 0
+
+    async def check(self, grammar: Grammar) -> Grammar:
+        """Return the grammar as decode workers compile it. Raises InvalidGrammar with the reason, ModelError, and
+        Overloaded where too many others wait."""
+        outcome = self._known.get(grammar)
+        if outcome is None:
+            outcome = await self._checked(grammar)
+            self._remember(grammar, outcome)
+        if isinstance(outcome, BatonError):
+            raise type(outcome)(str(outcome))
+        return outcome
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._helper is not None:
+            await self._helper.close()
+
+    async def _checked(self, grammar: Grammar) -> Grammar | BatonError:
+        assert self._helper is not None, "request_parsing refuses grammars for such a model"
+        if self._waiting >= _WAITING:
+            raise Overloaded(f"{self._waiting} grammars wait to be checked; try again")
+        self._waiting += 1
+        try:
+            answer = await self._helper.ask(grammar)
+        except HelperLate:
+            log.warning("a grammar took longer than %g s to compile; its process was ended", _DEADLINE)
+            return InvalidGrammar(f"the grammar takes longer than {_DEADLINE:g} s to compile; make it smaller")
+        except HelperDied:
+            log.warning("a grammar ended the process that compiles it")
+            return InvalidGrammar("the grammar takes too much memory to compile, or is nested too deeply")
+        finally:
+            self._waiting -= 1
+        if (text := answer.get("text")) is not None:
+            return replace(grammar, text=text)
+        return from_reason(answer["reason"], answer["error"])
+
+    def _remember(self, grammar: Grammar, outcome: Grammar | BatonError) -> None:
+        if grammar in self._known:
+            return
+        self._known[grammar] = outcome
+        self._size += len(grammar.text)
+        while self._size > _REMEMBERED:
+            old, _ = self._known.popitem(last=False)
+            self._size -= len(old.text)

@@ -1,0 +1,81 @@
+"""A process beside the router that does work of which neither time nor memory can be bounded on a thread.
+
+    router ──order──▶ helper ──answer──▶ router        each is four bytes of length, and JSON
+
+Work that hangs or takes too much memory costs its own request and a restart of the helper. `helper_main` is the
+helper's side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from typing import Any
+
+import msgspec
+
+from router.frontend.message_guard import looked_at
+
+_START = 30.0  # seconds for the first order of a new process, which imports its libraries
+
+
+class HelperLate(Exception):
+    """The answer did not come in time. The process was ended."""
+
+
+class HelperDied(Exception):
+    """The process ended before it answered, perhaps by its use of memory."""
+
+
+class HelperProcess:
+    """A helper that is started when it is first needed, and does one order after another. One event loop may use it."""
+
+    def __init__(self, module: str, *arguments: str, deadline: float) -> None:
+        """`deadline`: seconds for one order, once the process has answered the first one."""
+        self._command = (sys.executable, "-m", module, *arguments)
+        self.deadline = deadline
+        self._process: asyncio.subprocess.Process | None = None
+        self._patience = _START
+        self._turn = asyncio.Lock()
+
+    async def ask(self, order: Any) -> dict[str, Any]:
+        """Return the answer to an order. Raises HelperLate and HelperDied."""
+        asking = asyncio.create_task(self._in_turn(msgspec.json.encode(order)))
+        asking.add_done_callback(looked_at)
+        return await asyncio.shield(asking)  # if the client goes, its answer must still be read
+
+    async def close(self) -> None:
+        """End the process."""
+        process, self._process, self._patience = self._process, None, _START
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+    async def _in_turn(self, order: bytes) -> dict[str, Any]:
+        async with self._turn:
+            try:
+                answer = await asyncio.wait_for(self._exchange(order), self._patience)
+                self._patience = self.deadline
+                return answer
+            except TimeoutError:
+                await self.close()
+                raise HelperLate from None
+            except (asyncio.IncompleteReadError, ConnectionError):
+                await self.close()
+                raise HelperDied from None
+
+    async def _exchange(self, order: bytes) -> dict[str, Any]:
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+        given, taken = self._process.stdin, self._process.stdout
+        assert given is not None
+        assert taken is not None
+        given.write(len(order).to_bytes(4, "big") + order)
+        await given.drain()
+        size = int.from_bytes(await taken.readexactly(4), "big")
+        return msgspec.json.decode(await taken.readexactly(size))
