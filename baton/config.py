@@ -151,8 +151,8 @@ class TenantConfig(_Section, frozen=True):
 class RouterConfig(_Section, frozen=True):
     """The front door."""
 
-    host: str = "127.0.0.1"  # where the router listens; not loopback: other nodes may join
-    grpc_port: Port = 50_051  # 0: any free port
+    host: str = "127.0.0.1"  # where it listens for workers and Prometheus; not loopback: other nodes may join
+    grpc_port: Port = 50_051  # for clients, at api.host; 0: any free port
     internal_port: Port = 50_052  # where workers and stores connect
     http_port: Port = 50_053  # /metrics and /discovery
     operator: str = ""  # Cluster and Cache: a Unix socket's path or a loopback host:port; "": a socket of this user
@@ -178,14 +178,22 @@ class RouterConfig(_Section, frozen=True):
 
 
 class ApiConfig(_Section, frozen=True):
-    """The HTTP APIs of each router."""
+    """The doors of each router to clients: its HTTP APIs, and its public gRPC port."""
 
-    host: str = "127.0.0.1"  # where they listen; other addresses are refused without `insecure`
+    host: str = "127.0.0.1"  # where both listen; other addresses need API keys and TLS, or `insecure`
     port: Port = 8_000  # 0: any free port
     insecure: bool = False  # listen on other addresses without keys and TLS
     keys_file: str = ""  # of the clients' API keys; default: api-keys.json in ~/.local/state/baton/<cluster>
     require_keys: bool = False  # clients need a key even while there is no such file
     trust_request_chat_template: bool = False  # a request may bring its own template, which is a program
+
+
+class TlsConfig(_Section, frozen=True):
+    """TLS at the doors to clients."""
+
+    cert_file: str = ""  # PEM: the server's certificate, then its chain; "": no TLS
+    key_file: str = ""  # PEM, without a password
+    client_ca_file: str = ""  # PEM: clients must show a certificate of one of these authorities; "": they need none
 
 
 class StoreConfig(_Section, frozen=True):
@@ -250,6 +258,7 @@ class Config(_Section, frozen=True):
     pages: PagesConfig = PagesConfig()
     router: RouterConfig = RouterConfig()
     api: ApiConfig = ApiConfig()
+    tls: TlsConfig = TlsConfig()
     store: StoreConfig = StoreConfig()
     disk: DiskConfig = DiskConfig()
     prefill: PrefillConfig = PrefillConfig()
@@ -366,10 +375,15 @@ def _check(config: Config) -> None:
             "lower cluster.heartbeat_ms"
         )
     operator = parse_operator(config.router.operator)
-    if not (is_loopback(config.api.host) or config.api.insecure):
+    tls = config.tls
+    if bool(tls.cert_file) != bool(tls.key_file):
+        raise ConfigError("tls.cert_file and tls.key_file belong together; set both, or none")
+    if tls.client_ca_file and not tls.cert_file:
+        raise ConfigError("tls.client_ca_file is set without tls.cert_file; clients show certificates over TLS alone")
+    if not (tls.cert_file or config.api.insecure or is_loopback(config.api.host)):
         raise ConfigError(
-            f"api.host is {config.api.host}, which other machines reach, and the HTTP API has no keys or TLS yet; keep "
-            "it on loopback behind your proxy, or set api.insecure to true"
+            f"api.host is {config.api.host}, which other machines reach, and there is no TLS; set tls.cert_file and "
+            "tls.key_file, keep it on loopback behind your proxy, or say --insecure (api.insecure)"
         )
     ports = (config.router.grpc_port, config.router.internal_port, config.router.http_port, config.api.port)
     fixed = [p for p in (*ports, operator.port if isinstance(operator, Loopback) else 0) if p]

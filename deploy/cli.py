@@ -127,6 +127,12 @@ def up(
     prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 is the colocated mode.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
     routers: Annotated[int | None, typer.Option(help="Routers; each places requests on all workers.")] = None,
+    host: Annotated[str, typer.Option(help="Address for clients, over HTTP and gRPC; by default loopback.")] = "",
+    port: Annotated[int | None, typer.Option(help="Port of the HTTP APIs.")] = None,
+    ssl_certfile: Annotated[str, typer.Option(help="PEM certificate for clients, with its chain.")] = "",
+    ssl_keyfile: Annotated[str, typer.Option(help="PEM key of that certificate.")] = "",
+    ssl_ca_certs: Annotated[str, typer.Option(help="PEM authorities of certificates that clients must show.")] = "",
+    insecure: Annotated[bool, typer.Option("--insecure", help="Let other machines in without keys and TLS.")] = False,
     name: Annotated[str, typer.Option(help="The cluster's name, by default baton.")] = "",
     config: ConfigFile = None,
     settings: Settings = None,
@@ -144,6 +150,8 @@ def up(
 
     flags = {"model.path": model, "model.dtype": dtype and dtype.value, "cluster.name": name}
     flags |= {"cluster.prefill": prefill, "cluster.decode": decode, "cluster.routers": routers}
+    flags |= {"api.host": host, "api.port": port, "api.insecure": insecure or None}
+    flags |= {"tls.cert_file": ssl_certfile, "tls.key_file": ssl_keyfile, "tls.client_ca_file": ssl_ca_certs}
     chosen = _load(config, settings, flags)
     with _interruptible(), state_file.locked(chosen.cluster.state_dir), Progress(_err) as progress:
         state = bring_up(chosen, ray.value, dashboard, timeout, progress.say, progress.watch)
@@ -156,7 +164,7 @@ def up(
     flag = "" if state.name == "baton" else f" --name {state.name}"
     _out.print(f"[bold green]{state.name} serves {escape(state.model)}[/]")
     for router in state.routers.values():
-        _out.print(escape(f"  HTTP API http://{router.api}/v1"))
+        _out.print(escape(f"  HTTP API {'https' if state.tls else 'http'}://{router.api}/v1"))
         _out.print(escape(f"  gRPC     {router.grpc}"))
         _out.print(escape(f"  operator {router.operator}"))
         _out.print(escape(f"  metrics  http://{router.http.removeprefix('http://')}/metrics"))

@@ -21,6 +21,7 @@ from baton import hosts
 from baton.api_keys import KeyRing
 from baton.clock import Clock, PauseDetector, Tick
 from baton.config import Config
+from baton.doors import certificate, check_keys
 from baton.errors import BatonError, MalformedMessage
 from baton.logs import RateLimitedLog
 from baton.messages import Message, Peer
@@ -91,13 +92,16 @@ async def serve(
         service = GenerationService(driver, clock, tokenizing)
         cleanup.push_async_callback(service.close)
         keys = KeyRing(config.api_keys_path, required=config.api.require_keys, operator_key=operator_key())
-        gate = Gatekeeper(keys)
+        check_keys(config, keys)
+        gate, shown = Gatekeeper(keys), certificate(config.tls)
         client_server, operator = ClientServer(service, gate), OperatorServer(service, gate)
         cleanup.push_async_callback(_stop, client_server, operator)
-        grpc_address = await client_server.start(router.host, router.grpc_port)
+        grpc_address = await client_server.start(config.api.host, router.grpc_port, shown)
         operator_address = await operator.start(router.operator, config.cluster.name, name)
         trust = config.api.trust_request_chat_template
-        api_server = ApiServer(HttpApi(service, http.page, gate, trust_templates=trust), router.max_concurrent_rpcs)
+        api_server = ApiServer(
+            HttpApi(service, http.page, gate, trust_templates=trust), router.max_concurrent_rpcs, shown
+        )
         cleanup.push_async_callback(api_server.stop)
         api_address = await api_server.start(config.api.host, config.api.port)
         cleanup.callback(driver.stop)  # before the front stops: its streams still say why they end

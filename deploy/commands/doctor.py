@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from baton.api_keys import KeyRing
 from baton.config import Config
 from baton.errors import BatonError
 from baton.hosts import is_loopback
@@ -38,6 +40,7 @@ def examine(config: Config) -> list[Finding]:
         *_memory(config),
         *_ports(config),
         _keys(config),
+        _clients(config),
         _torch(),
         _cores(config),
         _files(),
@@ -80,18 +83,31 @@ def _memory(config: Config) -> list[Finding]:
 
 
 def _ports(config: Config) -> list[Finding]:
-    router = config.router
-    ports = ", ".join(
-        str(port) if port else "any"
-        for port in (router.grpc_port, router.internal_port, router.http_port, config.api.port)
-    )
+    router, api = config.router, config.api
+    clients, inside = ((router.grpc_port, api.port), (router.internal_port, router.http_port))
+    ports = f"{_listed(clients)} on {api.host}, {_listed(inside)} on {router.host}"
     if _is_up(config.cluster.state_dir):
-        return [Finding("ok", "ports", f"{ports} on {router.host}: this cluster is up and has its ports")]
+        return [Finding("ok", "ports", f"{ports}: this cluster is up and has its ports")]
     try:
         preflight.check_ports(config)
     except BatonError as error:
-        return [Finding("bad", "ports", f"{ports} on {router.host}: not all free", str(error))]
-    return [Finding("ok", "ports", f"{ports} on {router.host}: free")]
+        return [Finding("bad", "ports", f"{ports}: not all free", str(error))]
+    return [Finding("ok", "ports", f"{ports}: free")]
+
+
+def _listed(ports: Sequence[int]) -> str:
+    return ", ".join(str(port) if port else "any" for port in ports)
+
+
+def _clients(config: Config) -> Finding:
+    """Look at what a client needs: a key, TLS."""
+    try:
+        preflight.check_doors(config)
+    except BatonError as error:
+        return Finding("bad", "clients", f"the doors at {config.api.host} can't open", str(error))
+    ring = KeyRing(config.api_keys_path, required=config.api.require_keys)
+    keys = "every client needs an API key" if ring.required else "clients need no API key"
+    return Finding("ok", "clients", f"{keys}; {'TLS' if config.tls.cert_file else 'no TLS'}, at {config.api.host}")
 
 
 def _is_up(folder: Path) -> bool:

@@ -89,7 +89,10 @@ def _settle(config: Config, say: Say) -> Config:
     )
     disk = msgspec.structs.replace(config.disk, path=_absolute(config.disk.path))
     api = msgspec.structs.replace(config.api, keys_file=_absolute(str(config.api_keys_path or "")))
-    return msgspec.structs.replace(config, model=model, cluster=cluster, disk=disk, api=api)
+    tls = msgspec.structs.replace(
+        config.tls, **{name: _absolute(path) for name, path in msgspec.structs.asdict(config.tls).items()}
+    )
+    return msgspec.structs.replace(config, model=model, cluster=cluster, disk=disk, api=api, tls=tls)
 
 
 def _absolute(path: str) -> str:
@@ -108,6 +111,7 @@ def _on_ray(config: Config, folder: Path, choice: RayChoice, dashboard: bool, ma
         model=config.model.served_name,
         key_file=config.cluster.key_file,
         api_keys_file=config.api.keys_file,
+        tls=bool(config.tls.cert_file),
         made_keys=made_keys,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from baton import doors
+from baton.api_keys import KeyRing
 from baton.config import Config
 from baton.errors import ConfigError, ModelNotFound, NotEnoughMemory, PortInUse, StartupError
 from baton.hosts import is_loopback
@@ -23,6 +25,7 @@ def check(config: Config) -> None:
     """Run all checks. Raises the first error."""
     check_model(config.model.path)
     check_keys(config)
+    check_doors(config)
     check_ports(config)
     check_memory(config, available_memory())
 
@@ -50,11 +53,17 @@ def check_keys(config: Config) -> None:
         ClusterKeys.read(path)
 
 
+def check_doors(config: Config) -> None:
+    """Check TLS and the clients' keys. Raises StartupError and KeysUnusable."""
+    doors.certificate(config.tls)
+    doors.check_keys(config, KeyRing(config.api_keys_path, required=config.api.require_keys))
+
+
 def check_ports(config: Config) -> None:
     """Check that the router's ports are free. Raises PortInUse."""
     router = config.router
     ports = [
-        ("router.grpc_port=0", router.host, router.grpc_port),
+        ("router.grpc_port=0", config.api.host, router.grpc_port),
         ("router.internal_port=0", router.host, router.internal_port),
         ("router.http_port=0", router.host, router.http_port),
         ("api.port=0", config.api.host, config.api.port),

@@ -49,6 +49,7 @@ class State(msgspec.Struct, frozen=True):
     created: str = ""
     key_file: str = ""  # the cluster's keys
     api_keys_file: str = ""  # the clients' keys
+    tls: bool = False  # at the doors to clients
     made_keys: bool = False  # `baton up` made them for this cluster, so `baton down` removes them
 
     @property

@@ -8,6 +8,7 @@ zero.
 
 from __future__ import annotations
 
+import http.client
 import logging
 import threading
 import time
@@ -190,7 +191,21 @@ class Supervisor:
             return self._clients[name].status(timeout=1.0)
         except BatonError as error:
             log.info("no answer from %s: %s", name, error)
-            return "alive" if self._clients[name].answers() else None
+            return "alive" if self._answers(name) else None
+
+    def _answers(self, name: str) -> bool:
+        """Whether a router's public port answers. With TLS its metrics port stands in: our clients may not trust the
+        certificate, or have none of their own."""
+        if not self._desired.config.tls.cert_file:
+            return self._clients[name].answers()
+        connection = http.client.HTTPConnection(self._desired.routers[name].http, timeout=1.0)
+        try:
+            connection.request("GET", "/healthz")
+            return connection.getresponse().status in (200, 503)
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
 
     def _facts(self, name: str, statuses: Mapping[str, cluster_pb2.GetStatusResponse], answering: set[str]) -> Facts:
         member = self._registry.member(name)

@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton import operator_port
 from baton.api_keys import ANONYMOUS
+from baton.doors import Certificate
 from baton.errors import BatonError, Overloaded, PortInUse, RequestCancelled, shown
 from baton.hosts import bracketed
 from baton.logs import RequestLog
@@ -280,10 +281,11 @@ class _GrpcServer:
         reflection.enable_server_reflection((*own, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
         self._serving: bool | None = None
 
-    async def start(self, address: str, remedy: str) -> int:
-        """Listen; returns the port, which is 1 for a Unix socket. Raises PortInUse, with what to do about it."""
+    async def start(self, address: str, remedy: str, shown: Certificate | None = None) -> int:
+        """Listen, with TLS if there is a certificate to show; returns the port, which is 1 for a Unix socket. Raises
+        PortInUse, with what to do about it."""
         try:
-            bound = self.grpc.add_insecure_port(address)
+            bound = self.grpc.add_secure_port(address, _tls(shown)) if shown else self.grpc.add_insecure_port(address)
         except RuntimeError:
             bound = 0
         if not bound:
@@ -321,10 +323,10 @@ class ClientServer:
         generation = GenerationServicer(service)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server.grpc)
 
-    async def start(self, host: str, port: int) -> str:
-        """Listen; returns "host:port". Raises PortInUse."""
+    async def start(self, host: str, port: int, shown: Certificate | None = None) -> str:
+        """Listen, with TLS if there is a certificate to show; returns "host:port". Raises PortInUse."""
         remedy = "stop what listens there or change router.grpc_port"
-        bound = await self._server.start(f"{bracketed(host)}:{port}", remedy)
+        bound = await self._server.start(f"{bracketed(host)}:{port}", remedy, shown)
         return f"{bracketed(host)}:{bound}"
 
     async def set_serving(self, serving: bool) -> None:
@@ -393,6 +395,11 @@ class OperatorServer:
 
     async def stop(self, grace: float) -> None:
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
+
+
+def _tls(shown: Certificate) -> grpc.ServerCredentials:
+    pairs = [(shown.key, shown.chain)]
+    return grpc.ssl_server_credentials(pairs, shown.client_ca, require_client_auth=shown.client_ca is not None)
 
 
 def _admit(gate: Gatekeeper, operator: bool, method: str, metadata: Mapping[str, str]) -> Callable[[], None]:

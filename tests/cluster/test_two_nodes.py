@@ -48,7 +48,7 @@ def test_prefill_on_one_node_decode_on_the_other(machine: Machine, there: list[s
 
     up = machine.up("--prefill", 1, "--decode", 1, "--set", f"router.host={ONE}")
     assert up.status == 0, up
-    assert up.json["grpc"] == f"{ONE}:50051"
+    assert up.json["grpc"] == "127.0.0.1:50051"
     assert machine.run("stat", "--format=%a", KEYS).out == "600\n"
     status = machine.status()
     processes = {process["name"]: process for process in status["processes"]}

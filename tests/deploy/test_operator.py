@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from baton import operator_port
 from baton.config import load
 from baton.errors import ConfigError, PortInUse, StartupError
+from baton.metrics_server import MetricsServer
 from baton.operator_address import parse_operator
 from deploy.addresses import ServiceAddresses, operator_target
 from deploy.client import Client
@@ -21,7 +22,7 @@ from deploy.commands import status
 from deploy.control_plane import preflight, state_file
 from deploy.control_plane.reports import OVERVIEW_FILE, ClusterOverview
 from deploy.control_plane.state_file import RayLink, State
-from deploy.control_plane.supervisor import Supervisor
+from deploy.control_plane.supervisor import DesiredCluster, Supervisor
 from deploy.control_plane.teardown import _sockets
 from deploy.desired import ClusterScale, listening
 from deploy.local import LocalCluster
@@ -111,8 +112,22 @@ def test_a_router_counts_as_alive_while_its_public_port_answers():
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     supervisor = Supervisor.__new__(Supervisor)
+    supervisor._desired = DesiredCluster(load(), ClusterScale(1, 1), "")
     with Client(f"127.0.0.1:{port}", "unix:/nowhere/router.sock") as client:
         supervisor._clients = {"router": client}
         assert supervisor._ask_router("router") == "alive"
         server.stop(None).wait()
+        assert supervisor._ask_router("router") is None
+
+
+def test_a_router_whose_doors_speak_tls_counts_as_alive_while_its_metrics_port_answers():
+    page = MetricsServer("127.0.0.1", 0, lambda: b"", "text/plain")
+    supervisor = Supervisor.__new__(Supervisor)
+    router = ServiceAddresses("127.0.0.1:1", "", f"127.0.0.1:{page.port}", "unix:/nowhere/router.sock")
+    encrypted = load(None, {"tls.cert_file": "cert.pem", "tls.key_file": "key.pem"})
+    supervisor._desired = DesiredCluster(encrypted, ClusterScale(1, 1), "", {"router": router})
+    with Client(router.grpc, router.operator) as client:
+        supervisor._clients = {"router": client}
+        assert supervisor._ask_router("router") == "alive"
+        page.close()
         assert supervisor._ask_router("router") is None

@@ -27,6 +27,7 @@ from tests.support.metrics_page import metric, nothing_held
 
 pytestmark = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
 
+OPEN = {"router.host": ADDRESSES[0], "api.host": ADDRESSES[0], "api.insecure": True}
 PLACED = {"decode-0": "one", "prefill-0": "two"}
 
 
@@ -38,7 +39,7 @@ def two() -> Iterator[Hosts]:
 
 def spread(two: Hosts, path: Path, folder: Path, **more: object) -> LocalCluster:
     """Router, store and decode worker on host one; store and prefill worker on host two."""
-    settings = workload.settings(path, 1, 1, **{"router.host": ADDRESSES[0], **more})
+    settings = workload.settings(path, 1, 1, **{**OPEN, **more})
     return LocalCluster(settings, folder, nodes=two.nodes, placed=PLACED, reach=two.reach)
 
 

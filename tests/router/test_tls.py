@@ -1,0 +1,213 @@
+"""TLS at both doors of a real router, and the doors that may not open to other machines."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import msgspec
+import pytest
+import trustme
+
+from baton import api_keys
+from baton.api_keys import Identity, KeyRing
+from baton.config import ApiConfig, Config, TlsConfig, load
+from baton.doors import certificate, check_keys
+from baton.errors import ConfigError, StartupError
+from baton.v1 import generation_pb2_grpc
+from tests.router.served import collect, served, settings_for
+from tests.router.test_identity import BODY, bearer, request
+from tests.support.eventually import eventually_async
+
+pytestmark = pytest.mark.slow
+
+LOCKED = """\
+-----BEGIN ENCRYPTED PRIVATE KEY-----
+MIH0MF8GCSqGSIb3DQEFDTBSMDEGCSqGSIb3DQEFDDAkBBBXXwQB3XXfHaLIYOCM
+idNcAgIIADAMBggqhkiG9w0CCQUAMB0GCWCGSAFlAwQBKgQQcvy9buhcEctcT1zw
+8tt1swSBkPOs+2O5/aJ0c4ENL95OIWwcWDpwkXhj3JMus0rcMG31k3Hj/0/BLsOz
+VEJQ6a7iP5ZJWsbJWjmPB3ORXrICdIByHM45hDL7qnZdCFCrNSRzg9iSV9mj2zSx
+fsXahb/Bk1bbezKJ6fsFhoeTMSz/Br5MdkiCt2R3q1Y0CbyrRvRnPkU/iFuBcsvC
+iLBPb0Camw==
+-----END ENCRYPTED PRIVATE KEY-----
+"""
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def tls(authority: trustme.CA, tmp_path: Path) -> TlsConfig:
+    shown = authority.issue_cert("127.0.0.1")
+    shown.private_key_pem.write_to_path(tmp_path / "key.pem")
+    for part in shown.cert_chain_pems:
+        part.write_to_path(tmp_path / "cert.pem", append=True)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    return TlsConfig(cert_file=str(tmp_path / "cert.pem"), key_file=str(tmp_path / "key.pem"))
+
+
+def over_tls(folder: Path, tls: TlsConfig) -> Config:
+    return msgspec.structs.replace(settings_for(folder), tls=tls)
+
+
+def test_both_doors_speak_tls_and_nothing_else(tmp_path: Path, tls: TlsConfig) -> None:
+    key = api_keys.add(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
+    trusted = (tmp_path / "ca.pem").read_bytes()
+
+    async def test() -> None:
+        context = ssl.create_default_context(cadata=trusted.decode())
+        credentials = grpc.ssl_channel_credentials(trusted)
+        async with (
+            served(over_tls(tmp_path, tls)) as router,
+            aiohttp.ClientSession(headers={"x-api-key": key}) as http,
+            grpc.aio.secure_channel(router.addresses.grpc, credentials) as channel,
+            grpc.aio.insecure_channel(router.addresses.grpc) as plain,
+        ):
+            router.start("decode", "decode-0")
+            url = f"https://{router.addresses.api}"
+
+            async def ready() -> bool:
+                async with http.get(f"{url}/ready", ssl=context) as answer:
+                    return answer.status == 200
+
+            await eventually_async(ready)
+            async with http.post(f"{url}/v1/completions", json={**BODY, "stream": True}, ssl=context) as answer:
+                assert answer.status == 200
+                assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+            stub: Any = generation_pb2_grpc.GenerationStub(channel)
+            _, tokens, _ = await collect(stub.Generate(request(), metadata=bearer(key)))
+            assert len(tokens) == 12
+            with pytest.raises(aiohttp.ClientError):
+                await http.get(f"http://{router.addresses.api}/ready")
+            with pytest.raises(aiohttp.ClientSSLError):
+                await http.get(f"{url}/ready")  # an authority that this client does not know
+            stranger: Any = generation_pb2_grpc.GenerationStub(plain)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await collect(stranger.Generate(request(), metadata=bearer(key), timeout=5))
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_clients_show_a_certificate_where_one_is_asked_for(
+    tmp_path: Path, tls: TlsConfig, authority: trustme.CA
+) -> None:
+    trusted = (tmp_path / "ca.pem").read_bytes()
+    own = authority.issue_cert("client.example")
+    mutual = msgspec.structs.replace(tls, client_ca_file=str(tmp_path / "ca.pem"))
+
+    async def test() -> None:
+        nameless, named = (ssl.create_default_context(cadata=trusted.decode()) for _ in range(2))
+        own.configure_cert(named)
+        chain = b"".join(part.bytes() for part in own.cert_chain_pems)
+        with_own = grpc.ssl_channel_credentials(trusted, own.private_key_pem.bytes(), chain)
+        async with (
+            served(over_tls(tmp_path, mutual)) as router,
+            aiohttp.ClientSession() as http,
+            grpc.aio.secure_channel(router.addresses.grpc, with_own) as channel,
+            grpc.aio.secure_channel(router.addresses.grpc, grpc.ssl_channel_credentials(trusted)) as strange,
+        ):
+            router.start("decode", "decode-0")
+            url = f"https://{router.addresses.api}"
+            with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
+                await http.get(f"{url}/ready", ssl=nameless)
+
+            async def ready() -> bool:
+                async with http.get(f"{url}/ready", ssl=named) as answer:
+                    return answer.status == 200
+
+            await eventually_async(ready)
+            stub: Any = generation_pb2_grpc.GenerationStub(channel)
+            await collect(stub.Generate(request()))
+            stranger: Any = generation_pb2_grpc.GenerationStub(strange)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await collect(stranger.Generate(request(), timeout=5))
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_files_that_can_not_be_used_are_named(tmp_path: Path, tls: TlsConfig, authority: trustme.CA) -> None:
+    assert certificate(TlsConfig()) is None
+    assert certificate(tls) is not None
+    other = tmp_path / "other.pem"
+    authority.issue_cert("127.0.0.1").private_key_pem.write_to_path(other)
+    broken = tmp_path / "broken.pem"
+    broken.write_text("no certificate\n")
+    for change, said in (
+        ({"key_file": str(other)}, "is not the key of that certificate"),
+        ({"key_file": "/no/such.pem"}, r"can't read tls\.key_file /no/such\.pem: No such file"),
+        ({"cert_file": str(broken)}, "can't be used"),
+        ({"key_file": str(broken)}, "can't be used"),
+        ({"client_ca_file": str(broken)}, r"tls\.client_ca_file .* holds no PEM certificates"),
+        ({"client_ca_file": str(tmp_path)}, r"can't read tls\.client_ca_file .*: Is a directory"),
+    ):
+        with pytest.raises(StartupError, match=said) as caught:
+            certificate(msgspec.structs.replace(tls, **change))
+        assert "PRIVATE KEY" not in str(caught.value)
+
+
+def test_a_key_with_a_password_is_refused_and_asks_nothing(tmp_path: Path, tls: TlsConfig) -> None:
+    Path(tls.key_file).write_text(LOCKED)
+    with pytest.raises(StartupError, match="needs a password"):
+        certificate(tls)
+
+
+def test_a_router_does_not_start_with_files_that_can_not_be_used(tmp_path: Path, tls: TlsConfig) -> None:
+    Path(tls.key_file).unlink()
+
+    async def test() -> None:
+        async with served(over_tls(tmp_path, tls)):
+            pass
+
+    with pytest.raises(StartupError, match="can't read tls"):
+        asyncio.run(test())
+
+
+def test_other_machines_need_tls_and_keys_unless_insecure_is_said(tmp_path: Path, tls: TlsConfig) -> None:
+    files = {"tls.cert_file": tls.cert_file, "tls.key_file": tls.key_file}
+    for host in ("0.0.0.0", "192.0.2.1", "::", "some-host"):
+        with pytest.raises(ConfigError, match="there is no TLS"):
+            load(None, {"api.host": host})
+        load(None, {"api.host": host, "api.insecure": True})
+        encrypted = load(None, {"api.host": host, **files})
+        path = tmp_path / "api-keys.json"
+        path.unlink(missing_ok=True)
+        with pytest.raises(StartupError, match="clients need no API key"):
+            check_keys(encrypted, KeyRing(path))
+        check_keys(msgspec.structs.replace(encrypted, api=ApiConfig(host=host, insecure=True)), KeyRing(path))
+        api_keys.add(path, Identity(name="one", tenant="acme"), "")
+        check_keys(encrypted, KeyRing(path))
+    for host in ("127.0.0.1", "::1", "localhost"):
+        check_keys(load(None, {"api.host": host}), KeyRing(None))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"tls.cert_file": "a"}, {"tls.key_file": "a"}, {"tls.client_ca_file": "a"}],
+    ids=lambda given: next(iter(given)),
+)
+def test_half_of_tls_is_refused(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"tls\."):
+        load(None, given)
+
+
+def test_a_router_opens_to_other_machines_only_with_keys_and_tls(tmp_path: Path, tls: TlsConfig) -> None:
+    config = over_tls(tmp_path, tls)
+    config = msgspec.structs.replace(config, api=msgspec.structs.replace(config.api, host="0.0.0.0"))
+
+    async def test() -> None:
+        async with served(config) as router:
+            assert router.addresses.api.startswith("0.0.0.0:")
+            assert router.addresses.grpc.startswith("0.0.0.0:")
+
+    with pytest.raises(StartupError, match="clients need no API key"):
+        asyncio.run(test())
+    api_keys.add(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
+    asyncio.run(test())
