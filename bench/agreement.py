@@ -22,12 +22,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from unittest.mock import patch
 
+from baton.client import Client
 from baton.config import parse_override
 from baton.errors import BatonError
 from bench import cluster, cores, load, models, report, sleeping
 from bench.figures import Outcome
 from bench.workload import Lengths, Planned, Workload, poisson
-from deploy.client import Client
 from simulator import timing
 from simulator.cluster import Layout, SimulatedCluster
 from simulator.workloads import Arrival

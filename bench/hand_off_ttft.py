@@ -26,13 +26,13 @@ from statistics import median
 import grpc.aio
 import msgspec
 
+from baton.client import Client
 from baton.errors import BatonError, TraceConflict, Unavailable
 from baton.messages import MAX_TRACE_STEPS
 from bench import cores, interference, models, report
 from bench.bare import BareEngine
 from bench.neighbours import Neighbours
 from bench.streams import Gap, Prompts, Router, Streams, first_token
-from deploy.client import Client
 from deploy.local import LocalCluster
 from engine.batch import Chunk, TokenDraw
 from engine.engine import Engine

@@ -24,6 +24,7 @@ from typing import Literal
 import aiohttp
 import grpc.aio
 
+from baton.client import Client
 from baton.config import parse_override
 from baton.errors import BatonError
 from baton.messages import MAX_TRACE_STEPS
@@ -32,7 +33,6 @@ from bench.figures import percentile
 from bench.memory import Memory
 from bench.neighbours import Neighbours
 from bench.streams import Completions, Prompts, Router, Server, Streams, every
-from deploy.client import Client
 from deploy.local import LocalCluster
 
 STREAMS, PROMPT, OUTPUT = 8, 64, 256

@@ -28,13 +28,13 @@ from urllib.request import urlopen
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.client import Client
 from baton.errors import BatonError
 from baton.v1 import cluster_pb2
 from bench import cluster, load, models, report
 from bench.bare import BareEngine
 from bench.neighbours import Neighbours
 from bench.workload import Lengths, Planned, Workload
-from deploy.client import Client
 from deploy.local import LocalCluster
 
 TARGET = 1.15

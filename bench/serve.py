@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from baton.client import Client
 from baton.config import parse_override
 from baton.errors import BatonError
 from bench import cluster, load, models, report
 from bench.figures import Figure, Objectives, Outcome, errors, figures
 from bench.workload import Planned, Workload, from_trace, poisson
-from deploy.client import Client
 from simulator import mooncake
 from simulator.lengths import Lengths
 

@@ -207,30 +207,35 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate from a prompt and stream the text."""
-    from deploy.client import Client
+    from baton.client import Client
     from deploy.commands import generate as generation
     from deploy.commands.status import find
 
-    ids = generation.parse_token_ids(token_ids) if token_ids else None
-    asked = generation.request(
-        text,
-        ids,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=stop or (),
-        ignore_eos=ignore_eos,
-    )
+    if (text is None) == (not token_ids):
+        raise InvalidRequest("give either a text or --token-ids")
+    prompt = generation.parse_token_ids(token_ids) if text is None else text
     with Client(address or find(_folder(name)).target) as client:
-        made = generation.run(client, asked, timeout, None if as_json else lambda delta: _stream(delta.text))
+        stream = client.generate(
+            prompt,
+            timeout=timeout,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=stop or (),
+            ignore_eos=ignore_eos,
+        )
+        for delta in stream:
+            if not as_json:
+                _stream(delta.text)
+        made = stream.result()
     if as_json:
-        _print_json(made.as_json())
+        _print_json(generation.as_json(made))
         return
     _stream("\n")
-    usage = made.finished.usage
+    usage = made.usage
     _err.print(
         f"[dim]{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} generated"
         f", ended by {made.finish_reason}[/]"

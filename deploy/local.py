@@ -39,6 +39,7 @@ from typing import BinaryIO, ClassVar, Protocol, Self
 
 import msgspec
 
+from baton.client import Client, is_up
 from baton.config import Config, dump
 from baton.errors import BatonError, StartupError
 from baton.hosts import LOOPBACK
@@ -47,7 +48,6 @@ from baton.operator_port import MAX_PATH_BYTES
 from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys
 from deploy.addresses import ServiceAddresses
-from deploy.client import UP, Client
 from deploy.cpu_shares import share_cores
 from deploy.desired import ClusterScale, ProcessSpec, listening, plan, scale_of, workers_on
 from deploy.processes import Identity, end
@@ -296,7 +296,7 @@ class LocalCluster:
                 except BatonError as error:
                     problem = str(error)
                 else:
-                    live = {p.name: p.pid for p in status.processes if p.state in UP}
+                    live = {p.name: p.pid for p in status.processes if is_up(p)}
                     missing = [name for name in names if live.get(name) != self._running[name].identity.pid]
                     if not missing:
                         return status

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from deploy.client import Client
+from baton.client import Client, Generated
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.fuzz.run import fuzz
@@ -90,7 +90,7 @@ def soak(seconds: float, seed: int, folder: Path) -> dict[str, object]:
     done = cached = attempts = 0
     with LocalCluster(settings, folder / "cluster") as cluster, ThreadPoolExecutor(STREAMS) as pool:
         chaos = Chaos(cluster, rng)
-        running: dict[Future[workload.Answer], list[int]] = {}
+        running: dict[Future[Generated], list[int]] = {}
         start = time.monotonic()
         next_fault = start + 1.0
         while time.monotonic() - start < seconds or running:
@@ -107,10 +107,10 @@ def soak(seconds: float, seed: int, folder: Path) -> dict[str, object]:
             for future in finished:
                 prompt = running.pop(future)
                 answer = future.result()
-                assert answer.tokens == expected[tuple(prompt)], f"wrong tokens for a prompt of {len(prompt)}"
+                assert answer.token_ids == expected[tuple(prompt)], f"wrong tokens for a prompt of {len(prompt)}"
                 done += 1
                 cached += answer.usage.cached_tokens
-                attempts += answer.finished.work.attempts
+                attempts += answer.work.attempts
         eventually(lambda: at_rest(cluster), what="everything freed")
     return {
         "seed": seed,

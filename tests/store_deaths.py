@@ -94,11 +94,11 @@ class Load:
             check(prompt, answer, self._expected)
             self.requests += 1
             self.cached += answer.usage.cached_tokens
-            self.attempts += answer.finished.work.attempts
+            self.attempts += answer.work.attempts
 
 
 def check(prompt: Sequence[int], answer: workload.Answer, expected: Mapping[tuple[int, ...], list[int]]) -> None:
-    assert answer.tokens == expected[tuple(prompt)], f"wrong tokens for a prompt of {len(prompt)}"
+    assert answer.token_ids == expected[tuple(prompt)], f"wrong tokens for a prompt of {len(prompt)}"
 
 
 def restart(cluster: LocalCluster, *names: str) -> None:

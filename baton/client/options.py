@@ -29,6 +29,7 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int | None
+    prompt_logprobs: int | None
     request_id: str
     priority: int
     ttft_ms: int | None

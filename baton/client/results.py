@@ -16,11 +16,14 @@ _PREFIX = "FINISH_REASON_"
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A token with its log-probability, and the likeliest alternatives as (token id, log-probability)."""
+    """A token with its log-probability, and the likeliest alternatives as (token id, log-probability).
+
+    `rank` counts from 1, the likeliest token; 0: not told, as of output tokens."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class OutputDelta:
     token_ids: tuple[int, ...]
     logprobs: tuple[ScoredToken, ...] = ()
     index: int = 0
+    prompt_logprobs: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Generated:
-    """One finished output. A request with several samples has one for each, in the order of `index`."""
+    """One finished output. A request with several samples has one for each, in the order of `index`.
+
+    `prompt_logprobs` are those of the prompt's tokens from the second on."""
 
     text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[ScoredToken, ...]
+    token_ids: list[int]
+    logprobs: list[ScoredToken]
     finish_reason: FinishReason
     usage: TokenUsage
     timing: Timing
@@ -87,6 +93,7 @@ class Generated:
     request_id: str
     seed: int
     index: int = 0
+    prompt_logprobs: list[ScoredToken] = field(default_factory=list[ScoredToken])
 
 
 @dataclass
@@ -94,6 +101,7 @@ class _Output:
     text: list[str] = field(default_factory=list[str])
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[ScoredToken] = field(default_factory=list[ScoredToken])
+    prompt_logprobs: list[ScoredToken] = field(default_factory=list[ScoredToken])
 
 
 class OutputCollector:
@@ -118,6 +126,7 @@ class OutputCollector:
         output.text.append(delta.text)
         output.token_ids += delta.token_ids
         output.logprobs += delta.logprobs
+        output.prompt_logprobs += delta.prompt_logprobs
         return delta
 
     def _finish(self, end: generation_pb2.Finished) -> None:
@@ -125,8 +134,8 @@ class OutputCollector:
         output = self._outputs.get(index, _Output())
         self._finished[index] = Generated(
             text="".join(output.text),
-            token_ids=tuple(output.token_ids),
-            logprobs=tuple(output.logprobs),
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
             finish_reason=_name(end),
             usage=TokenUsage(**_values(end.usage)),
             timing=Timing(**{field.name: value for field, value in end.timing.ListFields()}),
@@ -134,6 +143,7 @@ class OutputCollector:
             request_id=end.request_id,
             seed=end.seed,
             index=index,
+            prompt_logprobs=output.prompt_logprobs,
         )
 
 
@@ -141,12 +151,14 @@ def _delta(delta: generation_pb2.Delta) -> OutputDelta:
     return OutputDelta(
         text=delta.text,
         token_ids=tuple(delta.token_ids),
-        logprobs=tuple(
-            ScoredToken(one.token_id, one.logprob, tuple((other.token_id, other.logprob) for other in one.top))
-            for one in delta.logprobs
-        ),
+        logprobs=tuple(map(_scored, delta.logprobs)),
         index=getattr(delta, "index", 0),
+        prompt_logprobs=tuple(map(_scored, delta.prompt_logprobs)),
     )
+
+
+def _scored(one: generation_pb2.TokenLogprob) -> ScoredToken:
+    return ScoredToken(one.token_id, one.logprob, tuple((other.token_id, other.logprob) for other in one.top), one.rank)
 
 
 def _values(message: Message) -> dict[str, Any]:

@@ -20,12 +20,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from baton.client import Client, Generated, OutputDelta
 from baton.errors import BatonError, StartupError
 from baton.v1 import cluster_pb2
-from baton.v1 import generation_pb2 as pb
-from deploy.client import Client
-from deploy.commands import demo_model, generate
-from deploy.commands.generate import Generated
+from deploy.commands import demo_model
 from deploy.control_plane import state_file
 from deploy.control_plane.reports import read_overview
 from deploy.control_plane.state_file import State
@@ -91,7 +89,7 @@ def _show_requests(client: Client) -> None:
 
 
 def _facts(made: Generated) -> dict[str, str]:
-    usage, timing, work = made.finished.usage, made.finished.timing, made.finished.work
+    usage, timing, work = made.usage, made.timing, made.work
     return {
         "prompt tokens": str(usage.prompt_tokens),
         "of them cached": str(usage.cached_tokens),
@@ -102,36 +100,34 @@ def _facts(made: Generated) -> dict[str, str]:
         "decode worker": _workers(made),
         "  pages it had on its device": str(work.pages_on_device),
         "  pages it fetched": str(work.pages_fetched),
-        "time to first token": f"{timing.first_token:.1f} ms",
+        "time to first token": f"{timing.first_token or 0:.1f} ms",
         "time between tokens": f"{_itl(made):.2f} ms",
     }
 
 
 def _itl(made: Generated) -> float:
     """Return the mean gap between tokens, by the router's clock."""
-    timing = made.finished.timing
-    return (timing.finished - timing.first_token) / max(1, made.finished.usage.completion_tokens - 1)
+    timing = made.timing
+    return ((timing.finished or 0) - (timing.first_token or 0)) / max(1, made.usage.completion_tokens - 1)
 
 
 def _show_failover(client: Client) -> bool:
     _title("kill -9 in the middle of a stream")
-    asked = _request("Between two stations the engineer explains", _LONG_STREAM)
-    undisturbed = generate.run(client, asked)
+    prompt = "Between two stations the engineer explains"
+    undisturbed = _generate(client, prompt, _LONG_STREAM)
     console.print(f"undisturbed, on {_workers(undisturbed)}: {len(undisturbed.token_ids)} tokens")
-    asked.request_id = "disturbed"
-    assassin = _Assassin(client, asked.request_id)
+    assassin = _Assassin(client, "disturbed")
     begin = time.monotonic()
-    disturbed = generate.run(client, asked, on_delta=assassin)
+    disturbed = _generate(client, prompt, _LONG_STREAM, assassin, "disturbed")
     if assassin.victim is None:
         console.print("[red]the stream ended before its worker could be killed[/]")
         return False
-    gap = max(b - a for a, b in zip(disturbed.arrivals, disturbed.arrivals[1:], strict=False))
     same = disturbed.token_ids == undisturbed.token_ids and disturbed.text == undisturbed.text
     whole = _wait_whole(client, assassin.victim)
     name, pid = assassin.victim.name, assassin.victim.pid
     console.print(f"disturbed: [bold]{name}, pid {pid}, killed after {assassin.seen} tokens[/]")
-    console.print(f"  the stream stood still for {gap:.2f} s, and went on on {_successor(disturbed, name)}")
-    console.print(f"  {len(disturbed.token_ids)} tokens, {disturbed.finished.work.attempts} attempts")
+    console.print(f"  the stream stood still for {assassin.gap:.2f} s, and went on on {_successor(disturbed, name)}")
+    console.print(f"  {len(disturbed.token_ids)} tokens, {disturbed.work.attempts} attempts")
     console.print("  [bold green]the same tokens to the end[/]" if same else "  [bold red]other tokens[/]")
     replaced = f"{time.monotonic() - begin:.1f} s after the request began" if whole else "[red]not in time[/]"
     console.print(f"  the supervisor has replaced {name}: {replaced}")
@@ -139,20 +135,26 @@ def _show_failover(client: Client) -> bool:
 
 
 def _successor(made: Generated, victim: str) -> str:
-    last = made.finished.work.decode_workers[-1]
+    last = made.work.decode_workers[-1]
     return f"{last}, freshly restarted" if last == victim else last
 
 
 class _Assassin:
-    """Watches a request's stream and kills its decode worker after `_KILL_AFTER` tokens."""
+    """Watches a request's stream and kills its decode worker after `_KILL_AFTER` tokens. Measures the longest gap."""
 
     def __init__(self, client: Client, request_id: str) -> None:
         self._client = client
         self._request_id = request_id
         self.seen = 0
+        self.gap = 0.0
         self.victim: cluster_pb2.Process | None = None
+        self._last: float | None = None
 
-    def __call__(self, delta: pb.Delta) -> None:
+    def __call__(self, delta: OutputDelta) -> None:
+        if delta.token_ids:
+            now = time.monotonic()
+            self.gap = max(self.gap, now - (now if self._last is None else self._last))
+            self._last = now
         if self.victim is not None:
             return
         self.seen += len(delta.token_ids)
@@ -164,24 +166,32 @@ class _Assassin:
 
 def _stream(client: Client, name: str, prompt: str, max_tokens: int) -> Generated:
     console.print(f"[bold]{name}[/]  [dim]{escape(prompt[:60])}{'…' if len(prompt) > 60 else ''}[/]")
-    made = generate.run(client, _request(prompt, max_tokens), on_delta=_printer())
+    made = _generate(client, prompt, max_tokens, _print)
     console.print()
     return made
 
 
-def _printer() -> Callable[[pb.Delta], None]:
-    def show(delta: pb.Delta) -> None:
-        console.print("".join(c if c.isprintable() else " " for c in delta.text), end="", markup=False)
-
-    return show
+def _print(delta: OutputDelta) -> None:
+    console.print("".join(c if c.isprintable() else " " for c in delta.text), end="", markup=False)
 
 
-def _request(prompt: str, max_tokens: int) -> pb.GenerateRequest:
-    return generate.request(prompt, max_tokens=max_tokens, temperature=0.8, seed=7, ignore_eos=True)
+def _generate(
+    client: Client,
+    prompt: str,
+    max_tokens: int,
+    on_delta: Callable[[OutputDelta], None] = lambda _: None,
+    request_id: str = "",
+) -> Generated:
+    stream = client.generate(
+        prompt, max_tokens=max_tokens, temperature=0.8, seed=7, ignore_eos=True, request_id=request_id
+    )
+    for delta in stream:
+        on_delta(delta)
+    return stream.result()
 
 
 def _workers(made: Generated) -> str:
-    return " then ".join(made.finished.work.decode_workers)
+    return " then ".join(made.work.decode_workers)
 
 
 def _wait_whole(client: Client, victim: cluster_pb2.Process) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
+from baton.client import Client, is_up
 from baton.errors import ProcessNotFound
 from baton.messages import WorkerRole
 from baton.v1 import cluster_pb2
-from deploy.client import UP, Client
 
 _POLL = 0.1
 
@@ -37,7 +37,7 @@ def until_changed(client: Client, worker: str, role: WorkerRole, patience: float
     end = time.monotonic() + patience
     while True:
         found = next((process for process in client.status().processes if process.name == worker), None)
-        if found is None or found.state not in UP:
+        if found is None or not is_up(found):
             raise ProcessNotFound(f"{worker} has gone; its successor has the role that it is configured with")
         if found.role == wanted or not found.becoming or time.monotonic() >= end:
             return found, found.role == wanted

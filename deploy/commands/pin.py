@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.client import Client, PinOptions
 from baton.errors import BatonError, InvalidRequest
 from baton.v1 import cache_pb2 as pb
-from baton.v1 import generation_pb2
-from deploy.client import Client
 
 STDIN = "-"
 _UNITS_MS = {"": 1_000, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -80,8 +79,8 @@ def read(source: str, stdin: str = "") -> list[tuple[int, str]]:
     return lines
 
 
-def parse(line: str, ttl_ms: int | None, tenant: str = "") -> pb.PinPrefixRequest:
-    """Parse one prefix. Raises InvalidRequest.
+def parse(line: str, ttl_ms: int | None, tenant: str = "") -> tuple[str | list[int], PinOptions]:
+    """Parse one prefix: its text or token ids, and how to pin it. Raises InvalidRequest.
 
     `ttl_ms` applies if the line has no "ttl"; None: the router's default. `tenant` applies if the line has no "tenant".
     """
@@ -97,17 +96,16 @@ def parse(line: str, ttl_ms: int | None, tenant: str = "") -> pb.PinPrefixReques
         )
     if ("text" in given) == ("token_ids" in given):
         raise InvalidRequest("give either text or token_ids")
-    try:
-        return pb.PinPrefixRequest(
-            text=given.get("text"),
-            token_ids=generation_pb2.TokenIds(ids=given["token_ids"]) if "token_ids" in given else None,
-            ttl_ms=parse_duration_ms(str(given["ttl"])) if "ttl" in given else ttl_ms,
-            id=given.get("id", ""),
-            tenant=given.get("tenant", tenant),
-            cache_salt=given.get("cache_salt", ""),
-        )
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest(f"it can't be sent: {error}") from None
+    field, kind = ("text", str) if "text" in given else ("token_ids", list)
+    prompt: Any = given[field]
+    if not isinstance(prompt, kind):
+        raise InvalidRequest(f"{field} can't be sent: it is a {type(prompt).__name__}")
+    return prompt, {
+        "ttl_ms": parse_duration_ms(str(given["ttl"])) if "ttl" in given else ttl_ms,
+        "id": given.get("id", ""),
+        "tenant": given.get("tenant", tenant),
+        "cache_salt": given.get("cache_salt", ""),
+    }
 
 
 def pin_prefixes(
@@ -119,6 +117,7 @@ def pin_prefixes(
     """
     for number, line in lines:
         try:
-            yield PinOutcome(number, pinned=client.pin_prefix(parse(line, ttl_ms, tenant), timeout))
+            prompt, options = parse(line, ttl_ms, tenant)
+            yield PinOutcome(number, pinned=client.pin_prefix(prompt, timeout=timeout, **options))
         except BatonError as error:
             yield PinOutcome(number, error=error)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from baton.client import Client, is_up
 from baton.errors import ConfigError, StartupError
-from deploy.client import UP, Client
 from deploy.control_plane import cluster
 from deploy.control_plane.bring_up import Watch, ask_overview, why_failed
 from deploy.control_plane.reports import ClusterOverview
@@ -54,7 +54,7 @@ def _mourned(state: State, overview: ClusterOverview) -> set[str]:
     """
     with Client(operator=state.operator, api_key=state.operator_key) as client:
         listed = client.status().processes
-    live = {process.name for process in listed if process.state in UP}
+    live = {process.name for process in listed if is_up(process)}
     return live - {view.name for view in overview.processes}
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from baton.client import Client, is_up
 from baton.errors import BatonError, StartupError
 from baton.v1 import cluster_pb2
-from deploy.client import UP, Client
 from deploy.commands import figures
 from deploy.control_plane import state_file
 from deploy.control_plane.reports import ClusterOverview, SupervisedProcess, read_overview
@@ -78,7 +78,7 @@ def _processes(status: cluster_pb2.GetStatusResponse | None, overview: ClusterOv
     rows: list[dict[str, Any]] = []
     if overview is not None and not overview.supervisor.gone():
         # The router still lists dead processes. One that the supervisor no longer knows was stopped on purpose.
-        listed = {name: process for name, process in listed.items() if name in views or process.state in UP}
+        listed = {name: process for name, process in listed.items() if name in views or is_up(process)}
     for name in dict.fromkeys([*views, *listed]):
         view, process = views.get(name), listed.get(name)
         row: dict[str, Any] = {"name": name, "role": _role_name(process.role) if process else view.role if view else ""}

@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from baton.client import Client
 from baton.config import Config
 from baton.errors import BatonError, RayUnusable, StartupError, Unavailable
 from baton.wire import ClusterKeys
 from deploy.addresses import ServiceAddresses
-from deploy.client import Client
 from deploy.control_plane import cluster, preflight, probe, state_file
 from deploy.control_plane.reconcile import JOIN_PATIENCE
 from deploy.control_plane.reports import ClusterOverview

@@ -20,13 +20,13 @@ from typing import Literal
 import msgspec
 
 from baton import logs
+from baton.client import Client
 from baton.clock import PauseDetector
 from baton.config import Bytes, Config
 from baton.errors import BatonError
 from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys as ClusterKeys
 from deploy.addresses import ServiceAddresses
-from deploy.client import Client
 from deploy.control_plane.actor_registry import SUPERVISOR, ActorRegistry
 from deploy.control_plane.actors import Order
 from deploy.control_plane.kv import RayKvKeys

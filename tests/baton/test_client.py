@@ -106,7 +106,7 @@ def test_a_stream_becomes_its_result():
     (made,) = collector.finished
     work = Work(decode_workers=("decode-0",))
     timing = Timing(first_token=1.5)
-    assert made == Generated("ab", (4, 5, 6), one.logprobs, "stop", TokenUsage(3), timing, work, "x", 7)
+    assert made == Generated("ab", [4, 5, 6], [*one.logprobs], "stop", TokenUsage(3), timing, work, "x", 7)
 
 
 def test_events_are_found_however_they_are_cut():

@@ -178,7 +178,7 @@ def test_commands_without_a_cluster(command: list[str]):
     ],
 )
 def test_requests_that_the_wire_cannot_carry(flags: list[str], says: str):
-    reason, message = error("generate", *flags)
+    reason, message = error("generate", "--address", "127.0.0.1:1", *flags)
     assert reason == "invalid_request"
     assert says in message
 

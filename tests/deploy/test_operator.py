@@ -12,12 +12,12 @@ import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 
 from baton import operator_port
+from baton.client import Client
 from baton.config import load
-from baton.errors import ConfigError, PortInUse, StartupError
+from baton.errors import PortInUse, StartupError
 from baton.metrics_server import MetricsServer
 from baton.operator_address import parse_operator
 from deploy.addresses import ServiceAddresses, operator_target
-from deploy.client import Client
 from deploy.commands import status
 from deploy.control_plane import preflight, state_file
 from deploy.control_plane.reports import OVERVIEW_FILE, ClusterOverview
@@ -57,16 +57,6 @@ def test_a_client_tries_the_next_router():
     assert (
         operator_target([TCP, msgspec.structs.replace(TCP, operator="127.0.0.1:5")]) == "ipv4:127.0.0.1:4,127.0.0.1:5"
     )
-
-
-def test_a_client_without_a_port_says_which_one_it_lacks():
-    with (
-        Client("127.0.0.1:1") as client,
-        pytest.raises(ConfigError, match=r"operator port.*Client\(address, operator\)"),
-    ):
-        client.status()
-    with Client(operator="127.0.0.1:1") as client, pytest.raises(ConfigError, match="public port"):
-        next(client.generate(None))  # type: ignore[arg-type]
 
 
 def test_the_state_file_names_it_and_the_supervisor_knows_better(tmp_path: Path):

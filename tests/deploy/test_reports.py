@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from baton.client import Generated, Timing, TokenUsage, Work
 from baton.config import Config, load
 from baton.errors import CorruptWeights, StartupError, Unavailable
-from baton.v1 import generation_pb2 as pb
 from deploy.addresses import ServiceAddresses, target
-from deploy.commands import show
-from deploy.commands.generate import Generated
+from deploy.commands import generate, show
 from deploy.commands.progress import Progress
 from deploy.control_plane.bring_up import why_failed
 from deploy.control_plane.reports import ClusterOverview, Failure, SupervisedProcess
@@ -120,15 +119,8 @@ def test_progress_tells_each_change_once():
 
 
 def test_what_generate_prints():
-    made = Generated("ab", [1, 2], [0.1, 0.3])
-    made.finished.CopyFrom(
-        pb.Finished(
-            finish_reason=pb.FINISH_REASON_LENGTH,
-            usage=pb.Usage(prompt_tokens=3, cached_tokens=1, completion_tokens=2),
-            timing=pb.Timing(first_token=1.5),
-        )
-    )
-    printed = made.as_json()
+    usage, timing = TokenUsage(3, 1, 2), Timing(first_token=1.5)
+    printed = generate.as_json(Generated("ab", [1, 2], [], "length", usage, timing, Work(), "x", 7))
     assert printed["finish_reason"] == "length"
     assert printed["usage"] == {"prompt_tokens": 3, "cached_tokens": 1, "completion_tokens": 2}
     assert printed["timing"] == {"first_token": 1.5}

@@ -14,9 +14,9 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
+from baton.client import Client
 from baton.errors import BatonError
 from baton.v1 import explain_pb2, generation_pb2
-from deploy.client import Client
 from tests.fuzz import sockets, values
 from tests.fuzz.case import Case
 

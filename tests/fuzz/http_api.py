@@ -10,9 +10,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from baton.client import Client
 from baton.errors import BatonError
 from baton.v1 import explain_pb2
-from deploy.client import Client
 from tests.fuzz import json_text, sockets, values
 from tests.fuzz.case import Case
 from tests.fuzz.json_text import Schema, encode, mutated

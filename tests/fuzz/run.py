@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from deploy.client import Client
+from baton.client import Client
 from deploy.local import LocalCluster
 from tests.fuzz.case import Told, told
 from tests.fuzz.honest import Honest

@@ -8,21 +8,21 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 from safetensors.torch import load_file, save_file
 
 from baton import config
+from baton.client import Client, SamplingOptions
 from baton.errors import BatonError, ContextTooLong, InvalidRequest, ModelMismatch, NonFiniteLogits, StartupError
 from baton.store_protocol import Reserve
 from baton.unix import UnixSocket
-from baton.v1 import generation_pb2
 from baton.wire import ClusterKeys
-from deploy.client import Client
 from deploy.local import LocalCluster
 from kvstore.client.connection import store_address
 from tests import checkpoints, cluster_keys
@@ -42,10 +42,9 @@ def cluster(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         yield running
 
 
-def refused(cluster: LocalCluster, **settings: object) -> BatonError:
-    request = generation_pb2.GenerateRequest(**settings)  # type: ignore[arg-type]
-    with Client(cluster.address, cluster.operator) as client, pytest.raises(BatonError) as caught:
-        list(client.generate(request, timeout=20))
+def refused(cluster: LocalCluster, prompt: str | Sequence[int], **settings: Any) -> BatonError:
+    with Client(cluster.address) as client, pytest.raises(BatonError) as caught:
+        client.generate(prompt, timeout=20, **settings).result()
     return caught.value
 
 
@@ -62,52 +61,47 @@ def test_a_model_that_computes_nan_fails_those_requests_alone(tmp_path: Path, pr
     save_file(tensors, file, {"format": "pt"})
     with LocalCluster(workload.settings(path, prefill, 1), tmp_path / "cluster") as cluster:
         with ThreadPoolExecutor(5) as pool:
-            broken = pool.map(lambda at: refused(cluster, token_ids=ids(*whole[at], 300), max_tokens=24), range(2))
-            answers = list(pool.map(lambda prompt: workload.ask(cluster.address, prompt, 24).tokens, whole))
+            broken = pool.map(lambda at: refused(cluster, [*whole[at], 300], max_tokens=24), range(2))
+            answers = list(pool.map(lambda prompt: workload.ask(cluster.address, prompt, 24).token_ids, whole))
             for error in broken:
                 assert type(error) is NonFiniteLogits, error
         assert answers == expected
         # Pages of the broken prompts may be cached. What goes on from them breaks as well, and is no wrong token.
-        assert type(refused(cluster, token_ids=ids(*whole[0], 300, 5), max_tokens=4)) is NonFiniteLogits
-        assert workload.ask(cluster.address, whole[0], 24).tokens == expected[0]
+        assert type(refused(cluster, [*whole[0], 300, 5], max_tokens=4)) is NonFiniteLogits
+        assert workload.ask(cluster.address, whole[0], 24).token_ids == expected[0]
         eventually(lambda: at_rest(cluster), what="everything freed")
 
 
-def ids(*tokens: int) -> generation_pb2.TokenIds:
-    return generation_pb2.TokenIds(ids=tokens)
-
-
 @pytest.mark.parametrize(
-    ("settings", "error", "says"),
+    ("prompt", "settings", "error", "says"),
     [
-        ({}, InvalidRequest, "prompt"),
-        ({"text": ""}, InvalidRequest, "prompt"),
-        ({"token_ids": ids()}, InvalidRequest, "prompt"),
-        ({"token_ids": ids(checkpoints.VOCAB)}, InvalidRequest, str(checkpoints.VOCAB)),
-        ({"token_ids": ids(5), "max_tokens": 4_096}, ContextTooLong, "4096"),
-        ({"token_ids": ids(*[5] * 2_000), "max_tokens": 100}, ContextTooLong, "page"),
-        ({"token_ids": ids(5), "max_tokens": 0}, InvalidRequest, "max_tokens"),
-        ({"token_ids": ids(5), "temperature": -1.0}, InvalidRequest, "temperature"),
-        ({"token_ids": ids(5), "temperature": float("nan")}, InvalidRequest, "temperature"),
-        ({"token_ids": ids(5), "temperature": float("inf")}, InvalidRequest, "temperature"),
-        ({"token_ids": ids(5), "top_p": 0.0}, InvalidRequest, "top_p"),
-        ({"token_ids": ids(5), "top_p": 1.5}, InvalidRequest, "top_p"),
-        ({"token_ids": ids(5), "min_p": -0.1}, InvalidRequest, "min_p"),
-        ({"token_ids": ids(5), "logprobs": 21}, InvalidRequest, "logprobs"),
-        ({"token_ids": ids(5), "stop_token_ids": [checkpoints.VOCAB]}, InvalidRequest, "stop_token_ids"),
-        ({"token_ids": ids(5), "stop": [""]}, InvalidRequest, "stop"),
-        ({"token_ids": ids(5), "model": "gpt-17"}, ModelMismatch, "gpt-17"),
+        ("", {}, InvalidRequest, "prompt"),
+        ([], {}, InvalidRequest, "prompt"),
+        ([checkpoints.VOCAB], {}, InvalidRequest, str(checkpoints.VOCAB)),
+        ([5], {"max_tokens": 4_096}, ContextTooLong, "4096"),
+        ([5] * 2_000, {"max_tokens": 100}, ContextTooLong, "page"),
+        ([5], {"max_tokens": 0}, InvalidRequest, "max_tokens"),
+        ([5], {"temperature": -1.0}, InvalidRequest, "temperature"),
+        ([5], {"temperature": float("nan")}, InvalidRequest, "temperature"),
+        ([5], {"temperature": float("inf")}, InvalidRequest, "temperature"),
+        ([5], {"top_p": 0.0}, InvalidRequest, "top_p"),
+        ([5], {"top_p": 1.5}, InvalidRequest, "top_p"),
+        ([5], {"min_p": -0.1}, InvalidRequest, "min_p"),
+        ([5], {"logprobs": 21}, InvalidRequest, "logprobs"),
+        ([5], {"stop_token_ids": [checkpoints.VOCAB]}, InvalidRequest, "stop_token_ids"),
+        ([5], {"stop": [""]}, InvalidRequest, "stop"),
+        ([5], {"model": "gpt-17"}, ModelMismatch, "gpt-17"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_a_bad_request_is_named(
-    cluster: LocalCluster, settings: dict[str, object], error: type[BatonError], says: str
+    cluster: LocalCluster, prompt: str | list[int], settings: SamplingOptions, error: type[BatonError], says: str
 ) -> None:
-    caught = refused(cluster, **settings)
+    caught = refused(cluster, prompt, **settings)
     assert type(caught) is error
     assert says in str(caught)
     assert "Traceback" not in str(caught)
-    assert len(workload.ask(cluster.address, [5, 6], 3).tokens) == 3
+    assert len(workload.ask(cluster.address, [5, 6], 3).token_ids) == 3
 
 
 JUNK = [
@@ -148,7 +142,7 @@ def test_garbage_on_every_internal_socket(cluster: LocalCluster) -> None:
     rude.send(Reserve(1, b"", b"k" * 16))
     prompt = list(range(3, 300))
     answer = workload.ask(cluster.address, prompt, 4)
-    assert answer.tokens == checkpoints.reference(Path(cluster.config.model.path)).generate(prompt, 4)[0]
+    assert answer.token_ids == checkpoints.reference(Path(cluster.config.model.path)).generate(prompt, 4)[0]
     rude.close()
     dealer.close(0)
     with Client(cluster.address, cluster.operator) as client:

@@ -57,8 +57,8 @@ class Site:
     def ask(self, prompt: list[int]) -> int:
         """Ask for it; the tokens must be right. Returns how many of its pages came from the store."""
         answer = workload.ask(self.cluster.address, prompt, COUNT)
-        assert answer.tokens == checkpoints.reference(self.path).generate(prompt, COUNT)[0]
-        return answer.finished.work.pages_fetched
+        assert answer.token_ids == checkpoints.reference(self.path).generate(prompt, COUNT)[0]
+        return answer.work.pages_fetched
 
     def ask_again(self, prompt: list[int]) -> int:
         """The same when the worker's device has forgotten it, because of another prompt as large as its pool."""

@@ -55,8 +55,8 @@ def test_64_requests_at_once_get_the_reference_tokens(
         answers = workload.ask_all(cluster.address, prompts)
         workload.compare(path, prompts, answers, expected(family))
         if split == "always":
-            assert any(answer.finished.work.prefill_worker for answer in answers)
-            assert any(answer.finished.work.pages_fetched for answer in answers)
+            assert any(answer.work.prefill_worker for answer in answers)
+            assert any(answer.work.pages_fetched for answer in answers)
         # Again, now that everything is cached somewhere.
         repeats = prompts[:16]
         answers = workload.ask_all(cluster.address, repeats)
@@ -95,7 +95,7 @@ def test_prefill_on_one_node_and_decode_on_another(
     with LocalCluster(settings, tmp_path, nodes=["a", "b"], placed={"decode-0": "a", "prefill-0": "b"}) as cluster:
         answers = workload.ask_all(cluster.address, PROMPTS)
         workload.compare(path, PROMPTS, answers, expected("llama"))
-        split = [answer.finished.work for answer in answers if answer.finished.work.prefill_worker]
+        split = [answer.work for answer in answers if answer.work.prefill_worker]
         assert len(split) > len(PROMPTS) / 4
         assert any(work.pages_fetched for work in split)
         eventually(lambda: metric(cluster, "store-0", "tier_loads_total", tier="remote"), what="pages from the other")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from baton.client import Client, Generated
 from baton.errors import ProcessNotFound, RequestNotFound
-from baton.v1 import cluster_pb2, explain_pb2, generation_pb2
+from baton.v1 import cluster_pb2, explain_pb2
 from deploy.cli import app
-from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.processes.test_failures import expected
@@ -45,14 +45,14 @@ def baton(cluster: LocalCluster, *arguments: str) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-def holders(finished: generation_pb2.Finished) -> list[str]:
+def holders(finished: Generated) -> list[str]:
     return ["store-0", finished.work.decode_workers[0]]
 
 
 def test_what_is_told_of_a_request_is_what_happened(cluster: LocalCluster) -> None:
-    first = workload.ask(cluster.address, PROMPT, request_id="first").finished
+    first = workload.ask(cluster.address, PROMPT, request_id="first")
     eventually(lambda: all((found := process(cluster, name)) and found.pages_known >= 12 for name in holders(first)))
-    second = workload.ask(cluster.address, PROMPT, request_id="second").finished
+    second = workload.ask(cluster.address, PROMPT, request_id="second")
     with Client(cluster.address, cluster.operator) as client:
         told = {name: client.explain(name) for name in ("first", "second")}
     for name, finished in (("first", first), ("second", second)):
@@ -101,7 +101,7 @@ def test_a_worker_is_drained_and_given_work_again(cluster: LocalCluster, path: P
     assert found is not None
     assert found.state == cluster_pb2.PROCESS_STATE_DRAINING
     for start in range(4):
-        answer = workload.ask(cluster.address, PROMPT[start : start + 40], 4).finished
+        answer = workload.ask(cluster.address, PROMPT[start : start + 40], 4)
         assert list(answer.work.decode_workers) != [busy]
     finished = future.result(DEADLINE)
     assert list(finished.work.decode_workers) == [busy], "what it had it goes on with"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.client import Client, SamplingOptions
 from baton.errors import DeadlineExpired, RequestCancelled, StartupError, Unavailable
-from baton.v1 import cluster_pb2, generation_pb2
-from deploy.client import Client
+from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.support import workload
@@ -120,7 +120,7 @@ def test_a_store_killed_at_any_time(start: Callable[..., LocalCluster], path: Pa
 
     def fetched() -> bool:
         answer = workload.ask(cluster.address, [rng.randrange(3, 900) for _ in range(200)], 2)
-        return answer.finished.work.pages_fetched > 0
+        return answer.work.pages_fetched > 0
 
     eventually(fetched, what="hand-off through the new store")
     eventually(lambda: at_rest(cluster), what="everything freed")
@@ -156,18 +156,16 @@ def test_a_prefill_worker_stopped_replaced_and_woken(start: Callable[..., LocalC
     future.result(DEADLINE)
     assert streams.seen[1] == expected(path, other, 12)
     for prompt in (VERY_LONG, other):
-        assert workload.ask(cluster.address, prompt, 12).tokens == expected(path, prompt, 12)
+        assert workload.ask(cluster.address, prompt, 12).token_ids == expected(path, prompt, 12)
     cluster.wait_live(["prefill-0", "prefill-1", "decode-0"])
     eventually(lambda: at_rest(cluster), what="everything freed")
 
 
 def test_a_client_that_goes_away_frees_its_pages(start: Callable[..., LocalCluster]) -> None:
     cluster = start(1, 1, **{"prefill.max_num_batched_tokens": 16})
-    request = generation_pb2.GenerateRequest(
-        token_ids=generation_pb2.TokenIds(ids=VERY_LONG), max_tokens=500, temperature=0.0, ignore_eos=True
-    )
+    request: SamplingOptions = {"max_tokens": 500, "temperature": 0.0, "ignore_eos": True}
     with watching(cluster, "prefill-0") as running, Client(cluster.address, cluster.operator) as client:
-        while_prefilling = client.generate(request)
+        while_prefilling = client.generate(VERY_LONG, **request)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(next, while_prefilling)
             eventually(running, what="prefill at work")
@@ -176,7 +174,7 @@ def test_a_client_that_goes_away_frees_its_pages(start: Callable[..., LocalClust
                 first.result(DEADLINE)
     eventually(lambda: at_rest(cluster), what="everything freed")
     with Client(cluster.address, cluster.operator) as client:
-        while_decoding = client.generate(request)
+        while_decoding = client.generate(VERY_LONG, **request)
         for _ in range(5):
             next(while_decoding)
         while_decoding.close()
@@ -185,13 +183,9 @@ def test_a_client_that_goes_away_frees_its_pages(start: Callable[..., LocalClust
 
 def test_a_deadline_frees_everything_too(start: Callable[..., LocalCluster]) -> None:
     cluster = start(1, 1)
-    request = generation_pb2.GenerateRequest(
-        token_ids=generation_pb2.TokenIds(ids=LONG), max_tokens=2_000, temperature=0.0, ignore_eos=True
-    )
     # Either side may notice first: the router says so, or gRPC does.
     with Client(cluster.address, cluster.operator) as client, pytest.raises((DeadlineExpired, Unavailable)):
-        for _ in client.generate(request, timeout=0.2):
-            pass
+        client.generate(LONG, max_tokens=2_000, temperature=0.0, ignore_eos=True, timeout=0.2).result()
     eventually(lambda: at_rest(cluster), what="everything freed")
 
 
@@ -208,4 +202,4 @@ def test_a_router_that_dies_ends_its_streams_and_its_successor_serves(
     cluster.start("router")
     cluster.wait_live(["router", "store-0", "prefill-0", "decode-0"])
     eventually(lambda: at_rest(cluster), what="the dead router's work forgotten")
-    assert workload.ask(cluster.address, LONG[:100], 12).tokens == expected(path, LONG[:100], 12)
+    assert workload.ask(cluster.address, LONG[:100], 12).token_ids == expected(path, LONG[:100], 12)

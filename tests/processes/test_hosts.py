@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from baton.client import Client
 from baton.errors import StartupError
 from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys
-from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints, hosts
 from tests.hosts import ADDRESSES, Hosts
@@ -130,13 +130,13 @@ def test_processes_of_two_hosts_are_one_cluster(two: Hosts, checkpoint: Callable
         assert metrics["store-0"].startswith(f"{ADDRESSES[0]}:")
         assert metrics["prefill-0"].startswith(f"{ADDRESSES[1]}:")
         prompt = list(range(3, 43))
-        first = workload.ask(cluster.address, prompt).tokens
+        first = workload.ask(cluster.address, prompt).token_ids
         assert len(first) == workload.OUTPUT
         # The other host goes, and comes back: those on it are silent for a while, then live again.
         two.cut()
         with Client(cluster.address, cluster.operator) as client:
             eventually(lambda: state_of(client, "prefill-0") != cluster_pb2.PROCESS_STATE_LIVE)
-        assert workload.ask(cluster.address, prompt).tokens == first
+        assert workload.ask(cluster.address, prompt).token_ids == first
         two.restore()
         cluster.wait_live(cluster.pids, 30)
 
@@ -184,7 +184,7 @@ def test_prompts_computed_on_one_host_are_continued_on_the_other(
     with spread(two, path, tmp_path, **{"cluster.key_file": keys_in(tmp_path)}) as cluster:
         answers = workload.ask_all(cluster.address, prompts)
         workload.compare(path, prompts, answers, workload.references(path, prompts))
-        assert any(a.finished.work.prefill_worker and a.finished.work.pages_fetched for a in answers)
+        assert any(a.work.prefill_worker and a.work.pages_fetched for a in answers)
         eventually(lambda: metric(cluster, "store-0", "tier_loads_total", tier="remote") > 0)
         eventually(lambda: all(nothing_held(cluster, store) for store in ("store-0", "store-1")))
 
@@ -228,8 +228,8 @@ def test_the_cable_is_cut_in_mid_transfer(two: Hosts, checkpoint: Callable[[str]
                     break
                 time.sleep(0.05)
             answer = running.result(60)
-            print(f"{case}: answered after {time.monotonic() - began:.1f} s, {answer.finished.work.attempts} attempts")
-            assert answer.tokens == checkpoints.reference(path).generate(prompt, 12)[0]
+            print(f"{case}: answered after {time.monotonic() - began:.1f} s, {answer.work.attempts} attempts")
+            assert answer.token_ids == checkpoints.reference(path).generate(prompt, 12)[0]
             two.restore()
             cluster.wait_live(cluster.pids, 30)
             eventually(lambda: all(nothing_held(cluster, store) for store in ("store-0", "store-1")))

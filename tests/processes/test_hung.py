@@ -49,7 +49,7 @@ def test_requests_go_past_a_worker_that_hangs_outside_a_step(
             future.result(DEADLINE)
             assert seen == expected(path, prompt, 20)
         eventually(listed(cluster, victim, cluster_pb2.PROCESS_STATE_STUCK), what=f"{victim} is stuck")
-        assert workload.ask(cluster.address, prompts[0], 20).tokens == expected(path, prompts[0], 20)
+        assert workload.ask(cluster.address, prompts[0], 20).token_ids == expected(path, prompts[0], 20)
     eventually(listed(cluster, victim, cluster_pb2.PROCESS_STATE_LIVE), what=f"{victim} is live again")
     for prompt, seen in zip(prompts, streams.seen, strict=True):
         assert seen == expected(path, prompt, 20), "its late answers change nothing"
@@ -57,7 +57,7 @@ def test_requests_go_past_a_worker_that_hangs_outside_a_step(
 
     def serves() -> bool:
         answers = workload.ask_all(cluster.address, [fresh() for _ in range(6)], 2)
-        served = [answer.finished.work for answer in answers]
+        served = [answer.work for answer in answers]
         return any(victim in (*work.decode_workers, work.prefill_worker) for work in served)
 
     eventually(serves, what=f"{victim} serves again")
@@ -73,13 +73,13 @@ def test_streams_go_on_beside_a_store_that_hangs(start: Callable[..., LocalClust
         new.result(DEADLINE)
         before.result(DEADLINE)
         eventually(listed(cluster, "store-0", cluster_pb2.PROCESS_STATE_STUCK), what="the store is stuck")
-        assert workload.ask(cluster.address, LONG[500:700], 20).tokens == expected(path, LONG[500:700], 20)
+        assert workload.ask(cluster.address, LONG[500:700], 20).token_ids == expected(path, LONG[500:700], 20)
     assert streams.seen[0] == expected(path, LONG[:300], 300)
     assert streams.seen[1] == expected(path, LONG[300:500], 20)
     eventually(listed(cluster, "store-0", cluster_pb2.PROCESS_STATE_LIVE), what="the store is live again")
 
     def fetched() -> bool:
-        return workload.ask(cluster.address, fresh(), 2).finished.work.pages_fetched > 0
+        return workload.ask(cluster.address, fresh(), 2).work.pages_fetched > 0
 
     eventually(fetched, what="hand-off through the store")
     eventually(lambda: at_rest(cluster), what="everything freed")

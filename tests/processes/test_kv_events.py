@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from baton.client import Client
 from baton.config import Config
 from baton.wire import ClusterKeys, Subscriber, use_keys
-from deploy.client import Client
 from deploy.local import LocalCluster
 from kvstore.events.wire_format import BlockStored, KvEventBatch, decode
 from tests import checkpoints, cluster_keys

@@ -21,7 +21,7 @@ def test_each_node_has_a_store_and_workers_start_where_they_are_told(
         cluster.wait_live(["prefill-1", "decode-0", "store-2"])
         after = {"store-0": "a", "store-1": "b", "store-2": "c", "prefill-0": "a", "prefill-1": "c", "decode-0": "a"}
         assert nodes(cluster) == after
-        assert len(workload.ask(cluster.address, list(range(40))).tokens) == workload.OUTPUT
+        assert len(workload.ask(cluster.address, list(range(40))).token_ids) == workload.OUTPUT
 
 
 def nodes(cluster: LocalCluster) -> dict[str, str]:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from baton import operator_port
+from baton.client import Client
 from baton.errors import ConfigError
 from baton.v1 import cache_pb2
-from deploy.client import Client
 from deploy.local import LocalCluster
 from tests.support import workload
 from tests.support.eventually import eventually
@@ -37,6 +37,6 @@ def test_the_operators_socket_of_a_router_that_is_killed_and_comes_back(
             cluster.wait_live(["decode-0"])
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             assert operator.status(timeout=30).processes[0].pid == cluster.pids["router"]
-        assert len(workload.ask(cluster.address, [5, 6, 7], 4).tokens) == 4
+        assert len(workload.ask(cluster.address, [5, 6, 7], 4).token_ids) == 4
         cluster.kill("router", signal.SIGTERM)
         eventually(lambda: not path.exists(), what="the socket to go with its router")

@@ -16,11 +16,11 @@ import psutil
 import pytest
 import zmq
 
+from baton.client import Client
 from baton.messages import Delta, Envelope, Hello, Message, Peer, Tokens
 from baton.peer_protocol import FetchPages
 from baton.v1 import cluster_pb2
 from baton.wire import ClusterKeys
-from deploy.client import Client
 from deploy.local import LocalCluster, launch
 from tests import checkpoints, cluster_keys, other_user
 from tests.other_user import Job, OtherUser, Told
@@ -96,7 +96,7 @@ def test_no_other_user_joins_as_a_worker(cluster: LocalCluster, keys: str) -> No
     with OtherUser(joining(cluster, keys)) as other:
         refused(other)
         for answer in workload.ask_all(cluster.address, [PROMPT] * 6, COUNT):
-            assert answer.tokens == expected(cluster)
+            assert answer.token_ids == expected(cluster)
         assert other.told_now().heard == ()
     assert "decode-99" not in members(cluster)
 
@@ -130,8 +130,8 @@ def test_no_other_user_speaks_for_a_live_worker(cluster: LocalCluster, keys: str
         refused(heart)
         for name in names:
             answer = workload.ask(cluster.address, PROMPT, COUNT, request_id=name)
-            assert answer.tokens == right
-            assert answer.finished.work.attempts == 1
+            assert answer.token_ids == right
+            assert answer.work.attempts == 1
         assert link.told_now().heard == heart.told_now().heard == ()
     assert members(cluster)["decode-0"].incarnation == worker
 
@@ -252,7 +252,7 @@ def test_keys_that_a_cluster_makes_are_for_its_owner(
         for pid in running.pids.values():
             for readable in ("cmdline", "environ"):
                 assert secret not in Path(f"/proc/{pid}/{readable}").read_text()
-        assert len(workload.ask(running.address, PROMPT, 4).tokens) == 4
+        assert len(workload.ask(running.address, PROMPT, 4).token_ids) == 4
 
 
 # --- as the router ----------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_no_other_user_is_taken_for_a_router_that_has_died(cluster: LocalCluster
     finally:
         cluster.start("router")
     cluster.wait_live(OWNERS)
-    assert workload.ask(cluster.address, PROMPT, COUNT).tokens == expected(cluster)
+    assert workload.ask(cluster.address, PROMPT, COUNT).token_ids == expected(cluster)
 
 
 def test_a_router_with_the_keys_is_spoken_to(cluster: LocalCluster) -> None:

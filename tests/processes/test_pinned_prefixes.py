@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.client import Client
 from baton.errors import PinNotFound, QuotaExceeded
-from baton.v1 import cache_pb2, generation_pb2
-from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.support import workload
@@ -37,10 +36,6 @@ def some(tokens: int, seed: int) -> list[int]:
     return [rng.randrange(3, checkpoints.VOCAB) for _ in range(tokens)]
 
 
-def wish(prefix: list[int], **fields: object) -> cache_pb2.PinPrefixRequest:
-    return cache_pb2.PinPrefixRequest(token_ids=generation_pb2.TokenIds(ids=prefix), **fields)  # type: ignore[arg-type]
-
-
 def flood(cluster: LocalCluster, seed: int) -> None:
     """Prompts of three times as many pages as anything holds."""
     for i in range(12):
@@ -55,24 +50,24 @@ def cached(cluster: LocalCluster, prefix: list[int]) -> int:
 def test_a_pinned_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], cluster: LocalCluster) -> None:
     kept, other = some(PREFIX * 16, 1), some(PREFIX * 16, 2)
     with Client(cluster.address, cluster.operator) as client:
-        made = client.pin_prefix(wish(kept, id="kept"), timeout=30)
+        made = client.pin_prefix(kept, id="kept", timeout=30)
         assert (made.pin.pages, made.pin.bytes, made.pin.node) == (PREFIX, PREFIX * PAGE, "local")
         assert (made.tokens_computed, made.tokens_cached) == (PREFIX * 16, 0)
-        again = client.pin_prefix(wish(kept, id="again"), timeout=30)
+        again = client.pin_prefix(kept, id="again", timeout=30)
         assert (again.tokens_computed, again.tokens_cached) == (0, PREFIX * 16)
         workload.ask(cluster.address, other, count=1)
         flood(cluster, 100)
         assert cached(cluster, other) == 0
         answer = workload.ask(cluster.address, [*kept, 5, 6, 7])
         assert answer.usage.cached_tokens == PREFIX * 16
-        assert (answer.finished.work.prefill_worker, answer.finished.work.pages_fetched) == ("", PREFIX)
+        assert (answer.work.prefill_worker, answer.work.pages_fetched) == ("", PREFIX)
         prompts = [[*kept, 5, 6, 7]]
         workload.compare(checkpoint("llama"), prompts, [answer], workload.references(checkpoint("llama"), prompts))
         # Both pins are of the same pages, which count once; more than the quota is refused.
         with pytest.raises(QuotaExceeded, match=r"store\.pin_bytes"):
-            client.pin_prefix(wish(some((QUOTA - PREFIX + 1) * 16, 3)), timeout=30)
+            client.pin_prefix(some((QUOTA - PREFIX + 1) * 16, 3), timeout=30)
         with pytest.raises(QuotaExceeded, match=r"store\.pin_bytes"):
-            client.pin_prefix(wish(some((QUOTA + 1) * 16, 3)), timeout=30)
+            client.pin_prefix(some((QUOTA + 1) * 16, 3), timeout=30)
         assert [pin.id for pin in client.pins()] == ["again", "kept"]
         client.unpin("kept")
         with pytest.raises(PinNotFound):
@@ -87,7 +82,7 @@ def test_a_pinned_prefix_outlasts_a_flood(checkpoint: Callable[[str], Path], clu
 def test_when_its_time_is_over_it_may_go(cluster: LocalCluster) -> None:
     prefix = some(PREFIX * 16, 1)
     with Client(cluster.address, cluster.operator) as client:
-        client.pin_prefix(wish(prefix, ttl_ms=1_000), timeout=30)
+        client.pin_prefix(prefix, ttl_ms=1_000, timeout=30)
         eventually(lambda: not client.pins(), what="no pin")
         time.sleep(0.5)
         flood(cluster, 100)
@@ -97,7 +92,7 @@ def test_when_its_time_is_over_it_may_go(cluster: LocalCluster) -> None:
 def test_a_pin_is_made_anew_when_its_store_dies(cluster: LocalCluster) -> None:
     prefix = some(PREFIX * 16, 1)
     with Client(cluster.address, cluster.operator) as client:
-        client.pin_prefix(wish(prefix, id="kept"), timeout=30)
+        client.pin_prefix(prefix, id="kept", timeout=30)
         cluster.kill("store-0")
         cluster.start("store-0")
         eventually(lambda: total(samples(cluster, "store-0"), "pinned_bytes") == PREFIX * PAGE, "the pages pinned")

@@ -40,7 +40,7 @@ def test_every_token_is_right_however_often_sequences_are_preempted(
         for prompt in short:
             stop = first[tuple(prompt)]
             answer = workload.ask(cluster.address, prompt, LONG, stop_token_ids=stop)
-            assert answer.tokens == stop
+            assert answer.token_ids == stop
         with ThreadPoolExecutor(len(long)) as pool:
             answers = list(
                 pool.map(

@@ -29,7 +29,7 @@ def test_four_prompts_that_begin_alike_compute_it_once(checkpoint: Callable[[str
     with LocalCluster(settings, tmp_path) as cluster:
         answers = workload.ask_all(cluster.address, prompts)
         workload.compare(path, prompts, answers, workload.references(path, prompts))
-        split = [answer for answer in answers if answer.finished.work.prefill_worker]
+        split = [answer for answer in answers if answer.work.prefill_worker]
         assert len(split) == 4
         once = SHARED * PAGE + 4 * (2 * PAGE + 4)  # all but the last token of each
         eventually(lambda: metric(cluster, "prefill-0", "prompt_tokens_computed_total") == once, what="computed once")

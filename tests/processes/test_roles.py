@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from baton.client import Client
 from baton.errors import InvalidRequest, ProcessNotFound
 from baton.v1 import cluster_pb2
 from deploy.cli import app
-from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.support import workload
@@ -59,7 +59,7 @@ def change(cluster: LocalCluster, name: str, role: str, *more: str) -> None:
 
 def test_workers_change_their_roles_under_load(cluster: LocalCluster) -> None:
     pids, streams = cluster.pids, Streams(cluster)
-    right = [workload.ask(cluster.address, prompt, OUTPUT).tokens for prompt in (PROMPT, OTHER)]
+    right = [workload.ask(cluster.address, prompt, OUTPUT).token_ids for prompt in (PROMPT, OTHER)]
     futures = [streams.start(PROMPT, OUTPUT) for _ in range(4)]
     eventually(lambda: all(streams.seen), what="tokens of all")
     change(cluster, "decode-1", "prefill")  # what it has it goes on with until its end
@@ -80,8 +80,8 @@ def test_workers_change_their_roles_under_load(cluster: LocalCluster) -> None:
     assert {*decoders[2:]} <= {("decode-0", "prefill-0"), ("prefill-0",)}
     assert role_of(cluster, "prefill-0") == "decode"
     answer = workload.ask(cluster.address, PROMPT[5:60], 8)
-    assert list(answer.finished.work.decode_workers) == ["prefill-0"]
-    assert answer.finished.work.prefill_worker in ("decode-0", "decode-1")
+    assert list(answer.work.decode_workers) == ["prefill-0"]
+    assert answer.work.prefill_worker in ("decode-0", "decode-1")
     assert streams.seen == [right[0]] * 4 + [right[1]] * 4
     change(cluster, "decode-1", "decode")
     assert role_of(cluster, "decode-1") == "decode"

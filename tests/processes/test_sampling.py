@@ -27,11 +27,11 @@ def test_the_same_seed_gives_the_same_tokens_everywhere(checkpoint: Callable[[st
     for name, (prefill, decode) in {"split": (2, 1), "colocated": (0, 2)}.items():
         with LocalCluster(workload.settings(path, prefill, decode), tmp_path / name) as cluster:
             together = [
-                [answer.tokens for answer in workload.ask_all(cluster.address, PROMPTS, 24, **settings)]
+                [answer.token_ids for answer in workload.ask_all(cluster.address, PROMPTS, 24, **settings)]
                 for settings in SETTINGS
             ]
             alone = workload.ask(cluster.address, PROMPTS[0], 24, **SETTINGS[0])
-        assert alone.tokens == together[0][0]
+        assert alone.token_ids == together[0][0]
         outputs.append(together)
     assert outputs[0] == outputs[1]
     distinct = {tuple(tokens) for group in outputs[0] for tokens in group}
@@ -41,6 +41,6 @@ def test_the_same_seed_gives_the_same_tokens_everywhere(checkpoint: Callable[[st
 def test_without_a_seed_every_request_draws_its_own(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with LocalCluster(workload.settings(checkpoint("qwen3"), 0, 1), tmp_path) as cluster:
         answers = [workload.ask(cluster.address, [5, 6, 7], 24, temperature=1.0) for _ in range(2)]
-        assert answers[0].tokens != answers[1].tokens
-        again = workload.ask(cluster.address, [5, 6, 7], 24, temperature=1.0, seed=answers[0].finished.seed)
-        assert again.tokens == answers[0].tokens
+        assert answers[0].token_ids != answers[1].token_ids
+        again = workload.ask(cluster.address, [5, 6, 7], 24, temperature=1.0, seed=answers[0].seed)
+        assert again.token_ids == answers[0].token_ids

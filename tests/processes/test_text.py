@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from baton.v1 import generation_pb2
-from deploy.client import Client
+from baton.client import Client, Generated
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.support import workload
@@ -36,49 +36,39 @@ def right(path: Path) -> list[int]:
     return checkpoints.reference(path).generate(ids, 40)[0]
 
 
-def stream(
-    cluster: LocalCluster, **settings: object
-) -> tuple[str, list[int], list[generation_pb2.TokenLogprob], generation_pb2.Finished]:
-    """Text, tokens, log-probabilities and the end of one greedy request."""
-    request = generation_pb2.GenerateRequest(
-        **{"text": PROMPT, "max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **settings}
-    )  # type: ignore[arg-type]
-    text, tokens, logprobs = "", [], []
+def generated(cluster: LocalCluster, **settings: Any) -> Generated:
+    """The result of one greedy request."""
+    settings = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **settings}
     with Client(cluster.address) as client:
-        for response in client.generate(request, timeout=60):
-            text += response.delta.text
-            tokens += response.delta.token_ids
-            logprobs += response.delta.logprobs
-            if response.HasField("finished"):
-                return text, tokens, logprobs, response.finished
-    raise AssertionError("the stream ended without a Finished")
+        return client.generate(PROMPT, timeout=60, **settings).result()
 
 
 def test_the_text_is_the_decoding_of_the_tokens(cluster: LocalCluster, path: Path, right: list[int]) -> None:
-    text, tokens, _, finished = stream(cluster)
+    made = generated(cluster)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    assert tokens == right
-    assert text == tokenizer.decode(right, skip_special_tokens=True)
-    assert finished.finish_reason == generation_pb2.FINISH_REASON_LENGTH
+    assert made.token_ids == right
+    assert made.text == tokenizer.decode(right, skip_special_tokens=True)
+    assert made.finish_reason == "length"
 
 
 def test_a_stop_string_ends_the_output_before_it(cluster: LocalCluster) -> None:
-    whole, *_ = stream(cluster)
+    whole = generated(cluster).text
     middle = len(whole) // 2
     stop = whole[middle : middle + 3]
-    text, _, _, finished = stream(cluster, stop=[stop])
-    assert text == whole[: whole.index(stop)]
-    assert finished.finish_reason == generation_pb2.FINISH_REASON_STOP
+    made = generated(cluster, stop=[stop])
+    assert made.text == whole[: whole.index(stop)]
+    assert made.finish_reason == "stop"
 
 
 def test_a_stop_token_ends_the_output_with_it(cluster: LocalCluster, right: list[int]) -> None:
-    _, tokens, _, finished = stream(cluster, stop_token_ids=[right[7]])
-    assert tokens == right[: right.index(right[7]) + 1]
-    assert finished.finish_reason == generation_pb2.FINISH_REASON_STOP
+    made = generated(cluster, stop_token_ids=[right[7]])
+    assert made.token_ids == right[: right.index(right[7]) + 1]
+    assert made.finish_reason == "stop"
 
 
 def test_logprobs_are_the_models_own(cluster: LocalCluster, path: Path, right: list[int]) -> None:
-    _, tokens, logprobs, _ = stream(cluster, logprobs=3, max_tokens=8)
+    made = generated(cluster, logprobs=3, max_tokens=8)
+    tokens, logprobs = made.token_ids, made.logprobs
     ids = Tokenizer.from_file(str(path / "tokenizer.json")).encode(PROMPT).ids
     expected = checkpoints.reference(path).logits([*ids, *right[:8]])[len(ids) - 1 : -1].log_softmax(-1)
     assert len(logprobs) == len(tokens) == 8
@@ -86,10 +76,5 @@ def test_logprobs_are_the_models_own(cluster: LocalCluster, path: Path, right: l
         best = expected[place].topk(3)
         assert one.token_id == tokens[place]
         assert one.logprob == pytest.approx(float(expected[place][tokens[place]]), abs=1e-3)
-        assert [other.token_id for other in one.top] == best.indices.tolist()
-        torch.testing.assert_close(
-            torch.tensor([other.logprob for other in one.top]),
-            best.values,
-            atol=1e-3,
-            rtol=0,
-        )
+        assert [token for token, _ in one.top] == best.indices.tolist()
+        torch.testing.assert_close(torch.tensor([value for _, value in one.top]), best.values, atol=1e-3, rtol=0)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from baton.client import Client
 from baton.errors import InvalidRequest, ProcessNotFound, TraceConflict
 from deploy.cli import app
-from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.support import workload

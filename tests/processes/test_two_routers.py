@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.client import Client, Generated
 from baton.errors import BatonError
-from baton.v1 import cluster_pb2, generation_pb2
-from deploy.client import Client
+from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.processes.test_failures import DEADLINE, expected
@@ -31,19 +31,17 @@ class Stream:
         self.tokens: list[int] = []
         self.prompt = prompt
         self._address = address
-        self.end: Future[generation_pb2.Finished] = pool.submit(self._run)
+        self.end: Future[Generated] = pool.submit(self._run)
 
-    def _run(self) -> generation_pb2.Finished:
-        request = generation_pb2.GenerateRequest(
-            token_ids=generation_pb2.TokenIds(ids=self.prompt), max_tokens=TOKENS, temperature=0.0, ignore_eos=True,
-            request_id="same",  # at both routers
-        )  # fmt: skip
+    def _run(self) -> Generated:
+        same = "same"  # at both routers
         with Client(self._address) as client:
-            for response in client.generate(request, timeout=DEADLINE):
-                self.tokens += response.delta.token_ids
-                if response.HasField("finished"):
-                    return response.finished
-        raise AssertionError("the stream ended without a Finished")
+            stream = client.generate(
+                self.prompt, max_tokens=TOKENS, temperature=0.0, ignore_eos=True, request_id=same, timeout=DEADLINE
+            )
+            for delta in stream:
+                self.tokens += delta.token_ids
+            return stream.result()
 
 
 def loads(cluster: LocalCluster, router: str) -> dict[str, cluster_pb2.Load]:
@@ -99,5 +97,5 @@ def test_one_of_two_routers_dies(checkpoint: Callable[[str], Path], tmp_path: Pa
         cluster.wait_live(["router-1", "store-0", "prefill-0", "decode-0", "decode-1"])
         for stream in theirs:
             answer = workload.ask(cluster.address_of("router-1"), stream.prompt, TOKENS)
-            assert answer.tokens == expected(path, stream.prompt, TOKENS)
-            assert stream.tokens == answer.tokens[: len(stream.tokens)]
+            assert answer.token_ids == expected(path, stream.prompt, TOKENS)
+            assert stream.tokens == answer.token_ids[: len(stream.tokens)]

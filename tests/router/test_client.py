@@ -60,7 +60,7 @@ def test_generate_chat_status_and_explain(tmp_path: Path) -> None:
             stream = client.generate(PROMPT, seed=SEED, max_tokens=12, request_id="mine", timeout=30)
             deltas = [delta async for delta in stream]
             made = await stream.result()
-            assert [token for delta in deltas for token in delta.token_ids] == list(made.token_ids) == tokens
+            assert [token for delta in deltas for token in delta.token_ids] == made.token_ids == tokens
             assert made.text == TOKENIZER.decode([token for token in tokens if token != EOS])
             assert (made.finish_reason, made.request_id, made.seed) == (reason, "mine", SEED)
             assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (len(PROMPT), len(tokens))
@@ -144,7 +144,7 @@ def test_the_blocking_client_does_the_same(tmp_path: Path) -> None:
         with client:
             one, two = (client.generate(PROMPT, seed=SEED, max_tokens=12) for _ in range(2))  # both at a time
             assert [token for delta in one for token in delta.token_ids] == tokens
-            assert list(two.result().token_ids) == tokens
+            assert two.result().token_ids == tokens
             assert client.chat("Hello", max_completion_tokens=3, ignore_eos=True).result().usage.completion_tokens == 3
             assert client.status().counts.finished == 3
             with pytest.raises(ModelMismatch):

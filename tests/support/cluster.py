@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from baton.v1 import cluster_pb2, generation_pb2
-from deploy.client import Client
+from baton.client import Client, Generated
+from baton.v1 import cluster_pb2
 from deploy.local import LocalCluster
 from tests.support.eventually import DEADLINE
 
@@ -48,18 +48,14 @@ class Streams:
         self._pool = ThreadPoolExecutor(16)
         self.seen: list[list[int]] = []
 
-    def start(self, prompt: Sequence[int], count: int) -> Future[generation_pb2.Finished]:
+    def start(self, prompt: Sequence[int], count: int) -> Future[Generated]:
         seen: list[int] = []
         self.seen.append(seen)
         return self._pool.submit(self._run, prompt, count, seen)
 
-    def _run(self, prompt: Sequence[int], count: int, seen: list[int]) -> generation_pb2.Finished:
-        request = generation_pb2.GenerateRequest(
-            token_ids=generation_pb2.TokenIds(ids=prompt), max_tokens=count, temperature=0.0, ignore_eos=True
-        )
-        with Client(self._cluster.address, self._cluster.operator) as client:
-            for response in client.generate(request, timeout=DEADLINE):
-                seen += response.delta.token_ids
-                if response.HasField("finished"):
-                    return response.finished
-        raise AssertionError("the stream ended without a Finished")
+    def _run(self, prompt: Sequence[int], count: int, seen: list[int]) -> Generated:
+        with Client(self._cluster.address) as client:
+            stream = client.generate(prompt, max_tokens=count, temperature=0.0, ignore_eos=True, timeout=DEADLINE)
+            for delta in stream:
+                seen += delta.token_ids
+            return stream.result()

@@ -6,29 +6,16 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from baton import config
-from baton.v1 import generation_pb2
-from deploy.client import Client
+from baton.client import Client, Generated
 from tests import checkpoints
 
 TIE = 1e-4  # two best logits closer than this may swap between implementations
 TIES_ALLOWED = 0.005  # of all tokens
 OUTPUT = 24  # tokens
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the cluster said to one request."""
-
-    tokens: list[int]
-    finished: generation_pb2.Finished
-
-    @property
-    def usage(self) -> generation_pb2.Usage:
-        return self.finished.usage
 
 
 SLOW_ENGINE = {"model.native": False}
@@ -87,22 +74,14 @@ def references(path: Path, wanted: Sequence[Sequence[int]], count: int = OUTPUT)
     return {key: model.generate(key, count)[0] for key in {tuple(prompt) for prompt in wanted}}
 
 
-def ask(address: str, prompt: Sequence[int], count: int = OUTPUT, **settings: object) -> Answer:
+def ask(address: str, prompt: Sequence[int], count: int = OUTPUT, **settings: Any) -> Generated:
     """One request by token ids, past any end-of-sequence token; greedy unless told otherwise."""
     settings = {"temperature": 0.0, "ignore_eos": True, **settings}
-    request = generation_pb2.GenerateRequest(
-        token_ids=generation_pb2.TokenIds(ids=prompt), max_tokens=count, **settings
-    )  # type: ignore[arg-type]
-    tokens: list[int] = []
     with Client(address) as client:
-        for response in client.generate(request, timeout=120):
-            tokens += response.delta.token_ids
-            if response.HasField("finished"):
-                return Answer(tokens, response.finished)
-    raise AssertionError("the stream ended without a Finished")
+        return client.generate(prompt, max_tokens=count, timeout=120, **settings).result()
 
 
-def ask_all(address: str, wanted: Sequence[Sequence[int]], count: int = OUTPUT, **settings: object) -> list[Answer]:
+def ask_all(address: str, wanted: Sequence[Sequence[int]], count: int = OUTPUT, **settings: Any) -> list[Generated]:
     """All at once."""
     with ThreadPoolExecutor(len(wanted)) as pool:
         return list(pool.map(lambda prompt: ask(address, prompt, count, **settings), wanted))
@@ -111,7 +90,7 @@ def ask_all(address: str, wanted: Sequence[Sequence[int]], count: int = OUTPUT, 
 def compare(
     path: Path,
     wanted: Sequence[Sequence[int]],
-    answers: Sequence[Answer],
+    answers: Sequence[Generated],
     expected: Mapping[tuple[int, ...], list[int]],
 ) -> None:
     """Every token must be the reference's; where the two best logits all but tie, the reference follows ours and goes
@@ -119,19 +98,20 @@ def compare(
     ties: list[dict[str, object]] = []
     for prompt, answer in zip(wanted, answers, strict=True):
         right = expected[tuple(prompt)]
-        assert len(answer.tokens) == len(right), f"{len(answer.tokens)} tokens instead of {len(right)}"
-        while answer.tokens != right:
-            at = next(i for i, (a, b) in enumerate(zip(answer.tokens, right, strict=True)) if a != b)
+        assert len(answer.token_ids) == len(right), f"{len(answer.token_ids)} tokens instead of {len(right)}"
+        while answer.token_ids != right:
+            at = next(i for i, (a, b) in enumerate(zip(answer.token_ids, right, strict=True)) if a != b)
             model = checkpoints.reference(path)
             logits = model.logits([*prompt, *right[:at]])[-1]
-            gap = float(logits[right[at]] - logits[answer.tokens[at]])
-            tie = {"prompt": len(prompt), "position": at, "ours": answer.tokens[at], "reference": right[at], "gap": gap}
+            ours = answer.token_ids[at]
+            gap = float(logits[right[at]] - logits[ours])
+            tie = {"prompt": len(prompt), "position": at, "ours": ours, "reference": right[at], "gap": gap}
             assert abs(gap) < TIE, f"a wrong token: {json.dumps(tie)}"
             ties.append(tie)
-            forced = answer.tokens[: at + 1]
+            forced = answer.token_ids[: at + 1]
             rest = model.generate([*prompt, *forced], len(right) - at - 1)[0] if at + 1 < len(right) else []
             right = forced + rest
     for tie in ties:
         print(json.dumps(tie))
-    total = sum(len(answer.tokens) for answer in answers)
+    total = sum(len(answer.token_ids) for answer in answers)
     assert len(ties) <= TIES_ALLOWED * total, f"{len(ties)} ties among {total} tokens"
