@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 
+from baton.client import Generated
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.support import workload
@@ -70,7 +71,7 @@ class Load:
         self._prompts = list(expected)
         self._rng = rng
         self._pool = ThreadPoolExecutor(STREAMS)
-        self._running: dict[Future[workload.Answer], tuple[int, ...]] = {}
+        self._running: dict[Future[Generated], tuple[int, ...]] = {}
         self.requests = self.cached = self.attempts = 0
 
     def run(self, seconds: float) -> None:
@@ -97,7 +98,7 @@ class Load:
             self.attempts += answer.work.attempts
 
 
-def check(prompt: Sequence[int], answer: workload.Answer, expected: Mapping[tuple[int, ...], list[int]]) -> None:
+def check(prompt: Sequence[int], answer: Generated, expected: Mapping[tuple[int, ...], list[int]]) -> None:
     assert answer.token_ids == expected[tuple(prompt)], f"wrong tokens for a prompt of {len(prompt)}"
 
 

@@ -12,7 +12,6 @@ import pytest
 from baton import operator_port
 from baton.client import Client
 from baton.errors import ConfigError
-from baton.v1 import cache_pb2
 from deploy.local import LocalCluster
 from tests.support import workload
 from tests.support.eventually import eventually
@@ -29,7 +28,7 @@ def test_the_operators_socket_of_a_router_that_is_killed_and_comes_back(
                 with pytest.raises(ConfigError, match="does not serve that: Cluster and Cache are on"):
                     call()
             with pytest.raises(ConfigError, match="does not serve that"):
-                stranger.pin_prefix(cache_pb2.PinPrefixRequest(text="a"))
+                stranger.pin_prefix("a")
         with Client(operator=cluster.operator) as operator:
             cluster.kill("router", signal.SIGKILL)
             assert path.exists()  # it could not remove it
