@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of `generate`."""
+    """Keyword arguments of `generate`. Messages within a request are mappings: `structured_output={"regex": "[ab]+"}`."""
 
     model: str
     temperature: float | None
@@ -45,6 +45,7 @@ class SamplingOptions(TypedDict, total=False):
     include_stop: bool
     special_tokens: bool
     cache_salt: str
+    structured_output: Mapping[str, Any] | None
 
 
 class ChatOptions(TypedDict, total=False):

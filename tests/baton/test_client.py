@@ -76,6 +76,8 @@ def test_a_request_holds_what_was_given_and_leaves_the_rest_open():
     assert made == pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=[1, 2]), temperature=0.0, logit_bias={3: -1.0}, stop=["a"]
     )
+    choice = generate_request([1], {"structured_output": {"choice": {"texts": ["a", "b"]}}}).structured_output
+    assert choice.choice.texts == ["a", "b"]
     assert generate_request("a", {"stop": "end"}).stop == ["end"]  # type: ignore[typeddict-item]
 
 
