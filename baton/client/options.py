@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of `generate`. Messages within a request are mappings: `structured_output={"regex": "[ab]+"}`."""
+    """Keyword arguments of `generate`. A message is a mapping, such as `structured_output={"regex": "[ab]+"}`."""
 
     model: str
     temperature: float | None
