@@ -10,7 +10,7 @@ TORCH_INDEX := $(if $(wildcard /proc/driver/nvidia/version),,--extra-index-url h
 
 PURE := tests/router tests/decode_worker tests/prefill_worker tests/simulator tests/baton tests/kvstore
 
-.PHONY: setup demo test test-fast check soak stubs
+.PHONY: setup demo test test-fast check soak interop stubs
 
 setup: $(VENV)/.ready
 
@@ -48,6 +48,10 @@ check: setup
 soak: setup
 	$(BIN)/python -m tests.soak
 	$(PYTEST) -n 2 --hypothesis-profile thorough -m 'not alone'
+
+# Clients of other projects, each in an environment of its own below ~/.cache/baton-interop. Needs PyPI.
+interop: setup
+	$(BIN)/python -m tests.interop $(SUITES) $(if $(SUITES),,--report docs/conformance.md)
 
 stubs: setup
 	PYTHON=$(CURDIR)/$(BIN)/python sh proto/generate.sh

@@ -66,13 +66,19 @@ class ModelConfig(_Section, frozen=True):
 
     path: str = ""  # directory of a Hugging Face checkpoint, or a hub id; required
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's own
-    served_model_name: str = ""  # the name clients use; default: the last part of path
+    served_model_name: str | tuple[str, ...] = ""  # names clients use, the first in answers; default: end of path
     device: str = "auto"  # torch device; auto: cuda where there is one, else cpu
     native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 
     @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names that clients may use. Answers have the first."""
+        given = self.served_model_name
+        return (given,) if given and isinstance(given, str) else tuple(given) or (Path(self.path).name,)
+
+    @property
     def served_name(self) -> str:
-        return self.served_model_name or Path(self.path).name
+        return self.served_names[0]
 
 
 class ClusterConfig(_Section, frozen=True):
@@ -374,6 +380,8 @@ def _check(config: Config) -> None:
             f"four heartbeats of {cluster.heartbeat_ms} ms: one lost message would look like a death; raise it, or "
             "lower cluster.heartbeat_ms"
         )
+    if isinstance(config.model.served_model_name, tuple) and not all(config.model.served_model_name):
+        raise ConfigError("model.served_model_name has an empty name; remove it")
     operator = parse_operator(config.router.operator)
     tls = config.tls
     if bool(tls.cert_file) != bool(tls.key_file):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from baton.errors import ContextTooLong, InvalidRequest, ModelMismatch, shown
+from baton.errors import ContextTooLong, InvalidRequest, shown
 from baton.messages import MAX_TRACE_STEPS, LogitsRules, SamplingParams, WorkerRole
 from baton.v1 import cache_pb2, cluster_pb2
 from baton.v1 import generation_pb2 as pb
@@ -117,7 +117,7 @@ def parse_generate_request(
     request: pb.GenerateRequest, request_id: str, model: ServedModel, draw_seed: Callable[[], int]
 ) -> ValidatedRequest:
     """Check a request. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
-    _check_model(request.model, model)
+    model.check(request.model)
     if len(request.stop_token_ids) > _MAX_STOP_TOKENS:
         raise InvalidRequest(
             f"stop_token_ids has {len(request.stop_token_ids)} tokens; at most {_MAX_STOP_TOKENS} are allowed"
@@ -149,7 +149,7 @@ def parse_generate_request(
 
 def parse_pin_request(request: cache_pb2.PinPrefixRequest, pin: str, model: ServedModel) -> ValidatedPin:
     """Check a prefix that is to be pinned. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
-    _check_model(request.model, model)
+    model.check(request.model)
     ttl_ms = request.ttl_ms if request.HasField("ttl_ms") else _DEFAULT_TTL_MS
     if not _MIN_TTL_MS <= ttl_ms <= _MAX_TTL_MS:
         raise InvalidRequest(f"ttl_ms is {ttl_ms}; it must be from {_MIN_TTL_MS} (1 second) to {_MAX_TTL_MS} (7 days)")
@@ -164,11 +164,6 @@ def _salt(given: str) -> str:
             f"cache_salt is {shown(repr(given))}; it must have at most {_MAX_SALT} characters, without @, /, \\ and NUL"
         )
     return given
-
-
-def _check_model(asked: str, model: ServedModel) -> None:
-    if asked not in ("", model.name):
-        raise ModelMismatch(f"model {shown(asked)!r} is not served here; this cluster serves {model.name!r}")
 
 
 def _prompt(request: pb.GenerateRequest | cache_pb2.PinPrefixRequest, model: ServedModel) -> Sequence[int]:

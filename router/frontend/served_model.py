@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.config import ModelConfig
-from baton.errors import ModelError, ModelNotFound
+from baton.errors import ModelError, ModelMismatch, ModelNotFound, shown
 from baton.messages import SamplingParams
 from router.frontend.chat_template import ChatTemplate
 from router.frontend.detokenizer import Tokenizer
@@ -34,6 +34,12 @@ class ServedModel:
     defaults: SamplingParams  # for what a request leaves open
     chat_template: ChatTemplate | None = None
     tokenizer_file: Path | None = None  # where the tokenizer was read
+    aliases: tuple[str, ...] = ()  # further names that a request may use
+
+    def check(self, asked: str | None) -> None:
+        """Raise ModelMismatch if a request asks for another model; no name is this one."""
+        if asked and asked not in (self.name, *self.aliases):
+            raise ModelMismatch(f"model {shown(asked)!r} is not served here; this cluster serves {self.name!r}")
 
 
 def load(config: ModelConfig) -> ServedModel:
@@ -44,6 +50,7 @@ def load(config: ModelConfig) -> ServedModel:
     tokenizer = folder / "tokenizer.json"
     return ServedModel(
         name=config.served_name,
+        aliases=config.served_names[1:],
         tokenizer=Tokenizer.load(tokenizer) if tokenizer.is_file() else None,
         limits=ModelLimits(_count(settings, "vocab_size"), _count(settings, "max_position_embeddings")),
         eos=_ids(generation, "eos_token_id") or _ids(settings, "eos_token_id"),

@@ -79,6 +79,18 @@ def test_an_override_without_a_section() -> None:
         config.load(None, {"grpc_port": 1})
 
 
+def test_a_model_has_one_name_or_several() -> None:
+    def names(*given: object) -> tuple[str, ...]:
+        settings = {"model.path": "/models/llama"} | ({"model.served_model_name": given[0]} if given else {})
+        return config.load(None, settings).model.served_names
+
+    assert names() == names("") == names([]) == ("llama",)
+    assert names("gpt-5") == ("gpt-5",)
+    assert names(["gpt-5", "gpt-4"]) == ("gpt-5", "gpt-4")
+    with pytest.raises(ConfigError, match="empty name"):
+        names(["gpt-5", ""])
+
+
 def test_every_setting_is_documented_with_its_default() -> None:
     text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
     for section in msgspec.structs.fields(config.Config):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -77,8 +78,11 @@ def text_of(seed: int = SEED, prompt: int = len(PROMPT), count: int = 12) -> str
 
 
 @contextlib.asynccontextmanager
-async def door(folder: Path, *, template: str | None = TEMPLATE, workers: int = 1, **more: Any) -> AsyncIterator[Door]:
+async def door(
+    folder: Path, *, template: str | None = TEMPLATE, workers: int = 1, names: tuple[str, ...] = (), **more: Any
+) -> AsyncIterator[Door]:
     config = settings_for(folder, **more)
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, served_model_name=names))
     settings = {"bos_token": "<s>", "chat_template": template}
     (Path(config.model.path) / "tokenizer_config.json").write_text(json.dumps(settings))
     async with served(config) as router, aiohttp.ClientSession() as http:
@@ -137,6 +141,20 @@ def test_without_max_tokens_a_completion_has_sixteen(tmp_path: Path) -> None:
         async with door(tmp_path) as client:
             answer = await client.complete(max_tokens=None, ignore_eos=True)
             assert answer["usage"]["completion_tokens"] == 16
+
+    run(test)
+
+
+def test_further_names_of_the_model_are_accepted_and_listed(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with door(tmp_path, names=("one", "two")) as client:
+            _, models = await client.get("/v1/models")
+            assert [card["id"] for card in models["data"]] == ["one", "two"]
+            assert (await client.get("/v1/models/two"))[1]["root"] == "one"
+            for name in ("one", "two", ""):
+                assert (await client.complete(model=name))["model"] == "one"
+            status, answer, _ = await client.post("/v1/completions", completion(model="three"))
+            assert (status, "'three'" in answer["error"]["message"]) == (404, True)
 
     run(test)
 
@@ -236,6 +254,11 @@ def test_names_headers_and_what_the_server_is(tmp_path: Path) -> None:
             assert (model["object"], model["max_model_len"]) == ("model", 4_096)
             assert await client.get(f"/v1/models/{model['id']}") == (200, model)
             assert (await client.get("/v1/models/other"))[0] == 404
+            anthropics = {"anthropic-version": "2023-06-01"}
+            async with client.http.get(f"{client.url}/v1/models", headers=anthropics) as listed:
+                page = await listed.json()
+            assert (page["first_id"], page["has_more"]) == (model["id"], False)
+            assert page["data"][0]["type"] == "model"
             for path in ("/live", "/ready", "/health", "/health/ready", "/version", "/openapi.json"):
                 assert (await client.get(path))[0] == 200, path
             async with client.http.get(f"{client.url}/metrics") as page:

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 from starlette.applications import Starlette
@@ -38,7 +38,8 @@ from router.frontend.api.bodies import BodyReader
 from router.frontend.api.errors import ErrorBody
 from router.frontend.api.gate import KeyGate
 from router.frontend.api.http_responses import EventStream, Order, WholeAnswer, error_response, json_response
-from router.frontend.api.messages import Message, MessagesRequest, chat_of_messages
+from router.frontend.api.messages import CountTokensRequest, Message, MessagesRequest, chat_of_messages
+from router.frontend.api.model_cards import ModelCards
 from router.frontend.api.parameters import affinity_of, generate_request, token_ids
 from router.frontend.api.prompts import MAX_SAMPLES, PromptBuilder
 from router.frontend.api.protocol import (
@@ -85,7 +86,7 @@ class HttpApi:
         text = model.tokenizer.max_bytes(model.limits.max_context) if model.tokenizer else 0
         self._bodies = BodyReader(model)
         self._prompts = PromptBuilder(service, max(text, 2**20), trust_templates=trust_templates)
-        self._started = int(time.time())
+        self._cards = ModelCards(model, int(time.time()))
         self._fingerprint = f"baton-{baton.__version__}"
         get = partial(Route, methods=["GET"])
         post = partial(Route, methods=["POST"])
@@ -96,6 +97,7 @@ class HttpApi:
                 get("/v1/models", self._models),
                 get("/v1/models/{model:path}", self._model),
                 post("/v1/messages", self._guarded(self._messages, errors.anthropic_body)),
+                post("/v1/messages/count_tokens", self._guarded(self._count_tokens, errors.anthropic_body)),
                 post("/v1/responses", self._guarded(self._responses)),
                 post("/tokenize", self._guarded(self._tokenize)),
                 post("/detokenize", self._guarded(self._detokenize)),
@@ -119,7 +121,7 @@ class HttpApi:
         received = self._service.clock.now()
         fields = await self._bodies.read(request, CompletionRequest)
         refuse_unserved(fields)
-        self._check_model(fields.model)
+        self._service.model.check(fields.model)
         if fields.prompt is None:
             raise InvalidRequest("the request has no prompt; send a text, token ids, or a list of either")
         prompts = await self._prompts.of_completion(fields)
@@ -148,6 +150,12 @@ class HttpApi:
         asked = await self._bodies.read(request, MessagesRequest)
         return await self._chat(request, chat_of_messages(asked), received, "msg_", Message)
 
+    async def _count_tokens(self, request: Request) -> Response:
+        fields = chat_of_messages((await self._bodies.read(request, CountTokensRequest)).as_message())
+        refuse_unserved(fields)
+        self._service.model.check(fields.model)
+        return json_response({"input_tokens": len(await self._prompts.of_chat(fields))})
+
     async def _responses(self, request: Request) -> Response:
         received = self._service.clock.now()
         asked = await self._bodies.read(request, ResponsesRequest)
@@ -163,7 +171,7 @@ class HttpApi:
         kind: Callable[[Wanted, list[Sample]], Answer],
     ) -> Response:
         refuse_unserved(fields)
-        self._check_model(fields.model)
+        self._service.model.check(fields.model)
         prompt = await self._prompts.of_chat(fields)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         if fields.top_logprobs and not fields.logprobs:
@@ -220,7 +228,7 @@ class HttpApi:
 
     async def _tokenize(self, request: Request) -> Response:
         fields = await self._bodies.read(request, TokenizeRequest)
-        self._check_model(fields.model)
+        self._service.model.check(fields.model)
         if (fields.prompt is None) == (fields.messages is None):
             raise InvalidRequest("send either prompt or messages")
         if fields.prompt is not None:
@@ -235,7 +243,7 @@ class HttpApi:
 
     async def _detokenize(self, request: Request) -> Response:
         fields = await self._bodies.read(request, DetokenizeRequest)
-        self._check_model(fields.model)
+        self._service.model.check(fields.model)
         model = self._service.model
         if model.tokenizer is None:
             raise InvalidRequest(f"{model.name} has no tokenizer.json, so there is no text")
@@ -245,25 +253,13 @@ class HttpApi:
         return json_response({"prompt": await self._service.apart(4 * len(tokens), work)})
 
     async def _models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
+        return json_response(self._cards.all(request.headers))
 
     async def _model(self, request: Request) -> Response:
-        if request.path_params["model"] != self._service.model.name:
-            return error_response(_mismatch(request.path_params["model"], self._service.model.name))
-        return json_response(self._card())
-
-    def _card(self) -> dict[str, Any]:
-        model = self._service.model
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "baton",
-            "root": model.name,
-            "parent": None,
-            "max_model_len": model.limits.max_context,
-            "permission": [],
-        }
+        try:
+            return json_response(self._cards.one(request.path_params["model"], request.headers))
+        except ModelMismatch as error:
+            return error_response(error)
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": baton.__version__})
@@ -282,10 +278,6 @@ class HttpApi:
 
     async def _openapi(self, request: Request) -> Response:
         return json_response(openapi.document())
-
-    def _check_model(self, asked: str | None) -> None:
-        if asked and asked != self._service.model.name:
-            raise _mismatch(asked, self._service.model.name)
 
     # --- errors ------------------------------------------------------------------------------------------------------
 
@@ -342,10 +334,6 @@ def _name_of(request: Request, fields: GenerationFields) -> str:
         given = secrets.token_hex(8)
     request.state.name = given
     return given
-
-
-def _mismatch(asked: str, served: str) -> ModelMismatch:
-    return ModelMismatch(f"model {shown(asked)!r} is not served here; this cluster serves {served!r}")
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

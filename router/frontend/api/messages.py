@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from baton.errors import BatonError, InvalidRequest
 from router.frontend.api import errors
@@ -33,6 +34,21 @@ class MessagesRequest(Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+
+
+class CountTokensRequest(Struct, kw_only=True):
+    """The body of POST /v1/messages/count_tokens."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+    def as_message(self) -> MessagesRequest:
+        """The request whose prompt is counted."""
+        return MessagesRequest(max_tokens=1, **asdict(self))
 
 
 def chat_of_messages(request: MessagesRequest) -> ChatCompletionRequest:

@@ -1,0 +1,81 @@
+"""The suites: what each needs, what it runs, and how long it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tests.interop.environment import Environment
+from tests.interop.result import SuiteResult
+from tests.interop.suites import clients, openai_python, schemathesis
+from tests.interop.target import Target
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One suite. `seconds` bounds each of its processes."""
+
+    name: str
+    about: str  # what is run, for the report
+    requirements: Sequence[str]
+    packages: Sequence[str]  # whose versions the report names
+    run: Callable[[Target, Environment], SuiteResult]
+    seconds: float = 180.0
+    needs_torch: bool = False
+
+
+_ALL = (
+    Suite(
+        "openai",
+        "`tests/interop/clients/openai_client.py`: sync, async, streams, tools, JSON schema, n = 4, log-probabilities, "
+        "Responses, errors; strict validation of every answer",
+        ["openai==3.54.0"],
+        ["openai"],
+        partial(clients.run_client, "openai_client.py"),
+    ),
+    Suite(
+        "openai-python",
+        "the package's own tests of chat, completions, models and Responses, from its source distribution",
+        [
+            f"openai[aiohttp]=={openai_python.VERSION}", "pytest==9.2.0", "pytest-asyncio>=1.4", "pytest-xdist==3.8.0",
+            "inline-snapshot", "trio", "httpx2", "rich",
+        ],
+        ["openai"],
+        openai_python.run,
+    ),
+    Suite(
+        "anthropic",
+        "`tests/interop/clients/anthropic_client.py`: messages, streams, tools, token counts, models, errors; strict "
+        "validation of every answer",
+        ["anthropic==2.12.0"],
+        ["anthropic"],
+        partial(clients.run_client, "anthropic_client.py"),
+    ),
+    Suite(
+        "litellm",
+        "`tests/interop/clients/litellm_client.py`: its providers openai, hosted_vllm and anthropic, streams, text "
+        "completions, Responses, tools, errors",
+        ["litellm==1.106.2", "mcp"],
+        ["litellm"],
+        partial(clients.run_client, "litellm_client.py"),
+    ),
+    Suite(
+        "langchain-openai",
+        "`tests/interop/clients/langchain_client.py`: chat, streams, batches, completions, Responses, tools, "
+        "structured output, errors",
+        ["langchain-openai==1.7.3"],
+        ["langchain-openai", "langchain-core"],
+        partial(clients.run_client, "langchain_client.py"),
+    ),
+    Suite(
+        "schemathesis",
+        "`st run /openapi.json`, phases examples, coverage and fuzzing: no 5xx, and statuses, content types, headers "
+        "and answers as documented",
+        ["schemathesis==4.32.5"],
+        ["schemathesis"],
+        schemathesis.run,
+        seconds=600.0,
+    ),
+)  # fmt: skip
+SUITES: Mapping[str, Suite] = {suite.name: suite for suite in _ALL}

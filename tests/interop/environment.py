@@ -1,0 +1,149 @@
+"""Virtual environments of the suites, one each, kept between runs.
+
+They lie below ~/.cache/baton-interop, or below $BATON_INTEROP_CACHE. An environment is made anew when its
+requirements change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+_INSTALL_SECONDS = 900.0
+
+
+class SuiteTimeout(Exception):
+    """A suite's process did not end in time, and was killed."""
+
+
+class InstallError(Exception):
+    """pip could not make an environment."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A process that has ended."""
+
+    code: int
+    output: str
+
+    @property
+    def tail(self) -> str:
+        return "\n".join(self.output.strip().splitlines()[-15:])
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment, and a folder of its suite for results. `seconds` bounds each process."""
+
+    folder: Path
+    scratch: Path
+    seconds: float
+
+    @property
+    def python(self) -> str:
+        return str(self.folder / "bin" / "python")
+
+    def program(self, name: str) -> str:
+        """The path of a program that a package has installed."""
+        return str(self.folder / "bin" / name)
+
+    def run(self, *argv: str, cwd: Path | None = None, **more: str) -> Ran:
+        """Run a process to its end. `more` is added to its environment. Raises SuiteTimeout."""
+        return run_bounded(argv, self.seconds, cwd or self.scratch, self.variables(more))
+
+    def variables(self, more: Mapping[str, str]) -> dict[str, str]:
+        """Environment variables without this project's path, and with nothing that reaches a network."""
+        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        path = f"{self.folder / 'bin'}{os.pathsep}{kept.get('PATH', '')}"
+        return kept | {"PATH": path, "NO_PROXY": "127.0.0.1,localhost", **more}
+
+    def versions(self, names: Sequence[str]) -> list[str]:
+        """The installed versions of packages, as "name version"."""
+        code = "import sys; from importlib.metadata import version\nfor n in sys.argv[1:]: print(n, version(n))"
+        return self.run(self.python, "-c", code, *names).output.strip().splitlines()
+
+
+def cache() -> Path:
+    """Where environments and fetched packages lie."""
+    return Path(os.environ.get("BATON_INTEROP_CACHE") or Path.home() / ".cache" / "baton-interop")
+
+
+def make(
+    name: str, requirements: Sequence[str], scratch: Path, seconds: float, *, needs_torch: bool = False
+) -> Environment:
+    """Return the environment of a suite, made if it is not there as required. Raises InstallError."""
+    environment = Environment(cache() / name, scratch, seconds)
+    scratch.mkdir(parents=True, exist_ok=True)
+    stamp, wanted = environment.folder / "requirements.txt", "\n".join(requirements) + "\n"
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return environment
+    shutil.rmtree(environment.folder, ignore_errors=True)
+    environment.folder.parent.mkdir(parents=True, exist_ok=True)
+    pip = [environment.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    steps = [[sys.executable, "-m", "venv", str(environment.folder)]]
+    if needs_torch:
+        # As `make setup` does: PyPI's newest torch brings gigabytes of CUDA, and this build for CPUs does not.
+        pins = (ROOT / "constraints.txt").read_text().splitlines()
+        constraints = scratch / "constraints.txt"
+        constraints.write_text("\n".join(line for line in pins if line.startswith("torch==")) + "\n")
+        index = ["--extra-index-url", _TORCH_INDEX, "--retries", "1", "--timeout", "15"]
+        steps.append([*pip, "--no-deps", *index, "-c", str(constraints), "torch"])
+        pip += ["-c", str(constraints)]
+    for argv in (*steps, [*pip, *requirements]):
+        ran = run_bounded(argv, _INSTALL_SECONDS, scratch, environment.variables({}))
+        if ran.code:
+            raise InstallError(f"{' '.join(argv[:4])} … ended with {ran.code}: {ran.tail}")
+    stamp.write_text(wanted)
+    return environment
+
+
+def fetch_sdist(environment: Environment, package: str) -> Path:
+    """Download a package's source distribution, unpack it into the cache and return its folder. Raises InstallError."""
+    name, _, version = package.partition("==")
+    folder = cache() / "sdists" / f"{name}-{version}"
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        argv = [environment.python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", package]
+        ran = environment.run(*argv, cwd=folder.parent)
+        archive = folder.parent / f"{folder.name}.tar.gz"
+        if ran.code or not archive.is_file():
+            raise InstallError(f"pip download {package} ended with {ran.code}: {ran.tail}")
+        shutil.unpack_archive(archive, folder.parent, filter="data")
+    return folder
+
+
+def run_bounded(argv: Sequence[str], seconds: float, cwd: Path, variables: Mapping[str, str]) -> Ran:
+    """Run a process to its end, and end all that it has started. Raises SuiteTimeout."""
+    output = cwd / f"output-{time.monotonic_ns()}.log"
+    with output.open("wb") as out:
+        process = subprocess.Popen(
+            argv, cwd=cwd, env=dict(variables), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise SuiteTimeout(f"{Path(argv[0]).name} did not end within {seconds:g} s") from None
+        finally:
+            end_session(process)
+    text = output.read_text(errors="replace")
+    output.unlink()
+    return Ran(code, text)
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a session of its own, and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)

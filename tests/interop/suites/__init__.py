@@ -1,0 +1,1 @@
+"""One module per suite, each with `run(target, environment) -> SuiteResult`."""

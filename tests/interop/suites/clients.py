@@ -1,0 +1,38 @@
+"""Suites of our own that use a client's package as its users do: tests/interop/clients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.interop.environment import Environment
+from tests.interop.result import Case, SuiteResult
+from tests.interop.target import Target
+
+CLIENTS = Path(__file__).parents[1] / "clients"
+
+
+def run_client(script: str, target: Target, environment: Environment) -> SuiteResult:
+    """Run the checks of one client."""
+    ran = environment.run(
+        environment.python, str(CLIENTS / script), target.url, target.model,
+        LITELLM_LOCAL_MODEL_COST_MAP="True", ANTHROPIC_LOG="", LANGSMITH_TRACING="false",
+    )  # fmt: skip
+    cases = read_cases(ran.output)
+    if ran.code or not cases:
+        cases.append(Case.failed(script, f"the script ended with {ran.code}: {ran.tail}"))
+    return SuiteResult(cases)
+
+
+def read_cases(output: str) -> list[Case]:
+    """The cases among what a script has printed. Packages print lines of their own."""
+    cases = list[Case]()
+    for line in output.splitlines():
+        if line.startswith('{"name": '):
+            said = json.loads(line)
+            cases.append(
+                Case(said["name"], "passed")
+                if said["outcome"] == "passed"
+                else Case.failed(said["name"], said["reason"])
+            )
+    return cases

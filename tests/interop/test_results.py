@@ -1,0 +1,62 @@
+"""What suites print is read rightly, and the report tells it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.interop import report
+from tests.interop.catalog import SUITES
+from tests.interop.result import Case, SuiteResult, read_junit
+from tests.interop.suites import clients, openai_python
+
+
+def test_a_junit_report_has_every_outcome(tmp_path: Path) -> None:
+    file = tmp_path / "report.xml"
+    file.write_text(
+        '<testsuites><testsuite><testcase classname="a" name="one"/>'
+        '<testcase classname="a" name="two"><failure message="it is wrong, and here is why">long</failure></testcase>'
+        '<testcase classname="a" name="three"><skipped message="no time for this one today"/></testcase>'
+        '<testcase name="four"><error>ST108</error></testcase></testsuite></testsuites>'
+    )
+    assert [(case.name, case.outcome) for case in read_junit(file)] == [
+        ("a::one", "passed"),
+        ("a::two", "failed"),
+        ("a::three", "skipped"),
+        ("four", "failed"),
+    ]
+    assert [case.reason for case in read_junit(file)][1:] == [
+        "it is wrong, and here is why",
+        "no time for this one today",
+        "ST108",
+    ]
+
+
+def test_what_a_package_prints_is_no_case() -> None:
+    output = (
+        'Give Feedback\n{"name": "a", "outcome": "passed"}\n{"name": "b", "outcome": "failed", "reason": "x\\ny"}\n'
+    )
+    assert clients.read_cases(output) == [Case("a", "passed"), Case("b", "failed", "x y")]
+
+
+def test_a_test_that_must_be_refused_is_refused_as_expected() -> None:
+    name = "tests.api_resources.test_responses.TestAsyncResponses::test_method_delete[strict]"
+    right = openai_python.judged(Case.failed(name, "openai.NotFoundError: Error code: 404"))
+    assert (right.outcome, right.name) == ("skipped", "test_responses.py AsyncResponses.test_method_delete[strict]")
+    assert openai_python.judged(Case.failed(name, "openai.InternalServerError")).outcome == "failed"
+    assert openai_python.judged(Case(name, "passed")).outcome == "failed"
+    other = name.replace("delete", "create_overload_1")
+    assert openai_python.judged(Case(other, "passed")).outcome == "passed"
+
+
+def test_the_report_counts_and_gives_reasons() -> None:
+    cases = [
+        Case("a", "passed"),
+        Case.failed("b", "a | b"),
+        Case.skipped("c", "no store"),
+        Case.skipped("d", "no store"),
+    ]
+    page = report.render(SUITES, {"openai": SuiteResult(cases, ["a note"], ["openai 1.0"], 3.0)})
+    assert "| [openai](#openai) | openai 1.0 | 1 | 1 | 2 |" in page
+    assert "| `b` | `a \\| b` |" in page
+    assert "| 2 | no store |" in page
+    assert "- a note" in page
