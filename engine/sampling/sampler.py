@@ -57,9 +57,10 @@ def sample(
     if changed := [row for row, draw in enumerate(draws) if draw.edits is not None or draw.mask is not None]:
         logits = logits.float().clone()
         for row in changed:
-            failures[row] = _constrain(draws[row], logits[row])
+            failure = _constrain(draws[row], logits[row])
             tokens[row] = int(logits[row].argmax())
             if math.isfinite(largest[row]):  # the rules may leave no token
+                failures[row] = failure
                 largest[row] = float(logits[row, tokens[row]])
     warm = [row for row, draw in enumerate(draws) if draw.temperature > 0]
     if warm:
@@ -101,7 +102,7 @@ def _constrain(draw: TokenDraw, logits: torch.Tensor) -> str:
         logits.fill_(-math.inf)
         return mask.failure or "the mask was not computed"
     logits.masked_fill_(torch.from_numpy(~mask.allowed).to(logits.device), -math.inf)
-    if logits.amax() > -math.inf or own.amax() == -math.inf:
+    if logits.amax() > -math.inf:
         return ""
     if not mask.may_end or not mask.ends:
         return "the grammar and the request's other rules leave no token"

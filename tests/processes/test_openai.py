@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 from tokenizers import Tokenizer
@@ -188,7 +190,17 @@ def test_errors_have_their_classes(client: openai.OpenAI) -> None:
         client.completions.create(model="", prompt=[5] * 100_000)
 
 
-@pytest.mark.parametrize("rules", [{}, {"repetition_penalty": 1.3, "min_tokens": 9, "logit_bias": {"5": 2.0}}])
+WORDS = {"type": "array", "items": {"type": "string", "maxLength": 30}, "minItems": 30, "maxItems": 40}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"repetition_penalty": 1.3, "min_tokens": 9, "logit_bias": {"5": 2.0}},
+        {"structured_outputs": {"json": WORDS, "disable_any_whitespace": True}, "repetition_penalty": 1.1},
+    ],
+)
 def test_a_killed_decode_worker_costs_no_token(
     cluster: LocalCluster, lenient: openai.OpenAI, path: Path, rules: dict[str, Any]
 ) -> None:
@@ -236,6 +248,57 @@ def test_stops_and_what_ended_the_output(client: openai.OpenAI, path: Path, toke
     assert all(never[at : at + len(banned)] != banned for at in range(len(never)))
     allowed = sorted(set(right[:3]))
     assert set(ask(allowed_token_ids=allowed).token_ids) <= set(allowed)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 3, "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_matches_its_schema(client: openai.OpenAI, temperature: float) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    asked: Any = {"model": "", "messages": MESSAGES, "temperature": temperature, "seed": 3, "response_format": form}
+    choice = client.chat.completions.create(max_completion_tokens=200, **asked).choices[0]
+    assert choice.finish_reason == "stop"
+    jsonschema.validate(json.loads(choice.message.content or ""), PERSON)
+    parts = client.chat.completions.create(max_completion_tokens=200, stream=True, **asked)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == choice.message.content
+    without_end: Any = {"ignore_eos": True, "min_tokens": 190}  # all the same, its end is one
+    ended = client.chat.completions.create(max_completion_tokens=200, extra_body=without_end, **asked).choices[0]
+    assert (ended.message.content, ended.finish_reason) == (choice.message.content, "stop")
+    format_: Any = {"type": "json_schema", "name": "person", "schema": PERSON}
+    response = client.responses.create(
+        model="", input=PROMPT, max_output_tokens=200, temperature=temperature, text={"format": format_}
+    )
+    jsonschema.validate(json.loads(response.output_text), PERSON)
+
+
+def test_vllms_structured_outputs(client: openai.OpenAI) -> None:
+    def ask(**outputs: Any) -> str:
+        body: Any = {"structured_outputs": outputs}
+        answer = client.completions.create(model="", prompt=PROMPT, max_tokens=60, temperature=1.0, extra_body=body)
+        assert answer.choices[0].finish_reason == "stop"
+        return answer.choices[0].text
+
+    assert re.fullmatch(r"[a-f]{2,4}-\d", ask(regex=r"[a-f]{2,4}-\d"))
+    assert ask(choice=["yes", "no"]) in ("yes", "no")
+    assert re.fullmatch("(ab|cd){1,3}!", ask(grammar='start: ("ab" | "cd"){1,3} "!"'))
+    assert ask(grammar='root ::= "one" | "two"') in ("one", "two")
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        ask(json={"type": "array", "uniqueItems": True})
+    assert caught.value.param == "structured_outputs"
+    body: Any = {"structured_outputs": {"choice": ["y"]}, "bad_words": ["y"]}
+    with pytest.raises(openai.BadRequestError, match="leave no token"):
+        client.completions.create(model="", prompt=PROMPT, extra_body=body)
 
 
 def busy(cluster: LocalCluster) -> str:
