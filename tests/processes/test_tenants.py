@@ -1,0 +1,127 @@
+"""Two tenants, and two salts, share no cached token on any tier. One tenant finds its own on each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import openai
+import pytest
+
+from baton import api_keys
+from baton.api_keys import Identity
+from baton.v1 import cache_pb2, generation_pb2, generation_pb2_grpc
+from deploy.client import Client
+from deploy.local import LocalCluster
+from tests import checkpoints
+from tests.support import workload
+from tests.support.eventually import eventually
+from tests.support.metrics_page import metric
+
+PAGES = 20
+PROMPT = PAGES * 16 + 1  # tokens: so many full pages, and the last token
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By tenant; "file" is where their hashes are."""
+    path = tmp_path_factory.mktemp("keys") / "api-keys.json"
+    made = {tenant: api_keys.add(path, Identity(name=tenant, tenant=tenant), "") for tenant in ("one", "two")}
+    return {**made, "file": str(path)}
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, keys: dict[str, str]
+) -> Iterator[LocalCluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    disk = {"disk.path": str(folder / "disk"), "disk.admit_after": 1}
+    settings = workload.settings(checkpoint("llama"), 1, 1, **disk, **{"api.keys_file": keys["file"]})
+    with LocalCluster(settings, folder) as running:
+        yield running
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    return [random.randrange(3, checkpoints.VOCAB) for _ in range(PROMPT)]
+
+
+@pytest.fixture
+def cached(cluster: LocalCluster, keys: dict[str, str]) -> Callable[..., int]:
+    """Sends a prompt as a tenant over either door; returns how many of its tokens were cached."""
+
+    def over_http(prompt: list[int], tenant: str, salt: str = "") -> int:
+        with openai.OpenAI(base_url=f"http://{cluster.api_of('router')}/v1", api_key=keys[tenant]) as client:
+            extra = {"cache_salt": salt} if salt else {}
+            answer = client.completions.create(
+                model=client.models.list().data[0].id, prompt=prompt, max_tokens=2, temperature=0, extra_body=extra
+            )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    def over_grpc(prompt: list[int], tenant: str, salt: str = "") -> int:
+        ids = generation_pb2.TokenIds(ids=prompt)
+        request = generation_pb2.GenerateRequest(token_ids=ids, max_tokens=2, temperature=0, cache_salt=salt)
+        with grpc.insecure_channel(cluster.address) as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            metadata = (("authorization", f"Bearer {keys[tenant]}"),)
+            *_, last = stub.Generate(request, metadata=metadata, timeout=120)
+        return last.finished.usage.cached_tokens
+
+    def either(prompt: list[int], tenant: str, salt: str = "", door: str = "http") -> int:
+        return (over_http if door == "http" else over_grpc)(prompt, tenant, salt)
+
+    return either
+
+
+def on_disk(cluster: LocalCluster) -> float:
+    return metric(cluster, "store-0", "kv_pages", tier="disk", state="sealed")
+
+
+def restart(cluster: LocalCluster, *names: str) -> None:
+    for name in names:
+        cluster.kill(name)
+        cluster.start(name)
+    cluster.wait_live(names)
+
+
+@pytest.mark.parametrize("door", ["http", "grpc"])
+@pytest.mark.parametrize("tier", ["device", "store", "disk"])
+def test_tenants_share_no_cached_token(
+    cluster: LocalCluster, cached: Callable[..., int], prompt: list[int], tier: str, door: str
+) -> None:
+    before = on_disk(cluster)
+    assert cached(prompt, "one", door=door) == 0
+    if tier == "disk":
+        eventually(lambda: on_disk(cluster) >= before + PAGES, "pages on the disk")
+        restart(cluster, "store-0")
+    if tier != "device":
+        restart(cluster, "prefill-0", "decode-0")
+    assert cached(prompt, "two", door=door) == 0, "the other tenant finds nothing"
+    found = eventually(lambda: cached(prompt, "one", door=door), f"cached tokens of its own from {tier}")
+    assert found == PAGES * 16
+
+
+def test_salts_share_no_cached_token_within_a_tenant(cached: Callable[..., int], prompt: list[int]) -> None:
+    for salt in ("", "a", "b", "one"):
+        for door in ("http", "grpc"):
+            # Each salt finds nothing at first. What it left is found over the other door.
+            assert cached(prompt, "one", salt, door) == (0 if door == "http" else PAGES * 16)
+    assert cached(prompt, "two", "one") == 0, "the same salt of another tenant"
+
+
+def test_a_pinned_prefix_serves_its_tenant_alone(
+    cluster: LocalCluster, cached: Callable[..., int], prompt: list[int]
+) -> None:
+    with Client(operator=cluster.operator) as operator:
+        ids = generation_pb2.TokenIds(ids=prompt)
+        operator.pin_prefix(cache_pb2.PinPrefixRequest(token_ids=ids, id="mine", tenant="two"))
+        assert [(pin.id, pin.tenant) for pin in operator.pins()] == [("mine", "two")]
+        assert cached(prompt, "one") == 0
+        assert cached(prompt, "two") == PAGES * 16
+        operator.unpin("mine", "two")
+        assert not operator.pins()
+        assert {one.tenant for one in operator.requests(10)} == {"one", "two"}
