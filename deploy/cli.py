@@ -203,10 +203,13 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option(help="Go on after the model's end-of-sequence token.")] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds for the whole request.")] = None,
     address: Annotated[str, typer.Option(help="host:port of a router, instead of --name.")] = "",
+    ca_file: Annotated[
+        str, typer.Option(envvar="BATON_CA_FILE", help="PEM authorities to trust, over TLS; by default public ones.")
+    ] = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
-    """Generate from a prompt and stream the text."""
+    """Generate from a prompt and stream the text. The API key, if one is needed, comes from $BATON_API_KEY."""
     from baton.client import Client
     from deploy.commands import generate as generation
     from deploy.commands.status import find
@@ -214,7 +217,9 @@ def generate(
     if (text is None) == (not token_ids):
         raise InvalidRequest("give either a text or --token-ids")
     prompt = generation.parse_token_ids(token_ids) if text is None else text
-    with Client(address or find(_folder(name)).target) as client:
+    state = None if address else find(_folder(name))
+    tls = ca_file or (state is not None and state.tls)
+    with Client(state.target if state is not None else address, tls=tls) as client:
         stream = client.generate(
             prompt,
             timeout=timeout,

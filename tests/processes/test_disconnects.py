@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import grpc
 import pytest
 
+from baton.client import Client
 from baton.v1 import explain_pb2, generation_pb2, generation_pb2_grpc
-from deploy.client import Client
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.support import workload

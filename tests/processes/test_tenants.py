@@ -12,8 +12,8 @@ import pytest
 
 from baton import api_keys
 from baton.api_keys import Identity
-from baton.v1 import cache_pb2, generation_pb2, generation_pb2_grpc
-from deploy.client import Client
+from baton.client import Client
+from baton.v1 import generation_pb2, generation_pb2_grpc
 from deploy.local import LocalCluster
 from tests import checkpoints
 from tests.support import workload
@@ -117,8 +117,7 @@ def test_a_pinned_prefix_serves_its_tenant_alone(
     cluster: LocalCluster, cached: Callable[..., int], prompt: list[int]
 ) -> None:
     with Client(operator=cluster.operator) as operator:
-        ids = generation_pb2.TokenIds(ids=prompt)
-        operator.pin_prefix(cache_pb2.PinPrefixRequest(token_ids=ids, id="mine", tenant="two"))
+        operator.pin_prefix(prompt, id="mine", tenant="two")
         assert [(pin.id, pin.tenant) for pin in operator.pins()] == [("mine", "two")]
         assert cached(prompt, "one") == 0
         assert cached(prompt, "two") == PAGES * 16

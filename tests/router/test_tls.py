@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import ssl
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +87,24 @@ def test_both_doors_speak_tls_and_nothing_else(tmp_path: Path, tls: TlsConfig) -
             stub: Any = generation_pb2_grpc.GenerationStub(channel)
             _, tokens, _ = await collect(stub.Generate(request(), metadata=bearer(key)))
             assert len(tokens) == 12
+            command = [
+                sys.executable,
+                "-m",
+                "deploy",
+                "generate",
+                "--token-ids",
+                "20,21,22",
+                "--max-tokens",
+                "3",
+                "--json",
+            ]
+            command += ["--address", router.addresses.grpc, "--ca-file", str(tmp_path / "ca.pem")]
+            with_key = {**os.environ, "BATON_API_KEY": key}
+            said = await asyncio.to_thread(subprocess.run, command, env=with_key, capture_output=True, text=True)
+            assert said.returncode == 0, said.stderr
+            assert len(json.loads(said.stdout)["token_ids"]) == 3
+            without = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+            assert json.loads(without.stdout)["error"]["reason"] == "invalid_api_key"
             with pytest.raises(aiohttp.ClientError):
                 await http.get(f"http://{router.addresses.api}/ready")
             with pytest.raises(aiohttp.ClientSSLError):
