@@ -2,8 +2,7 @@
 
 Health and reflection are on both. A server answers a call of a service that it lacks with UNIMPLEMENTED.
 
-Owns nothing but the conversation. Errors leave through one seam, `status_of` and `_abort`: a `BatonError` becomes the
-status it names; anything else is our own mistake, is logged, and shows the client no more than that.
+Owns the servers and what they admit. `grpc_answers` streams output and turns errors into statuses.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -24,9 +23,8 @@ from grpc_reflection.v1alpha import reflection
 from baton import operator_port
 from baton.api_keys import ANONYMOUS
 from baton.doors import Certificate
-from baton.errors import BatonError, Overloaded, PortInUse, RequestCancelled, shown
+from baton.errors import PortInUse, RequestCancelled
 from baton.hosts import bracketed
-from baton.logs import RequestLog
 from baton.operator_address import Loopback, parse_operator
 from baton.v1 import (
     cache_pb2,
@@ -37,13 +35,14 @@ from baton.v1 import (
     generation_pb2,
     generation_pb2_grpc,
 )
-from router.events import Cancelled, Failed, Finished, RequestEnded
+from router.events import Finished, Summary
 from router.frontend import responses
 from router.frontend.client_sessions import RouterDriver
 from router.frontend.generation import Generation, GenerationService, text_bytes
+from router.frontend.grpc_answers import LINGER, StreamedAnswer, abort, typed
 from router.frontend.identity import THIS_USER, Gatekeeper, caller
-from router.frontend.message_guard import Admit, MessageGuard, looked_at
-from router.frontend.output_stream import OutputStream
+from router.frontend.message_guard import Admit, MessageGuard
+from router.frontend.output_stream import Output
 from router.frontend.request_parsing import (
     ValidatedPin,
     name_of,
@@ -56,17 +55,11 @@ from router.role_changes import PATIENCE
 
 log = logging.getLogger(__name__)
 
-REASON = "baton-reason"
-RETRY_AFTER = "retry-after-ms"
-REQUEST_ID = "x-request-id"
 _ID_BYTES = 6  # of one token id in a message: at most 5, and a tag where a client does not pack them
 _OTHER_BYTES = 128 * 2**10  # of all other fields of a message together: stop strings have up to 64,000
 _SPARE_RPCS = 1_024  # beyond router.max_concurrent_rpcs: health checks, refusals, and ends that clients do not read
 _MAX_STREAMS = 1_024  # of one connection; gRPC's clients wait with more
 _KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 60_000, 20_000  # a client whose machine or process stands still is let go
-_MAX_DETAILS = 1_000  # characters of an error: gRPC's clients take 16 KiB of headers, and one may become 12 bytes
-_LINGER = 15.0  # seconds after a request's end in which its client must read something, or its RPC is ended
-_LAST_WORDS = 1.0  # seconds that gRPC gets to pass on why
 _TEXTS = {"/baton.v1.Generation/Generate": 2, "/baton.v1.Cache/PinPrefix": 2}  # the fields that hold a prompt's text
 _LISTED = 10  # requests, unless the client says how many
 _OPERATOR_RPCS = 256
@@ -74,91 +67,40 @@ _OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")  # what a client withou
 GENERATION, CACHE, CLUSTER = "baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster"
 
 
-def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:
-    """The status and trailing metadata that a client gets for an error."""
-    metadata = [(REASON, error.reason)]
-    if isinstance(error, Overloaded):
-        metadata.append((RETRY_AFTER, str(error.retry_after_ms)))
-    return grpc.StatusCode[error.status], tuple(metadata)
-
-
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """Streams of tokens."""
 
-    def __init__(self, service: GenerationService, linger: float = _LINGER) -> None:
+    def __init__(self, service: GenerationService, linger: float = LINGER) -> None:
         self._service = service
         self._linger = linger
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802 gRPC's name
-        received = self._service.clock.now()
-        left = context.time_remaining()
-        deadline = None if left is None else received + left
-        generation: Generation | None = None
-        request_id = ""
-        try:
-            request_id = name_of(request)
-            with _connected():
-                await context.send_initial_metadata(((REQUEST_ID, request_id),))
-            generation = await self._service.start(request, request_id, received, deadline)
-            if not await self._pass_on(generation, context):
-                await self._give_up(generation.stream, request_id, context)
-        except BatonError as error:
-            await _abort(context, error, request_id)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except Exception:  # noqa: BLE001 whatever it is, the client gets a status and never a traceback
-            RequestLog(log, request_id).exception("failed in the router")
-            await _abort(context, BatonError("internal error; the router's log says more"), request_id)
-        finally:
-            if generation is not None:
-                generation.close()
-
-    async def _pass_on(self, generation: Generation, context: Any) -> bool:
-        """Write what comes, as fast as the client reads, until all is written (true), or until the request has ended
-        and the client reads nothing more of it. Raises BatonError when the request ends in one."""
-        stream, validated = generation.stream, generation.validated
-        writing = asyncio.create_task(_write_out(stream, validated.request_id, validated.sampling.seed, context))
-        writing.add_done_callback(looked_at)
-        before: tuple[bool, int] | None = None
-        try:
-            while not writing.done():
-                await asyncio.wait({writing}, timeout=self._linger)
-                now = (stream.ended, stream.reads)
-                if not writing.done() and now == before and stream.ended:
-                    return False
-                before = now
-        except asyncio.CancelledError:
-            writing.cancel()
-            raise
-        writing.result()
-        return True
-
-    async def _give_up(self, stream: OutputStream, request_id: str, context: Any) -> None:
-        """End an RPC whose client does not read. Neither the write nor the status that waits behind it is cancelled:
-        gRPC still holds them. They end when the client reads, or has gone, and cost no more than a piece until then."""
-        stream.abandon()
-        error = RequestCancelled(f"the client has read nothing for {self._linger:g} s after its request's end")
-        aborting = asyncio.create_task(_abort(context, error, request_id))
-        aborting.add_done_callback(looked_at)
-        await asyncio.wait({aborting}, timeout=_LAST_WORDS)
+        answer = StreamedAnswer(self._service, _OwnRendering(request), context, self._linger)
+        async with typed(context):
+            await answer.serve(name_of(request))
 
 
-async def _write_out(stream: OutputStream, request_id: str, seed: int, context: Any) -> None:
-    """Write what comes of a request. Raises BatonError when it ends in one."""
-    with _connected():
-        while True:
-            news = await stream.read()
-            if not isinstance(news, RequestEnded):
-                await context.write(responses.delta(news))
-                continue
-            match news.outcome:
-                case Finished(reason=reason):
-                    await context.write(responses.finished(reason, news.summary, request_id, seed))
-                    return
-                case Failed(error=error):
-                    raise error
-                case Cancelled(why=why):
-                    raise RequestCancelled(why)
+class _OwnRendering:
+    """The answer to a call of `Generation`."""
+
+    def __init__(self, request: generation_pb2.GenerateRequest) -> None:
+        self._request = request
+        self._name, self._seed = "", 0
+
+    def request(self) -> generation_pb2.GenerateRequest:
+        return self._request
+
+    def started(self, generation: Generation) -> None:
+        self._name, self._seed = generation.validated.request_id, generation.validated.sampling.seed
+
+    def piece(self, output: Output) -> Iterator[generation_pb2.GenerateResponse]:
+        yield responses.delta(output)
+
+    def finished(self, finished: Finished, summary: Summary) -> Iterator[generation_pb2.GenerateResponse]:
+        yield responses.finished(finished.reason, summary, self._name, self._seed)
+
+    def cancelled(self, why: str, summary: Summary) -> Iterator[generation_pb2.GenerateResponse]:
+        raise RequestCancelled(why)
 
 
 class CacheServicer(cache_pb2_grpc.CacheServicer):
@@ -171,13 +113,13 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
     async def PinPrefix(self, request: cache_pb2.PinPrefixRequest, context: Any) -> cache_pb2.PinPrefixResponse:  # noqa: N802
         left = context.time_remaining()
         deadline = None if left is None else self._service.clock.now() + left
-        async with _typed(context):
+        async with typed(context):
             order = await self._parse(request, pin_of(request))
             return responses.pinned(await self._driver.pin_prefix(order, deadline))
         raise AssertionError("abort returned")
 
     async def UnpinPrefix(self, request: cache_pb2.UnpinPrefixRequest, context: Any) -> cache_pb2.UnpinPrefixResponse:  # noqa: N802
-        async with _typed(context):
+        async with typed(context):
             self._driver.unpin_prefix(request.id, request.tenant)
         return cache_pb2.UnpinPrefixResponse()
 
@@ -219,7 +161,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def Profile(  # noqa: N802 gRPC's name
         self, request: cluster_pb2.ProfileRequest, context: Any
     ) -> cluster_pb2.ProfileResponse:
-        async with _typed(context):
+        async with typed(context):
             steps = steps_of(request)
             if request.stop:
                 path, node = self._driver.stop_profile(request.process)
@@ -229,7 +171,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         raise AssertionError("abort returned")
 
     async def Drain(self, request: cluster_pb2.DrainRequest, context: Any) -> cluster_pb2.DrainResponse:  # noqa: N802
-        async with _typed(context):
+        async with typed(context):
             view = self._driver.drain(request.worker, request.now, request.undo)
             return cluster_pb2.DrainResponse(worker=responses.process(view))
         raise AssertionError("abort returned")
@@ -237,14 +179,14 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def SetRole(  # noqa: N802 gRPC's name
         self, request: cluster_pb2.SetRoleRequest, context: Any
     ) -> cluster_pb2.SetRoleResponse:
-        async with _typed(context):
+        async with typed(context):
             patience = request.patience_ms / 1_000 if request.HasField("patience_ms") else PATIENCE
             view = self._driver.set_role(request.worker, role_of(request), patience)
             return cluster_pb2.SetRoleResponse(worker=responses.process(view))
         raise AssertionError("abort returned")
 
     async def Explain(self, request: explain_pb2.ExplainRequest, context: Any) -> explain_pb2.ExplainResponse:  # noqa: N802
-        async with _typed(context):
+        async with typed(context):
             return responses.explained(*self._driver.explain(request.request_id))
         raise AssertionError("abort returned")
 
@@ -264,7 +206,7 @@ class _GrpcServer:
         limits, tokenizer = driver.model.limits, driver.model.tokenizer
         max_bytes = _OTHER_BYTES + _ID_BYTES * limits.max_context
         max_text = tokenizer.max_bytes(limits.max_context) if tokenizer else 0
-        self._guard = MessageGuard(_abort, max_rpcs, max_bytes, _TEXTS, admit=admit)
+        self._guard = MessageGuard(abort, max_rpcs, max_bytes, _TEXTS, admit=admit)
         self.grpc = grpc.aio.server(
             interceptors=(self._guard,),
             maximum_concurrent_rpcs=max_rpcs + _SPARE_RPCS,
@@ -420,37 +362,3 @@ def _admit_this_user(method: str, metadata: Mapping[str, str]) -> Callable[[], N
 
 def _nothing() -> None:
     pass
-
-
-@contextlib.asynccontextmanager
-async def _typed(context: Any) -> AsyncIterator[None]:
-    """The seam for calls with one answer."""
-    try:
-        yield
-    except BatonError as error:
-        await _abort(context, error, "")
-    except (asyncio.CancelledError, grpc.aio.AbortError):
-        raise
-    except Exception:  # whatever it is, the client gets a status and never a traceback
-        log.exception("failed in the router")
-        await _abort(context, BatonError("internal error; the router's log says more"), "")
-
-
-async def _abort(context: Any, error: BatonError, request_id: str = "") -> NoReturn:
-    code, metadata = status_of(error)
-    details = shown(str(error), _MAX_DETAILS)
-    named = f"{details} (request {request_id})" if request_id else details
-    with _connected():
-        await context.abort(code, named, metadata)
-    raise AssertionError("abort returned")
-
-
-@contextlib.contextmanager
-def _connected() -> Iterator[None]:
-    """Take what gRPC can't write any more for what it is: the client has gone, which is no failure of the router."""
-    try:
-        yield
-    except (grpc.aio.AbortError, grpc.aio.UsageError):
-        raise
-    except grpc.aio.BaseError:
-        raise asyncio.CancelledError from None

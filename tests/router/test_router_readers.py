@@ -92,7 +92,9 @@ class Relay:
     def draw_seed(self) -> int:
         return 1
 
-    def submit(self, intake: ValidatedRequest, received: float, deadline: float | None) -> OutputStream:
+    def submit(
+        self, intake: ValidatedRequest, received: float, deadline: float | None, tenant: str = ""
+    ) -> OutputStream:
         self.streams.append(stream())
         return self.streams[-1]
 

@@ -1,0 +1,184 @@
+"""What all gRPC services do alike: they stream a request's output, and turn every error into a status.
+
+Owns nothing but one call's conversation. Errors leave through one seam, `status_of` and `abort`: a `BatonError` becomes
+the status it names; anything else is our own mistake, is logged, and shows the client no more than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NoReturn, Protocol
+
+import grpc
+
+from baton.errors import BatonError, Overloaded, RequestCancelled, shown
+from baton.logs import RequestLog
+from baton.v1 import generation_pb2
+from router.events import Cancelled, Failed, Finished, RequestEnded, Summary
+from router.frontend.generation import Generation, GenerationService
+from router.frontend.message_guard import looked_at
+from router.frontend.output_stream import Output, OutputStream
+
+log = logging.getLogger(__name__)
+
+REASON = "baton-reason"
+RETRY_AFTER = "retry-after-ms"
+REQUEST_ID = "x-request-id"
+LINGER = 15.0  # seconds after a request's end in which its client must read something, or its RPC is ended
+_MAX_DETAILS = 1_000  # characters of an error: gRPC's clients take 16 KiB of headers, and one may become 12 bytes
+_LAST_WORDS = 1.0  # seconds that gRPC gets to pass on why
+
+
+class Rendering(Protocol):
+    """The messages of one request's answer, as one service has them."""
+
+    def request(self) -> generation_pb2.GenerateRequest:
+        """What is asked for. Raises BatonError."""
+        ...
+
+    def started(self, generation: Generation) -> None:
+        """The request has been submitted."""
+        ...
+
+    def piece(self, output: Output) -> Iterator[Any]:
+        """Yield the messages of new output."""
+        ...
+
+    def finished(self, finished: Finished, summary: Summary) -> Iterator[Any]:
+        """Yield the messages of an end."""
+        ...
+
+    def cancelled(self, why: str, summary: Summary) -> Iterator[Any]:
+        """Yield the messages of a request that was cancelled. Raises RequestCancelled where that is an error."""
+        ...
+
+
+def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:
+    """The status and trailing metadata that a client gets for an error."""
+    metadata = [(REASON, error.reason)]
+    if isinstance(error, Overloaded):
+        metadata.append((RETRY_AFTER, str(error.retry_after_ms)))
+    return grpc.StatusCode[error.status], tuple(metadata)
+
+
+class StreamedAnswer:
+    """One call that generates: from its request to the last message, or to the error that it ends in."""
+
+    def __init__(self, service: GenerationService, rendering: Rendering, context: Any, linger: float = LINGER) -> None:
+        self._service = service
+        self._rendering = rendering
+        self._context = context
+        self._linger = linger
+        self._received = service.clock.now()
+        self._request_id = ""
+
+    async def serve(self, request_id: str) -> None:
+        """Answer. A call that ends early, however it ends, cancels the request."""
+        context, self._request_id = self._context, request_id
+        left = context.time_remaining()
+        deadline = None if left is None else self._received + left
+        generation: Generation | None = None
+        try:
+            with connected():
+                await context.send_initial_metadata(((REQUEST_ID, request_id),))
+            request = self._rendering.request()
+            generation = await self._service.start(request, request_id, self._received, deadline)
+            self._rendering.started(generation)
+            if not await self._pass_on(generation.stream):
+                await self._give_up(generation.stream)
+        except BatonError as error:
+            await abort(context, error, request_id)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:  # noqa: BLE001 whatever it is, the client gets a status and never a traceback
+            RequestLog(log, request_id).exception("failed in the router")
+            await abort(context, BatonError("internal error; the router's log says more"), request_id)
+        finally:
+            if generation is not None:
+                generation.close()
+
+    async def _pass_on(self, stream: OutputStream) -> bool:
+        """Write what comes, as fast as the client reads, until all is written (true), or until the request has ended
+        and the client reads nothing more of it. Raises BatonError when the request ends in one."""
+        writing = asyncio.create_task(self._write_out(stream))
+        writing.add_done_callback(looked_at)
+        before: tuple[bool, int] | None = None
+        try:
+            while not writing.done():
+                await asyncio.wait({writing}, timeout=self._linger)
+                now = (stream.ended, stream.reads)
+                if not writing.done() and now == before and stream.ended:
+                    return False
+                before = now
+        except asyncio.CancelledError:
+            writing.cancel()
+            raise
+        writing.result()
+        return True
+
+    async def _write_out(self, stream: OutputStream) -> None:
+        """Write what comes of a request. Raises BatonError when it ends in one."""
+        with connected():
+            while True:
+                news = await stream.read()
+                messages = self._ending(news) if isinstance(news, RequestEnded) else self._rendering.piece(news)
+                for message in messages:
+                    await self._context.write(message)
+                if isinstance(news, RequestEnded):
+                    return
+
+    def _ending(self, end: RequestEnded) -> Iterator[Any]:
+        match end.outcome:
+            case Finished() as finished:
+                return self._rendering.finished(finished, end.summary)
+            case Failed(error=error):
+                raise error
+            case Cancelled(why=why):
+                return self._rendering.cancelled(why, end.summary)
+
+    async def _give_up(self, stream: OutputStream) -> None:
+        """End an RPC whose client does not read. Neither the write nor the status that waits behind it is cancelled:
+        gRPC still holds them. They end when the client reads, or has gone, and cost no more than a piece until then."""
+        stream.abandon()
+        error = RequestCancelled(f"the client has read nothing for {self._linger:g} s after its request's end")
+        aborting = asyncio.create_task(abort(self._context, error, self._request_id))
+        aborting.add_done_callback(looked_at)
+        await asyncio.wait({aborting}, timeout=_LAST_WORDS)
+
+
+@contextlib.asynccontextmanager
+async def typed(context: Any) -> AsyncIterator[None]:
+    """The seam for calls with one answer."""
+    try:
+        yield
+    except BatonError as error:
+        await abort(context, error, "")
+    except (asyncio.CancelledError, grpc.aio.AbortError):
+        raise
+    except Exception:  # whatever it is, the client gets a status and never a traceback
+        log.exception("failed in the router")
+        await abort(context, BatonError("internal error; the router's log says more"), "")
+
+
+async def abort(context: Any, error: BatonError, request_id: str = "") -> NoReturn:
+    """End a call with an error's status. The details name the request."""
+    code, metadata = status_of(error)
+    details = shown(str(error), _MAX_DETAILS)
+    named = f"{details} (request {request_id})" if request_id else details
+    with connected():
+        await context.abort(code, named, metadata)
+    raise AssertionError("abort returned")
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[None]:
+    """Take what gRPC can't write any more for what it is: the client has gone, which is no failure of the router."""
+    try:
+        yield
+    except (grpc.aio.AbortError, grpc.aio.UsageError):
+        raise
+    except grpc.aio.BaseError:
+        raise asyncio.CancelledError from None
