@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trustme
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -17,7 +18,7 @@ from baton.errors import NotEnoughMemory
 from baton.system_memory import AvailableMemory
 from deploy.cli import app
 from deploy.commands import demo_model
-from deploy.commands.doctor import examine
+from deploy.commands.doctor import Finding, examine
 from deploy.control_plane import preflight
 from deploy.control_plane.bring_up import _settle
 
@@ -240,6 +241,31 @@ def test_api_keys_are_added_listed_and_removed(tmp_path: Path):
     other = tmp_path / "other.json"
     assert call("keys", "add", "one", "--tenant", "acme", "--file", other).exit_code == 0
     assert other.stat().st_mode & 0o777 == 0o600
+
+
+def test_other_machines_need_tls_and_keys(tmp_path: Path, model: Path):
+    shown = trustme.CA().issue_cert("127.0.0.1")
+    shown.private_key_pem.write_to_path(tmp_path / "key.pem")
+    shown.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    opened = ("up", "--model", model, *ANY_PORT, "--host", "0.0.0.0")
+    tls = ("--ssl-certfile", tmp_path / "cert.pem", "--ssl-keyfile", tmp_path / "key.pem")
+    assert "there is no TLS" in error(*opened)[1]
+    reason, message = error(*opened, *tls)
+    assert reason == "startup"
+    assert "`baton keys add NAME --tenant T`" in message
+    reason, message = error(*opened, *tls[:2], "--ssl-keyfile", tmp_path / "none.pem")
+    assert reason == "startup"
+    assert "can't read tls.key_file" in message
+    files = {"tls.cert_file": str(tls[1]), "tls.key_file": str(tls[3])}
+
+    def clients(**more: object) -> Finding:
+        settings = load(None, {"api.host": "0.0.0.0", **files, **more})
+        return next(finding for finding in examine(settings) if finding.subject == "clients")
+
+    assert clients().level == "bad"
+    assert clients(**{"api.insecure": True}).found == "clients need no API key; TLS, at 0.0.0.0"
+    assert call("keys", "add", "one", "--tenant", "acme").exit_code == 0
+    assert clients().found == "every client needs an API key; TLS, at 0.0.0.0"
 
 
 def test_keys_that_others_can_read_are_refused_before_anything_starts(tmp_path: Path, model: Path):
