@@ -8,7 +8,7 @@ from functools import partial
 
 from tests.interop.environment import Environment
 from tests.interop.result import SuiteResult
-from tests.interop.suites import clients, openai_python, schemathesis
+from tests.interop.suites import aiperf, clients, guidellm, lm_eval, openai_python, schemathesis, smg
 from tests.interop.target import Target
 
 
@@ -76,6 +76,40 @@ _ALL = (
         ["schemathesis"],
         schemathesis.run,
         seconds=600.0,
+    ),
+    Suite(
+        "smg",
+        "`smg launch` with Baton's gRPC port as its one worker (`vllm.grpc.engine.VllmEngine`): chats whole and as "
+        "streams through the gateway say what Baton's own HTTP API says",
+        ["smg==1.13.0"],
+        ["smg"],
+        smg.run,
+    ),
+    Suite(
+        "guidellm",
+        "`guidellm run`, kind=concurrent, over chat completions, completions and Responses: every request ends well, "
+        "with as many tokens as it asked for",
+        ["guidellm==0.8.1"],
+        ["guidellm"],
+        guidellm.run,
+        needs_torch=True,
+    ),
+    Suite(
+        "aiperf",
+        "`aiperf profile --custom-dataset-type mooncake_trace --fixed-schedule` over streamed chats",
+        ["aiperf==0.13.0"],
+        ["aiperf"],
+        aiperf.run,
+    ),
+    Suite(
+        "lm-eval",
+        "`lm_eval --model local-completions` on two local tasks against 1P+1D and a colocated cluster, and "
+        "`--model hf` in float32, with `--log_samples`: the logs of all three are compared sample by sample",
+        ["lm-eval[api,hf]==0.4.13", "transformers==5.23.0"],
+        ["lm_eval", "transformers", "torch"],
+        lm_eval.run,
+        seconds=300.0,
+        needs_torch=True,
     ),
 )  # fmt: skip
 SUITES: Mapping[str, Suite] = {suite.name: suite for suite in _ALL}

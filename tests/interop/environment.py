@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +61,19 @@ class Environment:
     def run(self, *argv: str, cwd: Path | None = None, **more: str) -> Ran:
         """Run a process to its end. `more` is added to its environment. Raises SuiteTimeout."""
         return run_bounded(argv, self.seconds, cwd or self.scratch, self.variables(more))
+
+    @contextlib.contextmanager
+    def running(self, log: Path, *argv: str, **more: str) -> Iterator[subprocess.Popen[bytes]]:
+        """Run a process in the background, with its output in a file, and end all that it has started."""
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                argv, cwd=self.scratch, env=self.variables(more), stdin=subprocess.DEVNULL, stdout=out,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                yield process
+            finally:
+                end_session(process)
 
     def variables(self, more: Mapping[str, str]) -> dict[str, str]:
         """Environment variables without this project's path, and with nothing that reaches a network."""

@@ -13,6 +13,10 @@ _SHORT = 20  # characters of a message that says too little alone
 _LONGEST = 400  # characters of a reason
 
 
+class SuiteBroken(Exception):
+    """A suite could not be run to its end."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One check of a suite."""

@@ -55,9 +55,6 @@ _LATER = {
     "tool_that_is_required_as_a_stream",
     "tools_that_are_free_and_their_results",
     "results_of_tools",
-    "json_schema",
-    "json_object",
-    "response_with_a_schema",
     "response_with_a_tool",
 }
-"""Checks of what the HTTP API does not serve yet: tools and structured output."""
+"""Checks of what the HTTP API does not serve yet: tools."""

@@ -1,0 +1,101 @@
+"""smg: a gateway that takes Baton's gRPC port for one vLLM engine, and speaks OpenAI's API itself."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.error
+import urllib.request
+from typing import Any
+
+import grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from tests.interop.environment import Environment
+from tests.interop.result import Case, SuiteResult
+from tests.interop.target import Target
+from tests.support.eventually import eventually
+
+ENGINE = "vllm.grpc.engine.VllmEngine"
+_READY_SECONDS = 60.0
+_PROMPTS = ("bonfan korles dimin taras", "nossa ser sosbesken", "kontur")
+
+
+def run(target: Target, environment: Environment) -> SuiteResult:
+    """Start the gateway and compare what comes through it with what Baton says itself."""
+    if ENGINE not in _services(target):
+        return SuiteResult([Case.skipped("chat", f"the gRPC port has no {ENGINE} in this version of Baton")])
+    port, log = _free_port(), environment.scratch / "smg.log"
+    gateway = f"http://127.0.0.1:{port}"
+    argv = [
+        environment.program("smg"), "launch", "--worker-urls", f"grpc://{target.grpc}",
+        "--model-path", str(target.folder), "--host", "127.0.0.1", "--port", str(port),
+        "--prometheus-port", str(_free_port()),
+    ]  # fmt: skip
+    with environment.running(log, *argv):
+        try:
+            eventually(lambda: _has_model(gateway), what="smg lists a model", seconds=_READY_SECONDS)
+        except AssertionError:
+            said = " ".join(log.read_text(errors="replace").splitlines()[-8:])
+            return SuiteResult([Case.failed("smg lists a model", said)])
+        (model,) = [card["id"] for card in _get(gateway + "/v1/models")["data"]][:1]
+        cases = [Case("smg lists a model", "passed")]
+        for prompt in _PROMPTS:
+            cases += _compared(prompt, target, gateway, model)
+    return SuiteResult(cases)
+
+
+def _compared(prompt: str, target: Target, gateway: str, model: str) -> list[Case]:
+    asked = {
+        "messages": [{"role": "user", "content": prompt}], "max_tokens": 24, "temperature": 0.0, "ignore_eos": True,
+    }  # fmt: skip
+    whole, streamed = f"chat: {prompt}", f"streamed chat: {prompt}"
+    try:
+        right = _text(_post(f"{target.url}/v1/chat/completions", asked | {"model": target.model}))
+        through = _text(_post(f"{gateway}/v1/chat/completions", asked | {"model": model}))
+        pieces = _post(f"{gateway}/v1/chat/completions", asked | {"model": model, "stream": True})
+    except (urllib.error.URLError, ValueError, KeyError, TimeoutError) as error:
+        detail = error.read().decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
+        return [Case.failed(whole, f"{error} {detail}")]
+    joined = "".join(
+        choice["delta"].get("content") or ""
+        for line in pieces.splitlines()
+        if line.startswith("data: {")
+        for choice in json.loads(line.removeprefix("data: "))["choices"]
+    )
+    return [
+        Case(name, "passed") if found == right else Case.failed(name, f"{found!r} instead of {right!r}")
+        for name, found in ((whole, through), (streamed, joined))
+    ]
+
+
+def _services(target: Target) -> list[str]:
+    with grpc.insecure_channel(target.grpc) as channel:
+        return list(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+
+def _has_model(gateway: str) -> bool:
+    try:
+        return bool(_get(f"{gateway}/v1/models")["data"])
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)
+
+
+def _post(url: str, body: dict[str, Any]) -> str:
+    asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return answer.read().decode()
+
+
+def _text(answer: str) -> str:
+    return json.loads(answer)["choices"][0]["message"]["content"]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
