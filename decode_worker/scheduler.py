@@ -56,7 +56,7 @@ from engine.sampling.logits_rules import LogitsEditor
 from engine.sampling.token_masks import OutputGrammars
 from engine.step import ScheduledBatch, StepDone, StepFailed
 from engine.step_timing import WorkerStepTimes
-from kvstore.client.device_block_manager import DeviceBlockManager
+from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import (
     CallStore,
     CopiedIn,
@@ -74,7 +74,7 @@ from kvstore.load_or_recompute import LoadInProgress, LoadRegret, choose_load_le
 _SCORES_PER_MESSAGE = 256  # prompt tokens, each with up to 20 alternatives: 150 KB
 _LEVELS = 8  # of priority to either side of 0; beyond them no request is more, or less, urgent
 
-DecodeCommand: TypeAlias = SendToRouter | CallStore
+DecodeCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage
 DecodeEvent: TypeAlias = (
     Decode | Cancel | Resend | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
     | RouterLost | Tick | StepDone | StepFailed
@@ -253,9 +253,9 @@ class DecodeScheduler:
         if leaving is None:
             return None
         commands = [command for victim in leaving for command in self._preempt(victim)]
-        while not self._reserve(newcomer):
+        while (made := self._reserve(newcomer)) is None:
             commands += self._abandon_write()
-        return commands
+        return commands + made
 
     def _held(self) -> Mapping[str, int]:
         """Device pages by owner; shared ones count for each."""
@@ -273,18 +273,24 @@ class DecodeScheduler:
         assert given_up is not None, "there is room, and nothing holds it"
         return [*given_up]
 
-    def _reserve(self, sequence: Sequence) -> bool:
-        """Device pages for every known token, the cached prefix among them; all or nothing."""
+    def _reserve(self, sequence: Sequence) -> list[DecodeCommand] | None:
+        """Device pages for every known token, the cached prefix among them; all or nothing. If the whole prefix is
+        here, so may be the beginning of the page after it: that is copied."""
         keys = sequence.reusable_keys()
         cached = self._blocks.match(keys)
+        rest = sequence.partial_key(len(sequence.tokens) - 1) if cached == len(keys) and not sequence.unscored else b""
+        beginning = self._blocks.find_beginning(rest) if rest else None
         pages = self._blocks.allocate_with_prefix(keys, sequence.pages_needed)
         if pages is None:
-            return False
+            return None
         sequence.pages = pages
         sequence.computed = cached * self._page_size
         sequence.cached_pages = cached
         sequence.stored_pages = max(sequence.stored_pages, cached)
-        return True
+        if beginning is None:
+            return []
+        sequence.computed = len(sequence.tokens) - 1
+        return [] if pages[cached] == beginning else [DuplicatePage(beginning, pages[cached])]
 
     def _begin(self, sequence: Sequence, goal: int, now: float) -> list[DecodeCommand]:
         """Fetch the pages from the cached prefix up to `goal`, or run at once where no full one is to be fetched."""
@@ -428,7 +434,8 @@ class DecodeScheduler:
             if not self._admission.fits(sequence, self._holders()):
                 break
             reserved = self._reserve(sequence)
-            assert reserved
+            assert reserved is not None
+            commands += reserved
             commands += self._begin(sequence, len(sequence.keys) if self._store_up else 0, now)
         return commands
 
@@ -528,6 +535,8 @@ class DecodeScheduler:
             if not drawn:
                 sequence.computed = end
             else:
+                if chunk.end == sequence.first_new:
+                    self._share_beginnings(sequence)
                 delta = self._append(sequence, drawn)
                 deltas.setdefault(sequence.owner, []).append(delta)
                 sequence.computed = len(sequence.tokens) - 1
@@ -567,6 +576,13 @@ class DecodeScheduler:
             # gone.
             sequence.pages[page] = self._blocks.deduplicate(key, sequence.pages[page])
             sequence.cached_pages = page + 1
+
+    def _share_beginnings(self, sequence: Sequence) -> None:
+        """Let others copy the page in which the tokens that the attempt began with end: with the last of these, which a
+        sample of the same prompt computes itself, and without it."""
+        for length in (sequence.first_new - 1, sequence.first_new):
+            if key := sequence.partial_key(length):
+                self._blocks.share_beginning(key, sequence.pages[length // self._page_size])
 
     def _step_failed(self, plan: ScheduledBatch, message: str) -> list[DecodeCommand]:
         commands: list[DecodeCommand] = []

@@ -148,11 +148,17 @@ class Sequence:
             pages = min(pages, len(self.prompt_logprobs) // self.page_size)
         return self.keys[:pages]
 
+    def partial_key(self, length: int) -> bytes:
+        """The key of the page that ends after the first `length` tokens; empty if that page is full then, or empty."""
+        full = length // self.page_size
+        rest = self.tokens[full * self.page_size : length]
+        return partial_key(self.keys[full - 1] if full else self.root, pack_tokens(rest)) if rest else b""
+
     def fetchable_keys(self) -> list[bytes]:
         """Those, and that of the partial page after them where a prefill worker makes it."""
         keys = [*self.reusable_keys()]
-        if self.prefilled_remotely and (rest := self.tokens[len(keys) * self.page_size : -1]):
-            keys.append(partial_key(keys[-1] if keys else self.root, pack_tokens(rest)))
+        if self.prefilled_remotely and (rest := self.partial_key(len(self.tokens) - 1)):
+            keys.append(rest)
         return keys
 
     def held(self) -> AttemptHeld:

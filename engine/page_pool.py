@@ -32,6 +32,14 @@ class PagePool:
         else:
             self._pages[page].copy_(torch.frombuffer(src, dtype=torch.uint8))
 
+    def duplicate(self, source: int, dest: int) -> None:
+        """Copy one device page to another. It has ended when the next step begins."""
+        if self._view is not None:
+            size = self.page_bytes
+            self._view[dest * size : (dest + 1) * size] = self._view[source * size : (source + 1) * size]
+        else:
+            self._pages[dest].copy_(self._pages[source])
+
     def copy_in_checked(self, src: memoryview, page: int) -> int:
         """As `copy_in`; returns the checksum of the page's bytes. On a CPU they are read where they have come to lie,
         which the cache still has, so that all of it costs little more than the copy."""

@@ -30,6 +30,7 @@ from baton.router_links import RouterMessage
 from baton.store_protocol import LeaseHeartbeat
 from engine.batch import Sampled
 from engine.step import ScheduledBatch, StepDone
+from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost
 from kvstore.events.changes import page_runs
 from prefill_worker.scheduler import PrefillScheduler
@@ -273,13 +274,15 @@ class SimulatedWorker:
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
-    def _do(self, commands: Iterable[SendToRouter | CallStore]) -> None:
+    def _do(self, commands: Iterable[SendToRouter | CallStore | DuplicatePage]) -> None:
         for command in commands:
             match command:
                 case SendToRouter(message=message, router=router):
                     self._routers.say(message, router)
                 case CallStore(call=call):
                     self._call(call)
+                case DuplicatePage():
+                    pass  # it takes no time that would show
 
     def _call(self, call: Any) -> None:
         if self._store is not None:

@@ -20,6 +20,7 @@ from baton.store_protocol import Attach, Attached, LeaseHeartbeat, StoreReply
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Chunk, Sampled
 from engine.step import ScheduledBatch, StepDone
+from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyIn, StoreLost, StoreUp
 from kvstore.disk.interface import DiskOrder
 from kvstore.server.events import (
@@ -118,6 +119,8 @@ class RigWorker:
                 case SendToRouter(message=message):
                     self.said.append(message)
                     self.letters.append(command)
+                case DuplicatePage(source=source, dest=dest):
+                    self.device.pages[dest] = list(self.device.pages[source])
                 case CallStore(call=call):
                     self.rig.call(self, call)
 

@@ -52,7 +52,7 @@ from engine.sampling.grammars import GrammarCompiler
 from engine.step import ScheduledBatch, StepDone, StepFailed
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import StoreClient, store_address
-from kvstore.client.device_block_manager import DeviceBlockManager
+from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyIn, CopyOut, StoreLost, StoreUp
 from kvstore.events.changes import page_runs
 from kvstore.events.publisher import KvEventPublisher
@@ -82,9 +82,11 @@ class WorkerScheduler(Protocol):
     def blocks(self) -> DeviceBlockManager: ...
     @property
     def leases(self) -> tuple[int, ...]: ...
-    def handle(self, event: Any, now: float, router: str = "") -> Sequence[SendToRouter | CallStore]: ...
+    def handle(
+        self, event: Any, now: float, router: str = ""
+    ) -> Sequence[SendToRouter | CallStore | DuplicatePage]: ...
     def take_copies(self) -> list[Copy]: ...
-    def prepare(self, now: float) -> Sequence[SendToRouter | CallStore]: ...
+    def prepare(self, now: float) -> Sequence[SendToRouter | CallStore | DuplicatePage]: ...
     def schedule(self, now: float) -> ScheduledBatch: ...
     def heartbeat(self, heard: int, router: str = "") -> Heartbeat: ...
 
@@ -306,7 +308,7 @@ class WorkerLoop:
 
     # --- out --------------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, commands: Sequence[SendToRouter | CallStore]) -> None:
+    def _carry_out(self, commands: Sequence[SendToRouter | CallStore | DuplicatePage]) -> None:
         """Carry out the scheduler's commands. A command for a router or store that is not there is dropped: the
         scheduler is told of the loss and starts over."""
         for command in commands:
@@ -314,6 +316,9 @@ class WorkerLoop:
                 case SendToRouter(message=message, router=router):
                     with self.tracer.span("tell the router", "sockets"):
                         self._routers.say(message, router)
+                case DuplicatePage(source=source, dest=dest):
+                    with self.tracer.span("duplicate a page", "copies"):
+                        self.engine.pages.duplicate(source, dest)
                 case CallStore(call=call):
                     if self._store.connected:
                         with self.tracer.span("call the store", "sockets"):

@@ -7,6 +7,10 @@
 A page is *private* while only its sequence knows it, *cached* once its contents are complete and it can be found by
 key. Cached pages without references stay until room is needed: then they go least recently used, leaves first.
 
+The beginning of a page can be found, too, by the key of the partial page that it is. Such a page belongs to a sequence
+that goes on in it, or has been freed. A sequence that continues from there copies it (copy on write). It is found until
+it is handed out anew.
+
 Pure: page numbers and keys, no tensors and no clock. The tree of keys is `kvstore.arena.radix_tree`, the order
 `kvstore.arena.eviction`.
 """
@@ -17,10 +21,19 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from kvstore.arena.eviction import LeafFirstLru
 from kvstore.arena.radix_tree import RadixNode, RadixTree
 from kvstore.events.changes import CacheChange, ChangeLog
 from kvstore.keys import START
+
+
+class DuplicatePage(Struct, frozen=True):
+    """A command: copy what lies in one device page to another, before the next step."""
+
+    source: int
+    dest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,8 @@ class DeviceBlockManager:
         self._free = list(range(num_pages - 1, -1, -1))
         self._tree: RadixTree[int] = RadixTree()
         self._lru: LeafFirstLru[int] = LeafFirstLru()
+        self._partial: dict[bytes, int] = {}  # pages by the keys of their beginnings
+        self._beginnings: dict[int, set[bytes]] = {}  # the same the other way round
         self._changes = ChangeLog()
         self._lookups = self._hits = self._evictions = 0
 
@@ -110,6 +125,18 @@ class DeviceBlockManager:
         self._lru.insert(node)
         self._nodes[page] = node
         self._changes.stored(key, parent, tokens if self._tell_tokens else ())
+
+    def share_beginning(self, key: bytes, page: int) -> None:
+        """The tokens of `key`, that of a partial page, are computed at the beginning of `page`, which the caller refers
+        to and never changes there."""
+        assert self._references[page] > 0, "shared without a reference"
+        if key not in self._partial:
+            self._partial[key] = page
+            self._beginnings.setdefault(page, set()).add(key)
+
+    def find_beginning(self, key: bytes) -> int | None:
+        """The page that begins with the tokens of `key`. Copy it before the next step, which may write into it."""
+        return self._partial.get(key)
 
     def deduplicate(self, key: bytes, page: int) -> int:
         """The page under which `key` is cached, in exchange for `page`, which the caller refers to and whose contents
@@ -181,6 +208,7 @@ class DeviceBlockManager:
                 assert self._tree.find(node.key) is node
                 assert node.pins == (references > 0)
         assert len(self._tree) == sum(node is not None for node in self._nodes)
+        assert self._partial == {key: page for page, keys in self._beginnings.items() for key in keys}
 
     def _new_blocks_needed(self, cached: Sequence[RadixNode[int]], total: int) -> int:
         return total - len(cached) + (self._lru.exempted_by(cached[-1]) if cached else 0)
@@ -197,6 +225,8 @@ class DeviceBlockManager:
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._incref(page)
+            for key in self._beginnings.pop(page, ()):
+                del self._partial[key]
         return pages
 
     def _evict(self) -> None:

@@ -427,3 +427,50 @@ def test_tokens_that_make_no_sense_are_refused() -> None:
     one.handle(Decode("r", 1, ROOT, b"123", 1, 5, GREEDY))
     one.handle(Decode("s", 1, ROOT, pack_tokens([1]), 2, 5, GREEDY))
     assert [m.reason for m in one.said if isinstance(m, AttemptFailed)] == ["malformed_message"] * 2
+
+
+def computed_of(said: list[Message], request: str) -> int:
+    """Prompt tokens that the worker says it computed for a request."""
+    return next(d.computed for m in said if isinstance(m, Tokens) for d in m.deltas if d.request == request)
+
+
+@pytest.mark.parametrize("length", range(1, 14))
+def test_a_prompt_that_was_computed_here_is_shared_to_its_last_token(length: int) -> None:
+    """Full pages by reference, the beginning of the last one as a copy, while the first sample goes on in it."""
+    one = worker()
+    prompt = (PROMPT * 2)[:length]
+    one.handle(order(prompt, 9, "first"))
+    one.step()
+    for name in ("second", "third"):
+        one.handle(order(prompt, 9, name))
+    shared = one.state.blocks.stats()
+    one.step()
+    assert computed_of(one.said, "second") == computed_of(one.said, "third") == 1
+    assert shared.referenced <= (length - 1) // PAGE + 3 * 2
+    one.rig.settle()
+    for name in ("first", "second", "third"):
+        assert tokens_of(one.said, name) == reference(prompt, 9)
+    assert one.state.blocks.available == one.num_pages
+
+
+def test_a_prompt_that_goes_on_with_the_first_token_of_another_is_computed_from_there() -> None:
+    """As each step of a beam search does."""
+    one = worker()
+    known = list(PROMPT)
+    for number in range(9):
+        one.handle(order(known, 1, f"r{number}"))
+        one.rig.settle()
+        assert computed_of(one.said, f"r{number}") == (len(known) if number == 0 else 1)
+        known += tokens_of(one.said, f"r{number}")
+    assert known == PROMPT + reference(PROMPT, 9)
+
+
+def test_the_beginning_of_a_page_is_forgotten_when_the_page_is_handed_out() -> None:
+    one = worker(pages=6)
+    one.handle(order(PROMPT, 1, "first"))
+    one.rig.settle()
+    one.handle(order([9, 9, 1, 5, 3, 2, 2, 7, 6] * 2, 4, "other"))
+    one.rig.settle()
+    one.handle(order(PROMPT, 5, "second"))
+    one.rig.settle()
+    assert tokens_of(one.said, "second") == reference(PROMPT, 5)
