@@ -282,7 +282,7 @@ class SamplingParams(Struct, frozen=True):
     top_k: Count = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     seed: Count = 0
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=128)] | None = None  # clients get 20 at most, a beam search more
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the same for each token of the prompt
     rules: LogitsRules | None = None
     grammar: Grammar | None = None

@@ -51,6 +51,9 @@ class Submit(Struct, frozen=True):
     ttft: float | None = None  # objective, seconds; none: that of its priority's class
     tpot: float | None = None  # the same
     affinity: str = ""  # requests of one key go to one decode worker while it lives
+    cached_on: str = (
+        ""  # incarnation of a decode worker that has just computed all of these tokens, or all but the last
+    )
 
 
 class PinPrefix(Struct, frozen=True):
@@ -263,6 +266,7 @@ class Emit(Struct, frozen=True):
     prompt's tokens come before, from the second token on."""
 
     request: str
+    worker: str  # incarnation of the decode worker that computed them
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()

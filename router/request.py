@@ -168,6 +168,7 @@ class Request:
     timeline: Timeline
     ttft: float | None = None  # objective, seconds; none: whenever there is room
     tpot: float | None = None  # the same
+    cached_on: str = ""  # incarnation of a decode worker that has just computed its prompt; no KV event has told so yet
     prompt_scored: int = 1  # prompt tokens whose log-probabilities have been emitted; the first has none
     affinity: str = ""  # requests of one key go to one decode worker while it lives
     root: bytes = b""
@@ -196,6 +197,7 @@ class Request:
             ttft=submit.ttft,
             tpot=submit.tpot,
             affinity=submit.affinity,
+            cached_on=submit.cached_on,
         )
 
     @property

@@ -45,7 +45,8 @@ class GenerationServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates from one prompt. The stream holds deltas, each with new text and tokens, and ends with one `finished`.
+        """Generates from one prompt. The stream holds deltas, each with new text and tokens, and ends with one `finished`
+        for each output.
         A call that is cancelled, or whose deadline passes, is cancelled everywhere in the cluster. So is one whose client
         leaves more than 8,192 tokens or about 4 MiB unread (CANCELLED): output waits for slow readers, but not without
         bound. After the end of a request, its client must read something every 15 s until it has read everything.

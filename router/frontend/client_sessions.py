@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from baton.clock import Clock
 from baton.config import Config
 from baton.errors import RequestCancelled, Unavailable
@@ -100,6 +102,7 @@ class RouterDriver:
         self._pinning: dict[str, asyncio.Future[Pinned | Failed | Cancelled]] = {}
         self._last_token: dict[str, float] = {}
         self._max_tokens: dict[str, int | None] = {}
+        self._followers: dict[str, list[Submit]] = {}  # by their leader's name, until its first token
         self._load_due = float("-inf")
         self.vllm_metrics = VllmMetrics(metrics.registry, model, config.pages.page_size)
         self._numbered = 0
@@ -109,10 +112,20 @@ class RouterDriver:
     # --- clients -----------------------------------------------------------------------------------------------------
 
     def submit(
-        self, validated: ValidatedRequest, received: float, deadline: float | None, tenant: str = ""
+        self,
+        validated: ValidatedRequest,
+        received: float,
+        deadline: float | None,
+        tenant: str = "",
+        *,
+        cached_on: str = "",
+        leader: OutputStream | None = None,
     ) -> OutputStream:
-        """Begin with a request of a tenant; its output and its end come through the stream. Raises Unavailable once the
-        router is stopping."""
+        """Begin with a request of a tenant; its output and its end come through the stream.
+
+        `cached_on`: the decode worker that has just computed its prompt. `leader`: another sample of the same prompt.
+        The request begins when the leader's prompt is computed, at its first token, to share its pages. If the leader
+        fails before that, so does the request. Raises Unavailable once the router is stopping."""
         if self.stopping:
             raise Unavailable("the router is stopping; ask again, or ask another router")
         # A client may use a name twice, here and at another router; the cluster never does.
@@ -121,28 +134,43 @@ class RouterDriver:
         text = TextStream(self.model.tokenizer, validated.prompt, validated.stops, silent, validated.text)
         stream = self._streams[name] = OutputStream(name, text)
         self._max_tokens[name] = validated.max_tokens
-        self.handle(
-            Submit(
-                request=name,
-                tokens=validated.tokens,
-                sampling=validated.sampling,
-                received=received,
-                max_tokens=validated.max_tokens,
-                stop_token_ids=validated.stop_token_ids,
-                tenant=tenant,
-                salt=validated.salt,
-                priority=validated.priority,
-                deadline=deadline,
-                ttft=validated.ttft,
-                tpot=validated.tpot,
-                affinity=validated.affinity,
-            )
+        order = Submit(
+            request=name,
+            tokens=validated.tokens,
+            sampling=validated.sampling,
+            received=received,
+            max_tokens=validated.max_tokens,
+            stop_token_ids=validated.stop_token_ids,
+            tenant=tenant,
+            salt=validated.salt,
+            priority=validated.priority,
+            deadline=deadline,
+            ttft=validated.ttft,
+            tpot=validated.tpot,
+            affinity=validated.affinity,
+            cached_on=cached_on,
         )
+        if leader is None:
+            self.handle(order)
+        else:
+            self._followers.setdefault(leader.name, []).append(order)
         return stream
 
     def abandon(self, stream: OutputStream) -> None:
         """The client has gone before the end."""
+        if self._drop_follower(stream.name):
+            return
         self.handle(ClientGone(stream.name))
+
+    def _drop_follower(self, name: str) -> bool:
+        """Forget a request whose leader has no token yet; whether it was one."""
+        for waiting in self._followers.values():
+            for order in waiting:
+                if order.request == name:
+                    waiting.remove(order)
+                    del self._streams[name], self._max_tokens[name]
+                    return True
+        return False
 
     async def pin_prefix(self, order: ValidatedPin, deadline: float | None) -> Pinned:
         """Have a prefix computed and pinned. Raises BatonError. A caller that stops waiting cancels the pin."""
@@ -265,10 +293,13 @@ class RouterDriver:
         name, now = command.request, self._clock.now()
         if (stream := self._streams.get(name)) is None:
             return
+        stream.worker = command.worker
         if command.prompt_logprobs:
             stream.prompt_scored(command.prompt_logprobs)
         if not command.tokens:
             return
+        for follower in self._followers.pop(name, ()):  # their objective for the first token is the leader's
+            self._events.append(replace(follower, cached_on=command.worker, ttft=None))
         if (last := self._last_token.get(name)) is not None:
             self.metrics.observe("inter_token_latency_seconds", now - last)
             self.vllm_metrics.gap(now - last)
@@ -286,6 +317,9 @@ class RouterDriver:
         self._last_token.pop(end.request, None)
         if stream is not None:
             stream.end(end)
+        for follower in self._followers.pop(end.request, ()):
+            self._max_tokens.pop(follower.request, None)
+            self._streams.pop(follower.request).end(RequestEnded(follower.request, end.outcome, end.summary))
         self._observe(end)
         self.vllm_metrics.ended(end, self._max_tokens.pop(end.request, None))
 

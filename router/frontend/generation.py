@@ -6,9 +6,8 @@ answer. Nothing behind this module learns which door a request came through.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -18,9 +17,14 @@ from baton.clock import Clock
 from baton.errors import ContextTooLong
 from baton.v1 import cache_pb2, generation_pb2
 from router.frontend.client_sessions import RouterDriver
+from router.frontend.detokenizer import TextStream
 from router.frontend.grammar_checker import GrammarChecker
 from router.frontend.identity import caller
 from router.frontend.output_stream import OutputStream
+from router.frontend.parallel_sampling.beam_search import TextOf, beam_search
+from router.frontend.parallel_sampling.beams import check_width
+from router.frontend.parallel_sampling.best_of import best_of
+from router.frontend.parallel_sampling.result_stream import ReadableStream, ResultSet
 from router.frontend.request_parsing import ValidatedRequest, parse_generate_request
 from router.frontend.served_model import ServedModel
 from router.frontend.tokenizer_threads import TokenizerThreads
@@ -30,16 +34,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Generation:
-    """One request under way. Call `close` when its client needs no more."""
+    """One output under way. Call `close` when its client needs no more of it."""
 
     validated: ValidatedRequest
-    stream: OutputStream
-    _driver: RouterDriver
-
-    def close(self) -> None:
-        """Cancel the request unless it has ended."""
-        if not self.stream.ended:
-            self._driver.abandon(self.stream)
+    stream: ReadableStream
+    close: Callable[[], None]  # cancels what has not ended
 
 
 class GenerationService:
@@ -61,9 +60,9 @@ class GenerationService:
 
     async def start(
         self, request: generation_pb2.GenerateRequest, request_id: str, received: float, deadline: float | None = None
-    ) -> Generation:
-        """Check and submit a request of this task's caller that came at `received`. Times are seconds of the clock.
-        Raises BatonError."""
+    ) -> list[Generation]:
+        """Check and submit a request of this task's caller that came at `received`. Return its outputs, one for each
+        that the client gets. Times are seconds of the clock. Raises BatonError."""
         check = partial(parse_generate_request, request, request_id, self.model, self.driver.draw_seed)
         validated = await self.apart(text_bytes(request), check)
         who = caller.get()
@@ -74,12 +73,47 @@ class GenerationService:
             )
         if (grammar := validated.sampling.grammar) is not None:
             checked = structs.replace(validated.sampling, grammar=await self._grammars.check(grammar))
-            validated = dataclasses.replace(validated, sampling=checked)
-        return Generation(validated, self.driver.submit(validated, received, deadline, who.tenant), self.driver)
+            validated = replace(validated, sampling=checked)
+        submit = partial(self.driver.submit, received=received, deadline=deadline, tenant=who.tenant)
+        if validated.length_penalty is not None:
+            check_width(validated.best_of, len(validated.stop_token_ids))
+            search = beam_search(validated, submit, self.driver.abandon, self._text_of(validated), self.clock.now)
+            return _chosen(validated, ResultSet(validated.n, received, search))
+        asked = validated.sampling.logprobs
+        if validated.best_of > validated.n and asked is None:  # the choice needs them
+            validated = replace(validated, sampling=structs.replace(validated.sampling, logprobs=0))
+        streams = [submit(validated.sample(0))]
+        for number in range(1, validated.best_of):
+            streams.append(submit(validated.sample(number), leader=streams[0]))
+        if validated.best_of > validated.n:
+            choice = best_of(streams, validated.n, asked, self.driver.abandon)
+            return _chosen(validated, ResultSet(validated.n, received, choice))
+        return [
+            Generation(validated.sample(number), stream, partial(self._close, stream))
+            for number, stream in enumerate(streams)
+        ]
+
+    def _close(self, stream: OutputStream) -> None:
+        if not stream.ended:
+            self.driver.abandon(stream)
+
+    def _text_of(self, validated: ValidatedRequest) -> TextOf:
+        """The text of a whole output."""
+
+        def text_of(tokens: tuple[int, ...]) -> str:
+            silent = frozenset(validated.stop_token_ids)
+            text = TextStream(self.model.tokenizer, validated.prompt, (), silent, validated.text)
+            return text.feed(tokens).text + text.flush().text
+
+        return text_of
 
     async def apart(self, size: int, work: Callable[[], T]) -> T:
         """Do work on so many bytes of text: here if that is quick, else on a thread. Raises Overloaded."""
         return await self._tokenizing.run(size, work)
+
+
+def _chosen(validated: ValidatedRequest, results: ResultSet) -> list[Generation]:
+    return [Generation(validated, stream, results.close) for stream in results.streams]
 
 
 def text_bytes(request: generation_pb2.GenerateRequest | cache_pb2.PinPrefixRequest) -> int:

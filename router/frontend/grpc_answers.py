@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -20,7 +20,9 @@ from baton.v1 import generation_pb2
 from router.events import Cancelled, Failed, Finished, RequestEnded, Summary
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.message_guard import looked_at
-from router.frontend.output_stream import Output, OutputStream
+from router.frontend.output_stream import Output
+from router.frontend.parallel_sampling.merge import merged
+from router.frontend.parallel_sampling.result_stream import ReadableStream
 
 log = logging.getLogger(__name__)
 
@@ -33,25 +35,25 @@ _LAST_WORDS = 1.0  # seconds that gRPC gets to pass on why
 
 
 class Rendering(Protocol):
-    """The messages of one request's answer, as one service has them."""
+    """The messages of one request's answer, as one service has them. `index` numbers its outputs."""
 
     def request(self) -> generation_pb2.GenerateRequest:
         """What is asked for. Raises BatonError."""
         ...
 
-    def started(self, generation: Generation) -> None:
+    def started(self, generations: Sequence[Generation]) -> None:
         """The request has been submitted."""
         ...
 
-    def piece(self, output: Output) -> Iterator[Any]:
+    def piece(self, output: Output, index: int) -> Iterator[Any]:
         """Yield the messages of new output."""
         ...
 
-    def finished(self, finished: Finished, summary: Summary) -> Iterator[Any]:
+    def finished(self, finished: Finished, summary: Summary, index: int) -> Iterator[Any]:
         """Yield the messages of an end."""
         ...
 
-    def cancelled(self, why: str, summary: Summary) -> Iterator[Any]:
+    def cancelled(self, why: str, summary: Summary, index: int) -> Iterator[Any]:
         """Yield the messages of a request that was cancelled. Raises RequestCancelled where that is an error."""
         ...
 
@@ -80,15 +82,16 @@ class StreamedAnswer:
         context, self._request_id = self._context, request_id
         left = context.time_remaining()
         deadline = None if left is None else self._received + left
-        generation: Generation | None = None
+        generations: list[Generation] = []
         try:
             with connected():
                 await context.send_initial_metadata(((REQUEST_ID, request_id),))
             request = self._rendering.request()
-            generation = await self._service.start(request, request_id, self._received, deadline)
-            self._rendering.started(generation)
-            if not await self._pass_on(generation.stream):
-                await self._give_up(generation.stream)
+            generations = await self._service.start(request, request_id, self._received, deadline)
+            self._rendering.started(generations)
+            streams = [generation.stream for generation in generations]
+            if not await self._pass_on(streams):
+                await self._give_up(streams)
         except BatonError as error:
             await abort(context, error, request_id)
         except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -97,20 +100,20 @@ class StreamedAnswer:
             RequestLog(log, request_id).exception("failed in the router")
             await abort(context, BatonError("internal error; the router's log says more"), request_id)
         finally:
-            if generation is not None:
+            for generation in generations:
                 generation.close()
 
-    async def _pass_on(self, stream: OutputStream) -> bool:
+    async def _pass_on(self, streams: Sequence[ReadableStream]) -> bool:
         """Write what comes, as fast as the client reads, until all is written (true), or until the request has ended
         and the client reads nothing more of it. Raises BatonError when the request ends in one."""
-        writing = asyncio.create_task(self._write_out(stream))
+        writing = asyncio.create_task(self._write_out(streams))
         writing.add_done_callback(looked_at)
-        before: tuple[bool, int] | None = None
+        before: list[int] | None = None
         try:
             while not writing.done():
                 await asyncio.wait({writing}, timeout=self._linger)
-                now = (stream.ended, stream.reads)
-                if not writing.done() and now == before and stream.ended:
+                now = [stream.reads for stream in streams] if all(stream.ended for stream in streams) else None
+                if not writing.done() and now is not None and now == before:
                     return False
                 before = now
         except asyncio.CancelledError:
@@ -119,30 +122,29 @@ class StreamedAnswer:
         writing.result()
         return True
 
-    async def _write_out(self, stream: OutputStream) -> None:
+    async def _write_out(self, streams: Sequence[ReadableStream]) -> None:
         """Write what comes of a request. Raises BatonError when it ends in one."""
         with connected():
-            while True:
-                news = await stream.read()
-                messages = self._ending(news) if isinstance(news, RequestEnded) else self._rendering.piece(news)
-                for message in messages:
-                    await self._context.write(message)
-                if isinstance(news, RequestEnded):
-                    return
+            async with contextlib.aclosing(merged(streams)) as outputs:
+                async for index, news in outputs:
+                    ended = isinstance(news, RequestEnded)
+                    for message in self._ending(news, index) if ended else self._rendering.piece(news, index):
+                        await self._context.write(message)
 
-    def _ending(self, end: RequestEnded) -> Iterator[Any]:
+    def _ending(self, end: RequestEnded, index: int) -> Iterator[Any]:
         match end.outcome:
             case Finished() as finished:
-                return self._rendering.finished(finished, end.summary)
+                return self._rendering.finished(finished, end.summary, index)
             case Failed(error=error):
                 raise error
             case Cancelled(why=why):
-                return self._rendering.cancelled(why, end.summary)
+                return self._rendering.cancelled(why, end.summary, index)
 
-    async def _give_up(self, stream: OutputStream) -> None:
+    async def _give_up(self, streams: Sequence[ReadableStream]) -> None:
         """End an RPC whose client does not read. Neither the write nor the status that waits behind it is cancelled:
         gRPC still holds them. They end when the client reads, or has gone, and cost no more than a piece until then."""
-        stream.abandon()
+        for stream in streams:
+            stream.abandon()
         error = RequestCancelled(f"the client has read nothing for {self._linger:g} s after its request's end")
         aborting = asyncio.create_task(abort(self._context, error, self._request_id))
         aborting.add_done_callback(looked_at)

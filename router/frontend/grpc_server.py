@@ -85,21 +85,23 @@ class _OwnRendering:
 
     def __init__(self, request: generation_pb2.GenerateRequest) -> None:
         self._request = request
-        self._name, self._seed = "", 0
+        self._name = ""
+        self._seeds: list[int] = []
 
     def request(self) -> generation_pb2.GenerateRequest:
         return self._request
 
-    def started(self, generation: Generation) -> None:
-        self._name, self._seed = generation.validated.request_id, generation.validated.sampling.seed
+    def started(self, generations: Sequence[Generation]) -> None:
+        self._name = generations[0].validated.request_id
+        self._seeds = [generation.validated.sampling.seed for generation in generations]
 
-    def piece(self, output: Output) -> Iterator[generation_pb2.GenerateResponse]:
-        yield responses.delta(output)
+    def piece(self, output: Output, index: int) -> Iterator[generation_pb2.GenerateResponse]:
+        yield responses.delta(output, index)
 
-    def finished(self, finished: Finished, summary: Summary) -> Iterator[generation_pb2.GenerateResponse]:
-        yield responses.finished(finished.reason, summary, self._name, self._seed)
+    def finished(self, finished: Finished, summary: Summary, index: int) -> Iterator[generation_pb2.GenerateResponse]:
+        yield responses.finished(finished.reason, summary, self._name, self._seeds[index], index)
 
-    def cancelled(self, why: str, summary: Summary) -> Iterator[generation_pb2.GenerateResponse]:
+    def cancelled(self, why: str, summary: Summary, index: int) -> Iterator[generation_pb2.GenerateResponse]:
         raise RequestCancelled(why)
 
 

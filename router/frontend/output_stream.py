@@ -61,6 +61,7 @@ class OutputStream:
         self._end: RequestEnded | None = None
         self._stopped = False
         self._news = asyncio.Event()
+        self.worker = ""  # incarnation of the decode worker that the last tokens came from
         self.taken = 0  # tokens that count as output
         self.reads = 0  # pieces that the client's task has asked for: it asks again when one is written
 

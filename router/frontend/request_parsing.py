@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import msgspec
 
 from baton.errors import ContextTooLong, InvalidRequest, shown
 from baton.messages import MAX_TRACE_STEPS, LogitsRules, SamplingParams, WorkerRole
@@ -24,6 +26,7 @@ MAX_STOPS = 16
 _MAX_STOP_LENGTH = 1_000
 _MAX_STOP_TOKENS = 1_000
 _MAX_LOGPROBS = 20
+MAX_SAMPLES = 128  # of one prompt
 _MAX_PROMPT_LOGPROBS = 2**20  # values of one request; each takes about 120 bytes here until its client reads it
 _MAX_PENALTY = 2
 _MIN_REPETITION, _MAX_REPETITION = 1e-6, 1e6  # beyond these a logit of float32 may become infinite
@@ -55,6 +58,17 @@ class ValidatedRequest:
     affinity: str  # a key, or ""
     salt: str = ""  # of its page keys, beside its tenant
     text: TextOptions = DEFAULT_TEXT
+    n: int = 1  # outputs for the client, ...
+    best_of: int = 1  # ... the best of so many, which are also the beams of a search
+    length_penalty: float | None = None  # of a beam search; none: tokens are drawn
+
+    def sample(self, number: int) -> ValidatedRequest:
+        """The request for one of several samples."""
+        seed = (self.sampling.seed + number) & _MAX_SEED
+        sampling = msgspec.structs.replace(
+            self.sampling, seed=seed, prompt_logprobs=self.sampling.prompt_logprobs if number == 0 else None
+        )
+        return replace(self, sampling=sampling)
 
 
 @dataclass(frozen=True)
@@ -128,6 +142,8 @@ def parse_generate_request(
     sampling, stops = _sampling(request, model, draw_seed), _stops(request, model)
     prompt = _prompt(request, model)  # the only check that may take long comes last
     _check_prompt_logprobs(sampling, len(prompt))
+    n, best_of = _samples(request)
+    penalty = _length_penalty(request, sampling)
     # Behind a grammar's last token an end-of-sequence token comes in any case; the worker knows of `ignore_eos`.
     eos = () if request.ignore_eos and sampling.grammar is None else model.eos
     return ValidatedRequest(
@@ -144,7 +160,39 @@ def parse_generate_request(
         affinity=_checked("affinity", request.affinity),
         salt=_salt(request.cache_salt),
         text=TextOptions(request.min_tokens, request.include_stop, request.special_tokens),
+        n=n,
+        best_of=best_of,
+        length_penalty=penalty,
     )
+
+
+def _samples(request: pb.GenerateRequest) -> tuple[int, int]:
+    """Outputs for the client, and outputs to choose them from."""
+    n = request.n if request.HasField("n") else 1
+    best_of = request.best_of if request.HasField("best_of") else n
+    if not 1 <= n <= MAX_SAMPLES:
+        raise InvalidRequest(f"n is {n}; it must be from 1 to {MAX_SAMPLES}")
+    if not n <= best_of <= MAX_SAMPLES:
+        raise InvalidRequest(f"best_of is {best_of}; it must be from n, which is {n}, to {MAX_SAMPLES}")
+    return n, best_of
+
+
+def _length_penalty(request: pb.GenerateRequest, sampling: SamplingParams) -> float | None:
+    """The length penalty of a beam search; none without one. Raises InvalidRequest for what a search can't honour."""
+    if not request.HasField("beam_search"):
+        return None
+    penalty = request.beam_search.length_penalty if request.beam_search.HasField("length_penalty") else 1.0
+    if not math.isfinite(penalty):
+        raise InvalidRequest(f"length_penalty is {penalty}; it must be a finite number")
+    if not request.HasField("max_tokens"):
+        raise InvalidRequest("a beam search needs max_tokens")
+    unserved = (sampling.rules, sampling.prompt_logprobs, sampling.grammar)
+    if request.stop or any(each is not None for each in unserved):
+        raise InvalidRequest(
+            "a beam search knows no stop strings, prompt_logprobs, structured output, penalties, bias or rules for "
+            "tokens; leave them out, or use stop_token_ids"
+        )
+    return penalty
 
 
 def parse_pin_request(request: cache_pb2.PinPrefixRequest, pin: str, model: ServedModel) -> ValidatedPin:

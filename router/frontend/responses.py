@@ -32,10 +32,11 @@ _STATES: dict[GoneReason | None, cluster_pb2.ProcessState] = {
 }
 
 
-def delta(output: Output) -> generation_pb2.GenerateResponse:
+def delta(output: Output, index: int = 0) -> generation_pb2.GenerateResponse:
     return generation_pb2.GenerateResponse(
         delta=generation_pb2.Delta(
             text=output.text,
+            index=index,
             token_ids=output.tokens,
             logprobs=[_logprob(one) for one in output.logprobs],
             prompt_logprobs=[_logprob(one) for one in output.prompt_logprobs],
@@ -43,7 +44,9 @@ def delta(output: Output) -> generation_pb2.GenerateResponse:
     )
 
 
-def finished(reason: FinishReason, summary: Summary, request_id: str, seed: int) -> generation_pb2.GenerateResponse:
+def finished(
+    reason: FinishReason, summary: Summary, request_id: str, seed: int, index: int = 0
+) -> generation_pb2.GenerateResponse:
     usage, served = summary.usage, summary.served
     return generation_pb2.GenerateResponse(
         finished=generation_pb2.Finished(
@@ -64,6 +67,7 @@ def finished(reason: FinishReason, summary: Summary, request_id: str, seed: int)
             ),
             request_id=request_id,
             seed=seed,
+            index=index,
         )
     )
 

@@ -6,6 +6,8 @@ The rule: the lowest predicted time to first token that keeps every objective fo
 - A cached prefix is worth the time that it saves, less the time that loading it takes; so requests go where their
   prefix is until the queue there costs more than computing or fetching it elsewhere. A hot prefix spreads.
 - What a worker was given counts at once; a fresh worker gets work until its queue is as long as the others'.
+- Samples of one prompt go where its first sample runs, if that worker takes more. There they share its pages by
+  reference, and other workers would need copies.
 - Waiting is a choice: where a worker that is full now would be done sooner than any that is not, the request stays in
   the router, where it can still go elsewhere. What it waits for counts for those behind it.
 
@@ -70,6 +72,10 @@ class LowestTtft:
     """The placement with the lowest predicted time to first token."""
 
     def place(self, ask: PlacementRequest, view: ClusterView) -> PlacementDecision:
+        if ask.shares_with and view.refreshed_table().index.get(ask.shares_with, inf) < view.table.num_decode:
+            decision = place_on(ask, view, ask.shares_with)
+            if isinstance(decision.choice, Placement):
+                return decision
         costs = _placement_costs(ask, view)
         if costs.num_decode == 0:
             return PlacementDecision(Wait("no decode worker is live"), costs)

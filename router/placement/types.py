@@ -95,6 +95,7 @@ class PlacementRequest(Struct, frozen=True):
     excluded: Collection[str] = ()  # incarnations that have failed it
     decode_only: bool = False  # only a decode worker may be needed, and no store: this is how a last attempt is made
     affinity: str = ""  # requests of one key go to one decode worker while it lives
+    shares_with: str = ""  # the decode worker that has its whole prompt on its device: go there if that has room
 
     @property
     def pages_needed(self) -> int:

@@ -9,7 +9,7 @@ workers' messages about an attempt. `router.state` knows which processes are liv
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -25,6 +25,7 @@ from baton.errors import (
 )
 from baton.messages import AttemptName, Cancel, Decode
 from kvstore.keys import namespace_root
+from kvstore.prefix_map.prefix_map import PrefixMatch
 from router.events import PIN, Cancelled, Failed, Finished, RequestEnded, RequestOutcome, Submit
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
 from router.outbox import Outbox
@@ -143,7 +144,7 @@ class RequestManager:
         if (card := self._members.card) is not None:
             root = namespace_root(card.namespace, request.tenant, request.salt)
             request.derive_keys(root, self._config.pages.page_size)
-            held = self._kv_index.match(request.keys).values()
+            held = self._held_prefix(request).values()
             work -= max((match.pages for match in held), default=0) * self._config.pages.page_size
             rates = [m.load.prefill_rate for m in self._view.prefill_workers or self._view.decode_workers]
             seconds = work / rate if (rate := max(rates, default=0.0)) else 0.0
@@ -203,7 +204,7 @@ class RequestManager:
             request=request.name,
             prefix=CacheablePrefix(len(request.keys), self._config.pages.page_size, card.page_bytes),
             keys=request.keys,
-            held={} if request.unscored else self._kv_index.match(request.keys),
+            held=self._held_prefix(request),
             tokens=request.known,
             max_tokens=request.max_tokens,
             prompt=request.prompt,
@@ -217,6 +218,7 @@ class RequestManager:
             excluded=request.history.excluded,
             decode_only=final or request.history.decode_only or request.unscored,
             affinity=request.affinity,
+            shares_with=self._shares_with(request),
         )
         decision = self._policy.place(ask, self._view)
         choice, considered = decision.choice, _considered(decision.considered)
@@ -234,6 +236,19 @@ class RequestManager:
             self.end(request, Failed(error), now)
             return True
         return False
+
+    def _held_prefix(self, request: Request) -> Mapping[str, PrefixMatch]:
+        """How much of the request's prefix each holder has, as far as it may be used."""
+        if request.unscored:
+            return {}
+        held = self._kv_index.match(request.keys)
+        if worker := self._shares_with(request):
+            held[worker] = PrefixMatch(len(request.keys), {"GPU": len(request.keys)})
+        return held
+
+    def _shares_with(self, request: Request) -> str:
+        """The live worker that has just computed its prompt; empty: none, or it has refused or failed the request."""
+        return request.cached_on if not request.history.attempts and self._members.get(request.cached_on) else ""
 
     def _should_hold(self, request: Request, plan: Placement, considered: ConsideredPlacements | None) -> bool:
         """Whether it waits here, since its worker has prompts enough; for those behind it that counts like a prompt."""

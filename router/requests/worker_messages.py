@@ -166,7 +166,7 @@ class WorkerMessageHandler:
             self._counts.generated_tokens += len(new)
             self._utilization.generated(len(new), request.known)
             self._admission.generated(request, len(new))
-            self._out.put(Emit(request.name, new, logprobs))
+            self._out.put(Emit(request.name, attempt.decode, new, logprobs))
         if delta.finish is not None:
             began, rest = request.timeline.first_token, request.generated - 1
             if began is not None and rest and request.history.attempts == 1:
@@ -190,7 +190,7 @@ class WorkerMessageHandler:
         self._run(request, attempt, now)
         attempt.progressed_at = now
         request.prompt_scored += len(new)
-        self._out.put(Emit(request.name, prompt_logprobs=new))
+        self._out.put(Emit(request.name, attempt.decode, prompt_logprobs=new))
 
     def _problem(self, request: Request, tokens: tuple[int, ...], logprobs: tuple[object, ...]) -> str:
         """What no worker in its right mind says; empty: all is well."""

@@ -63,7 +63,7 @@ def test_64_requests_at_once_get_the_reference_tokens(
         workload.compare(path, repeats, answers, expected(family))
         for prompt, answer in zip(repeats, answers, strict=True):
             assert (answer.usage.cached_tokens > 0) == (len(prompt) > 16)
-            assert answer.usage.cached_tokens <= (len(prompt) - 1) // 16 * 16
+            assert answer.usage.cached_tokens < len(prompt)
 
 
 @pytest.mark.parametrize("shape", ["1P+1D", "colocated"])

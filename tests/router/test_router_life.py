@@ -505,7 +505,7 @@ def test_log_probabilities_are_cut_with_their_tokens() -> None:
     lab.tokens(decode, "r", 1, 10, 50)
     both = (TokenLogprob(50, -1.0), TokenLogprob(51, -2.0))
     commands = lab.tokens(decode, "r", 1, 10, 50, 51, logprobs=both)
-    assert [c for c in commands if isinstance(c, Emit)] == [Emit("r", (51,), both[1:])]
+    assert [c for c in commands if isinstance(c, Emit)] == [Emit("r", decode, (51,), both[1:])]
 
 
 @pytest.mark.parametrize("tokens", [(VOCAB,), (-1,), (2**40,), tuple(range(8, 15))])

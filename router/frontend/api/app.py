@@ -209,17 +209,18 @@ class HttpApi:
         answering = EventStream if order.fields.stream else WholeAnswer
         affinity = affinity_of(order.fields.session_id, request.headers)
         with contextlib.ExitStack() as undo:
-            for sample in order.answer.samples:
-                number = sample.index % samples(order.fields)
+            for leader in (sample for sample in order.answer.samples if sample.first_of_prompt):
                 message = generate_request(
-                    order.fields, sample.prompt, sample=number, max_tokens=order.max_tokens, logprobs=order.logprobs,
+                    order.fields, leader.prompt, max_tokens=order.max_tokens, logprobs=order.logprobs,
                     prompt_logprobs=order.prompt_logprobs, affinity=affinity,
                 )  # fmt: skip
                 try:
-                    started.append(await self._service.start(message, name, received))
+                    generations = await self._service.start(message, name, received)
                 except InvalidGrammar as error:
                     raise name_field(error, order.fields) from None
-                undo.callback(started[-1].close)
+                for generation in generations:
+                    started.append(generation)
+                    undo.callback(generation.close)
                 await asyncio.sleep(0)  # many samples of a long prompt take a while: others get their turns
             undo.pop_all()  # the answer closes them
         return answering(order, started, self._linger, name)

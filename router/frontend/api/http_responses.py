@@ -7,6 +7,7 @@ reads nothing after the end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from router.frontend.api.protocol import GenerationFields
 from router.frontend.generation import Generation
 from router.frontend.message_guard import looked_at
 from router.frontend.output_stream import Output
+from router.frontend.parallel_sampling.merge import merged
 
 _EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _JSON = "application/json"
@@ -94,21 +96,11 @@ class _Generating(Response):
 
     async def _outputs(self) -> AsyncIterator[tuple[Sample, Output | RequestEnded]]:
         """Yield what comes of each sample, as it comes. Raises BatonError when one of them fails."""
-        pairs = list(zip(self.answer.samples, self.generations, strict=True))
-        if len(pairs) == 1:
-            ((sample, generation),) = pairs
-            while sample.end is None:
-                yield sample, self._checked(sample, await generation.stream.read())
-            return
-        news: asyncio.Queue[tuple[Sample, Output | RequestEnded]] = asyncio.Queue(1)
-        readers = [asyncio.create_task(_read(sample, generation, news)) for sample, generation in pairs]
-        try:
-            while any(sample.end is None for sample in self.answer.samples):
-                sample, what = await news.get()
+        streams = [generation.stream for generation in self.generations]
+        async with contextlib.aclosing(merged(streams)) as news:
+            async for number, what in news:
+                sample = self.answer.samples[number]
                 yield sample, self._checked(sample, what)
-        finally:
-            for reader in readers:
-                reader.cancel()
 
     def _checked(self, sample: Sample, news: Output | RequestEnded) -> Output | RequestEnded:
         """Note the end of a sample. Raises the error that it ended in."""
@@ -181,14 +173,6 @@ class EventStream(_Generating):
                 return
             await event(answer.failed(error))
         await send({"type": "http.response.body", "body": answer.end_of_stream, "more_body": False})
-
-
-async def _read(sample: Sample, generation: Generation, news: asyncio.Queue[Any]) -> None:
-    while True:
-        what = await generation.stream.read()
-        await news.put((sample, what))
-        if isinstance(what, RequestEnded):
-            return
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from baton.errors import ContextTooLong, InvalidRequest
 from baton.v1 import generation_pb2 as pb
-from router.frontend.api.protocol import GenerationFields, seed_of
+from router.frontend.api.protocol import GenerationFields
 from router.frontend.api.structured_outputs import set_structured_output
 
 T = TypeVar("T")
@@ -27,13 +27,14 @@ _MAX_KEY = 80
 _MOST = {"stop": 16, "stop_token_ids": 1_000, "logit_bias": 1_024, "bad_words": 1_000, "allowed_token_ids": 2**18}
 """Entries of fields that are read one by one. `request_parsing` has the same limits or lower ones."""
 _UINT32, _SINT32 = 2**32, 2**31
+_SEEDS = 2**63  # clients send any 64-bit number, negative ones too
 
 
 def generate_request(
-    fields: GenerationFields, prompt: Sequence[int], *, sample: int, max_tokens: int | None, logprobs: int | None,
+    fields: GenerationFields, prompt: Sequence[int], *, max_tokens: int | None, logprobs: int | None,
     prompt_logprobs: int | None, affinity: str,
 ) -> pb.GenerateRequest:  # fmt: skip
-    """One sample's request. Only the first sample of a prompt reports the log-probabilities of that prompt.
+    """The request for all outputs of one prompt.
 
     Raises InvalidRequest for a number that no field can hold. `request_parsing` checks the rest."""
     for name, most in _MOST.items():
@@ -59,13 +60,14 @@ def generate_request(
     if fields.top_k is not None:
         request.top_k = 0 if fields.top_k == -1 else _number("top_k", fields.top_k, 0, _UINT32)
     if fields.seed is not None:
-        request.seed = seed_of(fields.seed, sample)
+        request.seed = fields.seed % _SEEDS
     if max_tokens is not None:
         request.max_tokens = _number("max_tokens", max_tokens, 1, _UINT32)
     if logprobs is not None:
         request.logprobs = _number("logprobs", logprobs, 0, _UINT32)
-    if prompt_logprobs is not None and sample == 0:
+    if prompt_logprobs is not None:
         request.prompt_logprobs = _number("prompt_logprobs", prompt_logprobs, 0, _UINT32)
+    _set_samples(request, fields)
     _set_rules(request, fields)
     set_structured_output(request, fields)
     if fields.ttft_ms is not None:
@@ -73,6 +75,16 @@ def generate_request(
     if fields.tpot_ms is not None:
         request.tpot_ms = _number("tpot_ms", fields.tpot_ms, 1, _UINT32)
     return request
+
+
+def _set_samples(request: pb.GenerateRequest, fields: GenerationFields) -> None:
+    if fields.n is not None:
+        request.n = _number("n", fields.n, 1, _UINT32)
+    if fields.best_of is not None:
+        request.best_of = _number("best_of", fields.best_of, 1, _UINT32)
+    if fields.use_beam_search:
+        penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
+        request.beam_search.length_penalty = _float("length_penalty", penalty)
 
 
 def _set_rules(request: pb.GenerateRequest, fields: GenerationFields) -> None:

@@ -18,7 +18,6 @@ from baton.errors import InvalidRequest, UnsupportedField, shown
 R = TypeVar("R", bound="GenerationFields")
 
 MAX_N = 128
-_MAX_SEED = 2**63
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -65,6 +64,9 @@ class GenerationFields(Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
     prompt_logprobs: int | None = None
+    length_penalty: float | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     # Known, and not served: see _NEUTRAL and _RENAMED.
@@ -73,9 +75,6 @@ class GenerationFields(Struct, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     structural_tag: Any = None
-    length_penalty: float | None = None
-    best_of: int | None = None
-    use_beam_search: bool | None = None
     spaces_between_special_tokens: bool | None = None
     suffix: str | None = None
 
@@ -130,8 +129,6 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "structural_tag": (),
@@ -170,8 +167,10 @@ def refuse_unserved(request: GenerationFields) -> None:
         value = getattr(request, name, None)
         if value is not None and value not in neutral:
             raise unsupported(name, value)
-    if request.best_of is not None and request.best_of != samples(request):
-        raise unsupported("best_of", request.best_of)
+    if request.stream and (request.use_beam_search or (request.best_of or 0) > samples(request)):
+        raise InvalidRequest("stream is set with best_of or use_beam_search, whose outputs are known at the end alone")
+    if not request.use_beam_search and request.length_penalty not in (None, 1):
+        raise InvalidRequest("length_penalty is set without use_beam_search; set both")
 
 
 def unsupported(field: str, value: Any, remedy: str = "") -> UnsupportedField:
@@ -188,8 +187,3 @@ def samples(request: GenerationFields) -> int:
     if not 1 <= n <= MAX_N:
         raise InvalidRequest(f"n is {n}; it must be from 1 to {MAX_N}")
     return n
-
-
-def seed_of(given: int, sample: int) -> int:
-    """The seed of one of several samples. Clients send any 64-bit number, negative ones too."""
-    return (given + sample) % _MAX_SEED

@@ -1,0 +1,125 @@
+"""Outputs that are known only when all requests behind them have ended. Read like the stream of one request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.errors import BatonError, RequestCancelled
+from baton.timeline import Timeline
+from router.events import Cancelled, Failed, RequestEnded, Summary
+from router.frontend.message_guard import looked_at
+from router.frontend.output_stream import Output, OutputStream
+
+log = logging.getLogger(__name__)
+
+
+class ReadableStream(Protocol):
+    """One output on its way to its client."""
+
+    reads: int
+
+    @property
+    def ended(self) -> bool: ...
+
+    @property
+    def stop_string(self) -> str | None: ...
+
+    async def read(self) -> Output | RequestEnded: ...
+
+    def abandon(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole output."""
+
+    output: Output
+    end: RequestEnded
+    stop_string: str | None = None
+
+
+class ResultStream:
+    """One of several outputs, all of which come at the end."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.stop_string: str | None = None
+        self._news = deque[Output | RequestEnded]()
+        self._settled = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        return self._settled.is_set()
+
+    def settle(self, result: Result) -> None:
+        """The output is known."""
+        self.stop_string = result.stop_string
+        self._news += [result.output, result.end]
+        self._settled.set()
+
+    async def read(self) -> Output | RequestEnded:
+        """The output, then its end, which is said again whenever it is asked for."""
+        self.reads += 1
+        await self._settled.wait()
+        return self._news.popleft() if len(self._news) > 1 else self._news[0]
+
+    def abandon(self) -> None:
+        """Forget the output: the client does not come for it."""
+        while len(self._news) > 1:
+            self._news.popleft()
+
+
+class ResultSet:
+    """Work that ends in several outputs, and their streams."""
+
+    def __init__(self, count: int, received: float, work: Coroutine[Any, Any, Sequence[Result]]) -> None:
+        """`work` returns `count` results. `received`: when the request came, in seconds of the clock."""
+        self.streams = [ResultStream() for _ in range(count)]
+        self._received = received
+        self._task = asyncio.create_task(self._run(work))
+        self._task.add_done_callback(looked_at)
+
+    def close(self) -> None:
+        """End the work, unless it has ended."""
+        self._task.cancel()
+
+    async def _run(self, work: Coroutine[Any, Any, Sequence[Result]]) -> None:
+        try:
+            results = await work
+        except BatonError as error:
+            self._fail(error)
+        except Exception:
+            log.exception("failed in the router")
+            self._fail(BatonError("internal error; the router's log says more"))
+        else:
+            for stream, result in zip(self.streams, results, strict=True):
+                stream.settle(result)
+
+    def _fail(self, error: BatonError) -> None:
+        summary = Summary(Timeline(received=self._received), self._received)
+        for stream in self.streams:
+            stream.settle(Result(Output(), RequestEnded("", Failed(error), summary)))
+
+
+async def collect(stream: OutputStream) -> Result:
+    """Read one request's whole output. Raises the error that it ends in."""
+    whole = Output()
+    while True:
+        news = await stream.read()
+        if isinstance(news, RequestEnded):
+            match news.outcome:
+                case Failed(error=error):
+                    raise error
+                case Cancelled(why=why):
+                    raise RequestCancelled(why)
+                case _:
+                    return Result(whole, news, stream.stop_string)
+        whole.text += news.text
+        whole.tokens += news.tokens
+        whole.logprobs += news.logprobs
+        whole.prompt_logprobs += news.prompt_logprobs

@@ -1,0 +1,183 @@
+"""Samples of one prompt: the first one's prompt is computed, then the others begin where it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from baton.errors import Unavailable
+from baton.messages import (
+    Accepted,
+    Decode,
+    Delta,
+    Envelope,
+    Heartbeat,
+    Hello,
+    Message,
+    Peer,
+    Refused,
+    SamplingParams,
+    Tokens,
+)
+from baton.metrics import Metrics
+from baton.v1 import generation_pb2 as pb
+from router.events import Failed, Finished, MessageReceived, RequestEnded, Shutdown
+from router.frontend.client_sessions import RouterDriver
+from router.frontend.generation import Generation, GenerationService
+from router.frontend.output_stream import Output
+from router.frontend.served_model import ServedModel
+from router.frontend.tokenizer_threads import TokenizerThreads
+from router.queueing.admission import ModelLimits
+from tests.router.model import CONFIG, CONTEXT, EOS, ROUTER, VOCAB, card, load_of
+from tests.support.eventually import eventually_async
+
+PROMPT = list(range(20, 60))
+
+
+class Bench:
+    """A router without sockets, and decode workers that say what a test lets them say."""
+
+    now_ = 100.0
+
+    def __init__(self, workers: int = 2) -> None:
+        model = ServedModel("m", None, ModelLimits(VOCAB, CONTEXT), (EOS,), SamplingParams(temperature=0))
+        self.driver = RouterDriver(ROUTER, CONFIG, model, self, self, Metrics())
+        self.sent: list[tuple[str, Message]] = []
+        self.tokenizing = TokenizerThreads()
+        self.service = GenerationService(self.driver, self, self.tokenizing)
+        for number in range(workers):
+            peer = Peer("decode", f"decode-{number}", "a", f"decode-{number}.1", 7)
+            self.say(peer.incarnation, Hello(peer, model=card()), "")
+            self.say(peer.incarnation, Heartbeat(1, load_of(peer)))
+
+    # --- as the router's clock and sockets ---
+
+    def now(self) -> float:
+        return self.now_
+
+    def send(self, incarnation: str, message: Message) -> None:
+        self.sent.append((incarnation, message))
+
+    def forget(self, incarnation: str) -> None: ...
+    def subscribe(self, incarnation: str, endpoint: str, replay: str) -> None: ...
+    def ask(self, incarnation: str) -> None: ...
+    def unsubscribe(self, incarnation: str) -> None: ...
+
+    # --- as a client and as workers ---
+
+    async def start(self, **fields: Any) -> list[Generation]:
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), max_tokens=4, **fields)
+        return await self.service.start(request, "r", self.now_)
+
+    def say(self, sender: str, message: Any, addressee: str = ROUTER.incarnation) -> None:
+        self.driver.handle(MessageReceived(Envelope(sender, addressee, 1, message)))
+
+    @property
+    def orders(self) -> list[tuple[str, Decode]]:
+        return [(to, message) for to, message in self.sent if isinstance(message, Decode)]
+
+    def answer(self, order: tuple[str, Decode], *tokens: int, finish: Any = None) -> None:
+        to, decode = order
+        self.say(to, Accepted(decode.request, decode.attempt))
+        self.say(to, Tokens(1, (Delta(decode.request, decode.attempt, len(PROMPT), tokens, finish=finish),)))
+
+
+def run(test: Callable[[Bench], Awaitable[None]], workers: int = 2) -> None:
+    async def main() -> None:
+        bench = Bench(workers)
+        try:
+            await test(bench)
+        finally:
+            await bench.service.close()
+            bench.tokenizing.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+async def read_end(generation: Generation) -> RequestEnded:
+    while True:
+        if isinstance(news := await generation.stream.read(), RequestEnded):
+            return news
+
+
+def test_the_others_begin_at_the_first_token_of_the_first_and_where_it_runs() -> None:
+    async def test(bench: Bench) -> None:
+        outputs = await bench.start(n=3, seed=5)
+        (first,) = bench.orders
+        assert first[1].sampling.seed == 5
+        bench.answer(first, 9)
+        assert [to for to, _ in bench.orders] == [first[0]] * 3
+        assert [order.sampling.seed for _, order in bench.orders] == [5, 6, 7]
+        for order, token in zip(bench.orders[1:], (10, 11), strict=True):
+            bench.answer(order, token, 3, finish="length")
+        for output, token in zip(outputs[1:], (10, 11), strict=True):
+            news = await output.stream.read()
+            assert isinstance(news, Output)
+            assert news.tokens == [token, 3]
+            assert isinstance((await read_end(output)).outcome, Finished)
+
+    run(test)
+
+
+def test_a_worker_without_room_for_a_sample_sends_it_elsewhere() -> None:
+    async def test(bench: Bench) -> None:
+        await bench.start(n=2)
+        (first,) = bench.orders
+        bench.answer(first, 9)
+        to, second = bench.orders[1]
+        assert to == first[0]
+        bench.say(to, Refused(second.request, second.attempt, "busy"))
+        assert bench.orders[2][0] != first[0]
+
+    run(test)
+
+
+def test_a_first_sample_that_fails_takes_the_others_along() -> None:
+    async def test(bench: Bench) -> None:
+        outputs = await bench.start(n=3)
+        bench.driver.handle(Shutdown())
+        for output in outputs:
+            outcome = (await read_end(output)).outcome
+            assert isinstance(outcome, Failed)
+            assert isinstance(outcome.error, Unavailable)
+        assert not bench.driver.busy
+
+    run(test)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_samples_that_are_not_wanted_any_more_never_begin(order: tuple[int, ...]) -> None:
+    async def test(bench: Bench) -> None:
+        outputs = await bench.start(n=3)
+        for number in order:
+            outputs[number].close()
+        assert len(bench.orders) == 1
+        assert not bench.driver._streams
+        assert not bench.driver._followers
+        assert not bench.driver._max_tokens
+
+    run(test)
+
+
+def test_a_search_that_is_not_wanted_any_more_ends_its_steps() -> None:
+    async def test(bench: Bench) -> None:
+        (output,) = await bench.start(n=1, best_of=2, beam_search=pb.BeamSearch())
+        await eventually_async(lambda: bench.orders)
+        output.close()
+        await eventually_async(lambda: not bench.driver._streams)
+
+    run(test)
+
+
+def test_a_step_of_a_search_that_fails_is_the_end_of_all_outputs() -> None:
+    async def test(bench: Bench) -> None:
+        outputs = await bench.start(n=2, beam_search=pb.BeamSearch())
+        await eventually_async(lambda: bench.orders)
+        bench.driver.handle(Shutdown())
+        for output in outputs:
+            assert isinstance((await read_end(output)).outcome, Failed)
+
+    run(test)
