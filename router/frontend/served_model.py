@@ -14,7 +14,7 @@ from typing import Any
 from baton.config import ModelConfig
 from baton.errors import ModelError, ModelMismatch, ModelNotFound, shown
 from baton.messages import SamplingParams
-from router.frontend.chat_template import ChatTemplate
+from router.frontend.chat.template import ChatTemplate
 from router.frontend.detokenizer import Tokenizer
 from router.queueing.admission import ModelLimits
 

@@ -13,8 +13,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton.errors import InvalidRequest, ModelError
-from router.frontend import chat_template
-from router.frontend.chat_template import ChatTemplate, TemplateRenderer, cut_at_mark, mark_end, normalized
+from router.frontend.chat import template as chat_template
+from router.frontend.chat.template import ChatTemplate, TemplateRenderer, cut_at_mark, mark_end, normalized
 
 pytestmark = pytest.mark.slow
 

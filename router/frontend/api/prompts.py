@@ -9,7 +9,7 @@ from typing import Any
 from baton.errors import InvalidRequest
 from router.frontend.api.parameters import token_ids, truncated
 from router.frontend.api.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
-from router.frontend.chat_template import TemplateRenderer, cut_at_mark, mark_end, normalized
+from router.frontend.chat.template import TemplateRenderer, cut_at_mark, mark_end, normalized
 from router.frontend.generation import GenerationService
 from router.frontend.request_parsing import tokenized
 

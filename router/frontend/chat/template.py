@@ -54,7 +54,7 @@ class TemplateRenderer:
     """Renders templates in a process that is started when it is first needed. One event loop may use it."""
 
     def __init__(self, max_characters: int) -> None:
-        self._helper = HelperProcess("router.frontend.template_process", str(max_characters), deadline=_DEADLINE)
+        self._helper = HelperProcess("router.frontend.chat.template_process", str(max_characters), deadline=_DEADLINE)
 
     async def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """Return the prompt. Raises InvalidRequest if the template fails, hangs or takes too much."""

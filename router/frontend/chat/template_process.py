@@ -1,8 +1,8 @@
 """A process that renders chat templates, because a template is a program that came with a checkpoint or a request.
 
-`python -m router.frontend.template_process MAX_CHARACTERS` is a helper process (`helper_process`). The templates run in
-jinja2's sandbox, which has no way out to Python's objects. The sandbox does not bound memory and time. This process has
-a limit of memory, and `chat_template` ends it when an answer takes too long.
+`python -m router.frontend.chat.template_process MAX_CHARACTERS` is a helper process (`helper_process`). The templates
+run in jinja2's sandbox, which has no way out to Python's objects. The sandbox does not bound memory and time. This
+process has a limit of memory, and `template` ends it when an answer takes too long.
 
 The environment is the one that transformers gives a template: trimmed blocks, loop controls, `{% generation %}`, and
 the functions `raise_exception` and `strftime_now`.

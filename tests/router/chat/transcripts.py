@@ -1,0 +1,339 @@
+"""What models of each family say, and what it comes to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+TOOLS = ("get_weather", "add", "get_time", "fs.read_file")
+WEATHER = ("get_weather", {"city": "Rome", "unit": "celsius"})
+ADD = ("add", {"a": 3.5, "b": [1, {"c": None}], "ok": True})
+TIME = ("get_time", {})
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """One output. `calls` have their arguments as values, or as the very text where that is no JSON."""
+
+    text: str
+    content: str = ""
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    reasoning: str = ""
+    prompt: str = ""  # its end
+
+
+def named(call: tuple[str, Any], key: str = "arguments") -> str:
+    name, arguments = call
+    return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
+
+
+def plain(text: str, **more: Any) -> Transcript:
+    return Transcript(text, content=text, **more)
+
+
+HERMES = [
+    plain("The weather is fine."),
+    plain("  Spaces around, and <b>tags</b> < all > kept.\n\n"),
+    Transcript(f"<tool_call>\n{named(WEATHER)}\n</tool_call>", calls=[WEATHER]),
+    Transcript(f"<tool_call>{named(ADD)}</tool_call>", calls=[ADD]),
+    Transcript(
+        f"I'll look it up.\n\n<tool_call>\n{named(WEATHER)}\n</tool_call>\n<tool_call>\n{named(TIME)}\n</tool_call>",
+        content="I'll look it up.",
+        calls=[WEATHER, TIME],
+    ),
+    Transcript(f"<tool_call>\n{named(WEATHER)}\n</tool_call>\nDone.", content="Done.", calls=[WEATHER]),
+    # The arguments come first, as Hermes 2 Pro has it.
+    Transcript(
+        '<tool_call>\n{"arguments": {"city": "Rome", "unit": "celsius"}, "name": "get_weather"}\n</tool_call>',
+        calls=[WEATHER],
+    ),
+    Transcript('<tool_call>{"name": "get_time"}</tool_call>', calls=[TIME]),
+    Transcript('<tool_call>{"name": "get_time", "arguments": null}</tool_call>', calls=[TIME]),
+    Transcript('<tool_call>{"name": "get_time", "arguments": {  }}</tool_call>', calls=[TIME]),
+    # Arguments that are encoded twice.
+    Transcript(
+        "<tool_call>" + named(("get_weather", json.dumps(WEATHER[1]))) + "</tool_call>",
+        calls=[WEATHER],
+    ),
+    Transcript('<tool_call>{"name": "add", "arguments": "three"}</tool_call>', calls=[("add", "three")]),
+    # Brackets, marks and markers in strings.
+    Transcript(
+        "<tool_call>"
+        + named(("add", {"text": 'a } ] " \\ </tool_call> <tool_call> ü 東京 🙂', "n": -1.5e-3}))
+        + "</tool_call>",
+        calls=[("add", {"text": 'a } ] " \\ </tool_call> <tool_call> ü 東京 🙂', "n": -1.5e-3})],
+    ),
+    # Two in one pair, and a last one without its end.
+    Transcript(f"<tool_call>{named(WEATHER)}\n{named(TIME)}</tool_call>", calls=[WEATHER, TIME]),
+    Transcript(f"<tool_call>{named(WEATHER)}", calls=[WEATHER]),
+    Transcript(f"<tool_call>{named(WEATHER)}</tool_c", content="</tool_c", calls=[WEATHER]),
+    # A model that names what is not there is told so by the client.
+    Transcript('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', calls=[("unknown", {})]),
+    # What is no call stays as it is.
+    plain("<tool_call>\nget_weather(Rome)\n</tool_call>"),
+    plain("<tool_call>"),
+    plain('<tool_call>{"name": "get_weather'),
+    plain('<tool_call>{"name": "get_weather", "arguments": '),
+    plain('<tool_call>{"arguments": {"a": 1}}</tool_call>'),
+    plain('<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+    plain('<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+    plain('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+    plain("<tool_call>{'name': 'get_time'}</tool_call>"),
+    plain('<tool_call>{"name": "add", "arguments": {1: 2}}</tool_call>'),
+    plain("<tool_call>{}</tool_call>"),
+    plain("a <tool_cal is not b"),
+    # The output was cut, or its arguments are wrong: what came of them is told.
+    Transcript('<tool_call>{"name": "add", "arguments": {"a": "x', calls=[("add", '{"a": "x')]),
+    Transcript(
+        '<tool_call>{"name": "add", "arguments": {"a": 1 <oops>}}</tool_call>',
+        content="<oops>}}</tool_call>",
+        calls=[("add", '{"a": 1 ')],
+    ),
+    Transcript('<tool_call>{"name": "add", "arguments": {"a": True}}</tool_call>', calls=[("add", '{"a": True}')]),
+    Transcript(
+        '<tool_call>{"name": "add", "arguments": {"a": [1}}</tool_call>',
+        content="}}</tool_call>",
+        calls=[("add", '{"a": [1')],
+    ),
+]
+
+LLAMA = [
+    plain("The weather is fine."),
+    plain("Sets are written { like this } and so."),
+    Transcript(named(WEATHER, "parameters"), calls=[WEATHER]),
+    Transcript("\n\n" + named(ADD, "parameters") + "\n", calls=[ADD]),
+    Transcript("<|python_tag|>" + named(WEATHER, "parameters"), calls=[WEATHER]),
+    Transcript(named(WEATHER, "parameters") + "; " + named(TIME, "parameters"), calls=[WEATHER, TIME]),
+    Transcript(
+        "<|python_tag|>" + named(WEATHER, "parameters") + ";<|python_tag|>" + named(TIME), calls=[WEATHER, TIME]
+    ),
+    Transcript(named(WEATHER, "parameters") + "\n" + named(TIME, "arguments"), calls=[WEATHER, TIME]),
+    Transcript(
+        '{"type": "function", "name": "get_weather", "parameters": {"city": "Rome", "unit": "celsius"}}',
+        calls=[WEATHER],
+    ),
+    Transcript("Let me see.\n" + named(TIME, "parameters"), content="Let me see.", calls=[TIME]),
+    Transcript(named(TIME, "parameters") + "; and more", content="; and more", calls=[TIME]),
+    Transcript(named(TIME, "parameters") + "<|python", content="<|python", calls=[TIME]),
+    # An answer in JSON is no call.
+    plain('{"city": "Rome", "degrees": 20}'),
+    plain('{"name": "Ada", "age": 36}'),
+    plain('{"name": "Ada", "parameters": {}}'),
+    plain('{"name": "get_weather", "parameters": 5'),
+    plain('Call {"name": "get_time", "parameters": {}} for the time.'),
+    plain("<|python_tag|>print(1)\n"),
+    plain("{" * 40),
+    plain('{"name"'),
+    Transcript('{"name": "add", "parameters": {"a": "x', calls=[("add", '{"a": "x')]),
+]
+
+PYTHONIC = [
+    plain("The weather is fine."),
+    plain("[1, 2, 3] is a list."),
+    Transcript('[get_weather(city="Rome", unit="celsius")]', calls=[WEATHER]),
+    Transcript("[get_weather(city='Rome', unit='celsius'), get_time()]", calls=[WEATHER, TIME]),
+    Transcript("[get_weather(city='Rome', unit='celsius'),\n get_time(),\n]\n", calls=[WEATHER, TIME]),
+    Transcript("[add(a=3.5, b=[1, {'c': None}], ok=True)]", calls=[ADD]),
+    Transcript("<|python_start|>[get_time()]<|python_end|>", calls=[TIME]),
+    Transcript("<|python_start|>[get_time()]<|python_end|>Done.", content="Done.", calls=[TIME]),
+    Transcript(" [ get_time ( ) ] ", calls=[TIME]),
+    Transcript("[fs.read_file(path='/etc/a b')]", calls=[("fs.read_file", {"path": "/etc/a b"})]),
+    Transcript(
+        """[add(a='it\\'s', b="say \\"x\\" \\n\\t\\\\", c=\"\"\"two\nlines "q\" here\"\"\", d='', e="",
+ f=r'\\d', g='\\x41\\u00fc\\U0001F642')]""",
+        calls=[
+            (
+                "add",
+                {
+                    "a": "it's",
+                    "b": 'say "x" \n\t\\',
+                    "c": 'two\nlines "q" here',
+                    "d": "",
+                    "e": "",
+                    "f": "\\d",
+                    "g": "Aü🙂",
+                },
+            )
+        ],
+    ),
+    Transcript(
+        "[add(a=(1, 2,), b=[], c={}, d=-1, e=1e5, f=.5, g=[True, False, None,], h=[[1], [2, [3]]])]",
+        calls=[
+            (
+                "add",
+                {
+                    "a": [1, 2],
+                    "b": [],
+                    "c": {},
+                    "d": -1,
+                    "e": 1e5,
+                    "f": 0.5,
+                    "g": [True, False, None],
+                    "h": [[1], [2, [3]]],
+                },
+            )
+        ],
+    ),
+    Transcript("[add(a=Rome, b=true, c=null, d=1_0)]", calls=[("add", {"a": "Rome", "b": True, "c": None, "d": 10.0})]),
+    Transcript("[add(a='), get_time(')]", calls=[("add", {"a": "), get_time("})]),
+    Transcript("[add(a='\\d \\q')]", calls=[("add", {"a": "\\d \\q"})]),
+    Transcript("[add(a=)]", calls=[("add", {"a": None})]),
+    # What is no call.
+    plain("[unknown(a=1)]"),
+    plain("[get_time"),
+    plain("[get_weather('Rome')]"),
+    plain("[get_weather(city"),
+    plain("["),
+    plain("<|python_start|>x"),
+    plain("get_time()"),
+    # Cut, or wrong later.
+    Transcript("[add(a=1, b='x", calls=[("add", '{"a": 1, "b": "x')]),
+    Transcript("[add(a=12", calls=[("add", '{"a": 12')]),
+    Transcript("[add(a=1, 2)]", content="2)]", calls=[("add", {"a": 1})]),
+    Transcript("[get_time(), unknown(a=1)]", content="unknown(a=1)]", calls=[TIME]),
+    Transcript("[get_time()] and more", content="and more", calls=[TIME]),
+    Transcript("[add(a=])]", content="])]", calls=[("add", '{"a": ')]),
+]
+
+MISTRAL = [
+    plain("The weather is fine."),
+    plain("[TOOL_C is no marker [ ]"),
+    Transcript(f"[TOOL_CALLS] [{named(WEATHER)}]", calls=[WEATHER]),
+    Transcript(f"[TOOL_CALLS][{named(WEATHER)}, {named(TIME)}]", calls=[WEATHER, TIME]),
+    Transcript(
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome", "unit": "celsius"}, "id": "D681PevKs"}]',
+        calls=[WEATHER],
+    ),
+    Transcript(f"Let me see.[TOOL_CALLS][{named(TIME)}]", content="Let me see.", calls=[TIME]),
+    Transcript('[TOOL_CALLS]get_weather{"city": "Rome", "unit": "celsius"}', calls=[WEATHER]),
+    Transcript(
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome", "unit": "celsius"}[TOOL_CALLS]get_time[ARGS]{}',
+        calls=[WEATHER, TIME],
+    ),
+    Transcript('[TOOL_CALLS]get_weather[CALL_ID]D681PevKs[ARGS]{"city": "Rome", "unit": "celsius"}', calls=[WEATHER]),
+    Transcript("[TOOL_CALLS] get_time [ARGS] { } \n", calls=[TIME]),
+    Transcript("[TOOL_CALLS]get_time{}Done.", content="Done.", calls=[TIME]),
+    plain("[TOOL_CALLS]"),
+    plain("[TOOL_CALLS]get_time"),
+    plain("[TOOL_CALLS]get_time[ARG"),
+    plain("[TOOL_CALLS]get_time[ARGS]{"),
+    plain("[TOOL_CALLS]get_time(x)"),
+    plain("[TOOL_CALLS]!"),
+    plain("[TOOL_CALLS][]"),
+    plain("[TOOL_CALLS][1, 2]"),
+    plain("[TOOL_CALLS]" + "x" * 300),
+    plain("[TOOL_CALLS]x" + " " * 300),
+    plain('[TOOL_CALLS] [{"name": "get_time", "arg'),
+    Transcript('[TOOL_CALLS]add{"a": "x', calls=[("add", '{"a": "x')]),
+    Transcript(f"[TOOL_CALLS][{named(TIME)}", calls=[TIME]),
+    Transcript(f"[TOOL_CALLS][{named(TIME)} oops]", content="oops]", calls=[TIME]),
+]
+
+HARMONY = [
+    Transcript("<|channel|>final<|message|>Hello.", content="Hello."),
+    Transcript("<|channel|>final<|message|>Hello.<|return|>", content="Hello."),
+    Transcript(
+        "<|channel|>analysis<|message|>The user greets.<|end|><|start|>assistant<|channel|>final<|message|>Hello.",
+        content="Hello.",
+        reasoning="The user greets.",
+    ),
+    Transcript(
+        "<|channel|>analysis<|message|>Need the weather.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Rome", "unit": "celsius"}<|call|>',
+        calls=[WEATHER],
+        reasoning="Need the weather.",
+    ),
+    Transcript(
+        "<|channel|>analysis<|message|>One.<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary "
+        'json<|message|>{"city": "Rome", "unit": "celsius"}',
+        calls=[WEATHER],
+        reasoning="One.",
+    ),
+    Transcript(
+        "<|channel|>commentary<|message|>I'll look.\n<|end|><|start|>assistant<|channel|>commentary "
+        "to=functions.get_time<|message|><|call|><|start|>assistant<|channel|>commentary to=functions.get_time"
+        "<|message|>{}",
+        content="I'll look.",
+        calls=[TIME, TIME],
+    ),
+    Transcript(
+        "<|channel|>analysis<|message|>One.<|end|>\n<|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>2 < 3 <|",
+        content="2 < 3 <|",
+        reasoning="One.\nTwo.",
+    ),
+    Transcript(" to=functions.get_time<|channel|>commentary<|message|>{}<|call|>", calls=[TIME]),
+    Transcript("<|channel|>commentary to=get_time<|message|>{}", calls=[TIME]),
+    Transcript("<|channel|>commentary to=functions.get_time<|message|>", calls=[TIME]),
+    Transcript("<|channel|>final<|message|>One<|channel|>analysis<|message|>two", content="One", reasoning="two"),
+    Transcript("<|channel|>analysis to=python<|message|>1 + 1<|call|>", reasoning="1 + 1"),
+    Transcript("<|channel|>commentary to=browser.search<|message|>Rome", content="Rome"),
+    plain("Hello, without any header."),
+    plain("  < indented"),
+    plain("<|channel|>analysis"),
+    plain("<|channel|>" + "x" * 600),
+    plain("to be"),
+    Transcript("Hello<|end|>.", content="Hello."),
+]
+
+_FINE = "It is fine.\n"
+DEEPSEEK = [
+    Transcript("<think>\nHmm.\n</think>\n\nIt is fine.\n", content=_FINE, reasoning="Hmm."),
+    Transcript("Hmm. 2 < 3\n</think>\n\nIt is fine.\n", content=_FINE, reasoning="Hmm. 2 < 3"),
+    Transcript("\n\nHmm.\n\nWell.</think>It is fine.\n", content=_FINE, reasoning="Hmm.\n\nWell."),
+    Transcript("</think>It is fine.\n", content=_FINE),
+    Transcript("Hmm. </thi", reasoning="Hmm. </thi"),
+    Transcript("Hmm.", reasoning="Hmm."),
+    Transcript("<think>", ""),
+    Transcript("<thi", reasoning="<thi"),
+    Transcript("Hmm.</think>A</think>B<think>", content="A</think>B<think>", reasoning="Hmm."),
+    plain("It is fine.", prompt="<｜Assistant｜></think>"),
+    plain("  It is fine.", prompt="<｜Assistant｜><think>\n\n</think>\n\n"),
+]
+QWEN3 = [
+    Transcript("<think>\nHmm.\n</think>\n\nIt is fine.\n", content=_FINE, reasoning="Hmm."),
+    plain("It is fine.\n"),
+    plain("\n\n It is fine.\n"),
+    plain("<th is a tag"),
+    plain("<thi"),
+    plain(" \n"),
+    plain("Write <think> and </think>."),
+    Transcript("<think>Hmm.", reasoning="Hmm."),
+    Transcript("<think>\n\n</think>\n\nIt is fine.\n", content=_FINE),
+    Transcript("Hmm.\n</think>\n\nIt is fine.\n", content=_FINE, reasoning="Hmm.", prompt="assistant\n<think>\n"),
+    plain("It is fine.\n", prompt="assistant\n<think>\n\n</think>\n\n"),
+]
+MAGISTRAL = [
+    Transcript("[THINK]Hmm.[/THINK]It is fine.\n", content=_FINE, reasoning="Hmm."),
+    plain("It is fine.\n"),
+]
+QWEN3_CALLS = [
+    Transcript(
+        f"<think>\nI could <tool_call> now.\n</think>\n\n<tool_call>\n{named(WEATHER)}\n</tool_call>",
+        calls=[WEATHER],
+        reasoning="I could <tool_call> now.",
+    ),
+    Transcript(
+        f"Hm.</think>\n\nLook:\n<tool_call>\n{named(WEATHER)}\n</tool_call>",
+        content="Look:",
+        calls=[WEATHER],
+        reasoning="Hm.",
+        prompt="<think>\n",
+    ),
+]
+REQUIRED = [
+    Transcript(f"[{named(WEATHER, 'parameters')}]", calls=[WEATHER]),
+    Transcript(f" [ {named(WEATHER, 'parameters')} ,\n{named(TIME, 'parameters')} ] ", calls=[WEATHER, TIME]),
+    plain("[]x"),
+    plain("I won't."),
+    plain("[I won't."),
+    Transcript('[{"name": "add", "parameters": {"a": [1,', calls=[("add", '{"a": [1,')]),
+]
+NAMED = [
+    Transcript('{"city": "Rome", "unit": "celsius"}', calls=[WEATHER]),
+    Transcript('\n {"city": "Rome", "unit": "celsius"}\n', calls=[WEATHER]),
+    Transcript('{"city": "Ro', calls=[("get_weather", '{"city": "Ro')]),
+    Transcript("{} and more", content="and more", calls=[("get_weather", {})]),
+    Transcript(""),
+]
