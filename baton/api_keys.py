@@ -139,6 +139,15 @@ def _write(path: Path, content: _KeysFile) -> None:
         fresh.unlink(missing_ok=True)
 
 
+def file_mark(path: Path) -> tuple[int, ...] | None:
+    """Return what changes when a file is written or replaced; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return (status.st_mtime_ns, status.st_ino, status.st_size, status.st_mode)
+
+
 class KeyRing:
     """The keys that a router knows. `refresh` follows the file; `find` never touches it."""
 
@@ -151,7 +160,7 @@ class KeyRing:
         self._seen: tuple[int, ...] | None = None
         self._identities: dict[str, Identity] = {}
         if path is not None:
-            seen = self._look(path)
+            seen = file_mark(path)
             self._take(read(path))
             self._seen = seen
 
@@ -169,7 +178,7 @@ class KeyRing:
 
     def refresh(self) -> None:
         """Read the file again if it has changed. A file that can't be read changes nothing."""
-        if self._path is None or (seen := self._look(self._path)) == self._seen:
+        if self._path is None or (seen := file_mark(self._path)) == self._seen:
             return
         try:
             self._take(read(self._path))
@@ -181,12 +190,3 @@ class KeyRing:
         if keys is not None:
             self.required = True
         self._identities = {key.sha256: key for key in keys or ()}
-
-    @staticmethod
-    def _look(path: Path) -> tuple[int, ...] | None:
-        """Return what changes with every replacement of a file."""
-        try:
-            status = path.stat()
-        except OSError:
-            return None
-        return (status.st_mtime_ns, status.st_ino, status.st_size, status.st_mode)

@@ -5,40 +5,78 @@ The doors are the HTTP APIs and the public gRPC port. Both listen at `api.host`.
 
 from __future__ import annotations
 
+import logging
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.api_keys import KeyRing
+from baton.api_keys import KeyRing, file_mark
 from baton.config import Config, TlsConfig
 from baton.errors import StartupError
 from baton.hosts import is_loopback
 
-
-@dataclass(frozen=True)
-class Certificate:
-    """A server's certificate, with the authorities of its clients' certificates, if clients need one."""
-
-    cert_file: str
-    key_file: str
-    client_ca_file: str  # "": clients need no certificate
-    chain: bytes = field(repr=False)
-    key: bytes = field(repr=False)
-    client_ca: bytes | None = field(repr=False)
+log = logging.getLogger(__name__)
 
 
 class _Encrypted(Exception):
     """The key needs a password."""
 
 
-def certificate(tls: TlsConfig) -> Certificate | None:
-    """Return the certificate that the doors show; None: they speak without TLS. Raises StartupError, and says why, if
-    the files can't be read or do not belong together."""
-    if not tls.cert_file:
-        return None
+@dataclass(frozen=True)
+class Certificate:
+    """A server's certificate with its chain, and its key, as PEM."""
+
+    chain: bytes = field(repr=False)
+    key: bytes = field(repr=False)
+
+
+class ServerTls:
+    """The certificate that the doors show. `refresh` follows its files, so that it can be renewed without a restart.
+
+    The authorities of clients' certificates are read once."""
+
+    def __init__(self, tls: TlsConfig) -> None:
+        """Read the files. Raises StartupError if they can't be read or do not belong together."""
+        self._tls = tls
+        self._seen = self._look()
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.certificate = _load(tls, self.context)
+        self.client_ca: bytes | None = None  # PEM; None: clients need no certificate
+        if tls.client_ca_file:
+            self.client_ca = _read("client_ca_file", tls.client_ca_file)
+            try:
+                self.context.load_verify_locations(tls.client_ca_file)
+            except (ssl.SSLError, OSError) as error:
+                raise StartupError(
+                    f"tls.client_ca_file {tls.client_ca_file} holds no PEM certificates: {error}"
+                ) from None
+            self.context.verify_mode = ssl.CERT_REQUIRED
+
+    def refresh(self) -> None:
+        """Show the certificate that the files have now to new connections. Files that can't be used change nothing."""
+        if (seen := self._look()) == self._seen:
+            return
+        self._seen = seen
+        try:
+            _load(self._tls, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # a half of a pair would spoil the real one
+            self.certificate = _load(self._tls, self.context)
+        except StartupError as error:
+            log.warning("the certificate stays as it was: %s", error)
+        else:
+            log.info("new connections are shown the certificate that %s has now", self._tls.cert_file)
+
+    def _look(self) -> tuple[tuple[int, ...] | None, ...]:
+        return file_mark(Path(self._tls.cert_file)), file_mark(Path(self._tls.key_file))
+
+
+def server_tls(tls: TlsConfig) -> ServerTls | None:
+    """Return what the doors show; None: they speak without TLS. Raises StartupError, and says why."""
+    return ServerTls(tls) if tls.cert_file else None
+
+
+def _load(tls: TlsConfig, context: ssl.SSLContext) -> Certificate:
+    """Read the certificate and its key into a context. Raises StartupError."""
     chain, key = _read("cert_file", tls.cert_file), _read("key_file", tls.key_file)
-    client_ca = _read("client_ca_file", tls.client_ca_file) if tls.client_ca_file else None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(tls.cert_file, tls.key_file, password=_no_password)
     except _Encrypted:
@@ -52,12 +90,7 @@ def certificate(tls: TlsConfig) -> Certificate | None:
             f"tls.key_file {tls.key_file} with tls.cert_file {tls.cert_file} {said}; both must be PEM, the server's "
             "certificate first and its chain after it"
         ) from None
-    if client_ca is not None:
-        try:
-            context.load_verify_locations(tls.client_ca_file)
-        except (ssl.SSLError, OSError) as error:
-            raise StartupError(f"tls.client_ca_file {tls.client_ca_file} holds no PEM certificates: {error}") from None
-    return Certificate(tls.cert_file, tls.key_file, tls.client_ca_file, chain, key, client_ca)
+    return Certificate(chain, key)
 
 
 def check_keys(config: Config, keys: KeyRing) -> None:

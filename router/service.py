@@ -21,7 +21,7 @@ from baton import hosts
 from baton.api_keys import KeyRing
 from baton.clock import Clock, PauseDetector, Tick
 from baton.config import Config
-from baton.doors import certificate, check_keys
+from baton.doors import ServerTls, check_keys, server_tls
 from baton.errors import BatonError, MalformedMessage
 from baton.logs import RateLimitedLog
 from baton.messages import Message, Peer
@@ -93,14 +93,14 @@ async def serve(
         cleanup.push_async_callback(service.close)
         keys = KeyRing(config.api_keys_path, required=config.api.require_keys, operator_key=operator_key())
         check_keys(config, keys)
-        gate, shown = Gatekeeper(keys), certificate(config.tls)
+        gate, tls = Gatekeeper(keys), server_tls(config.tls)
         client_server, operator = ClientServer(service, gate), OperatorServer(service, gate)
         cleanup.push_async_callback(_stop, client_server, operator)
-        grpc_address = await client_server.start(config.api.host, router.grpc_port, shown)
+        grpc_address = await client_server.start(config.api.host, router.grpc_port, tls)
         operator_address = await operator.start(router.operator, config.cluster.name, name)
         trust = config.api.trust_request_chat_template
         api_server = ApiServer(
-            HttpApi(service, http.page, gate, trust_templates=trust), router.max_concurrent_rpcs, shown
+            HttpApi(service, http.page, gate, trust_templates=trust), router.max_concurrent_rpcs, tls
         )
         cleanup.push_async_callback(api_server.stop)
         api_address = await api_server.start(config.api.host, config.api.port)
@@ -116,7 +116,7 @@ async def serve(
             again,
             _listen(driver, listener),
             _follow(driver, sockets),
-            _follow_keys(keys),
+            _follow_files(keys, tls),
             _watch(driver, (client_server, operator), listener, clock),
         )
         await _until_stopped(_drained(driver, stop), *loops)
@@ -195,11 +195,13 @@ async def _follow(driver: RouterDriver, sockets: RouterSockets) -> None:
         await asyncio.sleep(0)
 
 
-async def _follow_keys(keys: KeyRing) -> None:
-    """Take keys that are added or removed while the router serves."""
+async def _follow_files(keys: KeyRing, tls: ServerTls | None) -> None:
+    """Take keys that are added or removed, and a certificate that is renewed, while the router serves."""
     while True:
         await asyncio.sleep(_LOOK)
-        await asyncio.to_thread(keys.refresh)  # the file may lie on a slow disk
+        await asyncio.to_thread(keys.refresh)  # the files may lie on a slow disk
+        if tls is not None:
+            await asyncio.to_thread(tls.refresh)
 
 
 class RouterSockets:

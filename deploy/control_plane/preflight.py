@@ -55,7 +55,7 @@ def check_keys(config: Config) -> None:
 
 def check_doors(config: Config) -> None:
     """Check TLS and the clients' keys. Raises StartupError and KeysUnusable."""
-    doors.certificate(config.tls)
+    doors.server_tls(config.tls)
     doors.check_keys(config, KeyRing(config.api_keys_path, required=config.api.require_keys))
 
 

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton import operator_port
 from baton.api_keys import ANONYMOUS
-from baton.doors import Certificate
+from baton.doors import ServerTls
 from baton.errors import PortInUse, RequestCancelled
 from baton.hosts import bracketed
 from baton.operator_address import Loopback, parse_operator
@@ -225,11 +225,13 @@ class _GrpcServer:
         reflection.enable_server_reflection((*own, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
         self._serving: bool | None = None
 
-    async def start(self, address: str, remedy: str, shown: Certificate | None = None) -> int:
-        """Listen, with TLS if there is a certificate to show; returns the port, which is 1 for a Unix socket. Raises
+    async def start(self, address: str, remedy: str, tls: ServerTls | None = None) -> int:
+        """Listen, with TLS if it is given; returns the port, which is 1 for a Unix socket. Raises
         PortInUse, with what to do about it."""
         try:
-            bound = self.grpc.add_secure_port(address, _tls(shown)) if shown else self.grpc.add_insecure_port(address)
+            bound = (
+                self.grpc.add_secure_port(address, _credentials(tls)) if tls else self.grpc.add_insecure_port(address)
+            )
         except RuntimeError:
             bound = 0
         if not bound:
@@ -267,10 +269,10 @@ class ClientServer:
         generation = GenerationServicer(service)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server.grpc)
 
-    async def start(self, host: str, port: int, shown: Certificate | None = None) -> str:
-        """Listen, with TLS if there is a certificate to show; returns "host:port". Raises PortInUse."""
+    async def start(self, host: str, port: int, tls: ServerTls | None = None) -> str:
+        """Listen, with TLS if it is given; returns "host:port". Raises PortInUse."""
         remedy = "stop what listens there or change router.grpc_port"
-        bound = await self._server.start(f"{bracketed(host)}:{port}", remedy, shown)
+        bound = await self._server.start(f"{bracketed(host)}:{port}", remedy, tls)
         return f"{bracketed(host)}:{bound}"
 
     async def set_serving(self, serving: bool) -> None:
@@ -341,9 +343,24 @@ class OperatorServer:
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
 
 
-def _tls(shown: Certificate) -> grpc.ServerCredentials:
-    pairs = [(shown.key, shown.chain)]
-    return grpc.ssl_server_credentials(pairs, shown.client_ca, require_client_auth=shown.client_ca is not None)
+def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
+    """Return credentials that show the certificate as it is at each handshake."""
+    shown = tls.certificate
+
+    def configured() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(shown.key, shown.chain)], tls.client_ca)
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        if shown is tls.certificate:
+            return None
+        shown = tls.certificate
+        return configured()
+
+    asked = tls.client_ca is not None
+    # Its documentation says that None stands for no change. The stubs do not.
+    follows: Any = renewed
+    return grpc.dynamic_ssl_server_credentials(configured(), follows, require_client_authentication=asked)
 
 
 def _admit(gate: Gatekeeper, operator: bool, method: str, metadata: Mapping[str, str]) -> Callable[[], None]:

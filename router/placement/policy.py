@@ -80,7 +80,9 @@ class LowestTtft:
         if costs.num_decode == 0:
             return PlacementDecision(Wait("no decode worker is live"), costs)
         if ask.affinity:
-            costs.restrict_decode_to(_affinity_row(ask.affinity, costs))
+            # Tenants may use one key by chance: it need not bring all their requests to one worker.
+            whose = f"{ask.tenant}\0" if ask.tenant else ""
+            costs.restrict_decode_to(_affinity_row(whose + ask.affinity, costs))
         if view.config.router.disaggregation == "always":
             costs.require_disaggregation()
         best = costs.lowest

@@ -105,6 +105,13 @@ def test_tenants_share_no_cached_token(
     assert found == PAGES * 16
 
 
+def test_an_openai_client_without_the_right_key_gets_its_own_error(cluster: LocalCluster) -> None:
+    client = openai.OpenAI(base_url=f"http://{cluster.api_of('router')}/v1", api_key="EMPTY")
+    with client, pytest.raises(openai.AuthenticationError) as caught:
+        client.models.list()
+    assert (caught.value.code, caught.value.status_code) == ("invalid_api_key", 401)
+
+
 def test_salts_share_no_cached_token_within_a_tenant(cached: Callable[..., int], prompt: list[int]) -> None:
     for salt in ("", "a", "b", "one"):
         for door in ("http", "grpc"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import ssl
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import trustme
 from baton import api_keys
 from baton.api_keys import Identity, KeyRing
 from baton.config import ApiConfig, Config, TlsConfig, load
-from baton.doors import certificate, check_keys
+from baton.doors import check_keys, server_tls
 from baton.errors import ConfigError, StartupError
 from baton.v1 import generation_pb2_grpc
 from tests.router.served import collect, served, settings_for
@@ -117,6 +118,72 @@ def test_both_doors_speak_tls_and_nothing_else(tmp_path: Path, tls: TlsConfig) -
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
+def test_a_connection_that_is_closed_cancels_its_request(tmp_path: Path, tls: TlsConfig) -> None:
+    trusted = (tmp_path / "ca.pem").read_text()
+
+    async def test() -> None:
+        context = ssl.create_default_context(cadata=trusted)
+        async with served(over_tls(tmp_path, tls)) as router, aiohttp.ClientSession() as http:
+            worker = router.start("decode", "decode-0")
+            router.step_seconds = 0.05
+            url = f"https://{router.addresses.api}/v1/completions"
+
+            async def begun() -> aiohttp.ClientResponse | None:
+                body = {**BODY, "max_tokens": 200, "stream": True, "ignore_eos": True}
+                answer = await http.post(url, json=body, ssl=context)
+                return answer if answer.status == 200 else None
+
+            answer = await eventually_async(begun)
+            assert await answer.content.readline()
+            assert worker.sequences
+            answer.close()
+            await eventually_async(lambda: not worker.sequences)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_a_certificate_is_renewed_while_the_router_serves(
+    tmp_path: Path, tls: TlsConfig, authority: trustme.CA, caplog: pytest.LogCaptureFixture
+) -> None:
+    trusted = (tmp_path / "ca.pem").read_bytes()
+    context = ssl.create_default_context(cadata=trusted.decode())
+
+    def shown(address: str) -> int:
+        host, _, port = address.rpartition(":")
+        context.set_alpn_protocols(["h2"])
+        with (
+            socket.create_connection((host, int(port)), 10) as plain,
+            context.wrap_socket(plain, server_hostname=host) as encrypted,
+        ):
+            found = encrypted.getpeercert()
+            assert found is not None
+            return int(str(found["serialNumber"]), 16)
+
+    async def test() -> None:
+        async with served(over_tls(tmp_path, tls)) as router:
+            doors = (router.addresses.api, router.addresses.grpc)
+            first = [await asyncio.to_thread(shown, door) for door in doors]
+            assert first[0] == first[1]
+            renewed = authority.issue_cert("127.0.0.1")
+            renewed.private_key_pem.write_to_path(tls.key_file)  # for a moment the two do not belong together
+
+            async def noticed() -> bool:
+                return "the certificate stays as it was" in caplog.text
+
+            await eventually_async(noticed)
+            assert [await asyncio.to_thread(shown, door) for door in doors] == first
+            for number, part in enumerate(renewed.cert_chain_pems):
+                part.write_to_path(tls.cert_file, append=number > 0)
+
+            async def changed() -> bool:
+                now = [await asyncio.to_thread(shown, door) for door in doors]
+                return now[0] == now[1] != first[0]
+
+            await eventually_async(changed)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
 def test_clients_show_a_certificate_where_one_is_asked_for(
     tmp_path: Path, tls: TlsConfig, authority: trustme.CA
 ) -> None:
@@ -156,8 +223,8 @@ def test_clients_show_a_certificate_where_one_is_asked_for(
 
 
 def test_files_that_can_not_be_used_are_named(tmp_path: Path, tls: TlsConfig, authority: trustme.CA) -> None:
-    assert certificate(TlsConfig()) is None
-    assert certificate(tls) is not None
+    assert server_tls(TlsConfig()) is None
+    assert server_tls(tls) is not None
     other = tmp_path / "other.pem"
     authority.issue_cert("127.0.0.1").private_key_pem.write_to_path(other)
     broken = tmp_path / "broken.pem"
@@ -171,14 +238,14 @@ def test_files_that_can_not_be_used_are_named(tmp_path: Path, tls: TlsConfig, au
         ({"client_ca_file": str(tmp_path)}, r"can't read tls\.client_ca_file .*: Is a directory"),
     ):
         with pytest.raises(StartupError, match=said) as caught:
-            certificate(msgspec.structs.replace(tls, **change))
+            server_tls(msgspec.structs.replace(tls, **change))
         assert "PRIVATE KEY" not in str(caught.value)
 
 
 def test_a_key_with_a_password_is_refused_and_asks_nothing(tmp_path: Path, tls: TlsConfig) -> None:
     Path(tls.key_file).write_text(LOCKED)
     with pytest.raises(StartupError, match="needs a password"):
-        certificate(tls)
+        server_tls(tls)
 
 
 def test_a_router_does_not_start_with_files_that_can_not_be_used(tmp_path: Path, tls: TlsConfig) -> None:

@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 import errno
 import socket
-import ssl
 from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from baton.doors import Certificate
+from baton.doors import ServerTls
 from baton.errors import PortInUse, StartupError
 from baton.hosts import bracketed
 from router.frontend.api.app import HttpApi
@@ -32,10 +31,8 @@ _GRACE = 1  # seconds that clients get to read how their streams ended
 class ApiServer:
     """The server. It listens on one address and ends with the router."""
 
-    def __init__(self, api: HttpApi, max_connections: int, shown: Certificate | None = None) -> None:
-        """`shown`: the certificate with which it speaks TLS."""
+    def __init__(self, api: HttpApi, max_connections: int, tls: ServerTls | None = None) -> None:
         self._api = api
-        clients = ssl.CERT_REQUIRED if shown and shown.client_ca_file else ssl.CERT_NONE
         config = uvicorn.Config(
             api.app,
             http=_Protocol,
@@ -50,11 +47,9 @@ class ApiServer:
             timeout_graceful_shutdown=_GRACE,
             limit_concurrency=max_connections,
             backlog=_BACKLOG,
-            ssl_certfile=shown.cert_file if shown else None,
-            ssl_keyfile=shown.key_file if shown else None,
-            ssl_ca_certs=(shown.client_ca_file or None) if shown else None,
-            ssl_cert_reqs=clients,
         )
+        config.load()
+        config.ssl = tls.context if tls else None
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
