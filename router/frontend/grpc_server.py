@@ -60,10 +60,15 @@ _OTHER_BYTES = 128 * 2**10  # of all other fields of a message together: stop st
 _SPARE_RPCS = 1_024  # beyond router.max_concurrent_rpcs: health checks, refusals, and ends that clients do not read
 _MAX_STREAMS = 1_024  # of one connection; gRPC's clients wait with more
 _KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 60_000, 20_000  # a client whose machine or process stands still is let go
-_TEXTS = {"/baton.v1.Generation/Generate": 2, "/baton.v1.Cache/PinPrefix": 2}  # the fields that hold a prompt's text
+_TEXTS: Mapping[str, Sequence[int]] = {  # the fields that hold a prompt's text
+    "/baton.v1.Generation/Generate": (2,),
+    "/baton.v1.Cache/PinPrefix": (2,),
+    "/vllm.grpc.engine.VllmEngine/Generate": (2, 3),
+}
 _LISTED = 10  # requests, unless the client says how many
 _OPERATOR_RPCS = 256
 _OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")  # what a client without a key may call
+VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 GENERATION, CACHE, CLUSTER = "baton.v1.Generation", "baton.v1.Cache", "baton.v1.Cluster"
 
 
@@ -261,13 +266,18 @@ class _GrpcServer:
 
 
 class ClientServer:
-    """The public gRPC server: `Generation`, and nothing by which a client could change or watch the cluster."""
+    """The public gRPC server: `Generation` and vLLM's `VllmEngine`, and nothing by which a client could change or watch
+    the cluster."""
 
     def __init__(self, service: GenerationService, gate: Gatekeeper) -> None:
         max_rpcs = service.driver.config.router.max_concurrent_rpcs
-        self._server = _GrpcServer((GENERATION,), service.driver, max_rpcs, partial(_admit, gate, False))
+        engine = _vllm_engine(service)
+        own = (GENERATION,) if engine is None else (GENERATION, VLLM_ENGINE)
+        self._server = _GrpcServer(own, service.driver, max_rpcs, partial(_admit, gate, False))
         generation = GenerationServicer(service)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server.grpc)
+        if engine is not None:
+            engine(self._server.grpc)
 
     async def start(self, host: str, port: int, tls: ServerTls | None = None) -> str:
         """Listen, with TLS if it is given; returns "host:port". Raises PortInUse."""
@@ -341,6 +351,19 @@ class OperatorServer:
 
     async def stop(self, grace: float) -> None:
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
+
+
+def _vllm_engine(service: GenerationService) -> Callable[[grpc.aio.Server], None] | None:
+    """Return what adds vLLM's service to a server; None where its stubs can't be imported: another package may have
+    taken the name of their common.proto in this process."""
+    try:
+        from smg_grpc_proto import vllm_engine_pb2_grpc
+
+        from router.frontend.vllm_engine import VllmEngineServicer
+    except (ImportError, TypeError, RuntimeError) as error:
+        log.warning("%s is not served: %s", VLLM_ENGINE, error)
+        return None
+    return partial(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, VllmEngineServicer(service))
 
 
 def _credentials(tls: ServerTls) -> grpc.ServerCredentials:

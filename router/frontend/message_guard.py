@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -39,12 +39,12 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         refuse: Refuse,
         max_rpcs: int,
         max_bytes: int,
-        texts: Mapping[str, int],
+        texts: Mapping[str, Collection[int]],
         message_s: float = _MESSAGE_S,
         *,
         admit: Admit,
     ) -> None:
-        """`max_bytes`: of a message; of those in `texts`, by method, without the field that is named there. `admit`
+        """`max_bytes`: of a message; of those in `texts`, by method, without the fields that are named there. `admit`
         raises BatonError for a call that may not come in, and returns what is to be called after its end."""
         self.undecodable = 0  # messages so far
         self.rpcs = 0  # that are served, health checks aside
@@ -158,10 +158,10 @@ class MessageGuard(grpc.aio.ServerInterceptor):
             )
         try:
             if len(data) > self._max_bytes:
-                field = self._texts.get(method)
-                rest = len(data) if field is None else _without(data, field)
+                fields = self._texts.get(method)
+                rest = len(data) if fields is None else _without(data, fields)
                 if rest > self._max_bytes:
-                    beside = "" if field is None else " beside its text"
+                    beside = "" if fields is None else " beside its text"
                     raise InvalidRequest(
                         f"the message has {rest} bytes{beside}; at most {self._max_bytes} are taken for this model"
                     )
@@ -180,9 +180,9 @@ class _NoMessage(Exception):
     """Bytes that are no protobuf message."""
 
 
-def _without(data: bytes, field: int) -> int:
-    """How many bytes a message has without the last value of a length-delimited field. Parses nothing else, since that
-    would hold the event loop up. Raises _NoMessage."""
+def _without(data: bytes, fields: Collection[int]) -> int:
+    """How many bytes a message has without the last value of these length-delimited fields. Parses nothing else, since
+    that would hold the event loop up. Raises _NoMessage."""
     at, value = 0, 0
     for _ in range(_MAX_FIELDS):
         if at == len(data):
@@ -194,7 +194,7 @@ def _without(data: bytes, field: int) -> int:
         elif kind == _LENGTH_DELIMITED:
             length, at = _varint(data, at)
             at += length
-            if tag >> 3 == field:
+            if tag >> 3 in fields:
                 value = length
         elif kind in _FIXED_BYTES:
             at += _FIXED_BYTES[kind]

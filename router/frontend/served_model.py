@@ -35,6 +35,7 @@ class ServedModel:
     chat_template: ChatTemplate | None = None
     tokenizer_file: Path | None = None  # where the tokenizer was read
     aliases: tuple[str, ...] = ()  # further names that a request may use
+    folder: Path | None = None  # of its files
 
     def check(self, asked: str | None) -> None:
         """Raise ModelMismatch if a request asks for another model; no name is this one."""
@@ -57,6 +58,7 @@ def load(config: ModelConfig) -> ServedModel:
         defaults=_defaults(generation),
         chat_template=ChatTemplate.load(folder),
         tokenizer_file=tokenizer if tokenizer.is_file() else None,
+        folder=folder,
     )
 
 

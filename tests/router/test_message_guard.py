@@ -186,7 +186,7 @@ async def _small(
         await context.abort(*grpc_answers.status_of(error)[:1], str(error))
 
     generation = Generation()
-    guard = MessageGuard(refuse, max_rpcs, max_bytes, {GENERATE: 2}, message_s, admit=lambda *_: lambda: None)
+    guard = MessageGuard(refuse, max_rpcs, max_bytes, {GENERATE: (2,)}, message_s, admit=lambda *_: lambda: None)
     server = grpc.aio.server(interceptors=(guard,))
     handler = grpc.unary_stream_rpc_method_handler(
         generation.generate,
