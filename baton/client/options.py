@@ -46,6 +46,9 @@ class SamplingOptions(TypedDict, total=False):
     special_tokens: bool
     cache_salt: str
     structured_output: Mapping[str, Any] | None
+    n: int | None
+    best_of: int | None
+    beam_search: Mapping[str, Any] | None
 
 
 class ChatOptions(TypedDict, total=False):

@@ -130,7 +130,7 @@ class OutputCollector:
         return delta
 
     def _finish(self, end: generation_pb2.Finished) -> None:
-        index = getattr(end, "index", 0)
+        index = end.index
         output = self._outputs.get(index, _Output())
         self._finished[index] = Generated(
             text="".join(output.text),
@@ -152,7 +152,7 @@ def _delta(delta: generation_pb2.Delta) -> OutputDelta:
         text=delta.text,
         token_ids=tuple(delta.token_ids),
         logprobs=tuple(map(_scored, delta.logprobs)),
-        index=getattr(delta, "index", 0),
+        index=delta.index,
         prompt_logprobs=tuple(map(_scored, delta.prompt_logprobs)),
     )
 

@@ -7,6 +7,7 @@ model's recommended values itself (`GetModelInfo` tells them), so none is filled
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from smg_grpc_proto import vllm_engine_pb2 as vllm
@@ -15,8 +16,8 @@ from baton.errors import ContextTooLong, InvalidRequest, RequestCancelled
 from baton.messages import FinishReason, TokenLogprob
 from baton.v1 import generation_pb2 as pb
 from router.events import Finished, Summary
-from router.frontend.api.parameters import affinity_of, truncated
-from router.frontend.api.protocol import seed_of, unsupported
+from router.frontend.api.parameters import SEEDS, affinity_of, truncated
+from router.frontend.api.protocol import unsupported
 from router.frontend.generation import Generation
 from router.frontend.output_stream import Output
 from router.frontend.served_model import ServedModel
@@ -50,8 +51,10 @@ def generate_request(
     )
     if params.HasField("max_tokens"):
         request.max_tokens = params.max_tokens
+    if params.n:
+        request.n = params.n
     if params.HasField("seed"):
-        request.seed = seed_of(params.seed, 0)
+        request.seed = params.seed % SEEDS
     _set_logprobs("logprobs", params, request)
     _set_logprobs("prompt_logprobs", params, request)
     for token, bias in params.logit_bias.items():
@@ -64,7 +67,6 @@ def generate_request(
 
 
 def _refuse_unserved(asked: vllm.GenerateRequest) -> None:
-    params = asked.sampling_params
     for name in _UNSERVED:
         if asked.HasField(name):
             raise unsupported(name, "set")
@@ -72,8 +74,6 @@ def _refuse_unserved(asked: vllm.GenerateRequest) -> None:
         raise unsupported("extra_mm_inputs", "set")
     if asked.data_parallel_rank:
         raise unsupported("data_parallel_rank", asked.data_parallel_rank, "the cluster is one rank, 0")
-    if params.n > 1:
-        raise unsupported("n", params.n, "send one request for each sample")
 
 
 def _set_logprobs(
@@ -122,89 +122,100 @@ def _truncates(asked: vllm.GenerateRequest) -> bool:
     return asked.sampling_params.HasField("truncate_prompt_tokens")
 
 
+@dataclass
+class _Sample:
+    """One output so far."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    prompt_scored: bool = False  # the client has been told of its prompt's log-probabilities
+
+
 class EngineRendering:
-    """The answer to a call of `VllmEngine.Generate`: chunks and one `complete`, or `complete` alone."""
+    """The answer to a call of `VllmEngine.Generate`: for each sample chunks and one `complete`, or `complete` alone."""
 
     def __init__(self, asked: vllm.GenerateRequest, model: ServedModel, metadata: Mapping[str, str]) -> None:
         self._asked = asked
         self._model = model
         self._metadata = metadata
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
+        self._generations: Sequence[Generation] = ()
+        self._samples: list[_Sample] = []
         self._prompt_logprobs: list[TokenLogprob] = []
-        self._told_prompt_logprobs = False
-        self._generation: Generation | None = None
         self._aborted = False
 
     def abort(self) -> None:
         """End the request. It is no error: `complete` says so."""
         self._aborted = True
-        if self._generation is not None:
-            self._generation.close()
+        for generation in self._generations:
+            generation.close()
 
     def request(self) -> pb.GenerateRequest:
         return generate_request(self._asked, self._model, self._metadata)
 
-    def started(self, generation: Generation) -> None:
-        self._generation = generation
+    def started(self, generations: Sequence[Generation]) -> None:
+        self._generations = generations
+        self._samples = [_Sample() for _ in generations]
         if self._aborted:
-            generation.close()
+            self.abort()
 
-    def piece(self, output: Output) -> Iterator[vllm.GenerateResponse]:
+    def piece(self, output: Output, index: int) -> Iterator[vllm.GenerateResponse]:
+        sample = self._samples[index]
         self._prompt_logprobs += output.prompt_logprobs
-        self._tokens += output.tokens
+        sample.tokens += output.tokens
         if not self._asked.stream:
-            self._logprobs += output.logprobs
+            sample.logprobs += output.logprobs
             return
         if not output.tokens:
             return
         chunk = vllm.GenerateStreamChunk(
             token_ids=output.tokens,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=len(self._prompt),
             completion_tokens=len(output.tokens),
             output_logprobs=_output_logprobs(output.logprobs),
-            input_logprobs=None if self._told_prompt_logprobs else self._input_logprobs(),
+            input_logprobs=self._input_logprobs(sample),
+            index=index,
         )
-        self._told_prompt_logprobs = True
         yield vllm.GenerateResponse(chunk=chunk)
 
-    def finished(self, finished: Finished, summary: Summary) -> Iterator[vllm.GenerateResponse]:
-        yield self._complete(finished.reason, summary)
+    def finished(self, finished: Finished, summary: Summary, index: int) -> Iterator[vllm.GenerateResponse]:
+        yield self._complete(finished.reason, summary, index)
 
-    def cancelled(self, why: str, summary: Summary) -> Iterator[vllm.GenerateResponse]:
+    def cancelled(self, why: str, summary: Summary, index: int) -> Iterator[vllm.GenerateResponse]:
         if not self._aborted:
             raise RequestCancelled(why)
-        yield self._complete("abort", summary)
+        yield self._complete("abort", summary, index)
 
-    def _complete(self, reason: FinishReason | Literal["abort"], summary: Summary) -> vllm.GenerateResponse:
+    def _complete(self, reason: FinishReason | Literal["abort"], summary: Summary, index: int) -> vllm.GenerateResponse:
+        sample, stream = self._samples[index], self._generations[index].stream
         complete = vllm.GenerateComplete(
-            output_ids=self._tokens,
+            output_ids=sample.tokens,
             finish_reason=reason,
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=len(self._tokens),
+            prompt_tokens=len(self._prompt),
+            completion_tokens=len(sample.tokens),
             cached_tokens=summary.usage.cached,
-            output_logprobs=_output_logprobs(self._logprobs),
-            input_logprobs=None if self._told_prompt_logprobs else self._input_logprobs(),
+            output_logprobs=_output_logprobs(sample.logprobs),
+            input_logprobs=self._input_logprobs(sample),
+            index=index,
         )
-        assert self._generation is not None
-        if (stop := self._generation.stream.stop_string) is not None:
-            complete.matched_stop_str = stop
-        elif reason == "stop" and self._tokens and self._tokens[-1] in self._asked.sampling_params.stop_token_ids:
-            complete.matched_token_id = self._tokens[-1]
+        if stream.stop_string is not None:
+            complete.matched_stop_str = stream.stop_string
+        elif reason == "stop" and sample.tokens and sample.tokens[-1] in self._asked.sampling_params.stop_token_ids:
+            complete.matched_token_id = sample.tokens[-1]
         return vllm.GenerateResponse(complete=complete)
 
     @property
-    def _prompt_tokens(self) -> int:
-        return len(self._generation.validated.prompt) if self._generation else 0
+    def _prompt(self) -> Sequence[int]:
+        return self._generations[0].validated.prompt
 
-    def _input_logprobs(self) -> vllm.InputLogProbs | None:
-        """What was told of the prompt: nothing of its first token."""
-        if not self._prompt_logprobs or self._generation is None:
-            return None
+    def _input_logprobs(self, sample: _Sample) -> vllm.InputLogProbs | None:
+        """What was told of the prompt, once for each sample: nothing of its first token."""
         told = self._prompt_logprobs
+        if not told or sample.prompt_scored:
+            return None
+        sample.prompt_scored = True
         return vllm.InputLogProbs(
             token_logprobs=[vllm.InputTokenLogProb(), *(vllm.InputTokenLogProb(value=one.logprob) for one in told)],
-            token_ids=[self._generation.validated.prompt[0], *(one.token for one in told)],
+            token_ids=[self._prompt[0], *(one.token for one in told)],
             top_logprobs=[vllm.TopLogProbs(), *map(_top, told)] if any(one.top for one in told) else None,
         )
 

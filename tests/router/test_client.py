@@ -69,6 +69,10 @@ def test_generate_chat_status_and_explain(tmp_path: Path) -> None:
             assert made.timing.finished is not None
             assert made.timing.first_token <= made.timing.finished
 
+            several = await client.generate(PROMPT, seed=SEED, max_tokens=12, n=3).results()
+            assert [one.index for one in several] == [0, 1, 2]
+            assert [one.token_ids for one in several] == [expected(SEED + i, len(PROMPT), 12)[0] for i in range(3)]
+
             chat = client.chat("Hello", seed=SEED, max_completion_tokens=12, timeout=30)
             content = "".join([delta.content async for delta in chat])
             answer = await chat.result()

@@ -76,7 +76,7 @@ def test_every_sampling_parameter_arrives():
         "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "frequency_penalty": 0.5,
         "presence_penalty": -0.5, "repetition_penalty": 1.5, "max_tokens": 9, "min_tokens": 2, "stop": ["a"],
         "stop_token_ids": [5], "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 1, "seed": 11,
-        "include_stop_str_in_output": True, "logit_bias": {3: 1.5},
+        "include_stop_str_in_output": True, "logit_bias": {3: 1.5}, "n": 3,
     }  # fmt: skip
     made = generate_request(asked(**given), MODEL, {"x-smg-routing-key": "session"})
     named = {"include_stop_str_in_output": "include_stop"}
@@ -84,7 +84,7 @@ def test_every_sampling_parameter_arrives():
         told = getattr(made, named.get(name, name))
         assert (dict(told) if isinstance(value, dict) else list(told) if isinstance(value, list) else told) == value
     assert made.affinity == affinity_of("session", {})
-    served_here = {*given, "skip_special_tokens", "grammar_from_first_token", "spaces_between_special_tokens", "n"}
+    served_here = {*given, "skip_special_tokens", "grammar_from_first_token", "spaces_between_special_tokens"}
     served_here |= {"json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"}
     served_here |= {"truncate_prompt_tokens"}
     assert served_here == set(vllm.SamplingParams.DESCRIPTOR.fields_by_name), "neither served nor refused"
@@ -113,7 +113,6 @@ def test_a_choice_arrives():
 @pytest.mark.parametrize(
     ("params", "field"),
     [
-        ({"n": 2}, "n"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"structural_tag": "{}"}, "structural_tag"),
@@ -173,11 +172,10 @@ def rendered(request: Any, *pieces: Output) -> list[Any]:
 
     validated: Any = Validated()
     stream: Any = Stream()
-    driver: Any = None
-    rendering.started(Generation(validated, stream, driver))
-    made = [message for piece in pieces for message in rendering.piece(piece)]
+    rendering.started([Generation(validated, stream, lambda: None)])
+    made = [message for piece in pieces for message in rendering.piece(piece, 0)]
     line: Any = None
-    return [*made, *rendering.finished(Finished("stop"), Summary(line, 0.0))]
+    return [*made, *rendering.finished(Finished("stop"), Summary(line, 0.0), 0)]
 
 
 LOGPROBS = [TokenLogprob(7, -0.5, ((7, -0.5), (8, -1.5)))]
@@ -261,6 +259,24 @@ def test_a_stream_and_an_answer_in_one_piece(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stream", [True, False])
+def test_several_samples(tmp_path: Path, stream: bool) -> None:
+    async def test() -> None:
+        async with door(tmp_path) as (_, stub):
+            request = asked(stream=stream, seed=SEED, max_tokens=COUNT, n=3)
+            messages = [one async for one in stub.Generate(request, timeout=30)]
+            ends = {one.complete.index: one.complete for one in messages if one.HasField("complete")}
+            for index in range(3):
+                tokens, reason = expected(SEED + index, len(PROMPT), COUNT)
+                assert list(ends[index].output_ids) == tokens
+                assert ends[index].finish_reason == reason
+                chunks = [one.chunk for one in messages if one.HasField("chunk") and one.chunk.index == index]
+                assert [token for chunk in chunks for token in chunk.token_ids] == (tokens if stream else [])
+
+    run(test)
+
+
+@pytest.mark.slow
 def test_a_stop_string_is_told(tmp_path: Path) -> None:
     async def test() -> None:
         async with door(tmp_path) as (_, stub):
@@ -308,7 +324,7 @@ def test_errors_are_statuses(tmp_path: Path) -> None:
             code = grpc.StatusCode
             for call, status, reason in (
                 (stub.Generate(asked(temperature=-1.0)).read(), code.INVALID_ARGUMENT, "invalid_request"),
-                (stub.Generate(asked(n=3)).read(), code.INVALID_ARGUMENT, "unsupported_field"),
+                (stub.Generate(asked(logprobs=-1)).read(), code.INVALID_ARGUMENT, "unsupported_field"),
                 (stub.Generate(asked(name="a b")).read(), code.INVALID_ARGUMENT, "invalid_request"),
                 (stub.Generate(asked([1] * CONTEXT * 2)).read(), code.INVALID_ARGUMENT, "context_too_long"),
                 (stub.Embed(vllm.EmbedRequest()), code.UNIMPLEMENTED, "unsupported_call"),

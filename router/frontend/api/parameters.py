@@ -27,7 +27,7 @@ _MAX_KEY = 80
 _MOST = {"stop": 16, "stop_token_ids": 1_000, "logit_bias": 1_024, "bad_words": 1_000, "allowed_token_ids": 2**18}
 """Entries of fields that are read one by one. `request_parsing` has the same limits or lower ones."""
 _UINT32, _SINT32 = 2**32, 2**31
-_SEEDS = 2**63  # clients send any 64-bit number, negative ones too
+SEEDS = 2**63  # clients send any 64-bit number, negative ones too
 
 
 def generate_request(
@@ -60,7 +60,7 @@ def generate_request(
     if fields.top_k is not None:
         request.top_k = 0 if fields.top_k == -1 else _number("top_k", fields.top_k, 0, _UINT32)
     if fields.seed is not None:
-        request.seed = fields.seed % _SEEDS
+        request.seed = fields.seed % SEEDS
     if max_tokens is not None:
         request.max_tokens = _number("max_tokens", max_tokens, 1, _UINT32)
     if logprobs is not None:
