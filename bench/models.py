@@ -44,9 +44,9 @@ _VERSION = 1  # of what is written; a cache of another version is left alone
 
 
 def directory(name: str) -> Path:
-    """`tiny` (1 M parameters, float32) and `100m` (100 M, bfloat16) are made once and kept in the user's cache; any
-    other name is a directory already."""
-    made = {"tiny": demo_model.write, "100m": write_100m}.get(name)
+    """`tiny` (1 M parameters, float32), `100m` (100 M, bfloat16) and `100m-128k` (the same with a vocabulary of 128,256
+    tokens) are made once and kept in the user's cache; any other name is a directory already."""
+    made = {"tiny": demo_model.write, "100m": write_100m, "100m-128k": write_100m_128k}.get(name)
     if made is None:
         return Path(name)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton-bench"
@@ -68,18 +68,27 @@ def directory(name: str) -> Path:
 
 def write_100m(folder: Path) -> Path:
     """Write the checkpoint into `folder`, which exists, and return it."""
+    return _write(folder, LLAMA_100M)
+
+
+def write_100m_128k(folder: Path) -> Path:
+    """The same with as many tokens as Llama 3 has, and 175 M parameters."""
+    return _write(folder, LLAMA_100M | {"vocab_size": 128_256})
+
+
+def _write(folder: Path, config: dict[str, Any]) -> Path:
     generator = torch.Generator().manual_seed(SEED)
     weights = {
         name: torch.ones(shape, dtype=torch.bfloat16)
         if name.endswith("norm.weight")
         # Wide enough that greedy output does not end up repeating one token.
         else torch.randn(shape, generator=generator).mul_(0.1).bfloat16()
-        for name, shape in expected_tensors(ModelSpec.from_dict(LLAMA_100M)).items()
+        for name, shape in expected_tensors(ModelSpec.from_dict(config)).items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(LLAMA_100M, indent=2))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
-    _tokenizer(LLAMA_100M["vocab_size"]).save(str(folder / "tokenizer.json"))
+    _tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
     return folder
 
 

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ from engine.models.llama import NUMERICS_VERSION, LlamaModel
 from engine.models.weights import TORCH_DTYPES, ModelWeights
 from engine.page_pool import PagePool
 from engine.sampling import sampler
-from engine.sampling.mask_threads import MaskThreads
+from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
 from kvstore.layout import PageLayout
 
 _FEWEST_APART = 4
@@ -156,7 +155,7 @@ class Engine:
                 continue
             draws = [(place, draw) for place in places if (draw := chunks[place].sample) is not None]
             ends = [chunks[place].end for place, _ in draws]
-            if masks:
+            if masks is not None:
                 with span("masks", "engine"):
                     self._mask_threads.wait(masks)
             late = {place for place, draw in draws if draw.mask is not None and not draw.mask.ready}
@@ -167,10 +166,10 @@ class Engine:
                 results[place] = None if place in late else one
         return StepOutput(results, scores)
 
-    def _start_masks(self, chunks: Sequence[Chunk]) -> Sequence[Future[None]]:
+    def _start_masks(self, chunks: Sequence[Chunk]) -> MasksUnderWay | None:
         """Have the masks of this step computed while the model runs."""
         masks = [chunk.sample.mask for chunk in chunks if chunk.sample is not None and chunk.sample.mask is not None]
-        return self._mask_threads.start(masks) if masks else ()
+        return self._mask_threads.start(masks) if masks else None
 
     def _batches(self, chunks: Sequence[Chunk]) -> list[tuple[Sequence[int], Batch]]:
         """What is computed at a time, and which of the chunks that is. Raises ValueError."""

@@ -5,16 +5,28 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+from msgspec import Struct
+
 from engine.batch import TokenMask
 
 _MOST_THREADS = 4
-PATIENCE = 0.02
-"""Seconds for which a step that has run waits for masks. One takes 0.02 to 2 ms, but 0.2 s where a grammar is very
-ambiguous. Then its sequence gets no token in this step, and delays no other one."""
+PATIENCE = 0.05
+"""Seconds for which a step that has run waits for masks, or as long as the model took if that is longer. A mask takes
+0.02 to 2 ms, but 0.2 s where a grammar is very ambiguous. A sequence whose mask is late gets no token in this step, and
+computes its last token again in the next."""
+
+
+class MasksUnderWay(Struct, frozen=True):
+    """What to wait for, and when it was begun."""
+
+    quick: Sequence[Future[None]]
+    slow: Sequence[Future[None]]
+    began: float  # seconds of `time.perf_counter`
 
 
 class MaskThreads:
@@ -22,22 +34,32 @@ class MaskThreads:
 
     def __init__(self) -> None:
         threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-        self._pools = {slow: ThreadPoolExecutor(1 if slow else threads, "mask") for slow in (False, True)}
-        self._threads = {False: threads, True: 1}
+        self._quick, self._slow = _Pool(threads), _Pool(1)
+        self._late: list[Future[None]] = []  # of earlier steps
 
-    def start(self, masks: Sequence[TokenMask]) -> list[Future[None]]:
-        """Begin to compute those masks that no thread has begun with. Returns what to wait for."""
-        under_way: list[Future[None]] = []
-        for slow, pool in self._pools.items():
-            fresh = deque(mask for mask in masks if mask.slow == slow and mask.begin())
-            count = min(self._threads[slow], len(fresh))
-            under_way += [pool.submit(_compute, fresh) for _ in range(count)]
-        return under_way
+    def start(self, masks: Sequence[TokenMask]) -> MasksUnderWay:
+        """Begin to compute those masks that no thread has begun with."""
+        quick = deque(mask for mask in masks if not mask.slow and mask.begin())
+        slow = deque(mask for mask in masks if mask.slow and mask.begin())
+        self._late = [one for one in self._late if not one.done()] + self._slow.compute(slow)
+        return MasksUnderWay(self._quick.compute(quick), self._late, time.perf_counter())
 
-    def wait(self, under_way: Sequence[Future[None]]) -> None:
-        """Wait until all are computed, but no longer than `PATIENCE`."""
-        if under_way:
-            wait(under_way, PATIENCE)
+    def wait(self, under_way: MasksUnderWay) -> None:
+        """Wait until the quick ones are computed, but not long. A step waits for slow and late ones if there is nothing
+        else to wait for."""
+        if awaited := under_way.quick or under_way.slow:
+            late = wait(awaited, max(PATIENCE, time.perf_counter() - under_way.began)).not_done
+            self._late += late.difference(self._late)
+
+
+class _Pool:
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, "mask")
+
+    def compute(self, masks: deque[TokenMask]) -> list[Future[None]]:
+        """Each thread takes the next mask until none is left."""
+        return [self._pool.submit(_compute, masks) for _ in range(min(self._threads, len(masks)))]
 
 
 def _compute(masks: deque[TokenMask]) -> None:

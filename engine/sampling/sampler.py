@@ -57,8 +57,7 @@ def sample(
     if changed := [row for row, draw in enumerate(draws) if draw.edits is not None or draw.mask is not None]:
         logits = logits.float().clone()
         for row in changed:
-            failure = _constrain(draws[row], logits[row])
-            tokens[row] = int(logits[row].argmax())
+            tokens[row], failure = _constrain(draws[row], logits[row], raw[row])
             if math.isfinite(largest[row]):  # the rules may leave no token
                 failures[row] = failure
                 largest[row] = float(logits[row, tokens[row]])
@@ -89,26 +88,29 @@ def score(logits: torch.Tensor, targets: Sequence[int], top: int) -> list[Prompt
     ]
 
 
-def _constrain(draw: TokenDraw, logits: torch.Tensor) -> str:
-    """Apply a draw's rules and mask to its row of logits [vocab], float32. Where they leave no token, returns why, or
-    leaves the tokens by which the output ends if the grammar accepts that."""
-    mask = draw.mask
-    own = logits.clone() if mask is not None else logits
+def _constrain(draw: TokenDraw, logits: torch.Tensor, raw: torch.Tensor) -> tuple[int, str]:
+    """Apply a draw's rules and mask to its row of logits [vocab], float32; `raw` is the row before that. Returns the
+    likeliest token, and why there is none.
+
+    Where rules and mask together leave no token, the output ends if the grammar accepts that."""
+    mask, failure = draw.mask, ""
     if draw.edits is not None:
         apply(draw.edits, logits)
     if mask is None:
-        return ""
-    if mask.failure or mask.allowed is None:
+        return int(logits.argmax()), ""
+    if mask.allowed is None:
+        failure = mask.failure or "the mask was not computed"
         logits.fill_(-math.inf)
-        return mask.failure or "the mask was not computed"
-    logits.masked_fill_(torch.from_numpy(~mask.allowed).to(logits.device), -math.inf)
-    if logits.amax() > -math.inf:
-        return ""
+    else:
+        logits.masked_fill_(torch.from_numpy(~mask.allowed).to(logits.device), -math.inf)
+    token = int(logits.argmax())
+    if failure or logits[token] > -math.inf:
+        return token, failure
     if not mask.may_end or not mask.ends:
-        return "the grammar and the request's other rules leave no token"
+        return token, "the grammar and the request's other rules leave no token"
     ends = torch.tensor(sorted(mask.ends), device=logits.device)
-    logits[ends] = own[ends]
-    return ""
+    logits[ends] = raw[ends].float()
+    return int(logits.argmax()), ""
 
 
 def apply(edits: LogitsEdits, logits: torch.Tensor) -> None:
@@ -159,7 +161,10 @@ def _candidates(prefix: _Ranked, scaled: torch.Tensor, draw: TokenDraw) -> tuple
     if count is None:
         everything = scaled.cpu().numpy()
         if not _filters(draw):
-            return everything.astype(np.float64), np.arange(len(everything))
+            possible = np.flatnonzero(everything > -np.inf)  # of a masked row often a few
+            if not len(possible):  # said by a row that is not finite
+                possible = np.arange(len(everything))
+            return everything[possible].astype(np.float64), possible
         ranked = _rank(everything, np.arange(len(everything)), True, prefix.log_total)
         count = _keep(ranked, draw)
         assert count is not None

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from baton.messages import Grammar, LogitsRules
-from engine.batch import Sampled, TokenDraw
+from engine.batch import Sampled, TokenDraw, TokenMask
 from engine.engine import Engine
 from engine.sampling.grammars import FollowedGrammar, GrammarCompiler
 from engine.sampling.logits_rules import LogitsEditor
@@ -243,20 +243,28 @@ def test_masks_are_computed_once_on_several_threads(compiler: GrammarCompiler) -
     for _ in range(2):
         threads.wait(threads.start(masks))
     eventually(lambda: all(mask.ready for mask in masks), "the masks")
-    assert threads.start(masks) == []
+    eventually(lambda: idle(threads, masks), "nothing under way")
     assert all(mask.failure == "" and mask.allowed is not None and mask.allowed.any() for mask in masks)
+
+
+def idle(threads: MaskThreads, masks: Sequence[TokenMask]) -> bool:
+    under_way = threads.start(masks)
+    return not under_way.quick and not under_way.slow
 
 
 class Hung:
     """A mask that is late until `release`."""
 
-    ready, allowed, may_end, failure, ends, slow = False, None, False, "late", (), False
+    ready, allowed, may_end, failure, ends = False, None, False, "late", ()
 
-    def __init__(self) -> None:
+    def __init__(self, *, slow: bool = False) -> None:
+        self.slow = slow
+        self.begun = False
         self.release = threading.Event()
 
     def begin(self) -> bool:
-        return True
+        begun, self.begun = self.begun, True
+        return not begun
 
     def compute(self) -> None:
         self.release.wait(30)
@@ -274,6 +282,23 @@ def test_a_late_mask_delays_no_other_row(engine: Callable[..., Engine]) -> None:
         assert drawn[1] == one.step([other.chunk(9)])[0]
     finally:
         hung.release.set()
+
+
+def test_nothing_waits_for_a_slow_mask_but_what_waits_for_nothing_else(compiler: GrammarCompiler) -> None:
+    threads, hung, waiting = MaskThreads(), Hung(slow=True), Hung(slow=True)
+    try:
+        quick = followed(compiler, Grammar("regex", "a", EOS)).mask(PROMPT)
+        under_way = threads.start([hung, quick, waiting])
+        assert len(under_way.quick) == len(under_way.slow) == 1  # slow ones wait for each other
+        eventually(lambda: quick.ready, "the quick one")
+        again = threads.start([hung, waiting])
+        assert (list(again.quick), list(again.slow)) == ([], list(under_way.slow))
+    finally:
+        hung.release.set()
+        waiting.release.set()
+    threads.wait(again)
+    eventually(lambda: idle(threads, [hung, waiting]), "those that were slow")
+    assert waiting.ready
 
 
 def test_200_random_grammars(
