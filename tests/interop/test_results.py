@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests.interop import report
 from tests.interop.catalog import SUITES
 from tests.interop.result import Case, SuiteResult, read_junit
-from tests.interop.suites import clients, openai_python
+from tests.interop.suites import aiperf, clients, lm_eval, openai_python
 
 
 def test_a_junit_report_has_every_outcome(tmp_path: Path) -> None:
@@ -60,3 +61,26 @@ def test_the_report_counts_and_gives_reasons() -> None:
     assert "| `b` | `a \\| b` |" in page
     assert "| 2 | no store |" in page
     assert "- a note" in page
+
+
+def test_two_logs_of_lm_eval_are_equal_only_in_every_answer() -> None:
+    def log(likelihood: float, greedy: str, text: str) -> list[dict[str, Any]]:
+        return [
+            {"doc_id": 0, "acc": 1.0, "resps": [[[str(likelihood), greedy]]]},
+            {"doc_id": 1, "exact_match": 0.0, "resps": [[text]]},
+        ]
+
+    right = log(-9.5, "True", "some words")
+    assert lm_eval.compare(log(-9.5, "True", "some words"), right) == ([], 0.0)
+    assert lm_eval.compare(log(-9.50001, "True", "some words"), right)[0] == []
+    for other in (log(-9.6, "True", "some words"), log(-9.5, "False", "some words"), log(-9.5, "True", "same words")):
+        assert len(lm_eval.compare(other, right)[0]) == 1
+    assert lm_eval.compare(right[:1], right)[0]
+
+
+def test_the_trace_has_shared_prefixes_and_is_in_order() -> None:
+    trace = aiperf.make_trace()
+    assert [row["timestamp"] for row in trace] == sorted(row["timestamp"] for row in trace)
+    for row in trace:
+        assert len(row["hash_ids"]) == -(-row["input_length"] // aiperf.BLOCK)
+        assert row["hash_ids"][:2] == [0, 1]

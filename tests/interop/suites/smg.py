@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-import urllib.error
-import urllib.request
-from typing import Any
 
 import grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from tests.interop.environment import Environment
+from tests.interop.http import RefusedError, get, post
 from tests.interop.result import Case, SuiteResult
 from tests.interop.target import Target
 from tests.support.eventually import eventually
@@ -38,7 +36,7 @@ def run(target: Target, environment: Environment) -> SuiteResult:
         except AssertionError:
             said = " ".join(log.read_text(errors="replace").splitlines()[-8:])
             return SuiteResult([Case.failed("smg lists a model", said)])
-        (model,) = [card["id"] for card in _get(gateway + "/v1/models")["data"]][:1]
+        (model,) = [card["id"] for card in get(gateway + "/v1/models")["data"]][:1]
         cases = [Case("smg lists a model", "passed")]
         for prompt in _PROMPTS:
             cases += _compared(prompt, target, gateway, model)
@@ -51,12 +49,11 @@ def _compared(prompt: str, target: Target, gateway: str, model: str) -> list[Cas
     }  # fmt: skip
     whole, streamed = f"chat: {prompt}", f"streamed chat: {prompt}"
     try:
-        right = _text(_post(f"{target.url}/v1/chat/completions", asked | {"model": target.model}))
-        through = _text(_post(f"{gateway}/v1/chat/completions", asked | {"model": model}))
-        pieces = _post(f"{gateway}/v1/chat/completions", asked | {"model": model, "stream": True})
-    except (urllib.error.URLError, ValueError, KeyError, TimeoutError) as error:
-        detail = error.read().decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
-        return [Case.failed(whole, f"{error} {detail}")]
+        right = _text(post(f"{target.url}/v1/chat/completions", asked | {"model": target.model}))
+        through = _text(post(f"{gateway}/v1/chat/completions", asked | {"model": model}))
+        pieces = post(f"{gateway}/v1/chat/completions", asked | {"model": model, "stream": True})
+    except (RefusedError, ValueError, KeyError) as error:
+        return [Case.failed(whole, f"{type(error).__name__}: {error}")]
     joined = "".join(
         choice["delta"].get("content") or ""
         for line in pieces.splitlines()
@@ -76,20 +73,9 @@ def _services(target: Target) -> list[str]:
 
 def _has_model(gateway: str) -> bool:
     try:
-        return bool(_get(f"{gateway}/v1/models")["data"])
-    except (OSError, ValueError, KeyError):
+        return bool(get(f"{gateway}/v1/models")["data"])
+    except (RefusedError, ValueError, KeyError):
         return False
-
-
-def _get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return json.load(answer)
-
-
-def _post(url: str, body: dict[str, Any]) -> str:
-    asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=60) as answer:
-        return answer.read().decode()
 
 
 def _text(answer: str) -> str:
