@@ -259,6 +259,9 @@ def test_names_headers_and_what_the_server_is(tmp_path: Path) -> None:
                 page = await listed.json()
             assert (page["first_id"], page["has_more"]) == (model["id"], False)
             assert page["data"][0]["type"] == "model"
+            for path in ("/v1/models/other", "/v1/nowhere"):
+                async with client.http.get(client.url + path, headers=anthropics) as missing:
+                    assert (missing.status, (await missing.json())["error"]["type"]) == (404, "not_found_error")
             for path in ("/live", "/ready", "/health", "/health/ready", "/version", "/openapi.json"):
                 assert (await client.get(path))[0] == 200, path
             async with client.http.get(f"{client.url}/metrics") as page:

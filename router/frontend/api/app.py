@@ -39,7 +39,7 @@ from router.frontend.api.errors import ErrorBody
 from router.frontend.api.gate import KeyGate
 from router.frontend.api.http_responses import EventStream, Order, WholeAnswer, error_response, json_response
 from router.frontend.api.messages import CountTokensRequest, Message, MessagesRequest, chat_of_messages
-from router.frontend.api.model_cards import ModelCards
+from router.frontend.api.model_cards import ModelCards, is_anthropic
 from router.frontend.api.parameters import affinity_of, generate_request, token_ids
 from router.frontend.api.prompts import MAX_SAMPLES, PromptBuilder
 from router.frontend.api.protocol import (
@@ -260,7 +260,8 @@ class HttpApi:
         try:
             return json_response(self._cards.one(request.path_params["model"], request.headers))
         except ModelMismatch as error:
-            return error_response(error)
+            failed = errors.anthropic_body if is_anthropic(request.headers) else errors.body_of
+            return error_response(error, failed)
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": baton.__version__})
@@ -340,6 +341,6 @@ def _name_of(request: Request, fields: GenerationFields) -> str:
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {shown(request.url.path)}"
-    return Response(
-        msgspec.json.encode(errors.described(error.status_code, message)), error.status_code, error.headers, _JSON
-    )
+    anthropic = is_anthropic(request.headers) or request.url.path.startswith("/v1/messages")
+    told = (errors.anthropic_described if anthropic else errors.described)(error.status_code, message)
+    return Response(msgspec.json.encode(told), error.status_code, error.headers, _JSON)

@@ -68,8 +68,12 @@ _ANTHROPIC = {
 
 def anthropic_body(error: BatonError) -> dict[str, Any]:
     """The JSON of an error, as Anthropic's API has it."""
-    kind = _ANTHROPIC.get(status_of(error), "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    return anthropic_described(status_of(error), str(error))
+
+
+def anthropic_described(status: int, message: str) -> dict[str, Any]:
+    """The JSON of an error with that status, as Anthropic's API has it."""
+    return {"type": "error", "error": {"type": _ANTHROPIC.get(status, "api_error"), "message": message}}
 
 
 def described(status: int, message: str, param: str | None = None) -> dict[str, Any]:

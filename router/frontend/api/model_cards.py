@@ -16,6 +16,11 @@ from router.frontend.served_model import ServedModel
 _ANTHROPIC = "anthropic-version"
 
 
+def is_anthropic(headers: Mapping[str, str]) -> bool:
+    """Whether a request comes from a client of Anthropic's API."""
+    return _ANTHROPIC in headers
+
+
 class ModelCards:
     """The cards of one model. `created` is when its names were first served, in seconds since the epoch."""
 
@@ -27,7 +32,7 @@ class ModelCards:
         """The cards of all names, the one that answers have first."""
         names = (self._model.name, *self._model.aliases)
         cards = [self.one(name, headers) for name in names]
-        if _ANTHROPIC in headers:
+        if is_anthropic(headers):
             return {"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]}
         return {"object": "list", "data": cards}
 
@@ -35,7 +40,7 @@ class ModelCards:
         """The card of a name. Raises ModelMismatch."""
         self._model.check(name)
         context = self._model.limits.max_context
-        if _ANTHROPIC in headers:
+        if is_anthropic(headers):
             return {
                 "id": name,
                 "type": "model",

@@ -138,19 +138,21 @@ def _model() -> Schema:
         "parameters": [parameter],
         "responses": {
             "200": {"description": "the model", "content": _json({"anyOf": [ref("Model"), ref("AnthropicModel")]})},
-            **_errors("Error", "404", *_KEYS),
+            **_errors("Error", *_KEYS),
+            "404": _error("404", {"anyOf": [ref("Error"), ref("AnthropicError")]}),
         },
     }
 
 
 def _errors(schema: str, *statuses: str) -> Schema:
+    return {status: _error(status, ref(schema)) for status in statuses}
+
+
+def _error(status: str, schema: Schema) -> Schema:
     return {
-        status: {
-            "description": _ERRORS[status],
-            "headers": _REASON | (_RETRY if status == "429" else {}),
-            "content": _json(ref(schema)),
-        }
-        for status in statuses
+        "description": _ERRORS[status],
+        "headers": _REASON | (_RETRY if status == "429" else {}),
+        "content": _json(schema),
     }
 
 
