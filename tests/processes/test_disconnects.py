@@ -1,7 +1,7 @@
 """A client that closes its connection: one second later nothing of its requests is left in any process.
 
 Each phase is held open: a worker drains (queued), a long prompt is computed in small chunks (prefill), the store stands
-still (hand-off), or tokens come (decode). Over HTTP with one output, with several, and without a stream; over gRPC.
+still (hand-off), or tokens come (decode). Over HTTP with one output, several, and beams, as a stream or not; over gRPC.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -74,10 +75,10 @@ def http(**fields: Any) -> Open:
     return send
 
 
-def rpc(cluster: LocalCluster, prompt: list[int]) -> Close:
+def rpc(cluster: LocalCluster, prompt: list[int], **fields: Any) -> Close:
     channel = grpc.insecure_channel(cluster.address)
     ids = generation_pb2.TokenIds(ids=prompt)
-    request = generation_pb2.GenerateRequest(token_ids=ids, max_tokens=OUTPUT, ignore_eos=True)
+    request = generation_pb2.GenerateRequest(token_ids=ids, max_tokens=OUTPUT, ignore_eos=True, **fields)
     call: Any = generation_pb2_grpc.GenerationStub(channel).Generate(request)
     reader = threading.Thread(target=_read, args=(call,), daemon=True)
     reader.start()
@@ -99,7 +100,10 @@ DOORS: dict[str, Open] = {
     "http": http(stream=True),
     "http, whole": http(),
     "http, n 4": http(stream=True, n=4),
+    "http, best of 4": http(best_of=4),
+    "http, 3 beams": http(use_beam_search=True, n=3),
     "grpc": rpc,
+    "grpc, n 3": partial(rpc, n=3),
 }
 
 
@@ -132,7 +136,8 @@ def hand_off(cluster: LocalCluster, operator: Client) -> Iterator[Callable[[], o
 
 @contextlib.contextmanager
 def decode(cluster: LocalCluster, operator: Client) -> Iterator[Callable[[], object]]:
-    yield lambda: _listed(operator, lambda one: one.completion_tokens)
+    before = operator.status().counts.generated_tokens
+    yield lambda: operator.status().counts.generated_tokens > before
 
 
 def _listed(operator: Client, wanted: Callable[[explain_pb2.RequestSummary], object]) -> bool:
@@ -172,9 +177,11 @@ def test_nothing_is_left_a_second_after_the_connection_is_closed(
     cancelled = operator.status().counts.cancelled
     with phase(cluster, operator) as reached:
         close = DOORS[door](cluster, prompt)
-        eventually(reached, phase.__name__)
-        assert left(cluster, operator), "the count does not see what is there"
-        close()
+        try:
+            eventually(reached, phase.__name__)
+            assert left(cluster, operator), "the count does not see what is there"
+        finally:
+            close()
     closed = rest = time.monotonic()
     while rest - closed < BOUND and time.monotonic() - rest < STEADY:
         if found := left(cluster, operator):
