@@ -41,14 +41,14 @@ from simulator.disk import SimulatedDisk
 from simulator.feed import Feed
 from simulator.network import SimulatedNetwork
 from simulator.routers import RouterAddress, RouterEndpoint, SimulatedRouterLinks
-from simulator.store_loop import StoreLoop
+from simulator.store_shell import StoreShell
 from simulator.transport import NoMemory, Parcel, SimulatedTransport
 from simulator.worker import SimulatedWorker
 
 _MESSAGE_BYTES = 256 * 2**20  # most bytes of pages in one transfer; many small pages are one event
 
 
-class SimulatedStore(StoreLoop):
+class SimulatedStore(StoreShell):
     """One store process, from its start to its end."""
 
     def __init__(

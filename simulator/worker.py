@@ -1,10 +1,10 @@
-"""A worker around its real scheduler: the effects of `worker.turn`, with durations for bodies. A decode worker's
-repeatable steps are one effect (`simulator.run`)."""
+"""A worker around its real scheduler, with durations for bodies. A decode worker's repeatable steps are one effect
+(`simulator.run`)."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +12,6 @@ import msgspec
 
 from baton.clock import Tick
 from baton.config import Config
-from baton.membership import SendToRouter
 from baton.messages import (
     AttemptName,
     Cancel,
@@ -20,6 +19,7 @@ from baton.messages import (
     Envelope,
     Heartbeat,
     Hello,
+    Message,
     ModelCard,
     Peer,
     RouterHeartbeat,
@@ -30,8 +30,7 @@ from baton.router_links import RouterMessage
 from baton.store_protocol import LeaseHeartbeat
 from engine.batch import Sampled
 from engine.step import ScheduledBatch, StepDone
-from kvstore.client.device_block_manager import DuplicatePage
-from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost
+from kvstore.client.transfer import Copy, StoreLost
 from kvstore.events.changes import page_runs
 from prefill_worker.scheduler import PrefillScheduler
 from simulator.clock import Agenda, Body, VirtualProcess
@@ -40,7 +39,7 @@ from simulator.network import SimulatedNetwork
 from simulator.routers import RouterAddress, RouterEndpoint, SimulatedRouterLinks
 from simulator.run import RunDecodeScheduler, RunDone, StepRun
 from simulator.timing import Noise, StepWork, Timing
-from worker.turn import AwaitStore, CopyPages, Publish, Receive, RunStep, turn
+from simulator.worker_shell import WorkerShell
 
 _IDLE = 0.05  # seconds between two turns while a lease is open, as in `worker.loop`
 _LONGEST_RUN = 1.0  # seconds; the router would place requests by outdated figures if it got tokens later
@@ -71,7 +70,7 @@ class ScriptedOutput(NamedTuple):
 _STRANGER = ScriptedOutput(inf, Sampled(0))  # a request that has ended, but whose Cancel has not arrived yet
 
 
-class SimulatedWorker:
+class SimulatedWorker(WorkerShell):
     """One worker process, from its start to its end."""
 
     def __init__(
@@ -80,7 +79,7 @@ class SimulatedWorker:
         noise: Noise, become: Callable[[WorkerRole], None], *, runs: bool = True,
     ) -> None:  # fmt: skip
         """`become` replaces this incarnation by one of another role. `runs`: simulate repeatable steps as one run."""
-        self.role: WorkerRole = role
+        self.role = role
         self.peer = peer
         self._timing, self._agenda, self._network = timing, agenda, network
         self._outputs, self._noise, self._become = outputs, noise, become
@@ -140,7 +139,7 @@ class SimulatedWorker:
         """Send heartbeats, which have a thread of their own; return the seconds until the next."""
         now = self._agenda.now
         self._routers.beat(self._heartbeat)
-        self._call(LeaseHeartbeat(self.state.leases))
+        self.call_store(LeaseHeartbeat(self.state.leases))
         if self._listens == "all":
             self._process.wake(now)
         return self._routers.heartbeat
@@ -162,36 +161,14 @@ class SimulatedWorker:
 
     def snapshot(self) -> list[Snapshot]:
         """Return a snapshot for followers of its KV events."""
-        self._publish()
+        self.publish()
         return self.feed.snapshot(page_runs(((page.key, page.parent) for page in self.state.blocks.pages()), "GPU"))
 
     # --- its loop -----------------------------------------------------------------------------------------------------
 
     def _body(self) -> Body:
         while True:
-            effects, result, worked = turn(self, self.role), None, False
-            while True:
-                try:
-                    effect = effects.send(result)
-                except StopIteration as ended:
-                    worked = ended.value
-                    break
-                match effect:
-                    case Receive():
-                        result = self._events()
-                    case AwaitStore(until=until):
-                        if not self._from_store:
-                            self._listens = "store"
-                            yield until
-                            self._listens = ""
-                        result = self._replies()
-                    case CopyPages(copies=copies):
-                        yield self._agenda.now + len(copies) * self._copy_seconds
-                        result = _copied(copies)
-                    case RunStep(plan=plan):
-                        result = yield from self._step(plan)
-                    case Publish():
-                        result = self._publish()
+            worked = yield from self.make_turn()
             if not (worked or self._inbox or self._from_store):
                 self._listens = "all"
                 yield self._agenda.now + _IDLE if self.state.leases else inf
@@ -203,29 +180,17 @@ class SimulatedWorker:
     def store_connected(self) -> bool:
         return self._store is not None
 
-    @property
-    def patience(self) -> float:
-        return self.state.patience
-
     def now(self) -> float:
         return self._agenda.now
 
-    def handle(self, event: Any) -> None:
-        router, event = (event.router, event.message) if isinstance(event, RouterMessage) else ("", event)
-        self._do(self.state.handle(event, self._agenda.now, router))
-
-    def prepare(self) -> None:
-        self._do(self.state.prepare(self._agenda.now))
-
-    def take_copies(self) -> Sequence[Copy]:
-        return self.state.take_copies() if self._store is not None else ()
-
-    def schedule(self) -> ScheduledBatch:
-        return self.state.schedule(self._agenda.now)
+    def handle(self, event: Any, router: str = "") -> None:
+        if isinstance(event, RouterMessage):
+            router, event = event.router, event.message
+        super().handle(event, router)
 
     # --- effects ------------------------------------------------------------------------------------------------------
 
-    def _events(self) -> Iterator[Any]:
+    def events(self) -> Iterator[Any]:
         """Yield everything that has arrived, routers' messages as `RouterMessage`, then a Tick."""
         now = self._agenda.now
         while self._from_store:
@@ -240,11 +205,20 @@ class SimulatedWorker:
         yield from self._routers.tick(now)
         yield Tick()
 
-    def _replies(self) -> Iterator[Any]:
+    def replies(self) -> Iterator[Any]:
         while self._from_store:
             yield self._from_store.popleft()
 
-    def _step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone | RunDone]:
+    def await_store(self, until: float) -> Body:
+        if not self._from_store:
+            self._listens = "store"
+            yield until
+            self._listens = ""
+
+    def copy_pages(self, copies: Sequence[Copy]) -> Body:
+        yield self._agenda.now + len(copies) * self._copy_seconds
+
+    def run_step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone | RunDone]:
         work = StepWork.of(plan.values())
         noise = self._noise.draw()
         first = (work.seconds(self._times) + self._timing.turn) * noise
@@ -274,21 +248,14 @@ class SimulatedWorker:
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
-    def _do(self, commands: Iterable[SendToRouter | CallStore | DuplicatePage]) -> None:
-        for command in commands:
-            match command:
-                case SendToRouter(message=message, router=router):
-                    self._routers.say(message, router)
-                case CallStore(call=call):
-                    self._call(call)
-                case DuplicatePage():
-                    pass  # it takes no time that would show
+    def tell_router(self, message: Message, router: str) -> None:
+        self._routers.say(message, router)
 
-    def _call(self, call: Any) -> None:
+    def call_store(self, call: Any) -> None:
         if self._store is not None:
             self._store.call(self, call)
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
         for batch in self.feed.batches([("GPU", self.state.blocks.drain_events())]):
             for incarnation, router in self.followers.items():
                 self._network.message(self.peer.incarnation, incarnation, router.hear_events, batch)
@@ -312,9 +279,3 @@ class SimulatedWorker:
                 return AttemptName(request, attempt) not in self.state.attempts(envelope.sender)
             case _:
                 return False
-
-
-def _copied(batch: Sequence[Copy]) -> CopiedIn | CopiedOut:
-    if isinstance(batch[0], CopyOut):
-        return CopiedOut(batch[0].lease, batch[0].index, (0,) * len(batch))
-    return CopiedIn(batch[0].lease, tuple(copy.index for copy in batch))

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from baton.clock import Tick
 from baton.config import Bytes, DecodeConfig, PrefillConfig, StoreConfig
 from baton.membership import SendToRouter
-from baton.messages import FromStore, Message, Namespace, PageSource, Peer, Role
+from baton.messages import FromStore, Message, Namespace, PageSource, Peer, WorkerRole
 from baton.store_protocol import Attach, Attached, LeaseHeartbeat, StoreReply
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Chunk, Sampled
 from engine.step import ScheduledBatch, StepDone
 from kvstore.client.device_block_manager import DuplicatePage
-from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyIn, StoreLost, StoreUp
+from kvstore.client.transfer import Copy, CopyIn, StoreLost, StoreUp
 from kvstore.disk.interface import DiskOrder
 from kvstore.server.events import (
     CallReceived,
@@ -35,11 +35,12 @@ from kvstore.server.events import (
 from kvstore.server.state import StoreState
 from kvstore.transport.interface import PeerOrder, SlotVerified, VerifySlot
 from prefill_worker.scheduler import PrefillScheduler
-from simulator.store_loop import StoreLoop
+from simulator.clock import Body
+from simulator.store_shell import StoreShell
 from simulator.transport import SimulatedTransport
 from simulator.wires import Wires
+from simulator.worker_shell import WorkerShell, at_once, copied
 from tests.support.fake_disk import DiskThreads, FakeDisk, Read, Write
-from tests.support.turns import Turns
 
 PAGE = 4
 PAGE_BYTES = 64
@@ -87,12 +88,15 @@ class Device:
         return Sampled(expected[chunk.end - 1] % VOCAB) if chunk.sample else None
 
 
-class RigWorker:
+class RigWorker(WorkerShell):
     """One worker: its state, its device, what the store has told it, what it has said to the router."""
 
+    patience = 0.0  # time stands still during a turn
+
     def __init__(
-        self, rig: Rig, role: Role, num_pages: int, config: DecodeConfig | PrefillConfig, node: RigStore
+        self, rig: Rig, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: RigStore
     ) -> None:
+        self.role = role
         self.rig = rig
         self.node = node
         self.num_pages = num_pages
@@ -109,20 +113,22 @@ class RigWorker:
         self.said: list[Message] = []
         self.letters: list[SendToRouter] = []  # the same, each with its receiver
 
+    def now(self) -> float:
+        return self.rig.now
+
     def handle(self, event: Any, router: str = "") -> None:
-        self._do(self.state.handle(event, self.rig.now, router))
+        super().handle(event, router)
         self.state.validate()
 
-    def _do(self, commands: Sequence[Any]) -> None:
-        for command in commands:
-            match command:
-                case SendToRouter(message=message):
-                    self.said.append(message)
-                    self.letters.append(command)
-                case DuplicatePage(source=source, dest=dest):
-                    self.device.pages[dest] = list(self.device.pages[source])
-                case CallStore(call=call):
-                    self.rig.call(self, call)
+    def tell_router(self, message: Message, router: str) -> None:
+        self.said.append(message)
+        self.letters.append(SendToRouter(message, router))
+
+    def call_store(self, call: Any) -> None:
+        self.rig.call(self, call)
+
+    def duplicate_page(self, order: DuplicatePage) -> None:
+        self.device.pages[order.dest] = list(self.device.pages[order.source])
 
     def attach(self) -> None:
         self.inbox.clear()
@@ -137,47 +143,52 @@ class RigWorker:
 
     def hear(self) -> None:
         """Take everything that the store has said."""
-        for reply in self._replies():
+        for reply in self.replies():
             self.handle(reply)
 
     def copy(self) -> None:
         """Make the copies that are due."""
         for copy in self.state.take_copies():
-            self.handle(self._copied([copy]))
+            at_once(self.copy_pages([copy]))
+            self.handle(copied([copy]))
 
     def step(self) -> bool:
         """Plan and run a step; whether there was one."""
-        self._do(self.state.prepare(self.rig.now))
-        if plan := self.state.schedule(self.rig.now):
-            self.handle(self._done(plan))
+        self.prepare()
+        if plan := self.schedule():
+            self.handle(at_once(self.run_step(plan)))
         self.state.validate()
         return bool(plan)
 
     def turn(self) -> bool:
         """Make a whole turn as the worker's loop does, and tell whether there was a step."""
-        stepped = Turns(
-            self.state, "prefill" if isinstance(self.state, PrefillScheduler) else "decode",
-            clock=lambda: self.rig.now, do=self._do, done=self._done, arrived=self._replies, copied=self._copied,
-        ).make()  # fmt: skip
+        self.stepped = False
+        at_once(self.make_turn())
         self.state.validate()
-        return stepped
+        return self.stepped
 
-    def _replies(self) -> Iterator[Message]:
+    def replies(self) -> Iterator[Message]:
         while self.inbox:
             yield self.inbox.popleft()
 
-    def _copied(self, copies: Sequence[Copy]) -> CopiedIn | CopiedOut:
-        first = copies[0]
-        if isinstance(first, CopyIn):
-            for copy in copies:
-                self.device.pages[copy.page] = self.node.arena.read(copy.slot)
-            return CopiedIn(first.lease, tuple(copy.index for copy in copies))
+    events = replies
+
+    def copy_pages(self, copies: Sequence[Copy]) -> Body:
+        arena, pages = self.node.arena, self.device.pages
         for copy in copies:
-            self.node.arena.write(copy.slot, self.device.pages[copy.page])
-        return CopiedOut(first.lease, first.index, (0,) * len(copies))
+            if isinstance(copy, CopyIn):
+                pages[copy.page] = arena.read(copy.slot)
+            else:
+                arena.write(copy.slot, pages[copy.page])
+        yield from ()
+
+    def run_step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone]:
+        self.stepped = True
+        yield from ()
+        return self._done(plan)
 
     def _done(self, plan: ScheduledBatch) -> StepDone:
-        if isinstance(self.state, PrefillScheduler):
+        if self.role == "prefill":
             for name, chunk in plan.items():
                 self.device.run(self.state._requests[name.request].tokens, chunk)
             return StepDone(plan, [None] * len(plan))
@@ -210,7 +221,7 @@ class Memory:
         return contents == self.rubbish
 
 
-class RigStore(StoreLoop):
+class RigStore(StoreShell):
     """One node's store: its state, what lies in its arena and on its disk, and what its threads have not done yet."""
 
     def __init__(self, rig: Rig, name: str) -> None:
@@ -324,7 +335,9 @@ class Rig:
                 del self.workers[connection]
         self.stores[node].start()
 
-    def worker(self, role: Role, num_pages: int, config: DecodeConfig | PrefillConfig, node: str = "n0") -> RigWorker:
+    def worker(
+        self, role: WorkerRole, num_pages: int, config: DecodeConfig | PrefillConfig, node: str = "n0"
+    ) -> RigWorker:
         worker = RigWorker(self, role, num_pages, config, self.stores[node])
         worker.attach()
         return worker

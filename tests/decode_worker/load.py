@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from baton.clock import Tick
 from baton.config import DecodeConfig
 from baton.membership import SendToRouter
-from baton.messages import Cancel, Decode, Refused, SamplingParams, Tokens
+from baton.messages import Cancel, Decode, Message, Refused, SamplingParams, Tokens
 from decode_worker.growth_reserve import GrowthOutlook, GrowthReserve
 from decode_worker.scheduler import DecodeCommand, DecodeScheduler
 from engine.batch import Sampled
 from engine.step import ScheduledBatch, StepDone
 from kvstore.keys import pack_tokens
-from tests.support.turns import Turns
+from simulator.worker_shell import WorkerShell, at_once
 
 PAGE = 16
 STOP = 1
@@ -83,41 +83,12 @@ def requests(
 def run(wanted: Sequence[Wanted], clients: int, num_pages: int, headroom: GrowthReserve | None = None) -> Outcome:
     """So many clients send one request after the other; what is refused is sent again at the next step, oldest first.
     The first half of the load warms up and is not counted."""
-    state = DecodeScheduler(DecodeConfig(ageing_ms=10_000), PAGE, num_pages, headroom=headroom)
+    worker = _Loaded(wanted, num_pages, headroom)
     rng = random.Random(1)
     queue = deque(wanted)
     asking: deque[Wanted] = deque()
-    outputs = {each.name: each for each in wanted}
-    ended = 0
-    now = began = used = 0.0
-    before = computed_before = 0
-
-    def step(plan: ScheduledBatch) -> StepDone:
-        nonlocal now, used
-        prompts = sum(len(chunk.tokens) for chunk in plan.values() if len(chunk.tokens) > 1)
-        took = STEP + ROW * len(plan) + TOKEN * prompts
-        now += took
-        used += took * (1 - state.stats().pages_free / num_pages)
-        sampled = [
-            Sampled(_token(outputs[name.request], chunk.end)) if chunk.sample else None for name, chunk in plan.items()
-        ]
-        return StepDone(plan, sampled)
-
-    def do(commands: Iterable[DecodeCommand]) -> None:
-        nonlocal ended, began, used, before, computed_before
-        for command in commands:
-            if isinstance(command, SendToRouter) and isinstance(command.message, Tokens):
-                for delta in command.message.deltas:
-                    if delta.finish:
-                        ended += 1
-                        state.handle(Cancel(delta.request, 1), now)
-                        if ended == len(wanted) // 2:
-                            began, used, before = now, 0.0, state.stats().preemptions
-                            computed_before = state.stats().prompt_tokens_computed
-
-    turns = Turns(state, "decode", clock=lambda: now, do=do, done=step, arrived=lambda: [Tick()])
-    while queue or asking or ended < len(wanted):
-        while queue and len(wanted) - len(queue) - ended < clients:
+    while queue or asking or worker.ended < len(wanted):
+        while queue and len(wanted) - len(queue) - worker.ended < clients:
             asking.append(queue.popleft())
         while asking:
             each = asking[0]
@@ -127,14 +98,65 @@ def run(wanted: Sequence[Wanted], clients: int, num_pages: int, headroom: Growth
                 SamplingParams(temperature=0),
                 (STOP,),
             )  # fmt: skip
-            if _refused(state.handle(order, now)):
+            if _refused(worker.state.handle(order, worker.time)):
                 break
             asking.popleft()
-        assert turns.make(), "a request waits for ever"
-    stats = state.stats()
-    return Outcome(
-        now - began, stats.preemptions - before, used / (now - began), stats.prompt_tokens_computed - computed_before
-    )
+        steps = worker.steps
+        at_once(worker.make_turn())
+        assert worker.steps > steps, "a request waits for ever"
+    return worker.outcome()
+
+
+class _Loaded(WorkerShell):
+    """The worker. It counts from the end of the first half of its load."""
+
+    role = "decode"
+    patience = 0.0
+    store_connected = False
+
+    def __init__(self, wanted: Sequence[Wanted], num_pages: int, headroom: GrowthReserve | None) -> None:
+        self.state = DecodeScheduler(DecodeConfig(ageing_ms=10_000), PAGE, num_pages, headroom=headroom)
+        self.ended = self.steps = 0
+        self.time = 0.0
+        self._num_pages = num_pages
+        self._outputs = {each.name: each for each in wanted}
+        self._began = self._used = 0.0
+        self._before = self._computed_before = 0
+
+    def now(self) -> float:
+        return self.time
+
+    def events(self) -> list[Tick]:
+        return [Tick()]
+
+    def run_step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone]:
+        yield from ()
+        prompts = sum(len(chunk.tokens) for chunk in plan.values() if len(chunk.tokens) > 1)
+        took = STEP + ROW * len(plan) + TOKEN * prompts
+        self.steps += 1
+        self.time += took
+        self._used += took * (1 - self.state.stats().pages_free / self._num_pages)
+        outputs = [self._outputs[name.request] for name in plan]
+        chunks = zip(outputs, plan.values(), strict=True)
+        return StepDone(plan, [Sampled(_token(each, chunk.end)) if chunk.sample else None for each, chunk in chunks])
+
+    def tell_router(self, message: Message, router: str) -> None:
+        for delta in message.deltas if isinstance(message, Tokens) else ():
+            if not delta.finish:
+                continue
+            self.ended += 1
+            self.state.handle(Cancel(delta.request, 1), self.time)
+            if self.ended == len(self._outputs) // 2:
+                stats = self.state.stats()
+                self._began, self._used = self.time, 0.0
+                self._before, self._computed_before = stats.preemptions, stats.prompt_tokens_computed
+
+    def outcome(self) -> Outcome:
+        stats, seconds = self.state.stats(), self.time - self._began
+        return Outcome(
+            seconds, stats.preemptions - self._before, self._used / seconds,
+            stats.prompt_tokens_computed - self._computed_before,
+        )  # fmt: skip
 
 
 def _token(each: Wanted, known: int) -> int:

@@ -62,7 +62,7 @@ from kvstore.transport.interface import (
     SendPages,
     VerifySlot,
 )
-from simulator.store_loop import StoreLoop
+from simulator.store_shell import StoreShell
 from simulator.transport import SimulatedTransport
 from simulator.wires import Mishap, Wires
 from tests.kvstore.chains import key, keys, parent, partial
@@ -153,7 +153,7 @@ class Worker:
         return [slot for lease in self.leases.values() for slot in lease.writable.values()]
 
 
-class Node(StoreLoop):
+class Node(StoreShell):
     """One store with its threads, and the workers of its machine."""
 
     def __init__(self, world: World, name: str, disk_room: int) -> None:

@@ -21,7 +21,7 @@ def test_a_short_prompt_behind_a_hundred_thousand_tokens_is_done_within_two_step
     worker.order("long", LONG)
     worker.run(until=lambda: worker.tokens("long") > 50_000)
     for number in range(5):
-        came, steps = worker.now, len(worker.steps)
+        came, steps = worker.time, len(worker.steps)
         worker.order(f"short{number}", prompt(number, 4 * PAGE))
         worker.run(until=lambda name=f"short{number}": name in worker.ended)
         assert len(worker.steps) - steps <= 2
@@ -35,7 +35,7 @@ def test_steps_last_as_long_as_they_should_from_the_beginning_to_the_end_of_a_lo
     worker.order("long", LONG)
     worker.run()
     starts = [at for at, _ in worker.steps]
-    lasted = [later - at for at, later in zip(starts, [*starts[1:], worker.now], strict=True)]
+    lasted = [later - at for at, later in zip(starts, [*starts[1:], worker.time], strict=True)]
     assert max(lasted) < 0.3
     chunks = [chunk for _, plan in worker.steps for chunk in plan.values()]
     for left, (chunk, seconds) in enumerate(reversed(list(zip(chunks, lasted, strict=True))[5:]), 1):

@@ -5,20 +5,19 @@ a formula says. Thousands of tokens a millisecond, so whole loads can be looked 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from baton.clock import Tick
 from baton.config import PrefillConfig
-from baton.membership import SendToRouter
 from baton.messages import AttemptFailed, Message, Prefill, Prefilled
 from baton.step_cost_model import pairs
 from baton.store_protocol import Acquire, PagesUnavailable, Reserve, Reserved, Seal, Sealed, StoreCall, StoreReply
 from engine.step import ScheduledBatch, StepDone
-from kvstore.client.transfer import CallStore, CopiedOut, StoreUp
+from kvstore.client.transfer import StoreUp
 from kvstore.keys import pack_tokens
-from prefill_worker.scheduler import PrefillCommand, PrefillEvent, PrefillScheduler
-from tests.support.turns import Turns
+from prefill_worker.scheduler import PrefillScheduler
+from simulator.worker_shell import WorkerShell, at_once
 
 PAGE = 16
 ROOT = b"r" * 16
@@ -30,12 +29,14 @@ def machine(tokens: int, attended: int) -> float:
 
 
 @dataclass
-class Timed:
+class Timed(WorkerShell):
     """The worker, what it said and when, and the steps that it ran."""
 
+    role = "prefill"
+    patience = 0.0
     config: PrefillConfig = field(default_factory=lambda: PrefillConfig(max_num_seqs=64))
     pages: int = 8_000
-    now: float = 0.0
+    time: float = 0.0
     ended: dict[str, float] = field(
         default_factory=dict[str, float]
     )  # when each request was Prefilled or AttemptFailed
@@ -49,38 +50,37 @@ class Timed:
         self.state = PrefillScheduler(self.config, PAGE, self.pages)
         self._keys: dict[int, list[bytes]] = {}  # of each write, by lease
         self._slots = itertools.count()
-        self._turns = Turns(
-            self.state, "prefill", clock=lambda: self.now, do=self._do, done=self._step, arrived=lambda: [Tick()],
-            copied=lambda copies: CopiedOut(copies[0].lease, copies[0].index, (0,) * len(copies)),
-        )  # fmt: skip
         self.handle(StoreUp(10**6, 1))
 
     def order(self, request: str, tokens: Sequence[int], priority: int = 0) -> None:
         self.handle(Prefill(request, 1, ROOT, pack_tokens(tokens), priority=priority))
 
-    def handle(self, event: PrefillEvent) -> None:
-        self._do(self.state.handle(event, self.now))
+    def now(self) -> float:
+        return self.time
 
-    def _do(self, commands: Iterable[PrefillCommand]) -> None:
-        for command in commands:
-            match command:
-                case CallStore(call=call):
-                    for reply in self._store(call):
-                        self.handle(reply)
-                case SendToRouter(message=Prefilled() | AttemptFailed() as message):
-                    self.ended[message.request] = self.now
-                    self.said[message.request] = message
-                case _:
-                    pass
+    def events(self) -> list[Tick]:
+        return [Tick()]
+
+    def call_store(self, call: StoreCall) -> None:
+        for reply in self._store(call):
+            self.handle(reply)
+
+    def tell_router(self, message: Message, router: str) -> None:
+        if isinstance(message, Prefilled | AttemptFailed):
+            self.ended[message.request] = self.time
+            self.said[message.request] = message
 
     def turn(self) -> bool:
         """Make a turn, and return whether it had a step."""
-        return self._turns.make()
+        before = len(self.steps)
+        at_once(self.make_turn())
+        return len(self.steps) > before
 
-    def _step(self, plan: ScheduledBatch) -> StepDone:
-        self.steps.append((self.now, plan))
+    def run_step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone]:
+        yield from ()
+        self.steps.append((self.time, plan))
         chunks = [(len(chunk.tokens), chunk.start) for chunk in plan.values()]
-        self.now += machine(sum(count for count, _ in chunks), sum(itertools.starmap(pairs, chunks)))
+        self.time += machine(sum(count for count, _ in chunks), sum(itertools.starmap(pairs, chunks)))
         return StepDone(plan, [None] * len(plan))
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:

@@ -1,6 +1,6 @@
-"""A store's loop around its real state, without sockets: `kvstore.service`, which handles an event when it arrives.
+"""A shell around a store's real state, without sockets: `kvstore.service`, but it handles an event when it arrives.
 
-What a reply, a router and a disk are, a subclass says. The simulator's have durations, and the tests' wait until a test
+What a reply, a router and a disk are, a subclass says. The simulator's have durations. The tests' wait until a test
 lets them go on.
 """
 
@@ -27,8 +27,8 @@ from kvstore.transport.interface import PeerOrder
 from simulator.transport import SimulatedTransport
 
 
-class StoreLoop:
-    """The loop of a store process."""
+class StoreShell:
+    """A store process, but for what its subclass says."""
 
     state: StoreState
     transport: SimulatedTransport

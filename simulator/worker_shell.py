@@ -1,0 +1,140 @@
+"""A shell around a worker's real scheduler, without sockets and without an engine: `worker.loop`.
+
+What a message, a call, a copy and a step are, a subclass says. The simulator's take time. The tests' are carried out
+at once, on devices that notice a wrong page.
+"""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, TypeVar
+
+from baton.membership import SendToRouter
+from baton.messages import Message, WorkerRole
+from engine.step import ScheduledBatch
+from kvstore.client.device_block_manager import DuplicatePage
+from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut
+from simulator.clock import Body
+from worker.turn import AwaitStore, CopyPages, Publish, Receive, RunStep, turn
+
+T = TypeVar("T")
+
+
+class WorkerShell:
+    """A worker process, but for what its subclass says."""
+
+    role: WorkerRole
+    state: Any  # the scheduler of that role
+
+    def make_turn(self) -> Generator[float, None, bool]:
+        """Make a turn. Yield the times until which it sleeps, and return whether anything was copied or computed."""
+        effects, result = turn(self, self.role), None
+        while True:
+            try:
+                effect = effects.send(result)
+            except StopIteration as ended:
+                return ended.value
+            match effect:
+                case Receive():
+                    result = self.events()
+                case AwaitStore(until=until):
+                    yield from self.await_store(until)
+                    result = self.replies()
+                case CopyPages(copies=copies):
+                    yield from self.copy_pages(copies)
+                    result = copied(copies)
+                case RunStep(plan=plan):
+                    result = yield from self.run_step(plan)
+                case Publish():
+                    result = self.publish()
+
+    # --- for `worker.turn` ------------------------------------------------------------------------------------------
+
+    @property
+    def store_connected(self) -> bool:
+        return True
+
+    @property
+    def patience(self) -> float:
+        return self.state.patience
+
+    def now(self) -> float:
+        raise NotImplementedError
+
+    def handle(self, event: Any, router: str = "") -> None:
+        self.carry_out(self.state.handle(event, self.now(), router))
+
+    def prepare(self) -> None:
+        self.carry_out(self.state.prepare(self.now()))
+
+    def take_copies(self) -> Sequence[Copy]:
+        return self.state.take_copies() if self.store_connected else ()
+
+    def schedule(self) -> ScheduledBatch:
+        return self.state.schedule(self.now())
+
+    # --- out --------------------------------------------------------------------------------------------------------
+
+    def carry_out(self, commands: Iterable[SendToRouter | CallStore | DuplicatePage]) -> None:
+        """Carry out the scheduler's commands."""
+        for command in commands:
+            match command:
+                case SendToRouter(message=message, router=router):
+                    self.tell_router(message, router)
+                case CallStore(call=call):
+                    self.call_store(call)
+                case DuplicatePage():
+                    self.duplicate_page(command)
+
+    # --- what a subclass says ---------------------------------------------------------------------------------------
+
+    def events(self) -> Iterable[Any]:
+        """Return everything that has arrived; the last is a Tick."""
+        raise NotImplementedError
+
+    def replies(self) -> Iterable[Any]:
+        """Return what the store has said."""
+        return ()
+
+    def await_store(self, until: float) -> Body:
+        """Sleep until the store has said something, or until that time."""
+        yield from ()
+
+    def copy_pages(self, copies: Sequence[Copy]) -> Body:
+        """Copy these pages, of one lease and in one direction."""
+        yield from ()
+
+    def run_step(self, plan: ScheduledBatch) -> Generator[float, None, Any]:
+        """Run a step, and return what becomes of it."""
+        raise NotImplementedError
+
+    def publish(self) -> None:
+        """Publish KV events."""
+
+    def tell_router(self, message: Message, router: str) -> None:
+        raise NotImplementedError
+
+    def call_store(self, call: Any) -> None:
+        raise NotImplementedError
+
+    def duplicate_page(self, order: DuplicatePage) -> None:
+        """Copy a page on the device. It takes no time that would show."""
+
+
+def copied(copies: Sequence[Copy]) -> CopiedIn | CopiedOut:
+    """Return the event for copies that went well. They have no checksums."""
+    first = copies[0]
+    if isinstance(first, CopyOut):
+        return CopiedOut(first.lease, first.index, (0,) * len(copies))
+    return CopiedIn(first.lease, tuple(copy.index for copy in copies))
+
+
+def at_once(body: Generator[float, None, T]) -> T:
+    """Run what must not sleep, and return its result."""
+    try:
+        until = next(body)
+    except StopIteration as ended:
+        return ended.value
+    raise AssertionError(f"it sleeps until {until}")
