@@ -28,6 +28,7 @@ from tests import checkpoints
 from tests.support import workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import samples, total
+from tests.support.thorough import cases
 
 # The bound is a second of the clock, so no other test may use the cores meanwhile.
 pytestmark = pytest.mark.alone
@@ -168,7 +169,7 @@ def left(cluster: LocalCluster, operator: Client) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("phase", [queued, prefill, hand_off, decode], ids=lambda phase: phase.__name__)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", cases([*DOORS], ["http", "http, n 4", "http, 3 beams", "grpc"]))
 def test_nothing_is_left_a_second_after_the_connection_is_closed(
     cluster: LocalCluster, operator: Client, door: str, phase: Any
 ) -> None:

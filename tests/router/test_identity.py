@@ -131,6 +131,8 @@ def test_a_key_opens_both_doors_and_nothing_else_does(
             status, body, _ = await client.ask("POST", "/v1/messages", asked, x_api_key=wrong)
             assert status == 401
             assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
+            status, body, _ = await client.ask("GET", "/v1/models", anthropic_version="2023-06-01")
+            assert (status, body["error"]["type"]) == (401, "authentication_error")
             for path in ("/v1/models", "/v1/models/small", "/no/such/path", "/metrics"):
                 assert (await client.ask("GET", path))[0] == 401
             for given in ("", wrong):

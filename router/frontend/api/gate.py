@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton.errors import BatonError, Overloaded
 from router.frontend.api import errors
 from router.frontend.api.http_responses import error_response
+from router.frontend.api.model_cards import is_anthropic
 from router.frontend.identity import Gatekeeper, caller, note_refusal
 
 _OPEN = frozenset({"/health", "/ready", "/health/ready", "/live", "/version", "/openapi.json"})
@@ -36,8 +37,8 @@ class KeyGate:
         except BatonError as error:
             if not isinstance(error, Overloaded):
                 note_refusal(f"{request.method} {path}", request.client.host if request.client else "", error)
-            failed = errors.anthropic_body if path.startswith(_ANTHROPIC) else errors.body_of
-            response = error_response(error, failed)
+            anthropic = path.startswith(_ANTHROPIC) or is_anthropic(request.headers)
+            response = error_response(error, errors.anthropic_body if anthropic else errors.body_of)
             response.headers["x-request-id"] = request.headers.get("x-request-id") or secrets.token_hex(8)
             await response(scope, receive, send)
             return
