@@ -16,6 +16,7 @@ from baton.client.client import ChatStream, Client, GenerationStream
 from baton.client.options import ChatOptions, PinOptions, SamplingOptions
 from baton.client.results import Generated, OutputDelta, ScoredToken, Timing, TokenUsage, Work, is_up
 from baton.client.streams import AsyncChatStream, AsyncGenerationStream
+from baton.client.tls import ClientTls
 
 __all__ = [
     "AsyncChatStream",
@@ -27,6 +28,7 @@ __all__ = [
     "ChatStream",
     "ChatToolCall",
     "Client",
+    "ClientTls",
     "Generated",
     "GenerationStream",
     "OutputDelta",

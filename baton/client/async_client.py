@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from baton.client.connection import Connection, typed
+from baton.client.connection import Connection, TlsArgument, typed
 from baton.client.options import ChatOptions, PinOptions, SamplingOptions, generate_request, pin_request
 from baton.client.streams import AsyncChatStream, AsyncGenerationStream, raise_if_ours
 from baton.errors import RequestCancelled
@@ -30,7 +29,7 @@ class AsyncClient:
         *,
         http: str = "",
         api_key: str | None = None,
-        tls: bool | str | Path = False,
+        tls: TlsArgument = False,
     ) -> None:
         """Name the addresses; nothing is connected yet.
 
@@ -38,8 +37,8 @@ class AsyncClient:
         or host:port) `chat`. With none of them, they are those of a local cluster named "baton". A client with
         `operator` alone sends its health checks there.
 
-        `api_key`: by default $BATON_API_KEY. `tls`: True to trust the public authorities, or a PEM file of those to
-        trust. It holds for `address` and `http`."""
+        `api_key`: by default $BATON_API_KEY. `tls`: True to trust the public authorities, a PEM file of those to trust,
+        or a ClientTls. It holds for `address` and `http`; the operator's port speaks no TLS."""
         self._connection = Connection(address, operator, http, api_key, tls)
 
     @property

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, Unpack
 
 from baton.client.async_client import AsyncClient
 from baton.client.chat_results import ChatAnswer, ChatDelta
+from baton.client.connection import TlsArgument
 from baton.client.loop_thread import LoopThread
 from baton.client.options import ChatOptions, PinOptions, SamplingOptions
 from baton.client.results import Generated, OutputDelta
@@ -83,7 +83,7 @@ class Client:
         *,
         http: str = "",
         api_key: str | None = None,
-        tls: bool | str | Path = False,
+        tls: TlsArgument = False,
     ) -> None:
         """Name the addresses, as `AsyncClient` has them; nothing is connected yet."""
         self._client = AsyncClient(address, operator, http=http, api_key=api_key, tls=tls)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from baton import operator_port
+from baton.client.tls import ClientTls
 from baton.errors import BatonError, ConfigError, DeadlineExpired, Overloaded, Unavailable, all_errors, from_reason
 
 if TYPE_CHECKING:
     import grpc.aio
+
+TlsArgument: TypeAlias = bool | str | Path | ClientTls
 
 REASON, RETRY_AFTER = "baton-reason", "retry-after-ms"
 KEY_VARIABLE = "BATON_API_KEY"
@@ -33,7 +36,7 @@ _OPTIONS = [
 class Connection:
     """The addresses, the key and the channels of one client. Its event loop is the one of the first call."""
 
-    def __init__(self, address: str, operator: str, http: str, api_key: str | None, tls: bool | str | Path) -> None:
+    def __init__(self, address: str, operator: str, http: str, api_key: str | None, tls: TlsArgument) -> None:
         """`AsyncClient` describes the arguments."""
         if not (address or operator or http):
             address, http = _LOCAL_GRPC, _LOCAL_HTTP
@@ -41,7 +44,7 @@ class Connection:
         self.address = address
         self.operator = operator
         self._http = http if "://" in http or not http else f"{'https' if tls else 'http'}://{http}"
-        self._tls = tls
+        self._tls = ClientTls.of(tls)
         key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
         self._authorization = f"Bearer {key}" if key else ""
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -63,13 +66,13 @@ class Connection:
         """The stub of a service for clients. Raises ConfigError."""
         if not self.address:
             raise ConfigError("this client knows no router's public port; give it one: Client(address)")
-        return self._stub(kind, self.address, secure=bool(self._tls))
+        return self._stub(kind, self.address, self._tls)
 
     def private(self, kind: type) -> Any:
         """The stub of a service for the operator. Raises ConfigError."""
         if not self.operator:
             raise ConfigError("this client knows no router's operator port; give it one: Client(address, operator)")
-        return self._stub(kind, self.operator, secure=False)
+        return self._stub(kind, self.operator, None)
 
     def http(self, path: str) -> tuple[Any, str]:
         """An aiohttp session, and the URL of a path of the HTTP API. Raises ConfigError."""
@@ -79,7 +82,7 @@ class Connection:
         if not self._http:
             raise ConfigError("this client knows no router's HTTP address; give it one: Client(address, http=...)")
         if self._session is None:
-            connector = aiohttp.TCPConnector(ssl=self._ssl_context() or True)
+            connector = aiohttp.TCPConnector(ssl=self._tls.ssl_context() if self._tls else True)
             self._session = aiohttp.ClientSession(connector=connector, headers=self.headers)
         return self._session, self._http.rstrip("/") + path
 
@@ -93,18 +96,18 @@ class Connection:
         if session is not None:
             await session.close()
 
-    def _stub(self, kind: type, target: str, *, secure: bool) -> Any:
+    def _stub(self, kind: type, target: str, tls: ClientTls | None) -> Any:
         if (stub := self._stubs.get((kind, target))) is None:
-            stub = self._stubs[kind, target] = kind(self._channel(target, secure=secure))
+            stub = self._stubs[kind, target] = kind(self._channel(target, tls))
         return stub
 
-    def _channel(self, target: str, *, secure: bool) -> grpc.aio.Channel:
+    def _channel(self, target: str, tls: ClientTls | None) -> grpc.aio.Channel:
         import grpc.aio
 
         self._check_open()
         if (channel := self._channels.get(target)) is None:
-            if secure:
-                channel = grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(self._authorities()), _OPTIONS)
+            if tls is not None:
+                channel = grpc.aio.secure_channel(target, tls.grpc_credentials(), _OPTIONS)
             else:
                 channel = grpc.aio.insecure_channel(target, _OPTIONS)
             self._channels[target] = channel
@@ -113,25 +116,6 @@ class Connection:
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("the client is closed; make another one")
-
-    def _authorities(self) -> bytes | None:
-        """The certificates to trust; None: gRPC's own. Raises ConfigError."""
-        if isinstance(self._tls, bool):
-            return None
-        try:
-            return Path(self._tls).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"tls is {str(self._tls)!r}, which can't be read: {error.strerror}") from None
-
-    def _ssl_context(self) -> Any:
-        if isinstance(self._tls, bool):
-            return None
-        import ssl
-
-        try:
-            return ssl.create_default_context(cadata=(self._authorities() or b"").decode())
-        except (ssl.SSLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"tls is {str(self._tls)!r}, which holds no certificates: {error}") from None
 
 
 def typed(error: Any, address: str, *, late: type[BatonError] = Unavailable) -> BatonError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, TypeVar
@@ -25,6 +26,7 @@ class LoopThread:
         self._users = 0
         self._gate = threading.Lock()  # nothing is scheduled once the loop is told to stop: it would never run
         self._ended = False
+        self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="baton-client", daemon=True)
         self._thread.start()
@@ -33,7 +35,7 @@ class LoopThread:
     def acquire(cls) -> LoopThread:
         """Return the running loop, or start one."""
         with cls._lock:
-            if cls._shared is None:
+            if cls._shared is None or cls._shared._process != os.getpid():
                 cls._shared = LoopThread()
             cls._shared._users += 1
             return cls._shared
@@ -50,9 +52,10 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and return its result. An interrupt of the waiting thread cancels it."""
         with self._gate:
-            if self._ended:
+            if self._ended or self._process != os.getpid():
                 coroutine.close()
-                raise ConfigError("the client is closed; make another one")
+                forked = "" if self._ended else ", since this process was forked from its own"
+                raise ConfigError(f"the client is closed{forked}; make another one")
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()

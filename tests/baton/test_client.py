@@ -16,6 +16,7 @@ import pytest
 from baton.client import (
     AsyncClient,
     Client,
+    ClientTls,
     Generated,
     OutputDelta,
     PinOptions,
@@ -191,8 +192,13 @@ def test_a_call_without_its_address_says_which_one_is_missing():
 def test_certificates_that_are_none_are_named(tmp_path: Any):
     (tmp_path / "ca.pem").write_text("none")
     for path, match in ((tmp_path / "missing.pem", "can't be read"), (tmp_path / "ca.pem", "holds no certificates")):
-        with Client(http="127.0.0.1:1", tls=path) as client, pytest.raises(ConfigError, match=match):
-            client.chat("hello").result()
+        with Client("127.0.0.1:1", http="127.0.0.1:1", tls=path) as client:
+            for door in (client.chat, client.generate):
+                with pytest.raises(ConfigError, match=match):
+                    door("hello")
+    shown = ClientTls(certificate=tmp_path / "ca.pem", key=tmp_path / "ca.pem")
+    with Client("127.0.0.1:1", tls=shown) as client, pytest.raises(ConfigError, match="can't be used"):
+        client.generate("hello")
 
 
 # --- a server that does as it is told ---------------------------------------------------------------------------------
@@ -346,3 +352,24 @@ def test_the_loop_ends_with_its_last_client():
     second.close()
     assert not loop._thread.is_alive()
     assert LoopThread._shared is None
+
+
+def test_a_forked_process_makes_clients_of_its_own():
+    """The loop's thread stays with the parent: what waited for it in a child would wait for ever."""
+    code = """
+import os, sys
+from baton.client import Client
+from baton.errors import ConfigError
+before = Client("127.0.0.1:1")
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+try:
+    before.answers()
+except ConfigError as error:
+    assert "forked" in str(error)
+with Client("127.0.0.1:1") as after:
+    assert not after.answers()
+os._exit(7)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=60)
+    assert done.returncode == 7

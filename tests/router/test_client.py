@@ -8,14 +8,20 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
+import trustme
 
-from baton.client import AsyncClient, Client, is_up
+from baton import api_keys
+from baton.api_keys import Identity
+from baton.client import AsyncClient, Client, ClientTls, is_up
+from baton.config import TlsConfig
 from baton.errors import (
     InvalidRequest,
     ModelMismatch,
     RequestCancelled,
     RequestNotFound,
+    Unauthenticated,
     Unavailable,
 )
 from router.frontend.detokenizer import Tokenizer
@@ -138,6 +144,38 @@ def test_a_cancelled_request_leaves_nothing_behind(tmp_path: Path, door: str) ->
             if door == "generate":
                 with pytest.raises(RequestCancelled):
                     await stream.read()
+
+    run(test)
+
+
+def test_both_doors_over_tls_with_a_certificate_and_a_key(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    for name in ("server", "client"):
+        shown = authority.issue_cert("127.0.0.1")
+        shown.private_key_and_cert_chain_pem.write_to_path(tmp_path / f"{name}.pem")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    server, own, trusted = (str(tmp_path / f"{name}.pem") for name in ("server", "client", "ca"))
+    key = api_keys.add(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
+    tls = TlsConfig(cert_file=server, key_file=server, client_ca_file=trusted)
+
+    async def test() -> None:
+        async with served(msgspec.structs.replace(settings_for(tmp_path), tls=tls)) as running:
+            running.start("decode", "decode-0")
+            address, http = running.addresses.grpc, running.addresses.api
+            shown = ClientTls(trusted, own, own)
+            async with (
+                AsyncClient(address, http=http, api_key=key, tls=shown) as client,
+                AsyncClient(address, http=http, tls=shown) as keyless,
+                AsyncClient(address, http=http, api_key=key, tls=trusted) as nameless,
+            ):
+                await eventually_async(client.serving, what="the cluster serves")
+                assert len((await client.generate(PROMPT, max_tokens=3, ignore_eos=True).result()).token_ids) == 3
+                for door in (keyless.generate, keyless.chat):
+                    with pytest.raises(Unauthenticated):
+                        await door("Hello", timeout=10).result()
+                for door in (nameless.generate, nameless.chat):
+                    with pytest.raises(Unavailable):
+                        await door("Hello", timeout=10).result()
 
     run(test)
 
