@@ -206,11 +206,13 @@ def generate(
     ca_file: Annotated[
         str, typer.Option(envvar="BATON_CA_FILE", help="PEM authorities to trust, over TLS; by default public ones.")
     ] = "",
+    cert_file: Annotated[str, typer.Option(help="PEM certificate to show, where the router asks for one.")] = "",
+    key_file: Annotated[str, typer.Option(help="The key of --cert-file.")] = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
     """Generate from a prompt and stream the text. The API key, if one is needed, comes from $BATON_API_KEY."""
-    from baton.client import Client
+    from baton.client import Client, ClientTls
     from deploy.commands import generate as generation
     from deploy.commands.status import find
 
@@ -218,7 +220,8 @@ def generate(
         raise InvalidRequest("give either a text or --token-ids")
     prompt = generation.parse_token_ids(token_ids) if text is None else text
     state = None if address else find(_folder(name))
-    tls = ca_file or (state is not None and state.tls)
+    encrypted = bool(ca_file or cert_file) or (state is not None and state.tls)
+    tls = ClientTls(ca_file, cert_file, key_file) if encrypted else False
     with Client(state.target if state is not None else address, tls=tls) as client:
         stream = client.generate(
             prompt,
