@@ -109,6 +109,8 @@ async def serve(
         settle()
         log.info("router %s serves %s: gRPC %s, HTTP API %s", me.incarnation, model.name, grpc_address, api_address)
         log.info("the operator is served at %s", operator_address)
+        needed = f"an API key of {config.api_keys_path}" if keys.required else "no API key"
+        log.info("clients need %s; they connect %s TLS", needed, "with" if tls else "without")
         addresses = RouterAddresses(grpc_address, listener.endpoint, http_address, operator_address, api_address)
         ready(addresses)
         again = _listen_again(driver, operator, lambda target: ready(replace(addresses, operator=target)))

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto import vllm_engine_pb2
 
 from baton import api_keys
 from baton.api_keys import Identity
@@ -27,6 +28,7 @@ from tests.support.eventually import eventually_async
 
 pytestmark = pytest.mark.slow
 
+OPEN = ("/health", "/ready", "/health/ready", "/live", "/version", "/openapi.json")
 PROMPT = list(range(20, 40))
 SEED = 4
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "seed": SEED}
@@ -151,10 +153,43 @@ def test_health_needs_no_key(tmp_path: Path) -> None:
 
     async def test() -> None:
         async with doors(tmp_path) as client:
-            for path in ("/health", "/ready", "/health/ready", "/live", "/version", "/openapi.json"):
+            for path in OPEN:
                 assert (await client.ask("GET", path))[0] == 200
             answer = await client.health.Check(health_pb2.HealthCheckRequest(), timeout=5)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    run(test)
+
+
+def test_no_other_path_or_call_is_open(tmp_path: Path) -> None:
+    """A path or service that is added later needs a key, too."""
+    key_in(tmp_path)
+    services = [generation_pb2.DESCRIPTOR, vllm_engine_pb2.DESCRIPTOR]
+    calls = [
+        f"/{service.full_name}/{method.name}"
+        for file in services
+        for service in file.services_by_name.values()
+        for method in service.methods
+    ]
+    assert len(calls) > 5
+
+    async def test() -> None:
+        async with (
+            doors(tmp_path) as client,
+            grpc.aio.insecure_channel(client.router.addresses.grpc) as channel,
+        ):
+            _, document, _ = await client.ask("GET", "/openapi.json")
+            paths = {path: [*methods] for path, methods in document["paths"].items()}
+            shut = {path: methods for path, methods in paths.items() if path not in OPEN}
+            assert set(paths) - set(shut) == set(OPEN) - {"/openapi.json"}
+            for path, methods in shut.items():
+                for method in methods:
+                    status, _, _ = await client.ask(method.upper(), path, {} if method == "post" else None)
+                    assert status == 401, (method, path)
+            for call in [*calls, "/no.such.Service/Call"]:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await channel.unary_unary(call)(b"", timeout=5)
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, call
 
     run(test)
 
